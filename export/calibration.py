@@ -1,8 +1,7 @@
-"""Calibration: a text that runs through the model's float32 graph, and what is measured on it.
+"""Calibration: a text runs through the model's float32 graph, and ranges are measured on it.
 
-Scales of a cache of integer codes: for each channel, 1.1 * the largest magnitude on a text / 127.
-
-Channels of keys that a rotary embedding mixes share a scale, see `caches.key_rotation`.
+Scales of an int8 cache, per channel: 1.1 * the largest magnitude on the text / 127. Channels of keys that a rotary
+embedding mixes share a scale (`caches.key_rotation`).
 """
 
 from __future__ import annotations
@@ -50,13 +49,7 @@ from llmconv.tensors import Array
 
 @dataclass(frozen=True)
 class Calibration:
-    """A text and the model's float32 graph, which runs on it.
-
-    Attributes:
-        traced: the graph, its weights still inputs.
-        texts: token ids int64 [1, tokens].
-        tensors: the checkpoint's tensors in their files.
-    """
+    """Token ids int64 [1, tokens] of each text, and the model's float32 graph, its weights still inputs."""
 
     traced: TracedGraph
     texts: list[Array]
@@ -170,12 +163,12 @@ def measure_ranges(
     names: Collection[str],
     smoothing: Smoothing,
 ) -> dict[str, ActivationRange]:
-    """The range of what each matrix is multiplied with, after smoothing, by name.
+    """The range of the activations that each matrix is multiplied with, after smoothing, by name.
 
     Args:
         traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
         matches: the stored tensors of each weight.
-        tensors: the checkpoint's tensors in their files, all in one folder.
+        tensors: the checkpoint's tensors, all in files of one folder.
         texts: token ids int64 [1, tokens].
         names: of the stored matrices.
         smoothing: factors by which the activations are divided.
@@ -211,15 +204,10 @@ def _range(name: str, extremes: Array) -> ActivationRange:
 
 
 def require_one_input(traced: TracedGraph, matches: Mapping[str, WeightSource], names: Collection[str]) -> None:
-    """Refuses matrices of routed experts, and those that several layers share.
-
-    Args:
-        traced: a graph, its weights still inputs.
-        matches: the stored tensors of each weight.
-        names: of the matrices.
+    """Refuses matrices of routed experts, and those that several layers share: they have no range of their own.
 
     Raises:
-        UnsupportedInput: a matrix has no range of its own.
+        UnsupportedInput: there is one.
     """
     inputs: dict[str, set[ir.Value | None]] = defaultdict(set)
     for parameter, match in matches.items():
@@ -256,7 +244,7 @@ def measure_cache_scales(
     Args:
         traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
         matches: the stored tensors of each weight.
-        tensors: the checkpoint's tensors in their files, all in one folder.
+        tensors: the checkpoint's tensors, all in files of one folder.
         texts: token ids int64 [1, tokens].
         rotations: of keys, by name of the cache input.
 
@@ -306,11 +294,7 @@ MOVING = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Split", "Slice", "Ide
 
 
 def key_rotations(traced: TracedGraph) -> dict[str, KeyRotation]:
-    """The rotation of every layer's keys, by the name of their cache input.
-
-    Args:
-        traced: a graph with a growing cache, its weights still inputs; it is not changed.
-    """
+    """The rotation of every layer's keys by the name of their cache input, in a graph with a growing cache."""
     fused = traced.copy()
     fuse_rotary(fused)
     outputs = [value for value in fused.model.graph.outputs if (value.name or "").endswith(".key")]

@@ -73,7 +73,7 @@ def export_checkpoint(
     clients: Sequence[Client],
     roles: Sequence[str],
 ) -> Exported:
-    """Exports an open checkpoint.
+    """Exports an open checkpoint; raises as `export` does.
 
     Args:
         checkpoint: the model.
@@ -82,9 +82,6 @@ def export_checkpoint(
         given: the options.
         clients: the chosen layouts.
         roles: of the graphs.
-
-    Raises:
-        LlmconvError: as `export`.
     """
     settings = QuantizationSettings.parse(given)
     checkpoint, quantization = _with_plain_weights(checkpoint, settings)
@@ -122,15 +119,10 @@ def export_checkpoint(
 
 @contextmanager
 def opened_in_memory(model: Any, output: Placed | None, *, graphs_only: bool) -> Iterator[Checkpoint]:
-    """The checkpoint of a causal language model in memory.
-
-    Args:
-        model: of transformers.
-        output: the folder for its weights.
-        graphs_only: an option that such a model does not have.
+    """The checkpoint of a transformers causal language model in memory, whose weights are written to `output`.
 
     Raises:
-        UsageProblem: not a module of torch, or no output.
+        UsageProblem: not a torch module, no output, or `graphs_only`.
     """
     if not isinstance(model, nn.Module):
         raise UsageProblem(
@@ -304,13 +296,7 @@ def _output_folder(
 def _for_target(
     given: ExportOptions, clients: Sequence[Client], model: LanguageModel, checkpoint: Checkpoint
 ) -> ExportOptions:
-    """The options, with those that the target decides.
-
-    Args:
-        given: the options of the call.
-        clients: the chosen layouts, which may not read caches in shared buffers.
-        model: its key/value heads decide whether the fused operator of the target fits.
-        checkpoint: its dtype is the precision that some targets prefer.
+    """The options, with those that the target decides by the layouts' caches, the key/value heads and the dtype.
 
     Raises:
         UsageProblem: an option that the target does not have.
@@ -337,15 +323,10 @@ def _for_target(
 
 
 def check_context(config: Any, context: int | None, slots: int | None) -> None:
-    """Checks that a static cache is not longer than the context; warns if only training ends there.
+    """Checks that a static cache of `slots` tokens (None: a growing cache) is not longer than the declared context.
 
     A table of positions, learned or computed, ends at the context length. Rotary positions continue, but the model was
-    not trained on them.
-
-    Args:
-        config: a transformers config.
-        context: context length in tokens that `config.json` declares; None if it declares none.
-        slots: number of tokens that the cache holds; None for a growing cache.
+    not trained on them, which only warns. A `context` of None is not checked.
 
     Raises:
         InputRefused: the cache is longer than the model's table of positions.
@@ -376,11 +357,7 @@ def _without_weights() -> Iterator[None]:
 class GraphsOnly:
     """An `OutputFolder` for graphs that map the model's own files, which the user puts next to them.
 
-    Attributes:
-        place: the folder to make.
-        model: the folder of the model, of which only headers are read.
-        overwrite: replace an existing folder.
-        resume: accept a complete folder that is equal.
+    Only headers of the model's files are read. `resume` accepts a complete folder that is equal.
     """
 
     place: Place

@@ -1,8 +1,7 @@
 """The graph of a whole decoder, its weights still inputs: a few layers are traced, the others replicated.
 
-`nonpad_kv_seqlen`: the filled length of a static cache as an input of every `Attention` node (opset 24).
-
-The mask hides the unfilled slots already, so results are equal; a runtime that knows the length can skip them.
+The filled length of a static cache becomes the input `nonpad_kv_seqlen` of every `Attention` node (opset 24). The mask
+hides the unfilled slots already, so results are equal; a runtime that knows the length can skip them.
 """
 
 from __future__ import annotations
@@ -34,11 +33,6 @@ def build_graph(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> 
 
     Three periods of layers are traced and the last is replicated; if the periods differ, all layers are traced.
 
-    Args:
-        config: a transformers config.
-        input_map: the input map of its `model_type`.
-        spec: how the cache is kept, and which axes are fixed.
-
     Raises:
         UnsupportedInput: transformers or torch cannot build or trace the model.
     """
@@ -53,12 +47,7 @@ def build_graph(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> 
 
 
 def build_embeddings(config: Any, precision: str = FLOAT32, placeholders: Sequence[int] = ()) -> TracedGraph:
-    """The graph of the embedding table.
-
-    Args:
-        config: a transformers config.
-        precision: dtype of the table and of the embeddings.
-        placeholders: tokens that are embedded as padding.
+    """The graph of the embedding table; the tokens `placeholders` are embedded as padding.
 
     Raises:
         UnsupportedInput: transformers or torch cannot build or trace the model.

@@ -16,13 +16,7 @@ if TYPE_CHECKING:  # it needs torch, which an early refusal does without
 
 @dataclass(frozen=True)
 class ExportSizes:
-    """Numbers of bytes of one export.
-
-    Attributes:
-        graphs: of all graph files.
-        mapped: of the weights that the graphs map, each counted once.
-        copied: of the weights that were written.
-    """
+    """Bytes of all graphs, of the weights that they map (each counted once), and of the weights that were written."""
 
     graphs: int
     mapped: int

@@ -274,12 +274,7 @@ TOKENS_FIRST = {"gemma4"}
 
 
 def is_multi_modal(fields: Mapping[str, Any], *, embeds: bool) -> bool:
-    """Whether graphs take embeddings of text and features of images.
-
-    Args:
-        fields: content of `config.json`.
-        embeds: embeddings are asked for.
-    """
+    """Whether graphs of the model with this `config.json` take embeddings of text and features of images."""
     kind = fields.get("model_type")
     return kind in MULTI_MODAL and (kind not in TOKENS_FIRST or (embeds and bool(fields.get("vision_config"))))
 
@@ -304,9 +299,9 @@ def known_input_maps() -> dict[str, InputMap]:
 
 
 def extra_inputs_of(folder: Path) -> tuple[ExtraInput, ...]:
-    """The extra inputs of the language model in a folder, also those that only graphs with images have.
+    """The extra inputs of the language model in a folder, including those that only graphs with images have.
 
-    None for a family without an input map.
+    Empty for a family without an input map.
 
     Raises:
         MalformedInput: `config.json` is invalid.

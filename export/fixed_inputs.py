@@ -17,7 +17,7 @@ def all_fixed(extras: Mapping[str, ExtraInput], what: str, without: str) -> tupl
 
     Args:
         extras: the extra inputs of the model, resolved.
-        what: what cannot feed them, for messages.
+        what: the part that cannot feed them, for messages.
         without: the option to leave out instead.
 
     Raises:
@@ -35,12 +35,7 @@ def all_fixed(extras: Mapping[str, ExtraInput], what: str, without: str) -> tupl
 def with_fixed_inputs(
     specs: Mapping[str, GraphSpec], extras: Mapping[str, ExtraInput], clients: Sequence[Client]
 ) -> dict[str, GraphSpec]:
-    """The specs of graphs that all clients can feed.
-
-    Args:
-        specs: by role.
-        extras: the extra inputs of the model, resolved.
-        clients: the chosen clients.
+    """The specs of graphs, by role, that all clients can feed.
 
     Raises:
         UnsupportedInput: a client cannot feed an input that has no constant default.
@@ -69,12 +64,8 @@ def _require_parts(extras: Mapping[str, ExtraInput]) -> None:
 def refuse_option(extras: Mapping[str, ExtraInput], option: str) -> None:
     """Refuses an option that graphs with extra inputs do not have.
 
-    Args:
-        extras: the extra inputs of the model, resolved.
-        option: the option.
-
     Raises:
-        UnsupportedInput: there are some.
+        UnsupportedInput: the model has extra inputs.
     """
     if extras:
         raise UnsupportedInput(

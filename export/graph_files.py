@@ -49,7 +49,7 @@ class GraphFiles:
         files: content by path in the folder.
         entries: entries of the manifest's `graphs`, by role.
         config: fields that clients need in the `config.json` of a new folder.
-        mapped: number of bytes of weights that the graphs map, each counted once.
+        mapped: bytes of weights that the graphs map, each counted once.
         fallback: nodes without a kernel on the target's provider, by file name.
     """
 
@@ -68,12 +68,7 @@ class GraphFiles:
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """Which graphs to make of a model, and how.
-
-    Attributes:
-        specs: by role (`prefill`, `decode`, `unified`), in the order in which they are written.
-        clients: the clients' own files.
-        options: changes of the graphs.
+    """Which graphs to make of a model, and how; `specs` by role in the order in which they are written.
 
     Raises:
         UsageProblem: options that contradict each other, or that a client does not support.
@@ -290,11 +285,7 @@ def float32_fields(model: onnx.ModelProto, precision: str) -> dict[str, Any]:
     """The field `float32` of a graph's manifest entry: the operators that compute in float32, by module.
 
     All layers count as one, `model.layers.*`. An operator that only computes in float32 inside, such as
-    `RMSNormalization` with `stash_type`, is not listed. A graph in float32 has no such field.
-
-    Args:
-        model: the graph, without its weights.
-        precision: what the graph computes in.
+    `RMSNormalization` with `stash_type`, is not listed. A graph whose `precision` is float32 has no such field.
     """
     if precision == FLOAT32:
         return {}
@@ -394,12 +385,7 @@ def fallback_fields(found: Sequence[Fallback]) -> dict[str, Any]:
 
 
 def report(found: Mapping[str, Sequence[Fallback]], target: str | None, *, strict: bool) -> None:
-    """Warns of nodes without a kernel, or refuses them.
-
-    Args:
-        found: by file name; files with equal nodes share a line.
-        target: the target of the graphs.
-        strict: refuse instead.
+    """Warns of nodes without a kernel, listed by file name, or refuses them; files with equal nodes share a line.
 
     Raises:
         UnsupportedInput: there is such a node, and `strict` is given.

@@ -27,7 +27,7 @@ LONGEST = 200
 
 
 def graph_names(given: Sequence[str], roles: Collection[str], layouts: Collection[str]) -> dict[str, str]:
-    """File names by role.
+    """File names by role, given `ROLE=FILE` each.
 
     Args:
         given: `ROLE=FILE` each.
@@ -85,13 +85,6 @@ def files_of(entry: dict[str, Any]) -> list[str]:
 def existing_files(
     folder: Path, recorded: Mapping[str, Any], roles: Collection[str], more: Sequence[str] = ()
 ) -> list[str]:
-    """The files of graphs that a folder has already.
-
-    Args:
-        folder: of the graphs.
-        recorded: entries of its manifest, by role.
-        roles: of the graphs to write.
-        more: further names of files to look for.
-    """
+    """The graph files of these roles, by recorded manifest entries, and those of `more`, that a folder has already."""
     names = [*(name for role in roles if role in recorded for name in files_of(recorded[role])), *more]
     return [name for name in names if os.path.lexists(folder / name)]

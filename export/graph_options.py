@@ -20,13 +20,13 @@ class GraphOptions:
 
     Attributes:
         last_logits: compute the head for the last position only: `logits` are `[batch_size, 1, vocab]`.
-        choice: return `tokens` and `scores` instead of `logits`, see `passes.postprocess`; None for logits.
-        stages: number of graphs that the layers are divided into, see `rewrite.pipeline_stages`.
+        choice: return `tokens` and `scores` instead of `logits`; None for logits.
+        stages: number of graphs that the layers are divided into.
         prefix: virtual tokens before every prompt; None for none.
         opset: version of the standard operators, 21, 23 or 24; None for that of the graph spec, 23 or 24.
         strict_target: refuse nodes for which the target's provider has no kernel; otherwise they are listed.
         quantization: which weights become integer codes, or are stored as such; None for none.
-        lora: linear layers with optional inputs for LoRA factors, see `rewrite.lora_inputs`.
+        lora: linear layers with optional inputs for LoRA factors.
         names: file names of roles that do not have their usual one.
         cache_text: sha256 of the text on which the ranges of an int8 cache are measured; empty for a cache of floats.
 

@@ -122,8 +122,7 @@ class GraphSpec:
     def inputs(self, ports: Sequence[Port]) -> tuple[Port, ...]:
         """Inputs of a graph with this spec; `write_indices` of a static cache comes after tokens, mask and positions.
 
-        Args:
-            ports: inputs of the family's graph with a growing cache.
+        `ports` are the inputs of the family's graph with a growing cache.
 
         Raises:
             UnsupportedInput: the family keeps states, which buffers cannot hold, or has an input of past tokens alone.

@@ -16,12 +16,9 @@ from llmconv.tensors import Array
 
 @dataclass(frozen=True)
 class Port:
-    """One input or output of a graph.
+    """One input or output of a graph; axes are symbols (dynamic) or sizes (fixed).
 
-    Attributes:
-        name: its name.
-        dtype: `int64`, `int32`, `bool` or `float32`.
-        axes: symbols of dynamic axes and sizes of fixed ones.
+    `dtype` is `int64`, `int32`, `bool` or `float32`.
     """
 
     name: str

@@ -83,13 +83,9 @@ class LanguageModel:
         return re.compile("|".join(f"(?:{pattern})" for pattern in sorted(patterns))) if patterns else None
 
     def require_fit(self, tensors: Mapping[str, LazyTensor], task: str) -> None:
-        """Refuses what headers show before a trace: another width, or layers without any tensor.
+        """Refuses mismatches that headers show before a trace: another width, or layers without any tensor.
 
-        The weights of a multi-modal checkpoint are compared after the trace alone, as all others are again.
-
-        Args:
-            tensors: of the checkpoint.
-            task: of the graphs, see `GraphSpec`.
+        The weights of a multi-modal checkpoint are compared only after the trace, as all others are again.
 
         Raises:
             InputRefused: the tensors are not those of the config's layers and embeddings.
@@ -115,10 +111,7 @@ class LanguageModel:
                 require_shape(name, shapes[name], found[name])
 
     def trace(self, specs: Mapping[str, GraphSpec]) -> tuple[dict[str, TracedGraph], int]:
-        """Graphs by role, their weights still inputs, and the number of layers that were traced.
-
-        Args:
-            specs: by role; roles with equal specs share one graph.
+        """Graphs by role, their weights still inputs, and the number of layers traced; equal specs share one graph.
 
         Raises:
             UnsupportedInput: transformers or torch cannot build or trace the model.

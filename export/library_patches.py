@@ -38,10 +38,6 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = getattr(_exporter, 
 def replaced_attributes(owner: Any, replacements: Mapping[str, Any]) -> Iterator[None]:
     """Replaces attributes of a module or class while the context is open.
 
-    Args:
-        owner: the module or class.
-        replacements: attribute name to its replacement.
-
     Raises:
         AttributeError: `owner` has no such attribute.
     """

@@ -45,18 +45,7 @@ class NodeEditor:
         outputs: int = 1,
         domain: str = "",
     ) -> Sequence[ir.Value]:
-        """Inserts a node.
-
-        Args:
-            op_type: the operator.
-            inputs: its inputs; None for an optional input that is left out.
-            attributes: Python values by name.
-            outputs: number of outputs.
-            domain: the operator's domain; "" for standard operators.
-
-        Returns:
-            The outputs of the node.
-        """
+        """Inserts a node and returns its outputs; an input of None is an optional input that is left out."""
         self._count[op_type] = number = self._count.get(op_type, 0) + 1
         name = f"{self._scope}/{op_type}" + (f"_{number}" if number > 1 else "") if self._scope else None
         node = ir.node(op_type, inputs, attributes, domain=domain, num_outputs=outputs, name=name)
@@ -76,28 +65,12 @@ class NodeEditor:
         attributes: Mapping[str, Any] | None = None,
         domain: str = "",
     ) -> ir.Value:
-        """Inserts a node with one output.
-
-        Args:
-            op_type: the operator.
-            inputs: its inputs; None for an optional input that is left out.
-            attributes: Python values by name.
-            domain: the operator's domain; "" for standard operators.
-
-        Returns:
-            The output of the node.
-        """
+        """Inserts a node with one output and returns it; an input of None is an optional input that is left out."""
         return self.add(op_type, inputs, attributes, domain=domain)[0]
 
 
 def constant(graph: ir.Graph, name: str, content: Array) -> ir.Value:
-    """An inline initializer, created once.
-
-    Args:
-        graph: the graph.
-        name: name of the initializer.
-        content: its value.
-    """
+    """An inline initializer, created once."""
     if name not in graph.initializers:
         tensor = ir.tensor(content, name=name)
         graph.initializers[name] = ir.val(name, tensor.dtype, content.shape, const_value=tensor)

@@ -100,7 +100,7 @@ def check_target(given: ExportOptions) -> None:
     """Refuses invalid options before the model is opened, as far as the target does not decide them.
 
     Raises:
-        UsageProblem: names the option.
+        UsageProblem: an option is invalid.
     """
     target = given["target"]
     require_choice(target or "ort-cpu", tuple(TARGETS), "target")

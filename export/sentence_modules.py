@@ -47,14 +47,7 @@ COUNT_LIMIT = 20
 
 @dataclass(frozen=True)
 class Dense:
-    """A linear layer with an activation.
-
-    Attributes:
-        path: its folder, such as `2_Dense`.
-        inputs, outputs: numbers of features.
-        bias: whether it has a bias.
-        activation: a name in `ACTIVATIONS`.
-    """
+    """A linear layer with an activation from `ACTIVATIONS`, in a folder such as `2_Dense`."""
 
     path: str
     inputs: int
@@ -67,9 +60,7 @@ class Dense:
 class SentenceHead:
     """What follows the last hidden state: pooling, then linear layers and normalization in order.
 
-    Attributes:
-        pooling: names in `POOLING_MODES`, whose results are joined in this order.
-        layers: a `Dense`, or `normalize`.
+    The results of the modes in `pooling` are joined in this order; each layer is a `Dense`, or `normalize`.
     """
 
     pooling: tuple[str, ...]
@@ -80,9 +71,7 @@ class SentenceHead:
 class TokenScore:
     """The score of a reranker that generates: the logit of one token after the prompt, minus that of another.
 
-    Attributes:
-        true_token: of a relevant text.
-        false_token: of an irrelevant text; None to take the first logit as it is.
+    `false_token` is None to take the first logit as it is.
     """
 
     true_token: int

@@ -18,11 +18,6 @@ def with_task(
 ) -> tuple[Checkpoint, dict[str, GraphSpec]]:
     """The checkpoint with the modules after the model, and the spec of the graph by its role; none to generate.
 
-    Args:
-        checkpoint: the model.
-        model: its language model.
-        given: the options.
-
     Raises:
         UnsupportedInput: a model or a module that graphs without a cache do not compute.
         InputRefused: the folder does not declare what the task needs.

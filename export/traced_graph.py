@@ -24,7 +24,7 @@ class TracedGraph:
         num_layers: number of layers in the graph.
         tied: parameter name to the name of the parameter that it shares memory with.
         base_prefix: name of the inner model (`transformer`), which tensor names of some checkpoints lack.
-        transforms: transformers' conversion mapping, see `llmconv.export.weights.parameter_sources`.
+        transforms: transformers' conversion mapping (`llmconv.export.weights.parameter_sources`).
         unused: shapes of parameters and buffers that no node reads, by name.
         token_axes: the symbols of batch size and sequence length in the trace.
         spec: how the cache is kept, and which axes are fixed.

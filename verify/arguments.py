@@ -54,12 +54,7 @@ def require_model(folder: Path) -> Path:
 
 
 def require_weights(folder: Path, entry: GraphEntry, reference: str | Path) -> Path:
-    """The folder of the model that the graphs are compared with.
-
-    Args:
-        folder: the folder of the graphs.
-        entry: one of the graphs.
-        reference: the model: a folder, a URI or a hub id.
+    """The folder of the model (a folder, a URI or a hub id) that the graphs in `folder` are compared with.
 
     Raises:
         InputRefused: it has no weights.
@@ -80,11 +75,11 @@ def require_weights(folder: Path, entry: GraphEntry, reference: str | Path) -> P
 
 
 def recorded_reference(folder: Path) -> Path:
-    """The model folder that the manifest names, else `folder`.
+    """The model folder that the manifest records, else `folder`.
 
     Raises:
-        InputRefused: the folder that the manifest names does not exist.
-        UsageProblem: it names none, and the weights in `folder` are quantized.
+        InputRefused: the recorded folder does not exist.
+        UsageProblem: none is recorded, and the weights in `folder` are quantized.
     """
     name = read_json(folder / MANIFEST).get("reference") if (folder / MANIFEST).is_file() else None
     if name is not None and (not isinstance(name, str) or "\0" in name or len(name) > PATH_LIMIT):

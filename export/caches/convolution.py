@@ -1,6 +1,6 @@
 """Short causal convolutions (LFM2): a layer keeps the last columns of the input of its convolution.
 
-This window is put in front of the new columns, so the convolution needs no padding and a prompt is handled like a step.
+They are put in front of the new columns, so the convolution needs no padding and a prompt is handled like a step.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from llmconv.runtime.cache_names import CONVOLUTION
 def convolve(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **unused: Any
 ) -> Tensor:
-    """A depthwise convolution over columns that begin with the window.
+    """A depthwise convolution over columns that begin with the window: `[batch, channels, 1 + sequence]`.
+
+    Callers keep the last `sequence` columns.
 
     Args:
         hidden_states: `[batch, channels, kernel + sequence]`.
         weight: `[channels, kernel]`.
-        bias: `[channels]`; None for none.
-        activation: name of the activation function; None for none.
+        bias: `[channels]`, or None.
+        activation: name of the activation function, or None.
         **unused: other arguments of transformers' function.
-
-    Returns:
-        `[batch, channels, 1 + sequence]`; callers keep the last `sequence` columns.
     """
     result = F.conv1d(hidden_states.to(weight.dtype), weight.unsqueeze(1), bias, groups=weight.shape[0])
     result = result if activation is None else ACT2FN[activation](result)

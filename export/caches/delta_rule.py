@@ -194,7 +194,7 @@ def delta_rule(
         **unused: other arguments of transformers' functions.
 
     Returns:
-        The output, of the shape of `value` and the dtype of `query`, and the new state, float32.
+        The output, with the shape of `value` and the dtype of `query`, and the new state, float32.
     """
     assert initial_state is not None
     dtype, query, key = query.dtype, query.float(), key.float()

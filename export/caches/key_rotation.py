@@ -1,6 +1,6 @@
-"""KeyRotation: which channels of keys a rotary embedding mixes, and the range that these share.
+"""KeyRotation: which channels of keys a rotary embedding mixes, and the range that they share.
 
-An embedding turns pairs of channels by angles that grow with the position. On a long context each channel of a pair
+An embedding rotates pairs of channels by angles that grow with the position. On a long context each channel of a pair
 reaches the larger maximum of both.
 """
 

@@ -18,11 +18,9 @@ STATE_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 
 @dataclass(frozen=True)
 class CacheState:
-    """A tensor of fixed size that a layer keeps between calls.
+    """A tensor of fixed size that a layer keeps between calls; `axes` are its sizes without the batch axis.
 
-    Attributes:
-        part: `conv` (the last columns before a convolution) or `recurrent`.
-        axes: its sizes without the batch axis.
+    `part` is `conv` (the last columns before a convolution) or `recurrent`.
     """
 
     part: str
@@ -37,7 +35,7 @@ class CacheKind:
         states: returns the states of a layer besides keys and values, given the config.
         replacements: functions that are traced instead of those of the model's module, by name, so that a loop over
             tokens or chunks becomes one call.
-        functions: texts of the ONNX functions that are called, by name, see `scan_functions`.
+        functions: definitions of the ONNX functions that are called, by name.
         mixed: layers differ as `config.layer_types` declares; otherwise every layer has keys and values.
         heads: returns (heads, head size) of keys and of values, if they differ from the config's own fields.
     """
@@ -49,12 +47,7 @@ class CacheKind:
     heads: Callable[[Any], tuple[tuple[int, int], tuple[int, int]]] | None = None
 
     def names(self, config: Any, past: bool) -> list[tuple[str, tuple[str | int, ...] | None]]:
-        """Names of the cache inputs or outputs in order, with the axes after the batch axis; None for keys and values.
-
-        Args:
-            config: a transformers config.
-            past: whether inputs are wanted, otherwise outputs.
-        """
+        """Names of the cache inputs (`past`) or outputs, with axes after the batch axis; None for keys and values."""
         found: list[tuple[str, tuple[str | int, ...] | None]] = []
         prefix, keys = ("past_", "past_key_values") if past else ("present_", "present")
         for layer in range(config.num_hidden_layers):

@@ -50,15 +50,9 @@ CHUNKS = """
 
 
 def call(name: str, inputs: Sequence[Tensor], shapes: Sequence[Sequence[Any]]) -> tuple[Tensor, ...]:
-    """Calls an ONNX function in a trace; all scans compute in float32, as those of transformers do.
+    """Float32 outputs, of these shapes, of a call of an ONNX function in a trace.
 
-    Args:
-        name: the function.
-        inputs: its inputs, of any dtype.
-        shapes: shapes of its outputs.
-
-    Returns:
-        The outputs, float32.
+    The inputs may have any dtype: all scans compute in float32, as those of transformers do.
     """
     wide = [tensor.float() for tensor in inputs]
     dtypes = [torch.float32] * len(shapes)
@@ -66,12 +60,7 @@ def call(name: str, inputs: Sequence[Tensor], shapes: Sequence[Sequence[Any]]) -
 
 
 def define_functions(model: ir.Model, texts: Mapping[str, str]) -> None:
-    """Adds the definitions of the functions that the graph calls, in place.
-
-    Args:
-        model: a model whose nodes in the domain `llmconv.scan` are calls.
-        texts: definitions by name.
-    """
+    """Adds the definitions of the functions that nodes in the domain `llmconv.scan` call, in place."""
     for name in sorted({node.op_type for node in model.graph if node.domain == DOMAIN}):
         function = ir.serde.deserialize_function(function_proto(texts[name]))
         model.functions[function.identifier()] = function

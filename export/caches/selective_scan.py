@@ -62,7 +62,7 @@ def selective_scan(  # noqa: PLR0913 - transformers calls it
     delta_softplus: bool = False,
     **unused: Any,
 ) -> tuple[Tensor, Tensor]:
-    """transformers' `mamba_selective_scan` as one node.
+    """transformers' `mamba_selective_scan` as one node: float32 output `[batch, channels, sequence]`, and the state.
 
     Args:
         hidden_states: `[batch, channels, sequence]`.
@@ -70,14 +70,14 @@ def selective_scan(  # noqa: PLR0913 - transformers calls it
         A: `[channels, states]`.
         B: `[batch, states, sequence]`.
         C: `[batch, states, sequence]`.
-        D: skip connection, `[channels]`; None for none.
-        z: gate, `[batch, channels, sequence]`; None for none.
-        delta_bias: bias of the time step, `[channels]`; None for none.
+        D: skip connection, `[channels]`, or None.
+        z: gate, `[batch, channels, sequence]`, or None.
+        delta_bias: bias of the time step, `[channels]`, or None.
         delta_softplus: apply softplus to the time step.
         **unused: other arguments of transformers' function.
 
     Returns:
-        The output `[batch, channels, sequence]` and the state `[batch, channels, states]`, float32.
+        The output and the state `[batch, channels, states]`, both float32.
     """
     dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
     dt = F.softplus(dt) if delta_softplus else dt

@@ -59,7 +59,7 @@ class TracedBuffers(Cache):  # type: ignore[misc]
 def buffer_cache(
     past: Sequence[Tensor], input_ids: Tensor, attention_mask: Tensor, write_indices: Tensor | None
 ) -> TracedBuffers:
-    """A cache over flat buffers, key before value, layers in order.
+    """A cache over flat buffers, keys before values, layers in order.
 
     Args:
         past: the buffers.

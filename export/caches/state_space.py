@@ -132,15 +132,15 @@ def chunk_scan(  # noqa: PLR0913 - transformers calls it
         A: `[heads]`.
         B: `[batch, sequence, groups, states]`.
         C: `[batch, sequence, groups, states]`.
-        D: skip connection, `[heads]`; None for none.
-        dt_bias: bias of the time step, `[heads]`; None for none.
+        D: skip connection, `[heads]`, or None.
+        dt_bias: bias of the time step, `[heads]`, or None.
         initial_states: `[batch, heads, head_dim, states]`.
         dt_softplus: apply softplus to the time step.
         dt_limit: limits of the time step; transformers ignores them in a single step after a past.
         **unused: other arguments of transformers' function.
 
     Returns:
-        The output, of the shape of `hidden_states`, and the state, of the shape of `initial_states`, both float32.
+        The output, with the shape of `hidden_states`, and the state, with the shape of `initial_states`, both float32.
     """
     assert initial_states is not None
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)

@@ -82,13 +82,7 @@ class HybridLayer(StateLayer, PastLayer):
 
 
 class TracedCache(Cache):  # type: ignore[misc]
-    """A cache over flat tensors.
-
-    Args:
-        names: the graph's names of the tensors, past or present.
-        tensors: one tensor per name.
-        num_layers: number of layers of the model.
-    """
+    """A cache over flat tensors, one per graph name, past or present."""
 
     is_step: Tensor | None = None
     """Whether the call is one token after a past."""

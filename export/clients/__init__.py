@@ -50,12 +50,9 @@ class ClientModel:
 
 @dataclass(frozen=True)
 class EncodedGraphs:
-    """The graphs of one export, bound to their weights.
+    """The graphs of one export, bound to the weight files in the same folder: bytes and file names by role.
 
-    Attributes:
-        encoded: role (`prefill`, `decode`, `unified`, also `embeddings` and `vision`) to the bytes of its file.
-        files: role to the name of its file.
-        weights: names of the weight files in the same folder.
+    Roles are `prefill`, `decode`, `unified`, also `embeddings` and `vision`.
     """
 
     encoded: Mapping[str, bytes]
@@ -89,7 +86,7 @@ class Client:
         files: content by path in the folder; includes a graph if the client needs a variant of it.
         config: fields to add to the `config.json` of a new folder; that of a model folder is never changed.
         edits: fields that files of the model must have for this client; a new folder gets them.
-        divides_weights: it loads the weight files of each graph separately; in a new folder, few are those of several.
+        divides_weights: it loads the weight files of each graph separately, so graphs of a new folder share few files.
     """
 
     name: str
@@ -126,11 +123,7 @@ def find_clients(names: Sequence[str]) -> list[Client]:
 
 
 def roles_for(clients: Sequence[Client], asked: Sequence[str]) -> list[str]:
-    """The graphs to write, in the order of `ROLES`.
-
-    Args:
-        clients: the chosen clients.
-        asked: the graphs that the user asked for; if empty, the clients decide.
+    """The graphs to write, in the order of `ROLES`; the clients decide if none are asked for.
 
     Raises:
         UsageProblem: a client cannot run the graphs asked for.

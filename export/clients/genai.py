@@ -36,7 +36,7 @@ SEARCH = {
 
 
 def check(model: ClientModel) -> None:
-    """Refuses what `genai_config.json` cannot describe.
+    """Refuses models that `genai_config.json` cannot describe.
 
     Raises:
         MalformedInput: a special token is not a token id.
@@ -138,14 +138,10 @@ def context_length(config: Any) -> int:
 
 
 def special_tokens(config: Any, generation: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Special tokens, from `generation_config.json` first, like transformers' `generate`.
+    """Special tokens, from `generation_config.json` (None if missing) first, like transformers' `generate`.
 
     The client requires an end token, and otherwise uses the padding token: a model without one gets the last token of
     its vocabulary, which is most likely unused. A model without a padding token gets its first end token.
-
-    Args:
-        config: the transformers config of the decoder.
-        generation: the content of `generation_config.json`, None if the file is missing.
 
     Raises:
         MalformedInput: one is not a token id.

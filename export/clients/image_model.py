@@ -18,13 +18,9 @@ Edits = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ImageModel:
-    """A multimodal model whose vision tower is a graph.
+    """A multimodal model whose vision tower is a graph: its transformers config and the content of its JSON files.
 
-    Attributes:
-        config: its transformers config.
-        fields: the content of its `config.json`.
-        processor: the content of its `processor_config.json`; empty if the file is missing.
-        has_preprocessor: whether it has a `preprocessor_config.json`.
+    `processor` is empty if `processor_config.json` is missing.
     """
 
     config: Any
@@ -34,12 +30,7 @@ class ImageModel:
 
     @classmethod
     def of(cls, config: Any, checkpoint: Checkpoint) -> ImageModel:
-        """The model of a checkpoint.
-
-        Args:
-            config: its transformers config.
-            checkpoint: has `config.json` and the processor's files.
-        """
+        """The model of a checkpoint with `config.json` and the processor's files."""
         files = checkpoint.side_files
         return cls(config, checkpoint.config, _content(files.get(PROCESSOR)), PREPROCESSOR in files)
 
@@ -55,12 +46,7 @@ class ImageModel:
 
 
 def edited(checkpoint: Checkpoint, edits: Edits) -> Checkpoint:
-    """The checkpoint with other fields in its JSON files.
-
-    Args:
-        checkpoint: the checkpoint.
-        edits: fields by file; a file that it lacks is left out.
-    """
+    """The checkpoint with other fields in its JSON files; edits of files that it lacks are left out."""
     side_files = {
         name: json_bytes({**_content(content), **edits[name]}) if name in edits else content
         for name, content in checkpoint.side_files.items()

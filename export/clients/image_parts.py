@@ -16,11 +16,7 @@ FEATURE_ROWS = "num_image_tokens"
 
 
 def take_float32_pixels(model: onnx.ModelProto) -> None:
-    """Casts `pixel_values` in the graph: processors of clients return float32 for a tower of any precision.
-
-    Args:
-        model: a vision tower; it is changed.
-    """
+    """Casts `pixel_values` in the graph, in place: processors of clients return float32 for a tower of any dtype."""
     graph = model.graph
     port = next(port for port in graph.input if port.name == PIXEL_VALUES)
     precision = port.type.tensor_type.elem_type
@@ -33,11 +29,7 @@ def take_float32_pixels(model: onnx.ModelProto) -> None:
 
 
 def flatten_features(model: onnx.ModelProto) -> None:
-    """Returns `image_features` as rows `[num_image_tokens, hidden]` of all images.
-
-    Args:
-        model: a vision tower, whose features are `[num_images, tokens, hidden]`; it is changed.
-    """
+    """Reshapes `image_features` from `[num_images, tokens, hidden]` to `[num_image_tokens, hidden]`, in place."""
     graph = model.graph
     port = next(port for port in graph.output if port.name == IMAGE_FEATURES)
     precision, hidden = port.type.tensor_type.elem_type, port.type.tensor_type.shape.dim[2].dim_value

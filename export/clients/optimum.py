@@ -61,9 +61,7 @@ def _guessed_heads(config: Any) -> int:
 def accept_any_empty_past(encoded: bytes, past: list[Port]) -> bytes:
     """The graph with `Reshape(past, [0, kv_heads, -1, head_dim])` before every use of a past.
 
-    Args:
-        encoded: content of an ONNX file.
-        past: its cache inputs, `[batch_size, kv_heads, past_sequence_length, head_dim]`.
+    `past` lists its cache inputs, `[batch_size, kv_heads, past_sequence_length, head_dim]`.
     """
     model = onnx.load_from_string(encoded)
     graph = model.graph

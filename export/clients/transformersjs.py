@@ -6,9 +6,8 @@ follows links of the kind that the Hugging Face cache has: if the graph is a lin
 the link. So nothing is copied; a program that uploads or copies the folder follows the links and gets plain files,
 which the client also opens. (Hard links would work too, but then onnx refuses the weights of all graphs in the folder.)
 
-A model with images has three graphs, each with such links (`transformersjs_images`).
-
-The client also requires a `generation_config.json`; a folder without it gets one with the special tokens of its config.
+A model with images has three graphs with such links (`transformersjs_images`). The client also requires a
+`generation_config.json`; a folder without it gets one with the special tokens of its config.
 """
 
 from __future__ import annotations
@@ -111,12 +110,7 @@ def client_dtype(model: ClientModel) -> str:
 
 
 def linked_graph(model: ClientModel, stem: str = "model") -> str:
-    """Name of a graph in `onnx/`.
-
-    Args:
-        model: the model.
-        stem: the client's name of the graph.
-    """
+    """Name in `onnx/` of the graph that the client calls `stem`."""
     return f"{stem}{SUFFIXES[client_dtype(model)]}.onnx"
 
 

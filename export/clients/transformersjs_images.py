@@ -1,6 +1,6 @@
-"""transformers.js and images: three graphs, and what its processor reads otherwise than that of transformers.
+"""transformers.js and images: three graphs, and fields that its processor reads differently from that of transformers.
 
-Read in @huggingface/transformers 4.3: `src/models/session_config.js` (names of the graphs), `src/models/llava/`,
+Sources, @huggingface/transformers 4.3: `src/models/session_config.js` (names of the graphs), `src/models/llava/`,
 `src/configs.js`, `src/models/auto/image_processing_auto.js`.
 """
 
@@ -30,12 +30,7 @@ TEXT_FIELDS = ("model_type", "num_hidden_layers")
 
 
 def variant(role: str, encoded: bytes) -> bytes:
-    """The graph of a role as the client feeds it.
-
-    Args:
-        role: key of `PARTS`.
-        encoded: content of its file.
-    """
+    """The encoded graph of a role, a key of `PARTS`, with the inputs that the client feeds."""
     if role != VISION_ROLE:
         return encoded
     model = onnx.load_from_string(encoded)

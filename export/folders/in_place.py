@@ -98,7 +98,7 @@ class InPlace:
     def quantized(
         self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array], smoothing: Smoothing
     ) -> InPlace:
-        """See `OutputFolder`.
+        """As `OutputFolder.quantized`.
 
         Raises:
             InputRefused: weights whose bytes in the files are not what graphs read.

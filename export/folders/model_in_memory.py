@@ -22,10 +22,9 @@ from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
 
 @contextmanager
 def checkpoint_in_memory(model: Any) -> Iterator[Checkpoint]:
-    """The checkpoint that `save_pretrained` would write; its configuration is in a temporary folder, no weight is.
+    """The checkpoint that `save_pretrained` would write for a causal language model on any device.
 
-    Args:
-        model: a causal language model of transformers, on any device.
+    Its configuration is in a temporary folder, no weight is.
 
     Raises:
         InputRefused: transformers does not save its configuration.
@@ -51,10 +50,6 @@ def checkpoint_in_memory(model: Any) -> Iterator[Checkpoint]:
 
 def require_output(output: object, *, graphs_only: bool) -> None:
     """Requires a place for the weights of a model that has no folder.
-
-    Args:
-        output: of `export`.
-        graphs_only: whether no weights are to be written.
 
     Raises:
         UsageProblem: there is none.
@@ -134,7 +129,7 @@ def _stored(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _lazy(name: str, tensor: torch.Tensor) -> LazyTensor:
-    """A tensor of torch, of which only the rows that are asked for are copied.
+    """A torch tensor of which only the rows that are asked for are copied.
 
     Raises:
         UsageProblem: safetensors has no such dtype.

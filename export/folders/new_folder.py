@@ -55,24 +55,15 @@ class OutputFolder(Protocol):
         """
 
     def divided(self, parts: Mapping[str, int]) -> OutputFolder:
-        """The folder with the tensors of different numbers in different files, as far as it writes them.
-
-        Args:
-            parts: numbers by name of a tensor.
-        """
+        """The folder with tensors whose numbers in `parts` differ in different files, as far as it writes them."""
 
     def planned(self) -> dict[str, int]:
         """Bytes of the weights and other files of the model that `write` writes, by name."""
 
     def write(self, files: GraphFiles, step: dict[str, Any]) -> int:
-        """Writes the files and their manifest entries.
+        """Writes the files and their manifest entries; returns the number of bytes of weights that were written.
 
-        Args:
-            files: graphs and the files of clients.
-            step: the manifest entry of this export.
-
-        Returns:
-            Number of bytes of weights that were written.
+        `step` is the manifest entry of this export.
         """
 
 
@@ -89,7 +80,7 @@ class NewFolder:
         resume: continue an interrupted run.
         kept: pattern of the names of tensors that keep their dtype.
         codes: what is stored instead of quantized weights, by name of the weight with a suffix.
-        parts: see `divided`.
+        parts: numbers by name of a tensor; those with different numbers are in different files.
     """
 
     place: Place

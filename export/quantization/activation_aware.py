@@ -1,6 +1,6 @@
-"""Factors with which blocks of 4 bits lose least on a text: activation-aware weight quantization (`--method awq`).
+"""Factors that minimize the error of 4-bit blocks on a text: activation-aware weight quantization (`--method awq`).
 
-Columns that are multiplied with large values are made larger before they are rounded, and the norm before them is
+Columns that are multiplied with large activations are scaled up before they are rounded, and the norm before them is
 divided by the same factors: `s = mean|x| ** alpha / sqrt(max * min)` of these powers (AWQ, Lin et al.,
 arXiv:2306.00978, equation 4), rounded to powers of two, so that the model stays the same function. Of a grid of alphas,
 each group takes the one with the least error of its products on the text, `tr(D H D^T)` with `H = X^T X` and the
@@ -43,14 +43,9 @@ ROWS = 128
 
 @dataclass(frozen=True)
 class SampledMatrix:
-    """Rows of a matrix, and how it is rounded.
+    """Rows float32 [rows, K] of a matrix, and how it is rounded.
 
-    Attributes:
-        rows: float32 [rows, K].
-        share: how many rows of the matrix each of them stands for.
-        form: how codes are laid out.
-        scale_dtype: element type of the scales.
-        importance: of its columns, float32 [K]; empty if all count alike.
+    Each row stands for `share` rows of the matrix. `importance` float32 [K] of its columns is empty if all count alike.
     """
 
     rows: Array
@@ -60,12 +55,7 @@ class SampledMatrix:
     importance: Array
 
     def error(self, factors: Array, products: Array) -> float:
-        """The squared error of the products, if columns are multiplied with factors before they are rounded.
-
-        Args:
-            factors: float32 [K].
-            products: X^T X of the activations, float32 [K, K].
-        """
+        """Squared error of products with X^T X float32 [K, K], if columns are multiplied with factors [K] first."""
         weight = multiplied(in_memory(self.rows, FLOAT32), factors)
         importance = self.importance / factors**2 if self.importance.size else NONE
         made = QuantizedTensor("", weight, self.form, scale_dtype=self.scale_dtype, importance=importance)
@@ -90,7 +80,7 @@ def measure_activation_aware(
         importance: of the columns of matrices, by name.
         traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
         matches: the stored tensors of each weight.
-        tensors: the checkpoint's tensors in their files, all in one folder.
+        tensors: the checkpoint's tensors, all in files of one folder.
         texts: token ids int64 [1, tokens].
 
     Raises:
@@ -143,12 +133,9 @@ def _candidates(
 
 
 def sampled_matrix(tensor: LazyTensor, weight: QuantizedWeight, importance: Array) -> SampledMatrix:
-    """Up to `ROWS` evenly spaced rows [K] of a matrix.
+    """Up to `ROWS` evenly spaced rows [K] of a matrix [N, K], or [K, N] if `weight` is transposed.
 
-    Args:
-        tensor: [N, K], or [K, N] if `weight` is transposed.
-        weight: how it is rounded, in blocks.
-        importance: of its columns; empty if all count alike.
+    `weight` rounds it in blocks; an empty `importance` means that all columns count alike.
     """
     assert isinstance(weight.form, BlockFormat)
     count = tensor.shape[1 if weight.transposed else 0]
@@ -162,12 +149,9 @@ def sampled_matrix(tensor: LazyTensor, weight: QuantizedWeight, importance: Arra
 
 
 def least_error(candidates: Sequence[Array], matrices: Sequence[SampledMatrix], products: Array) -> Array:
-    """The factors with the least error of all products; of equal ones the first.
+    """Of candidates float32 [K], the factors with the least error of all products; of equal ones the first.
 
-    Args:
-        candidates: float32 [K] each.
-        matrices: what is multiplied with the same activations.
-        products: X^T X of the activations, float32 [K, K].
+    `products` is X^T X float32 [K, K] of the activations that all matrices are multiplied with.
     """
     jobs = (partial(_error, factors, matrices, products) for factors in candidates)
     return candidates[int(np.argmin(list(prefetch(jobs, depth=1))))]

@@ -1,7 +1,7 @@
 """ActivationRange: a range that is known before a graph runs, and the nodes that round a value in it.
 
-`QuantizeLinear` and `DequantizeLinear` with constant scale and zero point (ONNX, docs/Operators.md) are what toolchains
-for NPUs read; runtimes fuse them with the product that follows.
+Toolchains for NPUs read `QuantizeLinear` and `DequantizeLinear` with constant scale and zero point (ONNX,
+docs/Operators.md); runtimes fuse them with the product that follows.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ STEPS = 255
 
 @dataclass(frozen=True)
 class ActivationRange:
-    """A value is `(code - zero) * scale`, with codes of 0 to 255.
-
-    Attributes:
-        scale: size of a step, a number of float32.
-        zero: code of 0.
-    """
+    """A value is `(code - zero) * scale` (float32), with codes of 0 to 255; `zero` is the code of 0."""
 
     scale: float
     zero: int
@@ -37,12 +32,9 @@ class ActivationRange:
         return cls(scale, int(np.clip(np.rint(-low / scale), 0, STEPS)))
 
     def rounded(self, editor: NodeEditor, value: ir.Value, name: str) -> ir.Value:
-        """A value, rounded in this range; all that read it share the nodes.
+        """A float32 value, rounded in this range; all its readers share the nodes.
 
-        Args:
-            editor: inserts the nodes.
-            value: float32.
-            name: of the constants, followed by `.input_scale` and `.input_zero`.
+        The constants are called `{name}.input_scale` and `{name}.input_zero`.
         """
         known = [node.outputs[0] for node, at in value.uses() if node.op_type == "QuantizeLinear" and at == 0]
         if known:

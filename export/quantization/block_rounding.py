@@ -3,8 +3,8 @@
 Without a search the results are those of onnxruntime's `MatMulNBitsQuantizer`, bit for bit: symmetric scales come from
 the extreme value, others from the range, and ties are rounded away from zero. With a search, several ranges and zero
 points are tried; for each, the scale is the least-squares fit to the codes. Errors of a column count in proportion to
-its importance, the mean square of what it is multiplied with. All arithmetic is float32, in a fixed order, so that the
-compiled code and numpy make the same bits.
+its importance, the mean square of the activations that it is multiplied with. All arithmetic is float32, in a fixed
+order, so that the compiled code and numpy make the same bits.
 """
 
 from __future__ import annotations
@@ -34,12 +34,9 @@ COARSE = 6
 
 
 def block_scales(weights: Array, form: BlockFormat, importance: Array = NONE) -> tuple[Array, Array]:
-    """Scales float32 [blocks] and zero points uint8 [blocks].
+    """Scales float32 [blocks] and zero points uint8 [blocks] of finite weights float32 [blocks, form.size].
 
-    Args:
-        weights: float32 [blocks, form.size], finite.
-        form: bits, symmetry, search.
-        importance: float32 of the columns of a row, repeated for every row; empty if all count alike.
+    `importance` is float32 of the columns of a row, repeated for every row; empty if all count alike.
     """
     scales, zeros = np.empty(len(weights), np.float32), np.empty(len(weights), np.uint8)
     if compiled and len(weights):
@@ -51,13 +48,9 @@ def block_scales(weights: Array, form: BlockFormat, importance: Array = NONE) ->
 
 
 def block_codes(weights: Array, scales: Array, zeros: Array, form: BlockFormat) -> Array:
-    """Codes uint8 [blocks, form.block_bytes], the first of two in the low bits.
+    """Codes uint8 [blocks, form.block_bytes], the first of two in the low bits, of weights float32 [blocks, form.size].
 
-    Args:
-        weights: float32 [blocks, form.size].
-        scales: float32 [blocks].
-        zeros: uint8 [blocks].
-        form: bits and size.
+    Scales are float32 [blocks], zeros uint8 [blocks].
     """
     packed = np.empty((len(weights), form.block_bytes), np.uint8)
     if compiled and len(weights):
@@ -69,11 +62,7 @@ def block_codes(weights: Array, scales: Array, zeros: Array, form: BlockFormat) 
 
 
 def block_values(weights: Array, scales: Array, zeros: Array, form: BlockFormat) -> Array:
-    """The values float32 [blocks, form.size] that the codes of weights stand for.
-
-    Args:
-        weights, scales, zeros, form: as for `block_codes`.
-    """
+    """The values float32 [blocks, form.size] that the codes of weights stand for; arguments as for `block_codes`."""
     packed = block_codes(weights, scales, zeros, form)
     codes = packed if form.bits == 8 else np.stack([packed & 15, packed >> 4], axis=-1)
     steps = codes.reshape(len(weights), -1)[:, : form.size].astype(np.float32) - zeros[:, None]

@@ -1,4 +1,4 @@
-"""Importance of the columns of weights: the mean square of what each is multiplied with, measured on a text.
+"""Importance of the columns of weights: the mean square of the activations of each, measured on a text.
 
 The model's own float32 graph runs on the text in pieces (`runtime.low_memory.graph_pieces`), so that the weights of one
 piece are in memory at a time, and returns, instead of logits, the sum of squares of the other factor of every product.
@@ -48,7 +48,7 @@ def column_importance(
     Args:
         traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
         matches: the stored tensors of each weight.
-        tensors: the checkpoint's tensors in their files, all in one folder.
+        tensors: the checkpoint's tensors, all in files of one folder.
         texts: token ids int64 [1, tokens].
 
     Raises:
@@ -70,16 +70,9 @@ def reduced_inputs(
     reduction: Reduction,
     wanted: Container[str] | None = None,
 ) -> Iterator[tuple[str, Array]]:
-    """Label of every multiplied matrix, and what it is multiplied with on a text, reduced to numbers [K]; text by text.
+    """Label of every multiplied matrix, and its activations on a text, reduced over all tokens to [K]; text by text.
 
-    Args:
-        traced, matches, tensors, texts: as for `column_importance`.
-        reduction: over all tokens.
-        wanted: labels of matrices; None for all.
-
-    Raises:
-        UnsupportedInput: the graph takes embeddings, or onnxruntime cannot map the weights.
-        OutOfMemory: memory ran out.
+    Arguments and errors are those of `column_importance`; `wanted` are labels of matrices, None for all.
     """
     if traced.spec.embeddings:
         raise UnsupportedInput(
@@ -136,12 +129,9 @@ def label_of(value: ir.Value | None) -> str:
 
 
 def outputs_on_texts(model: onnx.ModelProto, folder: Path, texts: Sequence[Array]) -> Iterator[tuple[str, Array]]:
-    """Name and value of every output for every text, one piece of the graph after the other.
+    """Name and value of every output for every text (ids int64 [1, tokens]), one piece of the graph after the other.
 
-    Args:
-        model: a float32 graph with a growing cache.
-        folder: of the weights that it maps.
-        texts: token ids int64 [1, tokens].
+    `model` is a float32 graph with a growing cache; `folder` has the weights that it maps.
 
     Raises:
         UnsupportedInput: onnxruntime cannot map the weights.
@@ -179,11 +169,7 @@ def input_types(model: onnx.ModelProto) -> ValueTypes:
 
 
 def open_piece(piece: onnx.ModelProto, folder: Path) -> ort.InferenceSession:
-    """A session of a part of the graph.
-
-    Args:
-        piece: the part.
-        folder: of the weights that it maps.
+    """A session of a part of the graph, which maps weights in `folder`.
 
     Raises:
         UnsupportedInput: onnxruntime cannot map the weights.

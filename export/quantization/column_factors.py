@@ -11,12 +11,7 @@ SMOOTHING = ".smoothing"
 
 
 def multiplied(weight: LazyTensor, factors: Array) -> LazyTensor:
-    """A matrix in float32, multiplied with factors block by block of its rows.
-
-    Args:
-        weight: [N, K] or [K, N].
-        factors: float32 [K], or [K, 1] for [K, N].
-    """
+    """A matrix in float32, multiplied block by block of its rows: [N, K] with factors [K], or [K, N] with [K, 1]."""
 
     def rows(start: int, stop: int) -> Array:
         mine = factors[start:stop] if factors.ndim > 1 else factors

@@ -14,11 +14,8 @@ LARGEST = 127
 class ColumnFormat:
     """The layout of `com.microsoft.DynamicQuantizeMatMul`: a weight is `code * scale`, all in float32.
 
-    The other factor is rounded to uint8 at run time, with one scale for the whole tensor.
-
-    Attributes:
-        bits: of a code.
-        size: least number of rows K.
+    The other factor is rounded to uint8 at run time, with one scale for the whole tensor. `size` is the least number of
+    rows K.
     """
 
     bits: int = 8

@@ -16,12 +16,9 @@ INT8, FLOAT32 = BY_NAME["int8"], BY_NAME["float32"]
 
 
 class ColumnTensor:
-    """A weight whose matrices are stored as `ColumnFormat` has it.
+    """A weight [N, K], or a stack [experts, N, K], whose matrices are stored in a `ColumnFormat`.
 
-    Args:
-        name: of the weight, for messages.
-        weight: [N, K], or a stack [experts, N, K].
-        transposed: its matrices are stored as [K, N].
+    Matrices of a `transposed` weight are stored as [K, N]; `name` is for messages.
     """
 
     def __init__(self, name: str, weight: LazyTensor, *, transposed: bool = False) -> None:

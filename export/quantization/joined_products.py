@@ -18,11 +18,9 @@ Stored = TypeVar("Stored")
 
 
 def side_by_side(tensors: Mapping[str, Stored], groups: Sequence[Sequence[str]]) -> dict[str, Stored]:
-    """Tensors in an order in which the codes of each group are adjacent, then its zero points, then its scales.
+    """The tensors of a file, ordered so that each group's codes are adjacent, then its zero points, then its scales.
 
-    Args:
-        tensors: what a file contains, by name.
-        groups: names of weights that are multiplied with one activation.
+    A group is the names of weights that are multiplied with one activation.
     """
     blocks = [[name + suffix for suffix in (CODES, ZEROS, SCALES) for name in group] for group in groups]
     block_of = {name: [one for one in block if one in tensors] for block in blocks for name in block}
@@ -31,10 +29,9 @@ def side_by_side(tensors: Mapping[str, Stored], groups: Sequence[Sequence[str]])
 
 
 def join_products(graph: ir.Graph) -> None:
-    """Replaces `MatMulNBits` of one activation and format by one, where codes, scales and zero points are adjacent.
+    """Joins `MatMulNBits` of one activation and format whose codes, scales and zero points are adjacent, in place.
 
-    Args:
-        graph: changed in place; the replaced nodes remain, unused.
+    The replaced nodes remain, unused.
     """
     alike = defaultdict[tuple[object, ...], list[ir.Node]](list)
     for node in graph:

@@ -15,11 +15,7 @@ INDEX = re.compile(r"\.\d+\.")
 
 
 def require_pattern(option: str, pattern: str) -> None:
-    """Refuses an invalid regular expression.
-
-    Args:
-        option: that it was given with, such as `--quant-exclude`.
-        pattern: the regular expression.
+    """Refuses an invalid regular expression of an option such as `--quant-exclude`.
 
     Raises:
         UsageProblem: it is invalid, or nested too deeply.
@@ -31,13 +27,9 @@ def require_pattern(option: str, pattern: str) -> None:
 
 
 def matches(option: str, pattern: str, name: str, time: MatchTime | None = None) -> bool:
-    """Whether a pattern is found anywhere in a name.
+    """Whether an option's regular expression is found anywhere in the name of a stored tensor.
 
-    Args:
-        option: that the pattern was given with.
-        pattern: a regular expression.
-        name: of a stored tensor.
-        time: shared by several matches (default: that of a single match).
+    Several matches may share a `time` limit; by default each match has its own.
 
     Raises:
         UsageProblem: the match takes too long.
@@ -49,11 +41,7 @@ def matches(option: str, pattern: str, name: str, time: MatchTime | None = None)
 
 
 def require_used(patterns: Mapping[str, Sequence[str]], tensors: Mapping[str, LazyTensor]) -> None:
-    """Refuses a pattern that matches no name, such as one with a typing error.
-
-    Args:
-        patterns: by option.
-        tensors: all stored ones, by name.
+    """Refuses a pattern, listed by option, that matches no name of a stored tensor, such as one with a typing error.
 
     Raises:
         UsageProblem: there is one, or the matches take too long.

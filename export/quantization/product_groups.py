@@ -18,12 +18,7 @@ from llmconv.export.weights.parameter_sources import StoredRows, WeightSource
 def grouped(
     graphs: Sequence[tuple[TracedGraph, Mapping[str, WeightSource]]], weights: Mapping[str, QuantizedWeight]
 ) -> dict[str, QuantizedWeight]:
-    """The same weights; those of one activation and format know each other.
-
-    Args:
-        graphs: the graphs, their weights still inputs, and the stored tensors of each weight.
-        weights: the quantized tensors by name.
-    """
+    """The quantized weights, each with the group of weights of the same activation and format."""
     found = dict(weights)
     for traced, matches in graphs:
         for names in _groups(traced, matches, weights):

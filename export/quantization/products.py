@@ -34,12 +34,7 @@ WITHOUT_BIAS = ("ort-dml",)
 
 @dataclass(frozen=True)
 class QuantizedProducts:
-    """Writes products with quantized weights into a graph.
-
-    Attributes:
-        weights: the quantized tensors by name.
-        target: runtime of the graphs, such as `ort-dml`; None for any.
-    """
+    """Writes products with quantized weights, by name, into a graph for a target; None for any runtime."""
 
     weights: Mapping[str, QuantizedWeight]
     target: str | None = None
@@ -50,15 +45,7 @@ class QuantizedProducts:
     def multiply(
         self, editor: NodeEditor, left: ir.Value, rows: StoredRows, values: StoredValues, bias: ir.Value | None = None
     ) -> ir.Value:
-        """left [..., K] times the matrix, [..., N].
-
-        Args:
-            editor: inserts the node.
-            left: the other factor.
-            rows: a quantized matrix.
-            values: creates the initializers.
-            bias: [N], added.
-        """
+        """`left` [..., K] times the quantized matrix, plus `bias` [N]: [..., N]; `values` creates the initializers."""
         weight = self.weights[rows.name]
         if weight.is_reordered:
             order = values.stored(StoredRows(rows.name + ORDER, values.shape(rows.name + ORDER)))
@@ -81,12 +68,9 @@ class QuantizedProducts:
         return product if bias is fused else editor.one("Add", [product, bias])
 
     def rewrite(self, traced: TracedGraph, matches: Mapping[str, WeightSource], values: StoredValues) -> None:
-        """Replaces every product and lookup of quantized weights, except those of experts.
+        """Replaces every product and lookup of quantized weights, except those of experts, in place.
 
-        Args:
-            traced: the graph, its weights still inputs; changed in place.
-            matches: the stored tensors of each weight.
-            values: creates the initializers.
+        The graph's weights are still inputs; `values` creates the initializers.
         """
         for parameter, match in matches.items():
             for node, index in list(traced.weights[parameter].uses()):

@@ -40,13 +40,7 @@ class QuantizedSizes:
         before: Mapping[str, LazyTensor],
         after: Mapping[str, LazyTensor],
     ) -> QuantizedSizes:
-        """The sizes of an export.
-
-        Args:
-            quantized: the quantized weights, by name.
-            before: the tensors of the model.
-            after: the tensors that are stored instead.
-        """
+        """The sizes of an export, by the tensors of the model (`before`) and those stored instead (`after`)."""
         parts = [name + suffix for name in quantized for suffix in (CODES, ZEROS, SCALES, ORDER)]
         return cls(
             dict(Counter(_kind(weight.form) for weight in quantized.values()).most_common()),

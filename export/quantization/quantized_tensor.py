@@ -26,7 +26,7 @@ BYTES = BY_NAME["uint8"]
 
 
 class QuantizedTensor:
-    """A weight whose matrices [N, K] are stored as `BlockFormat` has it.
+    """A weight whose matrices [N, K] are stored in a `BlockFormat`.
 
     Scales are chosen with the codes and kept until they are written, so that nothing is searched twice when a file has
     codes, zero points and scales in this order; in any other order the result is the same.

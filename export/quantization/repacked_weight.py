@@ -37,12 +37,7 @@ class RepackedWeight:
         return self.integers.turned
 
     def tensors(self, name: str, scale_dtype: DType | None = None) -> dict[str, LazyTensor]:
-        """Codes, zero points, scales and the order of columns by name, as `QuantizedTensor.tensors` has them.
-
-        Args:
-            name: of the weight.
-            scale_dtype: element type of the scales; None for the stored one.
-        """
+        """Codes, zero points, scales (None: as stored) and column order by name, as in `QuantizedTensor.tensors`."""
         outer, form = self.integers.shape[:-1], self.form
         columns, dtype = self.integers.shape[-1], scale_dtype or self.integers.scale_dtype
         blocks = form.blocks(columns)

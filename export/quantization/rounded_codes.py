@@ -22,9 +22,7 @@ from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
 class RoundedCodes:
     """The codes of a weight [N, K], or of a stack [experts, N, K].
 
-    Attributes:
-        parts: arrays by suffix, as `QuantizedTensor.tensors` has them; mapped from the scratch file.
-        scale_dtype: element type of the scales.
+    `parts` are arrays by suffix, as in `QuantizedTensor.tensors`, mapped from the scratch file.
     """
 
     parts: dict[str, Array]
@@ -59,11 +57,7 @@ def _lazy(dtype: DType, array: Array) -> LazyTensor:
 
 
 class Scratch:
-    """A file without a name, which the system removes with the process.
-
-    Args:
-        file: open for reading and writing.
-    """
+    """An unnamed file, open for reading and writing, which the system removes with the process."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._end = file, 0
@@ -77,14 +71,7 @@ class Scratch:
             yield cls(file)
 
     def codes(self, outer: tuple[int, ...], columns: int, form: BlockFormat, scale_dtype: DType) -> RoundedCodes:
-        """Room for the codes of a weight.
-
-        Args:
-            outer: [N], or [experts, N].
-            columns: K.
-            form: bits, size, symmetry.
-            scale_dtype: element type of the scales.
-        """
+        """Room for the codes of a weight with K `columns` and the outer axes [N], or [experts, N]."""
         blocks, bytes_ = form.blocks(columns), np.dtype(np.uint8)
         parts = {CODES: self._array((*outer, blocks, form.block_bytes), bytes_)}
         if not form.symmetric:

@@ -45,7 +45,7 @@ class QuantizedWeight:
         transposed: its matrices are stored as [K, N].
         dtype: element type that the graphs multiply it in.
         kept: the codes that the checkpoint stores; None if they are rounded now, with scales of this `dtype`.
-        activation: range of what it is multiplied with; None if that is found at run time.
+        activation: range of the activations it is multiplied with; None if that is found at run time.
         rounded: the codes, if they were chosen beforehand.
         group: all tensors that are multiplied with the same activation and stored in this format; empty for one alone.
     """
@@ -78,11 +78,7 @@ class QuantizedWeight:
     ) -> dict[str, LazyTensor]:
         """Codes, zero points and scales of a tensor, by name.
 
-        Args:
-            name: of the tensor.
-            tensor: its values.
-            importance: of its columns, see `QuantizedTensor`.
-            factors: that its columns are multiplied with first, see `column_factors.multiplied`; empty for none.
+        An empty `importance` means that all columns count alike; `factors` multiply the columns first, none if empty.
         """
         if self.rounded:
             return self.rounded.tensors(name)
@@ -119,11 +115,11 @@ class _Use:
 def select(
     graphs: Sequence[tuple[TracedGraph, Mapping[str, WeightSource]]], settings: QuantizationSettings | StoredFormats
 ) -> dict[str, QuantizedWeight]:
-    """The stored tensors to quantize, by name.
+    """The stored tensors to quantize, by name, for settings of the user or of the checkpoint.
 
     Args:
         graphs: the graphs, their weights still inputs, and the stored tensors of each weight.
-        settings: what the user wants, or what the checkpoint has.
+        settings: of the user, or of the checkpoint.
 
     Raises:
         InputRefused: `settings` are the user's, and there are none.

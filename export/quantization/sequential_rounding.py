@@ -1,9 +1,7 @@
-"""Codes with error feedback (GPTQ), piece by piece of the graph: each piece reads what rounded ones before it make.
+"""Codes with error feedback (GPTQ): a matrix is rounded column by column; later columns make up for the error of each.
 
 The model's float32 graph runs on a text in pieces, as for `calibration`. A piece runs twice: with its own weights, for
 the products X^T X of the inputs of its matrices, then with the rounded ones, for the values that later pieces read.
-
-Rounds a matrix column by column; the columns that follow make up for the error of each (GPTQ).
 
 With H = X^T X of the inputs X, rounding a column changes the output the least if the columns after it move by its error
 times a row of the Cholesky factor of the inverse of H (Frantar et al., arXiv:2210.17323, algorithm 1). Scale and zero
@@ -48,13 +46,7 @@ SQUARES, COUNT = "squares:", "tokens:"
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix that is rounded with feedback.
-
-    Attributes:
-        rows: its place in the checkpoint.
-        weight: how it is quantized.
-        source: number of what it is multiplied with.
-    """
+    """A matrix that is rounded with feedback: its place in the checkpoint, its format, and the number of its input."""
 
     rows: StoredRows
     weight: QuantizedWeight
@@ -88,7 +80,7 @@ def round_sequentially(
     Args:
         traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
         matches: the stored tensors of each weight.
-        tensors: the checkpoint's tensors in their files, all in one folder.
+        tensors: the checkpoint's tensors, all in files of one folder.
         texts: token ids int64 [1, tokens].
         quantized: the tensors to quantize, by name.
         scratch: holds the codes.
@@ -169,16 +161,9 @@ def _require_tokens(found: int, products: Mapping[str, Product]) -> None:
 
 
 class _SequentialRun:
-    """The state between pieces.
+    """The state between pieces; `codes` are those rounded so far, by name of the tensor.
 
-    Attributes:
-        codes: what was rounded so far, by name of the tensor.
-
-    Args:
-        model: the graph with squares as outputs.
-        products: from `_observe`.
-        tensors: the checkpoint's tensors.
-        scratch: holds the codes.
+    `model` is the graph with squares as outputs, `products` are from `_observe`, and `scratch` holds the codes.
     """
 
     def __init__(
@@ -335,8 +320,8 @@ def rounded_with_feedback(
 
     Args:
         weights: float32 [N, K], K a multiple of the block size.
-        factor: [K, K], see `inverse_factor`.
-        importance: float32 [K] for the choice of scales, see `block_scales`.
+        factor: [K, K], from `inverse_factor`.
+        importance: float32 [K] for the choice of scales, as in `block_scales`.
         form: bits, block size, symmetry, search.
         stored: rounds scales float32 [N] to the values that a file can hold.
     """

@@ -117,8 +117,7 @@ class QuantizationSettings:
     def parse(cls, options: Mapping[str, Any]) -> QuantizationSettings | None:
         """The settings of the options of `export`; None if nothing is quantized.
 
-        Args:
-            options: `quant`, those of `DEPENDENT`, and `kv_cache`, which also uses `calibrate`.
+        It reads `quant`, those of `DEPENDENT`, and `kv_cache`, which also uses `calibrate`.
 
         Raises:
             UsageProblem: as the class; or options that need `quant` or `calibrate`.
@@ -171,11 +170,7 @@ class QuantizationSettings:
         """The codes of a weight that are kept: none, all are made anew."""
 
     def least_elements(self, total: int) -> float:
-        """The number of elements below which a matrix stays as it is.
-
-        Args:
-            total: elements of all weights.
-        """
+        """The number of elements below which a matrix stays as it is; `total` counts those of all weights."""
         return min(SMALL, SHARE * total)
 
     def manifest_fields(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Smoothing: factors that move the range of activations into the weights they are multiplied with, see `--calibrate`.
+"""Smoothing: factors that move the range of activations into the weights they are multiplied with (`--calibrate`).
 
 A channel with outliers makes the one scale of an activation coarse for all others. So the norm that makes it is divided
 by a factor per channel, and the columns of the matrices behind it are multiplied with the same one:
@@ -32,9 +32,8 @@ LARGEST = 24
 class Smoothing:
     """Powers of two by names of stored tensors, float32, which broadcast over them.
 
-    Attributes:
-        matrices: [K], or [K, 1] for a matrix that is stored as [K, N]: multiplied with them before it is rounded.
-        norms: [K]: divided by them.
+    Matrices are multiplied with their factors, [K], or [K, 1] for a matrix that is stored as [K, N], before they are
+    rounded; norms are divided by theirs, [K].
     """
 
     matrices: Mapping[str, Array] = field(default_factory=dict)
@@ -66,12 +65,8 @@ def measure_smoothing(
 ) -> Smoothing:
     """The factors of all groups; reads their weights once.
 
-    Args:
-        groups: norms and matrices.
-        traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
-        matches: the stored tensors of each weight.
-        tensors: the checkpoint's tensors in their files, all in one folder.
-        texts: token ids int64 [1, tokens].
+    `traced` is a float32 graph with a growing cache, its weights still inputs, and is not changed. `tensors` are in
+    files of one folder, `texts` token ids int64 [1, tokens].
 
     Raises:
         UnsupportedInput: the graph takes embeddings, or onnxruntime cannot map the weights.
@@ -91,14 +86,10 @@ def _largest(editor: NodeEditor, values: ir.Value) -> ir.Value:
 
 
 def require_finite(name: str, values: Array) -> None:
-    """Refuses activations that are not finite.
-
-    Args:
-        name: of the matrix that is multiplied with them.
-        values: computed from them.
+    """Refuses values computed from activations, if one is infinite or NaN; `name` is the matrix multiplied with them.
 
     Raises:
-        InputRefused: a value is infinite or NaN.
+        InputRefused: a value is not finite.
     """
     if not np.isfinite(values).all():
         raise InputRefused(
@@ -125,11 +116,7 @@ def _factors(inputs: Array, group: SmoothingGroup, tensors: Mapping[str, LazyTen
 def exact_factors(exponents: Array, group: SmoothingGroup, tensors: Mapping[str, LazyTensor], dtype: DType) -> Array:
     """Powers of two float32 [K]; 1 where the exponent is not finite, or the norm's quotient would be rounded.
 
-    Args:
-        exponents: of two, rounded to the nearest integers; [K].
-        group: has the norm.
-        tensors: the checkpoint's tensors.
-        dtype: in which the graphs have the norm.
+    Exponents [K] are rounded to the nearest integers; the graphs have the group's norm in `dtype`.
     """
     whole = np.clip(np.rint(exponents), -LARGEST, LARGEST)
     factors = np.ldexp(np.float32(1), np.where(np.isfinite(whole), whole, 0).astype(np.int32))

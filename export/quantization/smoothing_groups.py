@@ -29,9 +29,8 @@ Graphs = Sequence[tuple[TracedGraph, Mapping[str, WeightSource]]]
 class SmoothingGroup:
     """A norm, and all matrices that its result is multiplied with.
 
-    Attributes:
-        norms: names of the stored vectors [K] of the norm: its weight, and its bias if it has one.
-        matrices: names of the stored matrices, and whether each is [K, N] and not [N, K].
+    `norms` names the stored vectors [K] of the norm: its weight, and its bias if it has one. `matrices` are names of
+    stored matrices, and whether each is [K, N] and not [N, K].
     """
 
     norms: tuple[str, ...]
@@ -44,7 +43,7 @@ class SmoothingGroup:
 
 
 def smoothing_groups(graphs: Graphs, coded: Container[str]) -> list[SmoothingGroup]:
-    """The norms whose result has no other use than products with such matrices.
+    """The norms whose result has no other use than products with `coded` matrices.
 
     A norm that adds 1 to its weight (Gemma) is not among them: the quotient minus 1 would be rounded.
 

@@ -14,12 +14,9 @@ from llmconv.quantized_weights.quantized_checkpoint import QuantizedCheckpoint
 
 @dataclass(frozen=True)
 class StoredFormats:
-    """The formats of the weights of a quantized checkpoint.
+    """The formats, by name, of the weights of a checkpoint quantized by `method`, such as `gptq`.
 
-    Attributes:
-        method: name of the quantization method, such as `gptq`.
-        weights: by name; None for a weight whose codes onnxruntime has no operator for, which is quantized again to 8
-            bits.
+    None for a weight whose codes onnxruntime has no operator for, which is quantized again to 8 bits.
     """
 
     method: str

@@ -15,13 +15,9 @@ WIDER = {"float16": "give `--precision bfloat16` or float32", "bfloat16": "give 
 
 
 def stored_scales(scales: Array, dtype: DType, name: str, *, kept: bool = False) -> Array:
-    """Scales in the type that they are stored in.
+    """Float32 scales of the weight `name`, cast to `dtype`.
 
-    Args:
-        scales: float32.
-        dtype: that type.
-        name: of the weight, for messages.
-        kept: they are a checkpoint's own, so the weight cannot be left as it is.
+    Of a checkpoint's own scales (`kept`) an error does not suggest `--quant-exclude`.
 
     Raises:
         InputRefused: a scale is too large for the type.
@@ -35,11 +31,9 @@ def stored_scales(scales: Array, dtype: DType, name: str, *, kept: bool = False)
 
 
 def squares_lost(wanted: Array, stored: Array) -> Array:
-    """Float64 [rows, 2]: the squares of what rounding takes from scales, and of the scales, summed over each row.
+    """Float64 [rows, 2]: squares of what rounding takes from scales [rows, ...], and of the scales, summed by row.
 
-    Args:
-        wanted: float32 [rows, ...].
-        stored: the same in another type, finite.
+    `wanted` is float32, `stored` the same scales in another type, finite.
     """
     wide = wanted.astype(np.float64).reshape(len(wanted), -1)
     lost = wide - stored.astype(np.float64).reshape(wide.shape)
@@ -49,10 +43,7 @@ def squares_lost(wanted: Array, stored: Array) -> Array:
 def require_kept(squares: Array, dtype: DType, name: str, *, kept: bool = False) -> None:
     """Refuses a matrix whose scales the type does not hold; a few small blocks among larger ones may vanish.
 
-    Args:
-        squares: those of `squares_lost`, of all rows.
-        dtype: the type of the scales.
-        name, kept: as for `stored_scales`.
+    `squares` are those of `squares_lost`, of all rows.
 
     Raises:
         InputRefused: most scales are too small for the type.

@@ -39,15 +39,9 @@ def lora_targets(given: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def add_lora_inputs(traced: TracedGraph, matches: Mapping[str, WeightSource], targets: Sequence[str]) -> list[str]:
-    """Adds the inputs to a graph whose weights are not bound yet, in place.
+    """Adds the inputs to a graph whose weights are not bound yet, in place; returns the modules that have them.
 
-    Args:
-        traced: the graph.
-        matches: the stored tensors of each of its weights.
-        targets: names of modules, as PEFT's `target_modules`: the last part of a path, or more of it.
-
-    Returns:
-        The modules that have inputs.
+    `targets` are names of modules as in PEFT's `target_modules`: the last part of a path, or more of it.
 
     Raises:
         InputRefused: a target is not the name of a linear layer.

@@ -2,7 +2,7 @@
 
     x * Reciprocal(Sqrt(ReduceMean(x ** 2) + epsilon)) * weight
 
-In half precision models compute this in float32, which `stash_type` 1 means: with casts around the factors before the
+In half precision models compute this in float32, as `stash_type` 1 does: with casts around the factors before the
 weight, the node takes and returns half precision; with casts around all of it, the node computes in float32.
 Source: onnx docs/Operators.md.
 """

@@ -20,23 +20,18 @@ CACHE_LAYER = re.compile(r"(?:past|present|prefix)\w*\.(\d+)\.")
 
 @dataclass
 class _Assignment:
-    """The stages of the nodes and values that are computed once.
-
-    Attributes:
-        stage: stage by node name.
-        made: stage by value name.
-    """
+    """The stages of the nodes (`stage`) and values (`made`) that are computed once, by name."""
 
     stage: dict[str, int] = field(default_factory=dict)
     made: dict[str, int] = field(default_factory=dict)
 
 
 def split(model: onnx.ModelProto, count: int, layers_name: str, num_layers: int) -> list[onnx.ModelProto]:
-    """The stages of a graph, in order.
+    """The stages of a graph, in order; each gets `num_layers / count` layers, rounded.
 
     Args:
         model: a whole decoder with mapped weights, its nodes named after their modules.
-        count: number of stages; each gets `num_layers / count` layers, rounded.
+        count: number of stages.
         layers_name: name of the list of layers, such as `model.layers`.
         num_layers: number of layers of the model, at least `count`.
     """
@@ -45,12 +40,7 @@ def split(model: onnx.ModelProto, count: int, layers_name: str, num_layers: int)
 
 
 def first_layers(count: int, num_layers: int) -> list[int]:
-    """The first layer of each stage.
-
-    Args:
-        count: number of stages.
-        num_layers: number of layers of the model, at least `count`.
-    """
+    """The first layer of each of `count` stages, at most `num_layers`."""
     return [-(-index * num_layers // count) for index in range(count)]
 
 

@@ -37,22 +37,14 @@ class _Periods:
 def warm_up(num_layers: int, period: int, first: int = 0) -> int:
     """Number of layers before period A: at least one whole period, which creates the values shared by all layers.
 
-    Args:
-        num_layers: number of layers of the model.
-        period: length of the repeating pattern.
-        first: number of layers before the pattern begins.
+    `first` is the number of layers before the repeating pattern of length `period` begins.
     """
     before = first + period
     return before + (num_layers - before) % period
 
 
 def replicate(traced: TracedGraph, num_layers: int, period: int) -> None:
-    """Extends the graph in place.
-
-    Args:
-        traced: the graph of a few layers.
-        num_layers: number of layers of the result.
-        period: length of the repeating pattern of layers.
+    """Extends the graph of a few layers to `num_layers` in place; `period` is the length of the repeating pattern.
 
     Raises:
         NotIsomorphic: the last two periods differ in more than names.
@@ -126,12 +118,9 @@ def _content(tensor: ir.TensorProtocol | None) -> tuple[object, ...]:
 
 
 def shift(name: str, layers_name: str, by: int) -> str | None:
-    """The name of a weight or cache tensor some layers later; None if it contains no layer number.
+    """The name of a weight or cache tensor `by` layers later; None if it contains no layer number.
 
-    Args:
-        name: the name.
-        layers_name: name of the list of layers, such as `model.layers`.
-        by: number of layers to add.
+    `layers_name` is the name of the list of layers, such as `model.layers`.
     """
     for pattern in (re.compile(re.escape(layers_name) + r"\.(\d+)\."), CACHE_NAME):
         match = pattern.match(name)

@@ -147,10 +147,7 @@ def _paired(
 def find_signature(domain: str, op_type: str, opset: int) -> Signature:
     """The signature of an operator; an empty one if neither onnx nor `signatures.json` defines it.
 
-    Args:
-        domain: "" for standard operators.
-        op_type: the operator.
-        opset: version of the domain that the graph imports.
+    `opset` is the version of the domain that the graph imports.
     """
     try:
         schema = onnx.defs.get_schema(op_type, opset, domain)

@@ -22,13 +22,9 @@ from llmconv.export.targets.element_types import FLOATS, TypedNode, typed_nodes
 
 @dataclass(frozen=True)
 class Fallback:
-    """Nodes of one operator and element types that have no kernel.
+    """Nodes of one operator and element types that have no kernel: their number, and the name of the first.
 
-    Attributes:
-        operator: such as `Attention` or `com.microsoft:GroupQueryAttention`.
-        types: element types of the inputs, without duplicates.
-        count: number of nodes.
-        first: name of the first node.
+    `operator` is such as `com.microsoft:GroupQueryAttention`; `types` are those of the inputs, without duplicates.
     """
 
     operator: str
@@ -58,9 +54,7 @@ def kernel_table(target: str) -> Mapping[str, Any]:
 def fallbacks(model: onnx.ModelProto, target: str) -> list[Fallback]:
     """The nodes that read floating-point numbers and for which the provider of a target has no kernel.
 
-    Args:
-        model: a graph; its functions are inlined.
-        target: a target with a table, such as `ort-cuda`.
+    The functions of `model` are inlined; `target` has a table, such as `ort-cuda`.
     """
     counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
     first: dict[tuple[str, tuple[str, ...]], str] = {}

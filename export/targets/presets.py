@@ -14,13 +14,13 @@ class Target:
     """One provider of onnxruntime.
 
     Attributes:
-        precisions: what its kernels compute in.
+        precisions: dtypes that its kernels compute in.
         half: precision for weights that are stored in half precision: `stored` for the dtype of the weights.
         whole: precision for weights that are stored in float32.
         grouped_query: precisions in which its `GroupQueryAttention` runs our graphs, which give it the mask as a bias.
         opset: version of the standard operators for a growing cache; None for the usual one.
         compared: whether `export` compares the graphs with the kernels of the provider.
-        no_buffer: what its `GroupQueryAttention` does wrong, so that a shared buffer is refused; empty if nothing.
+        no_buffer: the fault of its `GroupQueryAttention` for which a shared buffer is refused; empty for none.
     """
 
     precisions: tuple[str, ...] = (FLOAT32, FLOAT16, BFLOAT16)

@@ -86,7 +86,7 @@ def additive_mask(
     dtype: torch.dtype = torch.float32,
     **unused: Any,
 ) -> Tensor:
-    """The mask of eager attention: 0 for a visible key, the minimum of `dtype` for others.
+    """The mask of eager attention `[batch or 1, 1, q_length, kv_length]`: 0 if visible, else the minimum of `dtype`.
 
     A row without visible keys (left padding) then attends evenly, like eager attention, and never becomes NaN.
 
@@ -99,9 +99,6 @@ def additive_mask(
         attention_mask: `[batch, kv_length]`, False for padding; None without padding.
         dtype: floating-point type of the mask.
         **unused: other arguments of the interface.
-
-    Returns:
-        `[batch or 1, 1, q_length, kv_length]`.
     """
     by_row = isinstance(q_offset, Tensor)  # rows of a static cache have different lengths
     queries = torch.arange(q_length) + (q_offset[:, None] if isinstance(q_offset, Tensor) else q_offset)

@@ -28,12 +28,9 @@ HeadShape = tuple[int, int]
 def ports_of(
     model: PreTrainedModel, input_map: InputMap, extras: Mapping[str, ExtraInput] | None = None
 ) -> tuple[list[Port], list[Port]]:
-    """Inputs and outputs of the model's graph, with the heads and head sizes of the model itself.
+    """Inputs and outputs of the graph of a model on fake weights, with the heads and head sizes of the model itself.
 
-    Args:
-        model: the model on fake weights.
-        input_map: the input map of its `model_type`.
-        extras: its extra inputs by name, resolved.
+    `extras` are its extra inputs by name, resolved.
     """
     inputs, outputs = list(input_map.inputs(model.config)), list(input_map.outputs(model.config))
     if input_map.kind.mixed:
@@ -44,11 +41,9 @@ def ports_of(
 
 
 def probe(model: PreTrainedModel, extras: Mapping[str, ExtraInput] | None = None) -> list[tuple[HeadShape, HeadShape]]:
-    """Key and value of every layer that keeps them, from one run with an empty cache.
+    """Key and value shapes of every layer that keeps them, from one run with an empty cache on fake weights.
 
-    Args:
-        model: the model on fake weights.
-        extras: its extra inputs by name, resolved.
+    `extras` are the model's extra inputs by name, resolved.
     """
     mode = next(model.parameters()).fake_mode
     cache = Cache(layer_class_to_replicate=PastLayer)
@@ -74,12 +69,7 @@ def _head_shape(tensor: Tensor) -> HeadShape:
 
 
 def with_shapes(ports: Sequence[Port], shapes: Sequence[tuple[HeadShape, HeadShape]]) -> list[Port]:
-    """The ports with these shapes of keys and values.
-
-    Args:
-        ports: inputs or outputs of a graph.
-        shapes: of key and value, by layer.
-    """
+    """The ports of a graph with these shapes of key and value, by layer."""
     prefix, length = ("past_key_values", PAST) if ports[0].name == "input_ids" else ("present", TOTAL)
     like = next((port for port in ports if port.name.startswith(f"{prefix}.")), ports[0])
     return [port for port in ports if not port.name.startswith(f"{prefix}.")] + [

@@ -18,12 +18,7 @@ from llmconv.runtime.extra_inputs import BATCH, DOCUMENT, PAST, SEQUENCE, TOTAL,
 
 
 class ExtraTensors:
-    """The extra inputs of a traced model.
-
-    Args:
-        inputs: by name, resolved.
-        fixed: names of those that always have their default.
-    """
+    """The extra inputs of a traced model by name, resolved; those in `fixed` always have their default."""
 
     def __init__(self, inputs: Mapping[str, ExtraInput], fixed: Sequence[str]) -> None:
         self._inputs, self._fixed = inputs, fixed
@@ -57,13 +52,7 @@ def _full(extra: ExtraInput, sizes: Mapping[str, int]) -> Tensor:
 
 
 def example_values(extras: Mapping[str, ExtraInput], dtype: torch.dtype, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """Zeros for every extra input, by name.
-
-    Args:
-        extras: the inputs, resolved.
-        dtype: of the model.
-        sizes: of the symbolic axes.
-    """
+    """Zeros for every extra input, by name; `sizes` are those of the symbolic axes."""
     found = {}
     for name, extra in extras.items():
         shape = [sizes[axis] if isinstance(axis, str) else axis for axis in extra.declared]
@@ -74,10 +63,6 @@ def example_values(extras: Mapping[str, ExtraInput], dtype: torch.dtype, sizes: 
 def extras_of(model: PreTrainedModel, input_map: InputMap) -> dict[str, ExtraInput]:
     """The extra inputs of a model by name, resolved; its `forward` has their parameters.
 
-    Args:
-        model: the model on fake weights.
-        input_map: the input map of its `model_type`.
-
     Raises:
         UnsupportedInput: `forward` lacks a parameter, or needs another.
     """
@@ -87,14 +72,10 @@ def extras_of(model: PreTrainedModel, input_map: InputMap) -> dict[str, ExtraInp
 
 
 def require_declared(ports: Sequence[Port], extras: Mapping[str, ExtraInput]) -> None:
-    """Refuses an input that an own class of input maps adds to `inputs` alone: nothing would feed it.
-
-    Args:
-        ports: the inputs of the graph.
-        extras: the extra inputs by name, resolved.
+    """Refuses a port that a custom class of input maps adds to `inputs` alone: nothing would feed it.
 
     Raises:
-        UnsupportedInput: names it.
+        UnsupportedInput: there is one.
     """
     names = {"input_ids", "attention_mask", "position_ids", *extras}
     unknown = [port.name for port in ports if port.name not in names and not is_past(port.name)]
@@ -105,12 +86,7 @@ def require_declared(ports: Sequence[Port], extras: Mapping[str, ExtraInput]) ->
 
 
 def require_fit(module: nn.Module, arguments: Sequence[Any], extras: Mapping[str, ExtraInput]) -> None:
-    """Runs a model once on fake numbers; sizes of different axes differ, so that a wrong axis shows.
-
-    Args:
-        module: the module to trace.
-        arguments: its example arguments.
-        extras: the extra inputs by name, resolved; nothing runs without any.
+    """Runs a model with extra inputs once on fake numbers; sizes of axes differ, so that a wrong axis shows.
 
     Raises:
         UnsupportedInput: the model fails.
@@ -125,9 +101,6 @@ def require_fit(module: nn.Module, arguments: Sequence[Any], extras: Mapping[str
 @contextmanager
 def fitting(extras: Mapping[str, ExtraInput]) -> Iterator[None]:
     """Context in which a model runs with its extra inputs.
-
-    Args:
-        extras: by name, resolved.
 
     Raises:
         UnsupportedInput: the model fails, and there are extra inputs.

@@ -2,16 +2,14 @@
 
 Computed buffers (rotary tables, ALiBi slopes) are real, because they become constants of the graph.
 
-Mixture of experts: tokens sorted by expert, and one Gemm per expert on the rows that a checkpoint stores.
+Mixture of experts: while tracing, the multiplication of tokens, sorted by expert, with the stacked experts is one
+custom `GroupedMatMul`, so that the trace does not grow with the number of experts. When weights are bound, it becomes
+Split, one Gemm per expert, Concat: an expert without tokens gets no rows and costs nothing, and every expert is mapped
+as stored, stacked or separate.
 
-While tracing, the multiplication by the stacked experts is one custom `GroupedMatMul`, so that the trace does not grow
-with the number of experts. When weights are bound, it becomes Split, one Gemm per expert, Concat: an expert without
-tokens gets no rows and costs nothing, and every expert is mapped as stored, stacked or separate.
-
-Rotary frequencies that depend on the length (`longrope`, `dynamic`) as functions of the positions.
-
-transformers writes them into a buffer of the module while it runs, and `dynamic` remembers the longest sequence so far.
-A graph has no memory, and a growing sequence needs none: the length of each call determines the frequencies.
+Rotary frequencies that depend on the length (`longrope`, `dynamic`) are functions of the positions. transformers writes
+them into a buffer while it runs, and `dynamic` remembers the longest sequence so far. A graph has no memory, and a
+growing sequence needs none: the length of each call determines the frequencies.
 
     longrope   long factors beyond the original context, otherwise short ones, for all tokens of the call
     dynamic    base * (factor * length / original - (factor - 1)) ** (dim / (dim - 2)) beyond it
@@ -52,9 +50,7 @@ CODE_FIELDS = ("auto_map", "_attn_implementation", "_attn_implementation_interna
 def load_config(fields: dict[str, Any], code: Path | None = None) -> Any:
     """The transformers config of a `config.json`, without fields that would load code.
 
-    Args:
-        fields: content of `config.json`.
-        code: the model folder, if the model's own code is trusted; `build` then uses it too.
+    `code` is the model folder, if the model's own code is trusted; `build` then uses it too.
 
     Raises:
         UnsupportedInput: transformers does not know the `model_type`, or the weights are quantized.
@@ -84,10 +80,9 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def refusing(action: str) -> Iterator[None]:
-    """Turns any exception of transformers or torch, which promise no class, into a message of one line.
+    """Turns any exception of transformers or torch, which promise no class, into a one-line message.
 
-    Args:
-        action: the action for the message, such as `trace this model`.
+    The message contains `action`, such as `trace this model`.
 
     Raises:
         UnsupportedInput: an exception was raised.
@@ -180,14 +175,9 @@ def embedding_size(config: Any) -> int:
 
 
 def build(config: Any, dtype: torch.dtype = torch.float32, task: str = "") -> PreTrainedModel:
-    """The eager model of `config` in a dtype, in eval mode, with fake parameters.
+    """The eager model of `config` in a dtype, in eval mode, with fake parameters, for the task of a graph spec.
 
     Parameters that transformers keeps in float32 when it loads a model in half precision are float32 here, too.
-
-    Args:
-        config: a transformers config.
-        dtype: of the parameters.
-        task: of the graph, see `GraphSpec`.
     """
     with fake_parameters() as mode:
         model = _initialized(config, dtype, task)
@@ -225,9 +215,6 @@ def _take_buffers(model: PreTrainedModel, exact: PreTrainedModel) -> None:
 def unchanged_buffers(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Context after which computed buffers are again what they were; transformers' CTRL assigns to one in its forward.
 
-    Args:
-        model: the model to run or trace.
-
     Yields:
         The buffers by name, with the prefix of a traced program.
     """
@@ -261,16 +248,9 @@ EXPERTS = "llmconv"
 
 
 def sorted_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts of a layer, called through transformers' `ExpertsInterface`.
+    """Output `[tokens, hidden]` of a layer's stacked experts, called through transformers' `ExpertsInterface`.
 
-    Args:
-        self: the module of the experts, with stacked weights.
-        hidden_states: `[tokens, hidden]`.
-        top_k_index: the chosen experts, int64 `[tokens, k]`.
-        top_k_weights: their weights, `[tokens, k]`.
-
-    Returns:
-        `[tokens, hidden]`.
+    `hidden_states` are `[tokens, hidden]`; `top_k_index`, int64, and `top_k_weights` are `[tokens, k]`.
     """
     module: Any = self
     choices = top_k_index.shape[-1]

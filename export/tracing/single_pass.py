@@ -30,12 +30,7 @@ RESULTS: dict[str, tuple[str, ...]] = {
 
 
 class SinglePass(nn.Module):
-    """The model with what follows it for the task of a graph.
-
-    Args:
-        model: the eager model; receives the Dense modules of the head as modules of its own.
-        input_map: of its family.
-        spec: with the task and the head.
+    """The model with what follows it for the task of a graph; Dense modules of the head become modules of the model.
 
     Raises:
         UnsupportedInput: transformers has no model without a head for this config.
@@ -57,15 +52,9 @@ class SinglePass(nn.Module):
                     model.add_module(layer.path, _dense(layer, model))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None) -> tuple[Tensor, ...]:
-        """One call of the model.
+        """The outputs named in `RESULTS` for inputs int64 `[batch, sequence]`.
 
-        Args:
-            input_ids: int64 `[batch, sequence]`.
-            attention_mask: int64 `[batch, sequence]`.
-            position_ids: int64 `[batch, sequence]`; None to count them from the mask where the family takes them.
-
-        Returns:
-            The outputs named in `RESULTS`.
+        Without `position_ids` they are counted from the mask where the family takes them.
         """
         given: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, **self._cache(input_ids)}
         if position_ids is None and self._input_map.position_ids:

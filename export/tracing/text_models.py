@@ -17,11 +17,7 @@ from llmconv.runtime.eager.runner import added_after_layers
 
 
 class TextWithHead(PreTrainedModel):  # type: ignore[misc]
-    """A text model and its head.
-
-    Args:
-        config: of the text model.
-    """
+    """A text model and its head."""
 
     base_model_prefix = "model"
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -75,11 +71,7 @@ TEXT_MODELS = frozenset({"qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text"
 
 
 def conversions_of(model: PreTrainedModel) -> list[Any]:
-    """How tensors of a checkpoint become parameters of a model; of a text model also what the whole one declares.
-
-    Args:
-        model: with fake parameters.
-    """
+    """How checkpoint tensors become parameters of a model; of a text model also what the whole one declares."""
     own: list[Any] = get_model_conversion_mapping(model)
     whole = str(model.config.model_type).removesuffix("_text")
     declared = get_checkpoint_conversion_mapping(whole) if isinstance(model, TextWithHead) else None

@@ -1,14 +1,11 @@
 """Traces the eager model on fake weights to an ONNX graph whose weights are graph inputs.
 
-Masks of tokens that attend to each other in both directions, as those of an image do.
+Some models have masks in which tokens, such as those of an image, attend to each other in both directions.
+transformers' whole model makes them from the kind of each token; its text model takes them ready, by layer type.
 
-transformers' whole model makes them from the kind of each token; its text model alone takes them ready, by layer type.
-
-Records the exact numbers behind half-precision constants of a graph.
-
-torch multiplies a float16 tensor by 0.7071 exactly and rounds the product; the exporter rounds the number. A copy of
-the graph in float32, as `verify` makes, needs the number itself. So the constant gets it as metadata, in ONNX's
-`TensorProto.metadata_props`, which runtimes ignore.
+The exact numbers behind half-precision constants are recorded. torch multiplies a float16 tensor by 0.7071 exactly and
+rounds the product; the exporter rounds the number. A copy of the graph in float32, as `verify` makes, needs the number
+itself. So the constant gets it in ONNX's `TensorProto.metadata_props`, which runtimes ignore.
 """
 
 from __future__ import annotations
@@ -62,13 +59,9 @@ OTHER_MODALITIES = r"(^|\.)(vision|visual|image|audio|speech|multi_modal|multimo
 
 
 class CacheAsTensors(nn.Module):
-    """The model with its cache as a flat list of tensors.
+    """The eager model with its cache as a flat list of tensors, in the order of the input names `past`.
 
-    Args:
-        model: the eager model.
-        past: names of the cache inputs, in order.
-        spec: how the cache is kept.
-        extras: the extra inputs of the family by name, resolved.
+    `extras` are the extra inputs of the family by name, resolved.
     """
 
     def __init__(
@@ -93,7 +86,7 @@ class CacheAsTensors(nn.Module):
         extras: list[Tensor],
         past: list[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
-        """One call of the model.
+        """Logits `[batch, sequence, vocab]`, and the cache with the new tokens.
 
         Args:
             input_ids: int64 `[batch, sequence]`, or embeddings, of the model's dtype, `[batch, sequence, hidden]`.
@@ -102,9 +95,6 @@ class CacheAsTensors(nn.Module):
             write_indices: first slot of the new tokens in a static cache, int64 `[batch]`; otherwise None.
             extras: values of the extra inputs that are not fixed, in their order.
             past: tensors of the cache.
-
-        Returns:
-            Logits `[batch, sequence, vocab]`, and the cache with the new tokens.
         """
         cache = self._cache(past, input_ids, attention_mask, write_indices)
         others = self._extras.named(extras, input_ids, attention_mask)
@@ -141,12 +131,7 @@ class CacheAsTensors(nn.Module):
 
 
 class EmbeddingTable(nn.Module):
-    """The embedding table alone.
-
-    Args:
-        model: the model.
-        placeholders: tokens that are embedded as padding.
-    """
+    """The embedding table alone; tokens in `placeholders` are embedded as padding."""
 
     def __init__(self, model: PreTrainedModel, placeholders: Sequence[int] = ()) -> None:
         super().__init__()
@@ -168,12 +153,7 @@ def _same_length(tensors: Sequence[Tensor], names: Sequence[str], length: Any) -
 
 
 def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> TracedGraph:
-    """Traces all layers of a model; one without a cache is `SinglePass`.
-
-    Args:
-        config: a transformers config, usually shortened to a few layers.
-        input_map: the input map of its `model_type`.
-        spec: how the cache is kept, and which axes are fixed.
+    """Traces all layers of a model, whose config is usually shortened; one without a cache is `SinglePass`.
 
     Raises:
         UnsupportedInput: the model's code fixes an axis that must be dynamic.
@@ -219,12 +199,9 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
 
 
 def trace_embeddings(config: Any, precision: str = FLOAT32, placeholders: Sequence[int] = ()) -> TracedGraph:
-    """The embedding table as a graph: `input_ids` to `inputs_embeds` `[batch, sequence, hidden]`.
+    """The embedding table as a graph: `input_ids` to `inputs_embeds` `[batch, sequence, hidden]` of dtype `precision`.
 
-    Args:
-        config: a transformers config.
-        precision: dtype of the table and of the embeddings.
-        placeholders: tokens that are embedded as padding.
+    Tokens in `placeholders` are embedded as padding.
     """
     tokens = Port("input_ids", "int64", (BATCH, SEQUENCE))
     with quiet_libraries(), torch.no_grad():
@@ -286,11 +263,9 @@ def _ignored(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
 
 
 def weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir.Value]:
-    """Makes stored parameters and buffers graph inputs, so that the optimizer does not fold them.
+    """Makes stored parameters and buffers graph inputs, in place, so that the optimizer does not fold them.
 
-    Args:
-        model: the exporter's graph of a module whose attribute `model` is the traced model; changed in place.
-        module: the traced model, with fake parameters.
+    `model` is the exporter's graph of a module whose attribute `model` is `module`.
     """
     weights = {}
     buffers = [name for name, buffer in module.named_buffers() if isinstance(buffer, FakeTensor)]
@@ -309,12 +284,7 @@ def weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir.
 
 
 def name_ports(model: ir.Model, inputs: Sequence[Port], outputs: Sequence[Port]) -> None:
-    """Gives the graph's inputs and outputs their names and axes, in place.
-
-    Args:
-        model: the graph; weights may follow its inputs.
-        inputs: of the graph, in order.
-        outputs: of the graph, in order.
+    """Gives the graph's inputs, which weights may follow, and outputs their names and axes, in place and in order.
 
     Raises:
         UnsupportedInput: the trace fixed an axis that must be dynamic.
@@ -386,7 +356,7 @@ def masks_of(
     Args:
         config: of the text model.
         kinds: which new tokens belong to a block, 1 or 0, int64 `[batch, sequence]`; neighbors form one block.
-        types: of layers in which tokens see their block, see `ExtraInput.both_ways`; the others are causal.
+        types: types of layers in which tokens see their block (`ExtraInput.both_ways`); the others are causal.
         given: arguments of `create_causal_mask`: embeddings, mask, cache and positions.
     """
     block = same_block(kinds)
@@ -402,11 +372,7 @@ def masks_of(
 
 
 def same_block(kinds: Tensor) -> Visible:
-    """Whether two new tokens belong to the same block; no token of the past does.
-
-    Args:
-        kinds: see `masks_of`.
-    """
+    """Whether two new tokens belong to the same block of `kinds`, as in `masks_of`; no token of the past does."""
     inside = kinds == 1
     starts = inside & ~torch.nn.functional.pad(inside, (1, -1))
     blocks = torch.where(inside, starts.to(torch.int64).cumsum(dim=1), 0)
@@ -426,12 +392,7 @@ HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def record_exact_scalars(model: ir.Model, program: Any) -> None:
-    """Adds the numbers to the constants, in place.
-
-    Args:
-        model: the exported graph, optimized.
-        program: the `torch.export.ExportedProgram` that it was made of.
-    """
+    """Adds the exact numbers in a `torch.export.ExportedProgram` to the constants of its optimized graph, in place."""
     scalars = np.array(sorted(set(_scalars(program))), dtype=np.float64)
     for value in model.graph.initializers.values():
         tensor = value.const_value

@@ -1,8 +1,7 @@
-"""The graph of a whole vision tower, its weights still inputs: a few layers are traced, the others replicated.
+"""Traces the vision tower and projector of a multimodal model: pixels to the features of images.
 
-Traces the vision tower and projector of a multimodal model: pixels to the features of images.
-
-The features take the places of the placeholder tokens of the images in `inputs_embeds`.
+A few layers are traced, the others replicated; the weights are still inputs. The features take the places of the
+placeholder tokens of the images in `inputs_embeds`.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ from llmconv.progress import say
 def build_vision(config: Any, naming: TensorNaming, precision: str = FLOAT32) -> TracedGraph:
     """The graph of the tower and the projector, its weights still inputs.
 
-    Args:
-        config: the whole model's transformers config.
-        naming: the names of the language model's tensors, which the graph does not need.
-        precision: dtype that the graph computes in.
+    `config` is the whole model's; `naming` names the language model's tensors, which the graph does not need.
 
     Raises:
         UnsupportedInput: transformers or torch cannot build or trace the model.
@@ -72,11 +68,7 @@ def _replicated(tower: VisionTower, config: Any, precision: str) -> TracedGraph 
 
 
 def used_layers(config: Any) -> int | None:
-    """Number of layers of the tower that the features depend on; None for features of several layers.
-
-    Args:
-        config: the whole model's config.
-    """
+    """Number of layers of the tower that the features depend on; None for features of several layers."""
     total, at = depth_of(config), getattr(config, "vision_feature_layer", None)
     if at is None:
         return total
@@ -86,12 +78,7 @@ def used_layers(config: Any) -> int | None:
 
 
 def with_layers(config: Any, count: int) -> Any:
-    """The config of a model whose features depend on `count` layers of its tower.
-
-    Args:
-        config: the whole model's config.
-        count: number of layers.
-    """
+    """The config of a whole model whose features depend on `count` layers of its tower."""
     short, at = copy.deepcopy(config), getattr(config, "vision_feature_layer", None)
     layers = count if at is None or at >= 0 else count - 1 - at
     setattr(short.vision_config, "depth" if hasattr(short.vision_config, "depth") else "num_hidden_layers", layers)
@@ -117,12 +104,7 @@ def is_vision(name: str) -> bool:
 
 
 def build_whole(config: Any, precision: str) -> PreTrainedModel:
-    """The whole model with fake parameters, and few layers of the language model.
-
-    Args:
-        config: the whole model's config.
-        precision: its dtype.
-    """
+    """The whole model with fake parameters, and few layers of the language model."""
     short = shortened(config, period(config))
     with fake_parameters() as mode:
         model = AutoModelForImageTextToText.from_config(
@@ -135,14 +117,7 @@ def build_whole(config: Any, precision: str) -> PreTrainedModel:
 
 
 def trace_vision(tower: VisionTower, config: Any, model: PreTrainedModel, precision: str) -> TracedGraph:
-    """Traces all layers of a model's tower.
-
-    Args:
-        tower: of its family.
-        config: its config.
-        model: the model, with fake parameters.
-        precision: its dtype.
-    """
+    """Traces all layers of the tower of a model with fake parameters."""
     inputs = tower.inputs(config, precision)
     graph = _traced(tower.module(model), inputs)
     weights = weights_to_inputs(graph, model)
@@ -187,12 +162,7 @@ def _output(name: str, value: ir.Value, axes: str | int | tuple[str, ...], preci
 
 
 def layers_of(model: PreTrainedModel, count: int) -> str:
-    """Name of the list of the tower's layers.
-
-    Args:
-        model: the whole model.
-        count: number of layers.
-    """
+    """Name of the list of the tower's `count` layers in the whole model."""
     named: Iterable[tuple[str, nn.Module]] = model.named_modules()
     lists = [
         name for name, part in named if isinstance(part, nn.ModuleList) and len(part) == count and is_vision(f"{name}.")
@@ -201,10 +171,6 @@ def layers_of(model: PreTrainedModel, count: int) -> str:
 
 
 def depth_of(config: Any) -> int:
-    """Number of layers of the tower.
-
-    Args:
-        config: the whole model's config.
-    """
+    """Number of layers of the tower, given the whole model's config."""
     vision = config.vision_config
     return int(getattr(vision, "num_hidden_layers", None) or vision.depth)

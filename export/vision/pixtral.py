@@ -59,12 +59,7 @@ def _no_mask(*given: Any) -> None:
 
 
 def squares_of_one_image(config: Any, precision: str) -> tuple[TowerInput, ...]:
-    """The input of the tower, of any number of rows and columns.
-
-    Args:
-        config: the whole model's config.
-        precision: dtype of the pixels.
-    """
+    """The input of the tower, with any number of rows and columns; `precision` is the dtype of the pixels."""
     unit, channels = unit_of(config), int(config.vision_config.num_channels)
     example = torch.zeros((1, channels, 3, unit, 5, unit), dtype=getattr(torch, precision))
     return (TowerInput(Port(PIXEL_VALUES, precision, (1, channels, ROWS, unit, COLUMNS, unit)), example),)

@@ -27,12 +27,7 @@ class _Captured:
 
 
 def projected(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
-    """The output of the projector of a model.
-
-    Args:
-        model: the whole model.
-        given: arguments of its `get_image_features`.
-    """
+    """The output of the projector of a whole model, for arguments of its `get_image_features`."""
     found: list[Tensor] = []
 
     def capture(module: nn.Module, arguments: Any, output: Tensor) -> _Captured:

@@ -1,6 +1,6 @@
 """The towers of Qwen2-VL and later: patches of one image of any size to its features.
 
-What depends on the numbers of rows and columns of patches is an input of the graph, which the runtime computes.
+Values that depend on the numbers of rows and columns of patches are inputs of the graph, which the runtime computes.
 """
 
 from __future__ import annotations
@@ -59,13 +59,7 @@ class WindowedFeatures(nn.Module):
         self.model = model
 
     def forward(self, pixel_values: Tensor, patch_positions: Tensor, window_ids: Tensor) -> Tensor:
-        """Features `[tokens, hidden]`.
-
-        Args:
-            pixel_values: as for `PatchFeatures`.
-            patch_positions: as for `PatchFeatures`.
-            window_ids: number of the window of each patch, int64 `[patches]`.
-        """
+        """Features `[tokens, hidden]`, with inputs as for `PatchFeatures` and `window_ids` int64 `[patches]`."""
         tower: Any = self.model.model.visual
         hidden = embedded(tower, pixel_values)
         positions = tower.rotary_pos_emb(hidden, patch_positions)
@@ -110,11 +104,9 @@ class DeepstackedFeatures(nn.Module):
 
 
 def embedded(tower: Any, pixel_values: Tensor) -> Tensor:
-    """Embeddings of patches `[patches, hidden]`; the convolution's kernel is as large as a patch, so it is a product.
+    """Embeddings `[patches, hidden]` of pixel values `[patches, values of a patch]`.
 
-    Args:
-        tower: the model's.
-        pixel_values: `[patches, values of a patch]`.
+    The convolution's kernel is as large as a patch, so it is a product.
     """
     convolution = tower.patch_embed.proj
     return linear(pixel_values, convolution.weight.flatten(1), convolution.bias)
@@ -122,11 +114,7 @@ def embedded(tower: Any, pixel_values: Tensor) -> Tensor:
 
 @contextmanager
 def attending(blocks: Sequence[Any]) -> Iterator[None]:
-    """Context in which attention takes a mask as `cu_seqlens`, instead of lengths that it would loop over.
-
-    Args:
-        blocks: layers of the tower.
-    """
+    """Context in which attention takes a mask as `cu_seqlens`, instead of lengths that it would loop over."""
     for block in blocks:
         block.attn.forward = partial(_attention, block.attn)
     try:
@@ -150,12 +138,7 @@ def _attention(
 
 
 def patches(config: Any, precision: str) -> tuple[TowerInput, ...]:
-    """Patches and their positions.
-
-    Args:
-        config: the whole model's config.
-        precision: dtype of the pixels.
-    """
+    """Patches and their positions; `precision` is the dtype of the pixels."""
     vision = config.vision_config
     size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     pixels = torch.zeros((_example(config), size), dtype=getattr(torch, precision))

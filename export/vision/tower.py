@@ -20,12 +20,7 @@ IMAGES = "num_images"
 
 @dataclass(frozen=True)
 class TowerInput:
-    """One input of the graph.
-
-    Attributes:
-        port: its name, dtype and axes, symbols for dynamic ones.
-        example: its value in the trace; dynamic axes have sizes of 2 or more.
-    """
+    """One input of the graph, and its value in the trace, whose dynamic axes have sizes of 2 or more."""
 
     port: Port
     example: Tensor
@@ -45,12 +40,7 @@ class ImageFeatures(nn.Module):
 
 
 def pixels_of_one_size(config: Any, precision: str) -> tuple[TowerInput, ...]:
-    """The input of a tower for images of the size in `vision_config`.
-
-    Args:
-        config: the whole model's config.
-        precision: dtype of the pixels.
-    """
+    """The input of a tower for images of the size in `vision_config`; `precision` is the dtype of the pixels."""
     size = config.vision_config.image_size
     height, width = (size, size) if isinstance(size, int) else size
     shape = (int(getattr(config.vision_config, "num_channels", 3)), int(height), int(width))
@@ -66,7 +56,7 @@ class VisionTower:
         alike: all of its layers are alike, so a few are traced and the others replicated.
         module: a module around the whole model, whose attribute must be named `model`; it takes tensors in the order of
             `inputs` and returns features, or a tuple of features and further outputs.
-        inputs: of the graph, of the whole model's config and the graph's precision.
+        inputs: returns those of the graph, given the whole model's config and the graph's precision.
         outputs: names of the graph's outputs, and the first axes of each: a symbol, a fixed size, or several symbols.
     """
 

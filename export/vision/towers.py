@@ -58,8 +58,7 @@ class TileFeatures(nn.Module):
 def positions_of(embeddings: Any) -> Tensor:
     """Positions of the patches of a tile without padding, as the model's own code counts them, int64 [1, patches].
 
-    Args:
-        embeddings: of the tower; its parameters are not used.
+    Parameters of `embeddings` are not used.
     """
     side, found = int(embeddings.num_patches_per_side), list[Tensor]()
 
@@ -117,11 +116,9 @@ class Gemma4Features(nn.Module):
         self.model = model
 
     def forward(self, pixel_values: Tensor, image_position_ids: Tensor) -> Tensor:
-        """Features [images, tokens, hidden].
+        """Features [images, tokens, hidden] of pixels [images, patches, numbers of a patch].
 
-        Args:
-            pixel_values: [images, patches, numbers of a patch].
-            image_position_ids: columns and rows of the patches, int64 [images, patches, 2].
+        `image_position_ids` are columns and rows of the patches, int64 [images, patches, 2].
         """
         tower, config = self.model.model.vision_tower, self.model.config.vision_config
         padding = torch.zeros(pixel_values.shape[:2], dtype=torch.bool)
@@ -136,12 +133,7 @@ class Gemma4Features(nn.Module):
 
 
 def patches_and_places(config: Any, precision: str) -> tuple[TowerInput, ...]:
-    """The inputs of the tower.
-
-    Args:
-        config: the whole model's config.
-        precision: dtype of the pixels.
-    """
+    """The inputs of the tower; `precision` is the dtype of the pixels."""
     vision = config.vision_config
     size, side = 3 * vision.patch_size**2, vision.pooling_kernel_size
     pixels = torch.zeros((2, 2 * side**2, size), dtype=getattr(torch, precision))

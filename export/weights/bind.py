@@ -39,9 +39,7 @@ class Quantized(Protocol):
 def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dict[str, WeightSource]:
     """The stored tensors that each weight of the graph consists of, by parameter name (tied parameters share one).
 
-    Args:
-        traced: the graph.
-        tensors: the checkpoint's tensors; those outside of `traced.own` are ignored.
+    Tensors outside of `traced.own` are ignored.
 
     Raises:
         InputRefused: missing keys, unexpected keys, a shape mismatch, or an unsupported dtype.
@@ -66,10 +64,6 @@ def require_one_copy(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> 
     """Refuses two stored tensors that differ where the config makes them one: the graph would read only the first.
 
     transformers 5 then ties nothing, older versions use the embedding; no graph is right for both.
-
-    Args:
-        traced: the graph.
-        tensors: the checkpoint's tensors, of which tied ones are read.
 
     Raises:
         InputRefused: they differ.
@@ -182,12 +176,7 @@ def _require(name: str, found: Mapping[str, WeightSource], traced: TracedGraph) 
 
 
 def require_shape(name: str, shape: tuple[int, ...], source: WeightSource) -> None:
-    """Refuses a source of another shape than the parameter has.
-
-    Args:
-        name: of the parameter.
-        shape: of the parameter.
-        source: what it is made of.
+    """Refuses a source whose shape is not that of the parameter `name`.
 
     Raises:
         InputRefused: the shapes differ.

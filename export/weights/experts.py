@@ -25,12 +25,9 @@ DOMAIN, GROUPED = "llmconv", "GroupedMatMul"
 
 
 def expand_experts(model: ir.Model, stacks: Mapping[ir.Value, WeightSource], multiply: Multiply) -> None:
-    """Replaces every `GroupedMatMul` of the graph.
+    """Replaces every `GroupedMatMul` of the graph, in place, with products that `multiply` inserts.
 
-    Args:
-        model: changed in place.
-        stacks: the stored tensors of the stacked weights.
-        multiply: inserts a product.
+    `stacks` has the stored tensors of the stacked weights.
     """
     for node in list(model.graph):
         if (node.domain, node.op_type) == (DOMAIN, GROUPED):

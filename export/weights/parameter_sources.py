@@ -22,12 +22,7 @@ from llmconv.errors import UnsupportedInput
 class StoredRows:
     """Rows of a stored tensor, which are adjacent bytes of its file.
 
-    Attributes:
-        name: name of the tensor.
-        stored: its whole shape.
-        first: index of the first row.
-        count: number of rows; -1 for all.
-        single: drop the first axis; the count is 1 then.
+    `stored` is its whole shape. A `count` of -1 means all rows; `single` drops the first axis of one row.
     """
 
     name: str
@@ -58,13 +53,7 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class Concatenation:
-    """Several expressions joined.
-
-    Attributes:
-        parts: the expressions, in order.
-        axis: the axis along which they are joined.
-        stack: join them along a new first axis instead.
-    """
+    """Expressions joined in order along `axis`; with `stack`, along a new first axis instead."""
 
     parts: tuple[WeightSource, ...]
     axis: int
@@ -111,14 +100,7 @@ class Deinterleaved:
 
 @dataclass(frozen=True)
 class AxisSlice:
-    """A range of an axis of an expression.
-
-    Attributes:
-        whole: the expression.
-        axis: the axis.
-        first: index of the first entry.
-        count: number of entries.
-    """
+    """The entries `first` to `first + count` of an axis of an expression."""
 
     whole: WeightSource
     axis: int
@@ -168,14 +150,7 @@ def element(whole: WeightSource, index: int) -> WeightSource:
 
 
 def sliced(whole: WeightSource, axis: int, first: int, count: int) -> WeightSource:
-    """A range of an axis; for rows of a stored tensor again `StoredRows`.
-
-    Args:
-        whole: the expression.
-        axis: the axis.
-        first: index of the first entry.
-        count: number of entries.
-    """
+    """The entries `first` to `first + count` of an axis; for rows of a stored tensor again `StoredRows`."""
     if isinstance(whole, StoredRows) and axis == 0 and not whole.single:
         return replace(whole, first=whole.first + first, count=count)
     return AxisSlice(whole, axis, first, count)

@@ -17,9 +17,7 @@ def stage_parts(
 ) -> dict[str, int]:
     """A number for every tensor: equal for tensors that the same stages read.
 
-    Args:
-        graphs: traced graphs, not yet bound, with the stored tensors of their weights.
-        starts: the first layer of each stage.
+    `graphs` are not yet bound; `starts` has the first layer of each stage.
     """
     readers: dict[str, set[int]] = defaultdict(set)
     for traced, matches in graphs:
@@ -31,11 +29,7 @@ def stage_parts(
 
 
 def graph_parts(graphs: Sequence[Mapping[str, WeightSource]]) -> dict[str, int]:
-    """A number for every tensor: equal for tensors that the same graphs read.
-
-    Args:
-        graphs: the stored tensors of each graph's weights.
-    """
+    """A number for every tensor: equal for tensors that the same graphs read."""
     readers: dict[str, set[int]] = defaultdict(set)
     for number, matches in enumerate(graphs):
         for leaf in (leaf for source in matches.values() for leaf in leaves(source)):

@@ -33,10 +33,7 @@ NAMES = {dtype: name for name, dtype in ONNX_TYPES.items()}
 class StoredValues:
     """Creates the graph values of stored tensors, each once per dtype.
 
-    Args:
-        graph: receives initializers and nodes.
-        tensors: the stored tensors by name.
-        rounded: tensors by name whose dtypes the values are rounded to before they are used.
+    Values are rounded to the dtypes of `rounded`, by name of the tensor, before they are used.
     """
 
     def __init__(self, graph: ir.Graph, tensors: Mapping[str, FileTensor], rounded: Mapping[str, LazyTensor]) -> None:
@@ -58,12 +55,7 @@ class StoredValues:
         return self._tensors[name].shape
 
     def stored(self, rows: StoredRows, shape: tuple[int, ...] | None = None) -> ir.Value:
-        """An initializer over the bytes of these rows, named after the tensor.
-
-        Args:
-            rows: the rows.
-            shape: another shape of the same bytes; by default that of the rows.
-        """
+        """An initializer over the bytes of these rows, named after the tensor; `shape` may differ from theirs."""
         tensor = self._tensors[rows.name]
         dtype = {**CODE_TYPES, **ONNX_TYPES}[tensor.dtype.name]
         row = tensor.nbytes // max(1, tensor.shape[0]) if tensor.shape else tensor.nbytes

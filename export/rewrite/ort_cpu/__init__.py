@@ -1,34 +1,21 @@
 """`--target ort-cpu`: replaces groups of nodes by single operators of onnxruntime's CPU provider.
 
-One pass per file; each rewrites the patterns that it recognizes and leaves other nodes unchanged. Measurements:
-docs/benchmarks.md.
+Each pass rewrites the patterns that it recognizes and leaves other nodes unchanged. Operators:
+onnxruntime docs/ContribOperators.md; measurements: docs/benchmarks.md.
 
-Keeps heads side by side around `GroupQueryAttention`, which takes and returns `[batch, sequence, heads * head_dim]`.
+- Heads stay side by side around `GroupQueryAttention`, which takes and returns `[batch, sequence, heads * head_dim]`:
+  the steps that move heads in front of tokens and back cancel out.
+- Reshape(Gemm(Reshape(x), W, b)) -> FusedMatMul(x, W) + b: `com.microsoft.FusedMatMul(transB=1)` takes
+  `[batch, sequence, in]`. Twelve nodes fewer per layer of a Llama; the weights stay mapped as stored.
+- RMSNormalization(residual + y) -> `com.microsoft.SkipSimplifiedLayerNormalization`, which onnxruntime itself does not
+  fuse in exported graphs.
+- `GroupQueryAttention` rotates queries and keys itself. It looks up rows of a table by position, and requires as many
+  rows as there are keys. Here the table contains the angles of the new tokens, row by row, followed by zeros; so any
+  rope scaling and any positions work as traced.
 
-The trace moves heads in front of tokens and back; between a projection and this operator these steps cancel out.
-
-`com.microsoft.FusedMatMul(transB=1)`, which takes `[batch, sequence, in]` without reshapes.
-
-Reshape(Gemm(Reshape(x), W, b))  ->  FusedMatMul(x, W) + b
-
-This removes twelve nodes per layer of a Llama; the weights stay mapped as stored.
-Source: onnxruntime docs/ContribOperators.md.
-
-An RMS norm and the sum in front of it as one node; onnxruntime does not fuse them in exported graphs.
-
-RMSNormalization(residual + y)   ->  com.microsoft.SkipSimplifiedLayerNormalization
-
-Source: onnxruntime docs/ContribOperators.md.
-
-`GroupQueryAttention` that rotates queries and keys itself: two nodes fewer per layer.
-
-The operator looks up rows of a table by position, and requires as many rows as there are keys. Here the table contains
-the angles of the new tokens, row by row, followed by zeros; so any rope scaling and any positions work as traced.
-
-With an empty cache, such a graph counts one key too many: onnxruntime treats equal lengths as a first prompt, for which
-it counts the rows of all prompts of a batch from those of the first. So it never detects a first prompt, and refuses a
-batch of several tokens each (1.31, contrib_ops/cpu/bert/group_query_attention.cc).
-Source: onnxruntime docs/ContribOperators.md.
+With an empty cache, a graph with rotation counts one key too many: onnxruntime treats equal lengths as a first prompt,
+for which it counts the rows of all prompts of a batch from those of the first. So it never detects a first prompt, and
+refuses a batch of several tokens each (1.31, contrib_ops/cpu/bert/group_query_attention.cc).
 """
 
 from __future__ import annotations
@@ -247,8 +234,7 @@ def _angles(rotation: ir.Node | None) -> _Angles | None:
 class _SharedInputs:
     """Inputs that all layers share; `graph.sort` moves their nodes to the front.
 
-    Attributes:
-        total: `total_sequence_length`, int32 scalar: the number of keys, and more than the number of new tokens.
+    `total` is `total_sequence_length`, int32 scalar: the number of keys, and more than the number of new tokens.
     """
 
     def __init__(self, graph: ir.Graph) -> None:

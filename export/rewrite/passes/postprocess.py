@@ -16,11 +16,9 @@ TOKENS, SCORES = "tokens", "scores"
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """Number of tokens that the graph chooses at every position.
+    """Number of tokens that the graph chooses at every position: `argmax` or `topk:K`.
 
-    Attributes:
-        text: value of the option, `argmax` or `topk:K`.
-        count: K; None for `argmax`, whose outputs have no axis K.
+    `count` is K, or None for `argmax`, whose outputs have no axis K.
     """
 
     text: str

@@ -25,11 +25,9 @@ TYPES, BITS = ("k_quant_type", "v_quant_type"), "kv_cache_bit_width"
 
 
 def quantize_cache(model: ir.Model, scales: Mapping[str, Array]) -> None:
-    """Makes every cache input and output of a graph int8, in place.
+    """Makes every cache input and output of a graph with a shared buffer int8, in place.
 
-    Args:
-        model: a graph with a shared buffer.
-        scales: float32 [1, kv_heads, 1, head_dim], by name of the cache input.
+    Scales are float32 [1, kv_heads, 1, head_dim], by name of the cache input.
     """
     graph = model.graph
     attention = [node for node in graph if node.op_type == "GroupQueryAttention"]
@@ -45,11 +43,7 @@ def quantize_cache(model: ir.Model, scales: Mapping[str, Array]) -> None:
 
 
 def require_grouped_query(model: ir.Model, family: object) -> None:
-    """Refuses a graph in which another operator reads keys or values.
-
-    Args:
-        model: a graph with a shared buffer.
-        family: the `model_type`.
+    """Refuses a graph with a shared buffer in which another operator than `GroupQueryAttention` reads keys or values.
 
     Raises:
         UnsupportedInput: no other operator of onnxruntime reads codes.

@@ -1,18 +1,13 @@
-"""The audit of decisions: one check per graph, which names nodes that decide by numbers that are not the model's.
-
-GraphWalk: derives node by node the values that depend on the call only, and finds the nodes that decide by them.
+"""The audit of decisions: one check per graph, which lists nodes that decide by numbers that are not the model's.
 
 A graph computes its masks, positions and shapes from lengths, token ids and the mask, in a few dozen nodes without
-weights. Sums and layout changes decide nothing. Nodes that compare, round, clip, look up or cut do decide, and must do
-so by numbers of the model.
+weights. `GraphWalk` derives node by node the values that depend on the call only. Sums and layout changes decide
+nothing. Nodes that compare, round, clip, look up or cut do decide, and must do so by numbers of the model.
 
-Derives axes that ONNX shape inference loses: after layout changes, slices and elementwise operators.
-
-Shapes that the graph declares for its inner values are not used, because no check has validated them.
-
-A copy of a graph for shape inference: operators of onnxruntime become standard ones with outputs of the same shapes.
-
-ONNX's shape inference stops at operators that it does not know, and nothing after them would have known axes.
+Axes are derived on a copy of the graph, in which operators of onnxruntime become standard ones with outputs of the same
+shapes: ONNX's shape inference stops at operators that it does not know. Axes that it loses are derived after layout
+changes, slices and elementwise operators. Shapes that the graph declares for its inner values are not used, because no
+check has validated them.
 """
 
 from __future__ import annotations
