@@ -37,9 +37,9 @@ class Format:
         options: options of `to-hf` that only some formats have; they are passed as fields of `config`.
         peek: the tensors in their own names, for `inspect` if `open` needs more than the checkpoint contains; without
             it `inspect` lists the torch and safetensors files at the path.
-        save: the way back, for `from-hf`: `save(checkpoint, shards)` returns the Plan of the files, in this number of
-            shards, from which `open` returns the same model, bit for bit. It reads no tensor, and raises an error for
-            everything that the format cannot hold. None if the format cannot be written.
+        save: for `from-hf`: `save(checkpoint, shards)` returns the Plan of the files, in this number of shards, from
+            which `open` returns the same model, bit for bit. It reads no tensor, and raises an error for everything
+            that the format cannot hold. None if the format cannot be written.
         sign: how its state dicts are recognized, if single torch or safetensors files are its checkpoints.
     """
 
@@ -86,11 +86,9 @@ def owner(found: StateFile) -> str | None:
 
 
 def has_sign_of(name: str, path: Path) -> bool:
-    """Whether `path` is a file with a state dict of the format `name`, and of no other format.
+    """Whether `path` is a torch or safetensors file with a state dict of the format `name`, and of no other format.
 
-    Args:
-        name: of a format with a `sign`.
-        path: a torch or safetensors file; False for anything else.
+    `name` must be a format with a `sign`.
     """
     found = peek_state(path) if path.is_file() else None
     sign = formats()[name].sign
@@ -103,11 +101,7 @@ def adapter_format(path: Path) -> AdapterFormat | None:
 
 
 def by_name(name: str) -> Format:
-    """The format called `name`.
-
-    Raises:
-        UsageProblem: the name is unknown.
-    """
+    """The format called `name`; UsageProblem if it is unknown."""
     if name not in formats():
         raise UsageProblem(f"unknown format `{name}`", hint=f"one of: {', '.join(formats())}")
     return formats()[name]

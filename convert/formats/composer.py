@@ -1,32 +1,19 @@
-"""Composer (LLM Foundry) runs: `state.model`, `state.integrations.huggingface`, and parts that are not read.
+"""Composer (LLM Foundry) runs, opened as one nested dict in any of their layouts (mosaicml/composer `core/state.py`).
 
-Layout (mosaicml/composer `core/state.py`, `utils/checkpoint.py`, `models/huggingface.py`): the state dict of a
-ComposerModel, so each Hugging Face name has the prefix `model.`, and wrappers may have added theirs anywhere.
+One file (`utils/checkpoint.py`, `models/huggingface.py`): `state.model`, the state dict of a ComposerModel, so each
+Hugging Face name has the prefix `model.`, and wrappers may have added theirs anywhere;
+`state.integrations.huggingface`, `state.metadata`, and parts for resuming that are not read. Every branch may be
+missing (`ignore_keys`).
 
-Opens a Composer run as one nested dict, whether it lies in one file or several.
+Sharded: a distributed checkpoint of that dict in `epE-baB/`.
 
-Layout (mosaicml/composer `core/state.py`, `utils/checkpoint.py`): `state.model`, `state.integrations.huggingface`,
-`state.metadata`, and other parts that are not read. Every branch may be missing (`ignore_keys`).
-
-Composer's newer folder layout `ep0-ba1/`, read as the nested dict of the one-file layout.
-
-Layout (mosaicml/composer `checkpoint/save.py`): `composer_metadata.json` (versions, and under `huggingface` what one
+Newer folders `epE-baB/` (`checkpoint/save.py`): `composer_metadata.json` (versions, and under `huggingface` what one
 file has in `state.integrations.huggingface`), `model/model.pt` (the bare state dict) or a distributed checkpoint in
 `model/`, `optim/`, `resumption.pkl`.
 
-The versions that wrote a Composer run, and its parts that are not converted.
-
-Layout (mosaicml/composer `core/state.py`): `state` holds `model`, `integrations`, and all that resuming needs.
-
-Opens a sharded Composer run, a distributed checkpoint: the model lazily, and its settings.
-
-Layout (mosaicml/composer `utils/checkpoint.py`, `checkpoint/save.py`): `epE-baB/` holds the nested dict of a run; in
-the newer layout `epE-baB/model/` holds the bare state dict, `epE-baB/composer_metadata.json` the settings.
-
-Restores, byte for byte and under safe names, the tokenizer files in a Composer checkpoint.
-
-Layout (mosaicml/composer `models/huggingface.py`, `get_metadata`): `{key: {file_extension, content}}`; the key is the
-file's name, without its extension before August 2023. JSON is stored parsed, text as lines, sentencepiece as bytes.
+Tokenizer files (`models/huggingface.py`, `get_metadata`): `{key: {file_extension, content}}`, restored byte for byte
+under safe names; the key is the file's name, without its extension before August 2023. JSON is stored parsed, text as
+lines, sentencepiece as bytes.
 """
 
 from __future__ import annotations
@@ -199,11 +186,7 @@ def is_run(path: Path) -> bool:
 
 
 def open_run(path: Path) -> ComposerRun:
-    """Opens the run at `path`; no tensor is read.
-
-    Raises:
-        InputRefused: it is malformed or of an unsupported kind.
-    """
+    """Opens the run at `path` without reading tensors; InputRefused if it is malformed or of an unsupported kind."""
     if is_sharded(path):
         return ComposerRun(*open_sharded(path))
     if is_folder(path):
@@ -225,11 +208,7 @@ def is_folder(path: Path) -> bool:
 
 
 def model_file(folder: Path) -> Path:
-    """The torch file with the weights.
-
-    Raises:
-        InputRefused: there is none.
-    """
+    """The torch file with the weights; InputRefused if there is none."""
     if (folder / MODEL).is_file():
         return folder / MODEL
     raise InputRefused(
@@ -239,11 +218,7 @@ def model_file(folder: Path) -> Path:
 
 
 def folder_content(folder: Path, model: Any) -> dict[str, Any]:
-    """The nested dict of the one-file layout.
-
-    Args:
-        folder: a folder in this layout.
-        model: the state dict.
+    """The nested dict of the one-file layout, from a folder in the newer layout and its state dict.
 
     Raises:
         MalformedInput: the metadata is not JSON, or `model` is not a dict.
@@ -351,11 +326,7 @@ def is_sharded(path: Path) -> bool:
 
 
 def open_sharded(path: Path) -> tuple[dict[str, Any], Callable[[str, Any], LazyTensor], int, dict[str, int]]:
-    """The fields of a ComposerRun: content, tensor, shards, other_parts.
-
-    Raises:
-        MalformedInput, UnsupportedInput: see `open_folder`; or a part of the model cannot be read.
-    """
+    """The fields of a ComposerRun: content, tensor, shards, other_parts; errors as in `open_folder`."""
     if is_folder(path):
         folder = open_folder(path / MODEL_KEY)
         state, left = folder_content(path, folder.tree)["state"], other_parts(path)

@@ -115,7 +115,6 @@ def _model(
     """The keys that lead to the model in the nested dict, and its state dict.
 
     Args:
-        folder: the opened folder.
         chosen: the user's keys, joined with dots.
         own_names: the model's own code has the names.
 

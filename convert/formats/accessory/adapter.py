@@ -45,10 +45,9 @@ def is_accessory_adapter(path: Path) -> bool:
 
 
 def open_accessory_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -> Adapter:
-    """Opens the trained parameters of an Accessory run.
+    """Opens the trained parameters of an Accessory run from the folder of an epoch.
 
     Args:
-        path: the folder of an epoch.
         base: the model to merge into, a llama or a mixtral.
         alpha: must be None if there are LoRA pairs; Accessory has no such factor.
 

@@ -50,8 +50,6 @@ class AccessoryParams:
     Attributes:
         family: `llama`, `mixtral`, `internlm` or `falcon`.
         fields: the content of the file.
-        dim: hidden size.
-        layers, heads: their numbers.
         kv_heads: number of key/value heads; Falcon's depends on its weights instead.
         intermediate: size of the feed-forward.
     """
@@ -85,12 +83,7 @@ def is_field(name: str, value: Any) -> bool:
 
 
 def read_params(content: Mapping[str, Any], family: str, source: str) -> AccessoryParams:
-    """The sizes of a model of `family`.
-
-    Args:
-        content: the fields of the configuration.
-        family: a key of `SIZES`.
-        source: name of the checkpoint's folder, for error messages.
+    """The sizes of a model of `family`, a key of `SIZES`, from the fields of its configuration.
 
     Raises:
         MalformedInput: a size is missing or invalid, or the sizes contradict each other.
@@ -158,9 +151,7 @@ def to_config(params: AccessoryParams, vocabulary: int, source: str) -> dict[str
     """The content of `config.json`, without dtype, biases and token ids.
 
     Args:
-        params: the sizes.
         vocabulary: number of rows of the embedding; as upstream, the file's own value is ignored.
-        source: name of the checkpoint's folder, for error messages.
 
     Raises:
         MalformedInput: the rope scaling is not a positive number.
@@ -267,9 +258,9 @@ class AccessoryArgs:
     Attributes:
         plugin: the `llama_type` of `meta.json`.
         params: the sizes; its `fields` are the content of `config.json`.
-        shared: name to size of all that is divided among ranks.
-        settings: the Hugging Face config that `to-hf` makes of it.
-        biases: linear layers with a bias that the table of names lacks, by the last word of Hugging Face's names.
+        shared: name to size of everything that is divided among ranks.
+        settings: the Hugging Face config that `to-hf` derives from it.
+        biases: linear layers with a bias that the table of names lacks, by the last component of Hugging Face's names.
     """
 
     plugin: str

@@ -28,8 +28,6 @@ def to_hugging_face(whole: dict[str, LazyTensor], params: AccessoryParams, sourc
 
     Args:
         whole: joined tensors in Accessory's names.
-        params: the sizes of the model.
-        source: name of the checkpoint's folder, for error messages.
 
     Raises:
         MalformedInput: missing keys, unexpected keys, or wrong shapes.

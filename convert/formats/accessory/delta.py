@@ -1,13 +1,9 @@
-"""LLaMA2-Accessory's deltas: a folder of `consolidated.NN-of-MM.model-diff.pth`, over a base of any format.
+"""Reads and writes LLaMA2-Accessory's deltas: a folder of `consolidated.NN-of-MM.model-diff.pth`.
 
-Accessory `tools/weight_operate.py`: `{"model": {"llma.…": tuned − base}}` per model-parallel rank, in float16; what the
-base does not have (LoRA, biases) is stored whole, what the delta does not have stays. Here base and delta are joined
-first, so that they may be split differently, and the sum is made in float32 and rounded once; upstream's is float16.
-
-Writes LLaMA2-Accessory's deltas, as `tools/weight_operate.py --operate_type extract` does.
-
-Per model-parallel rank `{"model": {"llma.…": tuned - base}}`, subtracted in float32 and stored in float16; what the
-base lacks is stored whole. The tool pairs the files with those of the base: in Meta's layout, and as many.
+Accessory `tools/weight_operate.py`: `{"model": {"llma.…": tuned − base}}` per model-parallel rank, subtracted in
+float32 and stored in float16; what the base does not have (LoRA, biases) is stored whole, what the delta does not have
+stays. Reading joins base (of any format) and delta first, so that they may be split differently, and adds in float32
+with one rounding; upstream's sum is float16. Written files pair with those of the base: in Meta's layout, and as many.
 """
 
 from __future__ import annotations
@@ -45,7 +41,6 @@ def save_delta(base: Checkpoint, tuned: Checkpoint, shards: int | None) -> Writt
     """The files of a delta, and those of the tuned model that Accessory's loader looks for next to weights.
 
     Args:
-        base, tuned: the models before and after tuning.
         shards: number of ranks; None: as many as the base has, one if it is not split.
 
     Raises:
@@ -107,10 +102,9 @@ def is_accessory_delta(path: Path) -> bool:
 
 
 def plus_accessory(base: Checkpoint, folder: Path, dtype: str) -> Checkpoint:
-    """The tuned model in Hugging Face names, with the base's configuration, tokenizer and side files.
+    """The tuned model in Hugging Face names, with the base's config, tokenizer and side files.
 
     Args:
-        base: the model that training started from.
         folder: the shards of the delta.
         dtype: as in `llmconv.convert.deltas.subtraction.all_rounded`.
 

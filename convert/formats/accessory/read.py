@@ -29,10 +29,9 @@ FUSED_EXPERTS = re.compile(r"(.*\.feed_forward)\.(w[123])")
 
 
 def open_shards(folder: Path, kind: re.Pattern[str] = SHARD) -> list[dict[str, LazyTensor]]:
-    """The shards in order: name, without the prefix `llma.`, to tensor.
+    """The shards of a model (Accessory's or Meta's) or a delta in order: name, without the prefix `llma.`, to tensor.
 
     Args:
-        folder: contains the shards of a model (Accessory's or Meta's), or of a delta.
         kind: `SHARD`, or `DELTA_FILE` for those of a delta.
 
     Raises:
@@ -119,16 +118,11 @@ def _check_same(folder: Path, shards: Sequence[dict[str, LazyTensor]]) -> None:
 def join(
     shards: Sequence[dict[str, LazyTensor]], repeated: Iterable[str], experts: int, source: str
 ) -> dict[str, LazyTensor]:
-    """Joins the shards; a matrix of all experts becomes one tensor per expert, as in the other layout.
+    """Accessory's name to joined tensor; a matrix of all experts becomes one tensor per expert, as in the other layout.
 
     Args:
-        shards: from `open_shards`.
-        repeated: last words of layers that every shard holds whole, in addition to the usual ones.
-        experts: number of experts, if they lie in one matrix.
-        source: name of the checkpoint's folder, for error messages.
-
-    Returns:
-        Accessory's name to tensor.
+        repeated: last components of layers that every shard holds whole, in addition to the usual ones.
+        experts: number of experts, if they are in one matrix.
 
     Raises:
         MalformedInput: the parts cannot be joined.
@@ -152,11 +146,7 @@ def join(
 
 
 def peek(folder: Path) -> dict[str, LazyTensor]:
-    """The tensors in Accessory's own names, joined as far as possible by their names alone.
-
-    Raises:
-        InputRefused: see `open_shards`.
-    """
+    """The tensors in Accessory's own names, joined as far as their names alone allow; InputRefused as `open_shards`."""
     shards = open_shards(folder)
     whole: dict[str, LazyTensor] = {}
     for name in dict.fromkeys(name for shard in shards for name in shard):
@@ -232,19 +222,10 @@ def _family_of(names: set[str]) -> str:
 
 
 def leave_out(whole: dict[str, LazyTensor], family: str, source: str, *, drop: bool) -> list[str]:
-    """Removes the tensors that no language model of transformers has.
-
-    Args:
-        whole: joined tensors in Accessory's names; changed in place.
-        family: from `plugin_family`.
-        source: name of the checkpoint's folder, for error messages.
-        drop: whether the user allows it.
-
-    Returns:
-        Warnings that list the removed tensors.
+    """Removes, in place, the tensors that no language model of transformers has; returns warnings that list them.
 
     Raises:
-        UnsupportedInput: there are such tensors, and `drop` is False.
+        UnsupportedInput: there are such tensors, and the user does not allow it (`drop`).
     """
     vision = [name for name in whole if VISION.match(name)]
     trained = [name for name in whole if TRAINED_PREFIX.match(name)]
@@ -284,17 +265,7 @@ def is_zero(tensor: LazyTensor) -> bool:
 def check_shapes(
     tensors: Mapping[str, LazyTensor], params: AccessoryParams, settings: Mapping[str, Any], source: str
 ) -> None:
-    """Compares the shape of every tensor with the one that transformers expects.
-
-    Args:
-        tensors: Hugging Face name to tensor.
-        params: the sizes of the model.
-        settings: the content of `config.json`.
-        source: folder name for error messages.
-
-    Raises:
-        MalformedInput: lists the tensors of another shape.
-    """
+    """Raises MalformedInput, which lists the tensors whose shape is not the one that transformers expects."""
     dim, hidden, kv = params.dim, params.intermediate, params.kv_heads * params.head_dim
     fused = dim + 2 * settings.get("num_kv_heads", 0) * params.head_dim
     rows = {"k_proj": kv, "v_proj": kv, "query_key_value": fused, "gate": params.experts}

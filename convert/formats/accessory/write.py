@@ -55,15 +55,9 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
 
 
 def split_ranks(checkpoint: Checkpoint, args: AccessoryArgs, shards: int) -> list[dict[str, LazyTensor]]:
-    """The tensors of each rank in Accessory's names.
-
-    Args:
-        checkpoint: the model.
-        args: its description.
-        shards: number of ranks.
+    """The tensors of each of `shards` ranks in Accessory's names; other errors as in `whole_tensors`.
 
     Raises:
-        MalformedInput: see `whole_tensors`.
         UsageProblem: the model cannot be divided among this number of ranks.
     """
     refuse_shards(checkpoint.path.name, shards, args.shared)
@@ -82,7 +76,7 @@ def small_files(checkpoint: Checkpoint, args: AccessoryArgs) -> tuple[dict[str, 
 
 
 def whole_tensors(checkpoint: Checkpoint, args: AccessoryArgs) -> dict[str, LazyTensor]:
-    """Whole tensors in Accessory's names and row order; a tied head is written out.
+    """Whole tensors in Accessory's names and row order; a tied head is stored as a tensor.
 
     Raises:
         MalformedInput: missing keys, unexpected keys, or a shape mismatch.

@@ -3,10 +3,8 @@
 Layout (deepspeedai/DeepSpeed `runtime/engine.py`, `utils/zero_to_fp32.py`): ZeRO stages 0 to 3, and universal
 checkpoints. The names are those of the trained module; transformers' Trainer saves `config.json` next to it.
 
-Reads universal checkpoints: one folder per parameter, whose `fp32.pt` holds the whole float32 master weight.
-
-Layout (deepspeedai/DeepSpeed `checkpoint/ds_to_universal.py`, `merge_tp_slices`): `zero/NAME/fp32.pt`, a dict with
-`param`; next to it the optimizer's moments.
+Universal checkpoints (`checkpoint/ds_to_universal.py`, `merge_tp_slices`): `zero/NAME/fp32.pt` for each parameter, a
+dict with the whole float32 master weight as `param`; next to it the optimizer's moments.
 """
 
 from __future__ import annotations
@@ -142,7 +140,7 @@ class SavedModel:
 
 
 def open_model(save: Save) -> SavedModel:
-    """Opens the files with the weights; no tensor is read.
+    """Opens the files with the weights without reading tensors.
 
     Raises:
         InputRefused: files are missing, malformed, or of an unsupported kind.
@@ -258,11 +256,7 @@ WEIGHTS = "fp32.pt"
 
 
 def open_universal(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
-    """Name to master weight of every parameter of the model.
-
-    Args:
-        folder: contains one folder per parameter.
-        shapes: of the parameters; those from stage 3 are stored flat.
+    """Name to master weight of every parameter of the model; those from stage 3 are stored flat and get their shape.
 
     Raises:
         MalformedInput: a parameter has no weights, or a shape mismatch.

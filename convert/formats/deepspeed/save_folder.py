@@ -1,11 +1,9 @@
-"""Finds the newest save in a DeepSpeed folder, and the files of each rank.
+"""Finds the newest save in a DeepSpeed folder and the files of each rank, and reads the model states.
 
-Layout (deepspeedai/DeepSpeed `runtime/engine.py`, `_get_ckpt_name` and similar functions): `latest` contains the name
-of a save's folder (its tag), such as `global_step500`, with model states and, per data-parallel rank, optimizer states.
-
-Reads DeepSpeed's model states: names and shapes of parameters, frozen and tied ones, and the module's tensors.
-
-Layout (deepspeedai/DeepSpeed `runtime/engine.py`, `_save_checkpoint`; `checkpoint/constants.py`): one dict per file.
+Layout (deepspeedai/DeepSpeed `runtime/engine.py`, `_get_ckpt_name`, `_save_checkpoint`; `checkpoint/constants.py`):
+`latest` contains the name of a save's folder (its tag), such as `global_step500`, with model states and, per
+data-parallel rank, optimizer states. Model states are one dict per file: names and shapes of parameters, frozen and
+tied ones, and the module's tensors.
 """
 
 from __future__ import annotations
@@ -162,12 +160,7 @@ RANK_LIMIT = 16
 
 
 class ModelStates:
-    """One file of model states, opened.
-
-    Attributes:
-        path: the file.
-        content: the saved dict; its tensors are TensorRef.
-    """
+    """One opened file of model states; the tensors in `content`, the saved dict, are TensorRef."""
 
     def __init__(self, path: Path) -> None:
         self._file = open_torch_file(path)
@@ -201,9 +194,7 @@ class ModelStates:
         return {name: cast(module[name], BY_NAME["float32"]) for name in module if name in persistent}
 
     def param_shapes(self) -> list[dict[str, tuple[int, ...]]] | None:
-        """Shapes of the trained parameters, one dict per parameter group, in the order in which they were flattened.
-
-        None if nothing was flattened (stage 0).
+        """Shapes of the trained parameters per parameter group, in flattening order; None in stage 0.
 
         Raises:
             MalformedInput: it is not a list of such dicts, or a name is duplicate.

@@ -1,11 +1,8 @@
-"""Joins the weights of ZeRO stages 1 to 3 from the flat partitions of all ranks.
+"""Joins the weights of ZeRO stages 1 to 3 from the flat partitions in the optimizer states of all ranks.
 
-Layout (deepspeedai/DeepSpeed `utils/zero_to_fp32.py`, `runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py`):
-stages 1 and 2 flatten a parameter group and split it into one partition per rank; stage 3 splits every parameter.
-
-Reads DeepSpeed's optimizer states of all data-parallel ranks: flat master weights.
-
-Layout (deepspeedai/DeepSpeed `runtime/engine.py`, `_save_zero_checkpoint`; `checkpoint/constants.py`).
+Layout (deepspeedai/DeepSpeed `utils/zero_to_fp32.py`, `runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py`,
+`runtime/engine.py` `_save_zero_checkpoint`, `checkpoint/constants.py`): stages 1 and 2 flatten a parameter group and
+split it into one partition per rank; stage 3 splits every parameter.
 """
 
 from __future__ import annotations
@@ -63,8 +60,8 @@ def _parameters(
 ) -> dict[str, LazyTensor]:
     """The parameters of one group, which follow each other, each with its padding.
 
-    The rest is padding up to the next multiple of twice the number of ranks (`zero2_align`); some releases store it
-    only in part.
+    The rest is padding up to the next multiple of twice the number of ranks (`zero2_align`); some releases store only
+    a part of it.
     """
     parameters: dict[str, LazyTensor] = {}
     end, numel, alignment = 0, sum(flat.shape[0] for flat in flat_weights), 2 * len(flat_weights)
@@ -160,12 +157,7 @@ class FlatSlice:
 
 
 def slices_of(flats: Sequence[LazyTensor], start: int, stop: int) -> list[FlatSlice]:
-    """Elements `start:stop` of the concatenated flat tensors; fewer if those end before `stop`.
-
-    Args:
-        flats: one-dimensional tensors, in order.
-        start, stop: elements of their concatenation.
-    """
+    """Elements `start:stop` of the concatenated one-dimensional tensors; fewer if those end before `stop`."""
     slices = []
     for flat in flats:
         low, high = max(start, 0), min(stop, flat.shape[0])
@@ -186,12 +178,7 @@ def first_elements(slices: Sequence[FlatSlice], numel: int) -> list[FlatSlice]:
 
 
 def joined(slices: Sequence[FlatSlice], shape: tuple[int, ...], dtype: DType) -> LazyTensor:
-    """The tensor of the slices' elements, in order; a block of rows reads only the ranges that it needs.
-
-    Args:
-        slices: its elements, in row-major order.
-        shape: of the tensor.
-        dtype: of every slice.
+    """The tensor of the slices' elements in row-major order; a block of rows reads only the ranges that it needs.
 
     Raises:
         ValueError: a slice has another dtype, or the number of elements does not match `shape`.
@@ -223,10 +210,9 @@ OLD_GROUPS = ("local_sub_partitions_of_fp32_groups", "fp32_groups")
 
 
 class RankStates:
-    """The optimizer states of one rank, opened; moments are never read.
+    """The opened optimizer states of one rank; moments are never read.
 
     Attributes:
-        path: the file.
         stage: 2 or 3; stage 1, and BF16_Optimizer, which has no stage, store their weights as stage 2 does.
         count: number of ranks that shared the weights.
     """
@@ -316,16 +302,7 @@ def open_ranks(save: Save) -> list[RankStates]:
 
 
 def check_ranks(save: Save, files: Mapping[int, Path], count: int) -> None:
-    """Checks that there is one file for each of the ranks 0 to `count` - 1.
-
-    Args:
-        save: named in error messages.
-        files: rank to file.
-        count: expected number of ranks.
-
-    Raises:
-        MalformedInput: a file is missing, or there are more.
-    """
+    """Raises MalformedInput unless there is one file for each of the ranks 0 to `count` - 1, and no other."""
     if len(files) > count:
         raise MalformedInput(
             f"`{save.name}` contains the files of {len(files)} ranks, but was saved by {count}",

@@ -47,10 +47,9 @@ def is_litgpt_adapter(path: Path) -> bool:
 
 
 def open_litgpt_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -> Adapter:
-    """Opens a LitGPT LoRA.
+    """Opens a LitGPT LoRA, the file or its folder.
 
     Args:
-        path: the file, or its folder.
         base: the model to merge into; `model_config.yaml` must describe it.
         alpha: `lora_alpha`, if there is no `hyperparameters.yaml`.
 

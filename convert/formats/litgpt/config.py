@@ -1,15 +1,8 @@
-"""`config.json` from a LitGPT configuration, and the comparison with a `config.json` next to the weights.
+"""`config.json` from LitGPT's `model_config.yaml` (before 2024 `lit_config.json`), and the comparison with a given one.
 
-Source: litgpt `model.py` (`build_rope_cache` for the rotary formulas) against transformers' modeling files.
-
-Reads LitGPT's `model_config.yaml` (before 2024 `lit_config.json`): the fields that define the model.
-
-Source: Lightning-AI/litgpt `config.py`, with its defaults.
-
-The Hugging Face family that computes the same as a LitGPT configuration, by a table of fields and values.
-
-Source: litgpt `model.py` (`Block`, `CausalSelfAttention`, the MLP classes) against transformers' modeling files;
-upstream's own table by model name is `scripts/convert_lit_checkpoint.py`.
+Sources: fields and defaults from Lightning-AI/litgpt `config.py`; formulas from `model.py` (`build_rope_cache`,
+`Block`, `CausalSelfAttention`, the MLP classes) against transformers' modeling files. A table of fields and values
+finds the Hugging Face family; upstream's own table by model name is `scripts/convert_lit_checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -41,12 +34,7 @@ COMPARED = (
 
 
 def to_config(lit: LitConfig, family: str, source: str) -> dict[str, Any]:
-    """The content of `config.json`, without token ids.
-
-    Args:
-        lit: LitGPT's configuration.
-        family: the `model_type`, from `family_of`.
-        source: name of the checkpoint, for error messages.
+    """The content of `config.json`, without token ids; `family` is the `model_type` from `family_of`.
 
     Raises:
         UnsupportedInput: transformers does not have the rotary formula.
@@ -145,12 +133,7 @@ def _is_number(value: Any) -> bool:
 
 
 def reconcile(stored: Mapping[str, Any], computed: dict[str, Any], source: str) -> dict[str, Any]:
-    """The `config.json` next to the weights, with LitGPT's vocabulary, if it agrees with `model_config.yaml`.
-
-    Args:
-        stored: the content of `config.json`; empty if there is none.
-        computed: from `to_config`; returned if there is no `config.json`.
-        source: name of the checkpoint, for error messages.
+    """The `config.json` next to the weights (`stored`), with LitGPT's vocabulary, or `computed` if there is none.
 
     Raises:
         MalformedInput: they contradict each other.
@@ -278,12 +261,7 @@ TYPES: dict[str, tuple[type, ...]] = {
 
 
 def read_settings(folder: Path, source: str) -> LitConfig:
-    """The configuration in `folder`.
-
-    Raises:
-        InputRefused: there is none.
-        MalformedInput: a field is invalid.
-    """
+    """The configuration in `folder`; InputRefused if there is none, MalformedInput if a field is invalid."""
     file = next((folder / name for name in FILES if (folder / name).is_file()), None)
     if file is None:
         raise InputRefused(
@@ -294,11 +272,7 @@ def read_settings(folder: Path, source: str) -> LitConfig:
 
 
 def settings_of(content: Mapping[str, Any], source: str) -> LitConfig:
-    """The fields of `content`; unknown ones do not change what the model computes.
-
-    Raises:
-        MalformedInput: a field is invalid.
-    """
+    """The fields of `content` that change what the model computes; MalformedInput if one is invalid."""
     values = {OLD_NAMES.get(name, name): value for name, value in content.items()}
     values = {name: value for name, value in values.items() if value is not None}
     for name in ("n_layer", "n_embd", "n_head"):
@@ -417,11 +391,7 @@ FAMILIES: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 
 def family_of(lit: LitConfig, source: str) -> str:
-    """The `model_type` that computes the same.
-
-    Raises:
-        UnsupportedInput: llmconv does not know one.
-    """
+    """The `model_type` that computes the same; UnsupportedInput if llmconv does not know one."""
     found = next((family for family, fields in FAMILIES if _matches(lit, fields)), "")
     _require_plain(lit, source, found)
     if not found:
@@ -453,13 +423,7 @@ def _require_plain(lit: LitConfig, source: str, family: str) -> None:
 
 
 def refused(source: str, lit: LitConfig, description: str) -> UnsupportedInput:
-    """The error for a model that transformers does not have.
-
-    Args:
-        source: name of the checkpoint.
-        lit: its configuration.
-        description: what transformers lacks.
-    """
+    """The error for a model that transformers does not have; `description` says what it lacks."""
     return UnsupportedInput(
         f"`{source}` is {description} (`{lit.name[:60]}`), for which no equivalent model is known",
         hint="supported are llama, mistral, mixtral, phi-3, qwen2, qwen3, gemma 1 and 2, phi, pythia and falcon",

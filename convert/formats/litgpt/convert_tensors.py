@@ -1,6 +1,4 @@
-"""Converts LitGPT's tensors to Hugging Face's: checks names and shapes, and splits fused matrices.
-
-LitGPT's tensor names to Hugging Face's, one table per family.
+"""Converts LitGPT's tensors to Hugging Face's with a name table per family; splits fused matrices, checks shapes.
 
 Source: litgpt `model.py`, `scripts/convert_lit_checkpoint.py`. Rows of `attn.qkv` are all queries, all keys, all
 values; of `attn.attn`, its name until the end of 2024, the queries, key and value of one group after the other.
@@ -23,13 +21,7 @@ FUSED = ("gpt_neox", "falcon")
 def to_hugging_face(
     stored: Mapping[str, LazyTensor], lit: LitConfig, family: str, source: str
 ) -> dict[str, LazyTensor]:
-    """The model's tensors in Hugging Face's names, split and joined lazily.
-
-    Args:
-        stored: LitGPT's name to tensor.
-        lit: LitGPT's configuration.
-        family: the `model_type`, from `family_of`.
-        source: name of the checkpoint, for error messages.
+    """The model's tensors in Hugging Face's names, split and joined lazily; `family` is from `family_of`.
 
     Raises:
         MalformedInput: missing keys, unexpected keys, or a shape mismatch with the configuration.

@@ -1,11 +1,9 @@
-"""The arguments of a Megatron run: read as data, checked one by one, and each with its type.
+"""The arguments of a Megatron run, read as data and checked one by one, with their types.
 
-They have the names of Megatron-LM's command line (`megatron/training/arguments.py`), whatever container they are in.
-
-Megatron's arguments by their effect on the model: those with one allowed value, and those without an effect.
-
-Source: NVIDIA/Megatron-LM 2.5 to core 0.19, `megatron/training/arguments.py`, `core/transformer/transformer_config.py`.
-An argument that is in none of these tables, and whose name looks like part of a model, is refused if it is set.
+They have the names of Megatron-LM's command line, whatever container they are in. Tables list arguments with one
+allowed value and those without an effect on the model; any other that is set and whose name looks like part of a model
+is refused. Source: NVIDIA/Megatron-LM 2.5 to core 0.19, `megatron/training/arguments.py`,
+`core/transformer/transformer_config.py`.
 """
 
 from __future__ import annotations
@@ -23,22 +21,16 @@ CAPACITY = "moe_expert_capacity_factor"
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one run.
+    """The arguments of one run by name; anything that is not a plain value is an inert stub.
 
-    Attributes:
-        source: name of the checkpoint, for messages.
-        values: by name; anything that is not a plain value is an inert stub.
+    A method raises MalformedInput for a value of another kind. `source` is for messages.
     """
 
     source: str
     values: Mapping[str, Any]
 
     def count(self, name: str, default: int | None = None) -> int:
-        """A positive integer.
-
-        Raises:
-            MalformedInput: it is missing without a default, or is not a positive integer.
-        """
+        """A positive integer; MalformedInput if it is missing without a default."""
         value = self.values.get(name)
         value = default if value is None else value
         if type(value) is not int or not 0 < value < COUNT_LIMIT:
@@ -46,11 +38,7 @@ class Arguments:
         return value
 
     def number(self, name: str, default: float) -> float:
-        """A positive number.
-
-        Raises:
-            MalformedInput: it is something else.
-        """
+        """A positive number."""
         value = self.values.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e15:
@@ -58,11 +46,7 @@ class Arguments:
         return value
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """A truth value.
-
-        Raises:
-            MalformedInput: it is something else.
-        """
+        """A truth value."""
         value = self.values.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -70,11 +54,7 @@ class Arguments:
         return value
 
     def word(self, name: str, default: str) -> str:
-        """A text; default where it is missing.
-
-        Raises:
-            MalformedInput: it is something else.
-        """
+        """A string."""
         value = self.values.get(name)
         value = default if value is None else value
         if not isinstance(value, str):
@@ -97,15 +77,11 @@ class Arguments:
 
 
 def check_arguments(arguments: Arguments, *, described: bool, old: bool) -> list[str]:
-    """Refuses arguments that change the model in a way that no supported family has.
+    """Refuses arguments that change the model in a way that no supported family has; returns warnings.
 
     Args:
-        arguments: of the run.
-        described: whether the user gives the model's `config.json`; then unknown arguments are only reported.
-        old: whether the model is that of before Megatron core.
-
-    Returns:
-        Warnings.
+        described: the user gives the model's `config.json`, so unknown arguments are only reported.
+        old: the model is that of before Megatron core.
 
     Raises:
         UnsupportedInput: names the argument.

@@ -1,11 +1,8 @@
-"""`config.json` from the arguments of a Megatron run.
+"""The transformers model (family) that the arguments of a Megatron run describe, and its `config.json`.
 
 Formulas: Megatron core `models/common/embeddings/rotary_pos_embedding.py`, `transformer/{mlp,attention}.py`,
-`transformer/moe/moe_utils.py` (`topk_routing_with_score_function`) against transformers' modeling files.
-
-Which model of transformers the arguments of a Megatron run describe.
-
-A family is one row: what its model has, in Megatron's terms. Everything else about it is in `config` and `names`.
+`transformer/moe/moe_utils.py` (`topk_routing_with_score_function`) against transformers' modeling files. A family is
+one row of what its model has, in Megatron's terms.
 """
 
 from __future__ import annotations
@@ -38,10 +35,6 @@ EPSILONS = ("layernorm_epsilon", "norm_epsilon")
 
 def to_config(arguments: Arguments, family: Family) -> dict[str, Any]:
     """The content of `config.json`, without the size of the vocabulary and the ids of tokens.
-
-    Args:
-        arguments: of the run.
-        family: from `family_of`.
 
     Raises:
         UnsupportedInput: a value that the family does not have.
@@ -183,11 +176,7 @@ def head_dim(arguments: Arguments) -> int:
 
 
 def rotary_percent(arguments: Arguments) -> float:
-    """The part of each head that is rotated, at most 1.
-
-    Raises:
-        UnsupportedInput: an odd number of rows would be rotated, or none.
-    """
+    """The part of each head that is rotated, at most 1; UnsupportedInput if an odd number of rows or none would be."""
     part = float(arguments.number("rotary_percent", 1.0))
     rows = int(head_dim(arguments) * part)
     if part > 1 or rows % 2 or not rows:
@@ -258,7 +247,6 @@ class Family:
     """The parts that distinguish a model.
 
     Attributes:
-        model_type: of transformers.
         rope: rotary positions; else a learned table.
         rms: RMSNorm; else LayerNorm.
         gated: the feed-forward is gated with SiLU; else it has a GELU.
@@ -301,11 +289,7 @@ NORMS = {"layernorm": False, "rmsnorm": True, "layernorm1p": False}
 
 
 def family_of(arguments: Arguments, wanted: str | None) -> Family:
-    """The family of a run.
-
-    Args:
-        arguments: of the run.
-        wanted: the `model_type` that the user gives, which must be one of those that fit.
+    """The family of a run; it must be `wanted`, a `model_type`, if the user gives one.
 
     Raises:
         UnsupportedInput: none fits, or not the one that is wanted.
@@ -372,11 +356,7 @@ def has_bias(arguments: Arguments) -> bool:
 
 
 def position_kind(arguments: Arguments) -> str:
-    """`rope` or `learned_absolute`; before core 0.5 two flags decided it.
-
-    Raises:
-        UnsupportedInput: another kind of positions.
-    """
+    """`rope` or `learned_absolute` (else UnsupportedInput); before core 0.5 two flags decided it."""
     if arguments.flag("use_rotary_position_embeddings"):
         return "rope"
     kind = arguments.word("position_embedding_type", POSITIONS[0])
@@ -388,11 +368,7 @@ def position_kind(arguments: Arguments) -> str:
 
 
 def norm_kind(arguments: Arguments) -> bool:
-    """Whether the norms are RMSNorm.
-
-    Raises:
-        UnsupportedInput: neither that nor LayerNorm.
-    """
+    """Whether the norms are RMSNorm; UnsupportedInput unless that or LayerNorm."""
     kind = arguments.word("normalization", "LayerNorm").lower()
     if kind not in NORMS:
         raise arguments.unsupported("normalization")
@@ -449,7 +425,6 @@ def arguments_of(config: Mapping[str, Any], source: str) -> Arguments:
 
     Args:
         config: the user's fields: a whole `config.json`, or Megatron's arguments themselves.
-        source: name of the checkpoint, for messages.
 
     Raises:
         InputRefused: they are neither.
@@ -485,16 +460,10 @@ def arguments_of(config: Mapping[str, Any], source: str) -> Arguments:
 
 
 def merged(computed: Mapping[str, Any], given: Mapping[str, Any], source: str, *, compared: bool) -> dict[str, Any]:
-    """The configuration from the arguments, and over it the user's fields, which must not contradict it.
-
-    Args:
-        computed: from `to_config`.
-        given: the user's fields.
-        source: name of the checkpoint, for messages.
-        compared: whether the arguments are those of the run; otherwise the user's fields decide.
+    """The config from `to_config`, updated with the user's fields (`given`).
 
     Raises:
-        MalformedInput: names the first field that contradicts the arguments.
+        MalformedInput: with `compared` (the arguments are those of the run), the first field that contradicts them.
     """
     own, other = _settings(computed), _settings(given)
     for name, value in own.items() if compared else ():

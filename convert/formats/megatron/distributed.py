@@ -43,11 +43,7 @@ def read_common(folder: Path) -> tuple[dict[str, Any], Mapping[Any, Any]]:
 
 
 def open_distributed(path: Path, source: str) -> RunState:
-    """The whole tensors of a distributed checkpoint; none is read.
-
-    Args:
-        path: the folder with `.metadata`.
-        source: name of the checkpoint, for messages.
+    """The whole tensors of a distributed checkpoint, a folder with `.metadata`; none is read.
 
     Raises:
         MalformedInput: the folder is damaged, or a tensor is not as Megatron stacks it.

@@ -1,11 +1,8 @@
 """Megatron-LM, Megatron Core and NeMo: files of ranks in any grid, and distributed checkpoints (`torch_dist`).
 
-Layout: see `save_folder.py`. The run's arguments give `config.json`, the sizes of the grid and the order of fused rows.
-
-Converts whole tensors in Megatron core's names to Hugging Face's: splits fused matrices, and checks every name.
-
-Layout of fused rows (Megatron core `transformer/attention.py`, `get_query_key_value_tensors`): for each group of
-queries, its queries, its key and its value; gate rows before up rows.
+Layout: see `save_folder.py`. The run's arguments give `config.json`, the sizes of the grid and the order of fused rows
+(Megatron core `transformer/attention.py`, `get_query_key_value_tensors`): for each group of queries, its queries, its
+key and its value; gate rows before up rows. Fused matrices are split, and every name is checked.
 """
 
 from __future__ import annotations
@@ -194,10 +191,9 @@ WHOLE_QKV = ("gpt_neox", "gpt2")
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tensors of a run are laid out, and what becomes of them.
+    """How the tensors of a run are laid out, and what they become.
 
     Attributes:
-        source: name of the checkpoint, for messages.
         model_type: of transformers.
         heads, groups, head_dim: of the attention.
         gated: the first feed-forward matrix has gate and up rows.
@@ -222,11 +218,7 @@ class Layout:
 
 
 def to_hugging_face(tensors: Mapping[str, LazyTensor], layout: Layout) -> dict[str, LazyTensor]:
-    """The model's tensors in Hugging Face's names.
-
-    Args:
-        tensors: Megatron core's name to whole tensor.
-        layout: of the run.
+    """The model's tensors in Hugging Face's names, from whole tensors in Megatron core's.
 
     Raises:
         MalformedInput: unexpected keys, or a shape that contradicts the layout.
@@ -275,7 +267,7 @@ def _one_embedding(tensors: Mapping[str, LazyTensor], layout: Layout) -> dict[st
 
 
 def _parts(name: str, tensor: LazyTensor, layout: Layout) -> Iterator[tuple[str, LazyTensor]]:
-    """The tensors that become of one, by the names that `hugging_face_name` knows.
+    """The tensors that one is split into, by the names that `hugging_face_name` knows.
 
     Raises:
         ValueError: the number of rows does not match.
@@ -344,7 +336,6 @@ def true_vocabulary(
     """The number of tokens: the user's `vocab_size`, else that of the tokenizer.
 
     Args:
-        arguments: of the run.
         padded: rows of the embedding.
         given: fields of the user.
         tokenizer: files by name, empty where there are none.
