@@ -65,13 +65,7 @@ def check_structure(
 
 
 def name_problems(graph: OrtGraph, cache_shapes: CacheShapes, extras: Collection[str]) -> list[str]:
-    """Errors for missing, unexpected or reordered inputs and outputs; such a graph is not run.
-
-    Args:
-        graph: the open graph.
-        cache_shapes: of the eager model.
-        extras: names of the extra inputs that the graph must take.
-    """
+    """Errors for missing, unexpected or reordered inputs and outputs; such a graph is not run."""
     first = INPUTS_EMBEDS if INPUTS_EMBEDS in graph.inputs else "input_ids"
     plain = graph.takes_positions and POSITIONS not in extras
     tokens = [first, "attention_mask", *([POSITIONS] if plain else [])]
@@ -154,11 +148,7 @@ def _type_problems(graph: OrtGraph) -> list[str]:
 
 
 def dead_inputs(model: onnx.ModelProto) -> list[str]:
-    """Errors for inputs that no node reads.
-
-    Args:
-        model: the graph without its weights.
-    """
+    """Errors for inputs that no node reads."""
     used = {name for node in nodes(model) for name in node.input}
     used |= {output.name for output in model.graph.output}
     return [f"input {port.name} has no effect" for port in model.graph.input if port.name not in used]
@@ -178,12 +168,9 @@ DECODER = re.compile(r"(^|\.)(language_model|text_model)(\.|$)")
 
 
 def check_tower_norms(name: str, graph: onnx.ModelProto, model: Any) -> Check:
-    """A check that each norm in a graph adds the epsilon of its module, or of some norm if it has no module's name.
+    """A check that each norm of a vision tower adds the epsilon of its module.
 
-    Args:
-        name: of the graph.
-        graph: the graph of a vision tower, whose nodes are named after modules.
-        model: the eager model.
+    Nodes are named after modules; a norm without a module's name must have the epsilon of some norm.
     """
     known = _epsilons(model)
     for node, value in _used(graph):

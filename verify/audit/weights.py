@@ -4,9 +4,8 @@ An initializer of an exported graph refers to a safetensors file, an offset and 
 in the file's header, without running the graph; weights are read only where the graph contains a copy, or where the
 reference is another folder.
 
-Notes on weights that hide differences: NaN, infinity, and matrices of zeros.
-
-A graph and the eager model agree on their results, whatever the graph computes.
+Notes are made on weights that hide differences: with NaN, infinity, or matrices of zeros a graph and the eager model
+agree on their results, whatever the graph computes.
 """
 
 from __future__ import annotations
@@ -66,12 +65,7 @@ class WeightSource:
 
     @classmethod
     def of(cls, folder: Path, reference: Path, prefixes: Iterable[str] = ()) -> WeightSource:
-        """Reads the headers of both folders.
-
-        Args:
-            folder: the folder of the graphs.
-            reference: the model's folder.
-            prefixes: file names of prefixes in the folder.
+        """Reads the headers of both folders; `prefixes` are names of prefix files in the folder of the graphs.
 
         Raises:
             InputRefused: the reference has no safetensors weights.
@@ -119,16 +113,7 @@ def _audit_file(path: Path, entry: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def audit_weights(graph: str, model: onnx.ModelProto, source: WeightSource) -> tuple[Check, set[str]]:
-    """Checks every initializer of a graph.
-
-    Args:
-        graph: name of the graph in reports.
-        model: the graph without its weights.
-        source: the weights.
-
-    Returns:
-        The check, and the names of the reference's tensors that the graph uses.
-    """
+    """A check of every initializer of a graph, and the names of the reference's tensors that the graph uses."""
     problems: list[str] = []
     used: set[str] = set()
     for tensor in model.graph.initializer:

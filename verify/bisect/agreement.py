@@ -1,10 +1,8 @@
-"""ValueComparison: whether an inner value of the graph equals that of the eager model, within its rounding noise.
+"""Which inner values of a graph agree with the eager model, and the nodes between those and a failing value.
 
-AgreementTrace: which values of a graph agree with the model, and the nodes between those and a failing value.
-
-A value agrees if the eager model computes the same value in the same module. Exporters write some steps differently, so
-a correct value may have no counterpart; it counts as correct if a value computed from it agrees. The remaining nodes
-lead from the failing output back to the fault.
+A value agrees if the eager model computes the same value, within its rounding noise, in the same module. Exporters
+write some steps differently, so a correct value may have no counterpart; it counts as correct if a value computed from
+it agrees. The remaining nodes lead from the failing output back to the fault.
 """
 
 from __future__ import annotations
@@ -30,12 +28,9 @@ ROW = 8
 
 
 class ValueComparison:
-    """Compares values of one call.
+    """Compares values of one call, whose mask has the padding, within the rounding noise of the graph's numpy `dtype`.
 
-    Args:
-        dtype: numpy name of the graph's dtype.
-        call: the call, with the padding in its mask.
-        virtual: number of prefix tokens before the cache.
+    `virtual` is the number of prefix tokens before the cache.
     """
 
     def __init__(self, dtype: str, call: Call, virtual: int = 0) -> None:
@@ -80,9 +75,7 @@ class ValueComparison:
     def _counts(self, shape: tuple[int, ...], masks: bool) -> Array:
         """Which elements are not padding, judged by the sizes of the axes; doubtful ones count as padding.
 
-        Args:
-            shape: of a value.
-            masks: the value is a mask, whose last axis also contains padding.
+        The last axis of a mask also contains padding.
         """
         batch, tokens = self._new.shape
         counts = np.ones(shape, dtype=bool)
@@ -131,14 +124,9 @@ TAKES_SHAPE = {"Reshape", "Expand", "ConstantOfShape", "Unsqueeze", "Squeeze", "
 
 
 class GraphIndex:
-    """The nodes of a graph, indexed by the values that they produce and read.
+    """The nodes of a graph in topological order, indexed by the values that they produce (`maker`) and read (`users`).
 
-    Attributes:
-        nodes: in topological order.
-        order: position of each node, by `id`.
-        maker: the node that produces a value.
-        users: the nodes that read a value.
-        outputs: names of the graph's outputs.
+    `order` has the position of each node by `id`.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:

@@ -1,18 +1,13 @@
 """Bisection: searches for the first node of a graph that differs from the eager model, after a check failed.
 
-The cache, or else a binary search over the layers' outputs, shows between which layers the fault is. There, every value
-is compared with the model's values in the same module (`agreement_trace`), the failing nodes are reduced to the
-smallest failing piece (`smallest_piece`), and compared with the model's modules (`findings`).
+The first layer whose cache differs, or else a binary search over the layers' outputs, shows between which layers the
+fault is: keys and values of layer k depend only on the layers before k and on the first part of layer k. There, every
+value is compared with the model's values in the same module (`agreement`), the failing nodes are reduced to the
+smallest failing piece (`suspect`), and compared with the model's modules (`findings`).
 
-Lists the nodes of a graph whose values the eager model does not compute in the same module.
-
-Some of them are steps that an exporter writes differently, such as the square root inside a norm. The others may be
-faults that no scenario reaches: comparisons, selections or factors that the model does not have.
-
-Locates a failure from the checks: the first layer whose cache differs.
-
-Keys and values of layer k depend only on the layers before k and on the first part of layer k, so the first layer whose
-keys or values differ delimits the fault.
+Nodes whose values the eager model does not compute in the same module are listed. Some of them are steps that an
+exporter writes differently, such as the square root inside a norm. The others may be faults that no scenario reaches:
+comparisons, selections or factors that the model does not have.
 """
 
 from __future__ import annotations
@@ -42,10 +37,10 @@ NOTHING = "nothing to find: every check passed"
 
 
 def name_node(report: Report, verified: Replayable, eager: Eager | None, minimize: Path | None = None) -> None:
-    """Names the first node that differs in `report.where`; other results become notes.
+    """Sets the first node that differs in `report.where`; any other result is a note, also that nothing failed.
 
     Args:
-        report: of a verification; only gets a note if nothing failed.
+        report: of a verification.
         verified: replays the failed call.
         eager: the reference; None if no graph could be run.
         minimize: a new folder for the smallest failing piece; None for none.
@@ -84,13 +79,7 @@ def _written_text(folder: Path, written: WrittenPiece | None) -> str:
 
 @dataclass(frozen=True)
 class LayerRange:
-    """Layers whose values are compared one by one.
-
-    Attributes:
-        first: first layer; nodes outside the layers are always included.
-        last: last layer.
-        output: a wrong value.
-    """
+    """Layers whose values are compared one by one, and a wrong value; nodes outside the layers are always included."""
 
     first: int
     last: int
@@ -98,12 +87,9 @@ class LayerRange:
 
 
 class NodeSearch:
-    """Searches for the first node that differs.
+    """Searches for the first node that differs in a replayed call.
 
-    Args:
-        replay: the failed call.
-        where: the known location of the failure.
-        checks: of the whole run, for the results of the weight audit.
+    `checks` are those of the whole run, for the results of the weight audit.
     """
 
     def __init__(self, replay: ReplayedCall, where: Where, checks: Sequence[Check]) -> None:
@@ -245,10 +231,7 @@ NOT_LISTED = "nodes without a counterpart in the model are not listed for graphs
 def list_unmatched(report: Report, verified: Replayable, eager: Eager | None) -> None:
     """Fills `report.unmatched` by graph, with a note for each; a graph that cannot be probed only gets a note.
 
-    Args:
-        report: of a verification.
-        verified: replays one of its calls.
-        eager: the reference; None if no graph could be run.
+    `eager` is None if no graph could be run.
     """
     if eager is None or eager.is_layered or report.quantization:
         return

@@ -1,11 +1,9 @@
-"""Recorder: records every value that the eager model computes in one call, by module.
+"""Records every value that the eager model computes in one call, by module, and finds the modules of graph nodes.
 
 The model runs in float64 and in the graph's dtype, with hooks that track the running module and a dispatch mode that
 sees the result of every operator. The model is not changed.
 
-ModuleScopes: finds the module of the model that a graph node belongs to, by the node's name.
-
-llmconv writes `model.layers.7.self_attn.q_proj/Gemm`; torch.onnx, optimum and the ORT-GenAI builder write
+llmconv names nodes `model.layers.7.self_attn.q_proj/Gemm`; torch.onnx, optimum and the ORT-GenAI builder
 `/model/layers.7/self_attn/q_proj/MatMul`, the builder with different names for some modules. Other exporters record the
 module in the node's metadata.
 """
@@ -69,11 +67,7 @@ class RecordedValue:
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the results of operators by scope.
-
-    Args:
-        wanted: selects the scopes.
-    """
+    """Keeps the results of operators by scope; `wanted` selects the scopes."""
 
     def __init__(self, wanted: ScopeFilter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -179,11 +173,7 @@ LAYER = re.compile(r"^(?:.*?\.)??(\d+)(?:\.|$)")
 
 
 class ModuleScopes:
-    """The modules of a model, found by the names of graph nodes.
-
-    Args:
-        modules: dotted names of all modules of the model.
-    """
+    """The modules of a model by dotted name, found by the names of graph nodes."""
 
     def __init__(self, modules: Iterable[str]) -> None:
         self._modules = set(modules) - {""}

@@ -59,7 +59,7 @@ class VerifiedFolder:
     named: str = ""
 
     def changed(self, change: Callable[[onnx.ModelProto], None], named: str) -> VerifiedFolder:
-        """The same folder with graphs that are changed in memory, before the change of the settings.
+        """The same folder with graphs changed in memory, before the change of the settings.
 
         Args:
             change: changes a graph without its weights in place.
@@ -105,14 +105,8 @@ def _copies(models: Mapping[str, onnx.ModelProto]) -> dict[str, onnx.ModelProto]
 class ReplayedCall:
     """One call, ready to run again.
 
-    Attributes:
-        probe: the graph.
-        feeds: its inputs, by name.
-        call: the call of the scenario.
-        virtual: number of prefix tokens in the cache.
-        dtype: numpy name of the graph's dtype.
-        chain: the calls before it.
-        eager: the reference.
+    `virtual` is the number of prefix tokens in the cache, `dtype` the numpy name of the graph's dtype, and `chain` has
+    the calls before it.
     """
 
     probe: GraphProbe
@@ -176,13 +170,7 @@ def _prepare(where: Where, scenario: str, folder: VerifiedFolder, eager: Eager, 
 
 
 def feeds_of(graph: OrtGraph, call: Call, past: Cache | None) -> dict[str, Array]:
-    """All inputs of a graph with a growing cache, for one call.
-
-    Args:
-        graph: the graph.
-        call: the call.
-        past: the cache; None for an empty one.
-    """
+    """All inputs of a graph with a growing cache, for one call; a `past` of None is an empty cache."""
     tokens = call.tokens
     if graph.entry.prefix and past:
         tokens = ModelCall(call.input_ids, *after_prefix(call.attention_mask, call.position_ids, graph.entry.prefix))

@@ -1,6 +1,4 @@
-"""Suspect: the failing nodes with everything known about them, from which findings are derived.
-
-Finds the smallest failing piece of a graph, by replacing values with those of the model.
+"""The smallest failing piece of a graph, with everything known about it, from which findings are derived.
 
 If all later values agree once a value is replaced by the model's, the fault is before that value. So the first value
 that repairs the result is the end of the failing piece, and the last values that agree are its start.
@@ -101,11 +99,9 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Finding:
-    """The description of a fault.
+    """The description of a fault, such as `epsilon 1e-05 in the graph, 1e-06 in the model`.
 
-    Attributes:
-        text: such as `epsilon 1e-05 in the graph, 1e-06 in the model`.
-        node: the faulty node; None if no node is wrong.
+    `node` is the faulty node; None if no node is wrong.
     """
 
     text: str
@@ -118,13 +114,7 @@ def differ(found: float, wanted: float) -> bool:
 
 
 def difference(what: str, found: float, wanted: float) -> str:
-    """A text such as `epsilon 1e-05 in the graph, 1e-06 in the model`.
-
-    Args:
-        what: name of the number.
-        found: its value in the graph.
-        wanted: its value in the model.
-    """
+    """A text such as `epsilon 1e-05 in the graph, 1e-06 in the model`."""
     return f"{what} {found:.6g} in the graph, {wanted:.6g} in the model"
 
 
@@ -134,13 +124,10 @@ ATTEMPTS = 80
 
 @dataclass(frozen=True)
 class FailingPiece:
-    """Nodes that compute a wrong value from correct ones.
+    """Nodes, in order, that compute a wrong value from correct ones; one of them is the fault.
 
-    Attributes:
-        nodes: in order; one of them is the fault.
-        output: name of the wrong value.
-        expected: the model's value; None if the model has no such value.
-        proven: later values agree with the expected value in place of the output.
+    `expected` is None if the model has no such value. If `proven`, later values agree with the expected value in place
+    of the output.
     """
 
     nodes: Sequence[onnx.NodeProto]
@@ -156,12 +143,7 @@ class FailingPiece:
 
 @dataclass(frozen=True)
 class TargetValue:
-    """A later value, with the model's value for it.
-
-    Attributes:
-        value: its name.
-        record: the model's value; None if unknown.
-    """
+    """The name of a later value, and the model's value for it; None if unknown."""
 
     value: str
     record: RecordedValue | None
@@ -170,14 +152,7 @@ class TargetValue:
 def smallest_piece(
     trace: AgreementTrace, probe: GraphProbe, inputs: Mapping[str, Array], last: TargetValue
 ) -> FailingPiece:
-    """The smallest failing piece.
-
-    Args:
-        trace: the values that agree.
-        probe: the graph.
-        inputs: of the graph, by name.
-        last: the wrong value, and the model's.
-    """
+    """The smallest failing piece; `inputs` are those of the graph by name, `last` the wrong value and the model's."""
     values = {**inputs, **trace.values}
     target = _first_target(trace, last)
     suspects = trace.back_from(target.value)

@@ -73,12 +73,7 @@ print("sigma", np.sqrt(np.mean(error**2)) / json.loads(Path("piece.json").read_t
 
 @dataclass(frozen=True)
 class WrittenPiece:
-    """The written piece.
-
-    Attributes:
-        nodes: number of nodes.
-        difference: the error of its output, in words.
-    """
+    """The written piece: its number of nodes, and a description of the error of its output."""
 
     nodes: int
     difference: str

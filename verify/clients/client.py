@@ -58,13 +58,7 @@ class ClientError(Exception):
 
 @dataclass(frozen=True)
 class Generation:
-    """What a client generated.
-
-    Attributes:
-        versions: of its packages.
-        ends: the tokens that end a sequence for it.
-        rows: by batch, the new tokens of each prompt.
-    """
+    """What a client generated: package versions, end tokens, and by batch the new tokens of each prompt."""
 
     versions: dict[str, str]
     ends: frozenset[int]
@@ -73,12 +67,10 @@ class Generation:
 
 @dataclass(frozen=True)
 class Client:
-    """A client and where it is installed.
+    """A client, one of `CLIENTS`, and where it is installed.
 
-    Attributes:
-        name: one of `CLIENTS`.
-        interpreter: path of the Python that has it; of a client of Node, the folder that has `node_modules`, empty for
-            the packages that are installed for all (`npm install --global`).
+    `interpreter` is the path of its Python; of a client of Node, the folder that has `node_modules`, empty for the
+    packages that are installed for all (`npm install --global`).
     """
 
     name: str
@@ -159,9 +151,7 @@ class Client:
 def chosen_clients(names: str | Sequence[str], pythons: str | Sequence[str]) -> list[Client]:
     """The clients by name, each once.
 
-    Args:
-        names: of `CLIENTS`.
-        pythons: `CLIENT=PATH`; by default this Python, and Node's global packages for a client of Node.
+    `pythons` are `CLIENT=PATH`; by default this Python, and Node's global packages for a client of Node.
 
     Raises:
         UsageProblem: an unknown client, or an interpreter for one that is not chosen.

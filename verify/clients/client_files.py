@@ -1,10 +1,8 @@
-"""ClientFiles: whether the graphs and weights that a client opens are those that were verified.
+"""Whether the graphs and weights that a client opens are those that were verified.
 
 The few tokens of the other checks do not show a small difference, such as that of an adapter merged at weight 0.05.
-
-The graph files that each client opens in a folder, by its configuration and its own rules of choice.
-
-Read in onnxruntime-genai 0.18 (`src/config.cpp`), optimum-onnx 0.1 (`optimum/onnxruntime/modeling_decoder.py`) and
+Which graph files a client opens in a folder follows from its configuration and its own rules of choice, read in
+onnxruntime-genai 0.18 (`src/config.cpp`), optimum-onnx 0.1 (`optimum/onnxruntime/modeling_decoder.py`) and
 @huggingface/transformers 4.3 (`src/models/session.js`, `src/utils/dtypes.js`).
 """
 
@@ -52,21 +50,13 @@ Place = tuple[str, int, tuple[int, ...], str, str]
 
 @dataclass(frozen=True)
 class ClientFiles:
-    """The files of a folder that clients open.
-
-    Attributes:
-        verified: the graphs of this run.
-        model: the model's folder.
-    """
+    """Compares the files that clients open in a folder with the graphs of this run; `model` is the model's folder."""
 
     verified: VerifiedFolder
     model: Path
 
     def checks(self, client: str) -> list[Check]:
         """One check; none if the client finds no graph, which it reports itself.
-
-        Args:
-            client: name of the client.
 
         Raises:
             MalformedInput: the configuration of the client is refused.
@@ -200,8 +190,7 @@ IMAGE_TOKENS = ("image_token_id", "image_token_index")
 def as_for_optimum(graph: onnx.ModelProto) -> Iterator[onnx.ModelProto]:
     """The graph with the cache inputs that optimum may need in `model.onnx`, where other clients have it without.
 
-    Args:
-        graph: a decoder; nothing is yielded if its cache has no fixed number and size of heads.
+    Nothing is yielded for a decoder whose cache has no fixed number and size of heads.
     """
     from llmconv.export.clients import EncodedGraphs  # noqa: PLC0415 - only for `--client`
     from llmconv.export.clients.optimum import accept_any_empty_past  # noqa: PLC0415
@@ -213,11 +202,9 @@ def as_for_optimum(graph: onnx.ModelProto) -> Iterator[onnx.ModelProto]:
 
 
 def image_variants(graphs: Mapping[Path, onnx.ModelProto], model: Path) -> list[onnx.ModelProto]:
-    """The variants of a vision tower and an embedding table.
+    """The variants of a vision tower and an embedding table among the verified graphs by file.
 
-    Args:
-        graphs: the verified graphs by their files.
-        model: the model's folder, whose `config.json` has the placeholder token.
+    The `config.json` in the folder `model` has the placeholder token.
     """
     from llmconv.export.clients.genai_images import image_graphs  # noqa: PLC0415 - only for `--client`
     from llmconv.export.clients.transformersjs_images import variant  # noqa: PLC0415
@@ -248,12 +235,8 @@ JS_SUFFIXES = {"fp32": "", "q8": "_quantized"} | {
 def opened_graphs(client: str, folder: Path) -> list[Path]:
     """The files in a folder that a client opens as graphs; those that are missing are left to the client.
 
-    Args:
-        client: name of the client.
-        folder: the folder that it is given.
-
     Raises:
-        MalformedInput: the configuration of the client is refused, see `genai_guard`.
+        MalformedInput: the configuration of the client is refused (`genai_guard`).
     """
     return [path for path in OPENED[client](folder) if path.exists()]
 

@@ -124,14 +124,14 @@ class ClientChecks:
 
 
 def judged(expected: ExpectedOutput, batch: PaddedBatch, model: str) -> tuple[str, str]:
-    """What is wrong with the tokens of a batch (empty if nothing), and what is right.
+    """A description of wrong tokens in a batch (empty if there are none), and of right ones.
 
     A token is right if it is the likeliest, or if its logit is below the largest by no more than noise.
 
     Args:
         expected: the logits before each new token, [prompts, new, vocabulary].
         batch: prompts and new tokens.
-        model: what computed the logits, in words.
+        model: a description of what computed the logits.
     """
     tokens = batch.ids[:, batch.longest :]
     with np.errstate(invalid="ignore"):  # of infinite logits, which make no token right
@@ -157,7 +157,7 @@ def up_to_end(row: Sequence[int], ends: frozenset[int]) -> list[int]:
 def lengths_problem(
     prompts: Sequence[object], rows: Sequence[Sequence[int]], kept: Sequence[Sequence[int]], ends: frozenset[int]
 ) -> str:
-    """Why a batch has another shape than it should; empty if it has not.
+    """A description of a wrong shape of a batch; empty if the shape is right.
 
     Args:
         prompts: of the batch.
@@ -180,8 +180,7 @@ def lengths_problem(
 def end_tokens(folder: Path) -> list[frozenset[int]]:
     """The sets of end tokens that a model folder may mean, the plainest first.
 
-    `generation_config.json` decides. Where it names none, transformers does not end, while others take those of
-    `config.json`.
+    `generation_config.json` decides. Without any there, transformers does not end; others use those of `config.json`.
 
     Raises:
         MalformedInput: they are not numbers.

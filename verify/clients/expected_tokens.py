@@ -23,11 +23,7 @@ from llmconv.verify.results.sigma import ExpectedOutput, NoiseFloor
 
 
 class LogitsSource(Protocol):
-    """Computes the logits before each new token.
-
-    Attributes:
-        title: of the model, in reports.
-    """
+    """Computes the logits before each new token; `title` is the model's in reports."""
 
     title: str
 
@@ -38,10 +34,7 @@ class LogitsSource(Protocol):
 class EagerLogits:
     """The eager model in float64; the noise is that of the eager model in the graphs' dtype.
 
-    Args:
-        folder: of the model.
-        dtype: numpy name of the graphs' dtype.
-        code: a trusted folder whose own code builds the model; None to run no code of the folder.
+    `dtype` is its numpy name; `code` is a trusted folder whose own code builds the model, None to run no code of it.
     """
 
     title = "the eager model"
@@ -70,9 +63,6 @@ class OwnLogits:
 
     Each token is computed twice: by one call over all tokens before it, and by a step after the step before. The
     difference is the noise.
-
-    Attributes:
-        runner: of the graphs.
     """
 
     runner: Runner
@@ -130,13 +120,10 @@ def _valid(batch: PaddedBatch) -> Array:
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """A batch of prompts, padded on one side, and new tokens after them.
+    """A batch of prompts (token ids), padded on one side, and the new tokens after them.
 
-    Attributes:
-        prompts: token ids of each prompt.
-        rows: new tokens of each prompt.
-        side: of the padding, `left` or `right`. On the right it stays between prompt and new tokens, where a sliding
-            window counts it.
+    `side` is `left` or `right`. On the right the padding stays between prompt and new tokens, where a sliding window
+    counts it.
     """
 
     prompts: Sequence[Sequence[int]]

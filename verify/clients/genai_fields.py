@@ -36,10 +36,7 @@ SHOWN = 3
 def field_checks(folder: Path, models: Mapping[str, onnx.ModelProto], model: Path) -> list[Check]:
     """One check; none if the folder has no `genai_config.json`.
 
-    Args:
-        folder: of the graphs.
-        models: the verified graphs by file name.
-        model: the model's folder.
+    `models` are the verified graphs by file name; `model` is the model's folder.
     """
     if not (folder / CONFIG).is_file():
         return []
@@ -153,10 +150,6 @@ DEFAULT = 0
 def padding_checks(folder: Path, model: Path) -> list[Check]:
     """One check; none if the folder has no `genai_config.json`, which the client reports itself.
 
-    Args:
-        folder: with the files of the client.
-        model: the model's folder.
-
     Raises:
         MalformedInput: the configuration is refused.
     """
@@ -186,9 +179,6 @@ def allowed_tokens(model: Path) -> list[int]:
     """The token that `export --layout genai` sets; of a model without a padding token, all of its end tokens.
 
     Empty where the config class is in the model's own code, which is not run here, and no file states the token.
-
-    Args:
-        model: the model's folder.
     """
     from llmconv.export.clients.genai import special_tokens  # noqa: PLC0415 - only for `--client`
 
@@ -203,11 +193,7 @@ def allowed_tokens(model: Path) -> list[int]:
 
 
 def decoder_config(model: Path) -> Any | None:
-    """The transformers config of the decoder; None where its class is in the folder's own code.
-
-    Args:
-        model: the model's folder.
-    """
+    """The transformers config of the decoder; None where its class is in the folder's own code."""
     from transformers import AutoConfig  # noqa: PLC0415 - slow to import
 
     try:

@@ -29,10 +29,7 @@ from llmconv.verify.scenarios.table import Scenario
 class Candidate:
     """One graph, or two of which the second continues the cache of the first, to be compared with the eager model.
 
-    Attributes:
-        name: file name of the graph, or both joined with a plus.
-        runner: runs the graph or both.
-        graphs: the one or two graphs.
+    `name` is the file name of the graph, or both joined with a plus.
     """
 
     name: str
@@ -60,9 +57,7 @@ class Candidate:
     def refuses(self, call: Call, *, whole: bool = False) -> str:
         """Why the graph cannot run a call by design; empty if it can.
 
-        Args:
-            call: the call.
-            whole: some of its tokens attend to later ones, whatever its extra inputs are.
+        `whole`: some of its tokens attend to later ones, whatever its extra inputs are.
         """
         for graph in self.graphs:
             if not call.uniform and not graph.takes_positions:
@@ -170,14 +165,7 @@ def lost_past(chain: Chain, steps: Sequence[Step]) -> str:
 
 
 def steady(runner: Runner, chain: Chain, steps: list[Step], repeat: int) -> bool:
-    """Whether repeated runs of the same calls give the same bits.
-
-    Args:
-        runner: runs the graph.
-        chain: the calls.
-        steps: outputs of the first run.
-        repeat: number of runs, the first included.
-    """
+    """Whether repeated runs of the same calls give the same bits as the first, which counts in `repeat`."""
     return all(_equal(steps, run_chain(runner, chain)) for _ in range(1, repeat))
 
 
@@ -211,13 +199,7 @@ CLEAR = 0.7
 
 
 def with_checked_noise(truth: ExpectedOutput, measured: Callable[[ExpectedOutput], Measure], gates: Gates) -> Measure:
-    """The measured errors; near the gates they are measured again, with noise from more runs.
-
-    Args:
-        truth: the expected output.
-        measured: measures the graph's output against an expected output.
-        gates: the largest sigma that passes.
-    """
+    """The errors from `measured`; near the gates they are measured again, with noise from more runs."""
     found = measured(truth)
     if found.passes(gates, CLEAR) or found.problem or not truth.is_doubtful(found, gates):
         return found
@@ -231,11 +213,7 @@ FEW_ROUTED = "few rows, or a state of all tokens, for which half precision may c
 def fold(blank: Check, output: str, measures: list[Measure], gates: Gates) -> Check:
     """The check of one output over all its calls: that of the first failing call, else of the worst.
 
-    Args:
-        blank: a check with the names of scenario and graph.
-        output: name of the output.
-        measures: the measured errors of each call.
-        gates: the largest sigma that passes.
+    `blank` is a check with the names of scenario and graph; `measures` has one per call.
     """
     failing, passed = [index for index, found in enumerate(measures) if not found.passes(gates)], ""
     if gates.calmest and failing and not any(found.problem for found in measures):
@@ -268,11 +246,7 @@ CallKey = tuple[str, int, int]
 
 
 class PrefillDecodeAgreement:
-    """Compares the outputs of the prefill and the decode graph with each other.
-
-    Args:
-        gates: of the comparison with the eager model; doubled here.
-    """
+    """Compares outputs of prefill and decode graph, with doubled gates of the comparison with the eager model."""
 
     def __init__(self, gates: Gates) -> None:
         # two correct graphs may deviate in opposite directions

@@ -82,7 +82,7 @@ def audit_decisions(
         model: the graph without its weights.
         config: from `read_config`.
         prefix: number of virtual tokens of the graph's prefix in the manifest; 0 for none.
-        pools: what follows the model joins the tokens of a text, which counts them and looks up the last one.
+        pools: the part after the model joins the tokens of a text, which counts them and looks up the last one.
     """
     try:
         found = decisions_of(model, config, INPUTS, prefix=prefix)
@@ -106,9 +106,6 @@ def after_model(model: onnx.ModelProto) -> frozenset[str]:
 
     The hidden state is that of all tokens, an output of graphs of embeddings; else the last product with a weight, as
     the scores of a classifier are chosen from those of all tokens.
-
-    Args:
-        model: the graph without its weights.
     """
     stored = {tensor.name for tensor in model.graph.initializer if is_external(tensor)}
     names = {port.name for port in model.graph.output}
@@ -132,12 +129,7 @@ def audit_foreign_decisions(
 ) -> tuple[list[Check], list[str]]:
     """The same audit for a graph of another exporter, with fewer failures.
 
-    Args:
-        graph: name of the graph in reports.
-        model: the graph without its weights.
-        config: from `read_config`.
-        inputs: the property of a call that each input contains, see `operators.INPUTS`.
-        prefix: as in `audit_decisions`.
+    Arguments are those of `audit_decisions`; `inputs` has the property of a call that each input contains.
 
     Returns:
         A failed check if the graph tests for a single length, position, batch size or token that no field of the config
@@ -179,14 +171,9 @@ def decisions_of(
     tables: bool = True,
     prefix: int = 0,
 ) -> AuditFindings:
-    """The decisions of a graph.
+    """The decisions of a graph, with arguments as in `audit_foreign_decisions`.
 
-    Args:
-        model: the graph without its weights.
-        config: from `read_config`.
-        inputs: the property of a call that each input contains.
-        tables: also analyze the contents of lookup tables.
-        prefix: as in `audit_decisions`.
+    `tables` also analyzes the contents of lookup tables.
     """
     if model.functions:
         model = inline_local_functions(model)
@@ -262,12 +249,7 @@ SMALL_CONSTANT = 1 << 12
 
 
 class GraphWalk:
-    """Visits the nodes of a graph in order.
-
-    Args:
-        numbers: the numbers of the model.
-        state: the initial state.
-    """
+    """Visits the nodes of a graph in order."""
 
     def __init__(self, numbers: ConfigNumbers, state: WalkState) -> None:
         self.state, self.judge = state, DecisionJudge(numbers)
@@ -500,12 +482,7 @@ ROTARY_FIELDS = frozenset({"rope_type", "type", "factor", "original_max_position
 
 
 def read_fields(fields: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """The fields that the config's class has, including those of nested configs.
-
-    Args:
-        fields: content of `config.json`, or of a nested config.
-        config: the transformers config built from it.
-    """
+    """The fields of a `config.json` or nested config that the config's class has, including those of nested configs."""
     kind = type(config)
     known = {*_defaults(kind), *inspect.signature(kind.__init__).parameters, *kind.attribute_map}
     found: dict[str, Any] = {}

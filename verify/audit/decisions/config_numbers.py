@@ -65,10 +65,8 @@ SMALLEST, LARGEST = 1e-4, 3e38
 class ConfigNumbers:
     """The numbers that values may be compared with.
 
-    Attributes:
-        lengths: for lengths, positions and counts of a mask.
-        tokens: for token ids.
-        data: absolute values, for values that the model computes.
+    `lengths` are for lengths, positions and counts of a mask, `tokens` for token ids, and `data`, absolute values, for
+    values that the model computes.
     """
 
     lengths: frozenset[float]
@@ -77,12 +75,9 @@ class ConfigNumbers:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], sizes: Iterable[int] = (), half: str = "") -> ConfigNumbers:
-        """The numbers of a config and of a graph's fixed axes.
+        """The numbers of a `config.json`, and `sizes`, the lengths that are fixed in the graph.
 
-        Args:
-            config: content of `config.json`.
-            sizes: lengths that are fixed in the graph.
-            half: dtype to which the graph rounds numbers, `float16` or `bfloat16`; empty for none.
+        `half` is the dtype to which the graph rounds numbers, `float16` or `bfloat16`; empty for none.
         """
         found = list(_numbers("", config))
         lengths = {number for name, number in found if LENGTHS.search(name)} | {float(size) for size in sizes}
@@ -127,12 +122,7 @@ class ConfigNumbers:
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """The sliding window of some layers.
-
-    Attributes:
-        size: in tokens.
-        layers: the layers that have it.
-    """
+    """The sliding window, in tokens, of some layers."""
 
     size: int
     layers: frozenset[int]
@@ -194,23 +184,13 @@ OF_LENGTH = atom("length", LENGTH)
 
 
 class DecisionJudge:
-    """Collects the decisions of a graph.
-
-    Args:
-        numbers: the numbers of the model.
-    """
+    """Collects the decisions of a graph."""
 
     def __init__(self, numbers: ConfigNumbers) -> None:
         self.numbers, self.found = numbers, AuditFindings()
 
     def decision(self, node: onnx.NodeProto, form: AffineForm, *, rounded: bool = False) -> None:
-        """A node that decides by whether a form is zero.
-
-        Args:
-            node: the node.
-            form: the compared value.
-            rounded: the node decides by where the form reaches the next whole number.
-        """
+        """A node that decides by whether a form is zero; if `rounded`, by where it reaches the next whole number."""
         if not form.terms or self._is_within_a_block(form):
             return
         if form.kind > ValueKind.COUNT:
@@ -243,26 +223,14 @@ class DecisionJudge:
         return form.sources == {WITHIN} and form.kind <= ValueKind.COUNT and halves and max(numbers) <= max(BLOCKS)
 
     def decisions(self, node: onnx.NodeProto, forms: Sequence[AffineForm], *, rounded: bool = False) -> None:
-        """A decision on each form that depends on the call, compared with each form that is a number.
-
-        Args:
-            node: the node.
-            forms: the compared values.
-            rounded: as for `decision`.
-        """
+        """A decision on each form that depends on the call, compared with each form that is a number."""
         cuts = [form.number for form in forms if not form.terms] or [0.0]
         for form in (form for form in forms if form.terms):
             for number in cuts:
                 self.decision(node, form + AffineForm(number=-number), rounded=rounded)
 
     def choices(self, node: onnx.NodeProto, forms: Sequence[AffineForm], numbers: Iterable[float] = ()) -> None:
-        """A node that selects from or concatenates values: numbers among them must be the model's.
-
-        Args:
-            node: the node.
-            forms: its inputs.
-            numbers: further numbers among its inputs.
-        """
+        """A node that selects from or concatenates values: constants among its inputs must be the model's numbers."""
         call = [form for form in forms if form.terms]
         for form in call:
             if form.kind is not ValueKind.PERIODIC or node.op_type != "Concat":
@@ -279,15 +247,7 @@ class DecisionJudge:
     def flag(
         self, node: onnx.NodeProto, text: str, *, certain: bool = True, point: bool = False, number: float = 0.0
     ) -> None:
-        """Records a node that decides by other numbers.
-
-        Args:
-            node: the node.
-            text: the decision, in words.
-            certain: as in `ForeignDecision`.
-            point: as in `ForeignDecision`.
-            number: as in `ForeignDecision`.
-        """
+        """Records a node that decides by other numbers, as a `ForeignDecision`."""
         name = node.name or node.output[0]
         self.found.findings.append(ForeignDecision(name, node.op_type, text, certain, point, number))
 

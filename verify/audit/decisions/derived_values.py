@@ -1,8 +1,8 @@
 """DerivedValues: the results of nodes whose inputs are constants or depend on the call only.
 
-Recognizes rotary frequencies that depend on the length: `longrope` selects from two tables, `dynamic` computes one.
+It recognizes rotary frequencies that depend on the length: `longrope` selects from two tables, `dynamic` computes one.
 
-dynamic    1 / (base * (factor * length / original - (factor - 1)) ** (dim / (dim - 2))) ** (i / dim)
+    dynamic    1 / (base * (factor * length / original - (factor - 1)) ** (dim / (dim - 2))) ** (i / dim)
 
 Source: transformers modeling_rope_utils.py.
 """
@@ -61,12 +61,7 @@ FOLDED_TOGETHER = 1 << 25
 
 
 class DerivedValues:
-    """Computes the results of nodes.
-
-    Args:
-        state: the state of the walk.
-        judge: receives the decisions.
-    """
+    """Computes the results of nodes; `judge` receives the decisions."""
 
     def __init__(self, state: WalkState, judge: DecisionJudge) -> None:
         self.state, self.judge = state, judge
@@ -387,12 +382,7 @@ SHRINKING = frozenset([
 
 
 def fold(node: onnx.NodeProto, arrays: list[Array]) -> Array | None:
-    """The first output of a node with constant inputs; None if it is not computed.
-
-    Args:
-        node: the node.
-        arrays: its inputs, without omitted ones.
-    """
+    """The first output of a node with constant inputs, without omitted ones; None if it is not computed."""
     if node.domain not in ("", "ai.onnx"):
         return None
     if sum(array.size for array in arrays) > FOLDED or any(array.ndim > DIMENSIONS for array in arrays):

@@ -1,8 +1,7 @@
-"""Lookups: checks bounds, indices of reads and writes, and comparisons of model values.
+"""Checks of bounds, indices of reads and writes, and comparisons of model values.
 
-EntryPoints: nodes where values of the call enter model values, after which they are no longer analyzed.
-
-A model needs few of them: masks, rotary cosines and sines, and slopes of positions that are added to attention scores.
+`EntryPoints` checks the nodes where values of the call enter model values, after which they are no longer analyzed. A
+model needs few of them: masks, rotary cosines and sines, and slopes of positions that are added to attention scores.
 Any other value could later be compared with any number.
 """
 
@@ -43,12 +42,7 @@ EVERYTHING = 1 << 31
 
 
 class Lookups:
-    """Checks nodes one by one.
-
-    Args:
-        state: the state of the walk.
-        judge: receives the findings.
-    """
+    """Checks nodes one by one; `judge` receives the findings."""
 
     def __init__(self, state: WalkState, judge: DecisionJudge) -> None:
         self.state, self.judge, self._entry_points = state, judge, EntryPoints(state, judge)
@@ -212,12 +206,7 @@ ON_THE_WAY = {"Add", "Cast", "Identity", "Reshape", "Transpose", "Unsqueeze", "S
 
 
 class EntryPoints:
-    """Checks nodes that read both model values and values of the call.
-
-    Args:
-        state: the state of the walk.
-        judge: receives the findings.
-    """
+    """Checks nodes that read both model values and values of the call; `judge` receives the findings."""
 
     def __init__(self, state: WalkState, judge: DecisionJudge) -> None:
         self.state, self.judge = state, judge
@@ -308,15 +297,13 @@ LARGEST = 3e38
 
 
 def odd_row(table: Array, step: float = 0.0) -> int | None:
-    """The first irregular row; None if the table is regular.
+    """The first irregular row of a table; None if the table is regular.
 
     Regular columns are constants, lines and scaled sinusoids of the row number. A square table whose rows are the
     previous row shifted by one place is regular as well: a mask by distance. Rows with numbers that are not finite
     are regular only in constant tables and such masks.
 
-    Args:
-        table: rows along the first axis.
-        step: unit in the last place to which its numbers were rounded, if that is larger than the tolerance.
+    `step` is the unit in the last place to which its numbers were rounded, if that is larger than the tolerance.
     """
     rows = table.reshape(len(table), -1).astype(np.float64) if table.ndim > 1 else table.astype(np.float64)[:, None]
     if len(rows) < 4 or (rows == rows[0]).all():

@@ -53,10 +53,7 @@ class ValueKind(IntEnum):
 class Atom:
     """A term of a form: an input's elements, an axis, an index along an axis, or a result that is not a sum.
 
-    Attributes:
-        name: equal for equal values.
-        sources: the properties of a call that it depends on.
-        kind: its possible values.
+    Names are equal for equal values; `sources` are the properties of a call that it depends on.
     """
 
     name: str
@@ -66,12 +63,7 @@ class Atom:
 
 @dataclass(frozen=True)
 class AffineForm:
-    """A weighted sum of atoms and a number.
-
-    Attributes:
-        terms: factors by atom, none of them zero.
-        number: the added number.
-    """
+    """A weighted sum of atoms and a number; no factor in `terms` is zero."""
 
     terms: Mapping[Atom, float] = field(default_factory=dict)
     number: float = 0.0
@@ -118,23 +110,14 @@ class AffineForm:
 
 
 def atom(name: str, *sources: str, kind: ValueKind = ValueKind.COUNT) -> AffineForm:
-    """The form of a single atom.
-
-    Args:
-        name: equal for equal values.
-        sources: the properties of a call that it depends on.
-        kind: its possible values.
-    """
+    """The form of a single atom."""
     return AffineForm({Atom(name, frozenset(sources), kind): 1.0})
 
 
 def made_of(name: str, forms: Iterable[AffineForm], kind: ValueKind | None = None) -> AffineForm:
     """The form of a result that is not a sum: a new atom, named after its inputs.
 
-    Args:
-        name: of the operation.
-        forms: of its inputs.
-        kind: possible values of the result; None for those of the inputs.
+    `name` is that of the operation; `kind` is None for that of the inputs.
     """
     forms = list(forms)
     sources = frozenset().union(*(form.sources for form in forms)) or frozenset({LENGTH})
@@ -156,11 +139,9 @@ LISTED = 64
 
 @dataclass(frozen=True)
 class ConstantValue:
-    """A constant of the graph.
+    """A constant of the graph; an array of bfloat16, which numpy itself does not have, is float32.
 
-    Attributes:
-        array: its elements; bfloat16, which numpy itself does not have, as float32.
-        step: one unit in the last place of 1 if the elements were bfloat16; else 0.
+    `step` is one unit in the last place of 1 if the elements were bfloat16; else 0.
     """
 
     array: Array
@@ -184,9 +165,7 @@ class ConstantValue:
 class InputValue:
     """A value that depends only on lengths, batch size, positions, token ids or mask, and on no weight.
 
-    Attributes:
-        form: the affine form of its elements.
-        parts: the form of each element of a list of lengths; None where all have `form`.
+    `parts` has the form of each element of a list of lengths; None where all have `form`.
     """
 
     form: AffineForm
@@ -215,7 +194,7 @@ class ForeignDecision:
     Attributes:
         node: name of the node.
         op: its operator.
-        text: the decision, in words.
+        text: a description of the decision.
         certain: the node decides by that number; False if the operator cannot be analyzed.
         point: the node tests for that single number, which no field of the config contains.
         number: the largest number in the decision; 0 if the operator cannot be analyzed.
@@ -231,13 +210,7 @@ class ForeignDecision:
 
 @dataclass
 class AuditFindings:
-    """The result of the walk over a graph.
-
-    Attributes:
-        findings: nodes that decide by other numbers than the model's.
-        decisions: number of nodes that decide.
-        numbers: the numbers that they decide by.
-    """
+    """Nodes that decide by other numbers than the model's, the number of nodes that decide, and all their numbers."""
 
     findings: list[ForeignDecision] = field(default_factory=list)
     decisions: int = 0
@@ -378,13 +351,7 @@ INTEGERS = {onnx.TensorProto.INT64, onnx.TensorProto.INT32, *EXACT_BITS} - HALVE
 
 
 def attribute(node: onnx.NodeProto, name: str, default: int) -> int:
-    """The value of an integer attribute.
-
-    Args:
-        node: the node.
-        name: name of the attribute.
-        default: returned if the node lacks it.
-    """
+    """The value of an integer attribute; `default` if the node lacks it."""
     return next((int(one.i) for one in node.attribute if one.name == name), default)
 
 

@@ -1,4 +1,4 @@
-"""Runs in the environment of ONNX Runtime GenAI; see `client.Client.generate` for what it reads and writes.
+"""Runs in the environment of ONNX Runtime GenAI; `client.Client.generate` describes what it reads and writes.
 
 Prompts are padded on the right, where the client's own mask leaves out the padding token.
 """
@@ -40,16 +40,7 @@ def main() -> None:
 
 
 def batch(library: Any, numpy: Any, model: Any, prompts: list[list[int]], pad: int, new: int) -> list[list[int]]:
-    """New tokens of greedy search, [prompts, new].
-
-    Args:
-        library: onnxruntime_genai.
-        numpy: numpy.
-        model: the opened model.
-        prompts: token ids of each prompt.
-        pad: id of the padding token.
-        new: maximum number of new tokens.
-    """
+    """New tokens of greedy search, [prompts, at most `new`]; `prompts` are token ids."""
     longest = max(map(len, prompts))
     params = library.GeneratorParams(model)
     # other values may be in the folder's configuration

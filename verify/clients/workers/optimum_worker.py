@@ -1,4 +1,4 @@
-"""Runs in the environment of optimum-onnx; see `client.Client.generate` for what it reads and writes.
+"""Runs in the environment of optimum-onnx; `client.Client.generate` describes what it reads and writes.
 
 Prompts are padded on the left, with their own mask.
 """
@@ -37,14 +37,7 @@ def main() -> None:
 
 
 def batch(torch: Any, model: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
-    """New tokens of greedy search, [prompts, new].
-
-    Args:
-        torch: torch.
-        model: the opened model.
-        prompts: token ids of each prompt.
-        new: maximum number of new tokens.
-    """
+    """New tokens of greedy search, [prompts, at most `new`]; `prompts` are token ids."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
