@@ -4,10 +4,9 @@ Layout (Megatron core `tensor_parallel/layers.py`, `transformer/{attention,mlp}.
 rows of the embedding, the head, QKV and the first feed-forward matrix (in each: gate rows, then up rows), and the
 columns of the two output projections; everything else is equal on all of them. Expert ranks divide the experts.
 
-Experts of Megatron core's first grouped layers (`--moe-grouped-gemm` until 0.9), which keep them in two matrices.
-
-Layout (Megatron core `transformer/moe/experts.py`, `GroupedMLP`): the memory of `weight1` is [experts, hidden, rows of
-the first matrix], that of `weight2` [experts, columns of the second, hidden]: each expert's matrices are transposed.
+The first grouped layers (`GroupedMLP`, `--moe-grouped-gemm` until 0.9) keep the experts in two matrices: the memory of
+`weight1` is [experts, hidden, rows of the first matrix], that of `weight2` [experts, columns of the second, hidden], so
+each expert's matrices are transposed.
 """
 
 from __future__ import annotations
@@ -58,11 +57,7 @@ class Grid:
 
 
 def join_ranks(ranks: Sequence[Rank], arguments: Arguments) -> RunState:
-    """The whole tensors of a run.
-
-    Args:
-        ranks: from `open_ranks`.
-        arguments: of the run.
+    """The whole tensors of a run, from the ranks of `open_ranks`.
 
     Raises:
         InputRefused: a rank is missing.
@@ -141,7 +136,7 @@ def _mixed(grid: Grid, what: str) -> MalformedInput:
 
 
 def _ordered(tensor: LazyTensor, rank: Rank, arguments: Arguments, grid: Grid) -> LazyTensor:
-    """A fused attention matrix with heads of queries, keys and values in turn, as since version 2.
+    """A fused attention matrix in the row order since version 2: heads of queries, keys and values alternate.
 
     Source: Megatron-LM `fix_query_key_value_ordering`; version 0: all queries, keys, values; 1: the three in turn.
     """
@@ -242,8 +237,6 @@ def separate_experts(name: str, tensor: LazyTensor, experts: int, hidden: int) -
     Args:
         name: one of which `grouped_matrix` is not None.
         tensor: [hidden, experts · rows] or [experts · columns, hidden].
-        experts: number of experts of the rank.
-        hidden: size of the hidden state.
 
     Raises:
         ValueError: the tensor has another shape.

@@ -150,9 +150,7 @@ TABLES: dict[str, Table] = {
 def hugging_face_name(name: str, model_type: str) -> str | None:
     """The name in transformers' files of a tensor with split matrices; None if the family has no such tensor.
 
-    Args:
-        name: in Megatron core's names; `self_attention.q`, `.k`, `.v` (or `.qkv`) and `mlp.gate`, `.up` after a split.
-        model_type: of transformers.
+    `name` is Megatron core's, with `self_attention.q`, `.k`, `.v` (or `.qkv`) and `mlp.gate`, `.up` after a split.
     """
     stack, layer, outside = TABLES.get(model_type, LLAMA_TABLE)
     match = LAYER.fullmatch(name)

@@ -56,11 +56,10 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Rank:
-    """The file of one rank, opened.
+    """The opened file of one rank.
 
     Attributes:
         numbers: in its folder's name.
-        path: the file.
         arguments: of the run, by name; empty if there are none.
         version: `checkpoint_version`; 0 if there is none.
         iteration: of the run; None if unknown.
@@ -80,7 +79,7 @@ class Rank:
 
 
 def open_ranks(save: Save) -> list[Rank]:
-    """The ranks of a save, in order; no tensor is read.
+    """The ranks of a save, in order; reads no tensor.
 
     Raises:
         MalformedInput: a file is damaged, or the ranks are of different saves.
@@ -197,9 +196,7 @@ def _leaves(state: Mapping[Any, Any], above: str, depth: int = 0) -> Iterator[tu
 def whole_numbers(source: str, stages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """For each stage in the order of the model, its names to those with the layers' numbers in the whole model.
 
-    Args:
-        source: name of the checkpoint, for messages.
-        stages: name to anything, layers counted from 0 in each.
+    In `stages` layers count from 0 in each.
 
     Raises:
         MalformedInput: a stage lacks a layer, or a tensor outside the layers is in a stage where it cannot be.
@@ -223,13 +220,7 @@ def whole_numbers(source: str, stages: Sequence[Mapping[str, Any]]) -> list[dict
 
 
 def require_complete(source: str, numbers: Sequence[int], count: int, what: str) -> None:
-    """Checks that the ranks 0 … `count` - 1 are there, and no others.
-
-    Args:
-        source: name of the checkpoint, for messages.
-        numbers: of the ranks.
-        count: how many the run had.
-        what: the kind of rank, such as `tensor`.
+    """Checks that the ranks 0 … `count` - 1 of the kind `what`, such as `tensor`, are there, and no others.
 
     Raises:
         InputRefused: one is missing.

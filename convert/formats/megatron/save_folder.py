@@ -33,14 +33,13 @@ VERSION_KEY = "checkpoint_version"
 
 @dataclass(frozen=True)
 class Save:
-    """One save.
+    """One save in the folder `path`.
 
     Attributes:
-        path: its folder.
-        rank_files: the numbers in a rank's folder name (two or three; one where neither pipeline nor expert
-            parallelism is used) to its file; empty for a distributed checkpoint.
+        rank_files: the numbers in a rank's folder name (two or three; one where neither pipeline nor expert parallelism
+            is used) to its file; empty for a distributed checkpoint.
         distributed: the folder of a distributed checkpoint; None where there are files of ranks.
-        nemo: the folder with NeMo's configuration; None for Megatron-LM.
+        nemo: the folder with NeMo's config; None for Megatron-LM.
     """
 
     path: Path
@@ -130,11 +129,11 @@ def _nemo_weights(folder: Path) -> Path | None:
 
 
 def find_save(path: Path) -> Save:
-    """The save at `path`: the newest of a run, or the one that the tracker file names.
+    """The save at `path`: the newest of a run, or the one in the tracker file.
 
     Raises:
         InputRefused: the folder contains several saves and no tracker file, or is that of one rank.
-        MalformedInput: the checkpoint that the tracker file names does not exist, or the folder contains none.
+        MalformedInput: the checkpoint in the tracker file does not exist, or the folder contains none.
         UnsupportedInput: a container that is not read.
     """
     if path.is_file():
@@ -214,8 +213,8 @@ class RunState:
     """The model of an opened checkpoint.
 
     Attributes:
-        tensors: Megatron core's name, with the layer's number in the whole model, to the whole tensor; gate and up
-            rows of a gated feed-forward follow each other, rows of queries, keys and values alternate by group.
+        tensors: Megatron core's name, with the layer's number in the whole model, to the whole tensor; gate and up rows
+            of a gated feed-forward follow each other, rows of queries, keys and values alternate by group.
         shards: number of files with weights.
         version: of the layout, for `inspect`.
         dropped: as in Checkpoint.

@@ -103,12 +103,7 @@ def intermediate_of(params: Mapping[str, Any]) -> int:
 
 
 def to_config(params: Mapping[str, Any], sizes: WeightSizes, source: str) -> dict[str, Any]:
-    """The content of a Llama's `config.json`, without dtype and token ids.
-
-    Args:
-        params: from `read_params`.
-        sizes: from the weights.
-        source: name of the checkpoint's folder, for error messages.
+    """The content of a Llama's `config.json`, without dtype and token ids; `sizes` are from the weights.
 
     Raises:
         MalformedInput: `params.json` contradicts the weights.
@@ -188,7 +183,6 @@ def params_of(decoder: LlamaLikeConfig, shards: int) -> dict[str, Any]:
     """The fields of `params.json` that Meta's code of this generation has; it refuses any others.
 
     Args:
-        decoder: the model.
         shards: number of ranks; if there are fewer key/value heads, Meta counts every copy of a head.
 
     Raises:
@@ -231,7 +225,7 @@ def _scaling(decoder: LlamaLikeConfig) -> dict[str, Any]:
 def feed_forward_of(dim: int, intermediate: int) -> dict[str, Any]:
     """`multiple_of`, and `ffn_dim_multiplier` if needed, that result in exactly `intermediate`.
 
-    The multiplier has as few digits, and the multiple is as large, as possible, as in Meta's own files.
+    As in Meta's own files, the multiplier has as few digits, and the multiple is as large, as possible.
     """
     candidates: list[dict[str, Any]] = [{"multiple_of": 256}]
     base = int(2 * (4 * dim) / 3)

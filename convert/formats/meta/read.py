@@ -1,9 +1,7 @@
 """Reads Meta's shards and joins the parts of all ranks, with rows in Hugging Face's order.
 
-Meta's tensor names to Hugging Face's, and the axis along which ranks split each (LLaMA2-Accessory has the same).
-
-Source: meta-llama/llama `model.py` with fairscale's parallel layers; Accessory `util/tensor_parallel.py`,
-`model/peft.py`.
+The table of names has the axis along which ranks split each tensor (LLaMA2-Accessory has the same). Source:
+meta-llama/llama `model.py` with fairscale's parallel layers; Accessory `util/tensor_parallel.py`, `model/peft.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ SHARD = re.compile(r"consolidated\.(\d+)\.pth")
 
 
 def open_shards(path: Path) -> list[Mapping[str, LazyTensor]]:
-    """The shards in order: name to tensor of each rank.
+    """Name to tensor of each rank, in order.
 
     Raises:
         MalformedInput: a shard is missing, or two differ in names, shapes or dtypes.
@@ -53,11 +51,7 @@ def _layout(shard: Mapping[str, LazyTensor]) -> dict[str, tuple[str, tuple[int, 
 
 
 def open_shard(path: Path, inside: str = "") -> Mapping[str, LazyTensor]:
-    """The tensors of one torch file, which may nest them under the key `inside`.
-
-    Raises:
-        MalformedInput: there is anything but tensors.
-    """
+    """The tensors of one torch file, under the key `inside` if given; MalformedInput for anything but tensors."""
     file = open_torch_file(path)
     content = file.content
     if inside and isinstance(content, dict) and isinstance(content.get(inside), dict):
@@ -75,15 +69,7 @@ def file_order(target: str) -> tuple[int, int]:
 
 
 def check_shapes(path: Path, shards: Sequence[Mapping[str, LazyTensor]], params: Mapping[str, Any]) -> int:
-    """Compares the shapes of the first layer with `params.json`.
-
-    Args:
-        path: the folder, for error messages.
-        shards: from `open_shards`.
-        params: the fields of `params.json`.
-
-    Returns:
-        The number of key/value heads of the model, without copies.
+    """Compares the shapes of the first layer with `params.json`; returns the number of key/value heads, without copies.
 
     Raises:
         MalformedInput: the number of shards or of key/value heads contradicts `params.json`.
@@ -123,14 +109,9 @@ def _copies(shards: Sequence[Mapping[str, LazyTensor]], keys: int, head_dim: int
 def join(
     path: Path, name: str, shards: Sequence[Mapping[str, LazyTensor]], params: Mapping[str, Any], kv_heads: int
 ) -> LazyTensor:
-    """One tensor, joined from all shards and in Hugging Face's row order.
+    """The tensor with Meta's `name`, joined from all shards and in Hugging Face's row order.
 
-    Args:
-        path: the folder, for error messages.
-        name: Meta's name of the tensor.
-        shards: from `open_shards`.
-        params: the fields of `params.json`.
-        kv_heads: from `check_shapes`.
+    `kv_heads` is from `check_shapes`.
 
     Raises:
         MalformedInput: the parts cannot be joined.
@@ -200,11 +181,10 @@ SUFFIX = re.compile(r"\.(weight|bias|lora_a\.weight|lora_b\.weight)$")
 
 
 def split_dim(name: str, repeated: Iterable[str] = ()) -> int | None:
-    """The dimension along which ranks split a tensor; None if every shard holds a copy, of which shard 0's is used.
+    """The dimension along which ranks split a tensor; None if every shard holds a copy (shard 0's is used).
 
     Args:
-        name: Meta's or Accessory's name of the tensor.
-        repeated: last words of layers that every shard holds whole, in addition to the usual ones.
+        repeated: last components of layers that every shard holds whole, in addition to the usual ones.
     """
     suffix = SUFFIX.search(name)
     block, _, layer = name[: suffix.start()].rpartition(".") if suffix else ("", "", "")

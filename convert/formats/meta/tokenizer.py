@@ -69,14 +69,7 @@ def without_tokenizer(vocabulary: int) -> MetaTokenizer:
 def tokenizer_for(
     path: Path | None, vocabulary: int, source: str, *, since_3_1: bool
 ) -> tuple[MetaTokenizer, list[str]]:
-    """The tokenizer at `path` with its warnings; without one, the ids of the released model of this vocabulary.
-
-    Args:
-        path: as for `load_tokenizer`; None if there is no tokenizer.
-        vocabulary: number of rows of the embedding.
-        source: name of the checkpoint, for warnings.
-        since_3_1: as for `load_tokenizer`.
-    """
+    """The tokenizer at `path` with its warnings; without one, the ids of the released model of this vocabulary size."""
     if path is None:
         return without_tokenizer(vocabulary), [
             f"`{source}` has no tokenizer; give one with `--tokenizer` if you need it"
@@ -91,10 +84,9 @@ def tokenizer_for(
 
 
 def load_tokenizer(path: Path, *, since_3_1: bool) -> MetaTokenizer:
-    """Converts the tokenizer at `path`; a folder with a `tokenizer.json` is used unchanged.
+    """Converts a `tokenizer.model`, or a folder with tokenizer files; one with a `tokenizer.json` is used unchanged.
 
     Args:
-        path: a `tokenizer.model`, or a folder with tokenizer files.
         since_3_1: whether the special tokens are those of Llama 3.1 and later (tiktoken only).
 
     Raises:

@@ -54,7 +54,7 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
 
 
 def llama_tensors(checkpoint: Checkpoint, decoder: LlamaLikeConfig) -> dict[str, LazyTensor]:
-    """The whole tensors of a Llama in Meta's names and row order; a tied head is written out.
+    """The whole tensors of a Llama in Meta's names and row order; a tied head is stored as a tensor.
 
     Raises:
         MalformedInput: missing keys, unexpected keys, or a shape mismatch.
@@ -72,16 +72,7 @@ def llama_tensors(checkpoint: Checkpoint, decoder: LlamaLikeConfig) -> dict[str,
 
 
 def check_shapes(tensors: Mapping[str, LazyTensor], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
-    """Compares the shape of every tensor with the configuration.
-
-    Args:
-        tensors: Hugging Face name to tensor.
-        shapes: name to expected shape.
-        source: name of the model's folder, for error messages.
-
-    Raises:
-        MalformedInput: lists the tensors of another shape.
-    """
+    """Raises MalformedInput, which lists the tensors whose shape differs from the expected one."""
     wrong = [f"{name} {list(tensors[name].shape)}" for name, shape in shapes.items() if tensors[name].shape != shape]
     if wrong:
         raise MalformedInput(

@@ -77,10 +77,9 @@ def is_mindformers_adapter(path: Path) -> bool:
 
 
 def open_mindformers_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -> Adapter:
-    """Opens a MindSpore checkpoint's LoRA pairs as an adapter.
+    """Opens the LoRA pairs of a MindSpore checkpoint, a file or the folder of a run, as an adapter.
 
     Args:
-        path: the file, or the folder of a run.
         base: the model to merge into. If the file holds only trained tensors, those that are not LoRA pairs replace
             tensors of the base; if it holds the whole model, they are only compared with the base.
         alpha: `lora_alpha`, if there is no YAML of the run next to the file that declares it.
@@ -250,11 +249,7 @@ def _home(name: str, family: LoraFamily) -> str | None:
 
 
 def _require_base(others: Mapping[str, LazyTensor], family: LoraFamily, base: Checkpoint, source: str) -> None:
-    """Compares the first block of each of the file's weights with the base's.
-
-    Raises:
-        InputRefused: they differ.
-    """
+    """Raises InputRefused if the first block of one of the file's weights differs from the base's."""
     for name, tensor in others.items():
         there = base.get(_home(name, family) or "")
         if there is not None and not _similar(tensor, there):

@@ -29,7 +29,7 @@ class RunConfig:
         fields: `model_config`, with the fields that the user adds.
         arch: class of the model, such as `LlamaForCausalLM`; empty where it is unknown.
         lora: `pet_config`, the LoRA settings of the run.
-        file_name: name of the YAML file next to the checkpoint; empty where the user gives the configuration.
+        file_name: of the YAML file next to the checkpoint; empty where the user gives the configuration.
     """
 
     source: str
@@ -39,11 +39,10 @@ class RunConfig:
     file_name: str = ""
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """The first of `names` that is set, a positive integer.
+        """The first of `names` that is set, a positive integer (else MalformedInput).
 
         Raises:
             InputRefused: none is set, and there is no default.
-            MalformedInput: the value is not a positive integer.
         """
         number = self.number(*names, default=default)
         limit = LAYER_LIMIT if names[0] == "num_layers" else 1 << 31
@@ -52,11 +51,10 @@ class RunConfig:
         return int(number)
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """The first of `names` that is set, a finite number (YAML 1.1 reads `1e-5` as text).
+        """The first of `names` that is set, a finite number (YAML 1.1 reads `1e-5` as text), else MalformedInput.
 
         Raises:
             InputRefused: none is set, and there is no default.
-            MalformedInput: the value is not a number.
         """
         name = next((name for name in names if self.fields.get(name) is not None), None)
         if name is None:
@@ -75,11 +73,7 @@ class RunConfig:
         return value
 
     def flag(self, name: str) -> bool:
-        """Whether a field is set and true.
-
-        Raises:
-            MalformedInput: the value is not a boolean.
-        """
+        """Whether a field is set and true; MalformedInput if it is not a boolean."""
         value = self.fields.get(name)
         if value not in (None, True, False):
             raise self._invalid(name, value)
@@ -105,10 +99,6 @@ def read_run_config(path: Path, given: Mapping[str, Any]) -> RunConfig:
     """The configuration of a checkpoint: the run's YAML next to it, if there is exactly one, and the user's fields.
 
     A complete configuration from the user (with `model`, or a `config.json`) replaces the YAML.
-
-    Args:
-        path: the checkpoint's file or folder.
-        given: fields that the user adds.
     """
     file_name, run = ("", given) if {*given} & WHOLE else _run_yaml(path)
     run = {**run, **given}

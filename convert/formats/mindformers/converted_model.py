@@ -49,7 +49,7 @@ class MindFormersFamily:
     Attributes:
         sign: matches a tensor name that only this family has.
         build: MindFormers' tensors to Hugging Face's; raises where transformers has no exact equivalent.
-        store: the way back, by `model_type`: `store(settings, tensors, source)`; raises ValueError for a wrong shape.
+        store: back, by `model_type`: `store(settings, tensors, source)`; raises ValueError for a wrong shape.
     """
 
     sign: re.Pattern[str]
@@ -60,11 +60,7 @@ class MindFormersFamily:
 
 
 def heads_of(run: RunConfig, hidden: int) -> Heads:
-    """The head sizes in the configuration.
-
-    Raises:
-        MalformedInput: they contradict the hidden size.
-    """
+    """The head sizes in the configuration; MalformedInput if they contradict the hidden size."""
     queries = run.integer("num_heads", "num_attention_heads")
     keys = run.integer(
         "n_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_query_groups", default=queries
@@ -85,11 +81,10 @@ def finish(
     config: dict[str, Any],
     head: str,
 ) -> ConvertedModel:
-    """Compares the tensors with the expected shapes, and records whether the output head is tied.
+    """Compares the tensors with the expected shapes, and records in `config` whether the output head is tied.
 
     Args:
-        run: its `tie_word_embeddings` allows a missing output head; its source is named in messages.
-        tensors: Hugging Face name to tensor.
+        run: its `tie_word_embeddings` allows a missing output head.
         shapes: every tensor of the model with its shape, in the order in which they are written.
         config: the content of `config.json`; `tie_word_embeddings` is added.
         head: name of the output head.
@@ -127,13 +122,7 @@ def _contradiction(
 
 
 def refuse_model(run: RunConfig, what: str, reason: str) -> UnsupportedInput:
-    """The error for a model that transformers cannot express exactly.
-
-    Args:
-        run: its source is named.
-        what: the kind of model.
-        reason: the difference from transformers.
-    """
+    """The error for a model (`what`) that transformers cannot express exactly; `reason` is the difference."""
     return UnsupportedInput(
         f"`{run.source}` is {what}, which has no exact equal in transformers: {reason}",
         hint="convert it with MindFormers' own `convert_weight.py --reversed` and run it with the model's own code",
@@ -141,11 +130,7 @@ def refuse_model(run: RunConfig, what: str, reason: str) -> UnsupportedInput:
 
 
 def require_embedding(run: RunConfig, embedding: LazyTensor | None) -> LazyTensor:
-    """The word embedding, [vocabulary, hidden].
-
-    Raises:
-        MalformedInput: there is none, or it is not a matrix.
-    """
+    """The word embedding, [vocabulary, hidden]; MalformedInput if there is none, or it is not a matrix."""
     if embedding is None or len(embedding.shape) != 2:
         raise MalformedInput(
             f"`{run.source}` has no embedding", hint="the checkpoint is partial, or of one pipeline stage"

@@ -1,11 +1,8 @@
-"""MindFormers' ChatGLM2 and ChatGLM3 as transformers' `glm`, which computes the same.
+"""MindFormers' ChatGLM2 and ChatGLM3 as transformers' `glm`, which computes the same; ChatGLM-6B as its published code.
 
 Source: mindformers `models/glm2/{glm2,glm2_config,glm2_transformer,glm2_modules,convert_weight}.py`. Both rotate
-neighbors in the first half of each head; since 1.5 `use_rearrange_rope` stores even rows before odd ones.
-
-MindFormers' ChatGLM-6B in the names of its published code.
-
-Source: mindformers `models/glm/{glm,glm_config,convert_reversed}.py`: only norms and the embedding have other names.
+neighbors in the first half of each head; since 1.5 `use_rearrange_rope` stores even rows before odd ones. ChatGLM-6B:
+`models/glm/{glm,glm_config,convert_reversed}.py`; only norms and the embedding have other names.
 """
 
 from __future__ import annotations
@@ -124,11 +121,6 @@ def _interleaved_pairs(name: str, tensor: LazyTensor, dim: int) -> LazyTensor:
 def store_glm(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
     """`glm` as ChatGLM3, whose queries, keys and values follow each other in all versions.
 
-    Args:
-        settings: of the model.
-        tensors: Hugging Face name to tensor.
-        source: name of the model folder.
-
     Raises:
         UnsupportedInput: a setting that ChatGLM does not have.
     """
@@ -177,7 +169,7 @@ def _shapes(config: dict[str, Any], heads: Heads) -> dict[str, tuple[int, ...]]:
 
 
 def build_chatglm_6b(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
-    """ChatGLM-6B as its own code has it.
+    """ChatGLM-6B in the names of its published code.
 
     Raises:
         UnsupportedInput: its code is not given, or the run has a prefix.

@@ -117,11 +117,6 @@ def build_bloom(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedMode
 def store_gpt2(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
     """GPT-2 with its `c_attn` split into three matrices, [out, in].
 
-    Args:
-        settings: of the model.
-        tensors: Hugging Face name to tensor.
-        source: name of the model folder.
-
     Raises:
         UnsupportedInput: a setting that MindFormers' GPT-2 does not have.
     """
@@ -139,11 +134,6 @@ def store_gpt2(settings: ModelSettings, tensors: dict[str, LazyTensor], source: 
 
 def store_bloom(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
     """BLOOM with the heads of its `query_key_value` sorted into three matrices.
-
-    Args:
-        settings: of the model.
-        tensors: Hugging Face name to tensor.
-        source: name of the model folder.
 
     Raises:
         UnsupportedInput: a setting that MindFormers' BLOOM does not have.

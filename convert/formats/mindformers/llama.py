@@ -135,7 +135,6 @@ def rope_settings(run: RunConfig, usual: float | None = 10000.0) -> dict[str, An
     """`rope_theta` and `rope_scaling`, from `theta`, `extend_method` and `scaling_factor` (`FreqsMgr`).
 
     Args:
-        run: the configuration.
         usual: the default of `theta`; None if it is required.
 
     Raises:
@@ -182,11 +181,6 @@ QKV, GATE_UP = tuple(f"linear_{one}" for one in "qkv"), ("gating", "hidden")
 def store_llama(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
     """A Llama or Qwen 2 in Llama's names, with nothing fused, so that reading needs no `qkv_layout`.
 
-    Args:
-        settings: of the model.
-        tensors: Hugging Face name to tensor.
-        source: name of the model folder.
-
     Raises:
         UnsupportedInput: a setting that MindFormers' Llama does not have.
     """
@@ -227,11 +221,6 @@ def _extension(scaling: Mapping[str, Any]) -> dict[str, Any]:
 
 def store_core(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
     """A Qwen 3 in Megatron's names, fused in its order, with a configuration in transformers' fields.
-
-    Args:
-        settings: of the model.
-        tensors: Hugging Face name to tensor.
-        source: name of the model folder.
 
     Raises:
         UnsupportedInput: a setting that MindFormers' Qwen 3 does not have.

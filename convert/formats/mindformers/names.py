@@ -160,12 +160,8 @@ def unfuse(run: RunConfig, tensors: Mapping[str, LazyTensor], heads: Heads) -> d
     """Splits the `FUSED` tensors, such as `w_qkv` (in 1.0 `w`) into `wq`, `wk` and `wv`; the others stay.
 
     Until 1.4 the parts follow each other; since 1.5 each key/value head follows its queries, and gate and up rows
-    alternate (mindformers `utils/convert_utils.py`, `qkv_concat_hf2mg`, `ffn_concat_hf2mg`), under the same names.
-
-    Args:
-        run: its `qkv_layout` decides the order of the rows where the names do not.
-        tensors: MindFormers' name to tensor.
-        heads: the sizes of the attention.
+    alternate (mindformers `utils/convert_utils.py`, `qkv_concat_hf2mg`, `ffn_concat_hf2mg`), under the same names. The
+    run's `qkv_layout` decides where the names do not.
 
     Raises:
         InputRefused: there are fused matrices, and `qkv_layout` is not given.
@@ -210,12 +206,7 @@ def layout_of(run: RunConfig, name: str) -> str:
 
 
 def split_qkv(tensor: LazyTensor, heads: Heads, layout: str) -> list[LazyTensor]:
-    """The queries, keys and values of a fused matrix or bias.
-
-    Args:
-        tensor: fused, [(queries + 2 keys) * dim, ...].
-        heads: the sizes of the attention.
-        layout: one of `LAYOUTS`.
+    """Queries, keys and values of a fused matrix or bias [(queries + 2 keys) * dim, …]; `layout` is one of `LAYOUTS`.
 
     Raises:
         ValueError: it has another number of rows.
@@ -228,11 +219,7 @@ def split_qkv(tensor: LazyTensor, heads: Heads, layout: str) -> list[LazyTensor]
 
 
 def split_gate(tensor: LazyTensor, layout: str) -> list[LazyTensor]:
-    """The gate and up rows of a fused matrix.
-
-    Raises:
-        ValueError: the number of rows is odd.
-    """
+    """The gate and up rows of a fused matrix; ValueError if the number of rows is odd."""
     count = tensor.num_rows // 2 if layout == "plain" else 1
     return [pick_rows(tensor, 2 * count, part * count, count) for part in range(2)]
 
@@ -243,9 +230,7 @@ def fuse(
     """Joins the modules `parts` of each layer into one module `whole`; the reverse of `unfuse`.
 
     Args:
-        tensors: name to tensor.
-        parts: last words of the modules' names, before `.weight` or `.bias`.
-        whole: the last words of the joined module's name.
+        parts, whole: last components of the modules' names, before `.weight` or `.bias`.
         counts: rows taken in turn from each part; None joins whole parts one after the other.
 
     Raises:

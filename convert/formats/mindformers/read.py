@@ -39,7 +39,6 @@ class Parameters:
     """The tensors of a model in MindFormers' names.
 
     Attributes:
-        tensors: name to tensor.
         warnings: for the user, one line each.
         files: number of files.
         dropped: other content of the files, one phrase each.
@@ -89,10 +88,9 @@ def _rank_files(folder: Path) -> dict[int, Path]:
 
 
 def open_parameters(path: Path, strategy: Path | None = None) -> Parameters:
-    """Opens a path for which `is_mindspore` is true; only headers are read.
+    """Opens a path for which `is_mindspore` is true; reads only headers.
 
     Args:
-        path: the file or folder.
         strategy: file or folder of the run's strategy; None: in or next to the folder.
 
     Raises:
@@ -112,11 +110,7 @@ def open_parameters(path: Path, strategy: Path | None = None) -> Parameters:
 
 
 def peek(path: Path) -> dict[str, LazyTensor]:
-    """The tensors in MindFormers' names; those of every rank if they cannot be joined.
-
-    Raises:
-        InputRefused: the headers cannot be read.
-    """
+    """The tensors in MindFormers' names (of every rank if not joinable); InputRefused if headers are unreadable."""
     try:
         return open_parameters(path).tensors
     except InputRefused:
@@ -186,7 +180,6 @@ def merge_ranks(
     """Joins the tensors of all ranks; of equal copies, the one of the lowest rank is read.
 
     Args:
-        folder: its name appears in error messages.
         shards: rank to its tensors by name.
         strategy: from `find_strategy`.
 

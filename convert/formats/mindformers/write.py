@@ -1,8 +1,7 @@
 """A model in Hugging Face names as MindFormers' files: a `.ckpt`, or rank folders and strategy, and the run's YAML.
 
-A model split among the ranks of a model-parallel MindFormers run, with the layouts for the strategy file.
-
-The axes are those of the `shard` methods in mindformers `models/*`; with `vocab_emb_dp` all ranks have the embedding.
+The axes of the ranks are those of the `shard` methods in mindformers `models/*`; with `vocab_emb_dp` all ranks have the
+embedding.
 """
 
 from __future__ import annotations
@@ -114,12 +113,7 @@ class SplitModel:
 
 
 def split_among_ranks(tensors: Mapping[str, LazyTensor], count: int, source: str) -> SplitModel:
-    """Splits the tensors among `count` ranks; the reverse of `join_ranks.merge_ranks`.
-
-    Args:
-        tensors: MindFormers' name to tensor.
-        count: number of ranks.
-        source: name of the model's folder, for error messages.
+    """Splits the tensors, in MindFormers' names, among `count` ranks; the reverse of `read.merge_ranks`.
 
     Raises:
         UsageProblem: a tensor cannot be divided among this number of ranks.
@@ -164,11 +158,7 @@ FAMILIES = (
 
 
 def family_of(tensors: Mapping[str, LazyTensor], source: str) -> MindFormersFamily:
-    """The family whose `sign` matches a tensor name.
-
-    Raises:
-        UnsupportedInput: no family matches.
-    """
+    """The family whose `sign` matches a tensor name; UnsupportedInput if none does."""
     for family in FAMILIES:
         if any(family.sign.search(name) for name in tensors):
             return family

@@ -1,12 +1,9 @@
-"""MindSpore `.ckpt` files, read lazily: first the headers, then each tensor by its position.
+"""MindSpore `.ckpt` files, read lazily (headers first, then each tensor by its position) and written as a stream.
 
 Layout (mindspore `train/checkpoint.proto`, `train/serialization.py`): a stream of `Checkpoint.value` messages, each a
 `tag` and a TensorProto of `dims`, `tensor_type` and raw little-endian `tensor_content`. Tensors over 512 MiB are split
 into messages of one tag and the same dims. `crc_check` appends `crc_num` and ten bytes, the CRC-32 of all before.
-
-MindSpore's `.ckpt` (streamed) and strategy files, written as protobuf messages.
-
-Layouts: `ckpt_file.py`, `strategy.py`, `protobuf.py`. MindSpore writes `dims` unpacked, and omits empty tensors.
+MindSpore writes `dims` unpacked, and omits empty tensors. Strategy files (`strategy.py`) are written here, too.
 """
 
 from __future__ import annotations
@@ -58,12 +55,7 @@ class TensorMessage:
 
 @dataclass(frozen=True)
 class MindSporeFile:
-    """The content of a `.ckpt`.
-
-    Attributes:
-        tensors: name to tensor, in file order.
-        warnings: for the user, one line each.
-    """
+    """The tensors of a `.ckpt` in file order, and warnings for the user, one line each."""
 
     tensors: dict[str, LazyTensor]
     warnings: tuple[str, ...] = ()

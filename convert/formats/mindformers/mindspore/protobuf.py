@@ -27,11 +27,9 @@ class Field:
     """One field of a message.
 
     Attributes:
-        number: the field's number in its message.
         wire: `VARINT`, `FIXED64`, `BYTES` or `FIXED32`.
         value: the number of a `VARINT`, unsigned; 0 otherwise.
-        start: position of the payload in the file.
-        stop: position after the payload.
+        start, stop: position of the payload in the file, and the position after it.
     """
 
     number: int
@@ -65,11 +63,7 @@ class ProtobufFile:
         self._file.close()
 
     def bytes(self, start: int, stop: int) -> bytes:
-        """The bytes from `start` to `stop`.
-
-        Raises:
-            MalformedInput: the file ends before `stop`.
-        """
+        """The bytes from `start` to `stop`; MalformedInput if the file ends before."""
         low = start - self._window_start
         if low < 0 or low + stop - start > len(self._window):
             self._file.seek(start)
@@ -129,11 +123,7 @@ class ProtobufFile:
         return values
 
     def text(self, field: Field, limit: int) -> str:
-        """The printable text of one field.
-
-        Raises:
-            MalformedInput: it is not printable text, or longer than `limit` bytes.
-        """
+        """The printable text of one field; MalformedInput if it is something else or longer than `limit` bytes."""
         if field.wire != BYTES or field.stop - field.start > limit:
             self.refuse(f"has no valid name at byte {field.start}")
         try:

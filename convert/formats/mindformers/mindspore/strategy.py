@@ -93,12 +93,7 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class Strategy:
-    """The layouts of a run.
-
-    Attributes:
-        path: the file or folder they are from.
-        layouts: parameter name to layout.
-    """
+    """Parameter name to layout, from the strategy file or folder `path`."""
 
     path: Path
     layouts: Mapping[str, ParallelLayout]
@@ -108,7 +103,6 @@ def find_strategy(folder: Path, given: Path | None = None) -> Strategy | None:
     """The layouts of all strategy files in or next to a folder of ranks; None if there are none.
 
     Args:
-        folder: of the ranks.
         given: a strategy file, of one rank or merged from all stages, or a folder of them, to use instead.
 
     Raises:
