@@ -38,25 +38,17 @@ def leave_current_folder() -> None:
 
 
 def child_environment(**variables: str) -> dict[str, str]:
-    """The environment of a program that llmconv starts: no Python in it imports from the current folder.
-
-    Args:
-        variables: to set as well.
-    """
+    """The environment of a child program, with `variables` added; no Python in it imports from the current folder."""
     named = os.pathsep.join(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)
     found = {**os.environ, "PYTHONPATH": named, "PYTHONSAFEPATH": "1", **variables}
     return found if named else {name: value for name, value in found.items() if name != "PYTHONPATH"}
 
 
 def parse_interpreters(given: str | Sequence[str], known: Collection[str]) -> dict[str, str]:
-    """Paths by name.
-
-    Args:
-        given: `NAME=PATH`, once or several times.
-        known: the names that an interpreter can be given for.
+    """Paths by name, from `NAME=PATH` given once or several times.
 
     Raises:
-        UsageProblem: not of this form, or an unknown name.
+        UsageProblem: not of this form, or a name that is not in `known`.
     """
     found = {}
     for text in [given] if isinstance(given, str) else given:
@@ -70,11 +62,5 @@ def parse_interpreters(given: str | Sequence[str], known: Collection[str]) -> di
 
 
 def script_command(interpreter: str, script: Path, *arguments: object) -> list[str]:
-    """The command that runs a script.
-
-    Args:
-        interpreter: path of a Python.
-        script: path of the script.
-        arguments: of the script.
-    """
+    """The command that runs a script with a Python interpreter."""
     return [interpreter, "-c", START, *map(str, (script, *arguments))]

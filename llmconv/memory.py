@@ -23,10 +23,8 @@ def available_memory(mapped: bool = False) -> int | None:
     """Bytes that this process can allocate before it fails or is killed; None if unknown.
 
     The minimum of the machine's (`MemAvailable` of proc_meminfo(5)), of the control groups' (cgroups(7)) and of the
-    process's own limits (getrlimit(2)).
-
-    Args:
-        mapped: only the limit of the address space, `RLIMIT_AS`, which includes mapped files.
+    process's own limits (getrlimit(2)); with `mapped`, only the limit of the address space, `RLIMIT_AS`, which includes
+    mapped files.
     """
     own = [_own("RLIMIT_AS", "VmSize")] if mapped else [_own("RLIMIT_DATA", "VmData"), _machine(), *_groups()]
     found = [size for size in own if size is not None]
@@ -115,14 +113,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def raise_if_out_of_memory(error: BaseException, where: str) -> None:
-    """For errors of other libraries, before they are reported as problems of the input.
+    """Raises OutOfMemory if an error of another library means that memory ran out; `where` is for the message.
 
-    Args:
-        error: of a library.
-        where: for the message, such as "while the model was loaded".
-
-    Raises:
-        OutOfMemory: the error means that memory ran out.
+    Called before such errors are reported as problems of the input.
     """
     if is_out_of_memory(error):
         raise OutOfMemory(f"memory ran out {where}", hint=HINT) from error
@@ -130,11 +123,7 @@ def raise_if_out_of_memory(error: BaseException, where: str) -> None:
 
 @contextmanager
 def reporting_out_of_memory(where: str) -> Iterator[None]:
-    """Turns errors inside that mean that memory ran out into OutOfMemory.
-
-    Raises:
-        OutOfMemory: for such an error.
-    """
+    """Turns errors inside that mean that memory ran out into OutOfMemory."""
     try:
         yield
     except OutOfMemory:

@@ -42,11 +42,7 @@ Module = tuple[str, ...]
 
 
 def auto_map(fields: Mapping[str, Any]) -> dict[str, str]:
-    """The classes that `auto_map` names, by transformers' auto class; of a pair of tokenizers the fast one.
-
-    Args:
-        fields: content of `config.json` or `tokenizer_config.json`.
-    """
+    """The classes that `auto_map` names, by transformers' auto class; of a pair of tokenizers the fast one."""
     found = fields.get(AUTO_MAP)
     found = {TOKENIZER_CLASS: found} if isinstance(found, list) else found  # transformers 4.20 wrote the pair alone
     named = found.items() if isinstance(found, Mapping) else ()
@@ -71,46 +67,27 @@ def references(*configs: Mapping[str, Any]) -> list[str]:
 
 
 def holds(folder: Path, names: Iterable[str]) -> bool:
-    """Whether a folder has the module of every class.
-
-    Args:
-        folder: the model's folder.
-        names: such as `modeling_x.XForCausalLM`.
-    """
+    """Whether a folder has the module of every class, such as `modeling_x.XForCausalLM`."""
     found = [REFERENCE.fullmatch(name) for name in names]
     return all(one and _file_of(folder, tuple(one["module"].split("."))) for one in found)
 
 
 def has_code(config: Mapping[str, Any], side_files: Mapping[str, bytes]) -> bool:
-    """Whether the configuration of a model or its tokenizer refers to code.
-
-    Args:
-        config: content of `config.json`.
-        side_files: name to content.
-    """
+    """Whether the configuration of a model or its tokenizer refers to code."""
     return bool(references(config, _tokenizer_config(side_files)))
 
 
 def code_of(folder: Path, config: Mapping[str, Any], side_files: Mapping[str, bytes]) -> dict[str, bytes]:
     """The Python files of a model, by relative path; empty if its configurations name none.
 
-    Args:
-        folder: where the files are.
-        config: content of `config.json`.
-        side_files: name to content; `tokenizer_config.json` may name classes, too.
-
-    Raises:
-        MalformedInput: as `collect_code`.
+    `side_files` is name to content; `tokenizer_config.json` may name classes, too. Raises MalformedInput as
+    `collect_code`.
     """
     return collect_code(folder, references(config, _tokenizer_config(side_files)))
 
 
 def collect_code(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """The Python files of the named classes and of everything that these import relatively, by relative path.
-
-    Args:
-        folder: the model's folder.
-        names: such as `modeling_x.XForCausalLM`.
+    """The Python files of classes such as `modeling_x.XForCausalLM`, and of their relative imports, by relative path.
 
     Raises:
         MalformedInput: a name refers to another repository or place; a file is missing, too large, a link out of the
@@ -131,12 +108,7 @@ def collect_code(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
 
 
 def missing_class(folder: Path, name: str) -> MalformedInput:
-    """The error for a class that is not in the folder, or in another repository.
-
-    Args:
-        folder: the model's folder.
-        name: as `auto_map` has it.
-    """
+    """The error for a class of `auto_map` that is not in the folder, or in another repository."""
     repository, separated, rest = name.partition(REPOSITORY)
     if separated:
         return MalformedInput(

@@ -12,16 +12,13 @@ T = TypeVar("T")
 
 
 def plugins(package: str, constant: str, kind: type[T], inside: str = "") -> dict[str, T]:
-    """Collects one constant from every module of a package.
+    """Collects one constant from every module of a package, by name of the module, sorted.
 
     Args:
         package: dotted name of the package.
         constant: name of the constant; modules without it are left out.
         kind: type of the constant.
         inside: for an entry that is a package, the module in it that defines the constant.
-
-    Returns:
-        Name of the module to its constant, sorted by name.
     """
     found: dict[str, T] = {}
     for entry in sorted(pkgutil.iter_modules(importlib.import_module(package).__path__), key=lambda each: each.name):

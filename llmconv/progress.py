@@ -89,15 +89,7 @@ def warn_all(warnings: Iterable[str]) -> None:
 
 @contextmanager
 def bytes_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar.
-
-    Args:
-        title: next to the bar.
-        total: in bytes.
-
-    Yields:
-        A function that advances the bar by a number of bytes.
-    """
+    """Shows a progress bar of `total` bytes; yields a function that advances it by a number of bytes."""
     if not _is_shown():
         yield lambda count: None
         return
@@ -113,11 +105,7 @@ def bytes_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def step(name: str) -> Iterator[None]:
-    """Names what runs for seconds, in the last line of a terminal; the line is removed at the end.
-
-    Args:
-        name: such as `loading torch`.
-    """
+    """Shows what runs for seconds, such as `loading torch`, in the last line of a terminal; removes it at the end."""
     outer = "".join(_shown)
     status(f"{name} …")
     try:

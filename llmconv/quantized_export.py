@@ -41,12 +41,7 @@ def source_of(folder: Path) -> str:
 
 
 def export_again(folder: Path, more: str = "") -> str:
-    """The command that makes such a folder again.
-
-    Args:
-        folder: of quantized graphs.
-        more: options that it lacks.
-    """
+    """The command that makes a folder of quantized graphs again, with the options `more` that it lacks."""
     options = _export_step(folder).get("options")
     quant = options.get("quant") if isinstance(options, dict) else None
     preset = f"--quant {quant}" if isinstance(quant, str) and PRESET.fullmatch(quant) else ""
@@ -54,12 +49,7 @@ def export_again(folder: Path, more: str = "") -> str:
 
 
 def refused_export(folder: Path, more: str = "") -> UnsupportedInput:
-    """The error for a folder of quantized graphs in place of a model.
-
-    Args:
-        folder: of the graphs.
-        more: options for the command that the hint has.
-    """
+    """The error for a folder of quantized graphs in place of a model; `more` has options for the hint's command."""
     source = source_of(folder)
     named = f" (its manifest names `{source}`)" if source else ""
     return UnsupportedInput(

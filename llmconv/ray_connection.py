@@ -21,10 +21,7 @@ SECONDS = 30
 def connected(option: str) -> Iterator[Any]:
     """The module `ray`, connected to the cluster of `RAY_ADDRESS`, else to one of this machine, else to a new one.
 
-    A connection that the caller has made is used, and kept.
-
-    Args:
-        option: what needs it, for messages.
+    A connection that the caller has made is used, and kept. `option` is what needs ray, for messages.
 
     Raises:
         UnsupportedInput: ray is not installed.

@@ -20,11 +20,7 @@ RANGE = f"transformers {'.'.join(map(str, OLDEST))} or newer, below {'.'.join(ma
 
 
 def require_platform() -> None:
-    """Refuses Windows, where files cannot be locked and replaced as llmconv requires.
-
-    Raises:
-        UnsupportedInput: the platform is Windows.
-    """
+    """Raises UnsupportedInput on Windows, where files cannot be locked and replaced as llmconv requires."""
     if sys.platform == "win32":
         raise UnsupportedInput(
             "llmconv does not run on native Windows", hint="run it in the Windows Subsystem for Linux (`wsl --install`)"
@@ -52,11 +48,7 @@ def require_transformers() -> None:
 def unusable_package(error: ImportError) -> UnsupportedInput | None:
     """The refusal to run without a package that llmconv requires, or with a package that does not load.
 
-    Args:
-        error: of an import.
-
-    Returns:
-        None for an error that llmconv raised itself about any other package, or that a model's own code raised.
+    None for an error that llmconv raised itself about any other package, or that a model's own code raised.
     """
     cause = _first_cause(error)
     module, raising = (cause.name or "").partition(".")[0], _raising_package(cause)

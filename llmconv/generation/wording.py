@@ -149,7 +149,7 @@ class PlannedText:
         embeddings: computes embeddings in place of those of some tokens; None for none.
         cut_tokens: number of tokens that were cut from the prompt.
         sequence: which continuation of this prompt, from 0.
-        sample: number of its random generator among those of equal prompts; of a beam search, the rank of its beam.
+        sample: number of its random generator among those of equal prompts; in a beam search, the rank of its beam.
         problem: why the prompt is too long; None if it fits.
         inputs: values of the model's extra inputs by name.
     """
@@ -173,19 +173,12 @@ def encode_all(
 ) -> list[PlannedText]:
     """The texts to generate: `count` per prompt, in the order of the prompts.
 
-    Equal prompts have random generators of different numbers, so that their samples differ; the number depends on the
-    equal prompts before it alone, and not on the others or on the batches.
-
-    Args:
-        model: encodes the prompts.
-        prompts: texts and chats.
-        wording: how they become tokens.
-        settings: limit the length.
-        count: number of continuations per prompt.
+    Equal prompts have random generators of different numbers, so that their samples differ; the number depends only on
+    the equal prompts before it, not on other prompts or on the batches.
 
     Raises:
         InputRefused: a prompt has no tokens, or all of them are too long.
-        UsageProblem: see `Wording.cut`.
+        UsageProblem: as `Wording.cut`.
     """
     numbers = range(1, len(prompts) + 1)
     whole, refused = [], dict[int, InputRefused]()
@@ -224,7 +217,6 @@ def several(
 
     Args:
         prompts: tokens of each prompt.
-        count: number of continuations per prompt.
         settings: of a beam search, the samples are ranks.
         others: what else makes prompts different; empty for nothing.
     """

@@ -38,7 +38,7 @@ class ArrayCache:
 
 @dataclass(frozen=True)
 class CacheEdit:
-    """A change of a cache, see `rows_of`, `cut` and `moved_right`.
+    """A change of a cache by `rows_of`, `cut` or `moved_right`.
 
     Attributes:
         kind: one of `EDITS`.
@@ -102,7 +102,7 @@ def moved_right(cache: Cache, shifts: Sequence[int], virtual: int = 0) -> Cache:
     Such a row can be continued like a prompt with that much padding on the left.
 
     Args:
-        cache: a cache of one row, see `can_be_cut`.
+        cache: a cache of one row for which `can_be_cut` holds.
         shifts: tokens, 0 or more, per row of the result.
         virtual: number of first tokens that are not shifted.
     """

@@ -25,12 +25,7 @@ HINT = "`--calibrate` takes a plain text file, or the word `default` for the tex
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """A plain text.
-
-    Attributes:
-        name: of its file, or `default`.
-        content: the text.
-    """
+    """A plain text; `name` is that of its file, or `default`."""
 
     name: str
     content: str

@@ -86,7 +86,7 @@ def length_switch(config: Mapping[str, Any]) -> LengthSwitch | None:
     """Where a language model with `longrope` or `dynamic` rotary embeddings changes its frequencies; None for others.
 
     Args:
-        config: the fields of `config.json`, see `language_config`.
+        config: the fields of `config.json`, as from `language_config`.
     """
     declared, found = _declared(config), []
     for one, _ in _rotary(config):

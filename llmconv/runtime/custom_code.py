@@ -38,10 +38,6 @@ def uses_custom_code(fields: Mapping[str, Any], trusted: bool) -> bool:
 
     Without trust, transformers builds the model if it knows the `model_type`.
 
-    Args:
-        fields: content of `config.json`.
-        trusted: whether custom code may run.
-
     Raises:
         UnsupportedInput: only custom code can build the model, and it is not trusted.
     """
@@ -99,11 +95,7 @@ def tokenizer_reference(folder: Path) -> str:
 
 @contextmanager
 def custom_code_errors(folder: Path | None) -> Iterator[None]:
-    """Context that converts exceptions of a folder's custom code; with None, exceptions pass unchanged.
-
-    Raises:
-        UnsupportedInput: the code raised an exception.
-    """
+    """Context that turns exceptions of a folder's custom code into UnsupportedInput; with None, they pass unchanged."""
     try:
         yield
     except LlmconvError:
@@ -152,12 +144,10 @@ def _load(folder: Path, package: str, reference: str) -> Any:
 def _package(folder: Path, names: Iterable[str]) -> str:
     """Registers the folder as a package, so that its modules can import each other; one package per content.
 
-    Args:
-        folder: the model's folder.
-        names: the classes whose files, with all that they import, are the content.
+    The content is the files of the classes `names`, with all that they import.
 
     Raises:
-        MalformedInput: a file is missing, or is not one that may be read; see `collect_code`.
+        MalformedInput: as `collect_code`.
     """
     content = hashlib.sha256(str(folder.resolve()).encode())
     for name, text in collect_code(folder, names).items():

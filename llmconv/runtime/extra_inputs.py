@@ -219,12 +219,7 @@ def _problem(extra: ExtraInput) -> str:
 def resolved_inputs(extras: Iterable[ExtraInput], config: Any) -> dict[str, ExtraInput]:
     """The inputs of a model by name, with numbers as sizes; without those that have one valid value only.
 
-    Args:
-        extras: those of the family.
-        config: a transformers config.
-
-    Raises:
-        UnsupportedInput: see `ExtraInput.resolved`.
+    Raises UnsupportedInput as `ExtraInput.resolved`.
     """
     found = [extra.resolved(config) for extra in extras]
     return {extra.name: extra for extra in found if not extra.is_fixed}
@@ -232,10 +227,6 @@ def resolved_inputs(extras: Iterable[ExtraInput], config: Any) -> dict[str, Extr
 
 def require_parameters(forward: Callable[..., Any], names: Collection[str]) -> None:
     """Checks that a model's `forward` takes the extra inputs, and needs no others.
-
-    Args:
-        forward: the model's `forward`.
-        names: of the inputs.
 
     Raises:
         UnsupportedInput: it lacks a parameter, or needs another; the message has its name.

@@ -44,7 +44,7 @@ class ExtraValues:
             start: index in `whole` of the first new token of `call`.
 
         Raises:
-            UnsupportedInput: see `ExtraInput.value`.
+            UnsupportedInput: as `ExtraInput.value`.
             UsageProblem: a given array has another dtype or shape.
         """
         return {name: self._value(name, extra, call, whole or call, start) for name, extra in self.inputs.items()}
@@ -55,14 +55,7 @@ class ExtraValues:
         return any(bool(self.inputs[name].both_ways) and bool(array.any()) for name, array in self.given.items())
 
     def require_whole(self, most: int) -> None:
-        """Refuses to divide a call whose tokens attend to later ones.
-
-        Args:
-            most: number of tokens that run together.
-
-        Raises:
-            InputRefused: they do.
-        """
+        """Raises InputRefused for a call whose tokens attend to later ones; `most` is the number that run together."""
         if self.both_ways:
             raise InputRefused(
                 f"tokens of images attend to later ones, and these graphs read {most} tokens at a time",
@@ -82,7 +75,6 @@ def part(extra: ExtraInput, array: Array, call: ModelCall, start: int) -> Array:
     """The values of an input in one of several consecutive calls.
 
     Args:
-        extra: the input.
         array: its values in all the calls together.
         call: the one call.
         start: index of its first new token among the new tokens of all calls.
@@ -95,13 +87,7 @@ def part(extra: ExtraInput, array: Array, call: ModelCall, start: int) -> Array:
 
 
 def grown(extra: ExtraInput, array: Array, sizes: Mapping[str, int]) -> Array:
-    """An array with larger symbolic axes: rows are copies of the first row, other places are 0.
-
-    Args:
-        extra: the input.
-        array: its value.
-        sizes: the new sizes of symbolic axes.
-    """
+    """The value of an input with larger symbolic axes: rows are copies of the first row, other places are 0."""
     shape = [
         sizes.get(axis, size) if isinstance(axis, str) else size
         for axis, size in zip(extra.axes, array.shape, strict=True)

@@ -13,12 +13,7 @@ from llmconv.tensors import Array
 
 @dataclass(frozen=True)
 class GivenInputs:
-    """The values of one prompt.
-
-    Attributes:
-        tokens: number of tokens of the prompt.
-        values: arrays by name, without the axis of the batch.
-    """
+    """The values of one prompt of `tokens` tokens: arrays by name, without the axis of the batch."""
 
     tokens: int
     values: Mapping[str, Array] = field(default_factory=dict)

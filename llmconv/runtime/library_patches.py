@@ -101,11 +101,7 @@ def load_tensors(model: Any, tensors: Mapping[str, Any], dtype: torch.dtype) -> 
 
 
 def loaded_names(model: Any, stored: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """How `load_tensors` maps names of a checkpoint to names of the model (5.16 to 5.23).
-
-    Args:
-        model: a transformers model.
-        stored: names of the tensors of its checkpoint.
+    """How `load_tensors` maps the names of a checkpoint's tensors to names of the model (5.16 to 5.23).
 
     Returns:
         The stored names by each name of the model (for a converter with several results, only the first), and the

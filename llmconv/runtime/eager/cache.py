@@ -99,10 +99,9 @@ def keeps_states(config: Any) -> bool:
 
 
 def restore(cache: Any, name: str, tensor: torch.Tensor) -> None:
-    """Stores a tensor of another runner's cache under its output name.
+    """Stores a tensor of another runner's cache in a DynamicCache, in place; keys must come before values.
 
     Args:
-        cache: a DynamicCache, changed in place; keys come before values.
         name: output name such as `present.0.key`.
         tensor: [batch, kv_heads, length, head_dim], or a state [batch, ...].
     """

@@ -18,11 +18,7 @@ from llmconv.tensors import Array
 
 
 def image_token(config: Any) -> int:
-    """The placeholder token whose embeddings the features of images replace.
-
-    Args:
-        config: the whole model's transformers config.
-    """
+    """The placeholder token whose embeddings the features of images replace."""
     return int(config.image_token_id)
 
 
@@ -32,10 +28,9 @@ def family_of(runner: EagerRunner) -> ImageFamily | None:
 
 
 def image_features(runner: EagerRunner, given: Given) -> Features:
-    """Features of images as the whole model computes them, with all that it does to them before it places them.
+    """Features of images as the whole multimodal model computes them, with all that it does before it places them.
 
     Args:
-        runner: a multimodal model.
         given: what the processor made of the images of one prompt; what the model does not take is left out.
     """
     owner = runner.model if hasattr(runner.model, "get_image_features") else runner.model.model
@@ -58,10 +53,9 @@ def _rows(parts: Any) -> Array:
 
 
 def prefill_images(runner: EagerRunner, input_ids: Array, attention_mask: Array, given: Given) -> Step:
-    """Runs prompts with images as transformers does, in one call of the whole model.
+    """Runs prompts with images as transformers does, in one call of the whole multimodal model.
 
     Args:
-        runner: a multimodal model.
         input_ids: int64 [batch, tokens], with a placeholder token for each feature.
         attention_mask: int64 [batch, tokens], 0 for padding.
         given: what the processor made of the images of all prompts, in the order of the placeholders.
@@ -78,14 +72,10 @@ def prefill_images(runner: EagerRunner, input_ids: Array, attention_mask: Array,
 
 
 def positions_after_images(runner: EagerRunner, position_ids: Array) -> Array | None:
-    """Positions of tokens after the prompts of the last `prefill_images`, as transformers counts them on.
+    """Positions, int64 [3, batch, tokens], of tokens after the prompts of the last `prefill_images`.
 
-    Args:
-        runner: a multimodal model.
-        position_ids: of the tokens without images, int64 [batch, tokens].
-
-    Returns:
-        int64 [3, batch, tokens]; None in a family without positions on several axes.
+    They are as transformers counts them; None in a family without positions on several axes. `position_ids`, int64
+    [batch, tokens], are those without images.
     """
     deltas = getattr(getattr(runner.model, "model", None), "rope_deltas", None)
     return None if deltas is None else np.repeat((position_ids + deltas.cpu().numpy())[None], AXES, axis=0)

@@ -71,13 +71,7 @@ class LimitMargins:
         self._scope, self._number = scope, 0
 
     def see(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Observes an operator before it runs.
-
-        Args:
-            operator: an overload such as `aten.clamp.default`.
-            args: its positional arguments; the first is the value.
-            kwargs: its keyword arguments.
-        """
+        """Observes an operator, such as `aten.clamp.default`, before it runs; its first argument is the value."""
         packet = getattr(operator, "overloadpacket", None)
         if packet is aten.tanh:
             limits: Iterable[tuple[str, float]] = [("tanh", TANH_LINEAR)]
@@ -121,12 +115,9 @@ LOW_FLOATS = {torch.float32, torch.float16, torch.bfloat16}
 
 
 class Float64Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces casts to lower floats with casts to float64.
+    """Replaces casts to lower floats with casts to float64; `margins` observes every operator.
 
     `model.double()` alone does not compute in float64: norms, rotary tables and softmax cast to float32.
-
-    Args:
-        margins: observes every operator.
     """
 
     def __init__(self, margins: LimitMargins | None = None) -> None:

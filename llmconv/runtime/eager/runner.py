@@ -4,10 +4,9 @@ It shares no code with the exporter: transformers' eager attention and DynamicCa
 recurrent state, several tokens after a past are computed by running all tokens again: some scans of transformers
 (Mamba's) start from zeros whatever the cache contains.
 
-Values that a model's own code computes while it is built, such as rotary tables: transformers 5 loses them.
-
-It builds every model on the meta device and then loads the weights. What is not among the weights (buffers that are not
-persistent, plain tensors) is left without content, except in transformers' own classes, which compute it again.
+transformers 5 builds every model on the meta device and then loads the weights. What is not among the weights (buffers
+that are not persistent, plain tensors, such as rotary tables) is left without content, except in transformers' own
+classes, which compute it again; `restore_computed_values` does so for a model's own code.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class EagerRunner(Runner):
         factors: scales the weights while they are read.
         like: the same model in float32; its weights are copied instead of read again.
         device: torch's name of the device.
-        skipped: names of layers that are left out, see `skipped_layers`.
+        skipped: names of layers that are left out by `skip_layers`.
         extra_inputs: extra inputs of the family.
         adapter: folder of a PEFT adapter, which PEFT applies without merging.
 
@@ -217,11 +216,7 @@ class EagerRunner(Runner):
         tensors: Mapping[str, Any],
         stored: Mapping[str, LazyTensor],
     ) -> Any:
-        """The model with a folder's config and the given tensors by their stored names.
-
-        Raises:
-            MalformedInput: they are not the tensors of the model, see `require_loaded`.
-        """
+        """The model with a folder's config and the given tensors by their stored names; raises as `require_loaded`."""
         if self._code:
             config_class, source = custom_classes(self._code, fields)
             config = config_class.from_pretrained(folder)
@@ -359,11 +354,9 @@ class EagerRunner(Runner):
         return {name: t.to(self.model.dtype) if t.is_floating_point() else t for name, t in found.items()}
 
     def call(self, inputs: Mapping[str, Array], cache: Any) -> torch.Tensor:
-        """Runs the model, extends a cache and returns the logits.
+        """Runs the model, extends a transformers cache (None to keep none) and returns the logits.
 
-        Args:
-            inputs: by name; floats are cast to the model's precision.
-            cache: of transformers; None to keep none.
+        Floats among `inputs` are cast to the model's precision.
         """
         tensors = self.tensors(inputs)
         added = self.deepstacked(tensors.pop(DEEPSTACK.name, None))
@@ -409,11 +402,7 @@ def single_torch_thread() -> Iterator[None]:
 
 
 def restore_computed_values(model: Any) -> None:
-    """Gives a loaded model the values that its class computes; the class is built once more, without weights.
-
-    Args:
-        model: of custom code, as `from_pretrained` returns it; changed in place.
-    """
+    """Gives a loaded model of custom code the values that its class computes, in place; builds it without weights."""
     with _weights_on_meta():
         built = type(model)(copy.deepcopy(model.config))
     loaded = dict(model.named_modules())
@@ -452,11 +441,7 @@ def _weights_on_meta() -> Iterator[None]:
 
 
 def require_device(name: str) -> torch.device:
-    """A device of this machine by torch's name.
-
-    Raises:
-        UsageProblem: torch does not have it.
-    """
+    """A device of this machine by torch's name; raises UsageProblem if torch does not have it."""
     try:  # a build without CUDA raises AssertionError, without MPS or XLA NotImplementedError
         probe = torch.zeros(1, device=name)
         probe.item()  # the device `meta` has no numbers
@@ -508,10 +493,9 @@ def layer_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 @contextmanager
 def added_after_layers(layers: Sequence[nn.Module], features: Tensor | None) -> Iterator[None]:
-    """Context in which the first layers add features to their outputs.
+    """Context in which the first layers of a decoder add features to their outputs.
 
     Args:
-        layers: of the decoder, in order.
         features: float [batch, tokens, count * hidden], those of the first layer first; None for none.
     """
     with ExitStack() as hooks:
@@ -528,10 +512,8 @@ def _add(part: Tensor, layer: nn.Module, given: Any, output: Tensor) -> Tensor:
 
 
 def deepstacked(model: Any, features: Tensor | None) -> AbstractContextManager[None]:
-    """Context in which features of images reach the first layers; transformers takes none after the tower.
+    """Context in which features of images (as for `added_after_layers`) reach the first layers.
 
-    Args:
-        model: a multimodal model of transformers.
-        features: see `added_after_layers`; None for none.
+    transformers takes none after the tower.
     """
     return nullcontext() if features is None else added_after_layers(model.model.language_model.layers, features)

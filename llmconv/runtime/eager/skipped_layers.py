@@ -17,11 +17,10 @@ HINT = "run `llmconv verify --method whole`"
 
 
 def skip_layers(layers: Mapping[str, torch.nn.Module], skipped: Collection[str]) -> None:
-    """Replaces layers of a model in place.
+    """Replaces the layers `skipped` of a model in place.
 
     Args:
         layers: all layers by name, in order; the first is not skipped.
-        skipped: names of those to skip.
 
     Raises:
         UnsupportedInput: when the model runs, if a layer returns no hidden state.
@@ -56,7 +55,6 @@ class SkippedLayer:
     """The forward pass of a skipped layer.
 
     Args:
-        name: of the layer.
         results: of the last layer that was not skipped, for the form of what is returned.
     """
 

@@ -94,13 +94,7 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path, dtype: torch.dtype, factors: ScaleFactors | None = None) -> dict[str, StoredTensor]:
-    """The weights of a folder by name.
-
-    Args:
-        folder: a Hugging Face folder with safetensors weights.
-        dtype: dtype requested for the model.
-        factors: scales the tensors; None for no scaling.
-    """
+    """The safetensors weights of a folder by name, for a model of a requested dtype, scaled by `factors`."""
     found = {name: tensor for name, tensor in open_weights(folder).items() if isinstance(tensor, FileTensor)}
     files = {tensor.path for tensor in found.values()}
     opened: dict[Path, Any] = {path: safe_open(path, "pt", device="cpu", backend="pread") for path in files}
@@ -128,7 +122,7 @@ BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.ro
 def require_loaded(model: Any, report: Mapping[str, Any], stored: Mapping[str, LazyTensor], folder: Path) -> None:
     """Requires that a model consists of the folder's weights, and these are all of its modules' weights.
 
-    Tensors of modules that the model does not have, such as a vision tower beside a language model, may be left over.
+    Tensors of modules that the model does not have, such as the vision tower of a language model, may be left over.
 
     Args:
         model: from `from_pretrained`.
@@ -181,12 +175,7 @@ def _starts(module: str) -> list[int]:
 
 
 def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Pattern of the names of the tensors that `from_pretrained` loads in float32 in a model of another dtype.
-
-    Args:
-        model: of transformers, on any device.
-        dtype: of the model.
-    """
+    """Pattern of the names of the tensors that `from_pretrained` loads in float32 in a model of another dtype."""
     plan = model._get_dtype_plan(dtype)
     found: re.Pattern[str] | None = build_glob_alternation(list(plan))[0] if plan else None
     return found

@@ -30,11 +30,9 @@ from llmconv.tensors import FLOATS, Array, LazyTensor
 
 @dataclass(frozen=True)
 class TorchCache:
-    """transformers' cache, which the next call extends in place: only the cache of the latest step can be continued.
+    """transformers' DynamicCache, which the next call extends in place: only the latest step's cache can be continued.
 
-    Attributes:
-        cache: a DynamicCache.
-        length: number of tokens, padding included.
+    `length` is the number of tokens, padding included.
     """
 
     cache: Any
@@ -59,14 +57,12 @@ class TorchRunner(EagerRunner):
     """The model with the default attention of transformers.
 
     Args:
-        folder: a Hugging Face folder.
         dtype: `auto` for the dtype of the weights, or a float type by name.
-        code: see `EagerRunner`.
+        code: as for `EagerRunner`.
         adapter: folder of a PEFT adapter, which is applied without merging.
         tensors: the weights in place of those in the folder, by the same names.
         threads: number of torch threads in this process; 0 for no change.
         device: torch's name of the device.
-        extra_inputs: extra inputs of the family.
 
     Raises:
         InputRefused: transformers cannot load the folder, or PEFT the adapter.
@@ -167,9 +163,6 @@ class GivenModel(TorchRunner):
 def require_causal_model(model: Any) -> PreTrainedModel:
     """A causal language model of transformers; of PEFT's model around one, the model with the adapter in its layers.
 
-    Args:
-        model: a torch module.
-
     Raises:
         UsageProblem: it is something else, has a tuned prefix, or lacks its weights.
     """
@@ -194,11 +187,7 @@ def require_causal_model(model: Any) -> PreTrainedModel:
 
 
 class ComputedTensor:
-    """A tensor that is computed when it is sliced.
-
-    Args:
-        tensor: the tensor, in any dtype that torch has under the same name.
-    """
+    """A tensor that is computed when it is sliced, in any dtype that torch has under the same name."""
 
     def __init__(self, tensor: LazyTensor) -> None:
         self._tensor = tensor

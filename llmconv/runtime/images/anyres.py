@@ -36,12 +36,7 @@ class AnyresImages(ImageFamily):
             yield {PIXEL_VALUES: pixels[: height * width + 1]}
 
     def rows(self, outputs: Sequence[Given], given: Given) -> Array:
-        """Features, float [tokens, hidden], in the order of their placeholder tokens.
-
-        Args:
-            outputs: of the vision graph by name, for each image.
-            given: see `runs`.
-        """
+        """Features, float [tokens, hidden], in the order of their placeholder tokens."""
         sizes = np.asarray(given[IMAGE_SIZES]).tolist()
         packed = [
             self.packed(one[IMAGE_FEATURES], one[NEWLINE][0], size, grid)
@@ -68,10 +63,9 @@ class AnyresImages(ImageFamily):
         return np.concatenate([tiles[0], np.concatenate([whole, ends], axis=1).reshape(-1, len(newline))])
 
     def shrunk(self, features: Array, side: int) -> Array:
-        """Features [rows, columns, hidden], resized if the model limits their number.
+        """Features [rows, columns, hidden] of an image without padding, resized if the model limits their number.
 
         Args:
-            features: of the image without padding.
             side: rows of a tile.
         """
         return features
@@ -149,12 +143,9 @@ class OneVisionImages(AnyresImages):
 
 
 def resize_bilinear(features: Array, height: int, width: int) -> Array:
-    """Features resized without aligned corners and without a filter, float [height, width, hidden].
+    """Features [rows, columns, hidden] resized without aligned corners and without a filter to [height, width, hidden].
 
-    Args:
-        features: float [rows, columns, hidden].
-        height: of the result, 1 or more.
-        width: of the result, 1 or more.
+    All float; `height` and `width` are 1 or more.
     """
     return _resized(_resized(features, 0, height), 1, width).astype(features.dtype)
 
@@ -173,11 +164,9 @@ def _resized(features: Array, axis: int, size: int) -> Array:
 
 
 def best_resolution(size: Sequence[int], grids: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """The height and width of `grids` that keep most of an image, and then waste least; transformers' function.
+    """The (height, width) of `grids` that keeps most of an image, then wastes least; transformers' function.
 
-    Args:
-        size: of the image, height and width.
-        grids: heights and widths.
+    `size` is the height and width of the image.
     """
 
     def merit(grid: Sequence[int]) -> tuple[int, int]:
@@ -190,12 +179,7 @@ def best_resolution(size: Sequence[int], grids: Sequence[Sequence[int]]) -> tupl
 
 
 def unpadded(grid: Sequence[int], size: Sequence[int]) -> tuple[slice, slice]:
-    """The rows and columns of a grid that an image fills; transformers' `unpad_image`.
-
-    Args:
-        grid: rows and columns.
-        size: of the image, height and width.
-    """
+    """The rows and columns of a grid that an image of `size` (height, width) fills; transformers' `unpad_image`."""
     (rows, columns), (height, width) = grid, size
     if width / height > columns / rows:
         padding = (rows - int(round(height * (columns / width), 7))) // 2

@@ -21,11 +21,7 @@ KINDS = "token_type_ids"
 
 
 class Gemma3Images(ImageFamily):
-    """Images of one size between two tokens that mark their start and end.
-
-    Args:
-        config: the whole model's transformers config.
-    """
+    """Images of one size between two tokens that mark their start and end."""
 
     read_whole = True
 
@@ -135,22 +131,14 @@ IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {
 
 
 def image_family(config: Any) -> ImageFamily | None:
-    """The family of a model; None if its images do not reach the graphs.
-
-    Args:
-        config: the whole model's transformers config.
-    """
+    """The family of a model, from its whole transformers config; None if its images do not reach the graphs."""
     family = IMAGE_FAMILIES.get(config.model_type)
     takes_images = getattr(config, "vision_config", None) is not None and not embeds_in_layers(config)
     return family(config) if family and takes_images else None
 
 
 def family_in(folder: Path) -> ImageFamily | None:
-    """The family of the model in a folder, see `image_family`.
-
-    Raises:
-        MalformedInput: transformers cannot read `config.json`.
-    """
+    """The `image_family` of the model in a folder; raises MalformedInput if transformers cannot read `config.json`."""
     from transformers import AutoConfig  # noqa: PLC0415 - only for models with a vision graph
 
     try:

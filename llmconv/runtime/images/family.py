@@ -44,10 +44,8 @@ class Features:
 class ImageFamily:
     """Images of one size, with equally many features each, which attend and are attended to as tokens do.
 
-    A family that differs is a subclass in a file of this folder and a row in `families`.
-
-    Args:
-        config: the whole model's transformers config.
+    A family that differs is a subclass in a file of this folder and a row in `families`. `config` is the whole model's
+    transformers config; `given` in the methods is what the processor made of the images of one prompt.
     """
 
     read_whole = False
@@ -79,12 +77,7 @@ class ImageFamily:
         return load_processor(folder, self.config)
 
     def with_images_by(self, processor: Any, images: Any) -> Any:
-        """A processor that prepares images by another image processor.
-
-        Args:
-            processor: of `load_processor`; it may be changed.
-            images: an image processor of transformers.
-        """
+        """The processor of `load_processor`, perhaps changed, with another image processor of transformers."""
         processor.image_processor = images
         return processor
 
@@ -93,25 +86,15 @@ class ImageFamily:
 
         Args:
             placeholder: text of the token that a processor repeats for each feature.
-            processor: of transformers.
         """
         return f"{placeholder}\n"
 
     def marker(self, processor: Any, placeholder: str) -> str:
-        """The text that stands for one image in a prompt, before the processor expands it.
-
-        Args:
-            processor: of transformers.
-            placeholder: see `text_of_image`.
-        """
+        """The text that stands for one image in a prompt, before the processor expands it."""
         return placeholder
 
     def runs(self, given: Given) -> Iterator[Given]:
-        """The inputs of the vision graph by name, for each of its runs.
-
-        Args:
-            given: what the processor made of the images of one prompt.
-        """
+        """The inputs of the vision graph by name, for each of its runs."""
         yield {PIXEL_VALUES: given[PIXEL_VALUES]}
 
     def rows(self, outputs: Sequence[Given], given: Given) -> Array:
@@ -119,18 +102,12 @@ class ImageFamily:
 
         Args:
             outputs: of the vision graph by name, for each of its runs.
-            given: see `runs`.
         """
         parts = [one[IMAGE_FEATURES] for one in outputs]
         return np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
 
     def features(self, run: Callable[[Given], Given], given: Given) -> Features:
-        """The features of the images of one prompt.
-
-        Args:
-            run: runs the vision graph.
-            given: see `runs`.
-        """
+        """The features of the images of one prompt; `run` runs the vision graph."""
         outputs = [run(one) for one in self.runs(given)]
         return Features(self.rows(outputs, given), outputs)
 
@@ -140,7 +117,6 @@ class ImageFamily:
         Args:
             where: which tokens of the prompt are placeholders, bool [tokens].
             features: of its images.
-            given: see `runs`.
         """
         return {}
 
@@ -158,16 +134,11 @@ class ImageFamily:
         return [{PIXEL_VALUES: random.standard_normal((count, *size)) * contrast} for count, contrast in kinds]
 
     def features_of(self, given: Given, graph_tokens: int) -> list[int]:
-        """Number of features of each image.
-
-        Args:
-            given: see `runs`.
-            graph_tokens: number of features of an image that the vision graph declares; 0 if that is dynamic.
-        """
+        """Number of features of each image; `graph_tokens` is what the vision graph declares, 0 if dynamic."""
         return [graph_tokens] * len(given[PIXEL_VALUES])
 
     def model_inputs(self, where: Array, given: Given) -> dict[str, Array]:
-        """What the whole eager model takes besides tokens, mask and positions, by name.
+        """What the whole eager model takes in addition to tokens, mask and positions, by name.
 
         Args:
             where: which tokens are placeholders, bool [batch, tokens].
@@ -181,11 +152,7 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 def load_processor(folder: Path, config: Any) -> Any:
-    """The processor of a model.
-
-    Args:
-        folder: has its files and those of the tokenizer.
-        config: the whole model's transformers config.
+    """The processor of a model, whose folder has its files and those of the tokenizer.
 
     Raises:
         Exception: of any class; transformers cannot read the files, or needs a library that is not installed.
@@ -213,11 +180,7 @@ def _named_class(folder: Path) -> Any:
 
 
 def without_videos(kind: Any) -> Any:
-    """A class of processors without its processor of videos, which needs torchvision.
-
-    Args:
-        kind: a class of transformers.
-    """
+    """A class of transformers' processors without its processor of videos, which needs torchvision."""
 
     def get_attributes(cls: Any) -> list[str]:
         return [name for name in kind.get_attributes.__func__(cls) if name != "video_processor"]
@@ -233,31 +196,18 @@ EMBEDDED_AS_PADDING = {"gemma4": ("image_token_id", "video_token_id", "audio_tok
 
 
 def embeds_in_layers(config: Any) -> bool:
-    """Whether every layer also embeds the tokens, so that embeddings cannot stand in for them.
-
-    Args:
-        config: a transformers config.
-    """
+    """Whether every layer also embeds the tokens, so that embeddings cannot stand in for them."""
     return bool(getattr(config.get_text_config(decoder=True), "hidden_size_per_layer_input", None))
 
 
 def placeholders(config: Any) -> tuple[int, ...]:
-    """The tokens that a model embeds as padding; none for most.
-
-    Args:
-        config: the whole model's transformers config.
-    """
+    """The tokens that a model embeds as padding; none for most."""
     found = (getattr(config, name, None) for name in EMBEDDED_AS_PADDING.get(config.model_type, ()))
     return tuple(token for token in found if token is not None)
 
 
 def as_embedded(input_ids: Array, config: Any) -> Array:
-    """The tokens whose embeddings the model reads, int64 [batch, tokens].
-
-    Args:
-        input_ids: int64 [batch, tokens].
-        config: the whole model's transformers config.
-    """
+    """The tokens whose embeddings the model reads for `input_ids`, both int64 [batch, tokens]."""
     tokens = placeholders(config)
     if not tokens:
         return input_ids

@@ -24,11 +24,7 @@ GRIDS = ((2, 1), (1, 2), (2, 2), (3, 1))
 
 
 class Gemma4Images(ImageFamily):
-    """Patches of images of any size, one feature for each square of patches.
-
-    Args:
-        config: the whole model's transformers config.
-    """
+    """Patches of images of any size, one feature for each square of patches."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -30,11 +30,7 @@ class PatchProcessor:
 
     @classmethod
     def of(cls, folder: Path) -> PatchProcessor:
-        """The processor of the model in a folder.
-
-        Args:
-            folder: has the processor's files.
-        """
+        """The processor of the model in a folder."""
         require_small_template(folder)
         options = {"local_files_only": True, "trust_remote_code": False}
         images = Gemma4ImageProcessorPil.from_pretrained(folder, local_files_only=True)

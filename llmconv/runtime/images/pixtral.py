@@ -64,9 +64,5 @@ def _sizes(given: Given) -> list[list[int]]:
 
 
 def unit_of(config: Any) -> int:
-    """Pixels of a side of the square that becomes one feature.
-
-    Args:
-        config: the whole model's transformers config.
-    """
+    """Side in pixels of the square that becomes one feature."""
     return int(config.vision_config.patch_size) * int(config.spatial_merge_size)

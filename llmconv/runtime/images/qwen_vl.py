@@ -131,11 +131,7 @@ class DeepstackedQwenImages(QwenImages):
         return {**super()._of_patches(patches), **{name: self._in_order(array) for name, array in resampled.items()}}
 
     def rows(self, outputs: Sequence[Given], given: Given) -> Array:
-        """See `ImageFamily.rows`.
-
-        Raises:
-            MalformedInput: the graph has no features for the first layers.
-        """
+        """As `ImageFamily.rows`; raises MalformedInput if the graph has no features for the first layers."""
         if any(DEEPSTACK_FEATURES not in one for one in outputs):
             raise MalformedInput(
                 f"the vision graph has no output `{DEEPSTACK_FEATURES}`", hint="run `llmconv export` again"

@@ -68,11 +68,9 @@ class GraphPiece:
 
 
 def cut_graph(model: onnx.ModelProto, limit: int) -> list[GraphPiece]:
-    """The pieces of a graph.
+    """The pieces of a graph without its weights, each with at most `limit` bytes of weights in float32.
 
-    Args:
-        model: the graph without its weights.
-        limit: maximum size of the weights of a piece in bytes of float32; a node with larger weights is one piece.
+    A node with larger weights is one piece.
     """
     return _GraphCutter(model, limit).pieces()
 

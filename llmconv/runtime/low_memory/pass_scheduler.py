@@ -95,11 +95,7 @@ class PassScheduler(Generic[T]):
         return getattr(self._thread_local, "number", None)
 
     def run(self, runs: Sequence[Callable[[], T]]) -> list[T]:
-        """The results of all passes.
-
-        Raises:
-            UnsupportedInput: the passes reach different barriers.
-        """
+        """The results of all passes; raises UnsupportedInput if they reach different barriers."""
         passes: list[ForwardPass[T]] = [ForwardPass(run) for run in runs]
         try:
             for number, this in enumerate(passes):

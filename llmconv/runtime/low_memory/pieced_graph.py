@@ -1,9 +1,8 @@
 """PiecedGraph: runs a graph piece by piece, so that its weights are never all in memory; see `graph_pieces`.
 
-Splits products with large matrices of a graph into products with blocks of their rows, which fit into memory.
-
-The columns of a product are independent of each other, so the numbers are those of the whole product, up to the order
-in which a kernel sums.
+Products with large matrices are split into products with blocks of their rows, which fit into memory. The columns of a
+product are independent of each other, so the numbers are those of the whole product, up to the order in which a kernel
+sums.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class DeclaredGraph:
 
     Args:
         paths: file of the graph, or files of its stages in order.
-        change: see `SessionSettings`.
+        change: as in `SessionSettings`.
     """
 
     def __init__(self, paths: Sequence[Path], change: GraphTransform | None = None) -> None:
@@ -78,11 +77,7 @@ class DeclaredGraph:
 
     @property
     def last(self) -> Any:
-        """Not available: only graphs with a shared cache buffer need the session.
-
-        Raises:
-            UnsupportedInput: always.
-        """
+        """Always raises UnsupportedInput: only graphs with a shared cache buffer need the session."""
         raise UnsupportedInput("a graph with a shared cache buffer cannot run in pieces", hint=LOW_MEMORY_HINT)
 
     def device_of(self, name: str) -> Device:
@@ -123,10 +118,8 @@ def open_piece(
     """A session of a piece.
 
     Args:
-        piece: the piece.
         types: of its inputs.
         folder: the folder of the graph.
-        settings: session settings.
         limit: maximum size of the weights of a piece, in bytes of float32.
     """
     if piece.weight_bytes > limit:  # avoids a second copy of a large matrix
@@ -149,7 +142,7 @@ class PiecedGraph(OrtGraph):
         piece_bytes: maximum size of the weights of a piece, in bytes of float32.
 
     Raises:
-        MalformedInput: a file is refused, see `guard`.
+        MalformedInput: `guard` refuses a file.
         UnsupportedInput: the graph has a shared cache buffer.
     """
 
@@ -269,12 +262,7 @@ class _Product:
 
 
 def split_products(model: onnx.ModelProto, limit: int) -> None:
-    """Splits the products with larger matrices in place.
-
-    Args:
-        model: the graph without its weights.
-        limit: maximum size of a matrix in bytes of float32.
-    """
+    """Splits products with matrices larger than `limit` bytes in float32, in place; `model` is without its weights."""
     products = {product.node.output[0]: product for product in _products(model) if _size(product.matrix) > limit}
     if not products:
         return

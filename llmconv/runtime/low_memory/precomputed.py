@@ -50,11 +50,7 @@ class SpillFile:
         finalize(self, os.close, self._fd)
 
     def put(self, array: Array) -> SpilledArray:
-        """Appends an array.
-
-        Raises:
-            OutputFailed: the disk is full.
-        """
+        """Appends an array; raises OutputFailed if the disk is full."""
         content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         spilled = SpilledArray(self, self._end, array.shape, array.dtype)
         try:
@@ -117,12 +113,7 @@ class SpilledCache:
         return {name: array.read() for name, array in self.spilled.items()}
 
     def edited(self, edit: ArrayEdit, mask: Array) -> EditedSpilledCache:
-        """The cache with an edit.
-
-        Args:
-            edit: the edit.
-            mask: of the remaining tokens, [batch, tokens].
-        """
+        """The cache with an edit; `mask` [batch, tokens] is that of the remaining tokens."""
         return EditedSpilledCache(self, edit, mask)
 
 
@@ -143,7 +134,6 @@ class EditedSpilledCache:
 
     Attributes:
         cache: before the edit.
-        edit: the edit.
         mask: of the remaining tokens, [batch, tokens].
     """
 
@@ -264,11 +254,7 @@ class PrecomputedRunner(Runner):
         extras: Extras | None = None,
         placed: PlacedEmbeddings | None = None,
     ) -> Step:
-        """As `Runner.prefill`; a call that was not precomputed runs now.
-
-        Raises:
-            LlmconvError: the error of the call.
-        """
+        """As `Runner.prefill`; a call that was not precomputed runs now. Raises the LlmconvError of the call."""
         refuse_placed(placed)
         call = PlannedCall(input_ids, attention_mask, position_ids, extras=extras or {})
         if past is not None and not isinstance(past, KeyedCache):
@@ -276,11 +262,7 @@ class PrecomputedRunner(Runner):
         return self._kept_call(past, call).step()
 
     def present(self, past: KeyedCache | None, call: RunnerCall) -> SpilledCache:
-        """The cache after a call; arguments as for `prefill`.
-
-        Raises:
-            LlmconvError: the error of the call.
-        """
+        """The cache after a call; raises the LlmconvError of the call."""
         return self._kept_call(past, call).present
 
     def _kept_call(self, past: KeyedCache | None, call: RunnerCall) -> _Kept:

@@ -208,10 +208,9 @@ class StreamedRunner(EagerRunner):
         return layer
 
     def deepstacked(self, features: torch.Tensor | None) -> AbstractContextManager[None]:
-        """See `EagerRunner.deepstacked`; a layer runs for all calls, and only knows the features of one.
+        """As `EagerRunner.deepstacked`; raises UnsupportedInput for features.
 
-        Raises:
-            UnsupportedInput: there are features.
+        A layer runs for all calls, and only knows the features of one.
         """
         if features is not None:
             raise UnsupportedInput(

@@ -2,12 +2,11 @@
 
 transformers loads each part itself, so that experts are stacked and matrices split as in `from_pretrained`. Bytes are
 read with `pread`; no file stays mapped. Large matrices of `nn.Linear` that are stored as they are used are read as they
-are stored: the product converts blocks of their rows (`lazy_matrices`), which takes a quarter of the memory of float64.
+are stored: the product converts blocks of their rows, which takes a quarter of the memory of float64.
 
-LazyMatrices: embedding tables and output heads that are read by rows, never as a whole.
-
-A vocabulary of 128k tokens times a width of 4096 is 4 GB in float64. Such a matrix stays on the meta device: a lookup
-reads the rows of its tokens, and a product reads one block of rows after another.
+LazyMatrices: embedding tables and output heads that are read by rows, never as a whole. A vocabulary of 128k tokens
+times a width of 4096 is 4 GB in float64. Such a matrix stays on the meta device: a lookup reads the rows of its tokens,
+and a product reads one block of rows after another.
 """
 
 from __future__ import annotations
@@ -226,15 +225,12 @@ def linear_by_blocks(value: torch.Tensor, matrix: torch.Tensor, bias: torch.Tens
 def product_by_rows(
     stored: StoredTensor, dtype: torch.dtype, inputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 ) -> list[torch.Tensor]:
-    """`linear(input, matrix, bias)` for several inputs; the matrix is read once.
+    """`linear(input, matrix, bias)`, [..., rows], for each of several inputs; the matrix is read once.
 
     Args:
         stored: the matrix, [rows, columns].
         dtype: dtype of the computation and of the results.
         inputs: pairs of an input [..., columns] and a bias [rows] or None.
-
-    Returns:
-        One tensor [..., rows] per input.
     """
     rows, columns = stored.shape
     step = max(1, BLOCK // columns)
@@ -260,12 +256,9 @@ Key = tuple[torch.dtype, tuple[int, ...]]
 
 
 class MatrixMemory:
-    """Keeps the first matrices that are read, and reads all others into memory that is used again.
+    """Keeps the first matrices that are read, up to `kept` bytes; reads all others into memory that is used again.
 
     Several runners of the same weights share one: a matrix is then in memory once.
-
-    Args:
-        kept: maximum number of bytes of matrices that are kept.
     """
 
     def __init__(self, kept: int = 0) -> None:
@@ -278,13 +271,7 @@ class MatrixMemory:
         self._used.clear()
 
     def read(self, name: str, stored: StoredTensor, *, stays: bool = False) -> torch.Tensor:
-        """A matrix.
-
-        Args:
-            name: of the stored tensor.
-            stored: where it is.
-            stays: it belongs to no layer, and is kept whatever the limit.
-        """
+        """A matrix; with `stays`, it belongs to no layer, and is kept whatever the limit."""
         if name in self._kept:
             return self._kept[name]
         size = stored.read_bytes

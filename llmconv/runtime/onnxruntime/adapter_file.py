@@ -36,11 +36,7 @@ VERSION = 1
 
 
 def encode_adapter(factors: Mapping[str, Array]) -> bytes:
-    """The content of an adapter file.
-
-    Args:
-        factors: float32 arrays by input name.
-    """
+    """The content of an adapter file with float32 arrays by input name."""
     adapter = ort.AdapterFormat()
     adapter.set_adapter_version(VERSION)
     adapter.set_model_version(VERSION)

@@ -61,12 +61,7 @@ class Device:
 
     @classmethod
     def of(cls, provider: str, options: Mapping[str, Any]) -> Device:
-        """The device of a provider.
-
-        Args:
-            provider: onnxruntime's name of it.
-            options: its options, of which `device_id` counts.
-        """
+        """The device of a provider, by onnxruntime's name and the option `device_id`."""
         memory = MEMORY.get(provider, HOST)
         index = int(options.get("device_id", 0)) if memory != HOST else 0
         return cls(memory, index, copies=provider != "CPUExecutionProvider")

@@ -64,11 +64,11 @@ LEADS_TO_FILES = re.compile(r"path|file|dir|librar|cache|dump|context|profil|\.(
 
 
 def read_genai_config(folder: Path) -> dict[str, Any]:
-    """The section `model` of `genai_config.json`, after all of the file was checked.
+    """The section `model` of `genai_config.json`, after the whole file was checked.
 
     Raises:
-        MalformedInput: the file has another form or an option that loads or writes files, or one of its graphs is
-            refused, see `guard`.
+        MalformedInput: the file has another form or an option that loads or writes files, or `guard` refuses one of its
+            graphs.
     """
     content = read_json(own_file(folder, CONFIG))
     for name, value in _fields(content):
@@ -83,11 +83,7 @@ def read_genai_config(folder: Path) -> dict[str, Any]:
 
 
 def named_files(folder: Path) -> list[str]:
-    """The names of all graphs, adapters and weight files in `genai_config.json`, each once.
-
-    Raises:
-        MalformedInput: as `read_genai_config`.
-    """
+    """The distinct names of graphs, adapters and weight files in `genai_config.json`; raises as `read_genai_config`."""
     read_genai_config(folder)
     fields = _fields(read_json(own_file(folder, CONFIG)))
     wanted = ((name, value) for name, value in fields if name.endswith(("filename", SHARED)) and name != PROCESSOR)
@@ -158,11 +154,8 @@ def _refuse(problem: str) -> NoReturn:
 def returns_last_logits(folder: Path, model: Mapping[str, Any]) -> bool:
     """Whether a graph that takes prompts returns logits `[batch, 1, vocabulary]`, those of the last column.
 
-    GenAI pads a batch at the end, so the last column of a shorter prompt is padding.
-
-    Args:
-        folder: of the configuration, which was checked.
-        model: the section `model` of the configuration.
+    GenAI pads a batch at the end, so the last column of a shorter prompt is padding. `model` is the section of the
+    configuration, which was checked.
     """
     decoder = model.get("decoder")
     if not isinstance(decoder, Mapping):

@@ -37,13 +37,7 @@ from llmconv.tensors import BY_NAME, Array
 
 @dataclass(frozen=True)
 class OrtCache:
-    """A cache as OrtValues.
-
-    Attributes:
-        names: names of the graph's outputs.
-        values: one value per name.
-        length: number of tokens, padding included.
-    """
+    """A cache as OrtValues, one per name of the graph's outputs; `length` counts tokens, padding included."""
 
     names: Sequence[str]
     values: Sequence[ort.OrtValue]
@@ -240,13 +234,7 @@ class OrtGraph:
 
 
 def step_of(names: Sequence[str], results: Sequence[Array], present: Cache) -> Step:
-    """The outputs of a graph as a step.
-
-    Args:
-        names: `logits`, or `tokens` and `scores`.
-        results: the outputs of these names.
-        present: the cache.
-    """
+    """The outputs of a graph, `logits` or `tokens` and `scores`, and its cache as a step."""
     if list(names) == ["logits"]:
         return Step(results[0], present)
     # `argmax` returns [batch, new tokens]
@@ -255,13 +243,7 @@ def step_of(names: Sequence[str], results: Sequence[Array], present: Cache) -> S
 
 
 def open_graph(folder: Path, entry: GraphEntry, settings: SessionSettings | None = None) -> OrtGraph:
-    """A graph of a folder, see `OrtGraph`.
-
-    Args:
-        folder: of the graph.
-        entry: its entry in the manifest.
-        settings: how onnxruntime opens it.
-    """
+    """The `OrtGraph` of an entry in a folder's manifest."""
     return OrtGraph(folder / entry.files[0], settings, entry=entry)
 
 
@@ -283,18 +265,13 @@ def is_token_input(name: str, rank: int) -> bool:
     """Whether an input has tokens, their mask, one position for each, or where they are written.
 
     Args:
-        name: of the input.
         rank: number of its axes.
     """
     return name in TOKEN_INPUTS and (name != POSITIONS or rank < 3)
 
 
 def extra_names(shapes: Mapping[str, Sequence[int | str]]) -> list[str]:
-    """The names of a graph's inputs besides tokens, mask, one position for each token, and cache.
-
-    Args:
-        shapes: declared shapes of all inputs by name.
-    """
+    """The names of a graph's inputs other than tokens, mask, one position for each token, and cache."""
     return [name for name, shape in shapes.items() if not is_token_input(name, len(shape)) and not is_past(name)]
 
 
@@ -336,15 +313,12 @@ def _declared(extra: ExtraInput, shape: Sequence[int | str], kind: str) -> Extra
 
 
 def require_known(shapes: Mapping[str, Sequence[int | str]], known: Mapping[str, ExtraInput], what: str) -> None:
-    """Refuses to run a graph with an input whose value nothing computes.
+    """Raises UnsupportedInput for a graph with an input whose value nothing computes; the message has its name.
 
     Args:
         shapes: declared shapes of the graph's inputs by name.
         known: its extra inputs by name.
         what: the graph in messages.
-
-    Raises:
-        UnsupportedInput: there is one; the message has its name.
     """
     if unknown := [name for name in extra_names(shapes) if name not in known]:
         raise UnsupportedInput(f"`{what}` has the input `{unknown[0]}`, which no input map declares", hint=INSTALL)

@@ -92,11 +92,7 @@ def graph_entries(folder: Path) -> list[GraphEntry]:
 
 
 def single_pass_entries(folder: Path) -> list[GraphEntry]:
-    """The graphs of a folder without a cache, as its manifest lists them.
-
-    Raises:
-        MalformedInput: an entry of the manifest is invalid.
-    """
+    """The graphs of a folder without a cache, from its manifest; raises MalformedInput for an invalid entry."""
     return [_read(role, content) for role, content in _listed(folder).items() if role in SINGLE_PASS_FILES]
 
 

@@ -4,9 +4,8 @@ An ONNX file names other files and byte ranges (`external_data`), which onnxrunt
 project's ExternalDataSecurity notes: plain names of files in the folder of the graph, or in a folder in it for a module
 after the model (`2_Dense/model.safetensors`), known keys, ranges in the file.
 
-Limits the size of a graph after onnxruntime has inlined its functions and folded its constants.
-
-A file of a kilobyte may contain ten calls of a function that contains ten calls, and so on, or a terabyte of zeros.
+The limit on the size is that of the graph after onnxruntime has inlined its functions and folded its constants: a file
+of a kilobyte may contain ten calls of a function that contains ten calls, and so on, or a terabyte of zeros.
 """
 
 from __future__ import annotations
@@ -252,7 +251,6 @@ def expansion_problem(model: onnx.ModelProto, within: NodeIterator) -> str:
     """The problem of a model's functions, if they are recursive or too large; else empty.
 
     Args:
-        model: the graph and its functions.
         within: returns the given nodes and those of their subgraphs.
     """
     bodies = {(one.domain, one.name, one.overload): list(within(one.node)) for one in model.functions}
@@ -297,8 +295,7 @@ def constant_problem(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) ->
     """The problem of a model's constants, if one is too large; else empty.
 
     Args:
-        model: the graph.
-        nodes: all of its nodes, including those of subgraphs and functions.
+        nodes: all nodes of the graph, including those of subgraphs and functions.
     """
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     found = list(nodes)

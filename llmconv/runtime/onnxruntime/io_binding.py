@@ -17,7 +17,6 @@ class BoundSession:
     """A session whose inputs and cache are bound to memory that later runs reuse.
 
     Args:
-        session: the session to run.
         results: names of the outputs other than the cache.
         device: memory in which the session computes.
     """
@@ -31,13 +30,7 @@ class BoundSession:
         self._bind_results()  # before the cache: outputs have the order of their binding
 
     def bind_cache(self, past: Sequence[str], present: Sequence[str], values: Sequence[ort.OrtValue]) -> None:
-        """Binds every past input and its present output to one value.
-
-        Args:
-            past: names of the past inputs.
-            present: names of the present outputs, in the same order.
-            values: one value per pair.
-        """
+        """Binds every past input and its present output, given in the same order, to one value."""
         for past_name, present_name, value in zip(past, present, values, strict=True):
             self._cache[past_name] = value
             self._binding.bind_ortvalue_input(past_name, value)
@@ -53,8 +46,6 @@ class BoundSession:
         """Sets an input; reuses the memory of the previous value if the shape is the same.
 
         Args:
-            name: of the input.
-            array: its value.
             dtype: of the input; None for that of `input_dtype`.
         """
         held = self._inputs.get(name)

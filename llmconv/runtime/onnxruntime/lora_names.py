@@ -60,11 +60,7 @@ def require_factors(factors: Mapping[str, Array], inputs: Mapping[str, Sequence[
 
 
 def without_inputs(way_out: str) -> InputRefused:
-    """The error for an adapter and graphs that take none.
-
-    Args:
-        way_out: what else to do than to export them with inputs.
-    """
+    """The error for an adapter and graphs that take none; `way_out` is the alternative to an export with inputs."""
     return InputRefused(
         "the graphs have no inputs for LoRA factors", hint=f"export them with `--lora-inputs all-linear`, {way_out}"
     )

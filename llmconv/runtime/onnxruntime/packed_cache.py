@@ -4,10 +4,9 @@ onnxruntime copies weights into the layout of its kernels whenever it opens a gr
 optimized graph (`session.save_external_prepacked_constant_initializers`), in a folder named after all that it depends
 on: the graph, the weights' files, the session's options, onnxruntime and the processor.
 
-Checks that a graph with packed weights from a file computes what it computed when they were packed.
-
-onnxruntime (1.31) saves packed matrices without a word where it cannot read them back: `MatMulNBits` with codes in the
-file and scales in the graph, because they are small, gives NaN.
+A graph with packed weights from a file is checked to compute what it computed when they were packed: onnxruntime (1.31)
+saves packed matrices without a warning where it cannot read them back. `MatMulNBits` with codes in the file and scales
+in the graph, because they are small, gives NaN.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ than the scales of a matrix, which it must find with the codes."""
 
 
 def default_folder() -> Path:
-    """The user's folder for packed weights.
-
-    Raises:
-        InputRefused: the user has none.
-    """
+    """The user's folder for packed weights; raises InputRefused if the user has none."""
     return user_cache("packed")
 
 
@@ -88,13 +83,7 @@ def packed_graph(path: Path, model: onnx.ModelProto, settings: SessionSettings, 
 
 
 def open_kept(graph: Path, settings: SessionSettings, limit: TimeLimit) -> LimitedSession:
-    """A session of a graph that `packed_graph` returned.
-
-    Args:
-        graph: its file; it is optimized already.
-        settings: of its session.
-        limit: time limit of opening and running.
-    """
+    """A session of a graph that `packed_graph` returned, which is optimized already."""
     return LimitedSession(graph, replace(settings, optimization="disable").options(), settings.providers(), limit)
 
 
@@ -180,11 +169,7 @@ CAPACITY = 8
 
 
 def is_split(model: onnx.ModelProto) -> bool:
-    """Whether a matrix product has its codes in the weights' file, and scales or zero points in the graph.
-
-    Args:
-        model: the graph without its weights.
-    """
+    """Whether a matrix product has its codes in the weights' file, and scales or zero points in the graph."""
     places = {tensor.name: is_external(tensor) for tensor in model.graph.initializer}
     products = [node for node in model.graph.node if node.domain == "com.microsoft" and "MatMul" in node.op_type]
     return any(len({places[name] for name in node.input[1:] if name in places}) > 1 for node in products)

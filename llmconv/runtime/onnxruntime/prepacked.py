@@ -27,7 +27,6 @@ def open_packed(
     Args:
         path: file of the graph; its weights are in the same folder.
         model: the graph to run, without the weights.
-        options: session options.
         providers: execution providers, preferred first.
         limit: time limit of opening and running.
     """
@@ -42,7 +41,6 @@ def open_changed(
     """A session of `model` instead of the file at `path`, with the weights in the folder of that file.
 
     Args:
-        path: file of the graph.
         model: the graph to run, without the weights.
         options: session options; the folder of the weights is added.
         providers: execution providers, preferred first.
@@ -118,7 +116,7 @@ def followed(model: onnx.ModelProto, folder: Path) -> tuple[onnx.ModelProto, Pat
     """A graph and the folder of its weights, after following links that all lead into one folder.
 
     Args:
-        model: without the weights; it is not changed.
+        model: without the weights; it is not changed (the result may be a copy).
         folder: of its file, whose links the guard has checked.
     """
     names = {external_fields(tensor)["location"] for tensor in external_tensors(model)}

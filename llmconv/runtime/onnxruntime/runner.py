@@ -203,7 +203,6 @@ def after_prefix(attention_mask: Array, position_ids: Array, prefix: PrefixEntry
     Args:
         attention_mask: mask without the prefix, int64 [batch, past + new tokens].
         position_ids: positions without the prefix, int64 [batch, new tokens].
-        prefix: the prefix.
     """
     ones = np.ones((len(attention_mask), prefix.length), dtype=np.int64)
     return np.concatenate([ones, attention_mask], axis=1), position_ids + prefix.first_position

@@ -250,8 +250,7 @@ class SessionOptions(TypedDict, total=False):
 def session_settings(options: SessionOptions) -> SessionSettings:
     """Session settings of onnxruntime: those of `session` or a file, with single options replaced.
 
-    Args:
-        options: those that are not for onnxruntime are ignored.
+    Options that are not for onnxruntime are ignored.
 
     Raises:
         InputRefused: the file cannot be read.

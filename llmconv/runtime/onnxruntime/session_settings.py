@@ -228,13 +228,11 @@ def provider_name(provider: str) -> str:
 def with_options(
     settings: SessionSettings | None, provider: str | None, threads: int | None, timeout: float | None
 ) -> SessionSettings:
-    """Settings with single options in place of theirs.
+    """Settings (None for those of a new session) with single options in place of theirs; None keeps an option.
 
     Args:
-        settings: None for those of a new session.
-        provider: execution provider, such as `cpu`; None for that of `settings`.
-        threads: number of threads; None likewise.
-        timeout: time limit in seconds; None likewise.
+        provider: execution provider, such as `cpu`.
+        timeout: time limit in seconds.
 
     Raises:
         UsageProblem: an invalid provider, number of threads or time limit.
@@ -266,14 +264,13 @@ class WidenedWeights:
         self._values: dict[Place, ort.OrtValue] = {}
 
     def share(self, path: Path, model: onnx.ModelProto, options: ort.SessionOptions) -> None:
-        """Replaces every Cast of a stored matrix to float32 by the shared copy, in place.
+        """Replaces every Cast of a stored matrix to float32 by the shared copy, in place; adds the copies to `options`.
 
         Other weights are small, and onnxruntime may fold nodes that read them, for which it needs their own values.
 
         Args:
             path: file of the graph; its weights are in the same folder.
             model: the graph without its weights.
-            options: of the session; gets the copies.
         """
         weights = {tensor.name: tensor for tensor in model.graph.initializer if _is_half(tensor)}
         uses = Counter(name for node in model.graph.node for name in node.input)
@@ -323,7 +320,6 @@ def widened(path: Path, offset: int, kind: int, shape: tuple[int, ...]) -> Array
         path: file of the weight.
         offset: of its first byte.
         kind: its element type, `FLOAT16` or `BFLOAT16`.
-        shape: its shape.
     """
     result = np.empty(shape, np.float32)
     flat, dtype = result.reshape(-1), STORED[kind]

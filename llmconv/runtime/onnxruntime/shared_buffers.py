@@ -73,7 +73,6 @@ class CacheBuffers:
         """The session with this cache bound to it; kept, because binding takes longer than the rest of a call.
 
         Args:
-            session: session of the graph.
             past: names of the past inputs.
             results: names of the outputs other than the cache.
             present: names of the present outputs.
@@ -93,14 +92,7 @@ class CacheBuffers:
 
 @dataclass(frozen=True)
 class BufferCache:
-    """The first `length` tokens of the first `rows` sequences of buffers; later calls do not change them.
-
-    Attributes:
-        names: names of the graph's outputs.
-        buffers: the memory.
-        rows: number of sequences.
-        length: number of tokens, padding included.
-    """
+    """The first `length` tokens, padding included, of the first `rows` sequences; later calls do not change them."""
 
     names: Sequence[str]
     buffers: CacheBuffers
@@ -137,12 +129,7 @@ class FixedSizes:
     def of(
         cls, inputs: DeclaredShapes, outputs: DeclaredShapes, single: bool = False, steps: bool = False
     ) -> FixedSizes | None:
-        """Reads the sizes from declared shapes; None for a cache that grows.
-
-        Args:
-            inputs, outputs: shapes by name.
-            single, steps: see the attributes.
-        """
+        """Reads the sizes from the declared shapes by name; None for a cache that grows."""
         past, present = inputs.get("past_key_values.0.key"), outputs.get("present.0.key")
         tokens = inputs.get("input_ids") or inputs.get(INPUTS_EMBEDS)
         if past is None or present is None or tokens is None or past[2] != present[2]:
@@ -152,13 +139,7 @@ class FixedSizes:
         return cls(rows, capacity, new, WRITE_INDICES in inputs, single, steps)
 
     def refusal(self, rows: int, past: int, new: int) -> str:
-        """The reason why the sizes do not allow a call; else empty.
-
-        Args:
-            rows: batch size.
-            past: tokens in the cache.
-            new: new tokens per sequence.
-        """
+        """Why the sizes do not allow a call with this batch size, tokens in the cache and new tokens; else empty."""
         if self.rows is not None and rows > self.rows:
             return f"the graph has a batch size of {self.rows}, not {rows}"
         width = self.width(rows, past, new)
@@ -178,8 +159,6 @@ class BufferedSession:
     """Runs a graph with shared cache buffers.
 
     Args:
-        session: session of the graph.
-        sizes: sizes of the graph.
         results: names of the outputs other than the cache.
         embed: returns the token input by name for `input_ids` and placed embeddings.
         garbage: unwritten parts of the buffers contain large numbers, which reveals a graph that reads them.
@@ -216,16 +195,12 @@ class BufferedSession:
         past: Cache | None = None,
         placed: PlacedEmbeddings | None = None,
     ) -> tuple[list[Array], Cache]:
-        """Continues `past` by the tokens of a call.
+        """Continues `past` (None for an empty cache) by a call; returns one array per result name, and the cache.
 
         Args:
             call: tokens, mask and positions.
             values: of the extra inputs.
-            past: the cache; None for an empty one.
             placed: embeddings in place of those of some tokens.
-
-        Returns:
-            The results, one array per name, and the cache.
 
         Raises:
             InputRefused: the sizes of the graph do not allow the call.
@@ -333,12 +308,8 @@ INPUTS_EMBEDS = "inputs_embeds"
 class EmbeddingGraph:
     """Maps `input_ids` to `inputs_embeds`.
 
-    Args:
-        path: file of the graph.
-        settings: session settings; onnxruntime's defaults if None.
-
     Raises:
-        MalformedInput: the file is refused, see `guard`, or onnxruntime cannot open it.
+        MalformedInput: `guard` refuses the file, or onnxruntime cannot open it.
     """
 
     def __init__(self, path: Path, settings: SessionSettings | None = None) -> None:

@@ -23,12 +23,8 @@ class SinglePassGraph:
     Attributes:
         inputs, outputs: declared shapes (sizes and symbols) by name, in the graph's order.
 
-    Args:
-        path: its file.
-        settings: session settings; onnxruntime's defaults if None.
-
     Raises:
-        MalformedInput: the file is refused, see `guard`, or onnxruntime cannot open it.
+        MalformedInput: `guard` refuses the file, or onnxruntime cannot open it.
     """
 
     def __init__(self, path: Path, settings: SessionSettings | None = None) -> None:

@@ -29,12 +29,11 @@ class SessionChain:
         op_types: operators that occur in the graph.
 
     Args:
-        paths: files of the graph.
         settings: of every session; each stage may have its own options and device.
         joins: with `settings.prepack`, join projections before they are packed.
 
     Raises:
-        MalformedInput: a file is refused, see `guard`, or onnxruntime cannot open it.
+        MalformedInput: `guard` refuses a file, or onnxruntime cannot open it.
         UsageProblem: there are settings of a stage that does not exist.
     """
 

@@ -99,9 +99,6 @@ FOLDED_BYTES, FOLDED_PER_BYTE = 256 << 20, 8
 class TimeLimit:
     """The time limits of the sessions of one graph; after one was exceeded, nothing runs any more.
 
-    Attributes:
-        weight_bytes: size of the graph's weights.
-
     Args:
         weight_bytes: size of the graph's weights.
         seconds: minimum of every limit; None for `SECONDS`.
@@ -121,11 +118,7 @@ class TimeLimit:
 
     @contextmanager
     def loading(self, options: ort.SessionOptions) -> Iterator[None]:
-        """Context in which a session is opened with `options`.
-
-        Raises:
-            TimeoutError: the limit was exceeded.
-        """
+        """Context in which a session is opened with `options`; raises TimeoutError after the limit."""
         seconds = self._least + self.weight_bytes / BYTES_LOADED
         with self._limited(seconds, "opening it", lambda: options.set_load_cancellation_flag(True)):
             yield
@@ -136,7 +129,7 @@ class TimeLimit:
 
         Args:
             new: number of new tokens in the batch.
-            total: length of a sequence, past included.
+            total: length of a sequence in tokens, past included.
 
         Raises:
             TimeoutError: the limit was exceeded now or before.
@@ -175,7 +168,6 @@ class LimitedSession:
 
     Args:
         graph: a file, or the content of one.
-        options: session options.
         providers: execution providers, preferred first.
         limit: time limit of opening and running.
 
@@ -228,12 +220,7 @@ class LimitedSession:
         return values
 
     def run_with_iobinding(self, binding: ort.IOBinding, shapes: Sequence[Sequence[int]]) -> None:
-        """As in `InferenceSession`.
-
-        Args:
-            binding: binding of inputs and outputs.
-            shapes: shapes of tokens, mask and positions.
-        """
+        """As in `InferenceSession`; `shapes` are those of tokens, mask and positions."""
         with self._limit.running(*_tokens(shapes)) as options:
             self._session.run_with_iobinding(binding, options)
 

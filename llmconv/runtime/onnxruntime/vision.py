@@ -32,12 +32,8 @@ class VisionGraph:
         shape: of `pixel_values` as declared; [images, channels, height, width] for images of one size.
         tokens: number of features of one image; 0 if that depends on the image.
 
-    Args:
-        path: file of the graph.
-        settings: session settings; onnxruntime's defaults if None.
-
     Raises:
-        MalformedInput: the file is refused, see `guard`, onnxruntime cannot open it, or it is not a vision graph.
+        MalformedInput: `guard` refuses the file, onnxruntime cannot open it, or it is not a vision graph.
     """
 
     def __init__(self, path: Path, settings: SessionSettings | None = None) -> None:
@@ -55,10 +51,7 @@ class VisionGraph:
         self._name, self._results = path.name, list(outputs)
 
     def run(self, given: Given) -> dict[str, Array]:
-        """The outputs by name.
-
-        Args:
-            given: the inputs by name; floats are cast to the dtype of the graph.
+        """The outputs by name; floats among the inputs are cast to the dtype of the graph.
 
         Raises:
             InputRefused: images of another shape.
