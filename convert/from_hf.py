@@ -80,11 +80,7 @@ def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
 
 
 def _savable(name: str) -> Format:
-    """The format called `name`, which must have a way back.
-
-    Raises:
-        UsageProblem: there is none, or none back.
-    """
+    """The format called `name`; UsageProblem if it does not exist or cannot be written."""
     known = {found.name: found for found in formats().values() if found.save}
     if name not in known:
         problem = f"the format `{name}` cannot be written" if name in formats() else f"unknown format `{name}`"

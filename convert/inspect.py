@@ -199,11 +199,7 @@ def _inspect_training(path: Path, found: Format) -> Inspection:
 
 
 def _peek(path: Path, found: Format, problem: InputRefused) -> Mapping[str, LazyTensor]:
-    """The tensors under their own names.
-
-    Raises:
-        InputRefused: `problem`, where nothing can be read at all.
-    """
+    """The tensors under their own names; raises `problem` if nothing can be read at all."""
     for peek in (found.peek, raw_tensors):
         try:
             if peek and (tensors := peek(path)):
@@ -335,22 +331,14 @@ def is_adapter_factors(path: Path) -> bool:
 
 
 def factor_tensors(path: Path) -> dict[str, LazyTensor]:
-    """The factors by the names of graph inputs, float32: A [rank, in] and B [out, rank].
-
-    Raises:
-        MalformedInput: the file is damaged.
-    """
+    """The factors by the names of graph inputs, float32: A [rank, in] and B [out, rank]; MalformedInput if damaged."""
     from llmconv.runtime.onnxruntime.adapter_file import read_adapter  # noqa: PLC0415 - imports onnxruntime
 
     return {name: in_memory(array, BY_NAME["float32"]) for name, array in read_adapter(path).items()}
 
 
 def factors_summary(tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
-    """The fields of an adapter for `inspect`: kind, ranks, kinds of modules, and the number of modules.
-
-    Args:
-        tensors: from `factor_tensors`.
-    """
+    """The `inspect` fields of an adapter from `factor_tensors`: kind, ranks, kinds and number of modules."""
     from llmconv.runtime.onnxruntime.lora_names import FACTOR_A, is_factor, module_of  # noqa: PLC0415 - imports onnx
 
     modules = {module_of(name) for name in tensors if is_factor(name)}
@@ -368,7 +356,7 @@ MODULES = "modules.json"
 
 
 def modules_in(folder: Path) -> tuple[str, ...]:
-    """The last part of the types of the modules, in order, such as `Pooling`; empty without the file.
+    """The last component of the types of the modules, in order, such as `Pooling`; empty without the file.
 
     Raises:
         MalformedInput: it is not such a list, or a link out of the folder.

@@ -55,13 +55,10 @@ def lora_factors(folder: Path, adapter: str | Path, alpha: float | None = None) 
 def adapter_file(folder: Path, adapter: str | Path, alpha: float | None = None) -> tuple[tuple[str, ...], bytes]:
     """The modules of an adapter, and the content of onnxruntime's file for the graphs in the base's folder.
 
-    Args:
-        folder: the base with graphs of `export --lora-inputs`.
-        adapter: a LoRA adapter that `merge-lora` reads.
-        alpha: `lora_alpha` if the adapter's files do not contain it.
+    `folder` has graphs of `export --lora-inputs`. Other arguments and errors as in `lora_factors`.
 
     Raises:
-        InputRefused: the graphs have no inputs for factors of the adapter; see also `lora_factors`.
+        InputRefused: the graphs have no inputs for factors of the adapter.
     """
     declared = [declared_factors(load_guarded(folder / entry.files[0])) for entry in graph_entries(folder)]
     common = set.intersection(*map(set, declared)) if declared else set[str]()

@@ -230,13 +230,7 @@ def _sources(checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> list[Path]:
 
 
 def plan_merge(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe) -> Merge:
-    """Places every tensor of every adapter on the base, without writing; see `merge_lora` for errors.
-
-    Args:
-        base: plain or quantized checkpoint.
-        adapters: opened adapters.
-        recipe: how to merge.
-    """
+    """Places all adapters' tensors on the base (plain or quantized), without writing; errors as in `merge_lora`."""
     quantized = quantized_base(base)
     check_choice(recipe.base_quant, quantized, recipe.dtype)
     plain = quantized.plain if quantized else base

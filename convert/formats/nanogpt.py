@@ -129,11 +129,7 @@ def _zeros(dtype: DType, size: int) -> LazyTensor:
 
 
 def _check(tensors: Mapping[str, LazyTensor], args: Mapping[str, int], source: str) -> None:
-    """Compares the tensors' shapes and the number of layers with `model_args`.
-
-    Raises:
-        MalformedInput: lists the tensors that do not match.
-    """
+    """Raises MalformedInput, with a list, if tensors' shapes or the number of layers do not match `model_args`."""
     width = args["n_embd"]
     outputs = {"c_attn": 3 * width, "c_fc": 4 * width}
     rows = {"wte": args["vocab_size"], "wpe": args["block_size"], "lm_head": args["vocab_size"]}

@@ -20,10 +20,7 @@ def auto_classes(task: str) -> dict[str, str]:
     """`model_type` to the class that transformers loads for a task; empty where it keeps the table elsewhere.
 
     Source: `TABLE` in transformers `models/auto/modeling_auto.py`, the tables behind AutoModelForCausalLM and others.
-    Importing it would load torch, so the source is parsed.
-
-    Args:
-        task: as in the name of the table, such as `CAUSAL_LM`.
+    Importing it would load torch, so the source is parsed. `task` is as in the name of the table, such as `CAUSAL_LM`.
     """
     for node in _auto_tables():
         match node:

@@ -1,4 +1,4 @@
-"""Weights of a model with code of its own: its Python files travel along, and its class says which tensors it has.
+"""Weights of a model with its own code: its Python files are copied, and its class defines which tensors it has.
 
 The files are copied as data (`llmconv/model_code.py`). With the caller's consent (`TrustedCode`) they run once, on the
 meta device, so that the stored names and shapes are compared with the model's before anything is written.
@@ -40,15 +40,14 @@ if TYPE_CHECKING:
 
 
 def with_code(checkpoint: Checkpoint, code: TrustedCode, source: str) -> Checkpoint:
-    """The checkpoint with the Python files that its configurations name, compared with the model that they build.
+    """The checkpoint with the Python files that its configs refer to, compared with the model that they build.
 
     Args:
         checkpoint: its `config` or `tokenizer_config.json` has an `auto_map`.
         code: where the files are; the caller trusts them.
-        source: file name for messages.
 
     Raises:
-        MalformedInput: a file is missing or not one to copy (see `collect_code`); missing or unexpected keys, or a
+        MalformedInput: a file is missing or cannot be copied (see `collect_code`); missing or unexpected keys, or a
             shape mismatch.
         UnsupportedInput: the code cannot be run, or does not build a model.
     """
@@ -70,12 +69,9 @@ def with_code(checkpoint: Checkpoint, code: TrustedCode, source: str) -> Checkpo
 
 
 def with_copied_code(checkpoint: Checkpoint) -> Checkpoint:
-    """A Hugging Face folder with the Python files that its configurations name, as data: nothing is run.
+    """A Hugging Face folder with the Python files that its configs refer to, as data: nothing is run.
 
-    Files that cannot be copied, such as those in another repository, are a warning: the configuration stays as it is.
-
-    Args:
-        checkpoint: of a Hugging Face folder.
+    Files that cannot be copied, such as those in another repository, are a warning: the config stays as it is.
     """
     if not has_code(checkpoint.config, checkpoint.side_files):
         return checkpoint

@@ -77,13 +77,12 @@ def select(
     Args:
         state: the state dict; its tensors are `Leaf`.
         tensor: `tensor(name, leaf)` gives the LazyTensor.
-        source: file name for messages.
         warnings: gets a line that lists the skipped values.
         prefix: that the trainer's module adds to every name; kept unless all names have it.
         buffers: keep buffers, since only the model's own code knows which ones it loads.
 
     Raises:
-        UnsupportedInput: two tensors with one name, or an object that stands where a tensor should.
+        UnsupportedInput: two tensors with one name, or an object where a tensor is expected.
     """
     names = {key: WRAPPERS.sub("", str(key)) for key in state}
     prefix = prefix if all(name.startswith(prefix) for name in names.values()) else ""
@@ -110,12 +109,7 @@ def select(
 
 
 def is_buffer(name: str, value: Any) -> bool:
-    """Whether a value looks like a buffer that models compute.
-
-    Args:
-        name: in the state dict.
-        value: a tensor, or another value of a state dict.
-    """
+    """Whether a value of a state dict looks like a buffer that models compute."""
     if DROPPED.search(name):
         return True
     rank = len(value.shape) if isinstance(value, Leaf) else -1
@@ -123,12 +117,7 @@ def is_buffer(name: str, value: Any) -> bool:
 
 
 def as_loaded(tensors: dict[str, LazyTensor], config: dict[str, Any]) -> dict[str, Any]:
-    """Removes the tensors that transformers ignores, and returns the config with its default for a tied head.
-
-    Args:
-        tensors: by Hugging Face name; changed in place.
-        config: content of `config.json`.
-    """
+    """Removes, in place, the tensors that transformers ignores; returns the config with its default for a tied head."""
     plan = blueprint(config) if depth_is_possible(tensors, config) else None
     for name in [name for name in tensors if plan and plan.ignores(name)]:
         del tensors[name]
@@ -141,14 +130,9 @@ def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
 
     The blueprint knows most models; others are built by transformers on the meta device, which imports torch.
 
-    Args:
-        tensors: by Hugging Face name.
-        config: content of `config.json`.
-        source: file name for messages.
-
     Returns:
         A warning where transformers cannot build the model and only rules were checked that hold for any model, and a
-        note about tensors that transformers passes over.
+        note about tensors that transformers ignores.
 
     Raises:
         MalformedInput: missing or unexpected keys, another shape, or an element type that is not a float.
@@ -175,19 +159,14 @@ def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
 
 
 def check_folder(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> list[str]:
-    """Checks that transformers opens a folder of these tensors as the model class that its `architectures` names.
+    """Checks that transformers opens a folder of these tensors as the model class in its `architectures`.
 
     Unlike `check_complete` it takes any class (a classifier, an embedding model, one with images) and tensors that the
     class does not have, which are kept.
 
-    Args:
-        tensors: by Hugging Face name.
-        config: content of `config.json`.
-        source: file name for messages.
-
     Returns:
-        A note about tensors that transformers passes over, and a warning where it cannot be asked: the model has code
-        of its own, or is of another version of transformers.
+        A note about tensors that transformers ignores, and a warning where nothing was checked: the model has its own
+        code, or is of another version of transformers.
 
     Raises:
         MalformedInput: missing keys, another shape, an element type that is not a float, or an unmerged adapter.
@@ -225,15 +204,9 @@ UNMERGED_SAYS = "of an adapter that is not merged"
 
 
 def refuse_unmerged(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> None:
-    """Refuses the weights of a model with the factors of an adapter beside them, of which no class makes one.
+    """Refuses (MalformedInput, which lists them) adapter factors next to the weights of a model, which no class has.
 
-    Args:
-        tensors: by Hugging Face name.
-        config: content of `config.json`; a model with code of its own may have such parts.
-        source: file name for messages.
-
-    Raises:
-        MalformedInput: lists the factors.
+    A model with its own code may have such parts.
     """
     found = [name for name in tensors if UNMERGED.search(name)]
     if found and not config.get(AUTO_MAP) and not _has_such_parts(config):
@@ -271,10 +244,10 @@ def _passed_over(names: Sequence[str]) -> list[str]:
 def _loaded(
     tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str, class_name: str = ""
 ) -> LoadingGaps | str:
-    """What transformers would report after loading these tensors; a text: why it cannot build the model.
+    """What transformers would report after loading these tensors; a string: why it cannot build the model.
 
     Raises:
-        MalformedInput: the configuration has impossible sizes.
+        MalformedInput: the config has impossible sizes.
     """
     if reason := why_not_built(config, class_name):
         return reason
@@ -288,11 +261,9 @@ def _loaded(
 
 
 def why_not_built(config: Mapping[str, Any], class_name: str = "") -> str:
-    """Why transformers is not asked to build the model of a configuration; empty where it may be.
+    """Why transformers is not asked to build a model; empty if it may be.
 
-    Args:
-        config: content of `config.json`.
-        class_name: the class to build; empty for the causal language model.
+    `class_name` is the class to build; empty for the causal language model.
     """
     kind = str(config.get("model_type"))
     if not class_name and kind not in causal_lm_classes():
@@ -341,23 +312,12 @@ def _may_build(name: str, value: Any) -> bool:
 
 
 def may_be_built(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> bool:
-    """Whether transformers may build the model of a configuration: it is of the size of its tensors.
-
-    Args:
-        tensors: by any names.
-        config: content of `config.json`.
-    """
+    """Whether transformers may build the model of a config: its size is that of the tensors."""
     return depth_is_possible(tensors, config) and all(_may_build(name, value) for name, value in config.items())
 
 
 def why_incomplete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> str:
-    """The reason for which `check_complete` refuses these tensors; empty where they are the whole model.
-
-    Args:
-        tensors: by Hugging Face name.
-        config: content of `config.json`.
-        source: name of the checkpoint.
-    """
+    """Why `check_complete` refuses these tensors; empty if they are the whole model."""
     try:
         check_complete(tensors, config, source)
     except MalformedInput as problem:

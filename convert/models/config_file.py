@@ -31,10 +31,10 @@ YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def merged_configs(paths: tuple[Path, ...]) -> dict[str, Any]:
-    """The JSON or YAML objects of `paths`, later ones over earlier ones.
+    """The JSON or YAML objects of `paths`, merged; later ones take precedence.
 
     Raises:
-        InputRefused: a file is not there.
+        InputRefused: a file does not exist.
         MalformedInput: a file does not contain such an object.
     """
     merged: dict[str, Any] = {}
@@ -72,10 +72,10 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def _parse_yaml(text: str) -> Any:
-    """The value of a document; its depth and its nodes are counted before anything is made of them.
+    """The value of a YAML document; its depth and its nodes are counted before it is built.
 
     Raises:
-        ValueError, YAMLError: it is none, or too large.
+        ValueError, YAMLError: it is invalid, or too large.
     """
     depth = 0
     for event in yaml.parse(text, YAML_LOADER):
@@ -125,17 +125,16 @@ def without_code(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, 
 def causal_lm_config(
     stored: Mapping[str, Any], given: Mapping[str, Any], source: str, warnings: list[str]
 ) -> dict[str, Any]:
-    """The `config.json` of a causal language model: the stored fields, and over them the user's.
+    """The `config.json` of a causal language model: the stored fields, updated with the user's.
 
     Args:
         stored: the checkpoint's own configuration, empty where it has none.
         given: the user's fields; with consent to the model's own code, its `auto_map` is kept (`trusted_code.py`).
-        source: file name for messages.
         warnings: gets a line for fields that are left out.
 
     Raises:
         InputRefused: `model_type` is missing.
-        UnsupportedInput: it is none that transformers has, or an MPT that it cannot express.
+        UnsupportedInput: transformers does not have the type, or cannot express this MPT.
     """
     if own := _own_config(stored, given, source):
         return own
@@ -171,7 +170,7 @@ def _own_config(stored: Mapping[str, Any], given: Mapping[str, Any], source: str
 
 
 def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with `architectures` that fit its `model_type`; an encoder gets its class for masked words.
+    """The config with `architectures` that fit its `model_type`; an encoder gets its class for masked tokens.
 
     Raises:
         UnsupportedInput: the installed transformers has no causal language model of this type.

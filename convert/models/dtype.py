@@ -30,11 +30,7 @@ SIGNS = re.compile(r"_keep_in_fp32_modules|dtype=torch\.float(?:32)?\b")
 
 
 def check_dtype(dtype: str) -> None:
-    """Refuses a name that is not an element type of weights.
-
-    Raises:
-        UsageProblem: neither `keep` nor a float type.
-    """
+    """Raises UsageProblem unless `dtype` is `keep` or a float type."""
     if dtype not in ("keep", *FLOATS):
         raise UsageProblem(f"unknown dtype `{dtype}`", hint="keep, float32, float16 or bfloat16")
 
@@ -53,14 +49,10 @@ def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 
 def stored_types(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], dtype: str) -> dict[str, DType]:
-    """The type of each tensor in a model of `dtype`: float32 where transformers loads it so; no float stays as it is.
+    """The type of each tensor in a model of `dtype`, one of `FLOATS`: float32 where transformers loads it so.
 
-    Routers' biases and some norms are among them: rounded, they would choose other experts.
-
-    Args:
-        tensors: by Hugging Face name.
-        config: content of `config.json`.
-        dtype: one of `FLOATS`.
+    Routers' biases and some norms are among these: rounded, they would choose other experts. Tensors other than floats
+    keep their type.
     """
     kept = kept_in_float32(tensors, config, dtype)
     types = {name: FLOAT32 if name in kept else BY_NAME[dtype] for name in tensors}
@@ -74,11 +66,6 @@ def kept_in_float32(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
     """Names of the tensors that transformers loads in float32 whatever the type of the model.
 
     transformers itself is asked where the source of the model's class, or of a part of it, has such patterns.
-
-    Args:
-        tensors: by Hugging Face name.
-        config: content of `config.json`.
-        dtype: of the model.
     """
     if dtype not in NARROW or not (files := _sources_with_signs(config)):
         return frozenset()
@@ -121,10 +108,7 @@ def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def with_dtype(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
-    """The config with `torch_dtype` (or `dtype`, where it has that) set to what most of the weights are.
-
-    The configs of the model's parts follow where they name a type.
-    """
+    """The config, and those of parts that have a type, with `torch_dtype` or `dtype` of most of the weights."""
     sizes: Counter[str] = Counter()
     for tensor in tensors.values():
         if tensor.dtype.name.startswith(("float", "bfloat")):

@@ -1,4 +1,4 @@
-"""The model that transformers itself builds of a `config.json`, on the meta device: names and shapes, no memory.
+"""The model that transformers itself builds from a `config.json`, on the meta device: names and shapes, no memory.
 
 Only where the blueprint does not know a model, since torch takes seconds to import. Stored tensors are compared by
 loading empty ones of their shapes, so that transformers' own conversion mapping renames, joins, and splits them.
@@ -51,7 +51,7 @@ class LoadingGaps:
         missing: parameters and persistent buffers that no stored tensor fills.
         unexpected: stored tensors that the model does not have.
         mismatched: name to the stored shape and the model's.
-        ignored: stored tensors that the model does not have, and that its class says are passed over.
+        ignored: stored tensors that the model does not have, and that its class ignores.
     """
 
     missing: list[str]
@@ -64,13 +64,12 @@ def meta_model(config: Mapping[str, Any], class_name: str = "", dtype: str = "fl
     """The model of `config` as transformers builds it, on the meta device.
 
     Args:
-        config: content of `config.json`.
         class_name: a class of transformers; empty for the causal language model.
         dtype: of the parameters, except those that the class makes in float32.
 
     Raises:
-        NotBuildable: transformers refuses the configuration or has no such class, or the model has far more modules
-            than any real one.
+        NotBuildable: transformers refuses the config or has no such class, or the model has far more modules than any
+            real one.
     """
     if class_name:
         return model_of_class(config, class_name, dtype)

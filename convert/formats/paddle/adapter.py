@@ -51,10 +51,9 @@ def is_paddle_adapter(path: Path) -> bool:
 
 
 def open_paddle_adapter(path: Path, alpha: float | None = None) -> Adapter:
-    """Opens a PaddleNLP LoRA folder as an adapter of the model that `to-hf` makes of its base.
+    """Opens a PaddleNLP LoRA folder (or its weights file) as an adapter of the model that `to-hf` makes of its base.
 
     Args:
-        path: the folder, or the weights file in it.
         alpha: `lora_alpha`, if the config does not contain it.
 
     Raises:
@@ -157,10 +156,7 @@ def _with_joined(config: LoraConfig, joined: Mapping[str, int]) -> LoraConfig:
 def _converted(
     rules: Sequence[TensorRule], ranks: Sequence[Mapping[str, LazyTensor]], source: str
 ) -> tuple[dict[str, Pair], dict[str, LazyTensor], dict[str, int]]:
-    """Pairs by module, whole tensors by name, and the number of pairs that each joined module consists of.
-
-    Every tensor is used exactly once.
-    """
+    """Pairs by module, whole tensors by name, and the number of pairs in each joined module; uses every tensor once."""
     pairs: dict[str, Pair] = {}
     whole: dict[str, LazyTensor] = {}
     joined: dict[str, int] = {}

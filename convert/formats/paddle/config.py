@@ -1,8 +1,7 @@
 """PaddleNLP's `config.json` as the `config.json` of the Hugging Face model that computes the same.
 
-`generation_config.json` of PaddleNLP from and to that of transformers, for the fields that both have.
-
-Source: paddlenlp `generation/configuration_utils.py`; its `max_length` counts new tokens, transformers' all of them.
+Also `generation_config.json` in both directions, for the fields that both have (paddlenlp
+`generation/configuration_utils.py`); PaddleNLP's `max_length` counts new tokens, transformers' all of them.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ def to_config(config: Mapping[str, Any], source: str, warnings: list[str]) -> di
     """The Hugging Face config of a PaddleNLP one.
 
     Args:
-        config: the fields of Paddle's `config.json`.
-        source: name of the file or folder, for error messages.
         warnings: receives a line for each difference beyond some length.
 
     Raises:
@@ -57,11 +54,7 @@ def to_config(config: Mapping[str, Any], source: str, warnings: list[str]) -> di
 
 
 def own_kind(config: Mapping[str, Any]) -> str:
-    """The type of the published code that alone computes a model: `baichuan` or `chatglm`; empty for other models.
-
-    Args:
-        config: the fields of Paddle's `config.json`.
-    """
+    """The type of the published code that alone computes a model: `baichuan` or `chatglm`; empty for other models."""
     if config.get("alibi") and config.get("model_type") in ("llama", "baichuan"):
         return "baichuan"
     return "chatglm" if config.get("model_type") == "chatglm" else ""
@@ -69,10 +62,6 @@ def own_kind(config: Mapping[str, Any]) -> str:
 
 def to_own_config(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The config of a model that only its own code computes: Llama's fields for a Baichuan, else those of its code.
-
-    Args:
-        config: the fields of Paddle's `config.json`.
-        source: name of the file or folder, for error messages.
 
     Raises:
         UnsupportedInput: an option that the code does not have.
@@ -103,17 +92,7 @@ def _chatglm_6b(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def number(config: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
-    """A field that is a positive integer.
-
-    Args:
-        config: the fields of Paddle's `config.json`.
-        name: the field.
-        source: name of the file or folder, for error messages.
-        default: for a missing field; None if it is required.
-
-    Raises:
-        MalformedInput: it is missing and required, or not a positive integer.
-    """
+    """A field that is a positive integer (else MalformedInput); with `default` None the field is required."""
     value = config.get(name)
     value = default if value is None else value
     if type(value) is not int or not 0 < value < 1 << 40:
@@ -125,17 +104,7 @@ def number(config: Mapping[str, Any], name: str, source: str, default: int | Non
 
 
 def real(config: Mapping[str, Any], name: str, source: str, default: float) -> float:
-    """A field that is a positive number.
-
-    Args:
-        config: the fields of Paddle's `config.json`.
-        name: the field.
-        source: name of the file or folder, for error messages.
-        default: for a missing field.
-
-    Raises:
-        MalformedInput: it is not a positive number.
-    """
+    """A field that is a positive number (else MalformedInput), or `default` if it is missing."""
     value = default if config.get(name) is None else config[name]
     if type(value) not in (int, float) or not 0 < value < 1e12:
         raise MalformedInput(

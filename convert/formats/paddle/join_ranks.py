@@ -20,10 +20,7 @@ def apply_rules(
     """The converted tensors in Hugging Face's names: embedding, layers by number, final norm, head.
 
     Args:
-        rules: the family's.
         ranks: name to tensor of each tensor-parallel rank, the same names in all.
-        layers: number of layers.
-        source: name of the file or folder, for error messages.
 
     Raises:
         MalformedInput: missing keys, unexpected keys, or a shape mismatch with the configuration.
@@ -62,12 +59,7 @@ def numbered(rule: TensorRule, layer: int) -> TensorRule:
 
 
 def converted(rule: TensorRule, ranks: Sequence[Mapping[str, LazyTensor]], source: str) -> dict[str, LazyTensor]:
-    """The target tensors of one rule, by name.
-
-    Args:
-        rule: with a layer number in its names.
-        ranks: name to tensor of each tensor-parallel rank.
-        source: name of the file or folder, for error messages.
+    """The target tensors of one rule (with a layer number in its names), by name, from all tensor-parallel ranks.
 
     Raises:
         MalformedInput: a source has another shape than the rule, also after its ranks' parts are joined.

@@ -45,7 +45,7 @@ class PaddleFamily:
     """The tensors of one model family.
 
     Attributes:
-        prefix: prefix of its tensor names.
+        prefix: of its tensor names.
         rules: `rules(config, shapes)` from the Hugging Face config and the shapes in the first file.
         layers: the config's field for the number of layers.
         embedding: Hugging Face name of the embedding, to which the output head may be tied.

@@ -1,15 +1,11 @@
-"""`.pdparams` files, read lazily: one pickle of numpy arrays, whose bytes are left in the file.
+"""`.pdparams` files: one pickle of numpy arrays, read lazily and written as a stream.
 
 Layout (paddle `framework/io.py`, `framework/io_utils.py`): a dict of name to numpy array, of protocol 2 to 4, and under
 `StructuredToParameterName@@` a table of names that is not needed. bfloat16 is stored as uint16.
 
-Ranges of bytes that a pickle of protocol 2 stores as UTF-8 text (`_codecs.encode(text, "latin1")`).
-
-Bytes from 0x80 on take two in the file, so positions are found by counting characters; counts are kept per chunk.
-
-Writes `.pdparams` as `paddle.save` of a dict of tensors does, streamed; layout in `pdparams.py`.
-
-One pickle of protocol 4, whose arrays may have any size. numpy 1 and 2 both find `numpy.core.multiarray`.
+Protocol 2 stores bytes as UTF-8 text (`_codecs.encode(text, "latin1")`), where those from 0x80 on take two, so
+positions are found by counting characters; counts are kept per chunk. Files are written as one pickle of protocol 4,
+whose arrays may have any size. numpy 1 and 2 both find `numpy.core.multiarray`.
 """
 
 from __future__ import annotations
@@ -96,7 +92,7 @@ def is_pdparams(path: Path) -> bool:
 
 
 def open_pdparams(path: Path) -> PaddleFile:
-    """The tensors of a file that `paddle.save` wrote; no tensor data is read.
+    """The tensors of a file that `paddle.save` wrote; reads no tensor data.
 
     Raises:
         MalformedInput: the file is truncated or hostile, or the parts of an array contradict each other.

@@ -58,11 +58,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def peek(path: Path) -> Mapping[str, LazyTensor]:
-    """The tensors of every file under their own names.
-
-    Raises:
-        InputRefused: a file is malformed.
-    """
+    """The tensors of every file under their own names; InputRefused if a file is malformed."""
     files = weight_files(path)
     read = {file.name: read_header(file).tensors for file in files if file.suffix == ".safetensors"}
     return joined({**read, **{file.name: open_pdparams(file).tensors for file in files if file.name not in read}})
@@ -183,7 +179,6 @@ def open_rank_files(
     """Name to tensor of each tensor-parallel rank, the same names in all, with pipeline stages joined.
 
     Args:
-        folder: its name appears in error messages.
         files: tensor-parallel rank and pipeline stage to file.
         config: Paddle's; its `tensor_parallel_degree` shows whether the last ranks are missing.
 

@@ -51,7 +51,6 @@ def read_paddle_tokenizer(folder: Path, model_type: str, warnings: list[str]) ->
     """Tokenizer files by plain name; empty, with a warning, if there are none.
 
     Args:
-        folder: contains the files.
         model_type: Paddle's; ChatGLM's special tokens are not in its files.
         warnings: receives a line for each file that is missing or cannot be converted.
 

@@ -1,8 +1,7 @@
 """Writes PaddleNLP's folder: `model_state.pdparams`, or one file per rank, and `config.json`.
 
-PaddleNLP's `config.json` for a Hugging Face model: the reverse of `config.py`, and checked against it.
-
-Source: `configuration.py` and `modeling.py` (`_init_rope`) in paddlenlp `transformers/<family>`.
+The config is the reverse of `config.py`, and checked against it. Source: `configuration.py` and `modeling.py`
+(`_init_rope`) in paddlenlp `transformers/<family>`.
 """
 
 from __future__ import annotations
@@ -217,13 +216,6 @@ def split_among_ranks(
     rules: Sequence[TensorRule], tensors: Mapping[str, LazyTensor], layers: int, count: int, source: str
 ) -> list[dict[str, LazyTensor]]:
     """Paddle's name to tensor for each of `count` ranks; the reverse of `apply_rules`.
-
-    Args:
-        rules: the family's.
-        tensors: Hugging Face name to tensor.
-        layers: number of layers.
-        count: number of ranks.
-        source: name of the model's folder, for error messages.
 
     Raises:
         MalformedInput: missing keys, unexpected keys, or a shape mismatch with the configuration.

@@ -66,10 +66,9 @@ def _is_own(file: Path) -> bool:
 
 
 def open_torchtune_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -> Adapter:
-    """Opens an adapter in torchtune's names.
+    """Opens an adapter in torchtune's names, the file or the folder of an epoch.
 
     Args:
-        path: the file, or the folder of an epoch.
         base: the model to merge into; its config determines the order of rows.
         alpha: `lora_alpha`, which old recipes store only in their YAML.
 

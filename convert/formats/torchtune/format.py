@@ -51,7 +51,7 @@ class TorchtuneFamily:
 
     Attributes:
         names: names in addition to `NAMES`.
-        rotates_neighbors: whether rotary positions rotate neighbors, so that rows of queries and keys are reordered.
+        rotates_neighbors: rotary positions rotate neighbors, so that rows of queries and keys are reordered.
         fused: Hugging Face's name of a fused matrix to the names of its parts.
     """
 

@@ -1,7 +1,7 @@
-"""The tensors of a model by its configuration, as transformers would build them, without importing torch.
+"""The tensors of a model by its config, as transformers would build them, without importing torch.
 
-Its own constructors are run, with modules that note names and shapes in place of torch's; so every model type that the
-installed transformers has is known exactly, without a table to maintain.
+transformers' own constructors run with modules that record names and shapes in place of torch's, so every model type
+of the installed transformers is known exactly, without a table to maintain.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ class Blueprint:
 
     Attributes:
         class_name: transformers' class, such as `LlamaForCausalLM`.
-        model_type: as in the configuration.
-        shapes: name to shape, of everything that its state dict has.
-        buffers: those that are not trained, whose dtype may be any.
-        shared: name to the names that may stand for it: of the tensor it is tied to, or of the same object.
-        ignored: patterns of names that transformers passes over when it loads.
-        tied: whether the configuration, or else the class, ties the head to the embedding.
+        shapes: name to shape of everything in its state dict.
+        buffers: those that are not trained, of any dtype.
+        shared: name to the names that may replace it: of the tensor it is tied to, or of the same object.
+        ignored: patterns of names that transformers ignores when it loads.
+        tied: whether the config, or else the class, ties the head to the embedding.
     """
 
     class_name: str
@@ -58,10 +57,9 @@ class Blueprint:
 
 
 def blueprint(config: Mapping[str, Any]) -> Blueprint | None:
-    """The tensors of the causal language model of `config`; None where transformers' source does not tell.
+    """The tensors of the causal language model of `config`; None if transformers' source does not determine them.
 
-    Args:
-        config: content of `config.json`; whether it ties the head decides what is shared.
+    Whether `config` ties the head decides what is shared.
     """
     try:
         return _blueprint(json.dumps(config, sort_keys=True))
@@ -139,9 +137,9 @@ def _same_objects(tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
 
 
 def _tie(module: PreTrainedModel, prefix: str, tensors: Mapping[str, Tensor], shared: dict[str, set[str]]) -> None:
-    """Adds what `_tied_weights_keys` ties to another (patterns of names or of modules), where the configuration ties.
+    """Adds what `_tied_weights_keys` ties to another (patterns of names or of modules), where the config ties.
 
-    SourceFile: `get_expanded_tied_weights_keys` in transformers `modeling_utils.py`.
+    Source: `get_expanded_tied_weights_keys` in transformers `modeling_utils.py`.
     """
     pairs = module._tied_weights_keys
     if not isinstance(pairs, dict) or not getattr(module.config, "tie_word_embeddings", False):

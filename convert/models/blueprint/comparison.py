@@ -25,12 +25,7 @@ PARTIAL = "the checkpoint is partial, or the configuration is of another model"
 
 
 def compare(tensors: Mapping[str, LazyTensor], plan: Blueprint, source: str) -> bool:
-    """Compares names, shapes, and element types with the blueprint's.
-
-    Args:
-        tensors: by the names of any version of transformers.
-        plan: the blueprint of the configuration.
-        source: file name for messages.
+    """Compares names, shapes, and element types with the blueprint's; names may be of any version of transformers.
 
     Returns:
         Whether everything could be compared: True means that this is the whole model and nothing else.
@@ -79,16 +74,7 @@ def _gaps(names: Iterable[str], plan: Blueprint, shapes: Mapping[str, Shape]) ->
 
 
 def refuse_gaps(missing: Sequence[str], unexpected: Sequence[str], model_type: str, source: str) -> None:
-    """Refuses a state dict with missing or unexpected keys.
-
-    Args:
-        missing, unexpected: names of tensors.
-        model_type: of the configuration.
-        source: file name for messages.
-
-    Raises:
-        MalformedInput: lists them.
-    """
+    """Raises MalformedInput, which lists missing and unexpected keys, if there are any."""
     if missing and not unexpected and all(name in HEADS for name in missing):
         raise MalformedInput(
             f"`{source}` has no output head (`{missing[0]}`), and its configuration does not tie it to the embedding",
@@ -109,15 +95,7 @@ def refuse_gaps(missing: Sequence[str], unexpected: Sequence[str], model_type: s
 
 
 def refuse_shapes(wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], source: str) -> None:
-    """Refuses tensors of another shape than the configuration gives them.
-
-    Args:
-        wrong: name to the shape that was found and the one that is expected.
-        source: file name for messages.
-
-    Raises:
-        MalformedInput: lists them.
-    """
+    """Raises MalformedInput, which lists names with the actual and the expected shape, if there are any."""
     if wrong:
         name, (found, wanted) = next(iter(wrong.items()))
         raise MalformedInput(
@@ -128,11 +106,7 @@ def refuse_shapes(wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], 
 
 
 def check_floats(tensors: Mapping[str, LazyTensor], source: str) -> None:
-    """Refuses weights that are not floats of 16 bits or more: they are quantized, or not weights.
-
-    Raises:
-        MalformedInput: lists them.
-    """
+    """Refuses (MalformedInput) weights that are not floats of 16 bits or more: they are quantized, or not weights."""
     kinds = {name: tensor.dtype.name for name, tensor in tensors.items()}
     odd = [f"{name} ({kind})" for name, kind in kinds.items() if kind not in (*FLOATS, "float64")]
     if odd:
@@ -169,13 +143,8 @@ EMBEDDING = re.compile(r"emb|wte")
 def check_layers(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> dict[int, set[str]]:
     """The names of each layer's tensors, by layer number.
 
-    Args:
-        tensors: by Hugging Face name.
-        config: content of `config.json`.
-        source: file name for messages.
-
     Raises:
-        MalformedInput: there are more or fewer layers than in the configuration.
+        MalformedInput: there are more or fewer layers than in the config.
     """
     wanted = next((config[field] for field in LAYER_COUNTS if field in config), None)
     layers: dict[int, set[str]] = {}
@@ -192,12 +161,6 @@ def check_layers(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], s
 
 def check_rules(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], model: ModelNames, source: str) -> None:
     """Checks sizes, equal layers, an embedding of that size, a norm after the last layer, a head, and float weights.
-
-    Args:
-        tensors: by Hugging Face name.
-        config: content of `config.json`.
-        model: names of the model's parts, as far as they are known.
-        source: file name for messages.
 
     Raises:
         MalformedInput: one of them is missing, or the sizes are of another model.

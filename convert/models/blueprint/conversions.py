@@ -110,13 +110,7 @@ def is_known(rule: object) -> bool:
 
 
 def new_names(names: Iterable[str], rules: list[Any], known: Mapping[str, Any]) -> dict[str, str]:
-    """Stored name to the name of today.
-
-    Args:
-        names: the stored names.
-        rules: of the model, from `conversions`.
-        known: names of today, which are kept.
-    """
+    """Stored name to that in the installed transformers; names in `known` stay. `rules` are from `conversions`."""
     renamings = [rule for rule in rules if type(rule) in (Renaming, PrefixChange)]
     return {name: name if name in known else _renamed(name, renamings) for name in names}
 
@@ -128,13 +122,7 @@ def _renamed(name: str, renamings: list[Renaming]) -> str:
 
 
 def experts(name: str, shape: Shape, rules: list[Any]) -> dict[str, Shape]:
-    """The tensors of single experts, by name to shape, that are stacked to one tensor; empty where none are.
-
-    Args:
-        name: of the stacked tensor.
-        shape: of the stacked tensor, experts first.
-        rules: of the model, from `conversions`.
-    """
+    """Name to shape of the single experts' tensors in a stacked one (experts first); empty if there are none."""
     for rule in rules:
         is_stack = isinstance(rule, Converter) and rule.stacks_experts
         if shape and is_stack and name.endswith(target := _plain(rule.target_patterns[0])):

@@ -23,9 +23,9 @@ class ModelNames:
 
     Attributes:
         base: the attribute that holds the model without its head, such as `model` or `transformer`.
-        embedding: the input embedding, such as `model.embed_tokens.weight`; empty where the source does not say.
-        head: the output head, such as `lm_head.weight`; empty where the source does not say.
-        tied: whether the head is the embedding where a configuration does not say; None where unknown.
+        embedding: the input embedding, such as `model.embed_tokens.weight`; empty if the source does not contain it.
+        head: the output head, such as `lm_head.weight`; empty if the source does not contain it.
+        tied: default for whether the head is the embedding; None if unknown.
     """
 
     base: str

@@ -1,4 +1,4 @@
-"""Stand-ins for torch: modules that note names and shapes of what they would hold, and hold nothing.
+"""Stand-ins for torch: modules that record names and shapes of their tensors, without data.
 
 Source of names and shapes: torch `nn/modules/{linear,sparse,normalization,conv}.py`.
 """
@@ -24,8 +24,8 @@ class Unknown:
     """Anything imported or computed that has no stand-in.
 
     Attributes:
-        name: what it is called in the source, for messages.
-        is_suspect: whether it may hold weights: an object of a class that is not known.
+        name: in the source, for messages.
+        is_suspect: whether it may hold weights: an object of an unknown class.
     """
 
     def __init__(self, name: str, *, is_suspect: bool = False) -> None:

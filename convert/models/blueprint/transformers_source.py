@@ -1,11 +1,9 @@
 """A source file of the installed transformers, its classes defined with stand-ins for what they import.
 
-Only constructors and what they call are kept, and only of the classes that are asked for; torch is not imported. What
-runs is the library that the model will be loaded with: nothing of a checkpoint.
-
-Stand-in for transformers' PreTrainedConfig: fields with defaults, other names for them, `__post_init__`.
-
-Source: transformers `configuration_utils.py`.
+Only constructors and what they call are kept, and only of the classes that are asked for; torch is not imported. Only
+code of the library that the model will be loaded with runs, and nothing of a checkpoint. The stand-in for
+PreTrainedConfig (transformers `configuration_utils.py`) has fields with defaults, other names for them, and
+`__post_init__`.
 """
 
 from __future__ import annotations
@@ -116,7 +114,7 @@ def _default(value: Any) -> Any:
 def bounded(value: Any) -> Any:
     """A value of a `config.json` with no number larger than `LARGEST`, so that building from it ends.
 
-    Nothing is ever counted up to `vocab_size`, which messages show.
+    `vocab_size`, which messages show, is kept: nothing is ever counted up to it.
     """
     if isinstance(value, dict):
         return {name: item if name == "vocab_size" else bounded(item) for name, item in value.items()}
@@ -167,7 +165,7 @@ USUAL_LAYERS = {"full_attention", "sliding_attention", "linear_attention", "chun
 
 
 def remap_layer_types(layer_types: Any = None, config: Any = None) -> Any:
-    """What the installed transformers calls kinds of layers today; older files say `mamba` and `attention`.
+    """Renames layer kinds to those of the installed transformers; older files have `mamba` and `attention`.
 
     Args:
         layer_types: a list of kinds, for which the new list is returned; or
