@@ -1,12 +1,10 @@
-"""Outputs of a checkpoint of a PEFT run: the adapter merged into its base, written next to it, or alone.
+"""Checkpoints of PEFT (LoRA) runs: the adapter merged into its base, written next to it, or alone.
 
-Separates the adapter and the base model of a checkpoint of a PEFT (LoRA) run, by their names.
-
-Layout: the whole PeftModel, as trainers save it, with `adapter_config.json` next to it. Composer (mosaicml/composer
-`models/huggingface.py`) holds that file as `peft_config`, and with `should_save_peft_only` (the default) keeps only the
-tensors of `filter_state_dict_peft`. Names are those of the running model (PEFT `tuners/lora/layer.py`,
-`utils/other.py`): `….q_proj.base_layer.weight`, `….q_proj.lora_A.default.weight`, `lm_head.original_module.weight`,
-`lm_head.modules_to_save.default.weight`.
+Layout: the whole PeftModel, as trainers save it, with `adapter_config.json` next to it; adapter and base are separated
+by their names. Composer (mosaicml/composer `models/huggingface.py`) holds that file as `peft_config`, and with
+`should_save_peft_only` (the default) keeps only the tensors of `filter_state_dict_peft`. Names are those of the running
+model (PEFT `tuners/lora/layer.py`, `utils/other.py`): `….q_proj.base_layer.weight`,
+`….q_proj.lora_A.default.weight`, `lm_head.original_module.weight`, `lm_head.modules_to_save.default.weight`.
 """
 
 from __future__ import annotations
@@ -38,11 +36,7 @@ NARROWING = ("exclude_modules", "layers_to_transform", "layers_pattern")
 
 
 def without_adapter(options: Mapping[str, Any], source: str) -> None:
-    """Refuses options that have no meaning for a run without PEFT.
-
-    Raises:
-        UsageProblem: one of them is given.
-    """
+    """Raises UsageProblem for options that have no meaning for a run without PEFT."""
     if given := [name for name in OPTIONS if options.get(name)]:
         raise UsageProblem(f"`--{given[0]}` is given, but `{source}` contains no adapter", hint="leave it out")
 
@@ -53,13 +47,11 @@ def opened_with_adapter(
     options: Mapping[str, Any],
     open_model: Callable[[dict[str, LazyTensor], Checkpoint | None], Checkpoint],
 ) -> Checkpoint:
-    """The model of a checkpoint, whose adapter's config lies next to it or above if it has an adapter.
+    """The model of a checkpoint; if it has an adapter, its config is in the same folder or above.
 
     Args:
         tensors: those of the checkpoint, without the trainers' wrappers in their names.
-        path: the checkpoint.
-        options: those of `with_adapter`.
-        open_model: see `with_adapter`.
+        options, open_model: as in `with_adapter`.
 
     Raises:
         MalformedInput: there is no config; see also `find_adapter` and `with_adapter`.
@@ -75,16 +67,11 @@ def opened_with_adapter(
 
 
 def assembled_run(file: StateFile, format: str, options: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
-    """The model of a state dict, with its adapter if it is that of a PeftModel; see `assemble`.
+    """The model of a state dict, with its adapter if it is that of a PeftModel; errors as in `assemble`.
 
     Args:
-        file: the state dict.
-        format: name of the format.
-        options: fields that the user adds to the configuration, and options of the command.
+        options: fields that the user adds to the config, and options of the command.
         tokenizer: the user's, instead of the files next to the checkpoint.
-
-    Raises:
-        InputRefused: see `assemble` and `opened_with_adapter`.
     """
     given = {name: value for name, value in options.items() if name not in OPTIONS}
     if not any(".lora_" in name for name in file.state):
@@ -222,7 +209,7 @@ VERSIONED = ("transformers_version", "torch_dtype", "dtype", "architectures", "u
 
 
 def differences(stored: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
-    """A warning if the run's configuration differs from the base folder's in fields that both have.
+    """A warning if the run's config differs from the base folder's in fields that both have.
 
     Raises:
         MalformedInput: the model types differ.
@@ -257,7 +244,6 @@ class PeftRun:
     """The adapter and the base model of a PEFT run.
 
     Attributes:
-        path: the checkpoint, for messages.
         config: the content of `adapter_config.json`.
         base: Hugging Face name to tensor of the base; empty if only the adapter was saved.
         adapter: the adapter's tensors in the names that PEFT saves.
@@ -281,7 +267,6 @@ def find_adapter(stored: Mapping[str, Any], tensors: Mapping[str, LazyTensor], p
     Args:
         stored: content of `adapter_config.json`; empty if the run has none.
         tensors: the run's tensors, without the trainers' wrappers in their names.
-        path: the checkpoint, for messages.
 
     Raises:
         MalformedInput: `peft_config` and the tensors contradict each other, or a name belongs to neither model.
@@ -352,13 +337,10 @@ def _several(source: str, labels: set[str]) -> UnsupportedInput:
 
 
 def saved_name(name: str) -> tuple[str, str]:
-    """PEFT's name of an adapter's tensor in files, and the adapter's label; empty for a tensor of the base.
+    """PEFT's name in files of a tensor of a running PeftModel, and the adapter's label; empty for a tensor of the base.
 
-    PEFT (`utils/save_and_load.py`, `get_peft_model_state_dict`) removes the label, the component `modules_to_save`,
-    and the `.weight` of a DoRA magnitude.
-
-    Args:
-        name: of a tensor of a running PeftModel, or as PEFT saves it.
+    PEFT (`utils/save_and_load.py`, `get_peft_model_state_dict`) removes the label, the component `modules_to_save`, and
+    the `.weight` of a DoRA magnitude. `name` may also be as PEFT saves it.
     """
     parts = name.split(".")
     kinds = (WHOLE, "trainable_tokens_delta")

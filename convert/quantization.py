@@ -109,16 +109,11 @@ def quantized_base(checkpoint: Checkpoint) -> QuantizedBase | None:
 
 
 def check_choice(choice: str | None, base: QuantizedBase | None, dtype: str) -> None:
-    """Refuses a quantized base without `--base-quant`, and contradicting options.
-
-    Args:
-        choice: `--base-quant`: one of `CHOICES`, or None.
-        base: the quantized base; None for a plain one.
-        dtype: `--dtype`.
+    """Refuses a quantized base without `--base-quant` (`choice`), and options that contradict each other.
 
     Raises:
         UnsupportedInput: a quantized base without `choice`.
-        UsageProblem: an unknown choice, or one that contradicts the base or `dtype`.
+        UsageProblem: an unknown choice, or one that contradicts the base or `--dtype`.
     """
     if choice is not None and choice not in CHOICES:
         raise UsageProblem(f"invalid `--base-quant {choice}`", hint=f"one of: {', '.join(CHOICES)}")
@@ -175,11 +170,7 @@ class UpdateSums(NamedTuple):
 
 @dataclass(frozen=True)
 class Retention:
-    """How much of an update survived, per weight and over all.
-
-    Attributes:
-        weights: by plain name.
-    """
+    """How much of an update survived, per weight by plain name, and in total."""
 
     weights: Mapping[str, UpdateSums]
 
@@ -194,11 +185,7 @@ class Retention:
         return {name: {"retention": change.retention, "cosine": change.cosine} for name, change in rows.items()}
 
     def require(self) -> tuple[str, ...]:
-        """Warnings about the lost part of the update.
-
-        Raises:
-            UnsupportedInput: too little of it survived.
-        """
+        """Warnings about the lost part of the update; UnsupportedInput if too little of it survived."""
         total = self.total
         found = f"retention {total.retention:.2f}, cosine {total.cosine:.2f}"
         if not total.enough:

@@ -82,10 +82,6 @@ def meta_model(config: Mapping[str, Any], class_name: str = "", dtype: str = "fl
 def code_model(config_class: Any, model_class: Any, config: Mapping[str, Any]) -> Any:
     """The model of a folder's own code, on the meta device, as transformers builds it before it loads weights.
 
-    Args:
-        config_class, model_class: of that code.
-        config: content of `config.json`.
-
     Raises:
         NotBuildable: the code fails, or the model has far more modules than any real one.
     """
@@ -98,8 +94,6 @@ def loading_gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any], class_n
     """What transformers would report after loading tensors of these shapes into the model of `config`.
 
     Args:
-        shapes: name to shape of the stored tensors.
-        config: content of `config.json`.
         class_name: a class of transformers; empty for the causal language model.
 
     Raises:
@@ -112,10 +106,8 @@ def float32_names(config: Mapping[str, Any], class_name: str, names: Iterable[st
     """The stored names of the tensors that are float32 in a model that `from_pretrained` loads in `dtype`.
 
     Args:
-        config: content of `config.json`.
         class_name: a class of transformers; empty for the causal language model.
         names: of the stored tensors, of any version of transformers.
-        dtype: of the model.
 
     Raises:
         NotBuildable: as `meta_model`; or a conversion of transformers fails.
@@ -136,11 +128,7 @@ def float32_names(config: Mapping[str, Any], class_name: str, names: Iterable[st
 
 
 def gaps_of(model: Any, shapes: Mapping[str, Shape]) -> LoadingGaps:
-    """What transformers would report after loading tensors of these shapes into a model.
-
-    Args:
-        model: on the meta device.
-        shapes: name to shape of the stored tensors.
+    """What transformers would report after loading tensors of these shapes into a model on the meta device.
 
     Raises:
         NotBuildable: a conversion of transformers fails.
@@ -171,11 +159,10 @@ def model_of_class(config: Mapping[str, Any], name: str, dtype: str = "float32")
 
     Args:
         config: content of `config.json`; of a model with several towers, a class of its language model takes that part.
-        name: of the class.
         dtype: of the parameters, except those that the class makes in float32.
 
     Raises:
-        NotBuildable: there is no such class, it is not for this configuration, or transformers refuses that.
+        NotBuildable: there is no such class, it is not for this config, or transformers refuses the config.
     """
     fields = without_fetching(constructor_fields(config))
     with building():

@@ -1,8 +1,8 @@
-"""The fields of a `config.json` that decide which model it is, whichever version of transformers wrote them.
+"""The settings of a `config.json` that change a logit, under the same names for any transformers version.
 
-Every field that changes a logit, under one name and with its default: a format can hold a model where the configuration
-that `to-hf` makes of the written checkpoint has equal settings. Names and defaults: transformers' `configuration_*.py`;
-transformers 5 writes `rope_parameters`, transformers 4 `rope_theta` and `rope_scaling`.
+Each has its default. A format can hold a model if the config that `to-hf` makes of the written checkpoint has equal
+settings. Names and defaults: transformers' `configuration_*.py`; transformers 5 writes `rope_parameters`, transformers
+4 `rope_theta` and `rope_scaling`.
 """
 
 from __future__ import annotations
@@ -76,15 +76,13 @@ ModelSettings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class LlamaLikeConfig:
-    """The sizes of a model, and how it turns its positions.
+    """The sizes and rotary positions of a model.
 
     Attributes:
         source: name of the folder, for error messages.
-        model_type: the config's.
-        hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary, max_positions: sizes.
         eps: of the norms.
         theta: base of the rotary frequencies.
-        scaling: how they are stretched, with `rope_type`; empty where they are not.
+        scaling: of the rotary frequencies, with `rope_type`; empty without scaling.
         fields: the whole config.
     """
 
@@ -203,10 +201,10 @@ def _rope(fields: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any]
 
 
 def settings_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The settings of a model, under one name each whichever transformers wrote them, its `model_type` first.
+    """The settings of a model, under the same names for any transformers version, its `model_type` first.
 
     Raises:
-        UnsupportedInput: a `model_type` that is not read here.
+        UnsupportedInput: an unknown `model_type`.
         MalformedInput: a size is missing or not a number, or the sizes contradict each other.
     """
     kind = str(checkpoint.config.get("model_type"))
@@ -259,7 +257,7 @@ def _window(fields: Mapping[str, Any], layers: int) -> tuple[Any, list[int] | No
 
 
 def tied(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint without an output head that is the embedding, and with a `tie_word_embeddings` that says so.
+    """The checkpoint without an output head that is the embedding, and with the `tie_word_embeddings` that follows.
 
     Raises:
         InputRefused: as `settings_of`.
@@ -276,15 +274,11 @@ OFF = (None, False, 0)
 
 
 def refuse_fields(decoder: LlamaLikeConfig, held: Mapping[str, tuple[Any, ...]], what: str) -> None:
-    """Refuses a model with a field that is set to something that the format cannot hold.
+    """Refuses (UnsupportedInput, which lists the fields) a model with a field that the format cannot hold.
 
     Args:
-        decoder: the model.
-        held: field to the values that the format can hold; a field that is not there or off is held by all.
+        held: field to the values that the format can hold; all formats hold a field that is missing or off.
         what: the format, such as `Meta's code`.
-
-    Raises:
-        UnsupportedInput: lists the fields.
     """
     odd = {
         name: decoder.fields[name]
@@ -295,62 +289,29 @@ def refuse_fields(decoder: LlamaLikeConfig, held: Mapping[str, tuple[Any, ...]],
 
 
 def refuse_other_values(decoder: LlamaLikeConfig, own: Mapping[str, Any], other: Mapping[str, Any], what: str) -> None:
-    """Refuses a model with values other than those that the format's own code takes.
-
-    Args:
-        decoder: the model.
-        own: values of the format's code by field.
-        other: values of the model by field.
-        what: name of the format.
-
-    Raises:
-        UnsupportedInput: lists the fields.
-    """
+    """Raises UnsupportedInput, with a list, if a model's values (`other`) are not those of the format (`own`)."""
     refuse(decoder.source, {name: value for name, value in own.items() if value != other[name]}, what)
 
 
 def refuse_other_settings(checkpoint: Checkpoint, back: Mapping[str, Any], what: str) -> None:
-    """Refuses a model that would come back with other settings.
+    """Raises UnsupportedInput, which lists the fields, for a model that would come back with other settings.
 
     Args:
-        checkpoint: the model.
         back: the `config.json` that `to-hf` will make of the written checkpoint.
         what: the format, such as `PaddleNLP`.
-
-    Raises:
-        UnsupportedInput: lists the fields.
     """
     own, other = settings_of(checkpoint), settings_of(replace(checkpoint, config=dict(back)))
     refuse(checkpoint.path.name, {name: value for name, value in own.items() if other.get(name) != value}, what)
 
 
 def refuse_settings(source: str, settings: ModelSettings, held: ModelSettings, what: str) -> None:
-    """Refuses a model with another setting than those in `held`.
-
-    Args:
-        source: folder name for messages.
-        settings: of the model.
-        held: field to the only value that the format can hold.
-        what: the format, such as `PaddleNLP`.
-
-    Raises:
-        UnsupportedInput: lists the fields.
-    """
+    """Raises UnsupportedInput, with a list, if settings differ from `held`, the only values that `what` can hold."""
     odd = {name: settings[name] for name, value in held.items() if settings.get(name, value) != value}
     refuse(source, odd, what)
 
 
 def refuse(source: str, odd: ModelSettings, what: str) -> None:
-    """Refuses a model for the settings `odd`, if there are any.
-
-    Args:
-        source: folder name for messages.
-        odd: field to the value that cannot be held.
-        what: the format, such as `PaddleNLP`.
-
-    Raises:
-        UnsupportedInput: lists the fields.
-    """
+    """Raises UnsupportedInput if there are settings (`odd`, which it lists) that the format `what` cannot hold."""
     if odd:
         raise UnsupportedInput(
             f"`{source}` has what {what} cannot hold: {listing([f'{name} {value}' for name, value in odd.items()])}",
@@ -359,16 +320,11 @@ def refuse(source: str, odd: ModelSettings, what: str) -> None:
 
 
 def refuse_shards(source: str, shards: int, sizes: Mapping[str, int], copied: Mapping[str, int] | None = None) -> None:
-    """Refuses a number of shards that does not divide every one of `sizes` (what it is to its number).
+    """Raises UsageProblem, with the numbers that work, unless `shards` divides every one of `sizes`.
 
     Args:
-        source: folder name for error messages.
-        shards: how many.
-        sizes: what ranks share out.
-        copied: what they share out too, or where there is too little of it hold copies of.
-
-    Raises:
-        UsageProblem: lists what does not divide, and the numbers that do.
+        sizes: description of what ranks divide to its number.
+        copied: what they divide, too, or hold copies of if there is too little.
     """
 
     def odd(count: int) -> list[str]:

@@ -76,17 +76,16 @@ HINT = (
 
 
 def native_config(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
-    """The configuration of transformers' MPT that computes what Foundry computes with `config`.
+    """The config of transformers' MPT that computes what Foundry computes with `config`.
 
     One that transformers itself wrote (it has `layer_norm_epsilon` and nothing of Foundry's) is returned as it is.
 
     Args:
         config: of the model type `mpt` or `mosaic_gpt` (its name before LLM Foundry).
-        source: file name for messages.
         warnings: gets a line for what matters only in training and is left out.
 
     Raises:
-        UnsupportedInput: transformers' MPT computes something else; names every option in the way with its value.
+        UnsupportedInput: transformers' MPT computes something else; lists every such option with its value.
         MalformedInput: a value of the wrong kind.
     """
     if _is_of_transformers(config):
@@ -122,12 +121,7 @@ def _is_of_transformers(config: Mapping[str, Any]) -> bool:
 
 
 def is_native(config: Mapping[str, Any], source: str) -> bool:
-    """Whether transformers' MPT computes what Foundry computes with a configuration; see `native_config`.
-
-    Args:
-        config: of the model type `mpt` or `mosaic_gpt`.
-        source: file name for messages.
-    """
+    """Whether transformers' MPT computes what Foundry computes with a config; see `native_config`."""
     try:
         native_config(config, source, [])
     except UnsupportedInput:
@@ -272,11 +266,7 @@ def _branch(config: Mapping[str, Any], name: str, source: str) -> dict[str, Any]
 
 
 def read_sizes(config: Mapping[str, Any], source: str) -> dict[str, int]:
-    """The fields of `SIZES`.
-
-    Raises:
-        MalformedInput: one is not a positive whole number.
-    """
+    """The fields of `SIZES`; MalformedInput if one is not a positive integer."""
     return {name: _size(config, name, default, source) for name, default in SIZES.items()}
 
 
@@ -334,16 +324,15 @@ def _fused(name: str, parts: list[LazyTensor | None], source: str) -> LazyTensor
 
 
 def enlarged(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> dict[str, LazyTensor]:
-    """The tensors with a head of keys and values for each of queries, and an MLP four times as wide as the model.
+    """The tensors with a key/value head for each query head, and an MLP four times as wide as the model.
 
-    Foundry gives each head of keys to as many neighboring heads of queries (`repeat_kv_for_gqa`); hidden units without
-    weights add nothing. Tensors of another shape than the configuration declares stay as they are, and are refused with
-    the rest of a model that is not complete.
+    Foundry gives each key head to as many neighboring query heads (`repeat_kv_for_gqa`); hidden units without weights
+    add nothing. Tensors of another shape than the config declares stay as they are, and are refused with an incomplete
+    model.
 
     Args:
         tensors: by transformers' names.
         config: of the checkpoint, which `native_config` accepts.
-        source: file name for messages.
     """
     if _is_of_transformers(config):
         return dict(tensors)

@@ -42,8 +42,9 @@ class Joint:
     """Tensors of a model in memory that together have the lines of some stored ones.
 
     Attributes:
-        stored: name of each stored tensor to where its lines lie in `origins`, whose order is that of the sources.
-        origins: name in memory to where its lines lie in the stored tensors.
+        stored: name of each stored tensor to the location of its lines in `origins`, whose order is that of the
+            sources.
+        origins: name in memory to the location of its lines in the stored tensors.
     """
 
     stored: Mapping[str, Origin]
@@ -57,20 +58,11 @@ class NamesInMemory:
         renamed: stored name to the name in memory, of tensors that are only renamed.
         parts: stored name to the name in memory that its stack of experts begins with, of tensors that are joined.
         shapes: of the tensors in memory.
-        shared: name in memory to the name of the tensor that it is, where the class ties the two.
+        shared: name in memory to the name of the tensor that it is tied to by the class.
     """
 
     def __init__(self, shapes: Mapping[str, Shape], config: Mapping[str, Any], class_name: str) -> None:
-        """Finds the names.
-
-        Args:
-            shapes: of the stored tensors.
-            config: content of `config.json`.
-            class_name: of a model class of transformers.
-
-        Raises:
-            NotBuildable: transformers cannot build that model.
-        """
+        """Finds the names for stored tensors of these shapes; NotBuildable if transformers cannot build the model."""
         self._model = model_of_class(config, class_name)
         self._stored = shapes
         self.shapes: dict[str, Shape] = {name: tuple(value.shape) for name, value in self._model.state_dict().items()}
@@ -127,7 +119,7 @@ class NamesInMemory:
         return tuple(zip(*parts, strict=True)) if len({len(each) for each in parts}) == 1 else None
 
     def joint(self, name: str) -> Joint | None:
-        """What a tensor in memory is made of; None if it is a stored one, renamed or not.
+        """The tensors that one in memory consists of; None if it is a stored one, renamed or not.
 
         Raises:
             NotBuildable: transformers' conversion does more than to move whole lines.
@@ -191,11 +183,7 @@ def _numbered(lines: Lines, start: int) -> Any:
 
 
 def _inverted(names: list[str], layouts: list[Lines], origins: Mapping[str, Origin]) -> dict[str, Origin]:
-    """Where the lines of the stored tensors lie in those in memory.
-
-    Raises:
-        NotBuildable: a line is in none of them.
-    """
+    """The location of the stored tensors' lines in those in memory; NotBuildable if a line is in none of them."""
     result = {}
     for number, (name, layout) in enumerate(zip(names, layouts, strict=True)):
         owner, line = (np.full(layout.count, -1, np.int64) for _ in range(2))
@@ -209,12 +197,7 @@ def _inverted(names: list[str], layouts: list[Lines], origins: Mapping[str, Orig
 
 
 def classes(config: Mapping[str, Any], others: Collection[str]) -> list[str]:
-    """Names of the classes of transformers that an adapter's model may have: that of the files first.
-
-    Args:
-        config: content of `config.json`.
-        others: names of more classes, such as that in an adapter's config.
-    """
+    """Names of the classes of transformers that an adapter's model may have: that of the files first, then `others`."""
     own, kind = config.get("architectures"), str(config.get("model_type"))
     tables = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     named = [*(own if isinstance(own, list) else ()), *others, *(table.get(kind) for table in tables)]

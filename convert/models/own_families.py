@@ -1,7 +1,7 @@
 """Families that only their own Hugging Face code computes: Baichuan-13B, Baichuan 2 13B, and ChatGLM-6B.
 
-Training systems hold them in names of their own; here they get those of their published code, which the caller gives
-with `--code`. Source of the names: `pytorch_model.bin.index.json` of the published models.
+Training systems use their own names; here tensors get those of the published code, which the caller gives with
+`--code`. Source of the names: `pytorch_model.bin.index.json` of the published models.
 """
 
 from __future__ import annotations
@@ -28,16 +28,9 @@ Model = tuple[dict[str, LazyTensor], dict[str, Any]]
 
 
 def needs_code(code: TrustedCode | None, source: str, what: str, reason: str) -> TrustedCode:
-    """The consent, which names a folder of code.
+    """The consent, which contains a folder of code; UnsupportedInput without it.
 
-    Args:
-        code: the caller's consent, if any.
-        source: name of the checkpoint.
-        what: the kind of model.
-        reason: the difference from transformers.
-
-    Raises:
-        UnsupportedInput: there is none.
+    `what` is the kind of model, `reason` the difference from transformers.
     """
     if code is None or code.given is None:
         raise UnsupportedInput(
@@ -54,7 +47,6 @@ def baichuan(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], code:
         tensors: in Llama's names; the head of a Baichuan 2 is not normalized, since its code does that.
         config: in Llama's fields.
         code: with the code of a `baichuan`.
-        source: name of the checkpoint.
 
     Raises:
         MalformedInput: the heads are grouped, or the code is that of another model.
@@ -80,9 +72,7 @@ def chatglm(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], code: 
 
     Args:
         tensors: in the names of its code; without a head, the embedding is the head.
-        config: fields of its configuration.
         code: with the code of a `chatglm`.
-        source: name of the checkpoint.
 
     Raises:
         MalformedInput: the code is that of another model.

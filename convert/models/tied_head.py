@@ -29,13 +29,7 @@ def is_tied(config: Mapping[str, Any]) -> bool:
 
 
 def set_everywhere(config: dict[str, Any], key: str, value: Any) -> None:
-    """Sets a field of the config, and of its `text_config` where there is one.
-
-    Args:
-        config: content of `config.json`; changed in place.
-        key: name of the field.
-        value: of the field.
-    """
+    """Sets a field of the config, and of its `text_config` if there is one, in place."""
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
             part[key] = value
@@ -58,15 +52,13 @@ def find_head(names: Iterable[str], embedding: str | None) -> str:
 def settle_head(
     tensors: dict[str, LazyTensor], config: dict[str, Any], warnings: list[str], *, sampled: bool = False
 ) -> dict[str, Any]:
-    """Drops an output head that is the embedding, and returns the config with the `tie_word_embeddings` that follows.
+    """Drops, in place, an output head that is the embedding; returns the config with `tie_word_embeddings` set.
 
     Values are compared where the config ties them, or has null because the training format does not record it.
 
     Args:
-        tensors: by Hugging Face name; changed in place.
-        config: content of `config.json`.
         warnings: gets a line where the config ties two matrices that differ.
-        sampled: compare the first block of rows alone: enough to describe a checkpoint, not to convert it.
+        sampled: compare only the first block of rows: enough to describe a checkpoint, not to convert it.
     """
     head = next((name for name in HEADS if name in tensors), None)
     embedding = next((name for name in tensors if name.endswith(EMBEDDINGS)), None)
@@ -94,12 +86,11 @@ def settled(checkpoint: Checkpoint, *, sampled: bool = False) -> Checkpoint:
 
 
 def with_head(checkpoint: Checkpoint, embedding: str, *, tied: bool) -> dict[str, LazyTensor]:
-    """The tensors, with the output head written out where it is tied to the embedding.
+    """The tensors, with the output head (`lm_head.weight`) added if it is tied to the embedding.
 
     Args:
-        checkpoint: the model, its head under `lm_head.weight` if it has one.
         embedding: name of the embedding.
-        tied: what transformers assumes where the config does not say whether it is tied.
+        tied: transformers' default where the config does not say whether it is tied.
 
     Raises:
         MalformedInput: there is no head, and it is not tied; or there is no embedding.

@@ -20,7 +20,7 @@ class TrustedCode:
     """The caller's consent to run the code of a model, and where the code is.
 
     Attributes:
-        given: the folder that the caller names (`--code`); None for code next to the configuration.
+        given: the folder from the caller (`--code`); None for code next to the config.
         others: folders that are searched without it, the first with all modules wins.
     """
 
@@ -28,11 +28,7 @@ class TrustedCode:
     others: tuple[Path, ...] = ()
 
     def folder(self, names: Iterable[str]) -> Path:
-        """The first folder that has the modules of all these classes; the first of all if none has them.
-
-        Args:
-            names: such as `modeling_x.XForCausalLM`.
-        """
+        """The first folder with the modules of all classes, such as `modeling_x.XForCausalLM`, or the first of all."""
         folders = (self.given,) if self.given else self.others
         return next((folder for folder in folders if holds(folder, names)), folders[0])
 
@@ -54,15 +50,14 @@ def trusted_code(options: Mapping[str, Any]) -> TrustedCode | None:
 
 
 def own_fields(stored: Mapping[str, Any], given: Mapping[str, Any], source: str) -> dict[str, Any] | None:
-    """The configuration of a model with trusted code of its own; None without consent or without own code.
+    """The config of a model with its own trusted code; None without consent or without own code.
 
     Args:
-        stored: the checkpoint's own configuration, empty if it has none.
-        given: the user's fields, and among them the consent.
-        source: file name for messages.
+        stored: the checkpoint's own config, empty if it has none.
+        given: the user's fields, including the consent.
 
     Raises:
-        InputRefused: the caller's folder has code of another model, or names no class.
+        InputRefused: the caller's folder has code of another model, or has no class for it.
     """
     code = trusted_code(given)
     if code is None:

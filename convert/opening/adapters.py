@@ -1,9 +1,7 @@
-"""Opening the adapters of a merge, whichever program wrote them.
+"""Opens the adapters of a merge, whichever program wrote them, each with its initial adapter if there is one.
 
-The initial adapter: an adapter before training, if its initialization subtracted it from the base.
-
-PiSSA, OLoRA, CorDA and LoRA-GA train on W − s·B₀·A₀, so the trained weight is W + s·(B·A − B₀·A₀) (PEFT
-`tuners/lora/model.py`, `subtract_mutated_init`).
+PiSSA, OLoRA, CorDA and LoRA-GA subtract the initial adapter from the base and train on W − s·B₀·A₀, so the trained
+weight is W + s·(B·A − B₀·A₀) (PEFT `tuners/lora/model.py`, `subtract_mutated_init`).
 """
 
 from __future__ import annotations
@@ -51,8 +49,7 @@ def open_adapters(
 
     Args:
         adapters: folders, files or hub ids.
-        initial: one per adapter, `-` for none; or nothing at all.
-        base: the model that they are merged into.
+        initial: one per adapter, `-` for none; or empty.
         alpha: `lora_alpha` for adapters whose files do not contain it.
 
     Raises:
@@ -101,14 +98,11 @@ def _open(adapter: str | Path, base: Checkpoint, alpha: float | None) -> Adapter
 
 
 def _with_all_weights(adapter: Adapter) -> Adapter:
-    """The adapter of a folder in which no other file holds weights that were trained with it.
+    """The adapter of a folder in which no other file holds weights that were trained with it (else UnsupportedInput).
 
-    PEFT saves the adapter alone; what else a trainer changed (a vision tower, a projector, new embeddings) lies next to
+    PEFT saves the adapter alone; what else a trainer changed (a vision tower, a projector, new embeddings) is next to
     it, in a file of the trainer's own (LLaVA's `non_lora_trainables.bin`, LongLoRA's `trainable_params.bin`). A second
-    copy of the adapter is none of them.
-
-    Raises:
-        UnsupportedInput: there are such files.
+    copy of the adapter does not count.
     """
     others = (file for file in sorted(adapter.path.iterdir()) if file.suffix in SUFFIXES and file.is_file())
     names = [file.name for file in others if not (OWN.fullmatch(file.name) or training_file_kind(file.name))]
@@ -130,12 +124,7 @@ def _with_all_weights(adapter: Adapter) -> Adapter:
 
 
 def _repeats(file: Path, weights: Path) -> bool:
-    """Whether a file holds nothing but tensors of the adapter, as accelerate's `pytorch_model_fsdp.bin` may.
-
-    Args:
-        file: next to the adapter's.
-        weights: the adapter's file.
-    """
+    """Whether a file holds nothing but tensors of the adapter, as accelerate's `pytorch_model_fsdp.bin` may."""
     try:
         found = {saved_name(name)[0] or name: tensor for name, tensor in read_tensors(file).items()}
         own = {saved_name(name)[0] or name: tensor for name, tensor in read_tensors(weights).items()}

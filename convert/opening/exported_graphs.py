@@ -37,9 +37,9 @@ class GraphSummary:
         precision: dtype that it computes in.
         cache: `growing`, `shared-buffer`, `static` or `none`; followed by ` int8` where keys and values are codes.
         target: provider of onnxruntime that it is for; empty for any.
-        extra_inputs: its inputs besides tokens, mask, positions and cache.
-        outputs: its outputs besides the cache.
-        lora_inputs: the modules that it takes LoRA factors for, as they were given to `--lora-inputs`.
+        extra_inputs: its inputs other than tokens, mask, positions and cache.
+        outputs: its outputs other than the cache.
+        lora_inputs: the modules that it takes LoRA factors for, as given to `--lora-inputs`.
         prefix_tokens: number of virtual tokens that it puts before a prompt, see `--prefix`.
     """
 
@@ -75,9 +75,9 @@ class CodesSummary:
         preset: value of `--quant`, or the method of a model that was quantized already.
         method: how codes were chosen; empty if it is not recorded.
         symmetric: there are no zero points.
-        calibrated: a text decided what columns count, or ranges.
+        calibrated: column weights or ranges come from a calibration text.
         matrices: number of weights by bits and size of a block, which is 0 for one scale per column.
-        plain: number of tensors that are stored as they are.
+        plain: number of tensors that are not quantized.
         parameters: of the model.
     """
 
@@ -111,20 +111,12 @@ WITHOUT_CACHE = ("embeddings", "vision")
 
 
 def graphs_in(folder: Path) -> tuple[GraphSummary, ...]:
-    """The graphs that the manifest of a folder names.
-
-    Raises:
-        MalformedInput: it is invalid.
-    """
+    """The graphs in the manifest of a folder; MalformedInput if it is invalid."""
     return tuple(_graph(role, entry) for role, entry in read_manifest(folder).graphs.items())
 
 
 def layouts_in(folder: Path) -> tuple[str, ...]:
-    """The clients that the last export into a folder was for.
-
-    Raises:
-        MalformedInput: the manifest is invalid.
-    """
+    """The clients that the last export into a folder was for; MalformedInput if the manifest is invalid."""
     found = _export_options(read_manifest(folder)).get("layouts")
     return tuple(str(name)[:40] for name in found) if isinstance(found, list) else ()
 
@@ -172,11 +164,7 @@ def _words(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def quantized_tensors(folder: Path) -> dict[str, LazyTensor]:
-    """The tensors of a folder of quantized graphs, as they are stored.
-
-    Raises:
-        MalformedInput: an invalid header or index.
-    """
+    """The tensors of a folder of quantized graphs, as stored; MalformedInput for an invalid header or index."""
     if (folder / INDEX).is_file():
         return open_shards(folder, INDEX)
     if (folder / SINGLE).is_file():
@@ -185,11 +173,7 @@ def quantized_tensors(folder: Path) -> dict[str, LazyTensor]:
 
 
 def codes_in(folder: Path, tensors: Mapping[str, LazyTensor]) -> CodesSummary:
-    """The quantized weights.
-
-    Args:
-        folder: of quantized graphs.
-        tensors: as they are stored.
+    """The quantized weights of a folder, from its tensors as stored.
 
     Raises:
         MalformedInput: the manifest is invalid, or codes have an impossible shape.
@@ -262,7 +246,7 @@ class VerdictSummary:
     Attributes:
         recorded: the verdict; None if it is malformed.
         changed: names of judged files that have changed since, or are missing.
-        unjudged: names of graph files that the manifest lists, and that the run did not judge.
+        unjudged: names of graph files in the manifest that the run did not judge.
         problem: why it cannot be read; empty if it can.
     """
 
@@ -290,16 +274,9 @@ class VerdictSummary:
 
 
 def verdict_in(folder: Path, graphs: Sequence[GraphSummary]) -> VerdictSummary | None:
-    """The verdict that the manifest of a folder records; None if there is none.
+    """The verdict in the manifest of a folder; None if there is none, MalformedInput if the manifest is invalid.
 
     Graph files are read in full; of weight files only the size and the header are compared.
-
-    Args:
-        folder: of the graphs.
-        graphs: those in its manifest.
-
-    Raises:
-        MalformedInput: the manifest is invalid.
     """
     content = read_manifest(folder).verified
     if content is None:

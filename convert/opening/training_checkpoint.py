@@ -40,15 +40,11 @@ def open_training(
     *,
     rewrite: bool = False,
 ) -> Checkpoint:
-    """Opens a training checkpoint of any known format, in Hugging Face names.
+    """Opens a training checkpoint of any known format, in Hugging Face names; other arguments and errors as in `to_hf`.
 
     Args:
-        source, format, config, tokenizer: see `to_hf`.
         options: those of `to_hf` that only some formats have.
-        rewrite: take a folder that already is a Hugging Face model, too.
-
-    Raises:
-        InputRefused: see `to_hf`.
+        rewrite: accept a folder that already is a Hugging Face model, too.
     """
     with reading_safely(source):
         path = local_path(source, in_parts=True)
@@ -89,13 +85,7 @@ def _plain_tensors(path: Path) -> Format | None:
 
 
 def searching_next_to(options: Mapping[str, Any], path: Path, config: tuple[Path, ...]) -> dict[str, Any]:
-    """The options, where consent to a model's code finds it next to the user's, the checkpoint's or the base's config.
-
-    Args:
-        options: those of `to_hf`.
-        path: the checkpoint.
-        config: configuration files or folders of the user.
-    """
+    """The options of `to_hf`; consent to code then includes that next to the user's, checkpoint's or base's config."""
     code = trusted_code(options)
     if code is None:
         return dict(options)
@@ -121,17 +111,13 @@ def recognized(path: Path) -> tuple[Path, Format | None]:
 def open_format(
     found: Format, inside: Path, name: str, config: Mapping[str, Any], tokenizer: Path | None
 ) -> Checkpoint:
-    """Opens a checkpoint whose format is known, and checks that it is a whole model.
+    """Opens a checkpoint whose format is known, and checks that it is a whole model; errors as in `to_hf`.
 
     Args:
-        found: the format.
         inside: the checkpoint, unpacked.
         name: of the checkpoint, for messages.
         config: fields that the user adds or overrides, and the format's own options.
         tokenizer: a tokenizer file or folder to use instead of the checkpoint's own.
-
-    Raises:
-        InputRefused: see `to_hf`.
     """
     opened = found.open(inside, config, tokenizer)
     code = trusted_code(config)
@@ -150,8 +136,6 @@ def open_again(
     """The model of a Hugging Face folder, every tensor under its own name.
 
     Args:
-        folder: the Hugging Face folder.
-        name: what messages call it.
         config: JSON or YAML files whose fields replace those of `config.json`.
         tokenizer: a tokenizer file or folder to use instead of the folder's own.
         options: those of `to-hf` that only training formats have; refused.
@@ -159,7 +143,7 @@ def open_again(
     Raises:
         UsageProblem: one of `options` is given.
         UnsupportedInput: the weights are quantized.
-        MalformedInput: the folder is damaged, or its weights are not those of the given configuration.
+        MalformedInput: the folder is damaged, or its weights are not those of the given config.
     """
     refuse_options(options, (OPTION,), "a Hugging Face folder")
     opened = open_checkpoint(folder)
@@ -194,16 +178,7 @@ def open_again(
 
 
 def refuse_options(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Refuses options that do not apply to a format.
-
-    Args:
-        given: names of the options that the user gave.
-        known: names of those that have an effect.
-        what: the format, for the message.
-
-    Raises:
-        UsageProblem: names the first.
-    """
+    """Raises UsageProblem for the first given option that has no effect for the format `what`."""
     if foreign := sorted({*given} - {*known}):
         raise UsageProblem(f"`--{foreign[0].replace('_', '-')}` does not apply to {what}", hint="leave it out")
 

@@ -1,7 +1,6 @@
 """Turns a state dict in Hugging Face names into a Checkpoint, or refuses it: nothing may stay randomly initialized.
 
-Finds the prefix of a Hugging Face model's names in a state dict of a wrapped model, or of one without a head.
-
+Finds the prefix of the names in a state dict of a wrapped model, or of one without a head:
 `lit.model.transformer.wte.weight` has the prefix `lit.model.`; `wte.weight` of a GPT2Model lacks `transformer.`, which
 is added as transformers adds it when it loads (`base_model_prefix`).
 """
@@ -80,13 +79,12 @@ def assemble(
 
     Args:
         file: the state dict; its names are Hugging Face's after any one prefix.
-        format: name of the format.
-        given: fields that the user adds to the configuration; `drop` leaves out tensors outside the model.
+        given: fields that the user adds to the config; `drop` leaves out tensors outside the model.
         tokenizer: the user's, instead of the files next to the checkpoint.
         version: the program that wrote the checkpoint, if known.
 
     Raises:
-        InputRefused: there is no configuration, or the state dict is not the whole model that it describes.
+        InputRefused: there is no config, or the state dict is not the whole model that it describes.
     """
     source, warnings = file.path.name, list[str]()
     fields = {name: value for name, value in given.items() if name != "drop"}
@@ -187,9 +185,8 @@ class NameMapping:
     """Stored names to Hugging Face's.
 
     Attributes:
-        names: stored name to Hugging Face's.
         outside: stored names outside the model.
-        prefix: the prefix of every name of the model.
+        prefix: of every name of the model.
         added: prefix that was added to names of a base model, such as `transformer.`; empty if they had it.
     """
 
@@ -201,11 +198,6 @@ class NameMapping:
 
 def map_names(stored: Sequence[str], model: ModelNames, source: str) -> NameMapping:
     """Maps the stored names by the one prefix after which they are those of `model`.
-
-    Args:
-        stored: the names in the state dict.
-        model: the names of the model's parts.
-        source: name of the file or folder, for error messages.
 
     Raises:
         MalformedInput: the model's embedding is missing.

@@ -36,7 +36,7 @@ class StateFile:
 
     Attributes:
         path: the file or folder.
-        state: the state dict: name to a TensorRef, a LazyTensor, or any other value.
+        state: name to a TensorRef, a LazyTensor, or any other value.
         tensor: `tensor(name, leaf)` returns the LazyTensor of a leaf.
         around: the dict that contains the state dict; empty if there is none.
         shards: number of files.
@@ -49,11 +49,7 @@ class StateFile:
     shards: int = 1
 
     def tensors(self) -> dict[str, LazyTensor]:
-        """Name to tensor.
-
-        Raises:
-            UnsupportedInput: there is an object instead of a tensor, or the tensors are quantized.
-        """
+        """Name to tensor; UnsupportedInput if there is another object or the tensors are quantized."""
         refuse_quantized(self.state, self.path.name)
         refuse_objects(self.state, self.path.name)
         leaves = {name: leaf for name, leaf in self.state.items() if isinstance(leaf, TensorRef | LazyTensor)}
@@ -61,11 +57,7 @@ class StateFile:
 
 
 def refuse_quantized(names: Mapping[str, Any], source: str) -> None:
-    """Refuses the packed parts of quantized matrices.
-
-    Raises:
-        UnsupportedInput: there are any.
-    """
+    """Raises UnsupportedInput if there are packed parts of quantized matrices."""
     found = [name for name in names if QUANTIZED.search(name)]
     if found:
         raise UnsupportedInput(
@@ -74,11 +66,7 @@ def refuse_quantized(names: Mapping[str, Any], source: str) -> None:
 
 
 def refuse_objects(state: Mapping[str, Any], source: str) -> None:
-    """Refuses objects (sharded or quantized tensors, such as `ShardedTensor` and `NF4Tensor`) among the tensors.
-
-    Raises:
-        UnsupportedInput: there is one; names the first.
-    """
+    """Raises UnsupportedInput for the first object (`ShardedTensor`, `NF4Tensor` and the like) among the tensors."""
     name = next((name for name, leaf in state.items() if isinstance(leaf, Stub)), None)
     if name is not None:
         raise UnsupportedInput(f"`{name}` in `{source}` {OBJECT[0]}", hint=OBJECT[1])
@@ -121,22 +109,14 @@ def _named(state: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def union(path: Path, files: list[StateFile]) -> StateFile:
-    """The shards of one state dict as one.
-
-    Raises:
-        MalformedInput: a tensor is in two of them.
-    """
+    """The shards of one state dict as one; MalformedInput if a tensor is in two of them."""
     homes = without_duplicates(path.name, [dict.fromkeys(file.state, file) for file in files])
     state = {name: file.state[name] for name, file in homes.items()}
     return StateFile(path, state, lambda name, leaf: homes[name].tensor(name, leaf), shards=len(files))
 
 
 def without_duplicates(source: str, parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The union of several dicts.
-
-    Raises:
-        MalformedInput: a key is in two of them.
-    """
+    """The union of several dicts; MalformedInput if a key is in two of them."""
     whole: dict[str, Any] = {}
     for part in parts:
         if duplicate := sorted(whole.keys() & part.keys()):

@@ -120,12 +120,7 @@ def _numbered(folder: Path) -> list[Path]:
 
 
 def indexed_shards(folder: Path, index: str, is_shard_name: Callable[[str], bool]) -> dict[str, set[str]]:
-    """Shard file to the names of its tensors, from the `weight_map` of an index.
-
-    Args:
-        folder: contains the index and the shards.
-        index: file name of the index.
-        is_shard_name: whether a file name in the index is valid.
+    """Shard file to the names of its tensors, from the `weight_map` of an index (file name `index`).
 
     Raises:
         MalformedInput: there is no `weight_map`, or a shard is missing or has an invalid name.
@@ -148,17 +143,7 @@ def indexed_shards(folder: Path, index: str, is_shard_name: Callable[[str], bool
 
 
 def require_listed(shard: str, found: Iterable[str], listed: set[str], index: str) -> None:
-    """Compares the names in a shard with those that the index lists for it.
-
-    Args:
-        shard: file name of the shard.
-        found: the names in it.
-        listed: those in the index.
-        index: file name of the index.
-
-    Raises:
-        MalformedInput: they differ.
-    """
+    """Raises MalformedInput if the names in a shard are not those that the index lists for it."""
     if different := sorted(listed ^ set(found)):
         raise MalformedInput(
             f"`{index}` and `{shard}` differ in {len(different)} tensors: {listing(different)}",

@@ -16,7 +16,7 @@ DEPTH = 4
 
 
 def raw_tensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a torch or safetensors file, or of all such files of a folder; only headers are read.
+    """The tensors of a torch or safetensors file, or of all such files of a folder; reads only headers.
 
     Raises:
         InputRefused: there is no such file, or one is malformed.

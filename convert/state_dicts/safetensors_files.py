@@ -108,11 +108,7 @@ def several_files(folder: Path) -> InputRefused:
 
 
 def header_of(path: Path) -> Header:
-    """The header of a file; the latest ones are cached, since several formats look at them.
-
-    Raises:
-        MalformedInput: see `read_header`.
-    """
+    """The header of a file, with a cache, since several formats read it; errors as in `read_header`."""
     found = path.stat()
     return _header(path, found.st_size, found.st_mtime_ns)
 
@@ -123,11 +119,7 @@ def _header(path: Path, _size: int, _changed: int) -> Header:
 
 
 def open_state(path: Path) -> StateFile:
-    """The state dict of a file or folder, including names that share a tensor with another name.
-
-    Raises:
-        InputRefused, MalformedInput: see `open_safetensors`.
-    """
+    """The state dict of a file or folder, including names that share a tensor; errors as in `open_safetensors`."""
     tensors = open_safetensors(path)
     files = [path] if path.is_file() else sorted({tensor.path for tensor in _in_files(tensors)})
     shared = {name: kept for file in files for name, kept in header_of(file).metadata.items() if kept in tensors}

@@ -29,11 +29,7 @@ def special_ids(files: Mapping[str, bytes]) -> tuple[int | None, int | None]:
 def special_tokens(files: Mapping[str, bytes]) -> dict[str, tuple[str, int | None]]:
     """The tokens that begin, end and pad a text, by `bos_token`, `eos_token`, `pad_token`: text, and id where known.
 
-    Args:
-        files: content by name; see `special_ids`.
-
-    Raises:
-        MalformedInput: a file is not JSON.
+    `files` and errors as in `special_ids`.
     """
     settings = {**_object(files, "special_tokens_map.json"), **_object(files, "tokenizer_config.json")}
     ids = {**_ids(_object(files, "tokenizer.json")), **_added(files)}
@@ -42,23 +38,12 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, tuple[str, int | Non
 
 
 def added_tokens(files: Mapping[str, bytes]) -> frozenset[str]:
-    """The tokens beyond a tokenizer's own vocabulary.
-
-    Args:
-        files: content by name.
-
-    Raises:
-        MalformedInput: a file is not JSON.
-    """
+    """The tokens beyond a tokenizer's own vocabulary; MalformedInput if a file is not JSON."""
     return frozenset(_added(files))
 
 
 def known_tokens(files: Mapping[str, bytes]) -> frozenset[str]:
-    """The tokens of `tokenizer.json` or `vocab.json`.
-
-    Raises:
-        MalformedInput: a file is not JSON.
-    """
+    """The tokens of `tokenizer.json` or `vocab.json`; MalformedInput if a file is not JSON."""
     return frozenset({*_ids(_object(files, "tokenizer.json")), *_object(files, "vocab.json")})
 
 

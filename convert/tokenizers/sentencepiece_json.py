@@ -52,11 +52,7 @@ class SentencePieceModel:
 
 
 def parse_sentencepiece(data: bytes) -> SentencePieceModel:
-    """Reads the ModelProto in `data`.
-
-    Raises:
-        MalformedInput: it is not a sentencepiece model.
-    """
+    """Reads the ModelProto in `data`; MalformedInput if it is not a sentencepiece model."""
     try:
         fields = list(_fields(data))
         trainer = _typed(next((value for number, value in fields if number == 2), b""), TRAINER)
@@ -141,11 +137,7 @@ def _typed(data: Any, kinds: Mapping[int, type]) -> dict[int, Any]:
 
 
 def require_short(tokens: Iterable[str | bytes]) -> None:
-    """Refuses tokens for which trying all splits would take too long: that costs the square of each length.
-
-    Raises:
-        MalformedInput: the tokens are too long.
-    """
+    """Refuses (MalformedInput) tokens whose splits would take too long to try: cost is the square of each length."""
     if sum(len(token) ** 2 for token in tokens) > SPLIT_LIMIT:
         raise MalformedInput("the tokens in `tokenizer.model` are far too long", hint="copy it again")
 
@@ -220,13 +212,7 @@ def _decoder(model: SentencePieceModel) -> dict[str, Any]:
 
 
 def added_token(index: int, text: str, *, special: bool) -> dict[str, Any]:
-    """One entry of `added_tokens`.
-
-    Args:
-        index: id of the token.
-        text: its content.
-        special: whether decoding may skip it.
-    """
+    """One entry of `added_tokens`; decoding may skip a `special` token."""
     return {
         "id": index,
         "content": text,

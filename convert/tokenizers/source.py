@@ -9,11 +9,7 @@ from llmconv.errors import InputRefused
 
 
 def read_tokenizer(path: Path) -> dict[str, bytes]:
-    """The tokenizer files at `path`, by plain name.
-
-    Raises:
-        InputRefused: there is no tokenizer.
-    """
+    """The tokenizer files at `path`, by plain name; InputRefused if there is none."""
     if path.is_dir():
         files = {name: content for name, content in read_side_files(path).items() if name != "generation_config.json"}
     else:

@@ -63,7 +63,6 @@ class DistributedFolder:
     """An opened distributed checkpoint.
 
     Attributes:
-        path: the folder.
         tree: the saved nested dict; lists are dicts with integer keys, leaves are items.
         version: of the layout.
     """
@@ -96,16 +95,9 @@ class DistributedFolder:
         return assemble(item.dtype, item.shape, item.chunks, lambda chunk: self._chunk(name, item, chunk))
 
     def elements(self, name: str, item: TensorItem, axes: int) -> dict[tuple[int, ...], LazyTensor]:
-        """The tensors that are stacked in `item`, by their index along its first axes.
+        """The tensors that are stacked in `item`, by their index along its first `axes` axes.
 
-        Args:
-            name: for error messages.
-            item: of any number of dimensions; each of its chunks lies in one of the stacked tensors.
-            axes: number of axes that count tensors.
-
-        Raises:
-            MalformedInput: see `tensor`; or a chunk spans several tensors.
-            UnsupportedInput: see `tensor`.
+        Each chunk must be within one of them, else MalformedInput. Other errors as in `tensor`.
         """
         self.tensor(name, item)
         if item.dtype is None or any(chunk.sizes[:axes] != (1,) * axes for chunk in item.chunks):
@@ -159,14 +151,7 @@ class DistributedFolder:
         return _opened(self.path / location.file, location.start, location.length, self._check(location))
 
     def _check(self, location: BlobLocation) -> int:
-        """Refuses a blob that is compressed or outside its file.
-
-        Returns:
-            The file's time of modification.
-
-        Raises:
-            MalformedInput, UnsupportedInput: see `tensor`.
-        """
+        """Refuses, as `tensor`, a compressed blob or one outside its file; returns the file's modification time."""
         if location.transforms:
             raise UnsupportedInput(
                 f"`{self.path.name}` was saved with the extension {shown(location.transforms[0])}",
@@ -299,11 +284,9 @@ def is_tiled(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
 def assemble(
     dtype: DType, shape: tuple[int, ...], chunks: Sequence[Chunk], opened: Callable[[Chunk], LazyTensor]
 ) -> LazyTensor:
-    """One tensor from chunks that tile it.
+    """One tensor of `dtype` and `shape` from chunks that tile it (see `is_tiled`).
 
     Args:
-        dtype, shape: of the whole tensor.
-        chunks: see `is_tiled`.
         opened: returns the tensor of a chunk, of `dtype` and the chunk's sizes; called only for chunks that are read.
     """
     boxes = [chunk for chunk in chunks if prod(chunk.sizes)]
@@ -349,12 +332,11 @@ BASE = re.compile(
 def roots(
     tree: Mapping[Any, Any], above: tuple[str, ...] = (), *, own_names: bool = False
 ) -> dict[tuple[str, ...], Mapping[Any, Any]]:
-    """The state dicts of language models in `tree`, by their keys from the root on; optimizers are skipped.
+    """The state dicts of language models in the nested dict `tree`, by their keys from the root on; skips optimizers.
 
     Args:
-        tree: nested dict.
-        above: keys that lead to it.
-        own_names: any state dict, since the model's own code has its own names.
+        above: keys that lead to `tree`.
+        own_names: accept any state dict, since the model's own code has its own names.
     """
     is_part = _is_tensor if own_names else _is_embedding
     found = {above: tree} if any(map(is_part, tree.items())) else {}
