@@ -173,12 +173,8 @@ def audit_folder(
 ) -> Checks:
     """The recorded files, every initializer, and the decisions in the graphs.
 
-    Args:
-        verified: the graphs.
-        reference: the model's folder.
-        report: receives notes.
-        allow_changed: a graph that was changed after its export is a note instead of a failure.
-        reads: whether the values of a tensor of the model are looked at; the files are hashed if all are.
+    `reads` is whether the values of a tensor of the model are looked at; the files are hashed if all are. With
+    `allow_changed` a graph that was changed after its export is a note instead of a failure.
     """
     yield from audit_recorded_files(verified, report, allow_changed=allow_changed, hashes=reads is read_all)
     prefixes = [entry.prefix.file for entry in verified.entries if entry.prefix]
@@ -199,13 +195,9 @@ def audit_folder(
 def audit_recorded_files(
     verified: VerifiedFolder, report: Report, *, allow_changed: bool, hashes: bool = True
 ) -> Checks:
-    """The recorded files.
+    """Checks of the recorded files; `hashes` compares the sha256 of weight files, which reads all of them.
 
-    Args:
-        verified: the graphs.
-        report: receives notes.
-        allow_changed: a graph that was changed after its export is a note instead of a failure.
-        hashes: compare the sha256 of weight files, which reads all of them.
+    With `allow_changed` a graph that was changed after its export is a note instead of a failure.
     """
     checks, notes = audit_graph_files(verified.path, verified.entries, verified.models, allow_changed=allow_changed)
     yield checks
@@ -309,10 +301,7 @@ class Compared:
 def compare_half_precision(compared: Compared, half: str, known: Eager | None) -> Checking:
     """Runs all scenarios on the graphs, a few with every value rounded, and all on copies that compute in float32.
 
-    Args:
-        compared: the folder.
-        half: dtype of the graphs, `float16` or `bfloat16`.
-        known: an open reference of the model, if any.
+    `half` is the dtype of the graphs, `float16` or `bfloat16`; `known` an open reference of the model, if any.
 
     Returns:
         The reference and the graphs in which a faulty node is searched: the float32 copies.
@@ -340,11 +329,7 @@ def compare_half_precision(compared: Compared, half: str, known: Eager | None) -
 def unknown_tables(name: str, model: onnx.ModelProto, kind: int, known: KnownConstants) -> list[Check]:
     """Skipped checks for tables that the model's code rounds to half precision, so that no float32 copy is exact.
 
-    Args:
-        name: of the graph.
-        model: the graph without its weights.
-        kind: the half-precision element type.
-        known: constants of the model.
+    `kind` is the half-precision element type; `known` are constants of the model.
     """
     blank = Check(IN_FLOAT32.removeprefix(", "), name, "", verdict="skip")
     tables = [tensor for tensor in model.graph.initializer if tensor.data_type == kind and not is_external(tensor)]
@@ -368,11 +353,9 @@ def _notes(half: str, *, on_cpu: bool) -> list[str]:
 
 
 def why_not_opened(model: onnx.ModelProto, settings: SessionSettings) -> str:
-    """Why onnxruntime refuses a graph; empty if it opens it.
+    """Why onnxruntime refuses a graph, without optimization; empty if it opens it.
 
-    Args:
-        model: the graph; its stored weights become inputs of a copy.
-        settings: of onnxruntime; nothing is optimized.
+    The stored weights become inputs of a copy.
     """
     copy = onnx.ModelProto.FromString(model.SerializeToString())
     stored = [tensor for tensor in copy.graph.initializer if is_external(tensor)]

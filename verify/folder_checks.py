@@ -62,19 +62,7 @@ from llmconv.verify.verification import Checking
 
 @dataclass(frozen=True)
 class Choices:
-    """The options of `verify` that decide which checks are made; see there.
-
-    Attributes:
-        method: how the model is run.
-        eager: an open reference.
-        low_memory: hold one layer at a time; None to decide by free memory.
-        adapter: LoRA adapter whose factors the graphs take.
-        text: for the accuracy of quantized weights.
-        limits: of that accuracy.
-        calibrated: the text of measured ranges.
-        record: record the verdict in the manifest.
-        clients: programs that generate with the graphs.
-    """
+    """The options of `verify`, described there, that decide which checks are made."""
 
     method: Method
     eager: Eager | None = None
@@ -104,10 +92,6 @@ class Choices:
 
 def checked_folder(folder: GraphFolder, choices: Choices) -> Report:
     """The report of all checks of a folder.
-
-    Args:
-        folder: the graphs.
-        choices: which checks.
 
     Raises:
         UsageProblem: options that the graphs do not have.
@@ -221,11 +205,7 @@ def _alone(rest: SinglePassFolder) -> Checking:
 def _coded_checks(coded: CodedFolder, folder: FloatFolder, eager: Eager | None, stack: ExitStack) -> Checking:
     """All checks of graphs with codes in their caches.
 
-    Args:
-        coded: the graphs.
-        folder: the same folder, with the options of the run.
-        eager: an open reference of the model, if any.
-        stack: keeps copies of the graphs with caches of floats.
+    `eager` is an open reference of the model, if any; `stack` keeps copies of the graphs with caches of floats.
     """
     verified, cost = coded.verified, coded.cost
     structure = coded.structure()
@@ -295,11 +275,8 @@ def adapted(
 ) -> tuple[VerifiedFolder, Eager]:
     """The graphs with the factors of an adapter, and the eager model with PEFT's adapter around its layers.
 
-    Args:
-        verified: the graphs.
-        reference: the model's folder.
-        adapter: a LoRA adapter in PEFT's own files; PEFT is the reference.
-        code: the reference's folder where its own code is trusted.
+    `adapter` is a LoRA adapter in PEFT's own files; PEFT is the reference. `code` is the model's folder where its own
+    code is trusted.
 
     Raises:
         InputRefused: the graphs have no inputs for the modules of the adapter, or it is of another model.
@@ -323,11 +300,9 @@ def adapted(
 
 
 def unseen_factors(models: Mapping[str, onnx.ModelProto], adapter: str | Path | None) -> list[str]:
-    """The inputs for factors that run with their empty defaults only, in words.
+    """Descriptions of the inputs for factors that run with their empty defaults only.
 
-    Args:
-        models: the graphs, with the factors of the adapter if there is one.
-        adapter: the adapter.
+    `models` have the factors of the adapter if there is one.
     """
     modules = sorted({module_of(name) for model in models.values() for name in declared_factors(model)})
     if not modules:
@@ -352,12 +327,8 @@ def _bake(model: onnx.ModelProto, factors: Mapping[str, Array]) -> None:
 def then_generation(checks: Checking, folder: FloatFolder, clients: Sequence[Client], *, has_codes: bool) -> Checking:
     """The checks of the graphs, then those of the tokens that clients generate.
 
-    Args:
-        checks: of the graphs.
-        folder: of the graphs.
-        clients: to run.
-        has_codes: weights or caches are quantized. The tokens are then those of llmconv's own loop: what the codes
-            change is measured by the checks before.
+    With `has_codes`, weights or caches are quantized, and the tokens are those of llmconv's own loop: what the codes
+    change is measured by the checks before.
     """
     found = yield from checks
     source: Callable[[], LogitsSource] = partial(OwnLogits.of, folder.verified)

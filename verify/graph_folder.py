@@ -24,7 +24,7 @@ from llmconv.verify.verification import Session
 
 @dataclass(frozen=True)
 class GraphFolder:
-    """A folder of graphs.
+    """A folder of graphs: `entries` have a cache, `single` none.
 
     Attributes:
         path: the folder.
@@ -59,13 +59,8 @@ class GraphFolder:
     ) -> GraphFolder | None:
         """The graphs in a folder; None if it has none.
 
-        Args:
-            path: the folder.
-            reference: the model; None for the one that the manifest names, or the folder.
-            report: gets the name of the model.
-            session: the options of the run.
-            allow_changed: see the attribute.
-            trusted: run the code in the reference's folder.
+        `reference` is the model, None for the one in the manifest, or the folder; `report` gets its name. `trusted`
+        runs code in the reference's folder.
 
         Raises:
             InputRefused: there is no such model.

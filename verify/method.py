@@ -33,11 +33,7 @@ IN_MEMORY = 1 << 30
 
 @dataclass(frozen=True)
 class Method:
-    """The method that was asked for.
-
-    Attributes:
-        name: one of `METHODS`.
-        layers: which layers an induction runs by themselves.
+    """The method that was asked for, one of `METHODS`, and which layers an induction runs by themselves.
 
     Raises:
         UsageProblem: the method is unknown, or layers are chosen for a method that runs none by themselves.
@@ -56,11 +52,10 @@ class Method:
         return cls(name) if layers is None else cls(INDUCTION, LayerChoice(layers))
 
     def require_runs(self, session: Session, *, low_memory: bool | None) -> None:
-        """Refuses options of runs with UsageProblem where no graph is run.
+        """Refuses options of runs where no graph is run.
 
-        Args:
-            session: the options of the run.
-            low_memory: hold one layer at a time.
+        Raises:
+            UsageProblem: there is one.
         """
         selection = session.selection
         given = {
@@ -85,10 +80,9 @@ class Method:
 
 @dataclass(frozen=True)
 class Plan:
-    """The method that a verification uses.
+    """The method that a verification uses: `whole`, `induction` or `structure`.
 
     Attributes:
-        method: `whole`, `induction` or `structure`.
         induction: the layers by class; None where the whole model runs, or no layers were found.
         note: why this method, for the report; empty where it was asked for.
     """
@@ -106,16 +100,7 @@ def planned(
     low_memory: bool | None,
     code: Path | None,
 ) -> Plan:
-    """The method for a folder of graphs of floats.
-
-    Args:
-        method: what was asked for.
-        verified: the graphs.
-        reference: the model's folder.
-        session: the options of the run.
-        low_memory: the user's choice; with `auto`, it means the whole model.
-        code: the reference's folder where its own code is trusted.
-    """
+    """The method for a folder of graphs of floats; with `auto`, a choice of `low_memory` means the whole model."""
     if method.name == WHOLE or (method.name == AUTO and low_memory is not None):
         return Plan(WHOLE)
     estimate = CostEstimate.of(reference, 1)

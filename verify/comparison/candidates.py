@@ -258,14 +258,7 @@ class PrefillDecodeAgreement:
     def see(
         self, candidate: Candidate, place: CallKey, truth: dict[str, ExpectedOutput], rows: dict[str, Array]
     ) -> None:
-        """Records the outputs of a call; the prefill graph runs each call before the decode graph.
-
-        Args:
-            candidate: the graph.
-            place: the call.
-            truth: the expected outputs by name.
-            rows: the graph's outputs by name, as rows.
-        """
+        """Records the outputs of a call, as rows by name; the prefill graph runs each call before the decode graph."""
         if self._prefill and next(iter(self._prefill))[0] != place[0]:
             self._prefill = {}
         self._names[candidate.role] = candidate.name
@@ -294,15 +287,10 @@ def expected_count(postprocess: str) -> int:
 
 
 def measure_choices(logits: ExpectedOutput, choices: Choices, count: int) -> dict[str, Measure]:
-    """Compares `tokens` and `scores` with the logits of the eager model.
+    """Compares `tokens` and `scores` [batch, tokens, K] with logits of the eager model [batch, tokens, vocabulary].
 
     The token of rank k must have the k-th largest logit, up to near-ties; a score is compared with the log-probability
-    of the chosen token.
-
-    Args:
-        logits: expected logits, rows [batch, tokens, vocabulary].
-        choices: tokens and scores of the graph, [batch, tokens, K].
-        count: K as recorded in the manifest.
+    of the chosen token. `count` is K as recorded in the manifest.
     """
     tokens, shape = choices.tokens, (*logits.exact.shape[:2], count)
     if tokens.shape != shape or choices.scores.shape != shape:

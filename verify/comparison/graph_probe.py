@@ -26,12 +26,9 @@ AT_ONCE = 64
 
 @dataclass(frozen=True)
 class GraphProbe:
-    """A graph whose inner values can be read.
+    """A graph whose inner values can be read; graph optimization is always off.
 
-    Attributes:
-        model: the graph without its weights.
-        folder: the folder of its weights; the guard has checked the files that the graph refers to.
-        settings: of onnxruntime; graph optimization is always off.
+    The guard has checked the files in `folder` that the graph refers to.
     """
 
     model: onnx.ModelProto
@@ -60,12 +57,9 @@ class GraphProbe:
         return _pruned(model)
 
     def piece(self, nodes: Sequence[onnx.NodeProto], feeds: Mapping[str, Array], output: str) -> onnx.ModelProto:
-        """A graph of these nodes only.
+        """A graph of these nodes only, in topological order, with one output.
 
-        Args:
-            nodes: in topological order.
-            feeds: values by name that become its inputs; other values that the nodes read stay constants.
-            output: name of its output.
+        `feeds` are values by name that become its inputs; other values that the nodes read stay constants.
         """
         made = {name for node in nodes for name in node.output}
         read = {name for node in nodes for name in inner_inputs(node) if name} - made

@@ -4,11 +4,9 @@ Half precision hides small faults: an epsilon, a variant of GELU, or rotary angl
 rounding. So such a graph is compared twice: unchanged, with the rounding noise of the model in that precision, and as a
 copy that computes in float32 with the same weights, with the noise of float32.
 
-KnownConstants: numbers of the model that the constants of a half-precision graph may be roundings of.
-
 The eager model multiplies a float16 tensor by 0.044715 and rounds the product; a graph stores that number as float16
 and so rounds it, too. This is invisible in half precision, but a difference in a float32 copy of the graph. So the copy
-uses the exact number if it is one of the model's.
+uses the exact number if it is one of the model's (`KnownConstants`).
 """
 
 from __future__ import annotations
@@ -60,10 +58,10 @@ COPYING = {
 def widen(
     model: onnx.ModelProto, half: int, known: KnownConstants, weights: Iterable[str] = (), *, masks: bool = True
 ) -> None:
-    """Replaces one half-precision dtype by float32 in a graph; the other one would be a fault and stays.
+    """Replaces one half-precision dtype by float32 in a graph, in place; the other one would be a fault and stays.
 
     Args:
-        model: the graph, changed in place.
+        model: the graph.
         half: the half-precision element type.
         known: numbers that constants may be roundings of.
         weights: inline initializers that are tensors of the model, whose values are exact.
@@ -110,15 +108,10 @@ def _reaches_scores(name: str, users: Mapping[str, Sequence[onnx.NodeProto]]) ->
 
 
 def round_every_value(model: onnx.ModelProto, half: int, *, typed: onnx.ModelProto | None = None) -> None:
-    """Makes a graph compute every node in float32 and round the result to half precision, in place.
+    """Makes a graph compute every node in float32 and round the result to the element type `half`, in place.
 
     Half-precision kernels, which accumulate in float32, have the same arithmetic. Inputs and outputs are float32 with
-    rounded values.
-
-    Args:
-        model: the graph; its weights may be left out.
-        half: the half-precision element type.
-        typed: the same graph without its weights, from which types are inferred (default: `model`).
+    rounded values. The weights of `model` may be left out; types are inferred from `typed`, by default `model`.
     """
     rounded = _half_precision_values(typed or model, half)
     widen(model, half, KnownConstants(), masks=False)  # rounded, they would be infinite
@@ -212,8 +205,7 @@ class KnownConstants:
     def restored(self, values: Array) -> Array:
         """Half-precision values in float32, replaced by the known numbers that they are roundings of.
 
-        Args:
-            values: float16 or bfloat16, any shape: a few numbers, a rotary table, or other values, which are only cast.
+        They may have any shape: a few numbers, a rotary table, or other values, which are only cast.
         """
         if values.size <= FEW:
             return _restored(values, self.numbers)

@@ -32,14 +32,7 @@ FEATURES, ANSWERS = "features of images", "prompts with images"
 
 @dataclass(frozen=True)
 class ImageChecks:
-    """The checks of a folder with a vision graph.
-
-    Attributes:
-        vision: the graph.
-        family: of the model.
-        eager: the multimodal model.
-        gates: the largest sigma that passes.
-    """
+    """The checks of a folder with a vision graph, compared with the eager multimodal model."""
 
     vision: VisionGraph
     family: ImageFamily
@@ -78,10 +71,7 @@ class ImageChecks:
     def answers(self, graph: OrtGraph) -> list[Check]:
         """One check per output: batches of two prompts with an image each, and with two, then one token.
 
-        The prompts also run in two parts, if that gives the same.
-
-        Args:
-            graph: takes embeddings.
+        The prompts also run in two parts, if that gives the same. The graph takes embeddings.
         """
         blank = Check(ANSWERS, graph.name, "")
         candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
@@ -201,12 +191,7 @@ class PromptsWithImages:
         return {name: np.concatenate([one[name] for one in self.images]) for name in self.images[0]}
 
     def values(self, call: Call, features: Sequence[Features]) -> Extras:
-        """The values of the decoder's extra inputs that depend on images, in a call.
-
-        Args:
-            call: `prompt` or `step`.
-            features: of the images of each prompt.
-        """
+        """Values of the decoder's extra inputs that depend on images, in the call `prompt` or `step`."""
         rows = []
         for where, mask, given, own in zip(self.where, self.prompt.attention_mask, self.images, features, strict=True):
             is_token = mask.astype(bool)
@@ -224,12 +209,7 @@ class PromptsWithImages:
         )
 
     def run_in_parts(self, runner: Runner, features: Sequence[Features]) -> Step:
-        """The prompts in two runs; the results are those of the second.
-
-        Args:
-            runner: takes embeddings.
-            features: of the images of each prompt.
-        """
+        """The second result of the prompts in two runs; `runner` takes embeddings."""
         placed, (first, second) = self._placed(features), self.parts
         cut, total = first.input_ids.shape[1], self.where.shape[1]
         past = runner.prefill(*first.tokens.arrays, None, self.values(first, features), placed.columns(0, cut)).present
@@ -239,12 +219,7 @@ class PromptsWithImages:
         return PlacedEmbeddings(self.where, np.concatenate([one.rows for one in features]).astype(np.float32))
 
     def run(self, runner: Runner, features: Sequence[Features]) -> tuple[Step, Step]:
-        """The prompts, and then the step.
-
-        Args:
-            runner: takes embeddings.
-            features: of the images of each prompt.
-        """
+        """The results of the prompts, and then of the step; `runner` takes embeddings."""
         placed, values = self._placed(features), self.values(self.prompt, features)
         first = runner.prefill(*self.prompt.tokens.arrays, None, values, placed)
         return first, runner.decode(*self.step.tokens.arrays, first.present, self.values(self.step, features))

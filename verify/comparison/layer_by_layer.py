@@ -58,7 +58,7 @@ PlannedCalls = Sequence[tuple[Scenario, Sequence[Chain]]]
 
 
 class StreamedEager(Eager):
-    """`Eager` that never holds the whole model.
+    """`Eager` that never holds the whole model; it makes only the calls of the selected scenarios.
 
     Args:
         folder: the model's folder.
@@ -145,11 +145,9 @@ class StreamedEager(Eager):
 
 @dataclass(frozen=True)
 class FewLayers:
-    """How much memory a model of few layers may take, so that its weights are read less often.
+    """Memory of a model of few layers, whose weights are then read less often.
 
-    Attributes:
-        kept: bytes of matrices that stay in memory between calls.
-        logits: bytes of logits in memory at a time.
+    `kept` are bytes of matrices that stay in memory between calls, `logits` bytes of logits in memory at a time.
     """
 
     kept: int
@@ -181,14 +179,7 @@ def why_not_layered(entries: Sequence[GraphEntry], models: Mapping[str, onnx.Mod
 def open_in_pieces(
     folder: Path, entry: GraphEntry, settings: SessionSettings, piece_bytes: int = PIECE_BYTES
 ) -> OrtGraph:
-    """A graph of a folder that runs in pieces.
-
-    Args:
-        folder: the folder of the graph.
-        entry: the graph in the manifest.
-        settings: of onnxruntime.
-        piece_bytes: maximum size of the weights of a piece, in bytes of float32.
-    """
+    """A graph of a folder that runs in pieces, whose weights have at most `piece_bytes` in float32."""
     return PiecedGraph(folder / entry.files[0], settings, entry=entry, file=SpillFile(), piece_bytes=piece_bytes)
 
 

@@ -75,7 +75,7 @@ class FolderComparison:
         open_graph: opens a graph of the folder.
         named: suffix of the names of all checks.
         varied: also compare with scaled weights and with other settings of onnxruntime.
-        routed: judge the calmest rows, see `Gates.calmest`.
+        routed: judge the calmest rows (`Gates.calmest`).
         scaler: opens the graphs on scaled weights; default: on those that the files in `folder` are named after.
         start: computes a trained prefix, as `trained_start`.
     """
@@ -261,13 +261,7 @@ def _skip(names: Iterable[str], entries: Iterable[GraphEntry], why: str) -> list
 
 
 def skipped(selection: Selection, eager: Eager, graphs: Sequence[str]) -> list[Check]:
-    """A skipped check for every graph and every scenario that is not run in full.
-
-    Args:
-        selection: of scenarios.
-        eager: the reference.
-        graphs: names of the graphs.
-    """
+    """A skipped check for every graph and every scenario that is not run in full."""
     reasons = selection.left_out(eager.facts())
     return [
         Check(scenario.name, name, "logits", verdict="skip", detail=reason)
@@ -281,11 +275,7 @@ def open_graphs(
 ) -> Generator[list[Check], None, list[OrtGraph]]:
     """Yields a failed check for each graph that onnxruntime cannot open; returns the others.
 
-    Args:
-        opener: `open_graph`, or `open_in_pieces` for layer-by-layer verification.
-        folder: the folder of the graphs.
-        entries: the graphs.
-        settings: of onnxruntime.
+    `opener` is `open_graph`, or `open_in_pieces` for layer-by-layer verification.
 
     Raises:
         UnsupportedInput: a graph cannot be cut into pieces.
@@ -311,13 +301,7 @@ BATCH, TOKENS, SEED = 2, 6, 29
 
 
 def check_own_embeddings(graph: OrtGraph, eager: Eager, gates: Gates) -> list[Check]:
-    """One check per output, of two prompts in which most embeddings are random numbers of the table's size.
-
-    Args:
-        graph: takes embeddings.
-        eager: the model.
-        gates: the largest sigma that passes.
-    """
+    """One check per output, of two prompts in which most embeddings are random numbers of the table's size."""
     blank = Check(NAME, graph.name, "")
     call, placed = _call(eager)
     candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
@@ -368,13 +352,7 @@ def _rounded(rows: Array, dtype: str) -> Array:
 
 @dataclass(frozen=True)
 class OtherSettings:
-    """A scenario with other settings of onnxruntime.
-
-    Attributes:
-        scenario: the scenario.
-        optimization: level of graph optimization.
-        threads: number of threads.
-    """
+    """A scenario with another level of graph optimization and number of threads of onnxruntime."""
 
     scenario: Scenario
     optimization: str
@@ -390,9 +368,7 @@ class OtherSettings:
 def scaled_rows(eager: Eager, selection: Selection) -> Iterator[tuple[WeightScaling, list[Chain]]]:
     """The scalings, each with the calls that are made with it; without a budget, which counts them, with none.
 
-    Args:
-        eager: the reference; later scalings depend on the limits that it reached.
-        selection: of scenarios.
+    Later scalings depend on the limits that `eager` reached.
     """
     few = replace(selection, only=SCALED_SCENARIOS, budget=None)
     planned = few.calls(eager.facts()) if selection.budget else []
@@ -401,13 +377,7 @@ def scaled_rows(eager: Eager, selection: Selection) -> Iterator[tuple[WeightScal
 
 
 def not_run(left: Iterable[Named], budget: Budget | None, graphs: Sequence[str]) -> Checks:
-    """Skipped checks of each row for which the budget had no time, one for every graph.
-
-    Args:
-        left: the rows.
-        budget: which had no time for them; None if there are none.
-        graphs: names of the graphs.
-    """
+    """Skipped checks, one for every graph, of each row that the budget had no time for."""
     reason = budget.reason if budget else ""
     for row in left:
         yield [Check(row.name, name, "logits", verdict="skip", detail=reason) for name in graphs]
@@ -423,13 +393,7 @@ def takes_embeddings(models: Iterable[onnx.ModelProto]) -> bool:
 
 
 def check_embeddings(path: Path, eager: Eager, settings: SessionSettings | None) -> Check:
-    """One check over tokens of the whole vocabulary.
-
-    Args:
-        path: the graph of the embedding table.
-        eager: the model.
-        settings: of onnxruntime.
-    """
+    """One check over tokens of the whole vocabulary of the graph of the embedding table."""
     blank = Check("embeddings", path.name, INPUTS_EMBEDS)
     count = eager.facts().vocab_size
     ids = np.unique(np.linspace(0, count - 1, min(ROWS, count), dtype=np.int64))[None]

@@ -2,13 +2,9 @@
 
 A small or untrained model has small attention scores, so that a missing softcap changes no more than rounding; large
 activations hide a wrong epsilon. Factors are powers of two, so no file is written: the eager model scales the weights
-that it reads, and the graphs are rewritten in memory (`scaled_graph`).
-
-Rewrites a graph so that it computes as if some of its weights were multiplied by powers of two.
-
-No file is written. A product with a scaled matrix equals the scaled product bit by bit, so a Mul follows every
-MatMul, Gemm and Gather with such a weight; if a weight has other users, the Mul follows the weight itself,
-and onnxruntime folds it when it opens the graph.
+that it reads, and the graphs are rewritten in memory. A product with a scaled matrix equals the scaled product bit by
+bit, so a Mul follows every MatMul, Gemm and Gather with such a weight; if a weight has other users, the Mul follows the
+weight itself, and onnxruntime folds it when it opens the graph.
 """
 
 from __future__ import annotations
@@ -39,9 +35,8 @@ from llmconv.verify.reference.weight_scaling import WeightScaling
 class Scaler:
     """Opens the graphs of a folder on scaled weights.
 
-    Attributes:
-        why_not: why they cannot be scaled; empty if they can.
-        scaled: settings that scale the weights, of the settings without and a scaling.
+    `why_not` says why they cannot be scaled; empty if they can. `scaled` returns settings that scale the weights, given
+    settings and a scaling.
     """
 
     why_not: str
@@ -55,13 +50,7 @@ class Scaler:
 
 
 def why_not_scaled(folder: Path, reference: Path, models: Sequence[onnx.ModelProto]) -> str:
-    """Why the graphs of a folder cannot run on scaled weights; empty if they can.
-
-    Args:
-        folder: the folder of the graphs.
-        reference: the model's folder.
-        models: the graphs without their weights.
-    """
+    """Why the graphs of a folder cannot run on scaled weights; empty if they can."""
     if "quantization_config" in read_json(reference / "config.json"):
         return "the model's own weights are quantized"
     try:
@@ -83,14 +72,7 @@ def _is_mapped(tensor: onnx.TensorProto) -> bool:
 def scaled_settings(
     settings: SessionSettings, folder: Path, scaling: WeightScaling, *, at_weights: bool = False
 ) -> SessionSettings:
-    """Settings that open the graphs of a folder on scaled weights.
-
-    Args:
-        settings: of onnxruntime.
-        folder: the folder of the graphs.
-        scaling: which weights, and the factor.
-        at_weights: as for `scale`.
-    """
+    """Settings that open the graphs of a folder on scaled weights; `at_weights` as for `scale`."""
     tensors = FolderTensors.of(folder)
 
     def apply(path: Path, model: onnx.ModelProto) -> None:
@@ -103,12 +85,7 @@ def scaled_settings(
 
 @dataclass(frozen=True)
 class FolderTensors:
-    """The tensors of a folder by name and by position in the files.
-
-    Attributes:
-        named: tensors by name.
-        places: by file name: offset, name and tensor, ordered by offset.
-    """
+    """The tensors of a folder by name, and by file name as (offset, name, tensor), ordered by offset."""
 
     named: Mapping[str, LazyTensor]
     places: Mapping[str, Sequence[tuple[int, str, FileTensor]]]

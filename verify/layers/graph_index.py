@@ -1,7 +1,6 @@
 """GraphIndex: which node computes and reads each value of a graph, and which layer a weight or cache belongs to.
 
-It reads the file alone: names of weights and of cache inputs and outputs, none of the names of nodes, and nothing of
-the exporter.
+It reads only names of weights and of cache inputs and outputs, no names of nodes, and nothing of the exporter.
 """
 
 from __future__ import annotations
@@ -33,13 +32,10 @@ class NotLayered(Exception):
 
 @dataclass(frozen=True)
 class GraphIndex:
-    """The nodes of a graph by what they compute, read and belong to.
+    """The nodes of a graph, without its weights, by what they compute, read and belong to.
 
-    Attributes:
-        model: the graph without its weights.
-        layer_list: name of the list of layers, such as `model.layers.`.
-        number_of_layers: its length.
-        tensors: the tensor of the model whose values each initializer has, as far as that is known.
+    `layer_list` is the name of the list of layers, such as `model.layers.`. `tensors` has the tensor of the model whose
+    values each initializer has, as far as that is known.
     """
 
     model: onnx.ModelProto
@@ -49,11 +45,7 @@ class GraphIndex:
 
     @classmethod
     def of(cls, model: onnx.ModelProto, tensors: Mapping[str, str]) -> GraphIndex:
-        """The index of a graph, whose weights name the list of layers.
-
-        Args:
-            model: the graph without its weights.
-            tensors: the tensor of the model that each initializer is known to be.
+        """The index of a graph; the names of its weights show the list of layers.
 
         Raises:
             NotLayered: no list of layers.
@@ -149,10 +141,10 @@ SCALARS = (bool, int, float, str, type(None))
 
 
 def layer_names(model: torch.nn.Module, count: int, layer_list: str) -> tuple[str, ...]:
-    """Module names of the layers, in order.
+    """Module names of the layers, in order, in the eager model, whose weights may be without content.
 
     Args:
-        model: the eager model; its weights may be without content.
+        model: the eager model.
         count: number of layers of the graph.
         layer_list: name of the list of layers in the names of weights, such as `model.layers.`.
 
@@ -171,12 +163,7 @@ def layer_names(model: torch.nn.Module, count: int, layer_list: str) -> tuple[st
 
 
 def layer_kinds(model: torch.nn.Module, names: Sequence[str]) -> list[Kind]:
-    """The kind of each layer: classes, shapes, settings and entries in the config.
-
-    Args:
-        model: the eager model; its weights may be without content.
-        names: of its layers, in order.
-    """
+    """The kind of each layer: classes, shapes, settings and entries in the config; weights may be without content."""
     described = [_described(model.get_submodule(name)) for name in names]
     keys = {key for one in described for key in one}
     numbers = {key for key in keys if all(_is_number(one, key, at) for at, one in enumerate(described))}

@@ -1,14 +1,12 @@
 """GraphLayers: a graph as a part before the layers, its layers, and a part after them, with one value at every cut.
 
-Declarations of a graph: types of values and the order of its inputs and outputs, which onnxruntime and callers read.
+Layers are compared by forms: a form is what a value computes, as a digest that is equal for values computed alike,
+whatever their names. It is built from the leaves up: sources (weights, inputs, shared values) have forms that the
+caller gives, and a node's form is the digest of its operator, attributes and the forms of its inputs. So two layers are
+isomorphic, node by node, if the forms of their outputs and of all their nodes are equal.
 
-Parts of a graph run without them, so layers must agree in them.
-
-Forms: what a value computes, as a digest that is equal for values computed alike, whatever their names.
-
-A form is built from the leaves up: sources (weights, inputs, shared values) have forms that the caller gives, and a
-node's form is the digest of its operator, attributes and the forms of its inputs. So two layers are isomorphic, node by
-node, if the forms of their outputs and of all their nodes are equal.
+Layers must also agree in the graph's declarations (types of values, order of its inputs and outputs), which onnxruntime
+and callers read, but parts of a graph run without.
 """
 
 from __future__ import annotations
@@ -50,14 +48,9 @@ class LayerForm(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a graph.
+    """One layer of a graph: indices of its nodes, the hidden states it reads (`entry`) and computes (`exit`).
 
-    Attributes:
-        number: from 0.
-        nodes: indices of its nodes.
-        entry: the hidden state that it reads.
-        exit: the hidden state that it computes.
-        form: what it computes, up to the names of its weights and its number.
+    `number` counts from 0. `form` is what it computes, up to the names of its weights and its number.
     """
 
     number: int
@@ -69,13 +62,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class GraphLayers:
-    """A graph as parts.
+    """A graph as parts: indices of nodes before the layers, the layers in order, indices of nodes after them.
 
-    Attributes:
-        index: the whole graph.
-        prologue: indices of the nodes before the layers: embedding, mask, positions, shapes.
-        layers: in order.
-        epilogue: indices of the nodes after the layers: last norm and head.
+    The prologue has embedding, mask, positions and shapes, the epilogue last norm and head; `index` is of the whole
+    graph.
     """
 
     index: GraphIndex
@@ -87,9 +77,7 @@ class GraphLayers:
     def of(cls, model: onnx.ModelProto, tensors: Mapping[str, str] | None = None) -> GraphLayers:
         """The parts of a graph without its weights.
 
-        Args:
-            model: the graph.
-            tensors: the tensor of the model that each initializer is known to be; others are compared by content.
+        `tensors` has the tensor of the model that each initializer is known to be; others are compared by content.
 
         Raises:
             NotLayered: it does not fall into such parts; the text says why.
@@ -106,24 +94,14 @@ class GraphLayers:
 
 
 class LayerSources:
-    """Forms of the values that layers read from elsewhere.
-
-    Args:
-        index: the graph.
-        prologue: its nodes before the layers.
-    """
+    """Forms of the values that layers read from elsewhere; `prologue` has the graph's nodes before the layers."""
 
     def __init__(self, index: GraphIndex, prologue: Sequence[onnx.NodeProto]) -> None:
         self._index = index
         self._shared, _ = forms_of(prologue, partial(self._outer, NO_LAYER))
 
     def of(self, number: int, entry: str) -> Sources:
-        """Those that a layer reads.
-
-        Args:
-            number: of the layer.
-            entry: the hidden state that it reads.
-        """
+        """Those that a layer reads; `entry` is its hidden state."""
 
         def source(name: str) -> Form:
             if name == entry:
@@ -397,12 +375,7 @@ def role(name: str) -> str:
 
 
 def declared_caches(index: GraphIndex, number: int) -> list[Form]:
-    """The cache inputs and outputs of a layer in the order of the file, with their types.
-
-    Args:
-        index: the graph.
-        number: of the layer.
-    """
+    """The cache inputs and outputs of a layer in the order of the file, with their types."""
     graph = index.model.graph
     ports = [port for port in graph.input if is_past(port.name)] + [p for p in graph.output if is_present(p.name)]
     return [f"{role(port.name)} {_kind(port)}" for port in ports if layer_of(port.name) == number]
@@ -411,9 +384,7 @@ def declared_caches(index: GraphIndex, number: int) -> list[Form]:
 def declared_values(index: GraphIndex, values: Mapping[str, Form]) -> list[Form]:
     """The types that the file declares for values of a layer, without the names of axes.
 
-    Args:
-        index: the graph.
-        values: the forms of the values that the layer computes.
+    `values` has the forms of the values that the layer computes.
     """
     return sorted(f"{values[port.name]} {_kind(port)}" for port in index.model.graph.value_info if port.name in values)
 
@@ -461,9 +432,7 @@ Sources = Callable[[str], Form]
 def forms_of(nodes: Iterable[onnx.NodeProto], source: Sources) -> tuple[dict[str, Form], list[Form]]:
     """The form of each value that nodes compute, by name, and the form of each node.
 
-    Args:
-        nodes: in an order in which every value is computed before it is read.
-        source: the forms of all other values.
+    Every value is computed before it is read; `source` has the forms of all other values.
     """
     values: dict[str, Form] = {}
     found: list[Form] = []

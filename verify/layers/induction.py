@@ -37,11 +37,7 @@ LAYERS, PARTS = "layers", "parts"
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """Which layers run by themselves.
-
-    Attributes:
-        text: `all`, `classes` (one of each class) or `sampled:K` (K more).
-    """
+    """Which layers run by themselves: `all`, `classes` (one of each class) or `sampled:K` (K more)."""
 
     text: str = ALL
 
@@ -59,9 +55,7 @@ class LayerChoice:
     def numbers(self, count: int, representatives: tuple[int, ...]) -> tuple[int, ...]:
         """Numbers of the layers, in order; sampled ones are evenly spread over the others.
 
-        Args:
-            count: number of layers.
-            representatives: one layer of each class, which always run.
+        `representatives` are one layer of each class, which always run.
         """
         others = [number for number in range(count) if number not in representatives]
         if self.text == CLASSES:
@@ -73,12 +67,7 @@ class LayerChoice:
 
 @dataclass(frozen=True)
 class Induction:
-    """A model whose graphs fall into layers.
-
-    Attributes:
-        classes: the layers by class.
-        choice: which layers run by themselves.
-    """
+    """A model whose graphs fall into layers, and which of them run by themselves."""
 
     classes: LayerClasses
     choice: LayerChoice
@@ -92,10 +81,10 @@ class Induction:
         code: Path | None,
         choice: LayerChoice,
     ) -> Induction:
-        """Cuts the graphs and compares their layers.
+        """Cuts the graphs, by name and without their weights, and compares their layers.
 
         Args:
-            models: the graphs without their weights, by name.
+            models: the graphs.
             source: the weights that they may refer to.
             reference: the model's folder.
             code: the reference's folder where its own code is trusted.
@@ -160,8 +149,7 @@ class Induction:
     def checks(self, *, alone: bool) -> list[Check]:
         """The checks of structure and composition.
 
-        Args:
-            alone: no numbers are compared, so that a layer unlike the others of its kind is a failure.
+        If `alone`, no numbers are compared, so that a layer unlike the others of its kind is a failure.
         """
         layers, parts = list[Check](), list[Check]()
         for name, graph in self.classes.graphs.items():
@@ -188,13 +176,7 @@ class Induction:
 
 
 def keep_if_layered(model: onnx.ModelProto, kept: tuple[int, ...], tensors: Mapping[str, str]) -> None:
-    """`keep_layers` of a graph with a cache; other graphs, such as embeddings, stay as they are.
-
-    Args:
-        model: the graph without its weights, changed in place.
-        kept: numbers of the layers to keep.
-        tensors: the tensor of the model that each initializer is known to be.
-    """
+    """`keep_layers` of a graph with a cache; other graphs, such as embeddings, stay as they are."""
     if any(is_past(port.name) for port in model.graph.input):
         keep_layers(model, kept, tensors)
 
@@ -275,12 +257,9 @@ class LayerClasses:
 
 
 def keep_layers(model: onnx.ModelProto, kept: Collection[int], tensors: Mapping[str, str] | None = None) -> None:
-    """Removes all other layers of a graph in place; each kept layer reads the hidden state of the kept one before it.
+    """Removes all layers of a graph but `kept`, in place; each reads the hidden state of the kept one before it.
 
-    Args:
-        model: the graph without its weights.
-        kept: numbers of the layers to keep.
-        tensors: as for `GraphLayers.of`.
+    `tensors` as for `GraphLayers.of`.
 
     Raises:
         NotLayered: the graph does not fall into layers, or reads the length of a cache that no kept layer has.

@@ -38,7 +38,7 @@ class Drift:
 
     Attributes:
         graph: RMS error of each layer of the graph, relative to its hidden state.
-        eager: the same of the eager model in the graph's dtype.
+        eager: the same errors of the eager model in the graph's dtype.
     """
 
     graph: list[float]
@@ -153,12 +153,9 @@ AUDITS = ("graph file", "weights", "decisions", "structure", LAYERS, PARTS)
 
 
 def statements(induction: Induction, report: Report, drift: Drift | None) -> list[Statement]:
-    """The parts of the proof.
+    """The parts of the proof; the report's checks decide which were shown.
 
-    Args:
-        induction: the layers by class.
-        report: its checks decide which parts were shown.
-        drift: errors of the layers that ran by themselves; None if no numbers were compared.
+    `drift` has errors of the layers that ran by themselves; None if no numbers were compared.
     """
     graphs, count = len(induction.classes.graphs), len(induction.classes.names)
     found = [
@@ -224,11 +221,9 @@ AFTER = re.compile(rf"^{HIDDEN} after layer (\d+)$")
 
 
 def narrowed(where: Where | None, report: Report) -> Where | None:
-    """The location of a failure with the layer that it is in.
+    """The location of a failure with the layer that it is in; None if nothing failed.
 
-    Args:
-        where: the location by the scenarios; None if nothing failed.
-        report: its checks and the layers that are unlike the others of their kind.
+    The report has checks and the layers that are unlike the others of their kind.
     """
     if where is None:
         return None

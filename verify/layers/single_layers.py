@@ -1,4 +1,4 @@
-"""Runs every layer of a graph by itself, on the hidden state that the eager model makes, and compares what it computes.
+"""Runs every layer of a graph by itself, on the hidden state that the eager model makes, and compares the results.
 
 The eager model in float64 runs a few tokens layer by layer; each layer gets the result of the one before, rounded to
 the graph's dtype. The same numbers are the input of the same layer in the eager model in that dtype, which gives the
@@ -73,7 +73,7 @@ class LayerRuns:
         exact: hidden states in float64.
         rounded: in the graph's dtype, from the same inputs.
         steps: the outputs of both runs.
-        last: what the part after the layers is given, float64.
+        last: the input of the part after the layers, float64.
     """
 
     call: Call
@@ -86,10 +86,7 @@ class LayerRuns:
 def made_up_call(graph: GraphLayers, vocab_size: int, extras: Mapping[str, ExtraInput]) -> Call:
     """The call that all layers run; models with states get no past, and so no padding.
 
-    Args:
-        graph: names the caches and their sizes.
-        vocab_size: number of tokens.
-        extras: the extra inputs of the graph by name, resolved.
+    The graph shows the names and sizes of the caches; `extras` are its extra inputs by name, resolved.
     """
     ports = {name: port for name, port in graph.index.inputs.items() if is_past(name)}
     shapes = {present_of(name): _sizes(port) for name, port in ports.items()}
@@ -188,12 +185,7 @@ def _as_given(states: HiddenStates, name: str, hidden: torch.Tensor) -> torch.Te
 
 
 class ExpectedLayers:
-    """What each layer must compute, from the eager runs.
-
-    Args:
-        runs: of the eager model.
-        dtype: of the graph.
-    """
+    """What each layer must compute, from the eager runs; `dtype` is that of the graph."""
 
     def __init__(self, runs: LayerRuns, dtype: str) -> None:
         self._runs, self._floor = runs, NoiseFloor(dtype, runs.last.shape[-1])
@@ -213,13 +205,7 @@ class ExpectedLayers:
 
 
 def feeds_of(call: Call, graph: GraphLayers, extras: Mapping[str, ExtraInput]) -> dict[str, Array]:
-    """The inputs of a graph for the call, its past included.
-
-    Args:
-        call: the call.
-        graph: the graph.
-        extras: its extra inputs by name, resolved.
-    """
+    """The inputs of a graph for the call, its past included."""
     given: dict[str, Array] = {
         "input_ids": call.input_ids,
         "attention_mask": call.attention_mask,
@@ -287,11 +273,7 @@ class GraphRun:
 class PartRunner:
     """Runs parts of a graph on values that are given or that other parts computed.
 
-    Args:
-        model: the graph without its weights.
-        folder: the folder of its weights.
-        settings: of onnxruntime.
-        limit: maximum size of the weights in memory, in bytes of float32; a single larger matrix is allowed.
+    `limit` is the maximum size of the weights in memory, in bytes of float32; a single larger matrix is allowed.
     """
 
     def __init__(self, model: onnx.ModelProto, folder: Path, settings: SessionSettings, limit: int) -> None:
@@ -303,11 +285,9 @@ class PartRunner:
         self._values: dict[str, ort.OrtValue] = {}
 
     def feed(self, given: Mapping[str, Array], like: str = "") -> None:
-        """Sets values; floats are cast to the dtype of the value.
+        """Sets values by name; floats are cast to the dtype of the value.
 
-        Args:
-            given: by name.
-            like: a known value of the same type, for values that no part has computed.
+        `like` is a known value of the same type, for values that no part has computed.
         """
         for name, array in given.items():
             if name not in self._types and like in self._types:
@@ -318,11 +298,7 @@ class PartRunner:
                 self._values[name] = as_input(array, dtype)
 
     def run(self, nodes: Collection[int], outputs: Sequence[str]) -> dict[str, Array]:
-        """Runs a part; its outputs can be read by other parts.
-
-        Args:
-            nodes: indices of its nodes.
-            outputs: the values to compute.
+        """Runs a part, given by the indices of its nodes; its outputs can be read by other parts.
 
         Raises:
             MalformedInput: onnxruntime cannot run it.

@@ -1,14 +1,11 @@
-"""ExternalComparison: runs the scenarios on external graphs and the eager model, with original and scaled weights.
+"""Runs the scenarios on external graphs and the eager model, with original and scaled weights.
 
-Graphs without an input for positions, which may count padding as tokens.
+Graphs without an input for positions may count padding as tokens, while transformers' `generate` computes positions
+from the mask. Such a graph may still be correct: padding on the left shifts all positions of a row alike, which
+relative positions show in the rotated keys only, not in the logits.
 
-transformers' `generate` computes positions from the mask. A graph that counts padding may still be correct: padding on
-the left shifts all positions of a row alike, which relative positions show in the rotated keys only, not in the logits.
-
-External graphs with scaled weights: their initializers are scaled like the model's tensors.
-
-See `llmconv.verify.comparison.scaled_weights` for the purpose. A graph can be scaled if the audit found every matrix of
-the model in it; of quantized matrices, the scales are scaled.
+To scale weights (see `llmconv.verify.comparison.scaled_weights`), initializers are scaled like the model's tensors. A
+graph can be scaled if the audit found every matrix of the model in it; of quantized matrices, the scales are scaled.
 """
 
 from __future__ import annotations
@@ -70,12 +67,9 @@ class ExternalComparison:
     report: Report
 
     def run(self, eager: Eager, files: Sequence[GraphFile], named: str = "") -> Checks:
-        """Compares all scenarios, then a few with scaled weights.
+        """Compares all scenarios on the graphs or copies of them, then a few with scaled weights.
 
-        Args:
-            eager: the model.
-            files: the graphs, or copies of them.
-            named: suffix of the scenarios' names.
+        `named` is a suffix of the scenarios' names.
         """
         eager.begin()
         if graphs := (yield from self.opened(files)):
@@ -102,12 +96,8 @@ class ExternalComparison:
     ) -> Checks:
         """Compares all scenarios on every graph that can start a sequence, and on the pair of two graphs.
 
-        Args:
-            eager: the model.
-            graphs: the opened graphs.
-            change: the scaling of both.
-            named: suffix of the scenarios' names.
-            few: whether to run only the scenarios that are also run with scaled weights.
+        `change` scales model and graphs, and `named` is a suffix of the scenarios' names. `few` runs only the scenarios
+        that are also run with scaled weights.
         """
         found = external_candidates(graphs)
         evidence, repeat = self.report.evidence, self.selection.repeat
@@ -155,9 +145,7 @@ class ExternalComparison:
 class ExternalCandidate(Candidate):
     """One external graph, or a prefill graph whose cache a decode graph continues.
 
-    Attributes:
-        external: the one or two graphs.
-        last_only: whether it returns the logits of the last token only.
+    With `last_only` it returns the logits of the last token only.
     """
 
     external: tuple[ExternalGraph, ...] = ()
@@ -353,14 +341,9 @@ def _all_positions(call: Call) -> Array:
 
 
 def checks_with_padding_counted(checks: list[Check], counted: list[Check], chains: list[Chain]) -> list[Check]:
-    """The checks against a model that counts padding, except for logits after padding on the left.
+    """The checks against a model that counts padding (`counted`), except for logits after padding on the left.
 
-    Clients use those logits in padded batches, so they must equal those of `generate`.
-
-    Args:
-        checks: the checks against `generate`'s positions.
-        counted: the checks against positions that count padding.
-        chains: the calls.
+    Clients use those logits in padded batches, so they must equal those of `generate` (`checks`).
     """
     if any(check.verdict == "fail" for check in counted if check.output != "logits"):
         return checks
@@ -375,11 +358,7 @@ def why_not_scalable(
     """The reason why a graph cannot be scaled; else empty.
 
     A matrix of unknown content is assumed to be a table of the graph if no tensor of the model has its shape.
-
-    Args:
-        contents: the initializers by name, see `match_contents`.
-        quantized: the quantized matrices.
-        reference: tensors of the model by name.
+    `contents` are the initializers by name, from `match_contents`.
     """
     matrices = {name: tensor.shape for name, tensor in reference.items() if len(tensor.shape) > 1}
     found = {name for content in contents.values() if content.matched for name in content.names}
@@ -429,14 +408,9 @@ def scaled_settings(
     *,
     at_weights: bool = False,
 ) -> SessionSettings:
-    """Session settings that scale the weights when a graph is opened.
+    """Session settings, from those of the unscaled graph, that scale the weights when a graph is opened.
 
-    Args:
-        settings: settings of the unscaled graph.
-        file: the graph.
-        reference: tensors of the model by name.
-        change: the factors.
-        at_weights: as for `scale`.
+    `at_weights` as for `scale`.
     """
     scales = {one.stored.scales: one for one in file.quantized_weights}
 

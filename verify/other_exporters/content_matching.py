@@ -25,12 +25,9 @@ PREFIX = 8
 
 @dataclass(frozen=True)
 class TensorRows:
-    """Rows of an initializer that are rows of a tensor.
+    """Rows of an initializer, by index, that are rows of a tensor.
 
-    Attributes:
-        name: name of the tensor.
-        rows: indices in the initializer.
-        transposed: whether they are rows of the transposed initializer, that is, columns.
+    If `transposed`, they are rows of the transposed initializer, that is, columns.
     """
 
     name: str
@@ -65,12 +62,9 @@ class InitializerContent:
         return {self.whole, *self.others} if self.whole else {part.name for part in self.parts}
 
     def match(self, name: str, form: str, *, is_own: bool) -> None:
-        """Adds a tensor with the same content.
+        """Adds a tensor with the same content, changed as in `forms`.
 
-        Args:
-            name: name of the tensor.
-            form: how it was changed, see `forms`.
-            is_own: whether the initializer has the name of this tensor, which is then preferred.
+        A tensor whose name the initializer has (`is_own`) is preferred.
         """
         if not self.whole or is_own:
             self.others |= {self.whole} - {"", name}

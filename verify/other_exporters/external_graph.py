@@ -1,4 +1,4 @@
-"""ExternalGraph: a graph of any exporter in onnxruntime, with the names of its input map.
+"""ExternalGraph: a graph of any exporter in onnxruntime, with the input and output names of its input map.
 
 A call that a graph does not support in one run is split, as its own clients do: into single tokens if it takes one, and
 into runs of the whole sequence if it has no cache.
@@ -47,9 +47,8 @@ STATUS = "Status Message: "
 class ModelSizes:
     """Sizes of the eager model, for graphs with dynamic axes.
 
-    Attributes:
-        cache_shapes: shapes of keys and values of one token, `[1, heads, 1, head_dim]`, by names as in reports.
-        window: size of the sliding window in tokens; None without one.
+    `cache_shapes` are those of keys and values of one token, `[1, heads, 1, head_dim]`, by names as in reports;
+    `window` is the size of the sliding window in tokens, None without one.
     """
 
     cache_shapes: CacheShapesByName
@@ -60,7 +59,7 @@ class ExternalGraph:
     """One graph in one session.
 
     Attributes:
-        name: name in reports.
+        name: name in reports; default: the file name.
         path: path of the file.
         binding: its inputs and outputs.
         limits: the calls that it does not support.
@@ -69,12 +68,8 @@ class ExternalGraph:
         outputs: names of its cache outputs, as in reports.
 
     Args:
-        path: path of the file.
         model: the graph without its weights.
-        binding: its inputs and outputs.
         sizes: sizes of the eager model.
-        settings: session settings.
-        name: name in reports; default: the file name.
 
     Raises:
         MalformedInput: onnxruntime cannot open it.
@@ -251,11 +246,9 @@ def _padded_left(array: Array, length: int) -> Array:
 
 
 def unroll_ring(ring: Array, length: int) -> Array:
-    """The last tokens of a ring buffer in their order: token t is at index t modulo the size of the ring.
+    """The last of `length` tokens in a ring buffer `[batch, heads, size, head_dim]`, in their order.
 
-    Args:
-        ring: `[batch, heads, size, head_dim]`.
-        length: number of tokens so far.
+    Token t is at index t modulo the size of the ring.
     """
     size = ring.shape[2]
     return ring[:, :, np.arange(max(0, length - size), length) % size]

@@ -78,15 +78,11 @@ class GraphFile:
 
 
 def read_graphs(paths: Sequence[str | Path], input_map: str) -> list[GraphFile]:
-    """The checked graph files.
-
-    Args:
-        paths: one or two files.
-        input_map: name of an input map, `auto`, or a JSON file.
+    """The one or two checked graph files; `input_map` is the name of an input map, `auto`, or a JSON file.
 
     Raises:
         UsageProblem: no file or too many, or an unknown map.
-        InputRefused: a graph fits no map, or is refused, see `guard`.
+        InputRefused: a graph fits no map, or the guard refuses it.
     """
     files = [Path(path) for path in paths]
     if not 0 < len(files) <= MAX_GRAPHS:

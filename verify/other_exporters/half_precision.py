@@ -1,6 +1,4 @@
-"""Compares half-precision graphs: unchanged, and as float32 copies, which show faults that its rounding hides.
-
-Copies of float16 and bfloat16 graphs: one that computes in float32, and one that rounds after every node.
+"""Compares half-precision graphs: unchanged, and as temporary copies that compute in float32 or round after every node.
 
 Half precision hides small faults: an epsilon, a variant of GELU, or rotary angles of too few bits change less than its
 rounding. So such a graph is compared twice: unchanged, with the rounding noise of the model in that precision, and as a
@@ -94,9 +92,7 @@ def _compare_rounding(verified: ExternalGraphs, eager: Eager, comparison: Extern
 def float32_copy(file: GraphFile, known: KnownConstants) -> Iterator[GraphFile]:
     """Context with a temporary copy of a graph in which float32 replaces the half-precision dtype.
 
-    Args:
-        file: the graph.
-        known: numbers that half-precision constants may be roundings of.
+    `known` are numbers that half-precision constants may be roundings of.
     """
     model = _loaded(file)
     widen(model, HALF_PRECISION[file.dtype], known, _weights(file))
@@ -131,11 +127,6 @@ def unknown_tables(file: GraphFile, known: KnownConstants, tensors: Mapping[str,
     """Skipped checks for half-precision tables of unknown content, with which a float32 copy is not possible.
 
     Initializers with the shape of a model tensor or of a rotary table are assumed to be one, and are compared.
-
-    Args:
-        file: the graph.
-        known: constants of the model.
-        tensors: tensors of the model by name.
     """
     if file.dtype not in HALF_PRECISION:
         return []
@@ -188,11 +179,7 @@ def rounded_reference(
     A tensor that the graph stores in float32 is not rounded; if the graph stores a tensor plus one (the norms of
     Gemma), one is subtracted from the stored values. If nothing changes, the result is `folder` itself.
 
-    Args:
-        folder: a Hugging Face folder.
-        tensors: its tensors by name.
-        files: the graphs, after the audit of their initializers.
-        dtype: `float16` or `bfloat16`.
+    `files` are the graphs after the audit of their initializers; `dtype` is `float16` or `bfloat16`.
     """
     stored = {content.whole: content for file in files for content in file.contents.values() if content.whole}
     rounded = {name: _as_stored(tensor.read(), stored.get(name), NUMPY[dtype]) for name, tensor in tensors.items()}

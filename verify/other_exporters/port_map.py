@@ -107,10 +107,7 @@ def input_names(model: onnx.ModelProto) -> list[str]:
 def bind(model: onnx.ModelProto, name: str, rows: Iterable[PortMap]) -> Binding:
     """The inputs and outputs of a graph by the first map that fits all of them.
 
-    Args:
-        model: the graph.
-        name: its name in messages.
-        rows: the maps to try; those with the producer of the graph come first.
+    Maps in `rows` with the producer of the graph come first; `name` is for messages.
 
     Raises:
         UnsupportedInput: no map fits.

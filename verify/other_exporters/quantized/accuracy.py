@@ -3,11 +3,10 @@
 Divergence is KL(model || graph) of the next token, in nats; perplexity is exp of the mean negative log-likelihood of a
 text's tokens, without the first token of each of its non-overlapping pieces.
 
-Limits of the loss of accuracy: those of the user, or the default gate of the preset that a folder was made with.
-
-How much 4 bits cost depends on the model far more than on the tool (0.03 nats with 8 billion weights, 0.3 with 135
-million), so their gate is relative: the graph with its codes replaced by those of plain rounding to nearest, symmetric,
-with the same bits and blocks. A mean is above a limit if it is so by more than `ERRORS` standard errors.
+Limits are those of the user, or the default gate of the preset that a folder was made with. How much 4 bits cost
+depends on the model far more than on the tool (0.03 nats with 8 billion weights, 0.3 with 135 million), so their gate
+is relative: the graph with its codes replaced by those of plain rounding to nearest, symmetric, with the same bits and
+blocks. A mean is above a limit if it is so by more than `ERRORS` standard errors.
 """
 
 from __future__ import annotations
@@ -55,12 +54,7 @@ class TokenCosts:
     vocabulary: int = 0
 
     def add(self, wanted: Array, found: Array, ids: Array) -> None:
-        """Adds a piece.
-
-        Args:
-            wanted, found: log-probabilities of the model and of the graph, float64 `[tokens, vocabulary]`.
-            ids: the tokens, int64 `[1, tokens]`.
-        """
+        """Adds log-probabilities of model and graph, float64 `[tokens, vocabulary]`, after ids int64 `[1, tokens]`."""
         self.vocabulary = wanted.shape[-1]
         self.nats.append(divergence_of(wanted, found))
         self.uniform.append(divergence_of(wanted, np.full_like(wanted, -np.log(wanted.shape[-1]))))
@@ -109,13 +103,7 @@ def difference(one: TokenCosts, other: TokenCosts) -> Estimate:
 
 
 def measure_costs(graphs: Sequence[tuple[str, Runner]], model: Runner, sample: TokenSample) -> list[TokenCosts]:
-    """Runs the model and the graphs on every piece, and compares the logits of each graph with the model's.
-
-    Args:
-        graphs: names and runners of unchanged graphs.
-        model: the model at full precision.
-        sample: the tokens.
-    """
+    """Runs the model at full precision and the unchanged graphs on every piece, and compares their logits."""
     costs = [TokenCosts(name, sample.source) for name, _ in graphs]
     for piece in sample.pieces:
         wanted = log_probabilities(_logits(model, piece))
@@ -158,11 +146,9 @@ KNOWING = 0.999
 
 @dataclass(frozen=True)
 class AccuracyLimits:
-    """Limits of the user; None for no limit.
+    """Limits of the user, None for no limit: maximum mean divergence in nats per token, and minimum agreement.
 
-    Attributes:
-        divergence: maximum mean divergence in nats per token.
-        agreement: minimum share of tokens with the same most likely next token.
+    Agreement is the share of tokens with the same most likely next token.
     """
 
     divergence: float | None = None
@@ -206,11 +192,9 @@ STORED = AccuracyGate(NEGLIGIBLE)
 
 
 def gate_of(preset: str) -> AccuracyGate:
-    """The gate of a folder.
+    """The gate of a preset of `llmconv export --quant`, or of the method of a model that was quantized before.
 
-    Args:
-        preset: that of `llmconv export --quant`, or the method of a model that was quantized before; empty for graphs
-            of other exporters, which are measured, and judged by limits of the user alone.
+    The preset is empty for graphs of other exporters, which are measured, and judged by limits of the user alone.
     """
     return GATES.get(preset, STORED) if preset else AccuracyGate()
 
@@ -227,13 +211,9 @@ def check_limits(cost: AccuracyCost, limits: AccuracyLimits) -> list[Check]:
 
 
 def check_gate(preset: str, gate: AccuracyGate, cost: AccuracyCost, excess: Estimate | None) -> list[Check]:
-    """One check by the default gate.
+    """One check by the default gate of a preset.
 
-    Args:
-        preset: its name.
-        gate: its gate.
-        cost: the loss of accuracy on a text.
-        excess: mean divergence of the graph less that of plain rounding; None if that was not measured.
+    `excess` is the mean divergence of the graph less that of plain rounding; None if that was not measured.
     """
     mean, error = cost.divergence["mean"], cost.divergence_error
     if not preset and not (mean <= NEGLIGIBLE or mean < cost.uniform * KNOWING):
@@ -269,11 +249,9 @@ DISTINCT = 32
 
 @dataclass(frozen=True)
 class TokenSample:
-    """The tokens of a comparison.
+    """The tokens of a comparison, in pieces int64 `[1, tokens]`.
 
-    Attributes:
-        pieces: token ids, int64 `[1, tokens]` each.
-        source: `text` of the user, `evaluation text` of llmconv, or `random tokens`.
+    `source` is `text` of the user, `evaluation text` of llmconv, or `random tokens`.
     """
 
     pieces: Sequence[Array]

@@ -38,11 +38,9 @@ Extremes = Mapping[str, Array]
 
 @dataclass(frozen=True)
 class ActivationRounding:
-    """How a graph rounds what a matrix is multiplied with; `scale` and `zero` are None if it does not.
+    """How a graph rounds the other factor of a matrix; `scale` and `zero` are None if it does not.
 
-    Attributes:
-        codes: name of the initializer with the matrix's codes.
-        scale, zero: constants of the rounding, the same as of its inverse.
+    `codes` is the name of the initializer with the matrix's codes; `scale` and `zero` are the same for the inverse.
     """
 
     codes: str
@@ -56,12 +54,7 @@ def rounds_activations(model: onnx.ModelProto) -> bool:
 
 
 def ranged_activations(model: onnx.ModelProto, constants: Constants) -> frozenset[str]:
-    """Rounded activations that only products with dequantized matrices read: those that `check_ranges` checks.
-
-    Args:
-        model: the graph without its weights.
-        constants: its constants.
-    """
+    """Rounded activations that only products with dequantized matrices read: those that `check_ranges` checks."""
     shown = {port.name for port in model.graph.output}
     products = {id(product) for product, _ in _products(model, constants)}
     found = {product.input[0] for product, _ in _products(model, constants)} - shown
@@ -75,14 +68,7 @@ def ranged_activations(model: onnx.ModelProto, constants: Constants) -> frozense
 def measured_extremes(
     model: torch.nn.Module, runner: Runner, tensors: Mapping[str, LazyTensor], texts: Sequence[Array]
 ) -> dict[str, Array]:
-    """The extremes of what the modules of a model read.
-
-    Args:
-        model: the eager model.
-        runner: runs it.
-        tensors: of the checkpoint, by name.
-        texts: token ids int64 [1, tokens].
-    """
+    """The extremes of the inputs of a model's modules on texts, token ids int64 [1, tokens]."""
     found: dict[str, Array] = {}
 
     def watch(name: str) -> Any:
@@ -116,13 +102,7 @@ def check_ranges(
 ) -> Check:
     """One check of all products of a graph with dequantized matrices.
 
-    Args:
-        graph: its name.
-        model: the graph without its weights.
-        constants: its constants.
-        quantized: its quantized matrices.
-        extremes: of the eager model.
-        factors: of smoothing, by name of the matrix.
+    `extremes` are those of the eager model; `factors` are of smoothing, by name of the matrix.
     """
     names = {one.stored.name: sorted(one.names) for one in quantized}
     found = list(_roundings(model, constants))

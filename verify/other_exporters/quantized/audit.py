@@ -1,9 +1,8 @@
 """The audit of quantized weights: every matrix must equal a tensor of the model up to rounding.
 
-Matches matrices of zeros, which have no direction to compare: by their names, else by exclusion.
-
-Folders of llmconv name codes after the tensors, `X.codes`, and those of joined products `X.codes+Y.codes`. Elsewhere
-tensors of zeros of one shape are equal, so that any of them that no matrix has yet is the right one.
+Matrices of zeros, which have no direction to compare, are matched by their names, else by exclusion. Folders of llmconv
+name codes after the tensors, `X.codes`, and those of joined products `X.codes+Y.codes`. Elsewhere tensors of zeros of
+one shape are equal, so that any of them that no matrix has yet is the right one.
 """
 
 from __future__ import annotations
@@ -39,11 +38,7 @@ def audit_quantized(
 ) -> tuple[Check, list[dict[str, Any]]]:
     """Compares the quantized matrices with the model's tensors.
 
-    Args:
-        graph: name of the graph.
-        quantized: the matrices.
-        reference: tensors of the model by name.
-        expected: what the codes must be, in graphs of llmconv.
+    `expected` is what the codes must be, in graphs of llmconv.
 
     Returns:
         One check, and a row of the report for every tensor in a matrix.
@@ -104,9 +99,7 @@ MATRIX = 2
 def match_zeros(found: Sequence[MatchedMatrix], reference: Mapping[str, LazyTensor]) -> None:
     """Adds matches of tensors of zeros, in place, where rows of a matrix have none.
 
-    Args:
-        found: the matrices and the tensors that match by their direction.
-        reference: tensors of the model by name.
+    `found` are the matrices and the tensors that match by their direction.
     """
     open_ones = [one for one in found if not one.whole]
     taken = {(name, one.stored.looked_up) for one in found for name in one.names}

@@ -31,13 +31,7 @@ DEPTH = 8
 class Constants:
     """Initializers and `Constant` nodes of a graph, possibly reshaped.
 
-    Attributes:
-        makers: the node that computes each value.
-        users: the nodes that read each value.
-
-    Args:
-        model: the graph without its weights.
-        folder: folder of its external data.
+    `makers` and `users` are the nodes that compute and read each value; `folder` has the external data.
     """
 
     def __init__(self, model: onnx.ModelProto, folder: Path) -> None:

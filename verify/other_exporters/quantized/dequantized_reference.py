@@ -1,10 +1,9 @@
 """The dequantized reference: a temporary folder of the model with the dequantized weights of a graph.
 
-StoredSmoothing: factors in a folder of llmconv; norms are divided by them, and matrices multiplied with them.
-
-`X.smoothing` in the folder's files belongs to the tensor `X` of the model. A norm `y` and a matrix `W` with the same
-factors `s` are the same function as without: `(y / s) @ (s * W)`. Whether those that meet have the same is decided by
-the scenarios: their reference has the model's own norms, and the graph's codes, divided by the factors of the codes.
+A folder of llmconv may have factors of smoothing: `X.smoothing` in its files belongs to the tensor `X` of the model. A
+norm `y` and a matrix `W` with the same factors `s` are the same function as without: `(y / s) @ (s * W)`. Whether a
+norm and the matrices after it have the same factors is decided by the scenarios: their reference has the model's own
+norms, and the graph's codes, divided by the factors of the codes.
 """
 
 from __future__ import annotations
@@ -42,10 +41,8 @@ TIED = "tie_word_embeddings"
 class TiedHead:
     """The names, in the checkpoint, of an embedding and of the head that shares its weights.
 
-    Attributes:
-        embedding, head: names of the weights.
-        shared: other parameters that the checkpoint has under the name of another module, such as the head's bias;
-            transformers shares them only in a model with a tied head.
+    `shared` are other parameters that the checkpoint has under the name of another module, such as the head's bias;
+    transformers shares them only in a model with a tied head.
     """
 
     embedding: str
@@ -186,10 +183,7 @@ Known = Callable[[onnx.ModelProto, Constants], Container[str] | None]
 def remove_rounding(model: onnx.ModelProto, constants: Constants, known: Container[str] | None = None) -> list[str]:
     """Removes the rounding of activations in place; returns the operators that did it, each once.
 
-    Args:
-        model: the graph.
-        constants: its constants.
-        known: values in a fixed range that may be replaced by what they are before they are rounded; None for all.
+    `known` are values in a fixed range that may be replaced by their unrounded values; None for all.
 
     Raises:
         UnsupportedInput: the rounding cannot be removed.
@@ -218,11 +212,8 @@ def remove_rounding(model: onnx.ModelProto, constants: Constants, known: Contain
 def unrounded_copy(path: Path, known: Known) -> Iterator[tuple[Path, list[str]]]:
     """Context with a copy of a graph without the rounding of activations, and the operators that round.
 
-    If there are none, the result is the file itself, else a temporary copy with its external data.
-
-    Args:
-        path: the graph.
-        known: the argument of that name of `remove_rounding`, for the graph and its constants.
+    If there are none, the result is the file itself, else a temporary copy with its external data. `known` returns that
+    argument of `remove_rounding`, given the graph and its constants.
 
     Raises:
         UnsupportedInput: the rounding cannot be removed.
@@ -246,9 +237,7 @@ def unrounded_copy(path: Path, known: Known) -> Iterator[tuple[Path, list[str]]]
 class PlainModel:
     """A model folder with plain weights.
 
-    Attributes:
-        folder: the folder.
-        kept: weights that were integer codes before, which an export keeps, with the dtype of their scales; by name.
+    `kept` are weights that were integer codes before, which an export keeps: by name, the dtype of their scales.
     """
 
     folder: Path
@@ -258,9 +247,6 @@ class PlainModel:
 @contextmanager
 def plain_model(folder: Path) -> Iterator[PlainModel]:
     """Context with the folder itself if its weights are plain, else a temporary one with their values in float32.
-
-    Args:
-        folder: a Hugging Face folder.
 
     Raises:
         MalformedInput: missing or mismatched parts of a quantized weight.
@@ -341,11 +327,7 @@ MATRIX = 2
 
 @dataclass(frozen=True)
 class StoredSmoothing:
-    """The factors of a folder.
-
-    Attributes:
-        factors: by name of the model's tensor, as stored: [K] of a norm or of a matrix [N, K], [K, 1] of [K, N].
-    """
+    """The factors of a folder by name of the model's tensor: [K] of a norm or of a matrix [N, K], [K, 1] of [K, N]."""
 
     factors: Mapping[str, LazyTensor] = field(default_factory=dict)
 
@@ -360,11 +342,7 @@ class StoredSmoothing:
         return cls({name.removesuffix(SUFFIX): found for name, found in tensors.items() if name.endswith(SUFFIX)})
 
     def problems(self, reference: Mapping[str, LazyTensor]) -> list[str]:
-        """What is wrong with the factors of each tensor.
-
-        Args:
-            reference: tensors of the model by name.
-        """
+        """Descriptions of the wrong factors of each tensor."""
         return [f"`{name}{SUFFIX}` {problem}" for name in self.factors if (problem := self._problem(name, reference))]
 
     def _problem(self, name: str, reference: Mapping[str, LazyTensor]) -> str:
@@ -385,31 +363,18 @@ class StoredSmoothing:
         return ""
 
     def check(self, graph: str, reference: Mapping[str, LazyTensor]) -> list[Check]:
-        """One failed check if factors are wrong, else none.
-
-        Args:
-            graph: name of the graph in reports.
-            reference: tensors of the model by name.
-        """
+        """One failed check if factors are wrong, else none."""
         problems = self.problems(reference)
         more = f"; and {len(problems) - SHOWN} more" if problems[SHOWN:] else ""
         detail = "; ".join(problems[:SHOWN]) + more
         return [Check("weights", graph, "", verdict="fail", detail=detail)] if problems else []
 
     def applied(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-        """The tensors that codes and norms of the folder are made of: matrices times factors, norms divided by them.
-
-        Args:
-            tensors: of the model, by name.
-        """
+        """The tensors that codes and norms of the folder are made of: matrices times factors, norms divided by them."""
         return self._changed(tensors, lambda tensor: np.multiply if len(tensor.shape) == MATRIX else np.divide)
 
     def undone(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-        """The inverse of `applied`, exact.
-
-        Args:
-            tensors: results of `applied`, or matrices of codes in their place.
-        """
+        """The exact inverse of `applied`, also for matrices of codes in place of its results."""
         return self._changed(tensors, lambda tensor: np.divide if len(tensor.shape) == MATRIX else np.multiply)
 
     def _changed(

@@ -13,11 +13,9 @@ the best with zero points up to one off, and fits the scale by least squares, `s
 of the quotients w / c, whatever the factors f are. A weight with the code c is between `abs(c) - 1/2` and
 `abs(c) + 1/2` tried steps, and further out only where codes end: 2.6 steps. This bounds the quotients.
 
-Whether errors in steps can be those of rounding with error feedback (GPTQ), whose codes are not the nearest.
-
-Columns make up for the errors of others, so that the errors of a block nearly cancel each other; a zero point that is
-off moves all of them. Single codes, and zero points that are one off, look like codes of this method, but for the first
-column, which has no error to make up for.
+Codes of rounding with error feedback (GPTQ) are not the nearest. Columns make up for the errors of others, so that the
+errors of a block nearly cancel each other; a zero point that is off moves all of them. Single codes, and zero points
+that are one off, look like codes of this method, but for the first column, which has no error to make up for.
 """
 
 from __future__ import annotations
@@ -63,11 +61,7 @@ MOVED = 4
 
 
 def plain(blocks: Blocks) -> Array:
-    """Where scales and zero points are those of plain rounding, [rows, blocks]; of 8 bits it is always symmetric.
-
-    Args:
-        blocks: of a matrix.
-    """
+    """Where scales and zero points are those of plain rounding, [rows, blocks]; of 8 bits it is always symmetric."""
     scale = np.where(np.abs(blocks.extreme) < TINY_SCALE, 0.0, blocks.extreme / -blocks.middle)
     symmetric: Array = blocks.is_middle & blocks.near(scale)
     if blocks.largest > FOUR_BITS or blocks.symmetric:
@@ -80,11 +74,7 @@ def plain(blocks: Blocks) -> Array:
 
 
 def searched(blocks: Blocks) -> Array:
-    """Where scales and zero points can be those of a search, whatever the importance of columns, [rows, blocks].
-
-    Args:
-        blocks: of a matrix.
-    """
+    """Where scales and zero points can be those of a search, whatever the importance of columns, [rows, blocks]."""
     empty = np.abs(blocks.extreme) < TINY_SCALE
     share = np.divide(-blocks.scales, blocks.extreme, out=np.zeros_like(blocks.scales), where=~empty)
     symmetric = blocks.is_middle & np.where(
@@ -115,9 +105,6 @@ def as_searched(blocks: Blocks) -> Array:
     """Where scales and zero points are those of the search in which all columns count alike, [rows, blocks].
 
     All arithmetic of a search is float32 in the order of the columns, so it has the same bits everywhere.
-
-    Args:
-        blocks: of a matrix.
     """
     shape = blocks.scales.shape
     weights = blocks.weights.reshape(-1, blocks.weights.shape[2])
@@ -166,11 +153,7 @@ def _least_error(weights: Array, blocks: Blocks) -> tuple[Array, Array]:
 
 
 class _Best:
-    """What a search has kept of each block.
-
-    Args:
-        gain: of each block, 0 at first.
-    """
+    """What a search has kept of each block; the gain is 0 at first."""
 
     def __init__(self, gain: Array) -> None:
         self.gain = self.scale = self.zero = self.width = gain
@@ -182,11 +165,7 @@ class _Best:
 
 
 def not_erased(blocks: Blocks) -> Array:
-    """Where the error is less than `ERASED` of the weights, [rows, blocks]; with any importance of columns it is.
-
-    Args:
-        blocks: of a matrix.
-    """
+    """Where the error is less than `ERASED` of the weights, [rows, blocks]; with any importance of columns it is."""
     weights = blocks.weights.astype(np.float64)
     size, error = np.sqrt((weights**2).sum(axis=2)), np.sqrt(((blocks.values - weights) ** 2).sum(axis=2))
     kept: Array = (error <= ERASED * size + _rounding(blocks, size)) | (blocks.extent <= 2 * TINY_SCALE)
@@ -224,13 +203,10 @@ def scale_problem(blocks: Blocks, first: int, *, is_plain: bool, weighted: bool)
 
 
 def feedback_problem(blocks: Blocks, first: int) -> str:
-    """The same for error feedback (GPTQ), whose scales suit weights that errors before them moved.
+    """As `scale_problem`, for error feedback (GPTQ), whose scales suit weights that errors before them moved.
 
-    They move by up to `MOVED` of the coarsest steps of their row; those of the first block do not.
-
-    Args:
-        blocks: of whole rows of a matrix.
-        first: number of the first row.
+    They move by up to `MOVED` of the coarsest steps of their row; those of the first block do not. `blocks` are of
+    whole rows; `first` is the number of the first.
     """
     extent = blocks.extent + 2 * MOVED * blocks.extent.max(axis=1, keepdims=True, initial=0) / blocks.largest
     fits = np.abs(blocks.scales) <= RANGES[1] * extent * (1 + blocks.relative) + blocks.smallest
@@ -254,23 +230,14 @@ SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 class ColumnScales:
-    """The scales of a matrix with one for each column.
-
-    Args:
-        scales: float32 of all columns.
-    """
+    """The scales float32 of a matrix with one for each column."""
 
     def __init__(self, scales: Array) -> None:
         self._scales, self._extremes = scales.astype(np.float64), np.zeros(len(scales))
 
     @classmethod
     def of(cls, stored: QuantizedMatrix, match: TensorMatch) -> ColumnScales | None:
-        """The scales of columns that a tensor fills; None if the matrix has other scales.
-
-        Args:
-            stored: the matrix.
-            match: the tensor.
-        """
+        """The scales of columns that a tensor fills; None if the matrix has other scales."""
         rows = stored.shape[0]
         if stored.repeat != (rows, 1) or len(match.rows) != rows or stored.scale.size != stored.shape[1]:
             return None
@@ -301,12 +268,7 @@ LEAST = 0.005
 
 @dataclass
 class FeedbackShare:
-    """Codes of a matrix that are not the nearest to their weights.
-
-    Attributes:
-        others: their number.
-        count: of all codes.
-    """
+    """The number of codes of a matrix that are not the nearest to their weights (`others`), and of all codes."""
 
     others: int = 0
     count: int = 0
@@ -324,12 +286,9 @@ class FeedbackShare:
 
 
 def beyond_feedback(steps: Array, size: int, first: int) -> str:
-    """Describes the first block with a larger mean error; empty if there is none.
+    """Describes the first block of `size` columns with a mean error above `MEAN` steps; empty if there is none.
 
-    Args:
-        steps: errors in steps [rows, columns].
-        size: columns of a block.
-        first: number of the first row.
+    `steps` are errors in steps [rows, columns]; `first` is the number of the first row.
     """
     edges = np.arange(0, steps.shape[1], size)
     counts = np.diff([*edges, steps.shape[1]])
@@ -372,11 +331,7 @@ class Blocks:
     def of(cls, stored: QuantizedMatrix, original: Array, columns: slice, start: int) -> Blocks | None:
         """The blocks of rows from `start` on; None if columns cut a block, or are no blocks.
 
-        Args:
-            stored: the matrix.
-            original: float32 [rows, columns], of the model.
-            columns: of the matrix, of which these are the original ones.
-            start: number of the first row.
+        `original` is float32 [rows, columns] of the model, for these `columns` of the matrix.
         """
         size, stop = stored.repeat[1], start + len(original)
         cut = columns.start % size or (columns.stop % size and columns.stop != stored.shape[1])

@@ -35,13 +35,7 @@ MIDDLE = {4: 0x88, 8: 0x80}
 
 @dataclass(frozen=True)
 class _Bytes:
-    """The bytes of an initializer.
-
-    Attributes:
-        path: the file.
-        offset: of its first byte.
-        row: number of bytes of a row.
-    """
+    """The bytes of an initializer in a file: offset of the first, and number of bytes of a row."""
 
     path: Path
     offset: int
@@ -64,7 +58,7 @@ def plainly_rounded(
     tensors: Mapping[str, LazyTensor],
     smoothing: StoredSmoothing,
 ) -> Iterator[Path | None]:
-    """Context with a temporary copy of a graph and its external data; None if no code of it would change.
+    """Context with a temporary copy of a graph and its external data; None if none of its codes would change.
 
     A block of rows is in memory at a time.
 
@@ -144,13 +138,7 @@ def _restore_norms(folder: Path, smoothing: StoredSmoothing, original: Mapping[s
 
 
 def nearest_scales(rows: Array, size: int, bits: int) -> Array:
-    """Scales float32 `[N, blocks]`.
-
-    Args:
-        rows: float32 `[N, K]`.
-        size: of a block.
-        bits: 4 or 8.
-    """
+    """Scales float32 `[N, blocks]` of rows float32 `[N, K]` in blocks of `size`, for 4 or 8 bits."""
     blocks = _blocks(rows, size)
     extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1)[..., None], -1)[..., 0]
     scales: Array = extreme / np.float32(-(1 << bits - 1))
@@ -160,11 +148,7 @@ def nearest_scales(rows: Array, size: int, bits: int) -> Array:
 def nearest_codes(rows: Array, scales: Array, size: int, bits: int) -> Array:
     """Codes uint8 `[N, blocks * size]`; of 4 bits two in a byte, the first in the low bits.
 
-    Args:
-        rows: float32 `[N, K]`.
-        scales: float32 `[N, blocks]`.
-        size: of a block.
-        bits: 4 or 8.
+    Rows are float32 `[N, K]`, scales float32 `[N, blocks]`.
     """
     inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)
     nearest = np.rint(_blocks(rows, size) * inverse[..., None]) + (1 << bits - 1)

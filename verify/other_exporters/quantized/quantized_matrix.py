@@ -26,7 +26,6 @@ class QuantizedMatrix:
         shape: rows and columns in the graph.
         codes: `codes(start, stop)` returns rows of integers.
         scale, zero: grids of floats; element `(i, j)` has those at `(i // repeat[0], j // repeat[1])`.
-        repeat: see `scale`.
         scales: name of the initializer with the scales.
         looked_up, multiplied: whether it is an embedding, and whether it is a factor of a product.
         largest: the largest code, if it is known.

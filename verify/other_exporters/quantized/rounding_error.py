@@ -106,12 +106,9 @@ MAX_ROWS = 512
 
 @dataclass(frozen=True)
 class RoundingError:
-    """The difference between a quantized matrix and its tensor.
+    """The difference between a quantized matrix and its tensor, RMS(quantized - original) / RMS(original).
 
-    Attributes:
-        name: name of the tensor.
-        relative_error: RMS(quantized - original) / RMS(original).
-        problem: description of errors that are not rounding; else empty.
+    `problem` describes errors that are not rounding; else it is empty.
     """
 
     name: str
@@ -130,7 +127,7 @@ class _Tally:
         odd: description of the first stretch that exceeds the limit of `NEAR` or `FAR`.
         other: description of the first element with another code or scale than expected.
         growth: t squared of stretches, along rows and along columns.
-        lines: see `_stretch`.
+        lines: as in `_stretch`.
     """
 
     error: float = 0.0
@@ -163,13 +160,7 @@ class _Tally:
 def rounding_errors(
     found: MatchedMatrix, reference: Mapping[str, LazyTensor], expected: ExpectedCodes = ANY_ROUNDING
 ) -> list[RoundingError]:
-    """The rounding errors of every tensor in a matrix.
-
-    Args:
-        found: the matrix and the tensors in it.
-        reference: the tensors by name.
-        expected: what the codes must be.
-    """
+    """The rounding errors of every tensor in a matrix."""
     return [_rounding_error(found, match, reference[match.name], expected) for match in found.matches]
 
 
@@ -207,13 +198,7 @@ def _rounding_error(
 
 
 class _OwnCodes:
-    """What is demanded of codes that llmconv's export chose, a block of rows at a time.
-
-    Args:
-        stored: the matrix.
-        match: the tensor in it.
-        expected: how the codes were chosen.
-    """
+    """The demands on codes that llmconv's export chose, a block of rows at a time."""
 
     def __init__(self, stored: QuantizedMatrix, match: TensorMatch, expected: ExpectedCodes) -> None:
         self._stored, self._expected = stored, expected
@@ -224,10 +209,7 @@ class _OwnCodes:
     def problem(self, original: Array, off: Array, start: int) -> str:
         """The first problem of rows from `start` on; empty if there is none.
 
-        Args:
-            original: of the model.
-            off: errors in steps, without clipping.
-            start: number of the first row.
+        `original` is of the model; `off` are errors in steps, without clipping.
         """
         if self._stored.largest is None:
             return ""
@@ -252,7 +234,7 @@ class _OwnCodes:
 def _without_clipping(off: Array, codes: Array, largest: int | None, limit: float) -> Array:
     """Errors in steps, at most half a step where a value is up to `limit` beyond the largest or smallest code.
 
-    A search for the least squared error cuts off the values of extreme columns, and so does so in most of their rows.
+    A search for the least squared error cuts off the values of extreme columns, and does so in most of their rows.
     """
     clipped = ((codes == 0) | (codes == largest)) & (np.abs(off) <= limit)
     return np.where(clipped, np.clip(off, -0.5, 0.5), off)

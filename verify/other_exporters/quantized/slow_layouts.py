@@ -26,12 +26,7 @@ PRODUCTS = {"MatMul", "Gemm", "FusedMatMul"}
 
 
 def slow_layouts(model: onnx.ModelProto, constants: Constants) -> list[str]:
-    """A note for every kind of slow or large layout, with the number of its nodes.
-
-    Args:
-        model: the graph without its weights.
-        constants: its constants.
-    """
+    """A note for every kind of slow or large layout, with the number of its nodes."""
     found = Counter(note for node in nodes(model) for note in _notes(node, constants))
     return [f"{count} {note}" for note, count in found.items()]
 
@@ -89,13 +84,9 @@ def float_copies(
     *,
     tied: bool,
 ) -> list[str]:
-    """Notes on an embedding or a head in floats, in a model where both are one matrix.
+    """Notes on an embedding or a head in floats, in a model where both are one matrix (`tied`).
 
-    Args:
-        contents: initializers of floats by name.
-        quantized: the quantized matrices.
-        model: the graph without its weights.
-        tied: whether the model's head is its embedding.
+    `contents` are initializers of floats by name.
     """
     if not tied or not quantized:
         return []

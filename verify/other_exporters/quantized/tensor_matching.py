@@ -1,8 +1,8 @@
 """Matches quantized matrices with the model's tensors by content: by the cosine similarity of some of their rows.
 
 Names differ, as for other weights, and matrices may be transposed, concatenated or split. A row and its rounded values
-have a cosine near 1 (0.99 at four bits, 0.9 at two bits), different rows one near 0. Zeros have no direction; see
-`zero_matrices` for what is left.
+have a cosine near 1 (0.99 at four bits, 0.9 at two bits), different rows one near 0. Zeros have no direction;
+`audit.match_zeros` matches them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,9 @@ MATRIX = 2
 
 @dataclass(frozen=True)
 class TensorMatch:
-    """A window of a quantized matrix that equals a window of a tensor, or of its transpose.
+    """A window (`rows`, `columns`) of a quantized matrix that equals a window of a tensor, or of its transpose.
 
-    Attributes:
-        name: name of the tensor.
-        transposed: whether it is the transpose of the tensor.
-        rows, columns: the window in the quantized matrix.
-        first_row, first_column: start of the window in the tensor, or in its transpose.
+    `first_row` and `first_column` are the start of the window in the tensor, or in its transpose.
     """
 
     name: str
@@ -44,12 +40,9 @@ class TensorMatch:
 
 @dataclass
 class MatchedMatrix:
-    """A quantized matrix and the matching tensors of the model.
+    """A quantized matrix and the matching windows of one tensor of the model or several.
 
-    Attributes:
-        stored: the matrix.
-        matches: windows of one tensor or several; empty if none was found.
-        problem: a probable cause if none was found.
+    `problem` is a probable cause if none was found.
     """
 
     stored: QuantizedMatrix
