@@ -1,25 +1,18 @@
 """Compares graphs whose cache contains integer codes: as copies with a cache of floats, and as shipped.
 
-The copies are compared with the eager model like any graph. What is left are the codes, their scales, and what the
-rounding costs, which the shipped graphs are run for.
+The copies are compared with the eager model like any graph. The shipped graphs are run for the codes, their scales, and
+the cost of the rounding.
 
-Compares a graph whose cache contains integer codes with what its operators must compute, call by call.
+- Codes: a number near the middle of two codes may become either, and later layers read the result: after some layers
+  two correct graphs have different codes. So every `GroupQueryAttention` is compared alone, given its inputs in the
+  graph, with its formula (onnxruntime docs/ContribOperators.md), and logits only have to be about as near to those of
+  the copy that rounds with standard operators as the rounding allows.
 
-A number near the middle of two codes may become either, and later layers read the result: after some layers two correct
-graphs have different codes. So every attention node is compared alone, given what it reads in the graph, and logits
-only have to be about as near to those of the copy that rounds with standard operators as the rounding allows.
+      code = clip(round(key / scale), -128, 127)
+      softmax(softcap(query @ (code * scale) * factor) + bias) @ (code * scale)
 
-Compares the scales of a cache of codes with the range of the eager model's keys and values on a text.
-
-A scale is 1.1 * the largest magnitude of its channel on the text / 127. Channels of keys that a rotary embedding
-mixes share the largest magnitude of both.
-
-AttentionNodes: compares each `GroupQueryAttention` of a graph alone, given what it reads, with its formula.
-
-code = clip(round(key / scale), -128, 127)
-    softmax(softcap(query @ (code * scale) * factor) + bias) @ (code * scale)
-
-Source: onnxruntime docs/ContribOperators.md.
+- Scales are compared with the range of the eager model's keys and values on a text: a scale is 1.1 * the largest
+  magnitude of its channel / 127. Channels of keys that a rotary embedding mixes share the larger magnitude of both.
 """
 
 from __future__ import annotations
@@ -103,13 +96,7 @@ class CodedFolder:
     def of(
         cls, verified: VerifiedFolder, calibrate: Path | None, cost: QuantizationOptions, *, prepack: bool
     ) -> CodedFolder | None:
-        """The folder; None if all caches contain floats.
-
-        Args:
-            verified: the graphs.
-            calibrate: the text of the export.
-            cost: options of the cost of quantization.
-            prepack: the weights are quantized.
+        """The folder; None if all caches contain floats. `calibrate` is the text of the export.
 
         Raises:
             UsageProblem: no text, or another one than at the export.
@@ -157,10 +144,7 @@ class CodedFolder:
     def compare(self, eager: Eager, report: Report, session: Session) -> Checks:
         """Checks of codes and scales of each graph, and of the cost of all together.
 
-        Args:
-            eager: the model before any quantization.
-            report: receives the cost and notes.
-            session: the options of the verification.
+        `eager` is the model before any quantization; the report receives the cost and notes.
         """
         report.notes.append("keys and values are integer codes; the scenarios run copies with a cache of floats")
         texts = self.text.tokens(
@@ -243,12 +227,8 @@ ROOM, LARGEST_CODE = 8, 127
 class CodedGraph:
     """A graph with a cache of codes, and its copies; all run prompts and steps.
 
-    Attributes:
-        name: in reports.
-        shipped: the graph.
-        rounded: the copy that rounds with standard operators.
-        exact: the copy that rounds nothing.
-        nodes: its attention nodes.
+    `rounded` is the copy that rounds with standard operators, `exact` the copy that rounds nothing, and `nodes` are its
+    attention nodes.
     """
 
     name: str
@@ -259,12 +239,7 @@ class CodedGraph:
 
 
 def check_codes(graph: CodedGraph, facts: ModelFacts) -> list[Check]:
-    """One check of all codes, and one of all logits, over all calls.
-
-    Args:
-        graph: the graph and its copies.
-        facts: properties of the model.
-    """
+    """One check of all codes, and one of all logits, over all calls."""
     problems: list[str] = []
     ratios = [0.0]
     for chain, observed in zip(chains(facts), OBSERVED, strict=True):
@@ -351,9 +326,7 @@ SHIFT, SHIFTED = 7, 64
 def ranges(model: Runner, texts: Sequence[Array]) -> dict[str, Array]:
     """The largest magnitude of every channel on texts, [kv_heads, head_dim] by name of the cache input.
 
-    Args:
-        model: the eager model.
-        texts: token ids int64 [1, tokens].
+    `model` is the eager model; texts are token ids int64 [1, tokens].
     """
     found: dict[str, Array] = {}
     for text in texts:
@@ -366,9 +339,7 @@ def ranges(model: Runner, texts: Sequence[Array]) -> dict[str, Array]:
 def rotated(model: Runner, text: Array) -> set[str]:
     """Names of the cache inputs of keys that change if all positions are moved, by the same number.
 
-    Args:
-        model: the eager model, whose hidden states depend on differences of positions alone.
-        text: token ids int64 [1, tokens].
+    Hidden states of the eager model depend on differences of positions alone; `text` is token ids int64 [1, tokens].
     """
     here, there = (_cache(model, text[:, :SHIFTED], shift) for shift in (0, SHIFT))
     moved = {name for name in here if np.abs(here[name] - there[name]).max() > 0.01 * np.abs(here[name]).max()}
@@ -382,13 +353,9 @@ def _cache(model: Runner, text: Array, shift: int) -> dict[str, Array]:
 
 
 def check_scales(graph: str, scales: Mapping[str, Array], wanted: Mapping[str, Array], turned: set[str]) -> list[Check]:
-    """One check of all scales of a graph.
+    """One check of all scales of a graph, float32 [1, kv_heads, 1, head_dim], by name of the cache input.
 
-    Args:
-        graph: its name.
-        scales: float32 [1, kv_heads, 1, head_dim], by name of the cache input.
-        wanted: ranges by name of the cache input.
-        turned: names of the cache inputs whose channels are rotated.
+    `wanted` are ranges by that name; `turned` has the names of the cache inputs whose channels are rotated.
     """
     wrong = [name for name in wanted if not _fits(name, scales.get(name), wanted[name], rotates=name in turned)]
     wrong += sorted(scales.keys() - wanted.keys())
@@ -437,12 +404,7 @@ CLOSE = 1e-4
 
 @dataclass(frozen=True)
 class AttentionNodes:
-    """The attention nodes of a graph.
-
-    Attributes:
-        probe: reads values of the graph.
-        scales: float32 [1, kv_heads, 1, head_dim], by name of the cache input.
-    """
+    """The attention nodes of a graph; scales are float32 [1, kv_heads, 1, head_dim], by name of the cache input."""
 
     probe: GraphProbe
     scales: Mapping[str, Array]
@@ -453,11 +415,7 @@ class AttentionNodes:
         return attention_nodes(self.probe.model)
 
     def problems(self, feeds: Mapping[str, Array], call: Call) -> list[str]:
-        """What differs in a call, a line per node.
-
-        Args:
-            feeds: all inputs of the graph by name.
-            call: the tokens and masks among them.
+        """Descriptions of differences in a call, a line per node; `feeds` are all inputs of the graph by name.
 
         Raises:
             MalformedInput: onnxruntime cannot run the graph with more outputs.

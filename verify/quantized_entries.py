@@ -40,11 +40,7 @@ def plainly_rounded_runner(
 ) -> OrtRunner | None:
     """The graph of prompts with plainly rounded codes; None if all its codes are such already.
 
-    Args:
-        verified: the folder.
-        graphs: its audited files, and the tensors of the model with factors applied.
-        smoothing: the factors.
-        stack: keeps the copy.
+    `graphs` are the audited files, and the tensors of the model with factors applied; `stack` keeps the copy.
     """
     entry = _pair(verified)[0]
     file = next(file for file in graphs.files if file.name == entry.name)

@@ -167,14 +167,7 @@ def compare_entries(
 ) -> Checking:
     """Yields all checks: audits of the graphs, the cost, then all scenarios.
 
-    Args:
-        verified: the graphs.
-        folder: of the model, with plain weights.
-        report: receives evidence, figures and notes.
-        session: the options of the verification.
-        known: an open reference of the model.
-        options: of quantized graphs.
-        stack: keeps temporary copies.
+    `folder` is of the model, with plain weights; `known` is an open reference of it; `stack` keeps temporary copies.
     """
     tensors = unstacked(open_weights(folder))
     if wrong := options.smoothing.check(verified.entries[0].name, tensors):
@@ -242,11 +235,9 @@ class QuantizedEntries:
         yield from measure_cost((name, runner), plain, eager, self.options, self.report, suite, runner.cache_capacity)
 
     def scenarios(self, stack: ExitStack, *, is_half: bool) -> Checking:
-        """All scenarios, against the model with the values of the codes.
+        """All scenarios, against the model with the values of the codes, which `stack` keeps.
 
-        Args:
-            stack: keeps the model.
-            is_half: the graphs compute in half precision: original weights and settings only.
+        If `is_half`, the graphs compute in half precision: original weights and settings only.
         """
         section, files, eager = self.report.quantization, self.graphs.files, self.eager
         assert section is not None
@@ -319,12 +310,7 @@ def _file(path: Path, name: str, model: onnx.ModelProto) -> GraphFile:
 
 
 def scaler_of(verified: VerifiedFolder, graphs: ExternalGraphs) -> Scaler:
-    """Opens graphs on scaled weights: scales of codes, and weights of floats.
-
-    Args:
-        verified: the folder.
-        graphs: its audited files, and the tensors of the model.
-    """
+    """Opens graphs on scaled weights: scales of codes, and weights of floats."""
     found = {file.name: file for file in graphs.files}
     stages = {name: found[entry.name] for entry in verified.entries for name in entry.files}
     decoders = [found[entry.name] for entry in verified.entries]

@@ -10,11 +10,9 @@ from llmconv.runtime.calibration_text import CalibrationText
 
 
 def recorded_text(folder: Path, given: Path | None) -> CalibrationText:
-    """The text of an export, which is compared with the recorded sha256.
+    """The text of an export, which is compared with the sha256 recorded in the folder of the graphs.
 
-    Args:
-        folder: of the graphs.
-        given: the text file; None for the text that ships with llmconv.
+    `given` is the text file; None for the text that ships with llmconv.
 
     Raises:
         UsageProblem: no text is given and the export had its own, or another one is given.

@@ -1,8 +1,7 @@
 """Compares the graphs without a cache of a folder with the eager model: declarations, weights, every output.
 
-What follows the last hidden state of an embedding model, in numpy: a second implementation, which shares no code.
-
-The files are those of sentence-transformers 6.2 (`modules.json` and a folder for each module).
+The modules after the last hidden state of an embedding model are computed in numpy: a second implementation, which
+shares no code. Their files are those of sentence-transformers 6.2 (`modules.json` and a folder for each module).
 """
 
 from __future__ import annotations
@@ -73,11 +72,7 @@ class SinglePassFolder:
     allow_changed: bool
 
     def checks(self, *, alone: bool) -> Checks:
-        """All checks.
-
-        Args:
-            alone: the folder has no other graphs, whose audit checks the weight files.
-        """
+        """All checks; `alone` if the folder has no other graphs, whose audit checks the weight files."""
         folder, models = self.verified.path, self.verified.models
         checks, notes = audit_graph_files(folder, self.verified.entries, models, allow_changed=self.allow_changed)
         self.report.notes += notes
@@ -179,16 +174,7 @@ PER_TOKEN = {"scoring": {"logits"}, "embed": {HIDDEN}}
 
 
 class TaskModel:
-    """The model of a task in one dtype.
-
-    Attributes:
-        model: the transformers model.
-        dtype: `float64` or `float32`.
-
-    Args:
-        folder: of the model.
-        role: of the graph.
-        dtype: of the computation.
+    """The transformers model of a task (the graph's role) in one dtype, `float64` or `float32`.
 
     Raises:
         InputRefused: transformers cannot load the folder.
@@ -228,13 +214,7 @@ class TaskModel:
 
 
 def as_rows(role: str, name: str, array: Array) -> Array:
-    """An output as rows: [batch, tokens, features], or [batch, 1, features] for one row per text.
-
-    Args:
-        role: of the graph.
-        name: of the output.
-        array: the output.
-    """
+    """An output as rows: [batch, tokens, features], or [batch, 1, features] for one row per text."""
     return array if name in PER_TOKEN.get(role, ()) else array.reshape(len(array), 1, -1)
 
 
@@ -258,12 +238,7 @@ def _loaded(folder: Path, role: str) -> Any:
 
 
 class TaskReference:
-    """The model of a task, exact and in float32, and the rounding noise between the two.
-
-    Args:
-        folder: of the model.
-        role: of the graph.
-    """
+    """The model of a task (the graph's role), exact and in float32, and the rounding noise between the two."""
 
     def __init__(self, folder: Path, role: str) -> None:
         self._role = role
@@ -311,11 +286,7 @@ KINDS = {"Transformer", "Dropout", POOLING, DENSE, NORMALIZE, SCORE}
 class Modules:
     """The modules of a folder; none without a `modules.json`.
 
-    Attributes:
-        listed: kind, folder and configuration of every module, in order.
-
-    Args:
-        folder: of the model.
+    `listed` has kind, folder and configuration of every module, in order.
 
     Raises:
         MalformedInput: a file is not what sentence-transformers writes.
@@ -457,13 +428,9 @@ class TextLimits:
 
 @dataclass(frozen=True)
 class Texts:
-    """One batch.
+    """One batch of a scenario: ids and mask int64 [batch, tokens], 0 for padding.
 
-    Attributes:
-        name: of the scenario.
-        input_ids: int64 [batch, tokens].
-        attention_mask: int64 [batch, tokens], 0 for padding.
-        position_ids: int64 [batch, tokens]; None for positions counted from the mask.
+    `position_ids` has that shape, too; None for positions counted from the mask.
     """
 
     name: str
@@ -473,13 +440,9 @@ class Texts:
 
 
 def batches(limits: TextLimits, suite: str, *, pools: bool, takes_positions: bool) -> tuple[list[Texts], list[str]]:
-    """The batches of a suite, and what no text of it crosses, in words.
+    """The batches of a suite, `quick` or `full`, and descriptions of what no text of it crosses.
 
-    Args:
-        limits: of the model.
-        suite: `quick` or `full`.
-        pools: the graph joins the tokens of a text, which then has no places left out.
-        takes_positions: the graph has an input of positions.
+    If the graph `pools`, it joins the tokens of a text, which then has no places left out.
     """
     most = min(limits.max_positions or LONGEST[suite], LONGEST[suite])
     rows = [

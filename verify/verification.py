@@ -83,15 +83,9 @@ class Session:
     def run(
         self, report: Report, checking: Checking, decisive: Callable[[list[Check]], list[Check]] | None = None
     ) -> Report:
-        """Collects all checks in the report, then searches for what differs as far as the options ask for it.
+        """Collects all checks in the report, then searches for differences as far as the options ask for it.
 
-        Args:
-            report: to be filled.
-            checking: makes the checks.
-            decisive: selects the checks that locate a failure (default: all).
-
-        Returns:
-            The same report.
+        `decisive` selects the checks that locate a failure, by default all. Returns the same report.
         """
         with reporting_out_of_memory(f"while `{report.folder}` was verified"):
             eager, verified = self._collect(report, checking)
@@ -124,9 +118,7 @@ def library_versions() -> dict[str, str]:
 def record_budget(report: Report, budget: Budget | None) -> None:
     """Adds how the time was used, a note if the mandatory scenarios took longer, and the number of rows left out.
 
-    Args:
-        report: of a finished verification.
-        budget: its time; None without a limit.
+    `budget` is None without a limit.
     """
     if budget is None:
         return

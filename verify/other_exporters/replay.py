@@ -30,10 +30,10 @@ from llmconv.verify.scenarios.selection import Selection
 
 @dataclass(frozen=True)
 class ExternalGraphs:
-    """The graphs to verify.
+    """The graphs to verify: one, or a prefill and a decode graph.
 
     Attributes:
-        files: one graph, or a prefill and a decode graph.
+        files: the graphs.
         sizes: sizes of the model.
         settings: session settings.
         tensors: tensors of the model by name.
@@ -131,13 +131,7 @@ def free_names(model: onnx.ModelProto, names: Mapping[str, str]) -> dict[str, st
 
 
 def renamed(model: onnx.ModelProto, names: Mapping[str, str], binding: Binding) -> onnx.ModelProto:
-    """The graph with other value names, and with llmconv's order of axes in its cache outputs.
-
-    Args:
-        model: the graph, changed in place.
-        names: new names by the old ones.
-        binding: its inputs and outputs.
-    """
+    """The graph with new value names by the old ones, and llmconv's order of axes in its cache outputs, in place."""
     for graph in graphs(model.graph):
         for named in (*graph.initializer, *graph.input, *graph.output, *graph.value_info):
             named.name = names.get(named.name, named.name)

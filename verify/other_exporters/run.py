@@ -143,11 +143,7 @@ def compare_graph_files(
 
 
 def require_limits(*, max_divergence: float | None, min_agreement: float | None) -> None:
-    """Refuses limits that every graph or no graph meets.
-
-    Args:
-        max_divergence: in nats per token.
-        min_agreement: share of tokens.
+    """Refuses limits (nats per token, share of tokens) that every graph or no graph meets.
 
     Raises:
         UsageProblem: a limit is not finite, or out of its range.
@@ -168,8 +164,7 @@ def _compare(
 ) -> Generator[list[Check], None, tuple[Eager, ExternalGraphs]]:
     """Compares all scenarios, in the way for quantized weights, half precision or neither.
 
-    Returns:
-        The reference and the graphs in which a faulty node is searched.
+    Returns the reference and the graphs in which a faulty node is searched.
     """
     files = verified.files
     half = next((file.dtype for file in files if file.dtype in HALF_PRECISION), "")
@@ -365,13 +360,9 @@ FLOAT_TYPES = {getattr(onnx.TensorProto, name) for name in ("FLOAT", "FLOAT16", 
 def initializer_contents(
     model: onnx.ModelProto, folder: Path, reference: Mapping[str, LazyTensor], excluded: Collection[str] = ()
 ) -> dict[str, InitializerContent]:
-    """Every larger float initializer, matched with the model's tensors.
+    """Every larger float initializer that is not excluded, matched with the model's tensors.
 
-    Args:
-        model: the graph.
-        folder: folder of its external data.
-        reference: tensors of the model by name.
-        excluded: names of initializers to leave out.
+    `folder` has the graph's external data.
     """
     contents = {
         tensor.name: _content(tensor, folder)
@@ -392,13 +383,7 @@ def _content(tensor: onnx.TensorProto, folder: Path) -> InitializerContent:
 def audit_contents(
     graph: str, contents: Mapping[str, InitializerContent], reference: Mapping[str, LazyTensor]
 ) -> Check:
-    """One check: an initializer with a tensor's name but other content fails; unknown content does not.
-
-    Args:
-        graph: name of the graph.
-        contents: matched content by initializer.
-        reference: tensors of the model.
-    """
+    """One check: an initializer with a tensor's name but other content fails; unknown content does not."""
     wrong = [
         f"`{name}` differs from the model's tensor of that name"
         for name, content in contents.items()

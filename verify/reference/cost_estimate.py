@@ -96,12 +96,7 @@ class CostEstimate:
 
 
 def suite_seconds(reference: Path, skipped: Collection[str] = ()) -> float:
-    """Seconds of the quick suite on two idle cores.
-
-    Args:
-        reference: the model's folder.
-        skipped: names of layers that are left out.
-    """
+    """Seconds of the quick suite on two idle cores, without the layers named in `skipped`."""
     prefixes = tuple(f"{name}." for name in skipped)
     kept = (tensor for name, tensor in open_weights(reference).items() if not name.startswith(prefixes))
     return SECONDS * sum(prod(tensor.shape) for tensor in kept)
@@ -151,13 +146,7 @@ def choose(estimate: CostEstimate, wanted: bool | None, why_not: str = "") -> tu
 
 
 def too_little(estimate: CostEstimate, have: int, why_not: str) -> InputRefused:
-    """The error for a model that does not fit into memory; arguments as in `choose`, `have` in bytes.
-
-    Args:
-        estimate: of the verification.
-        have: free memory in bytes.
-        why_not: reason against `--low-memory`; empty if there is none.
-    """
+    """The error for a model that does not fit into `have` bytes of free memory; `why_not` as in `choose`."""
     way = f"it cannot be verified layer by layer: {why_not}" if why_not else (
         f"layer by layer it takes about {estimate.layered / GB:.1f} GB; close other programs, or raise the limit"
     )  # fmt: skip

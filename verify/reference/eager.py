@@ -63,7 +63,7 @@ class Eager:
         keep: keep all results, to verify several folders with graphs of one model.
         code: a trusted folder whose own code builds the model; None to run no code of the folder.
         factors: the factor of each weight, by name and shape; None for the weights as stored.
-        skipped: names of layers that are left out, see `runtime.eager.skipped_layers`.
+        skipped: names of layers that are left out (`runtime.eager.skipped_layers`).
         fixed_inputs: names of extra inputs that the graphs do not take, because they always have their default.
         adapter: folder of a PEFT adapter, which PEFT applies to the model without merging.
 
@@ -150,12 +150,7 @@ class Eager:
         return other
 
     def with_prefix(self, entry: PrefixEntry, start: Callable[[EagerRunner], PrefixStart]) -> Eager:
-        """The same model after a prefix.
-
-        Args:
-            entry: the prefix in the manifest.
-            start: returns the keys and values of the prefix for a runner.
-        """
+        """The same model after a prefix; `start` returns the keys and values of the prefix for a runner."""
         other = copy(self)
         other._kept, other._floor = ({} if self._kept is not None else None), NoiseFloor(self.dtype, self.width)
         other._steps = {}
@@ -254,12 +249,7 @@ class Eager:
         return self._model, self._rounded_model
 
     def outputs_of(self, call: Call, run: Callable[[EagerRunner], Step]) -> dict[str, ExpectedOutput]:
-        """Every output of a call that a function makes.
-
-        Args:
-            call: determines which rows are padding.
-            run: makes the call on a model.
-        """
+        """Every output of a call, which `run` makes on a model; `call` determines which rows are padding."""
         exact, rounded = (rows_of(run(model)) for model in self.eager_runners)
         return {
             name: self._floor.truth(name, rows, rounded[name], self._valid(call, name)) for name, rows in exact.items()
@@ -304,12 +294,7 @@ class Eager:
         return _largest([self.own_shares(), *(scaled.own_shares() for scaled in self._run_variants)])
 
     def expected_outputs(self, scenario: Scenario, chains: list[Chain]) -> ExpectedOutputs:
-        """Every output of every call.
-
-        Args:
-            scenario: results are kept by its name.
-            chains: its calls.
-        """
+        """Every output of every call of a scenario; results are kept by its name."""
         if self._kept is None:
             return [self._truths(chain, {}, "") for chain in chains]
         self._run.add(scenario.name)
@@ -408,10 +393,6 @@ def check_own_cache(eager: Eager, graphs: list[str]) -> list[Check]:
 
     All other checks compare a graph with the model on a cache of its own. A model whose tokens attend to later ones
     agrees there with a graph, and both are wrong.
-
-    Args:
-        eager: the model.
-        graphs: names of the graphs.
     """
     whole, pieces = own_cache_chains(eager.facts())
     exact = eager.runners[0]

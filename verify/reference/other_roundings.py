@@ -1,11 +1,10 @@
-"""Runs of the eager model that round otherwise, for outputs whose noise may be small by chance in one run.
+"""Runs of the eager model that round differently, for outputs whose noise may be small by chance in one run.
 
-Computes the float64 outputs of a chain of calls in one call of all tokens, which saves most of the reference's time.
-
-With causal attention, a prompt in pieces and the whole prompt give the same values; in float64 they differ by far less
-than the measured noise. Where that does not hold (frequencies that depend on the length, states, attention that
+The float64 outputs of a chain of calls are computed in one call of all tokens, which saves most of the reference's
+time. With causal attention, a prompt in pieces and the whole prompt give the same values; in float64 they differ by far
+less than the measured noise. Where that does not hold (frequencies that depend on the length, states, attention that
 selects among the present keys), the outputs differ from the call-by-call run in the graph's dtype by more than noise
-explains, see `is_another`.
+explains (`is_another`).
 """
 
 from __future__ import annotations
@@ -91,11 +90,7 @@ def other_roundings(model: EagerRunner, runner: Runner, calls: Chain) -> list[Ca
 
 
 class _Nudges(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Moves the results of operators that libraries compute in different ways; operators inside it see no mode.
-
-    Args:
-        seed: of the random moves.
-    """
+    """Moves the results of operators that libraries compute in different ways; operators inside it see no mode."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -120,14 +115,11 @@ class _Nudges(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def nudged(seed: int) -> Iterator[None]:
-    """Context in which operators that libraries compute differently are moved by up to a last place.
+    """Context in which operators that libraries compute differently are moved by up to a last place, at random.
 
     Products of another library sum in another order; its exponentials, roots, sines and norms are other formulas.
     Nudged embeddings alone change no rounding of a residual of 10,000, as first tokens have, to which much smaller
     numbers are added.
-
-    Args:
-        seed: of the random moves.
     """
     with _Nudges(seed):
         yield
@@ -149,11 +141,7 @@ def one_call(calls: Sequence[Call], inputs: Inputs) -> Call | None:
     """All tokens of consecutive calls in one call.
 
     None for a single call, an edited cache, a past with states, which transformers continues only token by token, or an
-    extra input whose value for all tokens is not that of the calls.
-
-    Args:
-        calls: the calls.
-        inputs: the extra inputs of the model.
+    extra input of the model whose value for all tokens is not that of the calls.
     """
     start = calls[0].start
     if (
@@ -187,10 +175,6 @@ def another_order(calls: Sequence[Call], inputs: Inputs) -> Chain | None:
     """The same tokens in other calls, which round differently: several calls as one, or one call as several.
 
     None where no other order exists: a single prompt, an edited cache, states after a past, and as for `one_call`.
-
-    Args:
-        calls: the calls.
-        inputs: the extra inputs of the model.
     """
     whole, first = one_call(calls, inputs), calls[0]
     if whole is not None:

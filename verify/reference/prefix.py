@@ -28,11 +28,7 @@ PARTS = ("key", "value")
 
 @dataclass(frozen=True)
 class PrefixStart:
-    """The cache of a prefix.
-
-    Attributes:
-        layers: keys and values.
-    """
+    """The cache of a prefix: keys and values by layer."""
 
     layers: KeyValues
 
@@ -57,10 +53,7 @@ class PrefixStart:
 class PrefixedRunner(Runner):
     """A runner that puts the prefix before every sequence; callers see it only in the length of the cache.
 
-    Attributes:
-        runner: the model.
-        start: the prefix.
-        first_position: added to all positions.
+    `first_position` is added to all positions.
     """
 
     runner: EagerRunner
@@ -105,13 +98,7 @@ def trained_start(folder: Path, entry: PrefixEntry) -> Callable[[EagerRunner], P
 
 
 def stored_start(folder: Path, entry: PrefixEntry, layers: int) -> Callable[[EagerRunner], PrefixStart]:
-    """Returns the stored keys and values that the graphs map, for any runner.
-
-    Args:
-        folder: the folder of the graphs.
-        entry: the prefix in the manifest.
-        layers: number of layers.
-    """
+    """Returns the stored keys and values of a manifest's prefix that the graphs map, for any runner."""
     names = [(f"prefix.{layer}.key", f"prefix.{layer}.value") for layer in range(layers)]
     start = PrefixStart([(_read(folder, entry, key), _read(folder, entry, value)) for key, value in names])
     return lambda runner: start

@@ -19,7 +19,7 @@ from llmconv.verify.scenarios.table import Scenario
 
 @dataclass(frozen=True)
 class WeightScaling:
-    """A set of weights and the factor that they are multiplied by.
+    """A set of weights and the factor, a power of two, that they are multiplied by.
 
     Attributes:
         name: as printed after the scenario's name.
@@ -88,12 +88,7 @@ def loudest(factor: float) -> WeightScaling:
 
 
 def hidden_faults(left: Iterable[WeightScaling], reference: Path) -> list[str]:
-    """The faults that only these scalings show, in words; no softcap where the model has none.
-
-    Args:
-        left: the scalings that were not run.
-        reference: the model's folder.
-    """
+    """Descriptions of the faults that only the scalings not run (`left`) show; no softcap where the model has none."""
     config = json.dumps(read_json(reference / "config.json"))
     caps = bool(re.search(r"softcap[a-z_]*\": *[0-9]", config))
     return [fault for scaling in left for fault in scaling.hidden if caps or fault != SOFTCAP]

@@ -1,9 +1,8 @@
 """Writes a report as report.json, junit.xml, summary.md and report.html; all are escaped and work offline.
 
-Annotations of GitHub Actions, `::error title=…::…`, which show failures next to the change.
-
-A step shows at most ten annotations of each kind, so the last one contains the number of the others.
-Source: docs.github.com, "Workflow commands for GitHub Actions".
+Annotations of GitHub Actions, `::error title=…::…`, show failures next to the change. A step shows at most ten of each
+kind, so the last one contains the number of the others. Source: docs.github.com, "Workflow commands for GitHub
+Actions".
 """
 
 from __future__ import annotations
@@ -37,12 +36,7 @@ DATE = "%Y-%m-%dT%H:%M:%SZ"
 
 @checked
 def write_report(report: Report, folder: Written, date: str = "") -> None:
-    """Writes the four files into `folder`, which is created if needed.
-
-    Args:
-        report: the report.
-        folder: the folder.
-        date: date of the report, see `today`; default: now.
+    """Writes the four files into `folder`, which is created if needed; `date` is as from `today`, by default now.
 
     Raises:
         OutputFailed: a file cannot be written.
@@ -70,14 +64,10 @@ def today(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def reporter(folder: str | Path | None) -> Callable[[Report], Report]:
-    """A function that writes a report and returns it; whether it can be written is checked now.
-
-    Args:
-        folder: see `write_report`; None to write nothing.
+    """A function that writes a report (nothing if `folder` is None) and returns it; whether it can is checked now.
 
     Raises:
-        InputRefused: see `require_writable`.
-        OutputFailed: see there.
+        InputRefused, OutputFailed: as `require_writable`.
     """
     if folder is None:
         return lambda report: report

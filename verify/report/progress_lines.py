@@ -31,11 +31,9 @@ class ScenarioLines:
 
 
 def lines_of_scenario(checks: Sequence[Check], *, several_graphs: bool = False) -> list[str]:
-    """One line, and one for every group of outputs that failed and every reason for skipped checks.
+    """One line, and one for every group of outputs that failed and every reason for skipped checks of a scenario.
 
-    Args:
-        checks: checks of one scenario.
-        several_graphs: whether there are several graphs, so that the only graph of a scenario is named.
+    With `several_graphs`, the only graph of a scenario is named.
     """
     if not checks:
         return []

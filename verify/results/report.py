@@ -74,13 +74,13 @@ class Where:
         scenario: the first failing scenario.
         graph: file name of the graph.
         step: the first failing step.
-        layer: the first layer whose keys or values differ; None if only the logits do. If a node is named, its layer,
-            or None outside the layers.
+        layer: the first layer whose keys or values differ; None if only the logits do. With a `node`, its layer, or
+            None outside the layers.
         output: the first output that differs.
-        text: the location in words.
+        text: a description of the location.
         node: the first node that differs; empty if none was searched for or found.
         scope: the node's module, such as `model.layers.7.self_attn.q_norm`.
-        finding: the fault in words; empty if it is of an unknown kind.
+        finding: a description of the fault; empty if it is of an unknown kind.
     """
 
     scenario: str
@@ -96,12 +96,9 @@ class Where:
 
 @dataclass(frozen=True)
 class UnmatchedNode:
-    """A node whose value the eager model does not compute.
+    """A node whose value the eager model does not compute, and its operator, such as `Where`.
 
-    Attributes:
-        node: its name.
-        operator: such as `Where`.
-        scope: its module; empty if the node's name does not contain one.
+    `scope` is its module; empty if the node's name does not contain one.
     """
 
     node: str
@@ -116,7 +113,7 @@ class Statement:
     Attributes:
         name: `structure`, `weights`, `base`, `step` or `composition`.
         shown: whether all its checks passed and there were some.
-        text: what was shown, in words.
+        text: a description of what was shown.
     """
 
     name: str

@@ -124,11 +124,7 @@ class ExpectedOutput:
         return flipped
 
     def last(self, count: int = 1) -> ExpectedOutput:
-        """The last tokens only, for graphs that return the logits of the last token, or runs of a part of the prompt.
-
-        Args:
-            count: number of tokens.
-        """
+        """The last tokens only, for graphs that return logits of the last token, or runs of a part of the prompt."""
         noise, valid = self.noise[:, -count:], self.valid[:, -count:]
         total = max(rms(noise[valid]), 1e-300)
         again = [partial(_last_rows, other, count) for other in self.others]
@@ -198,11 +194,7 @@ CALMEST = 0.1
 
 
 def calmest_sigma(measures: Sequence[Measure]) -> float | None:
-    """Sigma of the calmest tenth of all rows: its largest error relative to its largest noise; None for few rows.
-
-    Args:
-        measures: the measured errors of each call.
-    """
+    """Sigma of the calmest tenth of all rows: its largest error relative to its largest noise; None for few rows."""
     known = [(found.ratios, found.noise) for found in measures if found.ratios is not None and found.noise is not None]
     pairs = [(ratios[ratios > 0], noise[ratios > 0]) for ratios, noise in known]
     if sum(len(ratios) for ratios, _ in pairs) < LEAST_ROWS:
@@ -240,13 +232,10 @@ class NoiseFloor:
         return bool(self._pool)
 
     def truth(self, name: str, exact: Array, rounded: Array, valid: Array) -> ExpectedOutput:
-        """The expected output of one call, and its noise.
+        """The expected output of one call, and its noise, which is pooled by the name of the output.
 
-        Args:
-            name: of the output; noise is pooled by it.
-            exact: rows of the float64 run, [batch, tokens, features].
-            rounded: the same rows of the run in the graph's dtype.
-            valid: bool [batch, tokens]; False for padding.
+        `exact` are rows of the float64 run, [batch, tokens, features], `rounded` the same in the graph's dtype; `valid`
+        is bool [batch, tokens], False for padding.
         """
         error = rounded.astype(np.float64) - exact
         noise, size = rms_rows(error), rms_rows(exact)
@@ -271,12 +260,9 @@ def _excess(noise: Array, usual: Array, ulp: Array) -> float:
 
 
 def measure(truth: ExpectedOutput, output: Array, *, tokens: bool = False) -> Measure:
-    """Measures the error of one output of a graph.
+    """Measures the error of one output of a graph, rows [batch, tokens, features].
 
-    Args:
-        truth: the expected output.
-        output: the graph's rows, [batch, tokens, features].
-        tokens: the rows are logits, so the likeliest tokens are compared as well.
+    With `tokens`, the rows are logits, so the likeliest tokens are compared as well.
     """
     if output.shape != truth.exact.shape:
         expected, got = list(truth.exact.shape), list(output.shape)
@@ -311,14 +297,9 @@ def _of_tokens(truth: ExpectedOutput, logits: Array) -> dict[str, Any]:
 
 
 def divergences(exact: Array, logits: Array) -> Array:
-    """Kullback-Leibler divergence of the token probabilities from the exact ones, in nats.
+    """Kullback-Leibler divergence [rows] of token probabilities from the exact ones, in nats, at least 0.
 
-    Args:
-        exact: exact logits, [rows, vocabulary].
-        logits: the logits to compare, [rows, vocabulary].
-
-    Returns:
-        [rows], at least 0.
+    Both arguments are logits, [rows, vocabulary].
     """
     parts = [
         divergence_of(*(log_probabilities(rows[at : at + AT_ONCE].astype(np.float64)) for rows in (exact, logits)))
@@ -382,13 +363,10 @@ FLIPS = 200
 
 @dataclass(frozen=True)
 class Flip:
-    """One row whose likeliest token differs from that of the exact logits.
+    """One row, (sequence in the batch, token of the call), whose likeliest token differs from that of the exact logits.
 
-    Attributes:
-        scenario: name of the scenario.
-        row: (sequence in the batch, token of the call).
-        margin: exact logit of the exact likeliest token minus that of the graph's.
-        noise: the largest margin that rounding explains.
+    `margin` is the exact logit of the exact likeliest token minus that of the graph's; `noise` the largest margin that
+    rounding explains.
     """
 
     scenario: str
@@ -418,13 +396,7 @@ class Evidence:
     flipped: int = 0
 
     def see_rows(self, output: str, found: Measure, first: int) -> None:
-        """Records the sigma of each row.
-
-        Args:
-            output: name of the output.
-            found: its measured errors.
-            first: position in the sequence of its first row.
-        """
+        """Records the sigma of each row; `first` is the position in the sequence of the first."""
         if found.ratios is None:
             return
         worst = found.ratios.max(axis=0)[: max(0, POSITIONS - first)]
@@ -437,14 +409,7 @@ class Evidence:
             np.maximum(self.positions[output], worst, out=self.positions[output])
 
     def see_logits(self, scenario: str, call: Call, truth: ExpectedOutput, logits: Array) -> None:
-        """Records errors, points and flips of the logits of a call; padding is left out.
-
-        Args:
-            scenario: name of the scenario.
-            call: the call.
-            truth: the expected logits.
-            logits: those of the graph, [batch, tokens, vocabulary].
-        """
+        """Records errors, points and flips of the logits [batch, tokens, vocabulary] of a call; padding is left out."""
         if logits.shape != truth.exact.shape or not truth.valid.any():
             return
         exact, found = truth.exact[truth.valid], logits[truth.valid].astype(np.float64)

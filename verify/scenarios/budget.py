@@ -146,11 +146,6 @@ class Budget:
     def of(cls, seconds: float | None, only: Sequence[str] = (), clock: Clock = time.monotonic) -> Budget | None:
         """The budget of a call of `verify`; None without one.
 
-        Args:
-            seconds: as given.
-            only: names of selected scenarios.
-            clock: returns the time in seconds.
-
         Raises:
             UsageProblem: the time is not a finite number above zero, or scenarios are selected.
         """
@@ -176,13 +171,7 @@ class Budget:
         return f"not run: the budget of {self.seconds:g} s was used"
 
     def admits(self, name: str, tokens: int, *, reopens: bool = False) -> bool:
-        """Whether a row runs now.
-
-        Args:
-            name: of the row.
-            tokens: of its calls.
-            reopens: the row opens model and graphs again.
-        """
+        """Whether a row with calls of this many tokens runs now; `reopens` opens model and graphs again."""
         if self.chosen is not None:
             return (SCALED if reopens else name) in self.chosen
         if name in self.core:
@@ -203,12 +192,8 @@ class Budget:
     def choose(self, planned: Sequence[tuple[Named, Sequence[Chain]]], seconds: float) -> None:
         """Decides before the run, for calls that run all at once; repeated calls change nothing.
 
-        Scenarios divide the estimate by their tokens. Scaled weights are counted as the two passes over the weights of
-        three that they are, although their calls are few, so the sum is rather too large.
-
-        Args:
-            planned: the scenarios in order.
-            seconds: estimate for all of them and for scaled weights.
+        Scenarios, in order, share the estimate in seconds by their tokens. Scaled weights count as two thirds of it
+        (two of three passes over the weights), although their calls are few, so the sum is rather too large.
         """
         if self.chosen is not None:
             return

@@ -1,10 +1,8 @@
 """Call: the inputs of one model call in a scenario (tokens, mask, positions), and edits of the cache between calls.
 
-SyntheticPast: a cache of random numbers, which makes pasts of thousands of tokens cheap.
-
 Running 4,096 tokens in float64 to cross a window takes too long. But a graph and the eager model continue any cache:
-here the same random numbers for both, with large values at the edge of the window. All numbers are small multiples of
-1/16, which are exact in every floating-point type.
+a `SyntheticPast` has the same random numbers for both, with large values at the edge of the window. All numbers are
+small multiples of 1/16, which are exact in every floating-point type.
 """
 
 from __future__ import annotations
@@ -88,11 +86,9 @@ class CacheEdit:
     garbage: float = 0.0
 
     def apply(self, cache: Cache, mask: Array) -> Cache:
-        """The edited cache.
+        """The edited cache of any runner; the given one is not changed.
 
-        Args:
-            cache: of any runner; not changed.
-            mask: of its remaining tokens, [batch, tokens]; a prefix before them is never masked.
+        `mask` is of its remaining tokens, [batch, tokens]; a prefix before them is never masked.
         """
         if self == CacheEdit():
             return cache
@@ -102,13 +98,7 @@ class CacheEdit:
         return EditedCache(arrays, cache.length - self.drop)
 
     def of_array(self, name: str, array: Array, mask: Array) -> Array:
-        """One edited array of a cache.
-
-        Args:
-            name: of the graph's output.
-            array: [batch, heads, tokens, head_dim], or a state [batch, …].
-            mask: as for `apply`.
-        """
+        """One edited array of a cache, [batch, heads, tokens, head_dim], or a state [batch, …]."""
         array = array[list(self.rows)] if self.rows is not None else array.copy()
         if is_state(name):
             return array
@@ -140,7 +130,7 @@ class EditedCache:
 
 @dataclass(frozen=True)
 class Call:
-    """The inputs of one call of a runner; see `Runner.prefill` for shapes.
+    """The inputs of one call of a runner, with shapes as in `Runner.prefill`.
 
     Attributes:
         input_ids: new tokens.
@@ -203,14 +193,9 @@ def chain(
 
 
 def pieces(ids: Array, mask: Array, positions: Array, lengths: Sequence[int], uniform: bool = True) -> Chain:
-    """Calls that feed the given tokens in pieces.
+    """Calls that feed the given tokens, mask and positions [batch, sum of lengths] in pieces.
 
-    Args:
-        ids: token ids, [batch, sum of lengths].
-        mask: attention mask of the same shape.
-        positions: position ids of the same shape.
-        lengths: number of new tokens of each call.
-        uniform: the positions follow from the mask.
+    `lengths` are the numbers of new tokens of each call. If `uniform`, the positions follow from the mask.
     """
     calls, done = [], 0
     for length in lengths:
@@ -254,13 +239,7 @@ def full_mask(batch: int, length: int) -> Array:
 
 
 def ragged_mask(lengths: Sequence[int], steps: int, side: str) -> Array:
-    """The mask of padded prompts, followed by tokens that all rows have.
-
-    Args:
-        lengths: tokens of each prompt.
-        steps: tokens after the prompts.
-        side: `left` or `right`, the side of the padding.
-    """
+    """The mask of prompts of these lengths, padded on `side`, `left` or `right`, then `steps` tokens in all rows."""
     longest = max(lengths)
     rows = [[0] * (longest - length) + [1] * length for length in lengths]
     if side == "right":
@@ -269,13 +248,7 @@ def ragged_mask(lengths: Sequence[int], steps: int, side: str) -> Array:
 
 
 def holes_mask(batch: int, length: int, rng: np.random.Generator) -> Array:
-    """A mask with zeros in the middle, at different places in each row; the first and last token are ones.
-
-    Args:
-        batch: rows.
-        length: columns.
-        rng: random number generator.
-    """
+    """A mask [batch, length] with zeros in the middle, other places in each row; first and last token are ones."""
     mask: Array = (rng.random((batch, length)) > 0.35).astype(np.int64)
     mask[:, [0, -1]] = 1
     mask[:, length // 2] = 0
@@ -357,10 +330,7 @@ MOST = 6
 def windows_of(config: Any) -> tuple[int, ...]:
     """Sizes in tokens of all sliding windows and attention chunks that a config declares, smallest first.
 
-    A size that no layer uses is included as well: crossing it only costs time.
-
-    Args:
-        config: transformers config of the language model; layers may have their own configs.
+    A size that no layer uses is included as well: crossing it only costs time. Layers may have their own configs.
     """
     fields = {name: getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
     sizes = {*_sizes(config.to_dict()), *_sizes(fields)}
@@ -386,13 +356,8 @@ def drawn(chain: Chain, inputs: Extras, rng: np.random.Generator, *, both_ways: 
     """The calls with random values of the inputs that a request may give; calls that have values keep them.
 
     A value of each new token is drawn for each call; one of all tokens grows, and one of a sequence stays, with the
-    cache of its row.
-
-    Args:
-        chain: the calls.
-        inputs: the extra inputs.
-        rng: generates the values.
-        both_ways: also of inputs with which a call cannot be divided, as graphs of a fixed size divide it.
+    cache of its row. With `both_ways`, values are also drawn for inputs with which a call cannot be divided, as graphs
+    of a fixed size divide it.
     """
     free = {
         name: extra for name, extra in inputs.items() if extra.values is not None and (both_ways or not extra.both_ways)
@@ -431,13 +396,7 @@ def _edited(extra: ExtraInput, array: Array, edit: CacheEdit) -> Array:
 
 
 def random_value(extra: ExtraInput, call: ModelCall, rng: np.random.Generator) -> Array:
-    """A random value: an integer below the number of values, or a normal number that bfloat16 has.
-
-    Args:
-        extra: the input; a request may give its value.
-        call: the call.
-        rng: generates it.
-    """
+    """A random value: an integer below the number of values, or a normal number that bfloat16 has."""
     shape, dtype = extra.shape(call), BY_NAME[extra.dtype].numpy
     assert isinstance(extra.values, int | float)
     if extra.dtype == "float32":
@@ -448,13 +407,7 @@ def random_value(extra: ExtraInput, call: ModelCall, rng: np.random.Generator) -
 
 
 def at_limits(chain: Chain, inputs: Extras, *, last: bool) -> Chain:
-    """The calls with the first or the last valid value of every input that a request may give, everywhere.
-
-    Args:
-        chain: the calls.
-        inputs: the extra inputs.
-        last: the last one.
-    """
+    """The calls with the first or the last valid value of every input that a request may give, everywhere."""
     free = {name: extra for name, extra in inputs.items() if extra.values is not None}
     values = [{name: _limit(extra, call.tokens, last=last) for name, extra in free.items()} for call in chain]
     return [replace(call, extras=one) for call, one in zip(chain, values, strict=True)]

@@ -233,10 +233,7 @@ def every_position(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
 def spread(count: int, end: int, rng: np.random.Generator) -> Array:
     """Ascending positions below `end`: all of them if `count` suffices, else one from each of `count` equal ranges.
 
-    Args:
-        count: number of positions to return.
-        end: upper limit; 0 and `end - 1` are always included.
-        rng: selects the position in each range.
+    0 and `end - 1` are always included.
     """
     if end <= count:
         return np.sort(np.resize(np.arange(end), count))
