@@ -69,7 +69,6 @@ class LazyTensor:
     """A tensor whose rows (slices of dim 0) are computed or read on demand.
 
     Attributes:
-        dtype: element type.
         shape: sizes; `()` is a scalar.
         load: `load(start, stop)` returns rows `start:stop` as a C-contiguous array of shape
             `(stop - start, *shape[1:])`; a scalar is loaded with `(0, 1)` and has shape `(1,)`.
@@ -123,13 +122,8 @@ def in_memory(array: Array, dtype: DType) -> LazyTensor:
 def cast(tensor: LazyTensor, dtype: DType, name: str = "a weight", flushed: Flushed | None = None) -> LazyTensor:
     """`tensor` rounded to `dtype` (nearest even); non-float tensors and equal dtypes are returned unchanged.
 
-    Reading the result raises InputRefused where a finite value is too large for `dtype`.
-
-    Args:
-        tensor: the tensor.
-        dtype: the new element type.
-        name: its name in messages.
-        flushed: counts the values that become zero.
+    Reading the result raises InputRefused where a finite value is too large for `dtype`; `flushed` counts the values
+    that become zero.
     """
     if tensor.dtype == dtype or tensor.dtype.name not in ("float64", *FLOATS):
         return tensor
@@ -155,13 +149,7 @@ class Flushed:
 
 
 def rounded(values: Array, dtype: DType, name: str, flushed: Flushed | None = None) -> Array:
-    """Values rounded to a float dtype (nearest even).
-
-    Args:
-        values: any shape.
-        dtype: the new element type.
-        name: of their tensor.
-        flushed: counts the values that become zero.
+    """Values of any shape rounded to a float dtype (nearest even); `flushed` counts the values that become zero.
 
     Raises:
         InputRefused: a finite value is too large for `dtype`.

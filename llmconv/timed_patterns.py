@@ -53,7 +53,6 @@ def compiled(pattern: str, form: str = "{}", *, costly: bool = True) -> Any:
     """An expression for `search_in` and `match_in`: of `re` for a module path, of `regex` for anything more.
 
     Args:
-        pattern: a regular expression.
         form: the whole expression, with `{}` for the pattern.
         costly: backreferences, lookaround and flags are allowed.
 
@@ -102,11 +101,10 @@ def _limited(pattern: str, costly: bool) -> str:
 
 
 def finds(expression: Any, name: str, time: MatchTime | None = None, *, anywhere: bool = False) -> bool:
-    """Whether an expression matches a name.
+    """Whether an expression matches the name of a module or tensor.
 
     Args:
         expression: a result of `compiled`.
-        name: of a module or tensor.
         time: shared by several matches (default: that of a single match).
         anywhere: the match may begin anywhere in the name, and not only at its start.
 

@@ -21,11 +21,7 @@ PADDING_BYTES = 64
 
 
 def transposed(tensor: LazyTensor) -> LazyTensor:
-    """The transpose of a matrix; a second read within one panel comes from memory.
-
-    Raises:
-        ValueError: not two dimensions.
-    """
+    """The transpose of a matrix, else ValueError; a second read within one panel comes from memory."""
     if len(tensor.shape) != 2:
         raise ValueError(f"only matrices are transposed, not shape {tensor.shape}")
     return LazyTensor(tensor.dtype, tensor.shape[::-1], _Panels(tensor).rows)

@@ -54,7 +54,7 @@ class ChecksummedRange:
         """Adds `data`, read from position `begin` of the range, to the checksum, inside `checked_reading`.
 
         Raises:
-            InputRefused: the range is complete and its checksum differs; see `refusal`.
+            InputRefused: the range is complete and its checksum differs; made by `refusal`.
         """
         checks = _current.get()
         if checks and self.crc is None:
@@ -138,11 +138,7 @@ class _Coverage:
 
 
 class PendingChecksums:
-    """The ranges read since `checked_reading` began.
-
-    Attributes:
-        unchecked: names of the files read that have no checksums.
-    """
+    """The ranges read since `checked_reading` began; `unchecked` are the names of the files without checksums."""
 
     def __init__(self) -> None:
         self.unchecked: set[str] = set()
@@ -153,11 +149,7 @@ class PendingChecksums:
         return self._coverages.setdefault(record, _Coverage(record))
 
     def finish(self) -> None:
-        """Reads the rest of all partly read ranges and compares their checksums, too.
-
-        Raises:
-            InputRefused: a checksum differs.
-        """
+        """Reads the rest of all partly read ranges and compares their checksums; raises InputRefused for a mismatch."""
         for coverage in self._coverages.values():
             coverage.finish()
 
@@ -177,13 +169,7 @@ def checked_reading() -> Iterator[PendingChecksums]:
 
 
 def combine(first: int, second: int, second_size: int) -> int:
-    """The CRC-32 of the concatenation of two byte strings.
-
-    Args:
-        first: CRC-32 of the first.
-        second: CRC-32 of the second.
-        second_size: bytes of the second.
-    """
+    """The CRC-32 of the concatenation of two byte strings, from their CRC-32 and the bytes of the second."""
     return _multiply(first, _shift(second_size)) ^ second
 
 

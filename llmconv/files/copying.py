@@ -45,7 +45,6 @@ def copy_file(source: Path, made: BinaryIO, advance: Callable[[int], None]) -> d
     For a copy, the sha256 is computed in parallel, from the content of the target.
 
     Args:
-        source: the file.
         made: the new, empty file, open for writing and reading.
         advance: called with the number of bytes done since its last call.
 

@@ -9,10 +9,9 @@ from llmconv.errors import MalformedInput
 
 
 class FileProblem(Exception):
-    """A problem, worded to follow the name of its file.
+    """A problem, worded to follow the name of its file, such as "is truncated".
 
     Args:
-        problem: such as "is truncated".
         hint: the way out; empty for the one that `naming` was given.
     """
 
@@ -23,14 +22,11 @@ class FileProblem(Exception):
 
 @contextmanager
 def naming(subject: str, hint: str) -> Iterator[None]:
-    """Turns a FileProblem raised inside into MalformedInput.
+    """Turns a FileProblem raised inside into MalformedInput "SUBJECT PROBLEM".
 
     Args:
         subject: the first words of the message, such as "`model.safetensors`".
         hint: the way out, unless the problem has its own.
-
-    Raises:
-        MalformedInput: "SUBJECT PROBLEM".
     """
     try:
         yield

@@ -34,8 +34,8 @@ def from_hub(address: HubAddress, headers_in: Path | None = None) -> Path:
 
     Args:
         address: of a repository, or of a folder or file in it, of which nothing else is downloaded.
-        headers_in: an empty folder for a mirror, if not all files are in the cache: then nothing is downloaded but
-            small files, and of weights what is read, see `mirror_hub`. None to download all.
+        headers_in: an empty folder for a `mirror_hub`, if not all files are in the cache: then nothing is downloaded
+            but small files, and of weights what is read. None to download all.
 
     Raises:
         InputRefused: the hub has no such model or folder, or cannot be reached.
@@ -92,11 +92,7 @@ def _needed_below(address: HubAddress, listed: list[str]) -> list[str]:
 
 
 def _require_one_model(address: HubAddress, listed: list[str]) -> None:
-    """Refuses, before all of it is downloaded, a folder that only contains folders of models.
-
-    Raises:
-        InputRefused: lists them.
-    """
+    """Raises InputRefused for a folder that only contains folders of models, which it lists, before the download."""
     start = f"{address.folder}/" if address.folder else ""
     weights = [name for name in listed if name.startswith(start) and WEIGHTS.fullmatch(name)]
     homes = {name.rpartition("/")[0] for name in weights}

@@ -61,7 +61,7 @@ Placed = Annotated[str | Path, PLACED]
 
 
 def output_place(value: Any, name: str = "output") -> Path | StoreAddress | HubAddress:
-    """The place of an output folder: an address in an object store or on the Hub, or a local path; see `output_path`.
+    """The place of an output folder: an address in an object store or on the Hub, or a local path as `output_path`.
 
     Raises:
         InputRefused: neither, or an address with credentials in it.
@@ -90,11 +90,7 @@ def local_only(place: Path | StoreAddress | HubAddress) -> Path | None:
 
 
 def output_path(value: Any, name: str = "output") -> Path:
-    """The local path of an output.
-
-    Args:
-        value: `str` or `Path`; `./s3:/x` is in a local folder `s3:`, `s3:/x` is a URI.
-        name: of the option or parameter, for messages.
+    """The local path of an output; `./s3:/x` is in a local folder `s3:`, `s3:/x` is a URI.
 
     Raises:
         InputRefused: it is a URI, or `-`.
@@ -130,15 +126,7 @@ def is_address(value: str | Path) -> bool:
 
 
 def path_of(value: Any, name: str) -> Path:
-    """A `str` or `Path` as a Path.
-
-    Args:
-        value: from the caller.
-        name: of the parameter, for messages.
-
-    Raises:
-        UsageProblem: it is neither, or empty; the message names its type.
-    """
+    """A `str` or `Path` as a Path; raises UsageProblem, with its type, if it is neither, or empty."""
     if not isinstance(value, str | os.PathLike) or isinstance(text := os.fspath(value), bytes):
         raise UsageProblem(f"`{name}` is {kind_of(value)}, not a path", hint=_instead(value))
     if not text.strip() or "\0" in text:

@@ -27,15 +27,7 @@ GIT_LFS = b"version https://git-lfs"
 
 
 def refuse_git_lfs(head: bytes, name: str) -> None:
-    """Refuses a Git LFS pointer.
-
-    Args:
-        head: the first bytes of a file.
-        name: of the file, for the message.
-
-    Raises:
-        UnsupportedInput: it is one.
-    """
+    """Raises UnsupportedInput if `head`, the first bytes of a file, is a Git LFS pointer."""
     if head.startswith(GIT_LFS):
         raise UnsupportedInput(
             f"`{name}` is a Git LFS pointer: the file itself was not fetched",

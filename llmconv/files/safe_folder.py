@@ -64,11 +64,7 @@ class Folder:
 
     @classmethod
     def open(cls, path: Path) -> Folder:
-        """Opens the folder at `path`, which the user gave; links are followed.
-
-        Raises:
-            OSError: it does not exist, or may not be read.
-        """
+        """Opens the folder at `path`, which the user gave; links are followed. Raises OSError."""
         return cls(path, os.open(path, DIRECTORY))
 
     @classmethod
@@ -131,11 +127,7 @@ class Folder:
             return None
 
     def require_replaceable(self, name: str) -> None:
-        """Refuses to replace anything but a regular file or a link.
-
-        Raises:
-            InputRefused: `name` is a folder, a pipe, a device or a socket.
-        """
+        """Raises InputRefused if `name` exists and is neither a regular file nor a link."""
         found = self.find(name)
         if found and not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
             raise InputRefused(
@@ -147,7 +139,7 @@ class Folder:
         """Makes a new, empty file, which `place` will rename to `name`.
 
         Raises:
-            InputRefused: see `require_replaceable`.
+            InputRefused: as `require_replaceable`.
             OSError: it cannot be made.
         """
         self.require_replaceable(name)
@@ -169,13 +161,10 @@ class Folder:
         self.write_together({name: content})
 
     def write_together(self, files: Mapping[str, WritableContent]) -> None:
-        """Replaces several files; all are complete on the disk before the first one appears.
-
-        Args:
-            files: name (or `a/b`) to content.
+        """Replaces several files, by name (or `a/b`); all are complete on the disk before the first one appears.
 
         Raises:
-            InputRefused: see `require_replaceable`.
+            InputRefused: as `require_replaceable`.
             OSError: writing failed; nothing has changed, unless a rename failed.
         """
         with ExitStack() as stack:
@@ -285,12 +274,7 @@ class Folder:
 
 
 class NewEntry:
-    """A file or link under a temporary name; leaving the context without `place` removes it.
-
-    Attributes:
-        folder: that contains it.
-        path: of the entry under its temporary name, for reading.
-    """
+    """A file or link under a temporary name, `path`; leaving the context without `place` removes it."""
 
     def __init__(self, folder: Folder, name: str, temporary: str) -> None:
         self.folder = folder
@@ -314,11 +298,7 @@ class NewEntry:
 
 
 class NewFile(NewEntry):
-    """A new file.
-
-    Attributes:
-        file: open for writing and reading, unbuffered.
-    """
+    """A new file; `file` is open for writing and reading, unbuffered."""
 
     def __init__(self, folder: Folder, name: str, temporary: str, file: BinaryIO) -> None:
         super().__init__(folder, name, temporary)
@@ -345,11 +325,7 @@ def temporary_name() -> str:
 
 
 def require_plain(path: Path) -> None:
-    """Requires a file that the user named to be a regular one, or not to exist yet.
-
-    Raises:
-        InputRefused: it is a link, a folder, a pipe or a device.
-    """
+    """Raises InputRefused if a file that the user named exists and is not regular: a link, folder, pipe or device."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:
@@ -394,11 +370,7 @@ NAME_MAX = 255
 
 
 def replace_file(path: Path, content: WritableContent) -> None:
-    """Replaces one file that the user named, durably and in one step.
-
-    Args:
-        path: of the file; missing folders above it are made.
-        content: of the file.
+    """Replaces one file that the user named, durably and in one step; missing folders above it are made.
 
     Raises:
         InputRefused: it is a link, a folder, a pipe or a device.
@@ -478,13 +450,8 @@ def require_parents(output: Path) -> None:
 def parents_made(output: Path) -> Iterator[None]:
     """The missing folders above a file or folder to write; those that were made are reported at the end.
 
-    If what is done with them fails, they are removed again, unless something is in them.
-
-    Args:
-        output: file or folder.
-
-    Raises:
-        OSError: one cannot be made.
+    If what is done with them fails, they are removed again, unless something is in them. Raises OSError if one cannot
+    be made.
     """
     made: list[Path] = []
     try:
@@ -505,14 +472,7 @@ def parents_made(output: Path) -> Iterator[None]:
 
 @contextmanager
 def folder_made(folder: Path) -> Iterator[None]:
-    """A folder for several files, and the missing ones above it, as `parents_made`; the folder itself is not reported.
-
-    Args:
-        folder: it may exist.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """A folder for several files, and the missing ones above it, as `parents_made`; itself it is not reported."""
     with parents_made(folder):
         made = [] if folder.is_dir() else [folder]
         folder.mkdir(exist_ok=True)

@@ -39,7 +39,6 @@ class FileTensor(LazyTensor):
     """A tensor that lies contiguously, row-major and little-endian, in a file.
 
     Attributes:
-        path: the file.
         offset: position of the first byte in the file.
         record: the record of the file that contains it; code that reads the file without `rows` must notify it.
         location: of the file in the model's folder: its name, or `folder/name` for a module after the model.
@@ -76,13 +75,7 @@ class FileTensor(LazyTensor):
 
 
 def read_exactly(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Fills `buffer` from position `offset` of an open file.
-
-    Args:
-        fd: descriptor of the file.
-        buffer: to fill.
-        offset: position in the file.
-        path: of the file, for the message.
+    """Fills `buffer` from position `offset` of an open file; `path` is for messages.
 
     Raises:
         MalformedInput: the file ends before the buffer is full.

@@ -16,22 +16,13 @@ from llmconv.files.mirror.mirrored_file import MirroredFile, find
 
 
 def open_source(path: Path) -> io.BufferedReader:
-    """Opens a file to read headers, or all of it in order.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Opens a file to read headers, or all of it in order; raises OSError."""
     mirrored = find(path)
     return io.BufferedReader(_MirroredReader(mirrored)) if mirrored else open(path, "rb")
 
 
 def read_into(path: Path, buffer: memoryview, offset: int) -> None:
-    """Fills `buffer` with data of a file.
-
-    Args:
-        path: the file.
-        buffer: to fill.
-        offset: position of the first byte.
+    """Fills `buffer` with data of a file from byte `offset`.
 
     Raises:
         MalformedInput: the file ends before the buffer is full.
@@ -42,23 +33,13 @@ def read_into(path: Path, buffer: memoryview, offset: int) -> None:
 
 
 def open_data(path: Path) -> io.RawIOBase:
-    """Opens a file to read data at many places with `fill`.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Opens a file to read data at many places with `fill`; raises OSError."""
     mirrored = find(path)
     return _MirroredReader(mirrored, data=True) if mirrored else open(path, "rb", buffering=0)
 
 
 def fill(file: io.RawIOBase, buffer: memoryview, offset: int, path: Path) -> None:
-    """As `read_into`, for several reads.
-
-    Args:
-        file: from `open_data`.
-        buffer: to fill.
-        offset: position of the first byte.
-        path: of the file, for the message.
+    """As `read_into`, for several reads of a file from `open_data`; `path` is for the message.
 
     Raises:
         MalformedInput: the file ends before the buffer is full.

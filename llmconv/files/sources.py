@@ -47,12 +47,11 @@ def local_path(name: str | Path, *, in_parts: bool = False, headers: bool = Fals
     A model is `org/name[@revision]` or `hf://org/name[@revision][/folder]`, and is downloaded into the hub's cache.
 
     Pointer files of Composer are followed, on the disk and in a bucket. A URI is fetched into a temporary folder, which
-    is removed when the call that needs it ends (see `fetching`), at the latest with the process.
+    is removed when the call that needs it ends (`fetching`), at the latest with the process.
 
     Args:
-        name: path, URI or hub id.
         in_parts: of a bucket, fetch only what llmconv's own readers ask for; no other library may read weights then.
-        headers: so, too, of a model on the hub that is not in its cache, since little of the weights will be read.
+        headers: the same for a model on the hub that is not in its cache, since little of the weights will be read.
 
     Raises:
         InputRefused: the path does not exist, and is neither a reachable URI nor a hub id.
@@ -101,11 +100,7 @@ def is_remote(name: str | Path) -> bool:
 
 
 def require_own_folder(model: str | Path) -> None:
-    """Refuses a remote model, before it is fetched, where graphs are to be written next to its weights.
-
-    Raises:
-        InputRefused: `model` is a URI or a hub id.
-    """
+    """Raises InputRefused for a URI or hub id, before it is fetched, where graphs are written next to the weights."""
     if is_remote(model):
         shown = without_credentials(str(model))
         raise InputRefused(
@@ -200,11 +195,7 @@ def fetches(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _uri(name: str | Path) -> str:
-    """The text of a URI.
-
-    Raises:
-        InputRefused: it was made a Path, which turns two slashes into one.
-    """
+    """The text of a URI; raises InputRefused if it was made a Path, which turns two slashes into one."""
     text = str(name).strip()
     if "://" not in text:
         raise InputRefused(

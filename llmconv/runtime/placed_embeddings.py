@@ -47,7 +47,6 @@ class PlacedEmbeddings:
         """Those of a batch whose prompts are padded on the left; None if there are none.
 
         Args:
-            prompts: those of each prompt.
             lengths: number of tokens of each prompt.
         """
         found = [one for one in prompts if one is not None]
@@ -66,7 +65,7 @@ class PlacedEmbeddings:
         return PlacedEmbeddings(self.where[:, start:stop], self.rows[part[self.where]]) if part.any() else None
 
     def into(self, embedded: Array) -> Array:
-        """The embeddings of tokens with these in their places, a copy.
+        """A copy of the embeddings of tokens with these in their places.
 
         Args:
             embedded: float [batch, tokens, hidden]; may have more rows and columns than `where`.

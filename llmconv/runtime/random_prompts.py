@@ -14,23 +14,13 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def random_prompts(tokens: Sequence[int], batch: int, length: int) -> list[list[int]]:
-    """Random prompts of shape [batch, length], with a fixed seed.
-
-    Args:
-        tokens: to choose from.
-        batch: number of prompts.
-        length: tokens of each.
-    """
+    """Random prompts [batch, length], chosen from `tokens` with a fixed seed."""
     found: list[list[int]] = np.random.default_rng([batch, length]).choice(tokens, (batch, length)).tolist()
     return found
 
 
 def usable_tokens(folder: Path) -> list[int]:
-    """All tokens of a model's vocabulary except special ones.
-
-    Raises:
-        InputRefused: the configuration has no `vocab_size`.
-    """
+    """All tokens of a model's vocabulary except special ones; raises InputRefused without a `vocab_size`."""
     config = language_config(folder)
     size = config.get("vocab_size")
     if not isinstance(size, int) or size < 1:

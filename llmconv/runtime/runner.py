@@ -157,11 +157,7 @@ class Runner(Protocol):
 
 
 def refuse_placed(placed: PlacedEmbeddings | None) -> None:
-    """Refuses embeddings in a prompt, for a runner without `embedding_size`.
-
-    Raises:
-        UsageProblem: there are some.
-    """
+    """Raises UsageProblem for embeddings in a prompt, for a runner without `embedding_size`."""
     if placed is not None:
         raise UsageProblem("this model takes tokens, and no embeddings", hint=TOKENS_ONLY)
 

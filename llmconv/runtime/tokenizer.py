@@ -75,12 +75,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
 
 
 def find_tokenizer(given: Any, folder: Path, trust_remote_code: bool) -> Any:
-    """The tokenizer that a caller gives, as an object or by its folder, or that of a model.
-
-    Args:
-        given: from the caller; None for that of the model.
-        folder: of the model.
-        trust_remote_code: run the tokenizer's own code.
+    """The tokenizer that a caller gives, as an object or by its folder; for None, that of the model in `folder`.
 
     Raises:
         InputRefused: there is no tokenizer in the folder, or transformers cannot read it.
@@ -133,11 +128,8 @@ def encode_prompt(
     """Token ids of a prompt, with the special tokens that the tokenizer adds; the start token for an empty prompt.
 
     Args:
-        tokenizer: a transformers tokenizer.
-        prompt: a text.
         start: start token if the tokenizer declares no `bos_token`.
-        add_special_tokens: add the special tokens.
-        most: see `token_ids`.
+        most: limit of `token_ids`.
 
     Raises:
         InputRefused: the prompt has no tokens, or is not valid text.
@@ -154,17 +146,14 @@ def encode_prompt(
 
 
 def token_ids(tokenizer: Any, text: str, most: int | None = None, **options: Any) -> list[int]:
-    """Token ids of a text.
+    """Token ids of a text; `options` are passed to the tokenizer.
 
     A text that is far too long is not tokenized as a whole, which takes a second and 200 MB per MB: beginnings of it
     are, each twice as long as the one before. A bound on its bytes would also refuse what a normalizer shortens.
 
     Args:
-        tokenizer: a transformers tokenizer.
-        text: the text.
         most: maximum number of tokens that the caller can use; None for no maximum. Texts of up to twice as many are
-            tokenized, so that the caller can name their number.
-        options: are passed to the tokenizer.
+            tokenized, so that the caller can report their number.
 
     Raises:
         InputRefused: the tokenizer fails.
@@ -192,13 +181,7 @@ def _token_ids(tokenizer: Any, text: str, options: Mapping[str, Any]) -> list[in
 
 
 def first_ids(tokenizer: Any, text: str, most: int) -> list[int]:
-    """The first tokens of a text, of which only as much becomes tokens as is needed.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        text: any text.
-        most: number of tokens.
-    """
+    """The first `most` tokens of a text, of which only as much becomes tokens as is needed."""
     try:
         return token_ids(tokenizer, text, most, verbose=False)[:most]
     except TooManyTokens as error:

@@ -116,11 +116,7 @@ def _parsed(parse: Callable[[Any], CompletionRequest], body: bytes) -> Completio
 
 
 async def read_body(http: HttpRequest) -> bytes:
-    """The body of a request.
-
-    Raises:
-        ApiError: the content type is not JSON, or the body is too large or too slow.
-    """
+    """The body of a request; raises ApiError if it is too large or too slow, or its content type is not JSON."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # HTML forms of other sites cannot send this type
         raise ApiError("send `Content-Type: application/json`", status=415, code="unsupported_media_type")
@@ -146,11 +142,7 @@ async def read_body(http: HttpRequest) -> bytes:
 
 
 async def collect(http: HttpRequest, job: Job[ChoiceDelta], reply: ResponseBuilder) -> None:
-    """Waits for the whole answer, or until the client disconnects.
-
-    Raises:
-        ClientDisconnect: the client disconnected first.
-    """
+    """Waits for the whole answer; raises ClientDisconnect if the client disconnects first."""
 
     async def gather() -> None:
         async for delta in job.items():
@@ -166,12 +158,7 @@ async def collect(http: HttpRequest, job: Job[ChoiceDelta], reply: ResponseBuild
 async def while_connected(http: HttpRequest, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of `work`, which is canceled when the client disconnects.
 
-    Args:
-        http: its body has been read.
-        work: any coroutine.
-
-    Raises:
-        ClientDisconnect: the client disconnected first.
+    The body of `http` has been read. Raises ClientDisconnect.
     """
     working, disconnected = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(http))
     try:
@@ -232,8 +219,6 @@ def make_app(served: ServedModel, scheduler: Scheduler, access: AccessRules | No
     """The app, which starts and stops the scheduler's thread.
 
     Args:
-        served: the model and its name.
-        scheduler: runs the model.
         access: hosts, origins and API key; default: local requests only.
     """
     access = access or AccessRules()
@@ -282,7 +267,6 @@ class ResponseBuilder:
     """Builds the response to one request while its answers grow.
 
     Args:
-        request: the request.
         model: public name of the model.
         choices: the answers that are being generated.
     """

@@ -1,10 +1,8 @@
 """OpenAI's requests, parsed strictly: unsupported fields are refused by name, fields without effect are ignored.
 
-Source of the fields: OpenAI's API reference, "Create chat completion" and "Create completion".
+Images in messages are parts of type `image_url` whose URL contains the image; the server fetches nothing.
 
-Images in OpenAI's messages: parts of type `image_url` whose URL contains the image; the server fetches nothing.
-
-Source of the form: OpenAI's API reference, "Create chat completion", and RFC 2397 for `data:` URLs.
+Sources: OpenAI's API reference, "Create chat completion" and "Create completion"; RFC 2397 for `data:` URLs.
 """
 
 from __future__ import annotations
@@ -290,10 +288,9 @@ NAMES: dict[Any, str] = {str: "a text", list: "a list", dict: "an object", str |
 
 
 class Fields:
-    """The fields of one object; null counts as missing.
+    """The fields of one parsed JSON object; null counts as missing.
 
     Args:
-        content: the parsed JSON.
         prefix: prepended to field names in error messages.
 
     Raises:
@@ -306,22 +303,14 @@ class Fields:
         self._left, self._prefix = dict(content), prefix
 
     def take(self, name: str, kind: type | UnionType) -> Any:
-        """Removes and returns a field of type `kind`; None if it is missing.
-
-        Raises:
-            ApiError: it has another type.
-        """
+        """Removes and returns a field, None if it is missing; raises ApiError for another type than `kind`."""
         value = self._left.pop(name, None)
         if value is None or isinstance(value, kind):
             return value
         raise self._wrong(name, NAMES.get(kind, "of another type"))
 
     def flag(self, name: str) -> bool:
-        """Removes and returns a boolean field; False if it is missing.
-
-        Raises:
-            ApiError: it has another type.
-        """
+        """Removes and returns a boolean field, False if it is missing; raises ApiError for another type."""
         value = self._left.pop(name, None)
         if value is None or isinstance(value, bool):
             return bool(value)
@@ -333,7 +322,6 @@ class Fields:
         """Removes and returns a number; None if it is missing. An integer may be written with `.0`.
 
         Args:
-            name: of the field.
             kind: int or float.
             least: minimum; None for none.
             most: maximum; None for none.
@@ -358,11 +346,7 @@ class Fields:
             raise self._wrong(name, words) from None
 
     def nothing_else(self, ignored: frozenset[str]) -> None:
-        """Refuses remaining fields that are not `ignored`.
-
-        Raises:
-            ApiError: there is one: a misspelled field would silently have no effect.
-        """
+        """Raises ApiError for a remaining field that is not `ignored`; a misspelled one would have no effect."""
         for name in sorted(self._left.keys() - ignored):
             shown = f"{self._prefix}{name[:80]}"
             raise ApiError(f"unrecognized request argument: {shown}", parameter=shown, code="unknown_parameter")
@@ -379,11 +363,7 @@ DETAILS = ("auto", "low", "high")
 
 
 def image_of(part: dict[str, Any], where: str) -> bytes:
-    """The bytes of the image file in a part of type `image_url`.
-
-    Args:
-        part: the part.
-        where: its place in the request.
+    """The bytes of the image file in a part of type `image_url`; `where` is its place in the request.
 
     Raises:
         ApiError: there is no `data:` URL of an image.

@@ -56,11 +56,7 @@ class Job(Generic[Item]):
             self._loop.call_soon_threadsafe(self._arrived.put_nowait, item)
 
     async def items(self, every: float | None = None) -> AsyncIterator[Item | None]:
-        """The items as they arrive; None when nothing came for `every` seconds.
-
-        Raises:
-            BaseException: the error that the steps raised.
-        """
+        """The items as they arrive, None when nothing came for `every` seconds; raises what the steps raised."""
         while True:
             try:
                 async with asyncio.timeout(every):

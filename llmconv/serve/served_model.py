@@ -66,16 +66,15 @@ class ServedModel:
     """A model with its public name and the server's limits.
 
     Args:
-        model: generates the answers.
         name: model name that clients send.
-        template: chat template, see `TextModel.encode_chat`.
+        template: chat template, as for `TextModel.encode_chat`.
         system: system message of chats that have none.
         max_new_tokens: limit for requests that set none; default: the model's own, else 2048.
         kept: number of caches of earlier answers to keep.
 
     Raises:
-        InputRefused: the given template is not valid Jinja, or does not end; a tokenizer's own is only warned of, since
-            texts are continued without it.
+        InputRefused: the given template is not valid Jinja, or does not end. For a tokenizer's own this is a warning,
+            since texts are continued without it.
         UsageProblem: an unknown template.
     """
 

@@ -1,9 +1,8 @@
-"""serve: runs the server for a model folder until SIGINT or SIGTERM.
+"""Runs the server for a model folder until SIGINT or SIGTERM, with limits on idle connections.
 
-Connections: time limits and numbers of those that send no request, so that they keep out nobody.
-
-uvicorn looks at a connection when the headers of a request are complete. Before that, and between two requests, it is
-idle here: its place is limited, and given to a newer one before that is refused.
+uvicorn looks at a connection when the headers of a request are complete. Before that, and between two requests, a
+connection is idle here: time and number of idle connections are limited, and the place of one is given to a newer one
+before that is refused.
 """
 
 from __future__ import annotations
@@ -126,11 +125,7 @@ def _opened(model: Callable[[], TextModel] | TextModel | str | Path) -> TextMode
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-        OutputFailed: the address is not available, or the port is in use.
-    """
+    """A listening socket; raises OutputFailed if the address is not available, or the port is in use."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=128)
@@ -259,14 +254,7 @@ class LimitedProtocol(H11Protocol):
 
 
 class ConnectionLimit:
-    """ASGI app that answers requests of too many connections with an error.
-
-    Args:
-        app: answers the others.
-
-    Attributes:
-        connections: those of the server.
-    """
+    """ASGI app that answers with an error if the server has too many `connections`; `app` answers otherwise."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,13 +1,12 @@
-"""Doing the steps of a run file that are not done, each as a process of its own.
+"""Runs the steps of a run file that are not done, each as a process of its own.
 
-Record of a run: which steps are done, and the stamps of the files that they read and wrote.
+The record of a run, which steps are done and the stamps of the files that they read and wrote, lies next to the run
+file as `.FILE.llmconv-run`; without it every step is done again.
 
-{
+    {
       "record_version": 2,
       "steps": {"to-hf": {"llmconv": "0.1.0", "command": "<sha256>", "read": {…}, "written": {…}, "earlier": {…}}, …}
     }
-
-It lies next to the run file as `.FILE.llmconv-run`; without it every step is done again.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ class Outcome:
     """What became of a step.
 
     Attributes:
-        step: the step.
         status: `done`, `unchanged`, `failed`, `not run`, or in a plan `to do`.
         reason: why it was done; empty if it was not.
         seconds: that it took.
@@ -73,7 +71,6 @@ class Execution:
     """A run of a file.
 
     Args:
-        file: the run file.
         lock: descriptor of its `run_lock`, which the steps inherit; None for a plan.
         force: do all steps, whatever is done.
         quiet: give `--quiet` to every step.
@@ -249,12 +246,7 @@ class Done:
 
 @dataclass
 class Record:
-    """The steps that were done, by name.
-
-    Attributes:
-        path: of the file.
-        steps: in the order of the run file.
-    """
+    """The steps that were done, by name in the order of the run file, and the path of the record."""
 
     path: Path
     steps: dict[str, Done] = field(default_factory=dict)
@@ -277,12 +269,7 @@ class Record:
         replace_file(self.path, json.dumps(content, indent=1).encode())
 
     def is_own(self, step: Step, outputs: Stamps) -> bool:
-        """Whether an earlier run made what lies at a step's outputs: a file there is as that run left it.
-
-        Args:
-            step: the step.
-            outputs: stamps of what lies there now.
-        """
+        """Whether an earlier run made what lies at a step's outputs (stamps): a file there is as that run left it."""
         written = self._all_written(step)
         return any(outputs.get(name) == stamp not in (UNKNOWN, MANIFEST_STAMP) for name, stamp in written.items())
 
@@ -298,7 +285,6 @@ class Record:
         """Records that a step is under way: if it does not end, it is not done.
 
         Args:
-            step: the step.
             before: stamps of its inputs and outputs.
 
         Returns:
@@ -325,7 +311,6 @@ class Record:
         """Records that a step is done.
 
         Args:
-            step: the step.
             first: what `begin` returned.
             before: stamps of its inputs and outputs before. An input that changed meanwhile keeps that stamp, so the
                 step is done again.
@@ -345,7 +330,6 @@ class Record:
         """Why a step is to be done: what differs from the last time; empty if nothing does.
 
         Args:
-            step: the step.
             steps: all steps of the file.
             inputs: stamps of its inputs, now.
             outputs: stamps of its outputs, now.

@@ -28,13 +28,12 @@ def read_checked(path: Path, changes: Mapping[str, str], group: click.Group) -> 
     """Reads a run file like `read_run_file` and looks for its inputs; all mistakes are reported together.
 
     Args:
-        path: of the YAML file.
         changes: values of `--set`.
         group: of all commands.
 
     Raises:
         InputRefused: an input is nowhere, and no earlier step writes it.
-        LlmconvError: see `read_run_file`.
+        LlmconvError: as `read_run_file`.
     """
     file, problems = read_steps(path, changes, group)
     raise_all(path.name, [*problems, *absent_inputs(file)])
@@ -46,9 +45,6 @@ def absent_inputs(file: RunFile) -> Iterator[InputRefused]:
 
     A name that may be of the Hub is one of the Hub, unless it is nearly what a step of the file writes: a slip in
     `build/base` would be looked for there.
-
-    Args:
-        file: that was read.
     """
     written: list[str] = []
     for at, step in enumerate(file.steps):
@@ -82,7 +78,6 @@ def taken_for_hub_models(step: Step, written: list[str], home: Path) -> list[str
     """The inputs of a step that are not on this machine, and that its command looks for on the Hub.
 
     Args:
-        step: the step.
         written: what earlier steps write.
         home: the folder that relative paths begin at.
     """

@@ -54,12 +54,7 @@ class TextLoader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
 
 @dataclass(frozen=True)
 class RunFile:
-    """A run file that was read and checked.
-
-    Attributes:
-        path: of the file.
-        steps: in order.
-    """
+    """A run file that was read and checked; its steps are in order."""
 
     path: Path
     steps: tuple[Step, ...]
@@ -71,12 +66,7 @@ class RunFile:
 
 
 class Mistakes(MalformedInput):
-    """Several mistakes of a run file, a line each.
-
-    Args:
-        name: of the file.
-        problems: the mistakes, in the order of the steps.
-    """
+    """Several mistakes of a run file, a line each, in the order of the steps."""
 
     def __init__(self, name: str, problems: Sequence[LlmconvError]) -> None:
         super().__init__(f"`{name}` has {len(problems)} mistakes", hint="correct them; nothing was run")
@@ -84,15 +74,7 @@ class Mistakes(MalformedInput):
 
 
 def raise_all(name: str, problems: Sequence[LlmconvError]) -> None:
-    """Raises one mistake as it is, and several together.
-
-    Args:
-        name: of the run file.
-        problems: its mistakes.
-
-    Raises:
-        LlmconvError: there are any.
-    """
+    """Raises one mistake of a run file as it is, several together, and nothing if there are none."""
     if problems:
         raise problems[0] if len(problems) == 1 else Mistakes(name, problems)
 
@@ -117,11 +99,6 @@ def read_run_file(path: Path, changes: Mapping[str, str], group: click.Group) ->
 
 def read_steps(path: Path, changes: Mapping[str, str], group: click.Group) -> tuple[RunFile, list[LlmconvError]]:
     """Like `read_run_file`, with the mistakes in single steps. A step with one is a stand-in, which may write anything.
-
-    Args:
-        path: of the YAML file.
-        changes: values of `--set`.
-        group: of all commands.
 
     Raises:
         LlmconvError: the file has no list of steps.

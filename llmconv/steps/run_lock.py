@@ -18,9 +18,6 @@ SUFFIX = ".llmconv-run.lock"
 def run_lock(file: Path) -> Iterator[int]:
     """Locks a file next to a run file with `flock(2)`; yields the descriptor that the processes of steps inherit.
 
-    Args:
-        file: the run file.
-
     Raises:
         OSError: the folder is not writable.
         OutputFailed: another run, or a step of one, has the lock.

@@ -15,11 +15,7 @@ VARIABLE = {"type": "string", "pattern": r"\$\{"}
 
 
 def run_file_schema(group: click.Group) -> dict[str, Any]:
-    """The schema.
-
-    Args:
-        group: of all commands.
-    """
+    """The JSON schema of run files."""
     return {
         "$schema": DRAFT,
         "title": "llmconv run file",

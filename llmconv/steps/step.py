@@ -110,7 +110,6 @@ def option_problems(
     """The mistakes in the names and types of a step's options, one for each.
 
     Args:
-        name: of the step.
         command_name: one of `COMMANDS`.
         options: values by the names of `parameters`.
         group: of all commands.
@@ -134,16 +133,10 @@ def option_problems(
 
 
 def make_step(name: str, command_name: str, options: Mapping[str, Any], group: click.Group) -> Step:
-    """A step whose options the command accepts.
-
-    Args:
-        name: of the step.
-        command_name: one of `COMMANDS`.
-        options: values by the names of `parameters`.
-        group: of all commands.
+    """A step whose options the command accepts; arguments as for `option_problems`.
 
     Raises:
-        MalformedInput: see `option_problems`.
+        MalformedInput: an `option_problems`.
         UsageProblem: the command refuses a value, or an argument is missing.
     """
     command = find_command(group, command_name)

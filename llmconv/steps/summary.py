@@ -61,13 +61,7 @@ def markdown(file: str, outcomes: Sequence[Outcome]) -> str:
 
 
 def write(folder: Path, file: str, outcomes: Sequence[Outcome]) -> None:
-    """Writes the files of `REPORT_FILES`.
-
-    Args:
-        folder: for the two.
-        file: name of the run file.
-        outcomes: of its steps.
-    """
+    """Writes the files of `REPORT_FILES` into `folder`; `file` is the name of the run file."""
     texts = json.dumps(as_dict(file, outcomes), indent=2) + "\n", markdown(file, outcomes)
     for name, text in zip(REPORT_FILES, texts, strict=True):
         replace_file(folder / name, text.encode())

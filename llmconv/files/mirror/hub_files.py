@@ -21,23 +21,13 @@ WHOLE, PART = 200, 206
 
 
 class HubFiles:
-    """The files of a commit.
-
-    Args:
-        address: of the repository.
-        commit: its hash; the content of a file at a commit never changes.
-    """
+    """The files of a repository at a commit hash; the content of a file at a commit never changes."""
 
     def __init__(self, address: HubAddress, commit: str) -> None:
         self._address, self._commit = address, commit
 
     def blocks(self, head: Head, start: int, stop: int) -> Iterator[memoryview]:
-        """Bytes `start` to `stop` of a file by one request, as they arrive.
-
-        Args:
-            head: of the file.
-            start: position of the first byte.
-            stop: position after the last byte; larger than `start`.
+        """Bytes `start` to `stop` of a file by one request, as they arrive; `stop` is exclusive, larger than `start`.
 
         Raises:
             InputRefused: the Hub does not give the file, or cannot be reached.
@@ -79,7 +69,7 @@ class HubFiles:
 
 
 def mirror_hub(address: HubAddress, commit: str, sizes: Mapping[str, int], folder: Path) -> Path:
-    """Mirrors files of the Hub in `folder`, and returns the path of what is at `address`; see `make_mirror`.
+    """Mirrors files of the Hub in `folder`, as `make_mirror`, and returns the path of what is at `address`.
 
     Args:
         address: of a repository, or of a folder or file in it.

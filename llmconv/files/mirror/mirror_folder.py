@@ -57,15 +57,10 @@ def make_mirror(uri: str, folder: Path, *, whole: bool) -> Path:
 
 
 def mirror_files(store: Blocks, files: Sequence[tuple[Path, Head]], folder: Path) -> None:
-    """Fetches small files, and makes the others files of which only what is read is fetched.
+    """Fetches small files, and makes the others files of which only what is read is fetched; raises as `make_mirror`.
 
     Args:
-        store: contains them.
         files: path in `folder` and description of each.
-        folder: see `make_mirror`.
-
-    Raises:
-        InputRefused, OutputFailed: see `make_mirror`.
     """
     pool = fetching_pool()
     for path, head in files:
@@ -119,11 +114,7 @@ def _make_folder(path: Path, head: Head) -> None:
 
 
 class StoreTree:
-    """The objects of a bucket, for `follow`; paths are addresses.
-
-    Args:
-        store: the whole bucket.
-    """
+    """The objects of a whole bucket, for `follow`; paths are addresses."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store

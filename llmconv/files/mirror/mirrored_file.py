@@ -54,7 +54,6 @@ class MirroredFile:
 
     Args:
         path: the file, which this makes.
-        store: contains the object.
         head: of the object; it must not change while it is read.
         scratch: folder for a file that is not complete, on the same disk.
         pool: its threads fetch.
@@ -312,7 +311,6 @@ class ChunkFile:
 
         Args:
             home: the object's chunks.
-            number: of the chunk.
             fetch: begins to fetch it; `leave` must be called where that ends.
             readers: how many times `leave` will be called for them.
         """
@@ -379,13 +377,7 @@ class ChunkFile:
 
 
 def write_at(fd: int, blocks: Iterable[memoryview], offset: int) -> None:
-    """Writes all of `blocks`, one after the other, at a position of an open file.
-
-    Args:
-        fd: descriptor of the file.
-        blocks: to write.
-        offset: position of the first byte.
-    """
+    """Writes all of `blocks`, one after the other, at byte `offset` of an open file."""
     for block in blocks:
         rest = block
         while rest:
@@ -425,10 +417,7 @@ class ChunkCache:
         self._chunks: dict[int, Chunk] = {}
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fills `buffer` with the content from `offset` on, to the end of the chunk at most.
-
-        Returns:
-            The number of bytes, 0 at the end of the object.
+        """Fills `buffer` from `offset` to the end of the chunk at most; returns the number of bytes, 0 at the end.
 
         Raises:
             InputRefused: the object changed.

@@ -1,21 +1,19 @@
-"""Unpacks a compressed file, or a tar archive of one file, once per process, to a temporary file.
+"""Unpacks a compressed file, or a tar archive of one file, once per process, as a stream to a temporary file.
 
 The temporary file has no name on the disk, so that it is gone however the process ends; a link to its descriptor, with
 the name of the packed file, is returned. Without such links (macOS) it keeps its name and is removed when the process
 ends, or by the next one if it was killed. TMPDIR chooses the disk.
 
-Reads the only file of a tar archive as a stream; nothing is extracted under a name from the archive.
+Layout of tar (POSIX `pax`, ustar interchange format; GNU tar `tar.h`): 512-byte headers, each before its data, padded
+to 512; zeros at the end. Composer's archives contain `composer_states.pt`, after a folder whose name is empty. Nothing
+is extracted under a name from the archive. `tarfile.open` does not suffice: it treats a damaged or missing header as
+the end of the archive, ignores trailing bytes, reads pax headers of any size into memory, and takes an invalid pax size
+as 0.
 
-Layout (POSIX `pax`, ustar interchange format; GNU tar `tar.h`): 512-byte headers, each before its data, padded to 512;
-zeros at the end. Composer's archives contain `composer_states.pt`, after a folder whose name is empty.
-`tarfile.open` does not suffice: it treats a damaged or missing header as the end of the archive, ignores trailing
-bytes, reads pax headers of any size into memory, and takes an invalid pax size as 0.
-
-Unpacks compressed files, detected by their first bytes, as streams.
-
-Several frames may follow each other, as command line tools allow; any other bytes after the last one are refused.
-The stream classes of the libraries do not suffice: `BZ2File` and `LZMAFile` ignore trailing bytes, zstd's reader ends
-silently in a truncated frame, `GzipFile` accepts reserved flags and reads padding byte by byte.
+Compressed files are detected by their first bytes. Several frames may follow each other, as command line tools allow;
+any other bytes after the last one are refused. The stream classes of the libraries do not suffice: `BZ2File` and
+`LZMAFile` ignore trailing bytes, zstd's reader ends silently in a truncated frame, `GzipFile` accepts reserved flags
+and reads padding byte by byte.
 """
 
 from __future__ import annotations
@@ -193,13 +191,7 @@ def is_tar(head: bytes) -> bool:
 
 
 class TarArchive:
-    """A tar archive, read once from start to end.
-
-    Args:
-        head: the first record, already read.
-        stream: the rest.
-        name: of the archive, for messages.
-    """
+    """A tar archive, read once from start to end; `head` is the first record, already read, and `stream` the rest."""
 
     def __init__(self, head: bytes, stream: BinaryIO, name: str) -> None:
         self._record: bytes | None = head
@@ -345,13 +337,7 @@ def find_codec(file: BinaryIO, name: str) -> Codec | None:
 
 
 def open_stream(codec: Codec, file: BinaryIO, name: str) -> io.BufferedReader:
-    """The unpacked bytes as a stream; reading raises MalformedInput if the file is damaged.
-
-    Args:
-        codec: from `find_codec`.
-        file: the compressed file.
-        name: of the file, for messages.
-    """
+    """The unpacked bytes as a stream; reading raises MalformedInput if the file is damaged."""
     file.seek(0)
     return io.BufferedReader(_Stream(_unpacked_blocks(codec, file, name)), BLOCK)
 

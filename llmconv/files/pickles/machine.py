@@ -66,7 +66,6 @@ class PickleMachine:
     """The state of one interpretation: stacks, memo and the position in the bytes.
 
     Args:
-        data: the bytes.
         hooks: the meaning of names, calls and references.
         alone: the pickle must end where `data` ends.
     """
@@ -83,11 +82,7 @@ class PickleMachine:
         self.skipped = 0
 
     def spend(self, cost: int) -> None:
-        """Counts `cost` bytes of memory, or work in proportion.
-
-        Raises:
-            FileProblem: the limit is exceeded.
-        """
+        """Counts `cost` bytes of memory, or work in proportion; raises FileProblem if the limit is exceeded."""
         self.spent += cost
         if self.spent > MEMORY + MEMORY_PER_BYTE * (self.position - self.skipped):
             raise FileProblem(f"would need more than {MEMORY_PER_BYTE} times its own size in memory")
@@ -117,13 +112,7 @@ class PickleMachine:
         return text
 
     def sized(self, count: int, decode: Callable[[bytes], Any], limit: int) -> Any:
-        """The value of the next `count` bytes; subclasses may leave long ones in the file.
-
-        Args:
-            count: bytes.
-            decode: from bytes to the value.
-            limit: maximum of `count`.
-        """
+        """The value of the next `count` bytes (at most `limit`); subclasses may leave long ones in the file."""
         if not 0 <= count <= limit:
             raise FileProblem(f"has a value of {count} bytes at byte {self.position}, over the limit of {limit}")
         return decode(self.take(count))

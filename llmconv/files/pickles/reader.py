@@ -3,9 +3,8 @@
 A handful of globals (tensor views, storages, `OrderedDict`, …) become data records; every other global, call or
 object becomes an inert `Stub`. It never falls back to `torch.load`.
 
-Limits the size of a pickled value as a tree: lists of ten references to lists of ten references grow exponentially.
-
-Code that walks, copies or prints a value pays for the tree. The values that trainers save share only small parts.
+The size of a value as a tree is limited, since code that walks, copies or prints it pays for the tree: lists of ten
+references to lists of ten references grow exponentially. The values that trainers save share only small parts.
 """
 
 from __future__ import annotations
@@ -78,10 +77,6 @@ STORAGES = {
 
 def read_pickle(data: bytes, source: str) -> Any:
     """Returns the value of one pickle: dicts, lists, tuples, sets, scalars and the records of this module.
-
-    Args:
-        data: the whole pickle.
-        source: file name for error messages.
 
     Raises:
         MalformedInput: truncated, over a limit, an unknown opcode, bytes after the end, or a call that runs commands.
@@ -252,11 +247,7 @@ class _TreeWalk:
         self.parts = 0
 
     def run(self) -> None:
-        """Walks the whole value.
-
-        Raises:
-            FileProblem: see `check_unfolded`.
-        """
+        """Walks the whole value; raises FileProblem as `check_unfolded`."""
         while self.frames:
             frame = self.frames[-1]
             if not any(self.add(frame, child) for child in frame.children):

@@ -67,11 +67,7 @@ class WeightMemory:
         return cls(mapped, copied, MAPPED_PACKED if packs else MAPPED_FLOATS)
 
     def announce(self) -> None:
-        """Says what copies will be held, if they are large.
-
-        Raises:
-            InputRefused: they do not fit into memory.
-        """
+        """Prints what copies will be held, if they are large; raises InputRefused if they do not fit into memory."""
         have = available_memory()
         if have is not None and self.copied > have:
             raise InputRefused(

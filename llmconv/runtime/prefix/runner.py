@@ -112,9 +112,8 @@ class PrefixedRunner(Runner):
 def with_prefix(runner: Runner, prefix: Prefix) -> PrefixedRunner:
     """The model with a tuned prefix before every prompt.
 
-    Args:
-        runner: runs the model. One token is run, whose cache has the names and shapes of all layers.
-        prefix: the prefix; the keys and values of a soft prompt are computed by the runner.
+    One token is run, whose cache has the names and shapes of all layers. The keys and values of a soft prompt are
+    computed by the runner.
 
     Raises:
         InputRefused: the prefix is of another model, or longer than the cache.

@@ -38,7 +38,7 @@ class Prefix:
     """Virtual tokens before every prompt.
 
     Attributes:
-        kind: see the table in the module's docstring.
+        kind: as in the table of the module's docstring.
         content: the trained tensor, float32, in its stored shape.
         length: number of virtual tokens.
         first_position: position of the first token of a prompt.

@@ -1,21 +1,21 @@
-"""Connection: sends and receives messages over a TCP socket, with a time limit for every wait.
+"""Messages between a client and the stage of a model in another process, over a TCP socket with a time limit per wait.
 
-The first messages of a connection: both sides prove that they run the same protocol, model and export.
-
-stage     greeting   protocol, nonce
-    client    hello      proof (of the shared token), fingerprint of every stage, seconds of silence that it accepts
-    stage     stage      its number, its fingerprint, shapes and names of its inputs by use
-    either    refused    message, hint
-
-The token itself is never sent: the proof is HMAC-SHA256 of the nonce.
-
-Message: what a client and the stage of a model in another process send each other; data, never code.
+A message is data, never code:
 
 4 bytes    b"LST" and the version of the protocol
 4 bytes    length of the header, little-endian
 8 bytes    length of the body
 header     {"kind": "run", fields …, "tensors": [{"name": "hidden_states.8", "dtype": "float32", "shape": [1, 1, 64]}]}
 body       the elements of the tensors, little-endian, in the order of the header
+
+In the first messages, both sides prove that they run the same protocol, model and export:
+
+    stage     greeting   protocol, nonce
+    client    hello      proof (of the shared token), fingerprint of every stage, seconds of silence that it accepts
+    stage     stage      its number, its fingerprint, shapes and names of its inputs by use
+    either    refused    message, hint
+
+The token itself is never sent: the proof is HMAC-SHA256 of the nonce.
 """
 
 from __future__ import annotations
@@ -62,24 +62,14 @@ class BadMessage(ValueError):
 
 @dataclass(frozen=True)
 class Message:
-    """One message.
-
-    Attributes:
-        kind: what it asks or answers.
-        fields: other fields of its header.
-        tensors: arrays by name.
-    """
+    """One message: what it asks or answers, other fields of its header, and arrays by name."""
 
     kind: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Array] = field(default_factory=dict)
 
     def encode(self) -> list[bytes]:
-        """The bytes, in parts.
-
-        Raises:
-            BadMessage: it is larger than the receiver accepts.
-        """
+        """The bytes, as a list of pieces; raises BadMessage for more than the receiver accepts."""
         arrays = {name: np.asarray(array) for name, array in self.tensors.items()}
         listed = [{"name": n, "dtype": a.dtype.name, "shape": list(a.shape)} for n, a in arrays.items()]
         header = json.dumps({**self.fields, "kind": self.kind, "tensors": listed}).encode()
@@ -88,19 +78,11 @@ class Message:
         return [prefix, header, *body]
 
     def number(self, name: str, most: int = 2**53) -> int:
-        """A field that is a whole number from 0 to `most`.
-
-        Raises:
-            BadMessage: it is missing, or something else.
-        """
+        """A field that is a whole number from 0 to `most`; raises BadMessage if it is missing or something else."""
         return as_number(self.fields.get(name), f"`{name}`", most)
 
     def text(self, name: str) -> str:
-        """A field that is a text.
-
-        Raises:
-            BadMessage: it is missing, or something else.
-        """
+        """A field that is a text; raises BadMessage if it is missing or something else."""
         value = self.fields.get(name)
         if not isinstance(value, str):
             raise BadMessage(f"`{name}` is not a text")
@@ -108,16 +90,7 @@ class Message:
 
 
 def as_number(value: Any, what: str, most: int = 2**53) -> int:
-    """A whole number from 0 to `most`.
-
-    Args:
-        value: a value in a header.
-        what: its name in the error.
-        most: the largest number.
-
-    Raises:
-        BadMessage: it is something else.
-    """
+    """A header value that must be a whole number from 0 to `most`; else raises BadMessage, which calls it `what`."""
     if type(value) is not int or not 0 <= value <= most:
         raise BadMessage(f"{what} is not a number from 0 to {most}")
     return value
@@ -199,15 +172,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str, option: str) -> Address:
-        """From HOST:PORT, with brackets around an IPv6 address.
-
-        Args:
-            text: the address.
-            option: where it was given, for the error.
-
-        Raises:
-            UsageProblem: it is not an address.
-        """
+        """From HOST:PORT, with brackets around an IPv6 address; raises UsageProblem, which names the option."""
         host, _, port = text.rpartition(":")
         bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
         if not bare or (":" in bare and bare == host) or not (port.isascii() and port.isdigit() and int(port) < 65536):
@@ -310,12 +275,7 @@ def token() -> str:
 
 
 class Refused(Exception):
-    """The peer is refused; it gets the reason.
-
-    Args:
-        message: one line.
-        hint: the way out.
-    """
+    """The peer is refused; it gets the reason, one line, and a hint with the way out."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)
@@ -330,7 +290,6 @@ def greet(connection: Connection, number: int, fingerprints: Sequence[str], shar
     """Greets a client and checks its answer; returns the seconds of silence that the client accepts.
 
     Args:
-        connection: to the client.
         number: of this stage.
         fingerprints: of all stages of the export.
         shared: token that the client must have, or empty.
@@ -357,7 +316,6 @@ def introduce(connection: Connection, fingerprints: Sequence[str], silence: floa
     """Answers the greeting of a stage and checks what it is; returns its number.
 
     Args:
-        connection: to the stage.
         fingerprints: of all stages of the export.
         silence: seconds without a heartbeat after which the stage is given up.
 

@@ -21,12 +21,7 @@ from llmconv.tensors import Array
 
 @dataclass(frozen=True)
 class StageStep:
-    """What one run of a stage returns.
-
-    Attributes:
-        results: its outputs other than the cache, by name.
-        present: its part of the cache.
-    """
+    """What one run of a stage returns: outputs other than the cache by name, and its part of the cache."""
 
     results: Mapping[str, Array]
     present: Cache
@@ -39,8 +34,6 @@ class StageGraph(OrtGraph):
         taken: declared shapes of its inputs other than the cache by name, the mask always among them.
 
     Args:
-        path: its file.
-        settings: session settings.
         entry: its entry in the manifest, with this file only.
     """
 
@@ -74,7 +67,6 @@ class LocalStage:
 
     Args:
         export: the folder's stages.
-        number: which of them.
         settings: session settings of the whole model; those of the stage are taken from them.
 
     Raises:
@@ -90,13 +82,7 @@ class LocalStage:
         self.graphs = _open(export, number, for_concurrent_use(settings.of_stage(number)))
 
     def run(self, use: str, values: Mapping[str, Array], past: Cache | None) -> StageStep:
-        """Runs a graph of the stage, see `StageGraph.run_stage`.
-
-        Args:
-            use: `prefill` or `decode`.
-            values: arrays by name.
-            past: this stage's part of the cache.
-        """
+        """Runs a graph of the stage, `prefill` or `decode`, as `StageGraph.run_stage`."""
         return self.graphs[use].run_stage(values, past)
 
     def close(self) -> None:

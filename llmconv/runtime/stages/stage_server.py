@@ -37,13 +37,7 @@ SIGNS = 4
 
 
 class StageServer:
-    """Serves one stage.
-
-    Args:
-        stage: runs the layers, one request at a time.
-        export: the stages of the folder.
-        shared: token that clients must have, or empty.
-    """
+    """Serves one stage, one request at a time; `shared` is the token that clients must have, or empty."""
 
     def __init__(self, stage: LocalStage, export: StagedExport, shared: str = "") -> None:
         self._stage, self._export, self._shared = stage, export, shared
@@ -59,12 +53,7 @@ class StageServer:
         return self._running is not None and not self._running.done()
 
     def serve(self, listener: socket.socket, stop: Callable[[], bool]) -> None:
-        """Accepts clients until `stop` returns true, and then closes their connections.
-
-        Args:
-            listener: a listening socket.
-            stop: whether to stop; called a few times per second.
-        """
+        """Accepts clients until `stop`, called a few times per second, returns true; then closes their connections."""
         listener.settimeout(POLL)
         while not stop():
             with suppress(OSError):  # nobody came, or the client is gone already
@@ -126,11 +115,7 @@ class StageServer:
             connection.send(_awaited(running, connection, max(silence / SIGNS, 0.05)))
 
     def _admit(self, connection: Connection) -> None:
-        """Makes a client of a connection that has greeted.
-
-        Raises:
-            Refused: there are too many clients.
-        """
+        """Makes a client of a connection that has greeted; raises Refused if there are too many."""
         with self._change:
             if len(self._clients) >= MAX_CLIENTS:
                 raise Refused(f"the stage has {MAX_CLIENTS} clients", "try again later, or start another stage")
@@ -150,11 +135,7 @@ def _awaited(running: Future[Message], connection: Connection, every: float) -> 
 
 
 def _answer(caches: HeldCaches, asked: Message) -> Message:
-    """The answer to a request; errors of the run are answers, too.
-
-    Raises:
-        BadMessage: it is not a request.
-    """
+    """The answer to a request; errors of the run are answers, too. Raises BadMessage if it is not a request."""
     try:
         with reporting_out_of_memory("in a stage"):
             return caches.run(asked)
@@ -174,11 +155,7 @@ MAX_LENGTH = 1 << 40
 
 
 class HeldCaches:
-    """The caches of one client by their numbers.
-
-    Args:
-        stage: continues them.
-    """
+    """The caches of one client by their numbers, which `stage` continues."""
 
     def __init__(self, stage: LocalStage) -> None:
         self._stage, self._numbers = stage, count(1)

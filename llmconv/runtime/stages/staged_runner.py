@@ -59,13 +59,12 @@ class HeldCache:
 
 @dataclass(frozen=True)
 class RemotePart:
-    """A stage's part of a cache, see `RemoteCache`.
+    """A stage's part of a cache, as for `RemoteCache`.
 
     Attributes:
-        stage: has it.
-        held: what is there.
+        held: the cache in the stage.
         length: number of tokens, padding included.
-        is_cuttable: see `can_be_cut`.
+        is_cuttable: result of `can_be_cut`.
         edits: changes that the stage applies before it continues the cache.
     """
 
@@ -86,11 +85,7 @@ class RemotePart:
         return replace(self, length=length, edits=(*self.edits, edit))
 
     def arrays(self) -> Mapping[str, Array]:
-        """Not available.
-
-        Raises:
-            StageFailed: always.
-        """
+        """Not available: always raises StageFailed."""
         raise StageFailed(f"the cache of {self.stage} cannot be read", hint="run the model in one process")
 
 
@@ -102,7 +97,6 @@ class RemoteStage:
         connection: None after the stage was lost.
 
     Args:
-        address: of the stage.
         export: the stages of the folder here.
         silence: seconds without a heartbeat after which the stage is lost.
 
@@ -122,12 +116,7 @@ class RemoteStage:
         return f"stage {self.number} at {self._address}" if self.number else f"the stage at {self._address}"
 
     def run(self, use: str, values: Mapping[str, Array], past: Cache | None) -> StageStep:
-        """See `LocalStage.run`; the stage takes what it needs of `values`.
-
-        Args:
-            use: `prefill` or `decode`.
-            values: arrays by name.
-            past: this stage's part of the cache.
+        """As `LocalStage.run`; the stage takes what it needs of `values`.
 
         Raises:
             StageFailed: the stage is lost or silent, or cannot run it.
@@ -220,11 +209,9 @@ class StageAddresses:
 
 @dataclass(frozen=True)
 class StagedCache:
-    """The cache of a model in stages, see `RemoteCache`: each part is where its stage is.
+    """The cache of a model in stages, as for `RemoteCache`: each part is where its stage is.
 
-    Attributes:
-        parts: those of the stages, in order.
-        length: number of tokens, padding included.
+    `parts` are in the order of the stages; `length` is the number of tokens, padding included.
     """
 
     parts: Sequence[Cache]
@@ -246,11 +233,7 @@ class StagedCache:
         return StagedCache([edit.applied(part) for part in self.parts], length)
 
     def arrays(self) -> Mapping[str, Array]:
-        """The arrays of all parts.
-
-        Raises:
-            StageFailed: a part is in another process.
-        """
+        """The arrays of all parts; raises StageFailed if a part is in another process."""
         return {name: array for part in self.parts for name, array in part.arrays().items()}
 
 
@@ -259,7 +242,6 @@ class StagedRunner(Runner):
 
     Args:
         stages: all stages, in order.
-        export: the stages of the folder.
         opened: what is to be closed with the runner, such as the stages.
     """
 
@@ -277,13 +259,12 @@ class StagedRunner(Runner):
 
         Args:
             folder: has llmconv.json, and the files of the stages that run here.
-            at: where the other stages run.
             settings: session settings of the stages that run here.
 
         Raises:
             InputRefused: the graphs are not in stages, or files of a stage that runs here are missing.
             StageFailed: no stage answers at an address, or it serves another model or export.
-            UnsupportedInput: the graphs have inputs besides tokens, mask and positions.
+            UnsupportedInput: the graphs have inputs other than tokens, mask and positions.
             UsageProblem: an invalid address, or two addresses of one stage.
         """
         export = StagedExport.read(folder)
@@ -417,15 +398,13 @@ class StageActor:
     """An actor that serves one stage to all who connect, until it is killed."""
 
     def serve(self, folder: str, number: int, settings: SessionSettings) -> dict[str, str]:
-        """Opens the stage.
+        """Opens the stage with this number, from 1.
 
         Args:
             folder: has the files of the stage, on the node of the actor.
-            number: from 1.
-            settings: session settings.
 
         Returns:
-            `address`: HOST:PORT, and `guard`: not empty if clients need a token; or the fields of an error, see
+            `address`: HOST:PORT, and `guard`: not empty if clients need a token; or the fields of an error, from
             `as_fields`.
         """
         import ray  # noqa: PLC0415 - an extra
