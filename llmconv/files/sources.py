@@ -284,7 +284,6 @@ def files_under(path: Path, without: Path | None = None) -> list[Path]:
     """`path` itself, or all files in that folder at any depth, sorted by name.
 
     Args:
-        path: a file or folder.
         without: a folder to skip, such as an output inside `path`; unfinished outputs are skipped, too.
     """
     if path.is_file():

@@ -15,11 +15,7 @@ SHOWN = 40
 
 
 class StrictJsonError(ValueError):
-    """JSON that Python accepts, but not with the meaning that its author intended.
-
-    Attributes:
-        hint: the way out.
-    """
+    """JSON that Python accepts, but not with the meaning that its author intended; `hint` is the way out."""
 
     def __init__(self, problem: str, hint: str) -> None:
         super().__init__(problem)
@@ -38,10 +34,7 @@ def parse_strictly(text: str | bytes) -> Any:
 
 
 def first_strict_error(text: str) -> tuple[int, StrictJsonError] | None:
-    """The first strict error in a JSON value, usually an array; None if there is none.
-
-    Args:
-        text: JSON that Python accepts.
+    """The first strict error in a JSON value (usually an array) that Python accepts; None if there is none.
 
     Returns:
         The line, counted from 1, in which the item with the error begins, and the error.
@@ -68,11 +61,7 @@ def _skip_space(text: str, position: int, space: str) -> int:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A dict of these fields, as `object_pairs_hook` of Python's parser.
-
-    Raises:
-        StrictJsonError: a duplicate key.
-    """
+    """A dict of these fields, as `object_pairs_hook` of Python's parser; raises StrictJsonError for a duplicate key."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         seen: set[str] = set()

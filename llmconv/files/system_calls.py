@@ -13,25 +13,13 @@ def flush_data(fd: int) -> None:
 
 
 def will_need(fd: int, start: int, length: int) -> None:
-    """Asks the kernel to read ahead (`posix_fadvise(2)`).
-
-    Args:
-        fd: descriptor of the file.
-        start: position of the first byte.
-        length: bytes.
-    """
+    """Asks the kernel to read ahead `length` bytes (`posix_fadvise(2)`)."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, start, length, os.POSIX_FADV_WILLNEED)
 
 
 def copy_in_kernel(source: int, target: int, start: int, length: int) -> int:
-    """Copies bytes between files at the same position (`copy_file_range(2)`).
-
-    Args:
-        source: descriptor to read from.
-        target: descriptor to write to.
-        start: position in both.
-        length: maximum number of bytes.
+    """Copies at most `length` bytes between two descriptors, both at byte `start` (`copy_file_range(2)`).
 
     Returns:
         The bytes copied; 0 where the kernel cannot.

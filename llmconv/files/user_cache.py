@@ -36,13 +36,8 @@ def user_cache(name: str) -> Path:
 def unfinished_folder(home: Path) -> Iterator[Path]:
     """A new folder to make something in, and then to rename; what is left of it at the end is removed.
 
-    Those that killed processes left in `home` are removed first: nobody holds their locks.
-
-    Args:
-        home: an existing folder.
-
-    Raises:
-        OSError: none can be made.
+    Those that killed processes left in `home`, an existing folder, are removed first: nobody holds their locks. Raises
+    OSError if none can be made.
     """
     for path in home.glob(f"{UNFINISHED}*"):
         with suppress(OSError), _locked(path):

@@ -87,11 +87,7 @@ def parse_hub_address(text: str) -> HubAddress:
 
 
 def hub_address(name: str) -> HubAddress:
-    """The address of a hub id, `[org/]name[@revision]`, or of `hf://…`.
-
-    Raises:
-        InputRefused: as `parse_hub_address`.
-    """
+    """The address of a hub id, `[org/]name[@revision]`, or of `hf://…`; raises InputRefused as `parse_hub_address`."""
     if is_hub_address(name):
         return parse_hub_address(name)
     repository, _, revision = name.partition("@")

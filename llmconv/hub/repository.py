@@ -31,7 +31,6 @@ class HubRepository:
     """A branch of a model repository.
 
     Args:
-        address: of the repository and the branch.
         pull_request: the commit becomes a pull request, which needs no write access.
         show_progress: show progress bars of uploads on a terminal.
 
@@ -214,10 +213,9 @@ def sent(addition: CommitOperationAdd, size: int, sha256: str) -> bool:
     Args:
         addition: with any content.
         size: of the object, in bytes.
-        sha256: of the object.
 
     Returns:
-        False if this version of huggingface_hub cannot be told so; the file must be sent again.
+        False if this version of huggingface_hub does not support it; the file must be sent again.
     """
     from huggingface_hub.lfs import UploadInfo  # noqa: PLC0415
 
@@ -255,11 +253,7 @@ AGAIN = "run the same command again; files that the Hub has already are not sent
 
 
 def require_token() -> None:
-    """Requires a token in HF_TOKEN or of the login.
-
-    Raises:
-        InputRefused: there is none.
-    """
+    """Raises InputRefused without a token in HF_TOKEN or of the login."""
     from huggingface_hub import get_token  # noqa: PLC0415 - 0.3 s that other commands do not pay
 
     if not get_token():
@@ -270,11 +264,7 @@ def require_token() -> None:
 
 
 def require_sound_token() -> None:
-    """Refuses a token that no header can contain, since the error of the library that finds out would quote it.
-
-    Raises:
-        InputRefused: there is such a token.
-    """
+    """Raises InputRefused for a token that no header can contain: the library's own error would quote it."""
     from huggingface_hub import get_token  # noqa: PLC0415
 
     if not TOKEN.fullmatch(get_token() or "none"):

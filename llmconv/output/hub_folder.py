@@ -4,12 +4,10 @@ Each shard is made in a temporary file and sent, and the file is deleted: the di
 what was sent until a single commit names it, together with the small files and the manifest. `--resume` reads in the
 journal which shards were sent and asks the Hub whether it still has them; these are not computed again.
 
-UploadJournal: what an upload has sent so far, in `~/.cache/llmconv/uploads/`, where the shard to send is made, too.
+The journal, in `~/.cache/llmconv/uploads/`, contains neither tensors nor credentials:
 
-KEY.jsonl                 one line per file that the Hub has: name, size, sha256; locked while a run is at work
-    .llmconv-….part           the shard that is being made or sent
-
-It contains neither tensors nor credentials; the entries of an unfinished upload are worth nothing to anyone else.
+    KEY.jsonl            one line per file that the Hub has: name, size, sha256; locked while a run is at work
+    .llmconv-….part      the shard that is being made or sent
 """
 
 from __future__ import annotations
@@ -48,11 +46,7 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class HubFolder:
-    """See `Destination`.
-
-    Attributes:
-        address: of the repository and its branch.
-    """
+    """A `Destination`: a repository and its branch."""
 
     address: HubAddress
 
@@ -144,10 +138,9 @@ class HubFolder:
 
 
 class UnfinishedCommit:
-    """See `UnfinishedOutput`.
+    """An `UnfinishedOutput`.
 
     Args:
-        target: the repository.
         key: fingerprint of sources, options and address.
         resume: use what an interrupted run with the same key has sent.
     """
@@ -293,12 +286,9 @@ def foreign_weights(repository: HubRepository) -> list[str]:
 
 
 def require_own_weights(repository: HubRepository) -> None:
-    """Refuses a branch with weights of others, which would be one model with those of the output.
+    """Raises InputRefused for a branch with weights of others, which would be one model with those of the output.
 
     A branch that does not exist yet begins as a copy of `main`, and its first commit may delete them.
-
-    Raises:
-        InputRefused: there are such weights.
     """
     if repository.state.has_branch and (weights := foreign_weights(repository)):
         raise InputRefused(
@@ -319,11 +309,7 @@ JOURNAL_BYTES = 64 << 20
 
 
 def uploads_folder() -> Path:
-    """The folder of journals and of shards to send: `$XDG_CACHE_HOME/llmconv/uploads`.
-
-    Raises:
-        InputRefused: the user has no cache.
-    """
+    """The folder of journals and shards to send, `$XDG_CACHE_HOME/llmconv/uploads`; raises as `user_cache`."""
     return user_cache("uploads")
 
 

@@ -1,17 +1,13 @@
-"""LocalFolder: a folder on this machine as a Destination.
+"""LocalFolder: a folder on this machine as a Destination, made as a hidden folder next to OUT.
 
-StagedFolder: a hidden folder next to OUT that becomes OUT in one rename.
-
-.OUT.llmconv-partial/     lock, journal.jsonl, finished files, one `.part` file
+    .OUT.llmconv-partial/     lock, journal.jsonl, finished files, one `.part` file
     └── commit: fsync, then rename to OUT (exchanged in one call where OUT exists and `--overwrite` was given)
 
 A reader never sees a partial OUT. After kill -9 the folder is either gone, or `--resume` continues it.
 
-SharedFolder: the partial folder of a local output while several processes, perhaps of several hosts, write shards.
-
-.OUT.llmconv-partial/     lock (shared), finished files, journal-<hash of a name>.jsonl for each of them
-
-None of them publishes: a StagedFolder does, which gets the lock only when they have ended.
+While several processes, perhaps of several hosts, write shards (SharedFolder), the folder contains the lock (shared),
+finished files, and a journal-<hash of a name>.jsonl for each process. None of them publishes: a StagedFolder does,
+which gets the lock only when they have ended.
 """
 
 from __future__ import annotations
@@ -44,11 +40,7 @@ from llmconv.progress import say
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """See `Destination`.
-
-    Attributes:
-        path: of the folder.
-    """
+    """A `Destination`: the folder at `path`."""
 
     path: Path
 
@@ -121,7 +113,6 @@ def require_space(output: Path, needed: int, home: Path | None = None) -> None:
     """Requires free space on the disk; a file system that reports no size (`/proc`, some of FUSE) is not asked.
 
     Args:
-        output: the folder to write.
         needed: bytes.
         home: an existing folder on the disk of `output` (default: the nearest above it).
 
@@ -159,8 +150,8 @@ class StagedFolder:
         trusts: the signature of a file; one whose signature is that of its journal entry is not hashed again.
 
     Raises:
-        InputRefused, OutputFailed: `output` exists when the folder is committed, and may not be replaced; see
-            `require_free` for asking before.
+        InputRefused, OutputFailed: `output` exists when the folder is committed, and may not be replaced;
+            `require_free` checks before.
         OutputFailed: another run has locked the folder, or any I/O fails (finished files stay for `--resume`).
     """
 
@@ -384,8 +375,6 @@ def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = (), *, 
     """Requires that `output` can be made: `--overwrite` replaces only folders that llmconv made.
 
     Args:
-        output: the folder to make.
-        overwrite: it may be replaced.
         inputs: paths that the run reads; neither may be inside the other.
         resume: a complete folder may exist; `write_checkpoint` compares it with the plan.
 
@@ -494,7 +483,6 @@ class SharedFolder(StagedFolder):
     """A StagedFolder that others write into at the same time.
 
     Args:
-        output: the folder to make.
         key: fingerprint of sources and options.
         files: names of the shards that this process writes; one that is finished already is kept.
     """

@@ -33,7 +33,7 @@ VERIFIED = "verified"
 
 @dataclass
 class Manifest:
-    """The content of `llmconv.json`; see the module's docstring.
+    """The content of `llmconv.json`, as in the module's docstring.
 
     Attributes:
         found: the folder was complete before the run, which wrote nothing; not stored in the file.
@@ -73,11 +73,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(content: bytes) -> Manifest:
-    """The manifest with this content.
-
-    Raises:
-        MalformedInput: as `read_manifest`.
-    """
+    """The manifest with this content; raises MalformedInput as `read_manifest`."""
     return _checked(parse_object(content, MANIFEST))
 
 

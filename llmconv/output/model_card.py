@@ -35,8 +35,7 @@ def model_card(manifest: Manifest, config: Mapping[str, Any], repository: str, r
     """The content of README.md.
 
     Args:
-        manifest: of the folder.
-        config: its `config.json`, empty if it has none.
+        config: the folder's `config.json`, empty if it has none.
         repository: `org/name` on the Hub.
         report: `report.json` of `llmconv verify`, if there is one.
     """

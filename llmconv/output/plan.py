@@ -152,14 +152,7 @@ def _shard_name(stem: str, number: int, count: int) -> str:
 
 
 def require_shard_size(max_shard_size: str | int) -> None:
-    """Refuses an invalid size before anything is read or traced, even if no shard will be written.
-
-    Args:
-        max_shard_size: `keep`, a size such as `5GB`, or bytes.
-
-    Raises:
-        UsageProblem: an invalid size, or zero.
-    """
+    """Raises UsageProblem for anything but `keep`, a size such as `5GB`, or positive bytes; before anything is read."""
     if not _is_kept(max_shard_size):
         parse_size(max_shard_size)
 
@@ -228,7 +221,6 @@ def by_source(tensors: Mapping[str, LazyTensor], files: Mapping[str, str], limit
     """Groups tensors in order by their source files; a new tensor joins the previous one's file if it fits.
 
     Args:
-        tensors: to write.
         files: name of a tensor to the name of its file in the source.
         limit: bytes up to which new tensors join a file; at least the size of the largest source file.
     """

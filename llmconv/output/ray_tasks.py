@@ -37,7 +37,6 @@ def write_in_ray(call: Call, shards: Sequence[Shard], advance: Callable[[int], N
 
     Args:
         call: the command, which each process of the cluster repeats once.
-        shards: to write.
         advance: called with the bytes of each finished shard.
 
     Raises:

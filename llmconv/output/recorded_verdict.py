@@ -233,12 +233,7 @@ def graph_sha256(path: Path) -> str:
 
 
 def weight_file(path: Path, sha256: str = "") -> WeightFile | None:
-    """Size and header of a safetensors file; None if it has none, or cannot be read.
-
-    Args:
-        path: of the file.
-        sha256: of the whole file, if it is known.
-    """
+    """Identity of a safetensors file, whose sha256 may be known; None if it has no header, or cannot be read."""
     try:
         if not path.is_file():
             return None

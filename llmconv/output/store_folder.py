@@ -70,12 +70,7 @@ def digest(manifest: bytes) -> str:
 
 
 def read_claim(store: ObjectStore) -> Claim | None:
-    """The claim of an output, None if there is none.
-
-    Raises:
-        MalformedInput: it is not JSON.
-        InputRefused, OutputFailed: see `ObjectStore`.
-    """
+    """The claim of an output, None if there is none; raises MalformedInput unless JSON, and as `ObjectStore`."""
     content = store.read(CLAIM, SMALL)
     if content is None:
         return None
@@ -95,12 +90,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def take(store: ObjectStore, claim: Claim, *, joins: bool) -> tuple[Claim, bool]:
-    """Puts a claim, or joins one with the same key.
-
-    Args:
-        store: the objects of the output.
-        claim: to put, if there is none.
-        joins: accept an existing claim with the same key.
+    """Puts a claim, or with `joins` accepts an existing one with the same key.
 
     Returns:
         The claim that holds, and whether it is new.
@@ -149,11 +139,7 @@ LAST = (INDEX, "config.json")
 
 @dataclass(frozen=True)
 class StoreFolder:
-    """See `Destination`.
-
-    Attributes:
-        address: of the folder.
-    """
+    """A `Destination`: the folder at `address`."""
 
     address: StoreAddress
 
@@ -255,15 +241,14 @@ class StoreFolder:
 
 @dataclass
 class UnfinishedObjects:
-    """An output in a store that is being made; a context manager. See the module's docstring.
+    """An output in a store that is being made; a context manager.
 
     Attributes:
-        target: the folder.
         key: fingerprint of sources and options.
         files: names of all files that will be written, by which `llmconv clean` finds them.
         overwrite: an existing output is deleted first.
-        joins: a claim with the same key is no other run: this one goes on after it, or beside it.
-        mine: names of the shards that this process writes, beside others that have the same key; None: it is alone.
+        joins: a claim with the same key is no other run: this one goes on after it, or at the same time.
+        mine: names of the shards that this process writes while others have the same key; None: it is alone.
         owns: no other run has joined the claim, as far as this one knows; always so if it has put the claim.
         finished: manifest entries of finished files, by name.
     """

@@ -36,11 +36,7 @@ FALLOC_FL_KEEP_SIZE = 1
 
 
 class ShardContent:
-    """The bytes of one file in order; meanwhile later rows are computed, and earlier ones hashed, on other threads.
-
-    Args:
-        shard: the tensors and their container.
-    """
+    """The bytes of one file in order; meanwhile later rows are computed, and earlier ones hashed, on other threads."""
 
     def __init__(self, shard: Shard) -> None:
         self.pieces = list(shard.container(shard.tensors))
@@ -75,15 +71,11 @@ class ShardContent:
 
 
 def stream_shard(file: IO[bytes], shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Writes one file, which is on the disk when this returns.
+    """Writes one file, on the disk when this returns; returns its manifest entry: bytes and sha256.
 
     Args:
         file: new, empty and unbuffered, open for writing.
-        shard: the tensors and their container.
         advance: called with the number of bytes of each block written.
-
-    Returns:
-        The manifest entry: bytes and sha256.
     """
     content = ShardContent(shard)
     size = flushed = 0
@@ -147,15 +139,10 @@ def check_copy(path: Path, shard: Shard) -> None:
 
 
 def copy_unchanged(new: NewFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Copies the source of a shard.
+    """Copies the source of a shard to `new` and returns the manifest entry.
 
     Args:
-        new: the file to write.
-        shard: to copy.
         advance: called with the bytes of each block written.
-
-    Returns:
-        The manifest entry.
 
     Raises:
         MalformedInput: the source changed meanwhile.

@@ -4,16 +4,13 @@ A plan is the same in every process, and every shard can be written alone. So `P
 shards and publishes nothing, `Finish()` publishes what parts have written, `Workers(8)` does both in processes of its
 own, and `Ray()` in tasks of a cluster. Schedulers, from Slurm to GNU parallel, need no more.
 
-Workers: processes of this machine that plan once and write one shard after another, each named in a line of JSON.
+A plan costs seconds where a model has a thousand tensors, an adapter is hashed or headers come from a store. So a
+worker, a process of this machine that repeats the command, plans once and writes one shard after another:
 
-stdin       {"function": …, "arguments": …, "shard": NAME}, once per shard
+    stdin       {"function": …, "arguments": …, "shard": NAME}, once per shard
     stdout      {}, or an error
 
 A worker that dies is replaced, and its shard is given to another one; a shard that is refused ends the run.
-
-A command that another process repeats for some of its shards: it plans once, and writes one after another.
-
-A plan costs seconds where a model has a thousand tensors, an adapter is hashed or headers come from a store.
 """
 
 from __future__ import annotations
@@ -145,8 +142,6 @@ def done_by(work: Work | None, plan: Plan, found: bool) -> Plan:
     """What a command returns: its plan, or the part of it that was written.
 
     Args:
-        work: of this process.
-        plan: of the whole output.
         found: the output was complete before.
     """
     if isinstance(work, Part) and not found:
@@ -234,7 +229,6 @@ def write_in_workers(call: Call, shards: Sequence[Shard], work: Workers, advance
 
     Args:
         call: the command, which each worker repeats once.
-        shards: to write.
         work: the number of processes.
         advance: called with the bytes of each finished shard.
 
@@ -403,7 +397,6 @@ def repeat(task: Task, next_name: Callable[[], str | None], answer: Callable[[An
     """Repeats a command for some of its shards; each is in the journal of the output when it is answered.
 
     Args:
-        task: the command.
         next_name: the name of the next shard; None if no more are to be written.
         answer: takes the answer of each shard. An error is the last one.
     """
@@ -435,11 +428,7 @@ def take_answer(answer: Answer, warned: set[str]) -> None:
 
 
 class RepeatedCall:
-    """A command in a thread of its own, which waits for the next shard.
-
-    Args:
-        task: the command.
-    """
+    """A command in a thread of its own, which waits for the next shard."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -484,11 +473,7 @@ _calls: dict[str, RepeatedCall] = {}
 
 
 def answer_to(task: Task) -> Answer:
-    """Writes the shard of a task, with the plan of the last one if both are of the same run.
-
-    Args:
-        task: has a `run`, too, which is another in every run.
-    """
+    """Writes the shard of a task, with the plan of the last task if both have the same `run`, unique to each run."""
     key = task["run"]
     if key not in _calls or not _calls[key].is_alive:
         for call in _calls.values():

@@ -1,10 +1,8 @@
 """Writes a planned Checkpoint as a folder: shards, small files, manifest.
 
-No tensor is read before every name, shape and dtype is known and the free space was checked.
-
-Destination: where an output is made, a local folder or a folder in an object store; both keep the same promises.
-
-A reader sees all of an output or nothing; what a failed run finished is kept for `--resume`; two runs never mix.
+No tensor is read before every name, shape and dtype is known and the free space was checked. All Destinations (a local
+folder, a folder in an object store) keep the same promises: a reader sees all of an output or nothing; what a failed
+run finished is kept for `--resume`; two runs never mix.
 """
 
 from __future__ import annotations
@@ -80,7 +78,6 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
 
     Args:
         plan: from `plan_checkpoint`, or from a format's `save`.
-        output: the folder to make.
         steps: provenance for the manifest, oldest first.
         sources: files that the tensors are read from; `resume` compares their size and time.
         overwrite: replace an existing folder.
@@ -249,8 +246,6 @@ def check_output(
     """Checks before a run that its output can be written.
 
     Args:
-        plan: of the run.
-        output: the folder to make.
         overwrite: it may be replaced.
         inputs: paths that the run reads.
         resume: it may be complete already.
@@ -312,7 +307,6 @@ class UnfinishedOutput(Protocol):
         """Writes one file and returns its manifest entry, which `record` takes once the sources are known to be whole.
 
         Args:
-            shard: the file.
             advance: called with the number of bytes of each block written.
         """
 
@@ -349,7 +343,6 @@ class Destination(Protocol):
         """Requires that it can be made: `overwrite` replaces only what llmconv made.
 
         Args:
-            overwrite: it may be replaced.
             inputs: paths that the run reads; neither may be inside the other.
             resume: it may be complete; the plan is compared with it later.
 

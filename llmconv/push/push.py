@@ -115,11 +115,7 @@ def push(
 
 
 def _address(repository: str, revision: str | None, *, pr: bool) -> HubAddress:
-    """The repository and branch that the user named.
-
-    Raises:
-        UsageProblem: it is not `org/name`, or two branches are named.
-    """
+    """The repository and branch that the user gave; raises UsageProblem unless `org/name` with at most one branch."""
     if not HUB_NAME.fullmatch(repository) and not repository.lower().startswith("hf://"):
         raise UsageProblem(f"`{repository}` is not a repository on the Hub", hint="give `org/name`")
     address = hub_address(repository)
@@ -198,11 +194,9 @@ REPORT = {"report.json", "junit.xml", "summary.md", "report.html", "run.json", "
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """What is uploaded of a folder.
+    """What is uploaded of a folder that llmconv made.
 
     Attributes:
-        folder: that llmconv made.
-        manifest: its manifest.
         files: path in the folder to the file; for a link the file that it leads to.
         left_out: hidden files, which are not uploaded.
     """
@@ -213,11 +207,7 @@ class FolderFiles:
     left_out: tuple[str, ...]
 
     def digests(self) -> dict[str, FileDigest]:
-        """The digests of all files, read in full.
-
-        Raises:
-            MalformedInput: one has another sha256 than the manifest records.
-        """
+        """The digests of all files, read in full; raises MalformedInput if a sha256 differs from the manifest."""
         found: dict[str, FileDigest] = {}
         with bytes_bar(f"checking {self.folder.name}", sum(path.stat().st_size for path in self.files.values())) as bar:
             for name, path in self.files.items():
@@ -284,11 +274,7 @@ def _is_about(name: str) -> bool:
 
 
 def _recorded(folder: Path, name: str, entry: Mapping[str, Any]) -> Path:
-    """A file of the manifest.
-
-    Raises:
-        MalformedInput: it is missing, has another size, or leads elsewhere.
-    """
+    """A file of the manifest; raises MalformedInput if it is missing, has another size, or leads elsewhere."""
     path = folder / name
     if "link" in entry:
         return _link(folder, name, entry["link"])

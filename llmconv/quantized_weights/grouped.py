@@ -160,16 +160,13 @@ def group_size(config: Mapping[str, Any], *names: str) -> int | None:
 
 
 def require_count(name: str, columns: int, count: int, size: int | None) -> None:
-    """Checks the number of groups.
+    """Raises MalformedInput unless the number of groups follows from their size.
 
     Args:
         name: of the tensor of scales, for messages.
         columns: of the weight.
         count: number of groups that have a scale.
-        size: columns in a group, see `group_size`; None if it is unknown.
-
-    Raises:
-        MalformedInput: the number of groups does not follow from their size.
+        size: columns in a group, from `group_size`; None if it is unknown.
     """
     if size is None:
         return
@@ -182,8 +179,7 @@ def require_count(name: str, columns: int, count: int, size: int | None) -> None
 def groups_in_order(name: str, columns: int, count: int, size: int | None) -> Array:
     """int64 [columns]: the group of every column; neighbors share one, and the last group may be partial.
 
-    Args:
-        name, columns, count, size: as for `require_count`.
+    Arguments are as for `require_count`.
 
     Raises:
         MalformedInput: several groups of unknown size, or their number does not follow from their size.
@@ -198,15 +194,7 @@ WIDTHS = (2, 3, 4, 8)
 
 
 def unpack(words: Array, bits: int) -> Array:
-    """The numbers in `words`.
-
-    Args:
-        words: int32, rows×(columns·bits/32).
-        bits: per number.
-
-    Returns:
-        uint8, rows×columns.
-    """
+    """The numbers of `bits` bits in `words`, int32 rows×(columns·bits/32), as uint8 rows×columns."""
     raw = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
         return raw
@@ -223,16 +211,7 @@ def unpack(words: Array, bits: int) -> Array:
 
 
 def pack(numbers: Array, bits: int, width: int) -> Array:
-    """The reverse of `unpack`.
-
-    Args:
-        numbers: uint8, rows×columns.
-        bits: per number.
-        width: words per row, padded with zeros.
-
-    Returns:
-        int32, rows×width.
-    """
+    """The reverse of `unpack`: int32 rows×`width` words, padded with zeros, from uint8 rows×columns."""
     full = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % 32)))
     if bits == 3:
         digits = np.unpackbits(full[..., np.newaxis], axis=2, count=3, bitorder="little")

@@ -83,12 +83,7 @@ def _remember(tensor: LazyTensor, start: int, stop: int) -> Array:
 
 
 def tiled(tensor: LazyTensor, columns: int) -> LazyTensor:
-    """The same tensor, computed few rows at a time.
-
-    Args:
-        tensor: a computed tensor.
-        columns: number of values that one row is computed from.
-    """
+    """The same computed tensor, computed few rows at a time; one row is computed from `columns` values."""
     step = max(1, TILE_ELEMENTS // max(1, columns))
 
     def load(start: int, stop: int) -> Array:
@@ -102,12 +97,7 @@ def tiled(tensor: LazyTensor, columns: int) -> LazyTensor:
 
 
 def peaks_of(weight: LazyTensor, start: int, stop: int) -> Array:
-    """The largest absolute value of every row, float32.
-
-    Args:
-        weight: [rows, columns].
-        start, stop: rows.
-    """
+    """The largest absolute value of each of the rows `start:stop` of a weight [rows, columns], float32."""
     rows = np.abs(weight.rows(start, stop).reshape(stop - start, -1))
     largest: Array = rows.max(axis=1, initial=0)
     return largest.astype(np.float32)
@@ -137,11 +127,7 @@ def unsigned(tensor: LazyTensor) -> LazyTensor:
 
 
 def finite(scales: Array, name: str) -> Array:
-    """Scales in float32.
-
-    Raises:
-        MalformedInput: a value that is not finite.
-    """
+    """Scales in float32; raises MalformedInput for a value that is not finite."""
     wide = scales.astype(np.float32)
     if not np.isfinite(wide).all():
         refuse(name, "has a scale that is not finite")
@@ -152,7 +138,6 @@ def bounded(scales: Array, largest: int, name: str) -> Array:
     """Finite scales float32, as they are.
 
     Args:
-        scales: float32.
         largest: magnitude of the largest integer that they are multiplied with.
         name: of the weight, for messages.
 
@@ -167,33 +152,14 @@ def bounded(scales: Array, largest: int, name: str) -> Array:
 
 
 def require_middle(zeros: Array, middle: int, name: str) -> Array:
-    """Zero points, as they are.
-
-    Args:
-        zeros: of a weight that its `quantization_config` calls symmetric.
-        middle: the zero point of symmetric codes.
-        name: of their tensor, for messages.
-
-    Raises:
-        MalformedInput: another zero point.
-    """
+    """Zero points of a symmetric weight, as they are; raises MalformedInput for any but `middle`."""
     if (zeros != middle).any():
         refuse(name, f"has zero points other than {middle}, and the `quantization_config` says they are symmetric")
     return zeros
 
 
 def require(tensor: LazyTensor, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> LazyTensor:
-    """`tensor`, checked.
-
-    Args:
-        tensor: a part of a quantized weight.
-        name: its name, for messages.
-        shape: expected shape.
-        dtypes: names of the allowed dtypes.
-
-    Raises:
-        MalformedInput: a shape or dtype mismatch.
-    """
+    """`tensor`, a part of a quantized weight; raises MalformedInput for another shape, or none of `dtypes`."""
     if tensor.dtype.name not in dtypes:
         refuse(name, f"is stored as {tensor.dtype.name}, not as {' or '.join(dtypes)}")
     if tensor.shape != shape:
@@ -202,16 +168,7 @@ def require(tensor: LazyTensor, name: str, shape: tuple[int, ...], dtypes: tuple
 
 
 def part(tensors: Mapping[str, LazyTensor], name: str, of: str) -> LazyTensor:
-    """The tensor `name`, a part of the weight `of`.
-
-    Args:
-        tensors: those of the checkpoint.
-        name: of the part.
-        of: name of the weight, for messages.
-
-    Raises:
-        MalformedInput: it is missing.
-    """
+    """The tensor `name`, a part of the weight `of`; raises MalformedInput if it is missing."""
     if name not in tensors:
         refuse(of, f"is quantized, with the missing key `{name}`")
     return tensors[name]

@@ -112,11 +112,7 @@ def _method(config: Mapping[str, Any]) -> QuantizationMethod:
 
 @dataclass(frozen=True, eq=False)
 class TransposedWeight(PackedWeight):
-    """The transpose of another weight.
-
-    Attributes:
-        stored: the weight as stored in the files.
-    """
+    """The transpose of another weight, which is `stored` in the files."""
 
     stored: PackedWeight
 

@@ -195,8 +195,6 @@ def open_scaled(
     """The weight with the codes `name`.
 
     Args:
-        tensors: those of the checkpoint.
-        name: of the codes.
         scales: name of the scales: one, one per row, or one per block.
         block: rows and columns of a block, if scales are per block.
 
@@ -230,11 +228,7 @@ def _block_of(shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[int, i
 
 
 def block_size(given: Any) -> tuple[int, int] | None:
-    """`weight_block_size` or `block_structure` as rows and columns.
-
-    Raises:
-        MalformedInput: not a pair of positive numbers.
-    """
+    """`weight_block_size` or `block_structure` as (rows, columns), both positive; else raises MalformedInput."""
     if given is None:
         return None
     if not isinstance(given, list | tuple) or len(given) != 2 or not all(type(n) is int and n > 0 for n in given):

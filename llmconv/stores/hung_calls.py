@@ -29,11 +29,7 @@ def before_exit(clean: Callable[[], None]) -> None:
 
 @cache
 def watch(report: Callable[[], None]) -> None:
-    """Watches the signals of this process from now on; only in its main thread.
-
-    Args:
-        report: called before the process is ended.
-    """
+    """Watches the signals of this process, only in its main thread; calls `report` before the process is ended."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -72,11 +68,6 @@ def call() -> Iterator[None]:
 
 
 def is_hanging(since: float, seconds: float) -> bool:
-    """Whether a call has not returned for some time.
-
-    Args:
-        since: only the time after this moment of `time.monotonic` counts.
-        seconds: how long.
-    """
+    """Whether a call has not returned for `seconds`; only the time since this moment of `time.monotonic` counts."""
     now = time.monotonic()
     return any(now - max(began, since) > seconds for began in [*_began.values()])

@@ -1,9 +1,8 @@
 """ObjectStore: the objects below one address. Errors of the store become OutputFailed or InputRefused.
 
-Connects to a store with the credentials of the environment, which never leave it.
-
-obstore reads them itself: keys, web identity and metadata of AWS; service accounts and application default credentials
-of Google; keys, SAS and workload identity of Azure. Profiles and SSO of AWS need boto3 (`pip install boto3`).
+obstore reads the credentials of the environment, which never leave it: keys, web identity and metadata of AWS; service
+accounts and application default credentials of Google; keys, SAS and workload identity of Azure. Profiles and SSO of
+AWS need boto3 (`pip install boto3`).
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ FULL = re.compile(
 
 @dataclass(frozen=True)
 class Head:
-    """What a store says about an object.
+    """What a store reports about an object.
 
     Attributes:
         key: path below the address.
@@ -133,11 +132,7 @@ class ObjectStore:
         raise AssertionError("not reached")
 
     def read(self, key: str, limit: int) -> bytes | None:
-        """The content of a small object, None if there is none.
-
-        Raises:
-            InputRefused: it has more than `limit` bytes.
-        """
+        """The content of a small object, None if there is none; raises InputRefused for more than `limit` bytes."""
         import obstore  # noqa: PLC0415
 
         with self._failing(key):
@@ -159,10 +154,7 @@ class ObjectStore:
     def blocks(self, head: Head, start: int, stop: int) -> Iterator[memoryview]:
         """Bytes `start` to `stop` of an object by one request, in blocks of about `BLOCK` bytes as they arrive.
 
-        Args:
-            head: of the object.
-            start: position of the first byte.
-            stop: position after the last byte; larger than `start`.
+        `stop` is exclusive, and larger than `start`.
 
         Raises:
             InputRefused: the object is no longer the one that `head` describes.
@@ -183,7 +175,6 @@ class ObjectStore:
         """Writes an object, which becomes visible when all of it is there; returns its ETag.
 
         Args:
-            key: of the object.
             blocks: the content; an exception that it raises ends the upload, and is raised.
             size: bytes of the content.
         """

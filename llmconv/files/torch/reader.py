@@ -1,14 +1,12 @@
 """Reads files of `torch.save` lazily: the pickle becomes data, a tensor becomes a range of the file.
 
-Reads the zip that `torch.save` writes, and checks every rule of its writer: members stored, both headers equal.
+The zip is checked by every rule of its writer: members stored, both headers equal. Layout (pytorch
+`caffe2/serialize/inline_container.cc`): STORED members under one folder: `data.pkl`, `data/KEY` (one per storage),
+`byteorder`, `version`. It may lie inside a larger file, as in a distributed checkpoint.
 
-Layout (pytorch `caffe2/serialize/inline_container.cc`): STORED members under one folder: `data.pkl`, `data/KEY` (one
-per storage), `byteorder`, `version`. It may lie inside a larger file, as in a distributed checkpoint.
-
-Reads torch files from before torch 1.6 lazily: five pickles in a row, then every storage inline.
-
-Layout (pytorch `torch/serialization.py`, `_legacy_save`): magic number, protocol 1001, system facts, the value, the
-list of storage keys; then per key an int64 with the number of elements, and the elements. A storage may be a view.
+Before torch 1.6 a file is five pickles in a row, then every storage inline. Layout (pytorch `torch/serialization.py`,
+`_legacy_save`): magic number, protocol 1001, system facts, the value, the list of storage keys; then per key an int64
+with the number of elements, and the elements. A storage may be a view.
 """
 
 from __future__ import annotations
@@ -49,7 +47,6 @@ class TorchFile:
     """An opened torch file.
 
     Attributes:
-        path: the file.
         content: the pickled value, with TensorRef in place of tensors.
         records: storage key to its range of the file.
     """
@@ -59,11 +56,7 @@ class TorchFile:
     records: Mapping[str, ChecksummedRange] = field(repr=False)
 
     def tensor(self, name: str, ref: TensorRef) -> LazyTensor:
-        """Returns the tensor of `ref`, checked against the storage in the file.
-
-        Args:
-            name: for error messages.
-            ref: a TensorRef of `content`.
+        """Returns the tensor of `ref`, a TensorRef of `content`, checked against the storage in the file.
 
         Raises:
             MalformedInput: the view reaches outside its storage, or the storage has another size than declared.
@@ -162,15 +155,9 @@ def open_torch_file(path: Path) -> TorchFile:
 
 
 def open_torch_blob(path: Path, start: int, size: int) -> TorchFile:
-    """Opens the torch file at bytes `start:start + size` of a larger file.
+    """Opens the torch file at bytes `start:start + size` of a larger file; raises as `open_torch_file`.
 
-    Args:
-        path: the larger file, to which the tensors refer.
-        start: position of the torch file in it.
-        size: bytes of the torch file; nothing outside of them is read.
-
-    Raises:
-        UnsupportedInput, MalformedInput: as for `open_torch_file`.
+    Tensors refer to the larger file; nothing else of it is read.
     """
     if not 0 <= start <= start + size <= path.stat().st_size:
         raise MalformedInput(f"`{path.name}` ends before byte {start + size}, the end of an entry", hint=NOT_BY_TORCH)
@@ -301,7 +288,6 @@ def read_torch_zip(path: Path, start: int, size: int) -> tuple[bytes, dict[str, 
     """Returns the pickle of a torch file and its storages by key, with positions in `path`.
 
     Args:
-        path: the file.
         start: position of the zip in the file.
         size: bytes of the zip.
 
@@ -329,11 +315,7 @@ def read_torch_zip(path: Path, start: int, size: int) -> tuple[bytes, dict[str, 
 
 
 def _open_zip(file: IO[bytes]) -> zipfile.ZipFile:
-    """Opens the zip in `file`; its directory must be at the end and within `DIRECTORY_LIMIT`.
-
-    Raises:
-        BadZipFile: it is not.
-    """
+    """Opens the zip in `file`; raises BadZipFile unless its directory is at the end and within `DIRECTORY_LIMIT`."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - END_64.size - END.size))
     tail = file.read()

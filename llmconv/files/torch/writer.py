@@ -35,10 +35,9 @@ STORAGE_OF = {dtype: storage for storage, dtype in STORAGES.items()}
 
 
 def torch_pieces(tensors: Mapping[str, LazyTensor], *, inside: tuple[str, ...] = ()) -> Iterator[Piece]:
-    """Yields a torch file that contains a dict of the tensors.
+    """Yields a torch file that contains a dict of the tensors, in order, each with a storage of its own.
 
     Args:
-        tensors: in the order of the file; each gets a storage of its own.
         inside: keys of the enclosing dicts, outermost first: `("model",)` gives `{"model": {name: tensor}}`.
 
     Raises:
@@ -57,8 +56,6 @@ class _Member:
     """One member of the zip.
 
     Attributes:
-        name: in the zip.
-        content: its data.
         position: of the local header.
         number: index among the tensors, None for other members.
     """

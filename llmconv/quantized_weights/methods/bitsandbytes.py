@@ -1,15 +1,12 @@
 """bitsandbytes: 4-bit codes (nf4, fp4) with a scale per block, or int8 with a scale per row (LLM.int8).
 
-4-bit codes in blocks of the flattened weight, as stored by bitsandbytes (nf4 and fp4).
-
-Layout (`bitsandbytes/functional.py`, `QuantState.as_dict`): `X.weight` two codes per byte, the first in the upper half;
-`X.weight.absmax` the scale of each block; `X.weight.quant_map` the value of each code; the rest as JSON in the bytes of
+4-bit codes are in blocks of the flattened weight. Layout (`bitsandbytes/functional.py`, `QuantState.as_dict`):
+`X.weight` two codes per byte, the first in the upper half; `X.weight.absmax` the scale of each block;
+`X.weight.quant_map` the value of each code; the rest as JSON in the bytes of
 `X.weight.quant_state.bitsandbytes__nf4`. With double quantization the scales are 8-bit codes themselves:
 `nested_quant_map[absmax] · nested_absmax of its block + nested_offset`.
 
-int8 with a scale per row, as stored by LLM.int8 of bitsandbytes.
-
-Layout: `X.weight` int8 of out×in, `X.SCB` float32 of out, `X.weight_format` 0 (row by row). Formulas:
+LLM.int8: `X.weight` int8 of out×in, `X.SCB` float32 of out, `X.weight_format` 0 (row by row). Formulas:
 `bitsandbytes/backends/default/ops.py` (`int8_vectorwise_quant`), `functional.py` (`int8_vectorwise_dequant`).
 """
 
@@ -236,12 +233,7 @@ def _above(bounds: Array, values: Array) -> Array:
 
 
 def open_four_bit(tensors: Mapping[str, LazyTensor], name: str, state_name: str) -> FourBitWeight:
-    """The weight `name`.
-
-    Args:
-        tensors: those of the checkpoint.
-        name: of the weight.
-        state_name: name of the tensor with its JSON state.
+    """The weight `name`, whose JSON state is in the tensor `state_name`.
 
     Raises:
         MalformedInput: an invalid state, or missing or mismatched parts.
@@ -306,11 +298,7 @@ STEP = np.float32(7.874015718698502e-3)
 
 @dataclass(frozen=True, eq=False)
 class Int8Rows(PackedWeight):
-    """value = code · scale of its row / 127.
-
-    Attributes:
-        scales: name of the tensor of scales.
-    """
+    """value = code · scale of its row / 127; `scales` is the name of the tensor of scales."""
 
     scales: str
 

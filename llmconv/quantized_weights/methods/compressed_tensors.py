@@ -5,9 +5,8 @@ out×1, of out×groups or of blocks; or `X.weight_packed` int32 out×(in·bits/3
 `X.weight_shape`, and, where the codes are not symmetric, `X.weight_zero_point` int32 (out·bits/32)×groups. Packed codes
 and zero points are stored plus half their range.
 
-The groups of compressed-tensors' configs: how the weights of each module are stored.
-
-Fields and defaults: `compressed_tensors/quantization/quant_args.py`. Which group a module belongs to: `match_targets`,
+The config has groups of modules whose weights are stored alike. Fields and defaults:
+`compressed_tensors/quantization/quant_args.py`. Which group a module belongs to: `match_targets`,
 `_scheme_from_targets`: names come before patterns, those before classes, and in each the first in alphabetical order.
 """
 
@@ -228,10 +227,7 @@ class WeightScheme:
 
 
 class WeightSchemes:
-    """The scheme of every module.
-
-    Args:
-        config: a `quantization_config`.
+    """The scheme of every module, from a `quantization_config`.
 
     Raises:
         MalformedInput: a field of an unexpected kind, or one that contradicts another.
@@ -249,10 +245,7 @@ class WeightSchemes:
         self._seconds = MATCH_SECONDS
 
     def of(self, module: str) -> WeightScheme:
-        """The scheme of a module.
-
-        Args:
-            module: its path.
+        """The scheme of the module at a path.
 
         Raises:
             MalformedInput: no group, or several that differ, or a pattern that is invalid or takes too long.

@@ -146,13 +146,7 @@ def _checked(config: Mapping[str, Any], zeros: Array, bits: int, stem: str) -> A
 
 
 def zero_points(words: Array, bits: int, less_one: bool) -> Array:
-    """The zero points in int32 `words`, uint8.
-
-    Args:
-        words: int32, [groups, words].
-        bits: of one value.
-        less_one: whether the file stores each zero point minus one.
-    """
+    """The zero points in `words` int32 [groups, words], as uint8; `less_one`: the file stores each minus one."""
     if not less_one:
         return unpack(words, bits)
     if bits in ONES:

@@ -113,11 +113,7 @@ def _turned(values: Array) -> Array:
 
 
 def open_mxfp4(checkpoint: Checkpoint) -> Mapping[str, Mxfp4Experts]:
-    """The quantized experts of a checkpoint.
-
-    Raises:
-        MalformedInput: missing, unexpected or mismatched parts.
-    """
+    """The quantized experts of a checkpoint; raises MalformedInput for missing, unexpected or mismatched parts."""
     weights = {}
     for blocks in (name for name in checkpoint if name.endswith(BLOCKS)):
         name = blocks.removesuffix(BLOCKS)
