@@ -167,7 +167,6 @@ def measure_ranges(
 
     Args:
         traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
-        matches: the stored tensors of each weight.
         tensors: the checkpoint's tensors, all in files of one folder.
         texts: token ids int64 [1, tokens].
         names: of the stored matrices.
@@ -243,7 +242,6 @@ def measure_cache_scales(
 
     Args:
         traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
-        matches: the stored tensors of each weight.
         tensors: the checkpoint's tensors, all in files of one folder.
         texts: token ids int64 [1, tokens].
         rotations: of keys, by name of the cache input.

@@ -76,12 +76,8 @@ def export_checkpoint(
     """Exports an open checkpoint; raises as `export` does.
 
     Args:
-        checkpoint: the model.
         source: its folder, for the manifest.
         output: new folder; None for that of the model.
-        given: the options.
-        clients: the chosen layouts.
-        roles: of the graphs.
     """
     settings = QuantizationSettings.parse(given)
     checkpoint, quantization = _with_plain_weights(checkpoint, settings)

@@ -201,7 +201,6 @@ def graph_specs(
 
     Args:
         roles: `prefill`, `decode`, `unified`.
-        options: axes and cache.
         embeddings: size of the embeddings that the graphs take instead of tokens.
         quantized: weights are codes; a session packs them, so both graphs should be one and share it.
 

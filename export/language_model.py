@@ -136,7 +136,6 @@ def open_language_model(checkpoint: Checkpoint, code: Path | None = None, *, emb
     """The language model of a checkpoint.
 
     Args:
-        checkpoint: the checkpoint.
         code: a trusted folder whose own code builds the model; None for a model class of transformers.
         embeds: graphs take embeddings; those of a multi-modal checkpoint always do.
 

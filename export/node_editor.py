@@ -19,7 +19,6 @@ class NodeEditor:
     """Inserts nodes into a graph.
 
     Args:
-        graph: the graph.
         before: the node in front of which nodes are inserted; None for the end of the graph.
         scope: name prefix: nodes are called `{scope}/{operator}`, their outputs `{node}:{index}`; empty for a graph
             whose nodes are named later.

@@ -21,7 +21,6 @@ class TracedGraph:
         model: the ONNX model; its inputs are those of the input map, then the weights by parameter name.
         weights: the weight inputs by parameter name.
         layers_name: name of the list of layers, such as `model.layers`.
-        num_layers: number of layers in the graph.
         tied: parameter name to the name of the parameter that it shares memory with.
         base_prefix: name of the inner model (`transformer`), which tensor names of some checkpoints lack.
         transforms: transformers' conversion mapping (`llmconv.export.weights.parameter_sources`).

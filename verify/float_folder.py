@@ -50,10 +50,6 @@ class FloatFolder:
     """A folder of graphs with weights of floats, and how it is verified.
 
     Attributes:
-        verified: the graphs.
-        reference: the model's folder.
-        report: receives evidence and notes.
-        session: the options of the run.
         code: the reference's folder where its own code is trusted.
         allow_changed: a graph that was changed after its export is a note instead of a failure.
     """
@@ -218,10 +214,6 @@ class Compared:
     """A folder that is compared with its model.
 
     Attributes:
-        verified: the graphs.
-        reference: the model's folder.
-        report: receives evidence and notes.
-        selection: the scenarios.
         code: the reference's folder where its own code is trusted.
         layered: run layer by layer.
         induction: the classes of layers, of which one each runs the scenarios; None to run all layers.

@@ -356,7 +356,6 @@ def recording(
     folder without a manifest stays as it is; a manifest that cannot be written is a note in the report.
 
     Args:
-        verified: the folder.
         reference: the model that its graphs are compared with.
         report: to be complete when the block ends.
         only: names of the selected scenarios.

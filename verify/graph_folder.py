@@ -27,12 +27,8 @@ class GraphFolder:
     """A folder of graphs: `entries` have a cache, `single` none.
 
     Attributes:
-        path: the folder.
         entries: its graphs with a cache.
         single: its graphs without a cache.
-        reference: the model's folder.
-        report: receives evidence and notes.
-        session: the options of the run.
         allow_changed: a graph that was changed after its export is a note instead of a failure.
         code: the reference's folder where its own code is trusted.
     """

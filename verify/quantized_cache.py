@@ -81,7 +81,6 @@ class CodedFolder:
     """A folder of graphs with codes in their caches.
 
     Attributes:
-        verified: the graphs.
         text: on which the scales were measured.
         cost: options of the cost of quantization.
         prepack: the weights are quantized, which some kernels support only prepacked.

@@ -75,11 +75,7 @@ def compare_quantized_folder(
     """Compares all graphs, prefill and decode together.
 
     Args:
-        compared: the graphs.
         reference: the model before it was quantized, or the quantized model whose codes the graphs have.
-        report: receives evidence and notes.
-        session: the options of the verification.
-        eager: an open reference of the model.
         options: options of the cost of quantization.
         in_any_memory: begin even if the memory seems too small.
 
@@ -202,12 +198,7 @@ class QuantizedEntries:
     """Audited graphs that are compared with their model.
 
     Attributes:
-        verified: the graphs.
         graphs: the same as audited files, and the tensors of the model.
-        eager: the model before it was quantized.
-        report: receives evidence, figures and notes.
-        session: the options of the verification.
-        options: of quantized graphs.
     """
 
     verified: VerifiedFolder

@@ -58,10 +58,6 @@ class SinglePassFolder:
     """The graphs without a cache of a folder.
 
     Attributes:
-        verified: the folder with these graphs alone.
-        reference: the model's folder.
-        report: receives notes.
-        session: the options of the run.
         allow_changed: a graph that was changed after its export is a note instead of a failure.
     """
 
@@ -412,7 +408,6 @@ class TextLimits:
     """The properties of a model that the texts depend on.
 
     Attributes:
-        vocab_size: rows of the embedding.
         padding: id of the padding token, which no text contains; None to pad with any tokens.
         max_positions: maximum number of tokens; None for no limit.
         windows: sizes of sliding windows, smallest first.

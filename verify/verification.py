@@ -34,8 +34,6 @@ class Session:
     """The options that `verify` and `verify_graphs` share.
 
     Attributes:
-        selection: the scenarios to run.
-        settings: of onnxruntime.
         on_checks: called with each list of checks when it is made.
         bisect: search for the first node that differs.
         minimized: a new folder for the smallest failing piece; None for none.

@@ -27,7 +27,6 @@ def convolve(
         weight: `[channels, kernel]`.
         bias: `[channels]`, or None.
         activation: name of the activation function, or None.
-        **unused: other arguments of transformers' function.
     """
     result = F.conv1d(hidden_states.to(weight.dtype), weight.unsqueeze(1), bias, groups=weight.shape[0])
     result = result if activation is None else ACT2FN[activation](result)

@@ -190,8 +190,6 @@ def delta_rule(
         g: logarithm of the decay, `[batch, sequence, heads]`, with or without a last axis `key_dim`.
         beta: `[batch, sequence, heads]`.
         initial_state: `[batch, heads, key_dim, value_dim]`.
-        use_qk_l2norm_in_kernel: normalize queries and keys.
-        **unused: other arguments of transformers' functions.
 
     Returns:
         The output, with the shape of `value` and the dtype of `query`, and the new state, float32.

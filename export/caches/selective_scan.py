@@ -73,8 +73,6 @@ def selective_scan(  # noqa: PLR0913 - transformers calls it
         D: skip connection, `[channels]`, or None.
         z: gate, `[batch, channels, sequence]`, or None.
         delta_bias: bias of the time step, `[channels]`, or None.
-        delta_softplus: apply softplus to the time step.
-        **unused: other arguments of transformers' function.
 
     Returns:
         The output and the state `[batch, channels, states]`, both float32.

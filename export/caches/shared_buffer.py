@@ -18,8 +18,6 @@ class BufferLayer(DynamicLayer):  # type: ignore[misc]
     """One layer's cache over given buffers `[batch, kv_heads, slots, head_dim]`.
 
     Args:
-        keys: buffer of the keys.
-        values: buffer of the values.
         write_indices: first slot of the new tokens, int64 `[batch]`.
         filled: number of tokens before the new ones: a length, or `write_indices` if rows have different lengths.
         readable: number of slots that attention reads.
@@ -62,7 +60,6 @@ def buffer_cache(
     """A cache over flat buffers, keys before values, layers in order.
 
     Args:
-        past: the buffers.
         input_ids: `[batch, sequence]`.
         attention_mask: `[batch, total]`; for a static cache it covers every slot.
         write_indices: first slot of the new tokens of a static cache, int64 `[batch]`; None for a shared buffer, whose

@@ -135,9 +135,7 @@ def chunk_scan(  # noqa: PLR0913 - transformers calls it
         D: skip connection, `[heads]`, or None.
         dt_bias: bias of the time step, `[heads]`, or None.
         initial_states: `[batch, heads, head_dim, states]`.
-        dt_softplus: apply softplus to the time step.
         dt_limit: limits of the time step; transformers ignores them in a single step after a past.
-        **unused: other arguments of transformers' function.
 
     Returns:
         The output, with the shape of `hidden_states`, and the state, with the shape of `initial_states`, both float32.

@@ -26,7 +26,6 @@ class ClientModel:
     """The description of the model that a client's functions receive.
 
     Attributes:
-        config: the transformers config of the decoder.
         input_map: the input map of its `model_type`.
         generation: the content of `generation_config.json`, None if the file is missing.
         cache: `growing` or `shared-buffer`.
@@ -75,7 +74,6 @@ class Client:
 
     Attributes:
         name: value of `--layout`, equal to the file's name.
-        title: one line of description.
         roles: the graphs to write if the user asks for none.
         supports: sets of graphs that the client can run, the preferred set first; empty for any graphs.
         adds_graphs: add the preferred set to graphs that the client cannot run; otherwise refuse them.

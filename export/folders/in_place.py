@@ -34,10 +34,7 @@ class InPlace:
     """The model folder itself: only graphs and the files of clients are written.
 
     Attributes:
-        checkpoint: the model.
         dtype: `keep`, or the dtype that its weights must have.
-        overwrite: replace existing graphs.
-        resume: accept existing graphs that are equal.
         codes: the codes and scales of quantized weights in the model's own files, by name of the weight with a suffix.
     """
 

@@ -72,12 +72,8 @@ class NewFolder:
     """A new folder: the weights are streamed there once, cast to `dtype`, and mapped there.
 
     Attributes:
-        place: the folder to make.
-        checkpoint: the model.
         dtype: `keep`, or the dtype to store the weights in.
         max_shard_size: largest safetensors file, such as `5GB`.
-        overwrite: replace an existing folder.
-        resume: continue an interrupted run.
         kept: pattern of the names of tensors that keep their dtype.
         codes: what is stored instead of quantized weights, by name of the weight with a suffix.
         parts: numbers by name of a tensor; those with different numbers are in different files.

@@ -34,9 +34,7 @@ class PrefixFile:
     """A safetensors file of float32 tensors: `adapter`, then `prefix.{i}.key` and `prefix.{i}.value` by layer.
 
     Attributes:
-        prefix: the trained prefix.
         name: file name; contains part of the content's hash, so that graphs of several prefixes may share a folder.
-        content: the file's bytes.
         places: offset and shape of each key and value: `0.key`, `0.value`, …
     """
 
@@ -57,9 +55,7 @@ class PrefixFile:
         """The file of a prefix for one model.
 
         Args:
-            prefix: the trained prefix.
             traced: the decoder's graph, not bound to weights yet.
-            matches: the stored tensors of each of its weights.
             sources: the tensors in files that can be read; only a soft prompt reads them.
             weights: the tensors with the dtypes in which the graph will map them.
 
@@ -117,7 +113,6 @@ def keys_and_values(
 
     Args:
         traced: the decoder's graph, not bound to weights yet; it is not changed.
-        matches: the stored tensors of each of its weights.
         sources: the tensors in files that can be read.
         weights: the tensors with the dtypes that values are rounded to.
         embeddings: float32 `[P, hidden]`, used instead of rows of the embedding table.

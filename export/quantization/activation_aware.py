@@ -75,11 +75,9 @@ def measure_activation_aware(
     """The factors of all groups that lose less with factors; reads their weights once.
 
     Args:
-        groups: norms and matrices.
         quantized: how each matrix is rounded, in blocks.
         importance: of the columns of matrices, by name.
         traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
-        matches: the stored tensors of each weight.
         tensors: the checkpoint's tensors, all in files of one folder.
         texts: token ids int64 [1, tokens].
 

@@ -47,7 +47,6 @@ def column_importance(
 
     Args:
         traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
-        matches: the stored tensors of each weight.
         tensors: the checkpoint's tensors, all in files of one folder.
         texts: token ids int64 [1, tokens].
 

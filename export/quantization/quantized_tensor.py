@@ -32,7 +32,6 @@ class QuantizedTensor:
     codes, zero points and scales in this order; in any other order the result is the same.
 
     Args:
-        name: of the weight, for messages.
         weight: [N, K], or a stack [experts, N, K].
         form: bits, block size, symmetry, search.
         transposed: its matrices are stored as [K, N].

@@ -46,7 +46,6 @@ class QuantizedWeight:
         dtype: element type that the graphs multiply it in.
         kept: the codes that the checkpoint stores; None if they are rounded now, with scales of this `dtype`.
         activation: range of the activations it is multiplied with; None if that is found at run time.
-        rounded: the codes, if they were chosen beforehand.
         group: all tensors that are multiplied with the same activation and stored in this format; empty for one alone.
     """
 

@@ -79,11 +79,9 @@ def round_sequentially(
 
     Args:
         traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
-        matches: the stored tensors of each weight.
         tensors: the checkpoint's tensors, all in files of one folder.
         texts: token ids int64 [1, tokens].
         quantized: the tensors to quantize, by name.
-        scratch: holds the codes.
 
     Raises:
         InputRefused: the text is too short, or its activations are not finite.

@@ -76,7 +76,6 @@ class QuantizationSettings:
     Attributes:
         preset: name of a preset.
         block: size of a block; None for that of the preset.
-        symmetric: store no zero points.
         exclude: regular expressions for the names of weights that stay as they are.
         bits: bits by regular expressions for names of weights; the last that matches counts.
         method: how codes are chosen, one of `METHODS`.
@@ -148,7 +147,6 @@ class QuantizationSettings:
             name: of the stored tensor.
             parameter: of the model that it belongs to.
             layer: index of its layer; None outside of the layers, as for the head.
-            layers: number of layers.
         """
         if any(matches(EXCLUDE, pattern, name) for pattern in self.exclude):
             return None

@@ -31,9 +31,7 @@ def split(model: onnx.ModelProto, count: int, layers_name: str, num_layers: int)
 
     Args:
         model: a whole decoder with mapped weights, its nodes named after their modules.
-        count: number of stages.
         layers_name: name of the list of layers, such as `model.layers`.
-        num_layers: number of layers of the model, at least `count`.
     """
     splitter = _Splitter(model, layers_name, first_layers(count, num_layers))
     return [splitter.stage(index) for index in range(count)]

@@ -22,7 +22,6 @@ class TypedNode:
 
     Attributes:
         operator: such as `Attention` or `com.microsoft:GroupQueryAttention`.
-        name: name of the node.
         version: the version that introduced the operator in this form.
         inputs: element types of its inputs, those that are known.
         bound: element types by type constraint (`T`) and by parameter (`shape`).

@@ -41,7 +41,6 @@ def onnx_attention(
         scaling: factor of the scores (default: `head_dim ** -0.5`).
         softcap: limit of the scores; None for none.
         s_aux: attention sinks, one logit per head `[heads]`, which a query may attend to instead of any key.
-        **unused: other arguments of the interface.
 
     Returns:
         The output `[batch, sequence, heads, value_dim]`, and None for the weights.
@@ -98,7 +97,6 @@ def additive_mask(
         mask_function: transformers' function of row, head, query index and key index that returns visibility.
         attention_mask: `[batch, kv_length]`, False for padding; None without padding.
         dtype: floating-point type of the mask.
-        **unused: other arguments of the interface.
     """
     by_row = isinstance(q_offset, Tensor)  # rows of a static cache have different lengths
     queries = torch.arange(q_length) + (q_offset[:, None] if isinstance(q_offset, Tensor) else q_offset)

@@ -47,9 +47,7 @@ class TextWithHead(PreTrainedModel):  # type: ignore[misc]
             input_ids: int64 `[batch, tokens]`; or `inputs_embeds`.
             attention_mask: int64 `[batch, past + tokens]`.
             position_ids: int64 `[3, batch, tokens]`.
-            past_key_values: of transformers.
             inputs_embeds: `[batch, tokens, hidden]`.
-            use_cache: return a cache.
             deepstack_embeds: features of images that are added to the outputs of the first layers,
                 `[batch, tokens, layers * hidden]`; None for none.
         """

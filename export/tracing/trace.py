@@ -354,7 +354,6 @@ def masks_of(
     """The mask, or that of each type of layers: causal or in the same block, and in the window for those that slide.
 
     Args:
-        config: of the text model.
         kinds: which new tokens belong to a block, 1 or 0, int64 `[batch, sequence]`; neighbors form one block.
         types: types of layers in which tokens see their block (`ExtraInput.both_ways`); the others are causal.
         given: arguments of `create_causal_mask`: embeddings, mask, cache and positions.

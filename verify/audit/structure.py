@@ -47,8 +47,6 @@ def check_structure(
     """Compares the graph's inputs and outputs with the documented interface and the eager model.
 
     Args:
-        graph: the open graph.
-        model: the same graph without weights.
         cache_shapes: of the eager model.
         extras: the extra inputs that the graph must take, by name, resolved.
         heeds_positions: the eager model's logits depend on `position_ids`, so the graph must take them.

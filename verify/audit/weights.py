@@ -48,7 +48,6 @@ class WeightSource:
     """The weights that the graphs of a folder may refer to.
 
     Attributes:
-        folder: the folder of the graphs.
         spans: names of the tensors in the folder's safetensors files, by span.
         reference: the reference's tensors by name.
         in_place: the folder is the reference.
@@ -345,8 +344,6 @@ def audit_graph_files(
     """Compares every graph file with the manifest.
 
     Args:
-        folder: the folder of the graphs.
-        entries: the graphs.
         models: the graphs by name; contains the graph of the embedding table if there is one.
         allow_changed: a changed file is a note instead of a failure.
 

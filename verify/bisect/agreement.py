@@ -174,11 +174,8 @@ class AgreementTrace:
     """Determines which values of a graph agree with the model.
 
     Args:
-        index: the nodes of the graph.
         scopes: finds the module of a node.
-        values: of the graph, by name.
         records: values of the eager model.
-        comparison: compares two values.
         trusted: names of values that need no comparison.
         changing: operators that, where they leave a value unchanged, agree only with a matching operator of the model.
 

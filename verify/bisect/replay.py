@@ -45,10 +45,8 @@ class VerifiedFolder:
     """A folder of graphs that is verified.
 
     Attributes:
-        path: the folder.
         entries: the graphs in the manifest.
         models: the graphs without weights, by name.
-        settings: of onnxruntime.
         named: suffix of the names of its scenarios; other scenarios belong to other copies of the graphs.
     """
 

@@ -29,10 +29,7 @@ class Suspect:
     """A fault to be described.
 
     Attributes:
-        replay: the failed call.
-        where: the failed output.
         checks: of the whole run.
-        trace: the values that agree.
         piece: the failing nodes; None if every node is correct.
     """
 

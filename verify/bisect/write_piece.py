@@ -98,9 +98,6 @@ def write_piece(
 
     Args:
         folder: new or empty; renamed into place when it is complete.
-        piece: the failing nodes.
-        trace: the values of the graph.
-        replay: the replayed call.
         where: the location of the failure, for the texts.
 
     Raises:

@@ -27,7 +27,6 @@ class Program:
     """How a client is started.
 
     Attributes:
-        worker: file of `workers/`.
         package: its name for an installer.
         installer: the command that installs it.
         padding: the side on which the worker pads prompts, `left` or `right`.

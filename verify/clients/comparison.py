@@ -36,7 +36,6 @@ class ClientChecks:
     """Runs clients on a folder and judges what they generate.
 
     Attributes:
-        clients: to run.
         folder: with the graphs and the files of the clients.
         model: folder of the model.
         source: opens what the tokens are judged by; called once.
@@ -130,7 +129,6 @@ def judged(expected: ExpectedOutput, batch: PaddedBatch, model: str) -> tuple[st
 
     Args:
         expected: the logits before each new token, [prompts, new, vocabulary].
-        batch: prompts and new tokens.
         model: a description of what computed the logits.
     """
     tokens = batch.ids[:, batch.longest :]
@@ -160,7 +158,6 @@ def lengths_problem(
     """A description of a wrong shape of a batch; empty if the shape is right.
 
     Args:
-        prompts: of the batch.
         rows: new tokens of each prompt; in a batch of several, padding follows the end token of a row.
         kept: the same up to the end token.
         ends: end tokens of the client.

@@ -109,10 +109,6 @@ def check_scenario(
     """One check per output, over all chains and calls of a scenario.
 
     Args:
-        scenario: the scenario.
-        chains: its calls.
-        candidate: the graph or graphs.
-        truths: the expected outputs of the calls.
         gates: the largest sigma that passes.
         pair: receives the outputs, to compare prefill and decode graph.
         evidence: receives the data of the report's figures; None to discard them.

@@ -61,7 +61,6 @@ def widen(
     """Replaces one half-precision dtype by float32 in a graph, in place; the other one would be a fault and stays.
 
     Args:
-        model: the graph.
         half: the half-precision element type.
         known: numbers that constants may be roundings of.
         weights: inline initializers that are tensors of the model, whose values are exact.

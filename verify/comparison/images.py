@@ -170,7 +170,6 @@ class PromptsWithImages:
     """A batch of two prompts with equally many features, one of them padded on the left, and one more token each.
 
     Attributes:
-        family: of the model.
         images: of each prompt, as a processor returns them.
         where: which tokens are placeholders, bool [batch, tokens].
         prompt: the prompts.
@@ -231,7 +230,6 @@ def calls_of(counts: Iterable[int], image: int, vocabulary: int) -> tuple[Call, 
     Args:
         counts: number of placeholders of each image.
         image: the placeholder token.
-        vocabulary: number of tokens.
     """
     random = np.random.default_rng(SEED)
     images = [np.repeat([False, True], [BETWEEN, count]) for count in counts]

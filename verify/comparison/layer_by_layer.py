@@ -61,12 +61,9 @@ class StreamedEager(Eager):
     """`Eager` that never holds the whole model; it makes only the calls of the selected scenarios.
 
     Args:
-        folder: the model's folder.
         dtype: numpy name of the graphs' dtype.
-        code: as for `Eager`.
         selection: the scenarios whose calls will be made.
         factors: scale the weights.
-        fixed_inputs: as for `Eager`.
         skipped: names of layers that are left out. A model of few layers also gets the calls whose cache is edited or
             made up.
     """
@@ -221,7 +218,6 @@ def precompute_chains(first: PrecomputedRunner, then: PrecomputedRunner, chains:
     Args:
         first: runs the first call of each chain.
         then: runs the others; may be the same.
-        chains: the chains.
 
     Raises:
         UnsupportedInput: the calls cannot run together.

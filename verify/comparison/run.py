@@ -66,12 +66,7 @@ class FolderComparison:
     """The graphs of a folder and the eager model that they are compared with.
 
     Attributes:
-        eager: the model.
-        folder: the folder of the graphs.
         models: the graphs without their weights, by name, with the graph of the embedding table where there is one.
-        settings: of onnxruntime.
-        selection: the scenarios.
-        report: receives evidence and notes; the checks are yielded.
         open_graph: opens a graph of the folder.
         named: suffix of the names of all checks.
         varied: also compare with scaled weights and with other settings of onnxruntime.

@@ -132,7 +132,6 @@ def scale(model: onnx.ModelProto, factors: Mapping[str, float | Array], *, at_we
     """Scales initializers of a graph in place.
 
     Args:
-        model: the graph without its weights.
         factors: by initializer name; an array is broadcast to the initializer's shape.
         at_weights: scale the weights instead of products, so that all inner values are those of the scaled model.
     """

@@ -144,8 +144,6 @@ def layer_names(model: torch.nn.Module, count: int, layer_list: str) -> tuple[st
     """Module names of the layers, in order, in the eager model, whose weights may be without content.
 
     Args:
-        model: the eager model.
-        count: number of layers of the graph.
         layer_list: name of the list of layers in the names of weights, such as `model.layers.`.
 
     Raises:

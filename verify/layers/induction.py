@@ -85,8 +85,6 @@ class Induction:
 
         Args:
             models: the graphs.
-            source: the weights that they may refer to.
-            reference: the model's folder.
             code: the reference's folder where its own code is trusted.
             choice: which layers run by themselves.
 

@@ -60,11 +60,7 @@ class SingleLayerChecks:
 
     Attributes:
         induction: the classes of layers, and which layers run.
-        folder: the folder of the graphs.
         models: the graphs without their weights.
-        reference: the model's folder.
-        dtype: of the graphs.
-        settings: of onnxruntime.
         code: the reference's folder where its own code is trusted.
         named: suffix of the names of the checks.
         drift: receives the errors of the layers.

@@ -72,7 +72,6 @@ class LayerRuns:
         call: tokens, mask, positions and past.
         exact: hidden states in float64.
         rounded: in the graph's dtype, from the same inputs.
-        steps: the outputs of both runs.
         last: the input of the part after the layers, float64.
     """
 
@@ -112,9 +111,7 @@ def run_eager(open_model: Callable[[str], StreamedRunner], call: Call, names: Co
 
     Args:
         open_model: opens the model in a dtype, without the layers that are not run.
-        call: the tokens.
         names: module names of the layers that are run, in order.
-        dtype: of the graph.
     """
     exact, kind = HiddenStates(), getattr(torch, dtype)
     steps = [_run(open_model("float64"), call, names, partial(_with_noise, exact, kind))]
@@ -228,7 +225,6 @@ class GraphRun:
 
     Attributes:
         graph: its parts.
-        runner: runs them.
         runs: the eager runs, whose hidden states the layers are given.
         names: module names of the layers by number.
         extras: the extra inputs of the graph by name, resolved.

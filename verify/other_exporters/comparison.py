@@ -54,10 +54,6 @@ class ExternalComparison:
 
     Attributes:
         sizes: sizes of the model, for graphs with dynamic axes.
-        settings: session settings.
-        tensors: tensors of the model by name.
-        selection: the scenarios to run.
-        report: collects evidence and notes.
     """
 
     sizes: ModelSizes
@@ -199,13 +195,8 @@ def check_external(
     """The checks of a scenario, over the chains, outputs and tokens that the graphs support.
 
     Args:
-        scenario: the scenario.
-        chains: its chains of calls.
-        candidate: the graphs.
-        truths: the exact outputs, per chain and call.
         eager: the model, for exact outputs with other positions.
         gates: limits of the dtype.
-        evidence: collects figures for the report.
         repeat: how often each chain runs.
     """
     refusals = [next(filter(None, map(candidate.refuses, chain)), "") for chain in chains]

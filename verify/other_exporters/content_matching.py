@@ -40,8 +40,6 @@ class InitializerContent:
     """One initializer and the matching tensors of the model.
 
     Attributes:
-        shape, dtype: shape and dtype of its values.
-        read: reads the values.
         whole: the tensor with the same content; empty if there is none.
         form: how the tensor was changed, such as `transposed`.
         parts: tensors that it contains, or that it was split from.

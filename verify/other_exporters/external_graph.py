@@ -60,16 +60,9 @@ class ExternalGraph:
 
     Attributes:
         name: name in reports; default: the file name.
-        path: path of the file.
-        binding: its inputs and outputs.
         limits: the calls that it does not support.
         shapes: declared shapes by name.
-        dtype: element type of its logits.
         outputs: names of its cache outputs, as in reports.
-
-    Args:
-        model: the graph without its weights.
-        sizes: sizes of the eager model.
 
     Raises:
         MalformedInput: onnxruntime cannot open it.

@@ -35,10 +35,7 @@ class GraphFile:
     """A checked graph file and its inputs and outputs.
 
     Attributes:
-        path: path of the file.
         name: name in reports: the file name, with the folder's name if two files have the same name.
-        model: the graph without its weights.
-        binding: its inputs and outputs.
         contents: its initializers by name, after their audit.
         emulates: the file of which `path` is a copy that rounds after every node; else None.
         quantized_weights: its quantized matrices, after their audit.

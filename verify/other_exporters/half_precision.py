@@ -50,11 +50,7 @@ def compare_half_precision(
     """Runs all scenarios on the graphs, a few with every value rounded, and all on float32 copies.
 
     Args:
-        verified: the graphs.
-        graphs: the same graphs, opened.
         eager: the model with weights as in the graphs.
-        comparison: runs the comparison and collects the checks.
-        stack: keeps temporary copies.
 
     Returns:
         The reference and the graphs in which a faulty node is searched: the copies, if they are possible.

@@ -98,14 +98,6 @@ def compare_quantized(
 ) -> Generator[list[Check], None, tuple[Eager, ExternalGraphs]]:
     """Measures the loss of accuracy, and checks correctness if all weights are known.
 
-    Args:
-        verified: the graphs.
-        graphs: the same graphs, opened unchanged.
-        eager: the model at full precision.
-        comparison: runs the comparison and collects the checks.
-        options: options of the user.
-        stack: keeps temporary copies and the dequantized reference.
-
     Returns:
         The reference and the graphs of the check of correctness, or the given ones without it.
     """
@@ -153,9 +145,6 @@ def measure_cost(
     Args:
         shipped: name and runner of the unchanged graphs.
         plain: opens the graphs with plainly rounded codes; its copies stay on the stack.
-        eager: the model at full precision.
-        options: options of the user.
-        report: receives the figures and notes.
         suite: `quick` or `full`.
         room: maximum number of tokens of a sequence in these graphs.
     """

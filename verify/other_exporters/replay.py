@@ -33,10 +33,6 @@ class ExternalGraphs:
     """The graphs to verify: one, or a prefill and a decode graph.
 
     Attributes:
-        files: the graphs.
-        sizes: sizes of the model.
-        settings: session settings.
-        tensors: tensors of the model by name.
         named: suffix of the names of their scenarios; other scenarios belong to other copies of the graphs.
     """
 

@@ -121,17 +121,7 @@ def compare_graph_files(
     options: QuantizationOptions,
     stack: ExitStack,
 ) -> Checking:
-    """Yields all checks: audits of the files, then all scenarios.
-
-    Args:
-        verified: the graphs.
-        folder: of the model.
-        report: receives evidence and notes.
-        session: the options of the verification.
-        eager: an open reference of the model.
-        options: for graphs with quantized weights.
-        stack: keeps temporary copies.
-    """
+    """Yields all checks: audits of the files, then all scenarios."""
     config = read_json(folder / "config.json")
     if wrong := options.smoothing.check(verified.files[0].name, verified.tensors):
         yield wrong
@@ -193,11 +183,9 @@ def open_reference(
     """The eager model; for a half-precision graph, with weights rounded as in the graph.
 
     Args:
-        verified: the graphs.
         reference: the model, or its folder.
         half: dtype of the graphs if it is half precision; else empty.
         code: the model's folder if its custom code is trusted.
-        stack: keeps a temporary copy.
     """
     folder = reference if isinstance(reference, Path) else reference.folder
     source = folder
@@ -231,8 +219,6 @@ def audit_graph_weights(
     Args:
         files: the graphs; receive what was found.
         tensors: of the model by name, with factors of smoothing.
-        config: of the model.
-        report: receives notes and a row per quantized matrix.
         codes: what the codes must be.
     """
     missing = set(tensors)

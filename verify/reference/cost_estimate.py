@@ -44,7 +44,6 @@ class CostEstimate:
     """The resources that a verification needs.
 
     Attributes:
-        elements: number of elements of the model.
         whole: bytes of memory with the whole model held.
         layered: bytes of memory layer by layer.
         mapped: bytes of mapped files, which take address space.

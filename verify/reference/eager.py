@@ -58,7 +58,6 @@ class Eager:
     """The model in float64 and in the graph's dtype, and the rounding noise between the two.
 
     Args:
-        folder: the model's folder.
         dtype: numpy name of the graphs' dtype.
         keep: keep all results, to verify several folders with graphs of one model.
         code: a trusted folder whose own code builds the model; None to run no code of the folder.

@@ -363,7 +363,6 @@ class AccuracyCost:
     """The difference between a graph and the model at full precision over the tokens of some texts.
 
     Attributes:
-        graph: name of the graph.
         tokens: number of compared tokens.
         divergence: KL(model || graph) of the next token in nats: `mean`, `median`, `p99`, `p99_9`, `max`.
         divergence_error: standard error of the mean.

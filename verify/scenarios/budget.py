@@ -119,7 +119,6 @@ class Budget:
         seconds: from the beginning of the verification; the mandatory scenarios may take longer.
         clock: returns the time in seconds.
         core: names of the mandatory scenarios, which run whatever the time.
-        started: time of the beginning.
         opening: seconds until the first scenario began; None before that.
         ran: name and seconds of each row that ran, in order.
         left: names of the rows that did not run, in order.

@@ -37,7 +37,6 @@ class ModelFacts:
     """The properties of a model that the scenarios depend on.
 
     Attributes:
-        vocab_size: rows of the embedding.
         max_positions: maximum context length in tokens; None for no limit.
         windows: sizes in tokens of sliding windows and attention chunks, smallest first.
         takes_positions: whether the model uses `position_ids`.
@@ -181,8 +180,6 @@ def chain(
     Args:
         mask: [batch, sum of lengths], 0 for padding.
         lengths: number of new tokens of each call.
-        facts: the model's vocabulary and context.
-        rng: generates the tokens.
         jumps: positions start high and have gaps, instead of following from the mask.
     """
     ids = rng.integers(0, facts.vocab_size, mask.shape)
@@ -211,10 +208,7 @@ def continuing(
     """Calls that continue a synthetic past, at the positions after it.
 
     Args:
-        past: the synthetic past.
         lengths: number of new tokens of each call.
-        facts: the model's vocabulary.
-        rng: generates the tokens.
         padding: number of masked slots at the start of the last row.
     """
     mask = full_mask(past.rows, past.length + sum(lengths))
@@ -269,10 +263,7 @@ class SyntheticPast:
 
     Attributes:
         shapes: cache shapes for one sequence and one token, by output name.
-        rows: number of sequences.
-        length: number of tokens.
         loud: first slot with large values, and the slot after the last.
-        seed: of the random numbers.
     """
 
     shapes: Mapping[str, tuple[int, ...]]

@@ -78,8 +78,6 @@ def audit_decisions(
     """Fails if a graph decides on lengths, batch size, positions or tokens by a number that is not the model's.
 
     Args:
-        graph: name of the graph in reports.
-        model: the graph without its weights.
         config: from `read_config`.
         prefix: number of virtual tokens of the graph's prefix in the manifest; 0 for none.
         pools: the part after the model joins the tokens of a text, which counts them and looks up the last one.

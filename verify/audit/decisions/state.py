@@ -192,8 +192,6 @@ class ForeignDecision:
     """A node that decides by a number that is not one of the model's.
 
     Attributes:
-        node: name of the node.
-        op: its operator.
         text: a description of the decision.
         certain: the node decides by that number; False if the operator cannot be analyzed.
         point: the node tests for that single number, which no field of the config contains.

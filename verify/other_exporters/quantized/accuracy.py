@@ -36,13 +36,11 @@ class TokenCosts:
     """The figures of a graph by token.
 
     Attributes:
-        graph: its name.
         source: where the tokens are from.
         nats: divergence of the next token.
         agreed: whether the most likely next token is the model's.
         losses: negative log-likelihoods of the text's tokens, of the model and of the graph.
         uniform: divergence of equal probabilities for all tokens.
-        vocabulary: number of logits.
     """
 
     graph: str
@@ -272,7 +270,6 @@ def token_sample(
         text: a text file; None for the evaluation text of llmconv, or random tokens with a fixed seed if the folder has
             no tokenizer that knows its words.
         folder: folder of the model with its tokenizer.
-        facts: sizes of the model.
         suite: `quick` or `full`.
         trust_remote_code: whether custom code of the tokenizer may run.
 

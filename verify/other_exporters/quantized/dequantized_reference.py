@@ -98,7 +98,6 @@ def dequantized_reference(
     The weights are streamed to the disk.
 
     Args:
-        folder: folder of the model.
         reference: its tensors by name, with `smoothing`.
         found: the quantized matrices and the matching tensors.
         tie: its tied embedding and head, if any; the head is then stored separately.

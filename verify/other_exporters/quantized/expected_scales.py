@@ -188,8 +188,6 @@ def scale_problem(blocks: Blocks, first: int, *, is_plain: bool, weighted: bool)
     """Describes the first block whose scale or zero point an export would not choose; empty if there is none.
 
     Args:
-        blocks: of a matrix.
-        first: number of the first row.
         is_plain: scales come from extreme values alone.
         weighted: scales suit the columns that matter on a text.
     """

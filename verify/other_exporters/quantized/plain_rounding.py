@@ -63,11 +63,8 @@ def plainly_rounded(
     A block of rows is in memory at a time.
 
     Args:
-        path: the graph.
-        model: the graph without its weights.
         matched: its quantized matrices and the matching tensors.
         tensors: the model's tensors by name, with factors applied.
-        smoothing: the factors.
     """
     found = {one.stored.name: one for one in matched if _is_of_whole_rows(one)}
     with_factors = {key for key, one in found.items() if any(match.name in smoothing.factors for match in one.matches)}

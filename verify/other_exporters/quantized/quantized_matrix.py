@@ -129,8 +129,6 @@ def grids(
     """Scale and zero point as grids over a matrix, and the repetition of their elements along both axes.
 
     Args:
-        node: the node, for errors.
-        constants: constants of the graph.
         scale, zero: names of the scales and of the zero points; the latter may be empty.
         shape: shape of the matrix.
         axis: axis of a vector of scales, or axis along which blocks are cut.

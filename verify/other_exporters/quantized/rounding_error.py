@@ -65,7 +65,6 @@ def other_values(values: Array, original: Array, codes: Array, scales: np.dtype,
         codes: of the graph, minus their zero point.
         scales: dtype of the graph's scales; others than `stored` are rounded.
         stored: dtype of the reference's scales.
-        first: number of the first row.
     """
     limits = None if scales in (np.dtype(np.float32), stored.numpy) else ml_dtypes.finfo(scales)
     relative = EXACT if limits is None else float(limits.eps) / 2 + EXACT
