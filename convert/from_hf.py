@@ -95,11 +95,7 @@ def _side_files_left_out(plan: Plan, to: str) -> list[str]:
 
 
 def open_model(path: Path) -> Checkpoint:
-    """A Hugging Face folder, complete, without buffers, and with its output head only where it is not the embedding.
-
-    Raises:
-        InputRefused: the folder does not exist, is incomplete, or quantized.
-    """
+    """A Hugging Face folder, without buffers and a tied head; InputRefused if missing, incomplete, or quantized."""
     checkpoint = open_checkpoint(path)
     require_model_type(checkpoint.config, path.name)
     if checkpoint.config.get("quantization_config"):

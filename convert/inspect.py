@@ -358,8 +358,7 @@ MODULES = "modules.json"
 def modules_in(folder: Path) -> tuple[str, ...]:
     """The last component of the types of the modules, in order, such as `Pooling`; empty without the file.
 
-    Raises:
-        MalformedInput: it is not such a list, or a link out of the folder.
+    Raises MalformedInput if it is not such a list, or a link out of the folder.
     """
     if not (folder / MODULES).is_file():
         return ()

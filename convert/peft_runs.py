@@ -209,11 +209,7 @@ VERSIONED = ("transformers_version", "torch_dtype", "dtype", "architectures", "u
 
 
 def differences(stored: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
-    """A warning if the run's config differs from the base folder's in fields that both have.
-
-    Raises:
-        MalformedInput: the model types differ.
-    """
+    """A warning if shared fields of the run's and the base folder's config differ; MalformedInput for `model_type`."""
     differing = sorted(name for name in stored.keys() & base.keys() if stored[name] != base[name])
     if "model_type" in differing:
         raise MalformedInput(

@@ -100,11 +100,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
 
 
 def _trusted(code: str | Path | None, trust_remote_code: bool) -> TrustedCode | None:
-    """The consent to run the model's own code; None without.
-
-    Raises:
-        UsageProblem: a folder of code is given without consent, or it is not a local folder.
-    """
+    """The consent to run the model's own code, or None; UsageProblem for a folder without it, or not a local one."""
     if code is not None and not trust_remote_code:
         raise UsageProblem(
             "`--code` names code that would run, to compare the weights with the model that it builds",

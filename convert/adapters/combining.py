@@ -67,11 +67,7 @@ class Combination:
         return method.kept is _whole and not (method.elects or method.truncates)
 
     def check(self, adapters: int) -> None:
-        """Checks the options for a number of adapters.
-
-        Raises:
-            UsageProblem: an unknown method, or options that contradict it.
-        """
+        """Raises UsageProblem for an unknown method, or options that contradict it or the number of adapters."""
         if self.method not in METHODS or self.majority_sign not in SIGNS:
             raise UsageProblem(
                 f"unsupported combination {self.method!r} with majority sign {self.majority_sign!r}",

@@ -187,10 +187,9 @@ def _config(config: Mapping[str, Any], count: int, order: Sequence[int]) -> dict
 
 
 def fit_vocabulary(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]) -> bool:
-    """Sets `vocab_size` in `config` to the rows of an embedding that an adapter resized; returns whether it changed.
+    """Sets `vocab_size` to the rows of a resized embedding, if any; returns whether it changed.
 
-    Raises:
-        MalformedInput: embedding and head would have different sizes.
+    Raises MalformedInput if embedding and head would have different sizes.
     """
     sizes = {name: edits.current(name).num_rows for name in (embedding, head) if name and edits.tensors.get(name)}
     changed = [name for name, size in sizes.items() if size != edits.tensors[name].num_rows]

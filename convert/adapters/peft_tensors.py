@@ -211,8 +211,7 @@ MODULES = {"gate_and_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 def ungrouped(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The tensors of an adapter, with those of grouped experts as factors of each expert's layers.
 
-    Raises:
-        MalformedInput: a grouped tensor that does not have three dimensions, or no two equal halves.
+    Raises MalformedInput unless a grouped tensor has three dimensions and, where split, equal halves.
     """
     result: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():

@@ -132,11 +132,7 @@ def slice_columns(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
 
 
 def split(tensor: LazyTensor, dim: int, count: int) -> list[LazyTensor]:
-    """`count` equal parts along `dim` (0 or 1); the reverse of `concat`.
-
-    Raises:
-        ValueError: they would not be equal, or there is no such dim.
-    """
+    """`count` equal parts along `dim` (0 or 1), the reverse of `concat`; ValueError if they would not be equal."""
     if count == 1:
         return [tensor]
     if len(tensor.shape) <= dim or tensor.shape[dim] % count:
@@ -216,11 +212,7 @@ def replicated(copies: Sequence[LazyTensor], difference: LlmconvError) -> LazyTe
 
 
 def pick_rows(tensor: LazyTensor, group: int, first: int, count: int) -> LazyTensor:
-    """Rows `first:first + count` of every group of `group` rows, one group after the other.
-
-    Raises:
-        ValueError: the rows do not divide into such groups, or a group has no such rows.
-    """
+    """Rows `first:first + count` of every group of `group` rows, in order; ValueError if groups do not fit."""
     if group <= 0 or count <= 0 or tensor.num_rows % group or not 0 <= first <= group - count:
         raise ValueError(f"{tensor.num_rows} rows have no rows {first}:{first + count} in groups of {group}")
     row_bytes = max(1, tensor.nbytes // max(1, tensor.num_rows))
@@ -241,11 +233,7 @@ def pick_rows(tensor: LazyTensor, group: int, first: int, count: int) -> LazyTen
 
 
 def interleave_rows(parts: Sequence[LazyTensor], counts: Sequence[int]) -> LazyTensor:
-    """The next `counts[k]` rows of each part in turn, until all are used up; the reverse of `pick_rows`.
-
-    Raises:
-        ValueError: the parts do not have the same number of groups, or differ in dtype or in the other sizes.
-    """
+    """The next `counts[k]` rows of each part in turn, the reverse of `pick_rows`; ValueError if parts do not match."""
     kinds = {(part.dtype, part.shape[1:], part.num_rows / count) for part, count in zip(parts, counts, strict=True)}
     group = sum(counts)
     groups = parts[0].num_rows // counts[0]

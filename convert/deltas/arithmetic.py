@@ -112,11 +112,7 @@ NamedTensors = Mapping[str, LazyTensor]
 
 
 def _same_names(base: Checkpoint, delta: Checkpoint) -> tuple[NamedTensors, NamedTensors]:
-    """The tensors of both, without buffers; a head that only one of them stores is added to the other (tied).
-
-    Raises:
-        MalformedInput: missing keys.
-    """
+    """The tensors of both, without buffers, with a head that only one stores; MalformedInput for missing keys."""
     below = {name: tensor for name, tensor in base.items() if not DROPPED.search(name)}
     above = dict(delta.tensors)
     for one, other in ((below, above), (above, below)):

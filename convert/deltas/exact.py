@@ -58,11 +58,7 @@ VERSION = 1
 
 
 def plan_exact(base: Checkpoint, tuned: Checkpoint, max_shard_size: str | int) -> Plan:
-    """The files of an exact delta; reads no weights. Other errors and `max_shard_size` as in `plan_checkpoint`.
-
-    Raises:
-        UnsupportedInput: a new tensor with rows too large to be packed.
-    """
+    """The files of an exact delta; reads no weights. UnsupportedInput if a new tensor's rows are too large to pack."""
     whole = plan_checkpoint(tuned, max_shard_size)
     predicted = {name: _predicted(name, tensor, base) for name, tensor in tuned.items()}
     groups = [group for shard in whole.shards for group in _groups(shard.tensors)]
@@ -124,10 +120,9 @@ class ExactDelta:
     side_files: Mapping[str, bytes]
 
     def over(self, base: Checkpoint) -> Checkpoint:
-        """The tuned model; each row of the base is checked when it is read, which is once, or copied.
+        """The tuned model; InputRefused if keys, shapes or dtypes do not match, so that it is not the delta's base.
 
-        Raises:
-            InputRefused: missing keys, shape or dtype mismatches: not the base that the delta was made from.
+        Each row of the base is checked when it is read, which is once, or copied.
         """
         sources = self._sources()
         if missing := [name for name in sources if name not in base]:
@@ -149,10 +144,9 @@ class ExactDelta:
         )
 
     def check_base(self, base: Checkpoint, *, whole: bool) -> None:
-        """Compares the sha256 of the base's tensors: all (`whole`), or only those with rows that `over` never reads.
+        """Raises InputRefused, which lists the tensors of the base with another sha256.
 
-        Raises:
-            InputRefused: lists all tensors that differ.
+        Compares all (`whole`), or only those with rows that `over` never reads.
         """
         sources = self._sources()
         if not whole:
@@ -452,11 +446,7 @@ class DeltaTensor:
 
 
 def open_frames(path: Path) -> dict[str, DeltaTensor]:
-    """The tensors of one file of an exact delta, in order; reads only its index.
-
-    Raises:
-        MalformedInput: the index is missing or inconsistent.
-    """
+    """The tensors of one file of an exact delta, in order; reads only its index (MalformedInput if inconsistent)."""
     end, text = _index_text(path)
     try:
         content = json.loads(text)

@@ -112,11 +112,7 @@ NamedTensors = Mapping[str, LazyTensor]
 
 
 def _sorted(base: Checkpoint, below: NamedTensors, above: NamedTensors) -> tuple[list[str], list[str]]:
-    """The names of changed tensors: those with a product, and those stored whole.
-
-    Raises:
-        UnsupportedInput: a change that an adapter cannot represent.
-    """
+    """Names of changed tensors with a product and of those stored whole; UnsupportedInput if neither is possible."""
     if odd := sorted(below.keys() ^ above.keys()):
         raise UnsupportedInput(f"only one of the two models has {listing(odd)}", hint=EXACT)
     changed = [name for name in above if _differ(below[name], above[name])]
@@ -288,10 +284,9 @@ class FactoredChanges:
         self._lock = Lock()
 
     def of(self, name: str) -> tuple[Array, Array]:
-        """left [rows, rank] and right [rank, columns] in float32, each multiplied by the roots of the singular values.
+        """left [rows, rank] and right [rank, columns], float32, each times the roots of the singular values.
 
-        Raises:
-            UnsupportedInput: the change is not finite.
+        Raises UnsupportedInput if the change is not finite.
         """
         with self._lock:
             if name not in self._recent:

@@ -55,11 +55,7 @@ SCRIPTS = {
 
 
 def plan_script_delta(base: Checkpoint, tuned: Checkpoint, to: str, max_shard_size: str | int) -> WrittenDelta:
-    """The files of a delta for `fastchat` or `alpaca` (`to`); `max_shard_size` in bytes.
-
-    Raises:
-        UnsupportedInput: the script would not restore the tuned model, or a model is quantized.
-    """
+    """The files of a delta for `fastchat` or `alpaca` (`to`); UnsupportedInput if it cannot restore the tuned model."""
     script = SCRIPTS[to]
     below, above = (_weights(side, script) for side in (base, tuned))
     _require_same_names(below, above)
@@ -110,11 +106,7 @@ def _require_same_names(below: NamedTensors, above: NamedTensors) -> None:
 
 
 def _grown(below: NamedTensors, above: NamedTensors, script: Script) -> list[str]:
-    """The names of the matrices with one token more.
-
-    Raises:
-        UnsupportedInput: other shapes differ, or the vocabulary grew by more.
-    """
+    """The names of the matrices with one token more; UnsupportedInput for any other difference in shape."""
     odd = [name for name in above if above[name].shape != below[name].shape]
     wrong = [name for name in odd if not is_vocabulary(name) or above[name].shape[1:] != below[name].shape[1:]]
     if wrong:

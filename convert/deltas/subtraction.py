@@ -125,10 +125,9 @@ SUMMED = ("float64", *FLOATS)
 
 
 def added(name: str, base: LazyTensor | None, delta: LazyTensor) -> LazyTensor:
-    """`base` + `delta` in float32, or float64; rows that the base does not have (or None) count as zeros.
+    """`base` + `delta` in float32 or float64; rows that the base lacks, and None, are zeros.
 
-    Raises:
-        UnsupportedInput: one of them is not floating-point.
+    Raises UnsupportedInput if one of them is not floating-point.
     """
     kinds = [tensor.dtype.name for tensor in (base, delta) if tensor is not None]
     if odd := [kind for kind in kinds if kind not in SUMMED]:

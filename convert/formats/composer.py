@@ -220,8 +220,7 @@ def model_file(folder: Path) -> Path:
 def folder_content(folder: Path, model: Any) -> dict[str, Any]:
     """The nested dict of the one-file layout, from a folder in the newer layout and its state dict.
 
-    Raises:
-        MalformedInput: the metadata is not JSON, or `model` is not a dict.
+    Raises MalformedInput if the metadata is not JSON, or `model` is not a dict.
     """
     if not isinstance(model, dict):
         raise MalformedInput(f"`{folder.name}/{MODEL}` contains no state dict", hint="copy the folder again")
@@ -360,11 +359,7 @@ def _with_empty_files(known: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_rank_file(path: Path, model: Any) -> None:
-    """Refuses the file of one rank, which holds only a part of every tensor.
-
-    Raises:
-        UnsupportedInput: there are pickled `ShardedTensor`, or flat parameters of FSDP (`local`).
-    """
+    """Raises UnsupportedInput for the file of one rank (`ShardedTensor`, or flat parameters of FSDP, `local`)."""
     entries = model.items() if isinstance(model, Mapping) else ()
     if any(_is_sharded_tensor(value) for _, value in entries):
         raise UnsupportedInput(
@@ -392,8 +387,7 @@ REPEAT_LIMIT = 1_000
 def restore_files(entries: Mapping[str, Any], source: str) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """File contents by name, and the names of files that do not belong to a tokenizer.
 
-    Raises:
-        MalformedInput: a name leads out of the folder, or a content has the wrong type.
+    Raises MalformedInput for a name that leads out of the folder, or a content of the wrong type.
     """
     files: dict[str, bytes] = {}
     left_out: list[str] = []
@@ -440,11 +434,7 @@ def _json(name: str, content: Any) -> bytes:
 
 
 def plain(value: Any, source: str) -> Any:
-    """A copy of `value`, which must consist of JSON types only.
-
-    Raises:
-        MalformedInput: there are other types or too many values, or it is too deep, or too often the same list or dict.
-    """
+    """A copy of `value`; MalformedInput unless it consists of JSON types, within limits of size and depth."""
     return _Copier(source).copy(value, 0)
 
 

@@ -103,11 +103,7 @@ def _model_args(found: StateFile, source: str) -> dict[str, int]:
 def _with_biases(
     tensors: dict[str, LazyTensor], args: Mapping[str, int], source: str, warnings: list[str]
 ) -> dict[str, LazyTensor]:
-    """Adds zero biases to a run without biases, which computes the same.
-
-    Raises:
-        MalformedInput: missing keys, also if only some of the biases are present.
-    """
+    """Adds zero biases to a run without biases, which computes the same; MalformedInput for other missing keys."""
     parts = [f"transformer.h.{layer}.{part}" for layer in range(args["n_layer"]) for part in PARTS]
     modules = [*parts, "transformer.ln_f"]
     require([f"{module}.weight" for module in modules], tensors, source)

@@ -47,10 +47,9 @@ def merged_configs(paths: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, or in a YAML file (by its name); tags that would build other objects are refused.
+    """The object in a JSON or (by its name) YAML file; MalformedInput for anything else, or one far too large.
 
-    Raises:
-        MalformedInput: not such an object, or far larger than a configuration.
+    YAML tags that would build other objects are refused.
     """
     if path.suffix not in (".yaml", ".yml"):
         return read_json(path)
@@ -72,10 +71,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def _parse_yaml(text: str) -> Any:
-    """The value of a YAML document; its depth and its nodes are counted before it is built.
+    """The value of a YAML document; ValueError or YAMLError if it is invalid or too large.
 
-    Raises:
-        ValueError, YAMLError: it is invalid, or too large.
+    Depth and nodes are counted before anything is built.
     """
     depth = 0
     for event in yaml.parse(text, YAML_LOADER):
@@ -172,8 +170,7 @@ def _own_config(stored: Mapping[str, Any], given: Mapping[str, Any], source: str
 def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with `architectures` that fit its `model_type`; an encoder gets its class for masked tokens.
 
-    Raises:
-        UnsupportedInput: the installed transformers has no causal language model of this type.
+    Raises UnsupportedInput if the installed transformers has no causal language model of this type.
     """
     kind, known = str(config.get("model_type")), causal_lm_classes()
     if known and kind not in known:

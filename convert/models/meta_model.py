@@ -82,8 +82,7 @@ def meta_model(config: Mapping[str, Any], class_name: str = "", dtype: str = "fl
 def code_model(config_class: Any, model_class: Any, config: Mapping[str, Any]) -> Any:
     """The model of a folder's own code, on the meta device, as transformers builds it before it loads weights.
 
-    Raises:
-        NotBuildable: the code fails, or the model has far more modules than any real one.
+    Raises NotBuildable if the code fails, or the model has far more modules than any real one.
     """
     fields = {name: value for name, value in without_fetching(dict(config)).items() if name != "model_type"}
     with building(), meta_device_safe_creation_ops():
@@ -130,8 +129,7 @@ def float32_names(config: Mapping[str, Any], class_name: str, names: Iterable[st
 def gaps_of(model: Any, shapes: Mapping[str, Shape]) -> LoadingGaps:
     """What transformers would report after loading tensors of these shapes into a model on the meta device.
 
-    Raises:
-        NotBuildable: a conversion of transformers fails.
+    Raises NotBuildable if a conversion of transformers fails.
     """
     mapping = get_model_conversion_mapping(model)
     options = LoadStateDictConfig(dtype=torch.float32, device_map={"": "meta"}, weight_mapping=mapping)

@@ -257,11 +257,7 @@ def _window(fields: Mapping[str, Any], layers: int) -> tuple[Any, list[int] | No
 
 
 def tied(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint without an output head that is the embedding, and with the `tie_word_embeddings` that follows.
-
-    Raises:
-        InputRefused: as `settings_of`.
-    """
+    """The checkpoint with `tie_word_embeddings` set, without a head that is the embedding; errors as `settings_of`."""
     tensors = dict(checkpoint.tensors)
     config = {**checkpoint.config, "tie_word_embeddings": settings_of(checkpoint)["tie_word_embeddings"]}
     return replace(checkpoint, config=settle_head(tensors, config, []), tensors=tensors)

@@ -297,8 +297,7 @@ OLD_NAMES = ((".ln_", ".norm_"), (".mlp_up.", ".up_proj."), (".mlp_down.", ".dow
 def native_tensors(tensors: Mapping[str, LazyTensor], source: str) -> dict[str, LazyTensor]:
     """The tensors under transformers' names; separate query, key and value matrices become one (`fused_qkv` false).
 
-    Raises:
-        MalformedInput: two tensors with one name, or matrices that do not fit together.
+    Raises MalformedInput for two tensors with one name, or matrices that do not fit together.
     """
     renamed: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():

@@ -121,8 +121,7 @@ class NamesInMemory:
     def joint(self, name: str) -> Joint | None:
         """The tensors that one in memory consists of; None if it is a stored one, renamed or not.
 
-        Raises:
-            NotBuildable: transformers' conversion does more than to move whole lines.
+        Raises NotBuildable if transformers' conversion does more than to move whole lines.
         """
         if (key := self._keys.get(name)) is None:
             return None

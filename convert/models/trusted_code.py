@@ -33,11 +33,7 @@ class TrustedCode:
         return next((folder for folder in folders if holds(folder, names)), folders[0])
 
     def declared(self) -> dict[str, Any]:
-        """The `config.json` in the caller's folder; empty without one.
-
-        Raises:
-            MalformedInput: it is not JSON, or a link out of the folder.
-        """
+        """The `config.json` in the caller's folder; empty without one, MalformedInput if not JSON or a link out."""
         if not self.given or not (self.given / "config.json").is_file():
             return {}
         return read_json(own_file(self.given, "config.json"))

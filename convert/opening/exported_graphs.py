@@ -173,11 +173,7 @@ def quantized_tensors(folder: Path) -> dict[str, LazyTensor]:
 
 
 def codes_in(folder: Path, tensors: Mapping[str, LazyTensor]) -> CodesSummary:
-    """The quantized weights of a folder, from its tensors as stored.
-
-    Raises:
-        MalformedInput: the manifest is invalid, or codes have an impossible shape.
-    """
+    """The quantized weights of a folder, from its tensors as stored; MalformedInput for impossible shapes of codes."""
     options = _export_options(read_manifest(folder))
     preset = _word(options, "quant", "unknown")
     block = options.get("quant_block")

@@ -73,11 +73,7 @@ def refuse_objects(state: Mapping[str, Any], source: str) -> None:
 
 
 def open_state(path: Path) -> StateFile | None:
-    """The state dict in a torch file, flat or under a key of `WRAPPERS`; None if there is none.
-
-    Raises:
-        InputRefused: the file is malformed, or of an unsupported kind.
-    """
+    """The state dict in a torch file, flat or under a key of `WRAPPERS`, or None; InputRefused if malformed."""
     file = open_torch_file(path)
     content = file.content
     if not isinstance(content, dict):

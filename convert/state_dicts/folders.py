@@ -120,10 +120,9 @@ def _numbered(folder: Path) -> list[Path]:
 
 
 def indexed_shards(folder: Path, index: str, is_shard_name: Callable[[str], bool]) -> dict[str, set[str]]:
-    """Shard file to the names of its tensors, from the `weight_map` of an index (file name `index`).
+    """Shard file to the names of its tensors, from the `weight_map` of an index.
 
-    Raises:
-        MalformedInput: there is no `weight_map`, or a shard is missing or has an invalid name.
+    Raises MalformedInput if there is none, or a shard is missing or has an invalid name.
     """
     weight_map = read_json(folder / index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

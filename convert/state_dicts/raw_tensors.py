@@ -16,11 +16,7 @@ DEPTH = 4
 
 
 def raw_tensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a torch or safetensors file, or of all such files of a folder; reads only headers.
-
-    Raises:
-        InputRefused: there is no such file, or one is malformed.
-    """
+    """The tensors of a torch or safetensors file, or of a folder of them; reads only headers. InputRefused if none."""
     entries = sorted(path.iterdir()) if path.is_dir() else [path]
     files = {entry.name: _read(entry) for entry in entries if entry.suffix == ".safetensors" or is_torch_file(entry)}
     if not files:
@@ -40,11 +36,7 @@ def _read(path: Path) -> Mapping[str, LazyTensor]:
 
 
 def torch_tensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a plain torch file: those of the state dict, or of nested dicts in dotted names.
-
-    Raises:
-        InputRefused: it is not a readable torch file.
-    """
+    """The tensors of a plain torch file (else InputRefused): the state dict, or nested dicts in dotted names."""
     file = open_torch_file(path)
     return {name: file.tensor(name, ref) for name, ref in _leaves(file.content, "", 0)}
 

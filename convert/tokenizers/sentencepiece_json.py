@@ -123,11 +123,7 @@ def _piece(data: bytes) -> tuple[str, float, int]:
 
 
 def _typed(data: Any, kinds: Mapping[int, type]) -> dict[int, Any]:
-    """The fields of a message with a known number.
-
-    Raises:
-        TypeError: a field has another type than sentencepiece writes, or `data` is not a message.
-    """
+    """The fields of a message with a known number; TypeError for a type that sentencepiece does not write."""
     if not isinstance(data, bytes):
         raise TypeError("not a message")
     fields = {number: value for number, value in _fields(data) if number in kinds}

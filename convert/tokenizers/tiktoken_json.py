@@ -28,11 +28,7 @@ NAMED_SINCE_3_1 = NAMED | {4: "finetune_right_pad_id", 8: "eom_id", 10: "python_
 
 
 def parse_tiktoken(data: bytes) -> dict[bytes, int]:
-    """Token to rank; ranks are 0 … n-1.
-
-    Raises:
-        MalformedInput: a line is invalid, or the ranks have gaps.
-    """
+    """Token to rank; ranks are 0 … n-1 (else MalformedInput)."""
     try:
         pairs = [line.split() for line in data.splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}

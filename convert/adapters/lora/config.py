@@ -133,11 +133,7 @@ class LoraConfig:
 
 
 def matching_key(pattern: Mapping[str, Any], module: str, time: MatchTime) -> str:
-    """The first key of `pattern` that matches the module's path (PEFT `get_pattern_key`), or `""`.
-
-    Raises:
-        MalformedInput: a key is an invalid regular expression, or takes too long.
-    """
+    """The first key of `pattern` that matches a module (PEFT `get_pattern_key`), or `""`; errors as in `matches`."""
     return next((key for key in pattern if matches(key, module, time)), "")
 
 

@@ -67,11 +67,7 @@ def parts_from_saved(name: str, modules: Collection[str]) -> int:
 
 
 def place_once(place: dict[str, LazyTensor], key: str, tensor: LazyTensor, named: str, *, may_repeat: bool) -> None:
-    """Adds a tensor to `place`; `named` (file and tensor name) is for messages.
-
-    Raises:
-        MalformedInput: another tensor has this key; an equal one is accepted with `may_repeat`.
-    """
+    """Adds a tensor to `place`; MalformedInput if its key has another one (with `may_repeat`, an unequal one)."""
     if key in place and not (may_repeat and equal(place[key], tensor)):
         raise MalformedInput(
             f"{named} twice, under different names (duplicate key)",

@@ -34,11 +34,7 @@ class TorchRandom:
 
 
 def first_of_permutation(size: int, count: int, seed: int) -> Array:
-    """The first `count` numbers of `torch.randperm(size)` with a generator of this seed, int64.
-
-    Raises:
-        UnsupportedInput: a size of `LONG` or more.
-    """
+    """The first `count` of `torch.randperm(size)` by this seed, int64; UnsupportedInput if `size` is `LONG` or more."""
     if size >= LONG:
         raise UnsupportedInput(
             f"unsupported: a seeded permutation of {size:,} elements",

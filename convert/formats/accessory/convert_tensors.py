@@ -165,10 +165,9 @@ def _fuse_falcon(whole: dict[str, LazyTensor], params: AccessoryParams) -> dict[
 
 
 def _interleave(query: LazyTensor, key: LazyTensor, value: LazyTensor, head_dim: int) -> LazyTensor:
-    """Joins the query heads, key and value of each key/value head (transformers `modeling_falcon.py`, `_split_heads`).
+    """Joins query heads, key and value of each key/value head (transformers `modeling_falcon.py`, `_split_heads`).
 
-    Raises:
-        ValueError: the numbers of rows do not match.
+    Raises ValueError if the numbers of rows do not match.
     """
     groups = key.num_rows // head_dim
     if not groups or key.num_rows % head_dim or query.num_rows % groups or value.shape != key.shape:

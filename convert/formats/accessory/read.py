@@ -199,11 +199,7 @@ TRAINED_PREFIX = re.compile(r"prefix(?:_gate|_new_gate)?$")
 
 
 def plugin_family(folder: Path, names: Iterable[str]) -> str:
-    """`llama`, `mixtral`, `internlm` or `falcon`, from `meta.json` or else from the names of the tensors.
-
-    Raises:
-        UnsupportedInput: upstream does not have the plugin.
-    """
+    """`llama`, `mixtral`, `internlm` or `falcon` (else UnsupportedInput), from `meta.json` or the tensors' names."""
     if not (folder / "meta.json").is_file():
         return _family_of(set(names))
     plugin = read_json(folder / "meta.json").get("llama_type")
@@ -222,11 +218,7 @@ def _family_of(names: set[str]) -> str:
 
 
 def leave_out(whole: dict[str, LazyTensor], family: str, source: str, *, drop: bool) -> list[str]:
-    """Removes, in place, the tensors that no language model of transformers has; returns warnings that list them.
-
-    Raises:
-        UnsupportedInput: there are such tensors, and the user does not allow it (`drop`).
-    """
+    """Removes, in place, tensors that no transformers model has (UnsupportedInput unless `drop`); returns warnings."""
     vision = [name for name in whole if VISION.match(name)]
     trained = [name for name in whole if TRAINED_PREFIX.match(name)]
     if family == "mixtral":

@@ -55,11 +55,7 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
 
 
 def split_ranks(checkpoint: Checkpoint, args: AccessoryArgs, shards: int) -> list[dict[str, LazyTensor]]:
-    """The tensors of each of `shards` ranks in Accessory's names; other errors as in `whole_tensors`.
-
-    Raises:
-        UsageProblem: the model cannot be divided among this number of ranks.
-    """
+    """The tensors of each rank in Accessory's names; UsageProblem if not divisible among `shards` ranks."""
     refuse_shards(checkpoint.path.name, shards, args.shared)
     ranks: list[dict[str, LazyTensor]] = [{} for _ in range(shards)]
     for name, tensor in whole_tensors(checkpoint, args).items():

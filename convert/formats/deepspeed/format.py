@@ -140,11 +140,7 @@ class SavedModel:
 
 
 def open_model(save: Save) -> SavedModel:
-    """Opens the files with the weights without reading tensors.
-
-    Raises:
-        InputRefused: files are missing, malformed, or of an unsupported kind.
-    """
+    """Opens the files with the weights without reading tensors; InputRefused if missing, malformed, or unsupported."""
     states = ModelStates(_states_path(save))
     tensors = states.buffers()
     masters = _masters(save, states)
@@ -256,11 +252,7 @@ WEIGHTS = "fp32.pt"
 
 
 def open_universal(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
-    """Name to master weight of every parameter of the model; those from stage 3 are stored flat and get their shape.
-
-    Raises:
-        MalformedInput: a parameter has no weights, or a shape mismatch.
-    """
+    """Name to master weight of every parameter (MalformedInput if missing); those from stage 3 are stored flat."""
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     whole = {name for name in names if (folder / name / WEIGHTS).is_file()}
     missing = sorted({*shapes, *names} - whole)

@@ -196,8 +196,7 @@ class ModelStates:
     def param_shapes(self) -> list[dict[str, tuple[int, ...]]] | None:
         """Shapes of the trained parameters per parameter group, in flattening order; None in stage 0.
 
-        Raises:
-            MalformedInput: it is not a list of such dicts, or a name is duplicate.
+        Raises MalformedInput if it is not a list of such dicts, or a name is duplicate.
         """
         value = self.content.get("param_shapes")
         if value is None:

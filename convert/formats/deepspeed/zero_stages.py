@@ -29,8 +29,7 @@ from llmconv.tensors import Array, DType, LazyTensor
 def open_masters(save: Save, states: ModelStates) -> dict[str, LazyTensor]:
     """Name to master weight of every trained parameter, in the optimizer's dtype.
 
-    Raises:
-        MalformedInput: a rank's file is missing, or the sizes contradict each other.
+    Raises MalformedInput if a rank's file is missing, or the sizes contradict each other.
     """
     groups = states.param_shapes()
     if groups is None:
@@ -93,11 +92,7 @@ def _stage_3(save: Save, ranks: Sequence[RankStates], shapes: Mapping[str, tuple
 
 
 def open_frozen(save: Save, states: ModelStates) -> dict[str, LazyTensor]:
-    """The frozen parameters, in the dtype of the model: stored whole in stage 2, as fragments in stage 3.
-
-    Raises:
-        MalformedInput: a rank's file is missing, or the sizes contradict each other.
-    """
+    """Frozen parameters in the model's dtype: whole in stage 2, fragments in stage 3; errors as in `open_masters`."""
     shapes = states.frozen_shapes()
     if not shapes:
         return {}
@@ -180,8 +175,7 @@ def first_elements(slices: Sequence[FlatSlice], numel: int) -> list[FlatSlice]:
 def joined(slices: Sequence[FlatSlice], shape: tuple[int, ...], dtype: DType) -> LazyTensor:
     """The tensor of the slices' elements in row-major order; a block of rows reads only the ranges that it needs.
 
-    Raises:
-        ValueError: a slice has another dtype, or the number of elements does not match `shape`.
+    Raises ValueError if a dtype or the number of elements does not match.
     """
     ends = list(accumulate((part.numel for part in slices), initial=0))[1:]
     numel, width = ends[-1] if ends else 0, prod(shape[1:])
@@ -288,11 +282,7 @@ class RankStates:
 
 
 def open_ranks(save: Save) -> list[RankStates]:
-    """The optimizer states of all ranks, in order.
-
-    Raises:
-        MalformedInput: the file of a rank is missing, there are too many files, or they belong to different runs.
-    """
+    """The optimizer states of all ranks, in order; MalformedInput if files are missing, extra, or of several runs."""
     ranks = [RankStates(file) for file in save.optimizers.values()]
     check_ranks(save, save.optimizers, ranks[0].count)
     if len({(rank.stage, rank.count) for rank in ranks}) > 1:

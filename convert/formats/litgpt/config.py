@@ -34,11 +34,7 @@ COMPARED = (
 
 
 def to_config(lit: LitConfig, family: str, source: str) -> dict[str, Any]:
-    """The content of `config.json`, without token ids; `family` is the `model_type` from `family_of`.
-
-    Raises:
-        UnsupportedInput: transformers does not have the rotary formula.
-    """
+    """The content of `config.json`, without token ids; UnsupportedInput if transformers lacks the rotary formula."""
     config: dict[str, Any] = {
         "model_type": family,
         "vocab_size": lit.padded_vocab_size,
@@ -133,11 +129,7 @@ def _is_number(value: Any) -> bool:
 
 
 def reconcile(stored: Mapping[str, Any], computed: dict[str, Any], source: str) -> dict[str, Any]:
-    """The `config.json` next to the weights (`stored`), with LitGPT's vocabulary, or `computed` if there is none.
-
-    Raises:
-        MalformedInput: they contradict each other.
-    """
+    """The `config.json` next to the weights with LitGPT's vocabulary, or `computed`; MalformedInput if they differ."""
     if not stored:
         return computed
     kind = stored.get("model_type")

@@ -21,11 +21,7 @@ FUSED = ("gpt_neox", "falcon")
 def to_hugging_face(
     stored: Mapping[str, LazyTensor], lit: LitConfig, family: str, source: str
 ) -> dict[str, LazyTensor]:
-    """The model's tensors in Hugging Face's names, split and joined lazily; `family` is from `family_of`.
-
-    Raises:
-        MalformedInput: missing keys, unexpected keys, or a shape mismatch with the configuration.
-    """
+    """The model's tensors in Hugging Face's names, split and joined lazily; MalformedInput for wrong keys or shapes."""
     if lit.n_layer * max(1, lit.n_expert) > len(stored):
         raise MalformedInput(
             f"`{source}` holds {len(stored)} tensors, too few for {lit.n_layer} layers",

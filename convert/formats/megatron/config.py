@@ -462,8 +462,7 @@ def arguments_of(config: Mapping[str, Any], source: str) -> Arguments:
 def merged(computed: Mapping[str, Any], given: Mapping[str, Any], source: str, *, compared: bool) -> dict[str, Any]:
     """The config from `to_config`, updated with the user's fields (`given`).
 
-    Raises:
-        MalformedInput: with `compared` (the arguments are those of the run), the first field that contradicts them.
+    Raises MalformedInput for a contradiction, if `compared` (the arguments are those of the run).
     """
     own, other = _settings(computed), _settings(given)
     for name, value in own.items() if compared else ():

@@ -218,11 +218,7 @@ class Layout:
 
 
 def to_hugging_face(tensors: Mapping[str, LazyTensor], layout: Layout) -> dict[str, LazyTensor]:
-    """The model's tensors in Hugging Face's names, from whole tensors in Megatron core's.
-
-    Raises:
-        MalformedInput: unexpected keys, or a shape that contradicts the layout.
-    """
+    """The model's tensors in Hugging Face's names, from core's whole ones; MalformedInput for wrong keys or shapes."""
     converted: dict[str, LazyTensor] = {}
     unknown = []
     for name, tensor in _one_embedding(tensors, layout).items():
@@ -267,11 +263,7 @@ def _one_embedding(tensors: Mapping[str, LazyTensor], layout: Layout) -> dict[st
 
 
 def _parts(name: str, tensor: LazyTensor, layout: Layout) -> Iterator[tuple[str, LazyTensor]]:
-    """The tensors that one is split into, by the names that `hugging_face_name` knows.
-
-    Raises:
-        ValueError: the number of rows does not match.
-    """
+    """The tensors that one is split into, by the names that `hugging_face_name` knows; ValueError for a wrong shape."""
     module, _, kind = name.rpartition(".")
     if module.endswith(f".{QKV}"):
         yield from _attention(name.removesuffix(f"linear_qkv.{kind}"), kind, tensor, layout)

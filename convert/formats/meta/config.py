@@ -49,11 +49,7 @@ class WeightSizes:
 
 
 def read_params(content: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The fields of `params.json`, also if they are nested in `model`.
-
-    Raises:
-        MalformedInput: a required field is missing, or one is not a positive number.
-    """
+    """The fields of `params.json`, also if nested in `model`; MalformedInput if one is missing or not positive."""
     params = dict(content["model"]) if isinstance(content.get("model"), Mapping) else dict(content)
     for name in REQUIRED:
         if not params.get(name):
@@ -103,11 +99,7 @@ def intermediate_of(params: Mapping[str, Any]) -> int:
 
 
 def to_config(params: Mapping[str, Any], sizes: WeightSizes, source: str) -> dict[str, Any]:
-    """The content of a Llama's `config.json`, without dtype and token ids; `sizes` are from the weights.
-
-    Raises:
-        MalformedInput: `params.json` contradicts the weights.
-    """
+    """The content of a Llama's `config.json`, without dtype and token ids; MalformedInput if weights contradict it."""
     expected = intermediate_of(params)
     if expected != sizes.intermediate:
         raise MalformedInput(

@@ -22,11 +22,7 @@ SHARD = re.compile(r"consolidated\.(\d+)\.pth")
 
 
 def open_shards(path: Path) -> list[Mapping[str, LazyTensor]]:
-    """Name to tensor of each rank, in order.
-
-    Raises:
-        MalformedInput: a shard is missing, or two differ in names, shapes or dtypes.
-    """
+    """Name to tensor of each rank, in order; MalformedInput if one is missing, or names, shapes or dtypes differ."""
     found = {int(match[1]): entry for entry in path.iterdir() if (match := SHARD.fullmatch(entry.name))}
     missing = first_missing(found, max(found) + 1)
     if missing is not None:
@@ -69,10 +65,9 @@ def file_order(target: str) -> tuple[int, int]:
 
 
 def check_shapes(path: Path, shards: Sequence[Mapping[str, LazyTensor]], params: Mapping[str, Any]) -> int:
-    """Compares the shapes of the first layer with `params.json`; returns the number of key/value heads, without copies.
+    """The number of key/value heads, without copies, from the first layer's shapes.
 
-    Raises:
-        MalformedInput: the number of shards or of key/value heads contradicts `params.json`.
+    Raises MalformedInput if it or the number of shards contradicts `params.json`.
     """
     dim, count = int(params["dim"]), len(shards)
     head_dim = dim // int(params["n_heads"])

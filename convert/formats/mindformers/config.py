@@ -22,7 +22,7 @@ LAYER_LIMIT = 10_000
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The fields of a run's model configuration, type-checked when they are read.
+    """The fields of a run's model configuration, type-checked when they are read (MalformedInput).
 
     Attributes:
         source: name of the checkpoint's file or folder, for error messages.
@@ -39,11 +39,7 @@ class RunConfig:
     file_name: str = ""
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """The first of `names` that is set, a positive integer (else MalformedInput).
-
-        Raises:
-            InputRefused: none is set, and there is no default.
-        """
+        """The first of `names` that is set, a positive integer; InputRefused if none is, and there is no default."""
         number = self.number(*names, default=default)
         limit = LAYER_LIMIT if names[0] == "num_layers" else 1 << 31
         if number != int(number) or not 0 < number < limit:
@@ -51,11 +47,7 @@ class RunConfig:
         return int(number)
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """The first of `names` that is set, a finite number (YAML 1.1 reads `1e-5` as text), else MalformedInput.
-
-        Raises:
-            InputRefused: none is set, and there is no default.
-        """
+        """The first of `names` that is set, a finite number (YAML 1.1 reads `1e-5` as text); errors as in `integer`."""
         name = next((name for name in names if self.fields.get(name) is not None), None)
         if name is None:
             if default is None:

@@ -139,11 +139,7 @@ def require_embedding(run: RunConfig, embedding: LazyTensor | None) -> LazyTenso
 
 
 def check_embedding_sizes(run: RunConfig, embedding: LazyTensor) -> dict[str, int]:
-    """`vocab_size` and `hidden_size` from the shape of the embedding.
-
-    Raises:
-        MalformedInput: the configuration declares other sizes.
-    """
+    """`vocab_size` and `hidden_size` from the shape of the embedding; MalformedInput if the configuration differs."""
     sizes = dict(zip(("vocab_size", "hidden_size"), embedding.shape, strict=True))
     for name, size in sizes.items():
         if run.integer(name, default=size) != size:

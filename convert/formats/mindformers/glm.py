@@ -121,8 +121,7 @@ def _interleaved_pairs(name: str, tensor: LazyTensor, dim: int) -> LazyTensor:
 def store_glm(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
     """`glm` as ChatGLM3, whose queries, keys and values follow each other in all versions.
 
-    Raises:
-        UnsupportedInput: a setting that ChatGLM does not have.
+    Raises UnsupportedInput for a setting that ChatGLM does not have.
     """
     held = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 0.5, "rope_scaling": None}
     refuse_settings(source, settings, held, "MindFormers")

@@ -35,8 +35,7 @@ BLOOM_IN_OUT = re.compile(r"\.(?:dense|dense_h_to_4h|dense_4h_to_h)\.weight$")
 def build_gpt2(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     """GPT-2; its `c_attn` is the three matrices side by side, in×out.
 
-    Raises:
-        UnsupportedInput: GPT-2 does not have the activation or the order of norms.
+    Raises UnsupportedInput if GPT-2 does not have the activation or the order of norms.
     """
     _require_gelu(run, "GPT-2")
     renamed = {target: tensors[source] for target, source in rename(tensors, GPT2, run.source).items()}
@@ -73,11 +72,7 @@ def build_gpt2(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel
 
 
 def build_bloom(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
-    """BLOOM; its `query_key_value` alternates the heads of the three matrices.
-
-    Raises:
-        UnsupportedInput: BLOOM does not have the activation or the order of norms.
-    """
+    """BLOOM; its `query_key_value` alternates the heads of the three matrices. Errors as in `build_gpt2`."""
     _require_gelu(run, "BLOOM")
     plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     renamed = {target: plain[source] for target, source in rename(plain, BLOOM, run.source).items()}
@@ -115,11 +110,7 @@ def build_bloom(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedMode
 
 
 def store_gpt2(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
-    """GPT-2 with its `c_attn` split into three matrices, [out, in].
-
-    Raises:
-        UnsupportedInput: a setting that MindFormers' GPT-2 does not have.
-    """
+    """GPT-2 with its `c_attn` split into three matrices, [out, in]; UnsupportedInput if MindFormers lacks a setting."""
     held = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
     refuse_settings(source, settings, held, "MindFormers")
     parts = _apart(tensors, "c_attn", lambda whole: [transposed(part) for part in split(whole, 1, 3)], _thirds)
@@ -133,11 +124,7 @@ def store_gpt2(settings: ModelSettings, tensors: dict[str, LazyTensor], source: 
 
 
 def store_bloom(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
-    """BLOOM with the heads of its `query_key_value` sorted into three matrices.
-
-    Raises:
-        UnsupportedInput: a setting that MindFormers' BLOOM does not have.
-    """
+    """BLOOM with the heads of its `query_key_value` sorted into three matrices; errors as in `store_gpt2`."""
     usual = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
     held = {**usual, "apply_residual_connection_post_layernorm": False}
     refuse_settings(source, settings, held, "MindFormers")

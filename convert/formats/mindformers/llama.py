@@ -76,10 +76,9 @@ def build_qwen(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel
 
 
 def build_core(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
-    """A model in Megatron's names: `qwen3` where queries and keys are normalized, else as its biases decide.
+    """A model in Megatron's names: `qwen3` if queries and keys are normalized, else as its biases decide.
 
-    Raises:
-        InputRefused: the run's YAML is given without the `config.json` that contains the sizes.
+    Raises InputRefused if the run's YAML is given without the `config.json` that contains the sizes.
     """
     run.number("rms_norm_eps")
     rope_settings(run, usual=None)
@@ -181,8 +180,7 @@ QKV, GATE_UP = tuple(f"linear_{one}" for one in "qkv"), ("gating", "hidden")
 def store_llama(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
     """A Llama or Qwen 2 in Llama's names, with nothing fused, so that reading needs no `qkv_layout`.
 
-    Raises:
-        UnsupportedInput: a setting that MindFormers' Llama does not have.
+    Raises UnsupportedInput for a setting that MindFormers' Llama does not have.
     """
     refuse_settings(source, settings, FIXED, "MindFormers")
     if settings["head_dim"] * settings["num_attention_heads"] != settings["hidden_size"]:
@@ -222,8 +220,7 @@ def _extension(scaling: Mapping[str, Any]) -> dict[str, Any]:
 def store_core(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
     """A Qwen 3 in Megatron's names, fused in its order, with a configuration in transformers' fields.
 
-    Raises:
-        UnsupportedInput: a setting that MindFormers' Qwen 3 does not have.
+    Raises UnsupportedInput for a setting that MindFormers' Qwen 3 does not have.
     """
     refuse_settings(source, settings, {**FIXED, "attention_bias": False}, "MindFormers")
     group = settings["num_attention_heads"] // settings["num_key_value_heads"] * settings["head_dim"]
@@ -265,8 +262,7 @@ def _shapes(config: dict[str, Any], heads: Heads, biases: set[str]) -> dict[str,
 def _baichuan2(run: RunConfig, tensors: dict[str, LazyTensor], vocabulary: int) -> dict[str, LazyTensor]:
     """Normalizes the head of Baichuan 2, as the model does in every forward pass (`NormHead`).
 
-    Raises:
-        InputRefused: it is unknown whether the model is a Baichuan 2.
+    Raises InputRefused if it is unknown whether the model is a Baichuan 2.
     """
     if vocabulary == BAICHUAN2_VOCABULARY and not run.arch:
         raise InputRefused(

@@ -187,11 +187,7 @@ def unfuse(run: RunConfig, tensors: Mapping[str, LazyTensor], heads: Heads) -> d
 
 
 def layout_of(run: RunConfig, name: str) -> str:
-    """`plain` or `interleaved`, from the names, the class of the model, or the user's `qkv_layout`.
-
-    Raises:
-        InputRefused: none of the three decides it.
-    """
+    """`plain` or `interleaved`, from names, the class of the model, or the user's `qkv_layout` (else InputRefused)."""
     if ".linear_" in name:  # Megatron's names exist since 1.6 only
         return "interleaved"
     if ".attention.w." in name and run.arch:  # Llama's in 1.0 only; InternLM2 has its own order, which never changed
@@ -206,10 +202,9 @@ def layout_of(run: RunConfig, name: str) -> str:
 
 
 def split_qkv(tensor: LazyTensor, heads: Heads, layout: str) -> list[LazyTensor]:
-    """Queries, keys and values of a fused matrix or bias [(queries + 2 keys) * dim, …]; `layout` is one of `LAYOUTS`.
+    """Queries, keys and values of a fused tensor [(queries + 2 keys) * dim, …]; ValueError for other sizes.
 
-    Raises:
-        ValueError: it has another number of rows.
+    `layout` is one of `LAYOUTS`.
     """
     rows = [heads.queries * heads.dim, heads.keys * heads.dim, heads.keys * heads.dim]
     if tensor.num_rows != sum(rows):

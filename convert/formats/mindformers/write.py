@@ -113,11 +113,7 @@ class SplitModel:
 
 
 def split_among_ranks(tensors: Mapping[str, LazyTensor], count: int, source: str) -> SplitModel:
-    """Splits the tensors, in MindFormers' names, among `count` ranks; the reverse of `read.merge_ranks`.
-
-    Raises:
-        UsageProblem: a tensor cannot be divided among this number of ranks.
-    """
+    """Splits the tensors, in MindFormers' names; the reverse of `read.merge_ranks`. UsageProblem if not divisible."""
     ranks: list[dict[str, LazyTensor]] = [{} for _ in range(count)]
     layouts: dict[str, ParallelLayout] = {}
     indivisible = []

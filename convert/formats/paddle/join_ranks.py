@@ -59,11 +59,7 @@ def numbered(rule: TensorRule, layer: int) -> TensorRule:
 
 
 def converted(rule: TensorRule, ranks: Sequence[Mapping[str, LazyTensor]], source: str) -> dict[str, LazyTensor]:
-    """The target tensors of one rule (with a layer number in its names), by name, from all tensor-parallel ranks.
-
-    Raises:
-        MalformedInput: a source has another shape than the rule, also after its ranks' parts are joined.
-    """
+    """The target tensors of one rule (with a layer number in its names) by name; MalformedInput for other shapes."""
     outputs = 0 if rule.linear else len(rule.shape) - 1
     parts = [_oriented(rule, _shards(rule, name, ranks, source)) for name in rule.sources]
     if rule.pieces:

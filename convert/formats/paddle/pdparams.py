@@ -323,11 +323,7 @@ VERSION = 1
 
 
 def pdparams_pieces(tensors: Mapping[str, LazyTensor]) -> Iterator[Piece]:
-    """The pieces of a `.pdparams` file of the tensors, in order.
-
-    Raises:
-        UnsupportedInput: numpy, as paddle uses it, has no code for an element type.
-    """
+    """The pieces of a `.pdparams` file, in order; UnsupportedInput if numpy (as paddle uses it) lacks a dtype."""
     arrays = {name: _array(name, tensor) for name, tensor in tensors.items()}
     # the table gives each parameter its name in the running program; only `paddle.load` reads it
     return pickle_pieces({**arrays, PARAMETER_NAMES: {name: name for name in tensors}}, protocol=4)

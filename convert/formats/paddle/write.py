@@ -215,11 +215,7 @@ WRITERS: Mapping[str, tuple[str, str, Callable[[ModelSettings, str], dict[str, A
 def split_among_ranks(
     rules: Sequence[TensorRule], tensors: Mapping[str, LazyTensor], layers: int, count: int, source: str
 ) -> list[dict[str, LazyTensor]]:
-    """Paddle's name to tensor for each of `count` ranks; the reverse of `apply_rules`.
-
-    Raises:
-        MalformedInput: missing keys, unexpected keys, or a shape mismatch with the configuration.
-    """
+    """Paddle's name to tensor of each rank, the reverse of `apply_rules`; MalformedInput for wrong keys or shapes."""
     all_rules = unrolled(rules, layers)
     targets = [name for rule in all_rules for name in rule.targets]
     require(targets, tensors, source)

@@ -163,11 +163,7 @@ def _permuted(tensors: Mapping[str, LazyTensor], size: int | None, source: str) 
 
 
 def _fused(tensors: Mapping[str, LazyTensor], fused: Mapping[str, Sequence[str]], source: str) -> dict[str, LazyTensor]:
-    """Stacks the parts of fused matrices; the other tensors stay.
-
-    Raises:
-        MalformedInput: a part is missing, or the shapes do not match.
-    """
+    """Stacks the parts of fused matrices, keeps other tensors; MalformedInput if parts are missing or do not match."""
     result = dict(tensors)
     for joined, parts in fused.items():
         for first in [name for name in tensors if f".{parts[0]}." in name]:

@@ -141,11 +141,7 @@ EMBEDDING = re.compile(r"emb|wte")
 
 
 def check_layers(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> dict[int, set[str]]:
-    """The names of each layer's tensors, by layer number.
-
-    Raises:
-        MalformedInput: there are more or fewer layers than in the config.
-    """
+    """The names of each layer's tensors, by layer number; MalformedInput if the config has more or fewer layers."""
     wanted = next((config[field] for field in LAYER_COUNTS if field in config), None)
     layers: dict[int, set[str]] = {}
     for name in tensors:
@@ -162,8 +158,7 @@ def check_layers(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], s
 def check_rules(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], model: ModelNames, source: str) -> None:
     """Checks sizes, equal layers, an embedding of that size, a norm after the last layer, a head, and float weights.
 
-    Raises:
-        MalformedInput: one of them is missing, or the sizes are of another model.
+    Raises MalformedInput if one of them is missing, or the sizes are of another model.
     """
     layers = check_layers(tensors, config, source)
     check_sizes(config, source)

@@ -116,11 +116,7 @@ class DistributedFolder:
         return lambda flat: reshaped(self._chunk(name, item, whole[flat]), flat.sizes)
 
     def values(self, tree: Any) -> Any:
-        """The part `tree` of the nested dict with its values read; tensors stay items.
-
-        Raises:
-            MalformedInput, UnsupportedInput: a blob cannot be read.
-        """
+        """The part `tree` of the nested dict with its values read (InputRefused if unreadable); tensors stay items."""
         if isinstance(tree, BytesItem):
             return self._blob(tree.location).content
         if not isinstance(tree, dict):

@@ -135,8 +135,7 @@ def _path(folder: Path, name: Any, path: Any) -> KeyPath:
 def _locations(folder: Path, stored: Any) -> dict[tuple[str, str], BlobLocation]:
     """The location of each chunk, by name and first element; no two share a byte.
 
-    Raises:
-        UnsupportedInput: the files are safetensors inside.
+    Raises UnsupportedInput if the files are safetensors inside.
     """
     if not isinstance(stored, dict):
         refuse(folder, f"has a `{FILE}` without `storage_data`")

@@ -217,11 +217,7 @@ WHOLE = -1
 
 
 def ckpt_pieces(tensors: Mapping[str, LazyTensor]) -> Iterator[Piece]:
-    """The pieces of a `.ckpt` file of the tensors, in order.
-
-    Raises:
-        UnsupportedInput: MindSpore does not have an element type.
-    """
+    """The pieces of a `.ckpt` file of the tensors, in order; UnsupportedInput if MindSpore lacks an element type."""
     for name, tensor in tensors.items():
         if tensor.dtype.name not in KINDS:
             raise UnsupportedInput(

@@ -74,11 +74,7 @@ class ProtobufFile:
         return self._window[low : low + stop - start]
 
     def varint(self, start: int, stop: int) -> tuple[int, int]:
-        """The number at `start`, and the position after it.
-
-        Raises:
-            MalformedInput: it does not end before `stop`, or is longer than ten bytes or 64 bits.
-        """
+        """The number at `start`, of at most 64 bits, and the position after it, at most `stop`; or MalformedInput."""
         value = 0
         for count, byte in enumerate(self.bytes(start, min(stop, start + VARINT_BYTES))):
             value |= (byte & 0x7F) << 7 * count
@@ -87,11 +83,7 @@ class ProtobufFile:
         return self.refuse(f"has an invalid number at byte {start}")
 
     def fields(self, start: int, stop: int) -> Iterator[Field]:
-        """The fields of the message from `start` to `stop`, in file order.
-
-        Raises:
-            MalformedInput: a field reaches past `stop`, or its wire type is unknown.
-        """
+        """The fields of the message from `start` to `stop`, in file order; MalformedInput for an invalid one."""
         while start < stop:
             key, start = self.varint(start, stop)
             number, wire = key >> 3, key & 7

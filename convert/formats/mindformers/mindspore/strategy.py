@@ -138,11 +138,7 @@ def _layouts(files: Sequence[Path]) -> dict[str, ParallelLayout]:
 
 
 def read_strategy(path: Path) -> dict[str, ParallelLayout]:
-    """Parameter name to layout, from a strategy file (JSON if its name ends with `.json`, else protobuf).
-
-    Raises:
-        MalformedInput: it is not a strategy file, or a layout is inconsistent.
-    """
+    """Parameter name to layout, from a strategy file (`.json` or protobuf); MalformedInput if it is inconsistent."""
     try:
         layouts = _read_json(path) if path.suffix == ".json" else _read_protobuf(path)
         invalid = [name for name, layout in layouts.items() if not layout.is_sound()]
