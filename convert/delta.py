@@ -306,13 +306,9 @@ def _sources(output: Place, *paths: Path) -> list[Path]:
 
 
 def open_model(name: str | Path) -> Checkpoint:
-    """A model in Hugging Face names, its tensors lazy.
+    """A model in Hugging Face names, its tensors lazy; InputRefused if it is not readable, or a delta or an adapter.
 
-    Args:
-        name: a Hugging Face folder, or a checkpoint that `to-hf` reads without options; a path, URI or hub id.
-
-    Raises:
-        InputRefused: not a model that can be read, or a delta or an adapter instead of one.
+    `name` is a Hugging Face folder, or a checkpoint that `to-hf` reads without options; a path, URI or hub id.
     """
     with reading_safely(name):
         path = local_path(name, in_parts=True)

@@ -304,9 +304,7 @@ def _require(path: Path, stored: Mapping[str, Any], tensors: Mapping[str, LazyTe
 def _taken_apart(tensors: Mapping[str, LazyTensor], source: str) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor]]:
     """The tensors of the base and those of the adapter.
 
-    Raises:
-        UnsupportedInput: there are several adapters.
-        MalformedInput: a name is duplicate.
+    Raises UnsupportedInput if there are several adapters, MalformedInput for a duplicate name.
     """
     base: dict[str, LazyTensor] = {}
     adapter: dict[str, LazyTensor] = {}

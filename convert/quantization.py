@@ -100,21 +100,14 @@ class QuantizedBase(QuantizedCheckpoint):
 def quantized_base(checkpoint: Checkpoint) -> QuantizedBase | None:
     """A checkpoint as a quantized base, or None if its config has no `quantization_config`.
 
-    Raises:
-        MalformedInput: missing or mismatched parts of a weight.
-        UnsupportedInput: an unknown method.
+    Raises MalformedInput for missing or mismatched parts of a weight, UnsupportedInput for an unknown method.
     """
     found = quantized_checkpoint(checkpoint)
     return QuantizedBase(found.stored, found.method, found.weights, found.plain) if found else None
 
 
 def check_choice(choice: str | None, base: QuantizedBase | None, dtype: str) -> None:
-    """Refuses a quantized base without `--base-quant` (`choice`), and options that contradict each other.
-
-    Raises:
-        UnsupportedInput: a quantized base without `choice`.
-        UsageProblem: an unknown choice, or one that contradicts the base or `--dtype`.
-    """
+    """Raises UnsupportedInput for a quantized base without `--base-quant` (`choice`), UsageProblem for conflicts."""
     if choice is not None and choice not in CHOICES:
         raise UsageProblem(f"invalid `--base-quant {choice}`", hint=f"one of: {', '.join(CHOICES)}")
     if base is None and choice is not None:
@@ -138,12 +131,9 @@ most of the update is lost, or most of the change is rounding."""
 
 
 class UpdateSums(NamedTuple):
-    """Sums over elements of the update (ΔW) and of the change after quantization (W'_q - W_q).
+    """Sums over elements: `wanted` Σ ΔW², `found` Σ (W'_q - W_q)², `common` Σ ΔW·(W'_q - W_q).
 
-    Attributes:
-        wanted: Σ ΔW².
-        found: Σ (W'_q - W_q)².
-        common: Σ ΔW·(W'_q - W_q).
+    ΔW is the update, W'_q - W_q the change after quantization.
     """
 
     wanted: float

@@ -110,10 +110,9 @@ def add_products_to_rows(rows: Array, pairs: Sequence[tuple[Array, Array]], dtyp
 
 
 def add_in_one_pass(target: Array, source: Array, left: Array, right: Array) -> bool:
-    """target = source + left @ right by the compiled code; for the arguments see `_low_rank_sum.pyi`.
+    """target = source + left @ right by the compiled code (`_low_rank_sum.pyi`); returns whether it was done.
 
-    Returns:
-        Whether it was done: only for bfloat16 on both sides and finite sums, if llmconv was installed with a compiler.
+    Only for bfloat16 on both sides and finite sums, if llmconv was installed with a compiler.
     """
     if not compiled or not source.size or not (source.dtype == target.dtype == BFLOAT16):
         return False

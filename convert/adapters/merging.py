@@ -207,13 +207,7 @@ def fit_vocabulary(edits: Edits, embedding: str | None, head: str, config: dict[
 
 
 def follow_tokens(edits: Edits, embedding: str | None, head: str) -> None:
-    """Copies trained rows of the embedding to a tied head, as PEFT does (`TrainableTokensWrapper`, `tied_adapter`).
-
-    Args:
-        edits: the edits of all adapters; changed in place.
-        embedding: name of the input embedding; None if there is none.
-        head: name of the output head.
-    """
+    """Copies trained rows of the embedding to a tied head, in place (PEFT `TrainableTokensWrapper`, `tied_adapter`)."""
     tied = edits.tied or (head in edits.tensors and edits.config.get(TIE) is True)
     if embedding in edits.tokens and tied and head not in edits.tokens:
         edits.tokens[head] = edits.tokens[embedding]

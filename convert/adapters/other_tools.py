@@ -70,15 +70,9 @@ class ForeignPair:
 
 
 def pair_up(tensors: Mapping[str, LazyTensor], sign: re.Pattern[str], source: str) -> dict[str, ForeignPair]:
-    """The factors by module.
+    """The factors by module; MalformedInput for a missing half, a shape mismatch, or a duplicate key.
 
-    Args:
-        tensors: by name.
-        sign: matches the names of factors, with the groups `module` and `part` (a key of `PARTS`); others are ignored.
-        source: file name, for messages.
-
-    Raises:
-        MalformedInput: a missing half, a shape mismatch, or a duplicate key.
+    `sign` matches the names of factors, with the groups `module` and `part` (a key of `PARTS`); others are ignored.
     """
     found: dict[str, dict[str, LazyTensor]] = {}
     for name, tensor in tensors.items():
@@ -108,15 +102,9 @@ def pair_up(tensors: Mapping[str, LazyTensor], sign: re.Pattern[str], source: st
 def renamed(
     factors: Mapping[str, ForeignPair], table: Mapping[str, str], source: str, what: str = "the adapter's format"
 ) -> dict[str, ForeignPair]:
-    """The factors under new module names.
+    """The factors under new module names; MalformedInput, with similar names, for modules that are not in `table`.
 
-    Args:
-        table: old to new module name, with `{}` for the number of a layer.
-        source: file or folder name, for messages.
-        what: owner of the old names, for messages.
-
-    Raises:
-        MalformedInput: modules that are not in the table; lists them with similar names.
+    `table` has `{}` for the number of a layer; `what` is the owner of the old names, for messages.
     """
     homes = {module: _home(module, table) for module in factors}
     unknown = sorted(module for module, home in homes.items() if home is None)

@@ -30,12 +30,8 @@ OVERFLOW, INFINITY = np.float32(65520), 0x7C00
 def round_into(target: Array, values: Array) -> None:
     """target = values, rounded as torch does: to float32, and from there to narrower types, to nearest even.
 
-    Args:
-        target: float64, float32, float16 or bfloat16; C-contiguous.
-        values: float32 or float64, of the same shape.
-
-    Raises:
-        UnsupportedInput: a finite value is too large for `target`.
+    `target` is float64, float32, float16 or bfloat16, C-contiguous; `values` are float32 or float64, of the same shape.
+    Raises UnsupportedInput if a finite value is too large for `target`.
     """
     try:
         with np.errstate(over="raise"):

@@ -68,12 +68,9 @@ def _mean(tensor: LazyTensor) -> Array:
 
 @dataclass
 class WeightSum:
-    """Compares the sum of all weights, taken while they are read, with the published one.
+    """Compares the sum of all weights, taken while they are read, with the published one (`expected`).
 
-    Attributes:
-        source: origin of the published sum, for messages.
-        expected: the published sum.
-        buffers: sum of the rotary frequencies, which older models have among their tensors.
+    `buffers` is the sum of the rotary frequencies, which older models have among their tensors.
     """
 
     source: str

@@ -38,8 +38,9 @@ class Format:
         peek: the tensors in their own names, for `inspect` if `open` needs more than the checkpoint contains; without
             it `inspect` lists the torch and safetensors files at the path.
         save: for `from-hf`: `save(checkpoint, shards)` returns the Plan of the files, in this number of shards, from
-            which `open` returns the same model, bit for bit. It reads no tensor, and raises an error for everything
-            that the format cannot hold. None if the format cannot be written.
+            which `open` returns the same model, bit for bit. It reads no tensor. It raises UnsupportedInput for
+            everything that the format cannot hold, MalformedInput if config and tensors contradict each other, and
+            UsageProblem for a number of shards that does not divide the model. None if the format cannot be written.
         sign: how its state dicts are recognized, if single torch or safetensors files are its checkpoints.
     """
 

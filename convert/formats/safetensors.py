@@ -1,8 +1,8 @@
 """Safetensors in Hugging Face's names, of any trainer: one file, or shards with or without an index, and a config.
 
 Layout: `convert/state_dicts/safetensors_files.py`, as accelerate's `save_model` and `save_state` write it.
-`config.json` lies next to the weights, or is given with `--config`. A folder that already is a Hugging Face model does
-not have this format, unless its tensor names still have a trainer's prefix.
+`config.json` is next to the weights, or given with `--config`. A folder that already is a Hugging Face model does not
+have this format, unless its tensor names still have a trainer's prefix.
 """
 
 from __future__ import annotations

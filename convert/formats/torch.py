@@ -1,7 +1,7 @@
 """A plain torch state dict in Hugging Face's names: one `.bin`/`.pt`/`.pth` file, or a folder of `pytorch_model*.bin`.
 
 Layout: `convert/state_dicts/`. The state dict is flat, or under `model`, `state_dict`, `model_state_dict` or `module`;
-`config.json` lies next to it, or comes with `--config`.
+`config.json` is next to it, or given with `--config`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""State dicts in Hugging Face names: which entries are tensors of the model, and whether the model is complete.
+"""State dicts in Hugging Face names: which entries are tensors of the model, and whether it is complete.
 
 An incomplete state dict is refused, since transformers would fill every gap with random weights.
 """

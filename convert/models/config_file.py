@@ -31,12 +31,7 @@ YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def merged_configs(paths: tuple[Path, ...]) -> dict[str, Any]:
-    """The JSON or YAML objects of `paths`, merged; later ones take precedence.
-
-    Raises:
-        InputRefused: a file does not exist.
-        MalformedInput: a file does not contain such an object.
-    """
+    """The JSON or YAML objects of `paths`, merged; later ones take precedence. InputRefused if one is missing."""
     merged: dict[str, Any] = {}
     for path in paths:
         file = path / "config.json" if path.is_dir() else path

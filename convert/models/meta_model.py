@@ -92,24 +92,16 @@ def code_model(config_class: Any, model_class: Any, config: Mapping[str, Any]) -
 def loading_gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any], class_name: str = "") -> LoadingGaps:
     """What transformers would report after loading tensors of these shapes into the model of `config`.
 
-    Args:
-        class_name: a class of transformers; empty for the causal language model.
-
-    Raises:
-        NotBuildable: as `meta_model`; or a conversion of transformers fails.
+    `class_name` is empty for the causal language model. Raises NotBuildable as `meta_model`, or if a conversion of
+    transformers fails.
     """
     return gaps_of(meta_model(config, class_name), shapes)
 
 
 def float32_names(config: Mapping[str, Any], class_name: str, names: Iterable[str], dtype: str) -> frozenset[str]:
-    """The stored names of the tensors that are float32 in a model that `from_pretrained` loads in `dtype`.
+    """Stored names (any transformers version) of the tensors that are float32 in a model loaded in `dtype`.
 
-    Args:
-        class_name: a class of transformers; empty for the causal language model.
-        names: of the stored tensors, of any version of transformers.
-
-    Raises:
-        NotBuildable: as `meta_model`; or a conversion of transformers fails.
+    `class_name` is empty for the causal language model. Raises NotBuildable as `loading_gaps`.
     """
     model = meta_model(config, class_name, dtype)
     pattern, known = kept_in_float32(model, getattr(torch, dtype)), model.state_dict()

@@ -123,12 +123,7 @@ class LlamaLikeConfig:
 
 
 def read_decoder(checkpoint: Checkpoint) -> LlamaLikeConfig:
-    """The model of a Hugging Face folder.
-
-    Raises:
-        UnsupportedInput: it is not a model like Llama.
-        MalformedInput: a size is missing or not a number, or the sizes contradict each other.
-    """
+    """The model of a Hugging Face folder; UnsupportedInput if it is not like Llama, MalformedInput for bad sizes."""
     fields, source = checkpoint.config, checkpoint.path.name
     if not isinstance(fields.get("model_type"), str):
         raise MalformedInput(
@@ -203,9 +198,7 @@ def _rope(fields: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any]
 def settings_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """The settings of a model, under the same names for any transformers version, its `model_type` first.
 
-    Raises:
-        UnsupportedInput: an unknown `model_type`.
-        MalformedInput: a size is missing or not a number, or the sizes contradict each other.
+    Raises UnsupportedInput for an unknown `model_type`, MalformedInput for invalid sizes.
     """
     kind = str(checkpoint.config.get("model_type"))
     if kind not in DEFAULTS:

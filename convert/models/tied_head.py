@@ -88,12 +88,8 @@ def settled(checkpoint: Checkpoint, *, sampled: bool = False) -> Checkpoint:
 def with_head(checkpoint: Checkpoint, embedding: str, *, tied: bool) -> dict[str, LazyTensor]:
     """The tensors, with the output head (`lm_head.weight`) added if it is tied to the embedding.
 
-    Args:
-        embedding: name of the embedding.
-        tied: transformers' default where the config does not say whether it is tied.
-
-    Raises:
-        MalformedInput: there is no head, and it is not tied; or there is no embedding.
+    `tied` is transformers' default where the config does not decide it. Raises MalformedInput if there is no embedding,
+    or no head and it is not tied.
     """
     tensors = dict(checkpoint.tensors)
     if HEAD in tensors:

@@ -46,14 +46,9 @@ def trusted_code(options: Mapping[str, Any]) -> TrustedCode | None:
 
 
 def own_fields(stored: Mapping[str, Any], given: Mapping[str, Any], source: str) -> dict[str, Any] | None:
-    """The config of a model with its own trusted code; None without consent or without own code.
+    """The config of a model with its own trusted code; None without own code or consent (in the user's `given`).
 
-    Args:
-        stored: the checkpoint's own config, empty if it has none.
-        given: the user's fields, including the consent.
-
-    Raises:
-        InputRefused: the caller's folder has code of another model, or has no class for it.
+    Raises InputRefused if the caller's folder has code of another model, or has no class for it.
     """
     code = trusted_code(given)
     if code is None:

@@ -177,11 +177,9 @@ def _open_initial(adapter: str | Path, alpha: float | None) -> Adapter:
 
 
 def with_initial(trained: Adapter, initial: Adapter) -> Adapter:
-    """`trained` with the adapter it started from.
+    """`trained` with the adapter it started from; MalformedInput if they are not of one training run.
 
-    Raises:
-        MalformedInput: they are not of one training run.
-        UnsupportedInput: parameters of fused experts, which these initializations do not support.
+    Raises UnsupportedInput for parameters of fused experts, which these initializations do not support.
     """
     if trained.config.parameters or initial.config.parameters:
         raise UnsupportedInput(

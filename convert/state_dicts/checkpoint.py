@@ -199,9 +199,7 @@ class NameMapping:
 def map_names(stored: Sequence[str], model: ModelNames, source: str) -> NameMapping:
     """Maps the stored names by the one prefix after which they are those of `model`.
 
-    Raises:
-        MalformedInput: the model's embedding is missing.
-        UnsupportedInput: the state dict contains several such models.
+    Raises MalformedInput if the model's embedding is missing, UnsupportedInput if there are several such models.
     """
     whole, base_only = _prefixes(stored, model)
     found = whole or base_only

@@ -53,11 +53,9 @@ def is_shard(path: Path) -> bool:
 
 
 def open_bin_folder(folder: Path) -> StateFile:
-    """The state dict of a folder; an index must list exactly the tensors in the shards.
+    """The state dict of a folder; an index must list exactly the tensors in the shards (else MalformedInput).
 
-    Raises:
-        InputRefused: the folder contains several checkpoints.
-        MalformedInput: a shard is missing, or the index and the shards differ.
+    Raises InputRefused if the folder contains several checkpoints.
     """
     indices = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(INDEX_SUFFIX))
     if len(indices) > 1:
@@ -88,11 +86,9 @@ def _open_indexed(folder: Path, index: str) -> StateFile:
 
 
 def _numbered(folder: Path) -> list[Path]:
-    """The shards of a folder without an index, in order.
+    """The shards of a folder without an index, in order; MalformedInput if a number is missing.
 
-    Raises:
-        MalformedInput: a number is missing.
-        InputRefused: the shards belong to several checkpoints, or to several epochs of torchtune.
+    Raises InputRefused if the shards belong to several checkpoints, or to several epochs of torchtune.
     """
     entries = sorted(folder.iterdir())
     plain = {int(match[1]): entry for entry in entries if (match := SHARD.fullmatch(entry.name))}

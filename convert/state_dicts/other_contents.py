@@ -13,8 +13,7 @@ UNITS = ("bytes", "kB", "MB", "GB", "TB")
 def phrases(sizes: Mapping[str, int]) -> tuple[str, ...]:
     """One phrase for each of the largest parts, with its size, and one with the number of smaller parts.
 
-    Args:
-        sizes: description to bytes of the tensors; 0 if there are none.
+    `sizes` are in bytes; 0 if a part has no tensors.
     """
     large = sorted(sizes, key=lambda name: -sizes[name])
     more = (f"{len(large) - LISTED} smaller parts",) if len(large) > LISTED else ()

@@ -55,11 +55,9 @@ def one_checkpoint(folder: Path) -> list[Path]:
 
 
 def numbered(folder: Path) -> list[Path]:
-    """The shards of a folder without an index, in order; empty if there are none.
+    """The shards of a folder without an index, in order; empty if there are none, MalformedInput if one is missing.
 
-    Raises:
-        InputRefused: the shards belong to several checkpoints.
-        MalformedInput: a number is missing.
+    Raises InputRefused if the shards belong to several checkpoints.
     """
     found = [(match, file) for file in weight_files(folder) if (match := SHARD.fullmatch(file.name))]
     if len({(match[1], int(match[3])) for match, _ in found}) > 1:
@@ -78,11 +76,9 @@ def numbered(folder: Path) -> list[Path]:
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a file, or of the only checkpoint in a folder, in their own names.
+    """The tensors of a file, or of the only checkpoint in a folder (else InputRefused), in their own names.
 
-    Raises:
-        InputRefused: there is no checkpoint, or several.
-        MalformedInput: a file is damaged or missing, or the index and the shards differ.
+    Raises MalformedInput if a file is damaged or missing, or the index and the shards differ.
     """
     if path.is_file():
         return dict(header_of(path).tensors)

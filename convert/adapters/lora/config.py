@@ -115,12 +115,8 @@ class LoraConfig:
     def scale(self, module: str, rank: int) -> float:
         """The factor s of W + s·B·A (PEFT `LoraLayer.update_layer`: alpha/r, or alpha/√r with `use_rslora`).
 
-        Args:
-            module: the module's path in the model the adapter was trained on.
-            rank: rows of its A.
-
-        Raises:
-            MalformedInput: the config has another rank for the module.
+        `module` is the path in the model the adapter was trained on, `rank` the rows of its A; MalformedInput if the
+        config has another rank.
         """
         expected = self.rank_pattern.get(matching_key(self.rank_pattern, module, self.match_time), self.rank)
         if expected not in (None, rank):

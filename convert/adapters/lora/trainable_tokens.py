@@ -26,12 +26,8 @@ class TokenRows:
 def pair_tokens(deltas: Mapping[str, LazyTensor], config: LoraConfig) -> dict[str, TokenRows]:
     """The trained rows of each module (PEFT `utils/other.py`, `set_additional_trainable_modules`).
 
-    Args:
-        deltas: module path to its trained rows.
-        config: its `tokens` has their ids by the end of a module's path, or by `""` for the only module.
-
-    Raises:
-        MalformedInput: config and tensors contradict each other.
+    `config.tokens` has their ids by the end of a module's path, or by `""` for the only module; MalformedInput if
+    config and tensors contradict each other.
     """
     result = {}
     for module, rows in deltas.items():

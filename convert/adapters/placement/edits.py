@@ -230,17 +230,10 @@ class KeptUntilLastRow:
 
 @dataclass(frozen=True)
 class TunerUpdate:
-    """The update of one weight by one adapter.
+    """The update of one weight (`shape` out×in) by one adapter, multiplied by the adapter's `weight`.
 
-    Computed by row blocks; for weights stored in×out (Conv1D) the whole update at once, in float64.
-
-    Attributes:
-        tuner: the formula.
-        learned: its tensors.
-        shape: out×in of the weight.
-        weight: the adapter's weight, by which the update is multiplied.
-        transposed: the weight is stored in×out.
-        needed: result of `tuner.delta`, shared by all rows.
+    Computed by row blocks; for weights stored in×out (Conv1D, `transposed`) the whole update at once, in float64.
+    `needed` is the result of `tuner.delta`, shared by all rows.
     """
 
     tuner: Tuner

@@ -337,15 +337,10 @@ def _whole(tensor: LazyTensor) -> Array:
 
 
 def parameter_names(modules: Sequence[str], config: LoraConfig, names: Sequence[str]) -> dict[str, str]:
-    """Module path of each wrapper of adapted parameters to the name of its tensor.
+    """Module path of each wrapper of adapted parameters (`config.parameters`) to the name of its tensor.
 
-    Args:
-        modules: paths of all modules with factors.
-        config: its `parameters` lists the targets.
-        names: the base's tensors, also under the names of other versions of transformers.
-
-    Raises:
-        UnsupportedInput: the order of the wrappers of a module is ambiguous.
+    `names` are the base's tensors, also under the names of other versions of transformers. Raises UnsupportedInput if
+    the order of the wrappers of a module is ambiguous.
     """
     wrapped: dict[str, list[str]] = {}
     for module in modules:

@@ -19,12 +19,9 @@ RowChange = Callable[[Array, int], Array]
 
 @dataclass(frozen=True)
 class ModuleTensors:
-    """The trained tensors of one module.
+    """The trained tensors of one module, by their names in PEFT, such as `hada_w1_a`, including shared ones.
 
-    Attributes:
-        module: its path in the model that the adapter was trained on.
-        tensors: by their names in PEFT, such as `hada_w1_a`; including those that all modules share.
-        settings: the adapter's config.
+    `module` is its path in the model that the adapter was trained on.
     """
 
     module: str

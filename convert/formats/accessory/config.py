@@ -85,9 +85,8 @@ def is_field(name: str, value: Any) -> bool:
 def read_params(content: Mapping[str, Any], family: str, source: str) -> AccessoryParams:
     """The sizes of a model of `family`, a key of `SIZES`, from the fields of its configuration.
 
-    Raises:
-        MalformedInput: a size is missing or invalid, or the sizes contradict each other.
-        UnsupportedInput: upstream's code or transformers does not have the kind of norm or rope.
+    Raises MalformedInput for invalid sizes, UnsupportedInput for a norm or rope that upstream's code or transformers
+    lacks.
     """
     fields = dict(content)
     for name in SIZES[family]:
@@ -150,11 +149,8 @@ def _intermediate(family: str, fields: Mapping[str, Any]) -> int:
 def to_config(params: AccessoryParams, vocabulary: int, source: str) -> dict[str, Any]:
     """The content of `config.json`, without dtype, biases and token ids.
 
-    Args:
-        vocabulary: number of rows of the embedding; as upstream, the file's own value is ignored.
-
-    Raises:
-        MalformedInput: the rope scaling is not a positive number.
+    `vocabulary` is the number of rows of the embedding; as upstream, the file's own value is ignored. Raises
+    MalformedInput if the rope scaling is not a positive number.
     """
     common = {
         "hidden_size": params.dim,
@@ -273,9 +269,7 @@ class AccessoryArgs:
 def args_of(checkpoint: Checkpoint) -> AccessoryArgs:
     """The plugin and arguments of a model.
 
-    Raises:
-        UnsupportedInput: there is no plugin for the model; lists the fields.
-        MalformedInput: the config has invalid sizes.
+    Raises UnsupportedInput, which lists the fields, if there is no plugin for it, MalformedInput for invalid sizes.
     """
     plugin = checkpoint.config.get("model_type")
     decoder = read_decoder(_like_a_llama(checkpoint) if plugin == "falcon" else checkpoint)

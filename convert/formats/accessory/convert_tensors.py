@@ -26,11 +26,7 @@ from llmconv.tensors import LazyTensor
 def to_hugging_face(whole: dict[str, LazyTensor], params: AccessoryParams, source: str) -> dict[str, LazyTensor]:
     """The tensors of a model in Hugging Face's names, in file order, with LoRA added and missing biases as zeros.
 
-    Args:
-        whole: joined tensors in Accessory's names.
-
-    Raises:
-        MalformedInput: missing keys, unexpected keys, or wrong shapes.
+    `whole` are joined tensors in Accessory's names; MalformedInput for wrong keys or shapes.
     """
     try:
         return _with_zero_biases(_renamed(whole, params, source))

@@ -118,14 +118,10 @@ def _check_same(folder: Path, shards: Sequence[dict[str, LazyTensor]]) -> None:
 def join(
     shards: Sequence[dict[str, LazyTensor]], repeated: Iterable[str], experts: int, source: str
 ) -> dict[str, LazyTensor]:
-    """Accessory's name to joined tensor; a matrix of all experts becomes one tensor per expert, as in the other layout.
+    """Accessory's name to joined tensor (MalformedInput if not joinable); a matrix of experts is split by expert.
 
-    Args:
-        repeated: last components of layers that every shard holds whole, in addition to the usual ones.
-        experts: number of experts, if they are in one matrix.
-
-    Raises:
-        MalformedInput: the parts cannot be joined.
+    `repeated` are last components of layers that every shard holds whole, in addition to the usual ones; `experts` is
+    their number, if they are in one matrix.
     """
     whole: dict[str, LazyTensor] = {}
     copies = set(repeated)

@@ -37,13 +37,7 @@ EXTRA_FILES = ("chat_template.jinja", "generation_config.json", "special_tokens_
 
 
 def save(checkpoint: Checkpoint, shards: int) -> Plan:
-    """The files of an Accessory checkpoint; `open` of the format returns the same tensors, bit for bit.
-
-    Raises:
-        UnsupportedInput: Accessory has no plugin for the model.
-        MalformedInput: config and tensors contradict each other.
-        UsageProblem: the model cannot be divided among this number of shards.
-    """
+    """The files of an Accessory checkpoint; see `Format.save`."""
     args = args_of(checkpoint)
     ranks = split_ranks(checkpoint, args, shards)
     container = partial(torch_pieces, inside=("model",))

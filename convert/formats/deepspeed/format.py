@@ -123,13 +123,9 @@ HALF_DTYPES = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The weights of a save.
+    """The weights of a save: tensors by the module's names, version (such as `deepspeed 0.19.8`) and number of files.
 
-    Attributes:
-        tensors: the module's name to tensor.
-        version: such as `deepspeed 0.19.8`.
-        shards: number of files with weights.
-        warnings, dropped: as in Checkpoint.
+    `warnings` and `dropped` are as in Checkpoint.
     """
 
     tensors: dict[str, LazyTensor]
@@ -190,9 +186,7 @@ def _masters(save: Save, states: ModelStates) -> dict[str, LazyTensor]:
 def _rest(save: Save, states: ModelStates, known: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Tensors that only the module has: all in stage 0, the frozen ones in stage 1.
 
-    Raises:
-        MalformedInput: a tensor is only an empty placeholder.
-        UnsupportedInput: there is an object that is not a plain tensor.
+    Raises MalformedInput for an empty placeholder, UnsupportedInput for an object that is not a plain tensor.
     """
     objects = [name for name in states.objects("module") if name not in known and not name.endswith("_extra_state")]
     if objects:

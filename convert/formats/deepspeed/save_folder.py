@@ -39,7 +39,6 @@ class Save:
     """One save.
 
     Attributes:
-        path: its folder.
         home: the folder that may contain `config.json` and the tokenizer.
         model: the model states of ZeRO stages 0 to 2; None if there are none.
         zero_models: data-parallel rank to model states (stage 3).

@@ -204,11 +204,9 @@ OLD_GROUPS = ("local_sub_partitions_of_fp32_groups", "fp32_groups")
 
 
 class RankStates:
-    """The opened optimizer states of one rank; moments are never read.
+    """The opened optimizer states of one of `count` ranks that shared the weights; moments are never read.
 
-    Attributes:
-        stage: 2 or 3; stage 1, and BF16_Optimizer, which has no stage, store their weights as stage 2 does.
-        count: number of ranks that shared the weights.
+    `stage` is 2 or 3; stage 1, and BF16_Optimizer, which has no stage, store their weights as stage 2 does.
     """
 
     def __init__(self, path: Path) -> None:
@@ -243,11 +241,9 @@ class RankStates:
         return int(max(counts))
 
     def flat_weights(self) -> list[LazyTensor]:
-        """This rank's flat weights, one tensor of rank 1 per group.
+        """This rank's flat weights, one tensor of rank 1 per group (else MalformedInput).
 
-        Raises:
-            MalformedInput: there are none, or they are not flat.
-            UnsupportedInput: the layout is that of a very old release, or of experts.
+        Raises UnsupportedInput for the layout of a very old release, or of experts.
         """
         groups = self._state.get(GROUPS[self.stage])
         if groups is None and any(field in self._state for field in OLD_GROUPS):

@@ -36,9 +36,7 @@ EPSILONS = ("layernorm_epsilon", "norm_epsilon")
 def to_config(arguments: Arguments, family: Family) -> dict[str, Any]:
     """The content of `config.json`, without the size of the vocabulary and the ids of tokens.
 
-    Raises:
-        UnsupportedInput: a value that the family does not have.
-        MalformedInput: an argument is missing or has the wrong type.
+    Raises UnsupportedInput for a value that the family does not have, MalformedInput for a missing or invalid one.
     """
     if family.model_type == "gpt2":
         return _gpt2(arguments)
@@ -198,8 +196,8 @@ def is_tied(arguments: Arguments) -> bool:
 def gelu(arguments: Arguments) -> str:
     """The approximation of the GELU: `tanh` where it is fused with the bias (the default), else `none`.
 
-    Raises:
-        UnsupportedInput: `openai_gelu` without the fusion, which Megatron core ignores and the older model does not.
+    Raises UnsupportedInput for `openai_gelu` without the fusion, which Megatron core ignores and the older model does
+    not.
     """
     if arguments.flag("bias_gelu_fusion", default=True):
         return "tanh"
@@ -289,12 +287,7 @@ NORMS = {"layernorm": False, "rmsnorm": True, "layernorm1p": False}
 
 
 def family_of(arguments: Arguments, wanted: str | None) -> Family:
-    """The family of a run; it must be `wanted`, a `model_type`, if the user gives one.
-
-    Raises:
-        UnsupportedInput: none fits, or not the one that is wanted.
-        MalformedInput: an argument has the wrong type.
-    """
+    """The family of a run (UnsupportedInput if none fits); must be `wanted`, a `model_type`, if the user gives one."""
     parts = _parts(arguments)
     fitting = [family for family in FAMILIES if _fits(family, parts)]
     chosen = [family for family in fitting if wanted in (None, family.model_type)]
@@ -378,11 +371,8 @@ def norm_kind(arguments: Arguments) -> bool:
 def window_of(arguments: Arguments) -> int | None:
     """The number of tokens that a token sees, itself included; None where it sees all.
 
-    Megatron's pair counts the tokens before and after it (`core/transformer/utils.py`, `window` masks).
-
-    Raises:
-        MalformedInput: not a pair of numbers.
-        UnsupportedInput: tokens would see later ones.
+    Megatron's pair counts the tokens before and after it (`core/transformer/utils.py`, `window` masks). Raises
+    MalformedInput if it is not a pair of numbers, UnsupportedInput if tokens would see later ones.
     """
     value = arguments.values.get("window_size")
     if value is None:
@@ -423,11 +413,7 @@ FREE = ("max_position_embeddings", "n_positions", "vocab_size", "model_type")
 def arguments_of(config: Mapping[str, Any], source: str) -> Arguments:
     """Megatron's arguments for a model of transformers, for checkpoints that have none.
 
-    Args:
-        config: the user's fields: a whole `config.json`, or Megatron's arguments themselves.
-
-    Raises:
-        InputRefused: they are neither.
+    The user's fields are a whole `config.json`, or Megatron's arguments themselves (else InputRefused).
     """
     if "num_layers" in config and "model_type" not in config:
         return Arguments(source, config)

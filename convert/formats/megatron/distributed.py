@@ -45,9 +45,8 @@ def read_common(folder: Path) -> tuple[dict[str, Any], Mapping[Any, Any]]:
 def open_distributed(path: Path, source: str) -> RunState:
     """The whole tensors of a distributed checkpoint, a folder with `.metadata`; none is read.
 
-    Raises:
-        MalformedInput: the folder is damaged, or a tensor is not as Megatron stacks it.
-        UnsupportedInput: an element type that safetensors does not have.
+    Raises MalformedInput if it is damaged or a tensor is not as Megatron stacks it, UnsupportedInput for an element
+    type that safetensors does not have.
     """
     folder = open_folder(path)
     found: dict[str, LazyTensor] = {}

@@ -232,14 +232,9 @@ def grouped_matrix(name: str) -> str | None:
 
 
 def separate_experts(name: str, tensor: LazyTensor, experts: int, hidden: int) -> Iterator[tuple[str, LazyTensor]]:
-    """The matrices of the experts of one rank, by their names with local numbers.
+    """The matrices of the experts of one rank, by their names with local numbers; ValueError for another shape.
 
-    Args:
-        name: one of which `grouped_matrix` is not None.
-        tensor: [hidden, experts · rows] or [experts · columns, hidden].
-
-    Raises:
-        ValueError: the tensor has another shape.
+    `tensor` is [hidden, experts · rows] or [experts · columns, hidden]; `grouped_matrix` is not None for `name`.
     """
     matrix = grouped_matrix(name)
     own = 0 if matrix == "linear_fc1" else 1

@@ -58,9 +58,7 @@ SILU, GELU = ".silu", ".gelu"
 def read_nemo(folder: Path) -> dict[str, Any]:
     """Megatron's arguments from the config in a folder of NeMo or Megatron Bridge; empty if there is none.
 
-    Raises:
-        MalformedInput: it is not such a file.
-        UnsupportedInput: a setting that no supported model has, with its name.
+    Raises MalformedInput for another file, UnsupportedInput for a setting that no supported model has.
     """
     if (folder / NEMO_CONFIG).is_file():
         return _nemo1(read_config_file(folder / NEMO_CONFIG), folder.name)

@@ -81,9 +81,8 @@ class Rank:
 def open_ranks(save: Save) -> list[Rank]:
     """The ranks of a save, in order; reads no tensor.
 
-    Raises:
-        MalformedInput: a file is damaged, or the ranks are of different saves.
-        UnsupportedInput: there are objects in place of tensors.
+    Raises MalformedInput for a damaged file or ranks of different saves, UnsupportedInput for objects in place of
+    tensors.
     """
     ranks = [_open_rank(numbers, path, save) for numbers, path in sorted(save.rank_files.items())]
     _require_one_save(save.path.name, ranks)
@@ -194,12 +193,9 @@ def _leaves(state: Mapping[Any, Any], above: str, depth: int = 0) -> Iterator[tu
 
 
 def whole_numbers(source: str, stages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """For each stage in the order of the model, its names to those with the layers' numbers in the whole model.
+    """For each stage (layers from 0) in order, its names to those with the layers' numbers in the whole model.
 
-    In `stages` layers count from 0 in each.
-
-    Raises:
-        MalformedInput: a stage lacks a layer, or a tensor outside the layers is in a stage where it cannot be.
+    Raises MalformedInput if a stage lacks a layer, or has a tensor that belongs in another one.
     """
     first, renamed = 0, list[dict[str, str]]()
     for stage in stages:
@@ -222,9 +218,7 @@ def whole_numbers(source: str, stages: Sequence[Mapping[str, Any]]) -> list[dict
 def require_complete(source: str, numbers: Sequence[int], count: int, what: str) -> None:
     """Checks that the ranks 0 … `count` - 1 of the kind `what`, such as `tensor`, are there, and no others.
 
-    Raises:
-        InputRefused: one is missing.
-        MalformedInput: there are more.
+    Raises InputRefused if one is missing, MalformedInput if there are more.
     """
     missing = first_missing(set(numbers), count)
     if missing is not None:

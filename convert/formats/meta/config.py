@@ -174,11 +174,8 @@ DIGITS = 17
 def params_of(decoder: LlamaLikeConfig, shards: int) -> dict[str, Any]:
     """The fields of `params.json` that Meta's code of this generation has; it refuses any others.
 
-    Args:
-        shards: number of ranks; if there are fewer key/value heads, Meta counts every copy of a head.
-
-    Raises:
-        UnsupportedInput: Meta's code cannot express the model; lists the fields.
+    With more ranks than key/value heads, Meta counts every copy of a head. Raises UnsupportedInput, which lists the
+    fields, if Meta's code cannot express the model.
     """
     refuse_fields(decoder, SUPPORTED, CODE)
     params: dict[str, Any] = {

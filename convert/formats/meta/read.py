@@ -104,13 +104,7 @@ def _copies(shards: Sequence[Mapping[str, LazyTensor]], keys: int, head_dim: int
 def join(
     path: Path, name: str, shards: Sequence[Mapping[str, LazyTensor]], params: Mapping[str, Any], kv_heads: int
 ) -> LazyTensor:
-    """The tensor with Meta's `name`, joined from all shards and in Hugging Face's row order.
-
-    `kv_heads` is from `check_shapes`.
-
-    Raises:
-        MalformedInput: the parts cannot be joined.
-    """
+    """The tensor `name` (Meta's) from all shards, in Hugging Face's row order; MalformedInput if not joinable."""
     parts = [shard[name] for shard in shards]
     head_dim = int(params["dim"]) // int(params["n_heads"])
     dim = split_dim(name)

@@ -30,13 +30,7 @@ from llmconv.tensors import LazyTensor
 
 
 def save(checkpoint: Checkpoint, shards: int) -> Plan:
-    """The files of a Meta checkpoint; `open` of the format returns the same tensors, bit for bit.
-
-    Raises:
-        UnsupportedInput: Meta's code cannot express the model.
-        MalformedInput: config and tensors contradict each other.
-        UsageProblem: the model cannot be divided among this number of shards.
-    """
+    """The files of a Meta checkpoint; see `Format.save`."""
     decoder = read_decoder(checkpoint)
     params = params_of(decoder, shards)
     tokenizer = _tokenizer(checkpoint, decoder)

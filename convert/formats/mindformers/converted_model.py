@@ -159,14 +159,10 @@ IN_OUT = re.compile(r"\.(?:projection|mapping)\.weight$")
 
 
 def merge_lora(run: RunConfig, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
-    """Adds `B·A·alpha/r` to the weights for which the file holds LoRA pairs (mindpet `LoRADense`).
+    """Adds `B·A·alpha/r` to the weights with LoRA pairs (mindpet `LoRADense`); returns weights, and a warning if any.
 
-    Returns:
-        The merged weights without the pairs, and a warning if there were any.
-
-    Raises:
-        InputRefused: the file holds LoRA parameters only, or `lora_alpha` is unknown.
-        MalformedInput: half a pair is missing, or its shapes do not match the weight.
+    Raises InputRefused if the file holds only LoRA parameters or `lora_alpha` is unknown, MalformedInput for half a
+    pair or shapes that do not match the weight.
     """
     pairs: dict[str, dict[str, LazyTensor]] = {}
     for name, tensor in tensors.items():

@@ -46,9 +46,7 @@ FIXED = {
 def build_glm(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     """ChatGLM2 or ChatGLM3 as `glm`.
 
-    Raises:
-        UnsupportedInput: an option that `glm` does not have is set.
-        MalformedInput: names, shapes and configuration contradict each other.
+    Raises UnsupportedInput for an option that `glm` does not have, MalformedInput for wrong names or shapes.
     """
     changed = [name for name, usual in FIXED.items() if run.fields.get(name) not in (None, usual)]
     if changed or run.fields.get("pre_seq_len"):
@@ -170,9 +168,7 @@ def _shapes(config: dict[str, Any], heads: Heads) -> dict[str, tuple[int, ...]]:
 def build_chatglm_6b(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     """ChatGLM-6B in the names of its published code.
 
-    Raises:
-        UnsupportedInput: its code is not given, or the run has a prefix.
-        MalformedInput: names and configuration contradict each other.
+    Raises UnsupportedInput if its code is not given, or the run has a prefix, MalformedInput for wrong names.
     """
     reason = "it has two rotary positions per token, which no model of transformers has"
     code = needs_code(trusted_code(run.fields), run.source, "a ChatGLM-6B", reason)

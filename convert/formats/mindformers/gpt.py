@@ -163,11 +163,9 @@ def _apart(
 
 
 def _fields(settings: ModelSettings, source: str) -> dict[str, Any]:
-    """The configuration fields that both models have.
+    """The configuration fields that both models have; InputRefused for invalid sizes.
 
-    Raises:
-        UnsupportedInput: the feed-forward size is not a multiple of the hidden size.
-        InputRefused: a size is missing or invalid.
+    Raises UnsupportedInput if the feed-forward size is not a multiple of the hidden size.
     """
     names = {"vocab_size": "vocab_size", "hidden_size": "hidden_size"}
     names |= {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}

@@ -33,13 +33,7 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def save(checkpoint: Checkpoint, shards: int) -> Plan:
-    """The files of a MindFormers checkpoint; the format's `open` returns the same tensors, bit for bit.
-
-    Raises:
-        UnsupportedInput: MindFormers has no such model.
-        MalformedInput: config and tensors contradict each other.
-        UsageProblem: the model does not divide among this number of ranks.
-    """
+    """The files of a MindFormers checkpoint; see `Format.save`."""
     checkpoint = tied(checkpoint)
     settings, source = settings_of(checkpoint), checkpoint.path.name
     stored = _stored(checkpoint, settings)

@@ -81,11 +81,9 @@ def open_mlx_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -
 
 
 def _parameters(fields: Mapping[str, Any], alpha: float | None) -> dict[str, Any]:
-    """`r` and `lora_alpha` in PEFT's names.
+    """`r` and `lora_alpha` in PEFT's names; MalformedInput for an invalid value.
 
-    Raises:
-        MalformedInput: a value is invalid.
-        UsageProblem: the file has both `alpha` and `scale`, so that the formula is ambiguous.
+    Raises UsageProblem if the file has both `alpha` and `scale`, so that the formula is ambiguous.
     """
     own = fields.get("lora_parameters")
     if not isinstance(own, dict):

@@ -30,14 +30,10 @@ TWO_POSITIONS = "a ChatGLM-6B", WITHOUT_EQUAL["chatglm"]
 
 
 def to_config(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
-    """The Hugging Face config of a PaddleNLP one.
+    """The Hugging Face config of a PaddleNLP one; `warnings` receives a line for each difference beyond some length.
 
-    Args:
-        warnings: receives a line for each difference beyond some length.
-
-    Raises:
-        UnsupportedInput: the `model_type` is unknown, or the Hugging Face model does not have an option.
-        MalformedInput: a field is missing or is not a positive number.
+    Raises UnsupportedInput for an unknown `model_type` or an option that the Hugging Face model does not have,
+    MalformedInput for a field that is missing or not a positive number.
     """
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in WITHOUT_EQUAL:
@@ -63,9 +59,7 @@ def own_kind(config: Mapping[str, Any]) -> str:
 def to_own_config(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The config of a model that only its own code computes: Llama's fields for a Baichuan, else those of its code.
 
-    Raises:
-        UnsupportedInput: an option that the code does not have.
-        MalformedInput: a field is missing or is not a positive number.
+    Raises UnsupportedInput for an option that the code does not have, MalformedInput for an invalid field.
     """
     if own_kind(config) == "chatglm":
         return _chatglm_6b(config, source)

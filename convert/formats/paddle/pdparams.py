@@ -94,9 +94,8 @@ def is_pdparams(path: Path) -> bool:
 def open_pdparams(path: Path) -> PaddleFile:
     """The tensors of a file that `paddle.save` wrote; reads no tensor data.
 
-    Raises:
-        MalformedInput: the file is truncated or hostile, or the parts of an array contradict each other.
-        UnsupportedInput: safetensors does not have an element type or byte order.
+    Raises MalformedInput if it is truncated, hostile or contradictory, UnsupportedInput for an element type or byte
+    order that safetensors does not have.
     """
     content = _read(path)
     if not isinstance(content, dict):

@@ -42,13 +42,7 @@ HEAD = "lm_head.weight"
 
 
 def save(checkpoint: Checkpoint, shards: int) -> Plan:
-    """The files of a PaddleNLP checkpoint; `open` of the format returns the same tensors, bit for bit.
-
-    Raises:
-        UnsupportedInput: PaddleNLP cannot express the model, or cannot divide it among ranks.
-        MalformedInput: config and tensors contradict each other.
-        UsageProblem: the model cannot be divided among this number of ranks.
-    """
+    """The files of a PaddleNLP checkpoint; see `Format.save`."""
     checkpoint = tied(checkpoint)
     config, settings = config_of(checkpoint)
     family, source = FAMILIES[config["model_type"]], checkpoint.path.name
@@ -111,9 +105,7 @@ DECODER = (*SAME, "intermediate_size", "num_key_value_heads", "max_position_embe
 def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
     """Paddle's `config.json`, and the Hugging Face config that `to-hf` makes of it.
 
-    Raises:
-        UnsupportedInput: PaddleNLP cannot express the model; lists the fields.
-        MalformedInput: a size is missing, or is not a positive number.
+    Raises UnsupportedInput, which lists the fields, if PaddleNLP cannot express the model, MalformedInput for a size.
     """
     settings, source = settings_of(checkpoint), checkpoint.path.name
     if settings["model_type"] not in WRITERS:

@@ -69,13 +69,12 @@ def open_torchtune_adapter(path: Path, base: Checkpoint, alpha: float | None = N
     """Opens an adapter in torchtune's names, the file or the folder of an epoch.
 
     Args:
-        base: the model to merge into; its config determines the order of rows.
+        base: the model to merge into; its config determines the order of rows (UnsupportedInput if unknown).
         alpha: `lora_alpha`, which old recipes store only in their YAML.
 
     Raises:
         InputRefused: there are several adapters, or alpha is unknown.
         MalformedInput: the base does not have a tensor, or has it in another shape.
-        UnsupportedInput: the order of rows of the model is unknown.
     """
     files = _files(path)
     if len(files) > 1:

@@ -79,9 +79,8 @@ class DistributedFolder:
     def tensor(self, name: str, item: TensorItem) -> LazyTensor:
         """The whole tensor of `item`; its chunks are opened when they are read.
 
-        Raises:
-            MalformedInput: the chunks do not tile the tensor, or a file is missing or too short.
-            UnsupportedInput: safetensors does not have the element type, or blobs are compressed.
+        Raises MalformedInput if the chunks do not tile the tensor, or a file is missing or too short, UnsupportedInput
+        for an element type that safetensors does not have, or compressed blobs.
         """
         if item.dtype is None:
             raise UnsupportedInput(
@@ -187,12 +186,7 @@ def _has_metadata(path: Path) -> bool:
 
 
 def open_folder(path: Path) -> DistributedFolder:
-    """Reads `.metadata`; no other file is opened.
-
-    Raises:
-        MalformedInput: it is missing, damaged or hostile.
-        UnsupportedInput: see `read_metadata`.
-    """
+    """Reads `.metadata` and opens no other file; MalformedInput if it is missing; errors as in `read_metadata`."""
     if not (path / FILE).is_file():
         if any(path.glob(f"__*{FILE}")):
             raise UnsupportedInput(

@@ -80,9 +80,8 @@ class Metadata:
 def read_metadata(folder: Path) -> Metadata:
     """The checked `.metadata` of `folder`; no other file is opened.
 
-    Raises:
-        MalformedInput: the file is damaged or hostile, or its parts contradict each other.
-        UnsupportedInput: another library wrote it, or it is in torch's safetensors variant.
+    Raises MalformedInput if it is damaged, hostile or contradictory, UnsupportedInput if another library wrote it, or
+    it is in torch's safetensors variant.
     """
     stat = (folder / FILE).stat()
     if stat.st_size > SIZE_LIMIT:

@@ -1,7 +1,7 @@
 """BOFT: diag(s)·W·Bᵀ with B a product of butterfly rotations (arXiv 2311.06243; PEFT `tuners/boft/layer.py`).
 
-boft_R is factors×blocks×k×k: each block the Cayley transform of its skew part, and factor i lies between a permutation
-of the inputs and its inverse, so that it mixes what lies 2ⁱ half blocks apart. boft_s is out×1 (a convolution: 1×out).
+boft_R is factors×blocks×k×k: each block is the Cayley transform of its skew part, and factor i is between a permutation
+of the inputs and its inverse, so that it mixes inputs 2ⁱ half blocks apart. boft_s is out×1 (a convolution: 1×out).
 """
 
 from __future__ import annotations

@@ -102,12 +102,8 @@ class Strategy:
 def find_strategy(folder: Path, given: Path | None = None) -> Strategy | None:
     """The layouts of all strategy files in or next to a folder of ranks; None if there are none.
 
-    Args:
-        given: a strategy file, of one rank or merged from all stages, or a folder of them, to use instead.
-
-    Raises:
-        InputRefused: `given` contains no strategy file.
-        MalformedInput: two files contradict each other, or one cannot be read.
+    `given` is a strategy file, of one rank or merged from all stages, or a folder of them, to use instead (InputRefused
+    if there is none). Raises MalformedInput if files are unreadable or contradict each other.
     """
     if given and given.is_file():
         return Strategy(given, _layouts([given]))
