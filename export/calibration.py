@@ -120,11 +120,7 @@ class Calibration:
         return {name: replace(weight, rounded=found.get(name)) for name, weight in quantized.items()}
 
     def require_ranges(self, quantized: Mapping[str, QuantizedWeight]) -> None:
-        """Refuses weights in columns that have no range of their own.
-
-        Raises:
-            UnsupportedInput: routed experts, or matrices that several layers share.
-        """
+        """Raises UnsupportedInput for weights without an own range: routed experts, or shared by several layers."""
         require_one_input(self.traced, match_weights(self.traced, self.tensors), _names(quantized, ColumnFormat))
 
     def with_ranges(self, quantized: Mapping[str, QuantizedWeight], smoothing: Smoothing) -> dict[str, QuantizedWeight]:
@@ -163,14 +159,10 @@ def measure_ranges(
     names: Collection[str],
     smoothing: Smoothing,
 ) -> dict[str, ActivationRange]:
-    """The range of the activations that each matrix is multiplied with, after smoothing, by name.
+    """The range of the activations that each stored matrix is multiplied with, after smoothing, by name.
 
-    Args:
-        traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
-        tensors: the checkpoint's tensors, all in files of one folder.
-        texts: token ids int64 [1, tokens].
-        names: of the stored matrices.
-        smoothing: factors by which the activations are divided.
+    `traced` is a float32 graph with a growing cache, its weights still inputs; it is not changed. `tensors` are in
+    files of one folder, `texts` token ids int64 [1, tokens]. Activations are divided by the factors of `smoothing`.
 
     Raises:
         UnsupportedInput: a matrix is one of several experts, or has several inputs or none that can be measured.
@@ -203,11 +195,7 @@ def _range(name: str, extremes: Array) -> ActivationRange:
 
 
 def require_one_input(traced: TracedGraph, matches: Mapping[str, WeightSource], names: Collection[str]) -> None:
-    """Refuses matrices of routed experts, and those that several layers share: they have no range of their own.
-
-    Raises:
-        UnsupportedInput: there is one.
-    """
+    """Raises UnsupportedInput for matrices without an own range: routed experts, or shared by several layers."""
     inputs: dict[str, set[ir.Value | None]] = defaultdict(set)
     for parameter, match in matches.items():
         for name in {leaf.name for leaf in leaves(match)} & set(names):
@@ -240,11 +228,7 @@ def measure_cache_scales(
 ) -> dict[str, Array]:
     """Scales by name of the cache input: float32 [1, kv_heads, 1, head_dim].
 
-    Args:
-        traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
-        tensors: the checkpoint's tensors, all in files of one folder.
-        texts: token ids int64 [1, tokens].
-        rotations: of keys, by name of the cache input.
+    `traced`, `tensors` and `texts` are as for `measure_ranges`; `rotations` are of keys, by name of the cache input.
 
     Raises:
         UnsupportedInput: the graph takes embeddings, or onnxruntime cannot map the weights.

@@ -75,9 +75,7 @@ def export_checkpoint(
 ) -> Exported:
     """Exports an open checkpoint; raises as `export` does.
 
-    Args:
-        source: its folder, for the manifest.
-        output: new folder; None for that of the model.
+    The manifest records the folder `source`; without `output` the graphs go into the folder of the model.
     """
     settings = QuantizationSettings.parse(given)
     checkpoint, quantization = _with_plain_weights(checkpoint, settings)

@@ -15,10 +15,7 @@ from llmconv.runtime.extra_inputs import SEQUENCE, TOTAL, ExtraInput
 def all_fixed(extras: Mapping[str, ExtraInput], what: str, without: str) -> tuple[str, ...]:
     """The names of all extra inputs, for graphs that take none of them.
 
-    Args:
-        extras: the extra inputs of the model, resolved.
-        what: the part that cannot feed them, for messages.
-        without: the option to leave out instead.
+    A message says that `what` cannot feed them, and to leave out the option `without`.
 
     Raises:
         UnsupportedInput: an input has no constant default.
@@ -62,11 +59,7 @@ def _require_parts(extras: Mapping[str, ExtraInput]) -> None:
 
 
 def refuse_option(extras: Mapping[str, ExtraInput], option: str) -> None:
-    """Refuses an option that graphs with extra inputs do not have.
-
-    Raises:
-        UnsupportedInput: the model has extra inputs.
-    """
+    """Raises UnsupportedInput if the model has extra inputs, whose graphs do not have this option."""
     if extras:
         raise UnsupportedInput(
             f"`{option}` does not support the input `{next(iter(extras))}` of this family",

@@ -29,10 +29,7 @@ LONGEST = 200
 def graph_names(given: Sequence[str], roles: Collection[str], layouts: Collection[str]) -> dict[str, str]:
     """File names by role, given `ROLE=FILE` each.
 
-    Args:
-        given: `ROLE=FILE` each.
-        roles: of the graphs that are exported; names of the graphs of embeddings and images are fixed.
-        layouts: names of clients with files of their own.
+    `layouts` are clients with files of their own; names of the graphs of embeddings and images are fixed.
 
     Raises:
         UsageProblem: there is such a client, no such role, a role or a name twice, or a name that no graph in a folder

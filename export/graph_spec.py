@@ -199,10 +199,8 @@ def graph_specs(
 ) -> dict[str, GraphSpec]:
     """The spec of every graph; a static decode graph takes one token, a static unified graph any number.
 
-    Args:
-        roles: `prefill`, `decode`, `unified`.
-        embeddings: size of the embeddings that the graphs take instead of tokens.
-        quantized: weights are codes; a session packs them, so both graphs should be one and share it.
+    `embeddings` is the size of those that the graphs take instead of tokens. `quantized` weights are codes, which a
+    session packs, so both graphs should be one and share it.
 
     Raises:
         UsageProblem: options that contradict each other.

@@ -133,11 +133,9 @@ class LanguageModel:
 
 
 def open_language_model(checkpoint: Checkpoint, code: Path | None = None, *, embeds: bool = False) -> LanguageModel:
-    """The language model of a checkpoint.
+    """The language model of a checkpoint; graphs of a multi-modal one always take embeddings.
 
-    Args:
-        code: a trusted folder whose own code builds the model; None for a model class of transformers.
-        embeds: graphs take embeddings; those of a multi-modal checkpoint always do.
+    `code` is a trusted folder whose own code builds the model; None for a model class of transformers.
 
     Raises:
         MalformedInput: `config.json` has no `model_type`.

@@ -36,11 +36,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = getattr(_exporter, 
 
 @contextmanager
 def replaced_attributes(owner: Any, replacements: Mapping[str, Any]) -> Iterator[None]:
-    """Replaces attributes of a module or class while the context is open.
-
-    Raises:
-        AttributeError: `owner` has no such attribute.
-    """
+    """Replaces attributes of a module or class while the context is open; AttributeError if one does not exist."""
     originals = {name: getattr(owner, name) for name in replacements}
     try:
         for name, replacement in replacements.items():

@@ -74,11 +74,7 @@ def option_that_computes(given: ExportOptions) -> str | None:
 
 
 def require_possible(given: ExportOptions, *, writes: bool) -> None:
-    """Refuses options that contradict `graphs_only`.
-
-    Raises:
-        UsageProblem: no output, or an option that reads or writes weights.
-    """
+    """Raises UsageProblem for `graphs_only` without an output, or with an option that reads or writes weights."""
     if not given["graphs_only"]:
         return
     if not writes:
@@ -97,11 +93,7 @@ def require_possible(given: ExportOptions, *, writes: bool) -> None:
 
 
 def check_target(given: ExportOptions) -> None:
-    """Refuses invalid options before the model is opened, as far as the target does not decide them.
-
-    Raises:
-        UsageProblem: an option is invalid.
-    """
+    """Raises UsageProblem for invalid options before the model is opened, as far as the target does not decide them."""
     target = given["target"]
     require_choice(target or "ort-cpu", tuple(TARGETS), "target")
     if given["strict_target"] and not (target and TARGETS[target].compared):

@@ -20,11 +20,7 @@ PATH_LIMIT = 4096
 
 
 def require_folder(name: str | Path) -> Path:
-    """The local folder at a path, or a local copy of a URI or of a model of the hub.
-
-    Raises:
-        InputRefused: it is not a folder.
-    """
+    """The folder at a path, or a local copy of a URI or of a model of the hub; InputRefused if it is not a folder."""
     folder = local_path(name) if is_remote(name) else Path(name)
     if folder.is_dir():
         return folder

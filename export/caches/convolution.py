@@ -18,15 +18,10 @@ from llmconv.runtime.cache_names import CONVOLUTION
 def convolve(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **unused: Any
 ) -> Tensor:
-    """A depthwise convolution over columns that begin with the window: `[batch, channels, 1 + sequence]`.
+    """Depthwise convolution of `[batch, channels, kernel + sequence]`, which begins with the window.
 
-    Callers keep the last `sequence` columns.
-
-    Args:
-        hidden_states: `[batch, channels, kernel + sequence]`.
-        weight: `[channels, kernel]`.
-        bias: `[channels]`, or None.
-        activation: name of the activation function, or None.
+    Returns `[batch, channels, 1 + sequence]`, of which callers keep the last `sequence` columns. `weight` is
+    `[channels, kernel]`, `bias` `[channels]` or None, and `activation` a function's name or None.
     """
     result = F.conv1d(hidden_states.to(weight.dtype), weight.unsqueeze(1), bias, groups=weight.shape[0])
     result = result if activation is None else ACT2FN[activation](result)

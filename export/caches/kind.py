@@ -18,7 +18,7 @@ STATE_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 
 @dataclass(frozen=True)
 class CacheState:
-    """A tensor of fixed size that a layer keeps between calls; `axes` are its sizes without the batch axis.
+    """A tensor that a layer keeps between calls; `axes` are its fixed sizes without the batch axis.
 
     `part` is `conv` (the last columns before a convolution) or `recurrent`.
     """

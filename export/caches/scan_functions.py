@@ -50,10 +50,7 @@ CHUNKS = """
 
 
 def call(name: str, inputs: Sequence[Tensor], shapes: Sequence[Sequence[Any]]) -> tuple[Tensor, ...]:
-    """Float32 outputs, of these shapes, of a call of an ONNX function in a trace.
-
-    The inputs may have any dtype: all scans compute in float32, as those of transformers do.
-    """
+    """Float32 outputs, with these shapes, of an ONNX function's call in a trace; inputs of any dtype become float32."""
     wide = [tensor.float() for tensor in inputs]
     dtypes = [torch.float32] * len(shapes)
     return tuple(torch.onnx.ops.symbolic_multi_out(f"{DOMAIN}::{name}", wide, dtypes=dtypes, shapes=shapes, version=1))

@@ -62,7 +62,9 @@ def selective_scan(  # noqa: PLR0913 - transformers calls it
     delta_softplus: bool = False,
     **unused: Any,
 ) -> tuple[Tensor, Tensor]:
-    """transformers' `mamba_selective_scan` as one node: float32 output `[batch, channels, sequence]`, and the state.
+    """transformers' `mamba_selective_scan` as one node.
+
+    Returns the output `[batch, channels, sequence]` and the state `[batch, channels, states]`, both float32.
 
     Args:
         hidden_states: `[batch, channels, sequence]`.
@@ -73,9 +75,6 @@ def selective_scan(  # noqa: PLR0913 - transformers calls it
         D: skip connection, `[channels]`, or None.
         z: gate, `[batch, channels, sequence]`, or None.
         delta_bias: bias of the time step, `[channels]`, or None.
-
-    Returns:
-        The output and the state `[batch, channels, states]`, both float32.
     """
     dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
     dt = F.softplus(dt) if delta_softplus else dt

@@ -59,11 +59,9 @@ def buffer_cache(
 ) -> TracedBuffers:
     """A cache over flat buffers, keys before values, layers in order.
 
-    Args:
-        input_ids: `[batch, sequence]`.
-        attention_mask: `[batch, total]`; for a static cache it covers every slot.
-        write_indices: first slot of the new tokens of a static cache, int64 `[batch]`; None for a shared buffer, whose
-            rows all continue at the end of the mask.
+    `attention_mask` is `[batch, total]`, for a static cache over every slot; `write_indices`, int64 `[batch]`, are the
+    first slots of the new tokens of a static cache, None for a shared buffer, whose rows all continue at the end of the
+    mask.
     """
     total = attention_mask.shape[1]
     filled: Any = write_indices

@@ -26,7 +26,6 @@ class ClientModel:
     """The description of the model that a client's functions receive.
 
     Attributes:
-        input_map: the input map of its `model_type`.
         generation: the content of `generation_config.json`, None if the file is missing.
         cache: `growing` or `shared-buffer`.
         precision: dtype that the graphs compute in.

@@ -41,14 +41,10 @@ def flatten_features(model: onnx.ModelProto) -> None:
 
 
 def place_features(model: onnx.ModelProto, token: int) -> None:
-    """Adds the input `image_features` `[num_image_tokens, hidden]`, whose rows replace those of the placeholder.
+    """Adds the input `image_features` `[num_image_tokens, hidden]` to the graph of an embedding table, in place.
 
-    Without features the placeholder is a token like others, as in transformers; a model may also generate it. Otherwise
-    the graph fails if there is not one row for each.
-
-    Args:
-        model: the graph of an embedding table, `input_ids` to `inputs_embeds`; it is changed.
-        token: the placeholder token.
+    Its rows replace those of the placeholder `token`. Without features the placeholder is a token like others, as in
+    transformers; a model may also generate it. Otherwise the graph fails if there is not one row for each.
     """
     graph = model.graph
     port = next(port for port in graph.output if port.name == INPUTS_EMBEDS)

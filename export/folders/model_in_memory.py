@@ -49,11 +49,7 @@ def checkpoint_in_memory(model: Any) -> Iterator[Checkpoint]:
 
 
 def require_output(output: object, *, graphs_only: bool) -> None:
-    """Requires a place for the weights of a model that has no folder.
-
-    Raises:
-        UsageProblem: there is none.
-    """
+    """Raises UsageProblem if a model that has no folder gets no place for its weights."""
     if output is None:
         raise UsageProblem(
             "a model in memory needs `output`, a new folder for its weights", hint="`export(model, OUT)`"
@@ -129,11 +125,7 @@ def _stored(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _lazy(name: str, tensor: torch.Tensor) -> LazyTensor:
-    """A torch tensor of which only the rows that are asked for are copied.
-
-    Raises:
-        UsageProblem: safetensors has no such dtype.
-    """
+    """A torch tensor of which only the rows that are asked for are copied; UsageProblem for an unsupported dtype."""
     dtype = BY_NAME.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None:
         raise UsageProblem(f"`{name}` has the dtype {tensor.dtype}", hint="convert the model: `model.float()`")

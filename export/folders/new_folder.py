@@ -48,10 +48,8 @@ class OutputFolder(Protocol):
     ) -> OutputFolder:
         """The folder with codes, scales and zero points instead of these weights.
 
-        Args:
-            weights: how each is quantized, by name.
-            importance: of the columns of weights, by name; all count alike in those left out.
-            smoothing: factors of weights, and of the norms that are divided by them.
+        `importance` is of columns; all count alike in weights left out. `smoothing` has factors of weights, and of the
+        norms that are divided by them.
         """
 
     def divided(self, parts: Mapping[str, int]) -> OutputFolder:

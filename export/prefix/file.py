@@ -52,12 +52,10 @@ class PrefixFile:
         sources: Mapping[str, FileTensor],
         weights: Mapping[str, FileTensor],
     ) -> PrefixFile:
-        """The file of a prefix for one model.
+        """The file of a prefix for the decoder's graph, which is not bound to weights yet.
 
-        Args:
-            traced: the decoder's graph, not bound to weights yet.
-            sources: the tensors in files that can be read; only a soft prompt reads them.
-            weights: the tensors with the dtypes in which the graph will map them.
+        Only a soft prompt reads `sources`, tensors in files; `weights` have the dtypes in which the graph will map
+        them.
 
         Raises:
             InputRefused: the prefix is of another model.
@@ -111,11 +109,8 @@ def keys_and_values(
 ) -> list[KeyValue]:
     """Keys and values of virtual tokens at positions 0, 1, …, by layer.
 
-    Args:
-        traced: the decoder's graph, not bound to weights yet; it is not changed.
-        sources: the tensors in files that can be read.
-        weights: the tensors with the dtypes that values are rounded to.
-        embeddings: float32 `[P, hidden]`, used instead of rows of the embedding table.
+    `embeddings`, float32 `[P, hidden]`, replace rows of the embedding table. The decoder's graph is not bound to
+    weights yet and not changed; values are rounded to the dtypes of `weights`.
 
     Raises:
         InputRefused: the hidden sizes of the embeddings and of the model differ.

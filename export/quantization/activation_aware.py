@@ -74,12 +74,7 @@ def measure_activation_aware(
 ) -> Smoothing:
     """The factors of all groups that lose less with factors; reads their weights once.
 
-    Args:
-        quantized: how each matrix is rounded, in blocks.
-        importance: of the columns of matrices, by name.
-        traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
-        tensors: the checkpoint's tensors, all in files of one folder.
-        texts: token ids int64 [1, tokens].
+    `quantized` rounds each matrix in blocks; other arguments are as for `smoothing.measure_smoothing`.
 
     Raises:
         UnsupportedInput: the graph takes embeddings, or onnxruntime cannot map the weights.

@@ -37,10 +37,7 @@ def with_kv_cache(given: ExportOptions) -> ExportOptions:
 def require_kv_cache(given: ExportOptions, family: object, *, fits: bool) -> None:
     """Refuses a model whose attention cannot read codes, and a precision that the target chose.
 
-    Args:
-        given: the options after the target's.
-        family: the `model_type`.
-        fits: whether `GroupQueryAttention` can keep the model's cache.
+    `given` are the options after the target's; `fits` is whether `GroupQueryAttention` can keep the model's cache.
 
     Raises:
         UnsupportedInput: the model does not fit.

@@ -45,10 +45,7 @@ def column_importance(
 ) -> dict[str, Array]:
     """Importance by name of the stored tensor: float32 [K], or [experts, K] of a stack; around 1 on average.
 
-    Args:
-        traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
-        tensors: the checkpoint's tensors, all in files of one folder.
-        texts: token ids int64 [1, tokens].
+    Arguments are as for `smoothing.measure_smoothing`.
 
     Raises:
         UnsupportedInput: the graph takes embeddings, or onnxruntime cannot map the weights.

@@ -15,11 +15,7 @@ INDEX = re.compile(r"\.\d+\.")
 
 
 def require_pattern(option: str, pattern: str) -> None:
-    """Refuses an invalid regular expression of an option such as `--quant-exclude`.
-
-    Raises:
-        UsageProblem: it is invalid, or nested too deeply.
-    """
+    """Raises UsageProblem if the regular expression of an option is invalid, or nested too deeply."""
     try:
         compiled(pattern)
     except PatternProblem as problem:
@@ -29,10 +25,7 @@ def require_pattern(option: str, pattern: str) -> None:
 def matches(option: str, pattern: str, name: str, time: MatchTime | None = None) -> bool:
     """Whether an option's regular expression is found anywhere in the name of a stored tensor.
 
-    Several matches may share a `time` limit; by default each match has its own.
-
-    Raises:
-        UsageProblem: the match takes too long.
+    Raises UsageProblem if that takes too long; several matches may share a `time` limit.
     """
     try:
         return finds(compiled(pattern), name, time, anywhere=True)
@@ -41,11 +34,7 @@ def matches(option: str, pattern: str, name: str, time: MatchTime | None = None)
 
 
 def require_used(patterns: Mapping[str, Sequence[str]], tensors: Mapping[str, LazyTensor]) -> None:
-    """Refuses a pattern, listed by option, that matches no name of a stored tensor, such as one with a typing error.
-
-    Raises:
-        UsageProblem: there is one, or the matches take too long.
-    """
+    """Raises UsageProblem for a pattern of an option that matches no stored tensor, or takes too long."""
     time = MatchTime()
     for option, given in patterns.items():
         for pattern in given:

@@ -68,10 +68,7 @@ class QuantizedProducts:
         return product if bias is fused else editor.one("Add", [product, bias])
 
     def rewrite(self, traced: TracedGraph, matches: Mapping[str, WeightSource], values: StoredValues) -> None:
-        """Replaces every product and lookup of quantized weights, except those of experts, in place.
-
-        The graph's weights are still inputs; `values` creates the initializers.
-        """
+        """Replaces every product and lookup of quantized weights, except those of experts, in an unbound graph."""
         for parameter, match in matches.items():
             for node, index in list(traced.weights[parameter].uses()):
                 if node.op_type == "Gather" and index == 0 and match in self:

@@ -18,13 +18,10 @@ from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, in_memory
 
 @dataclass(frozen=True, eq=False)
 class RepackedWeight:
-    """A weight of a quantized checkpoint.
+    """A weight of a quantized checkpoint: its codes as stored, and its layout in the new file.
 
-    Attributes:
-        integers: its codes as stored.
-        form: its layout in the new file.
-        order: int32 [K]: the stored column of each column of codes; None where they are in their own order.
-        symmetric: all zero points are the middle code.
+    `order` int32 [K] is the stored column of each column of codes, None where they are in their own order. If
+    `symmetric`, all zero points are the middle code.
     """
 
     integers: IntegerCodes

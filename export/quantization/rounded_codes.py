@@ -29,14 +29,9 @@ class RoundedCodes:
     scale_dtype: DType
 
     def put(self, index: int | None, form: BlockFormat, codes: Array, scales: Array, zeros: Array) -> None:
-        """Stores a matrix.
+        """Stores codes uint8 [N, K] (K padded to whole blocks), scales float32 [N, blocks] and zeros uint8 [N, blocks].
 
-        Args:
-            index: of the matrix in a stack; None for a weight that is one matrix.
-            form: bits, size, symmetry.
-            codes: uint8 [N, K], K padded to whole blocks.
-            scales: float32 [N, blocks].
-            zeros: uint8 [N, blocks].
+        `index` is of the matrix in a stack; None for a weight that is one matrix.
         """
         made = {
             CODES: pack(codes.reshape(-1, form.size), form.bits).reshape(*scales.shape, form.block_bytes),

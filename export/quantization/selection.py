@@ -114,11 +114,7 @@ class _Use:
 def select(
     graphs: Sequence[tuple[TracedGraph, Mapping[str, WeightSource]]], settings: QuantizationSettings | StoredFormats
 ) -> dict[str, QuantizedWeight]:
-    """The stored tensors to quantize, by name, for settings of the user or of the checkpoint.
-
-    Args:
-        graphs: the graphs, their weights still inputs, and the stored tensors of each weight.
-        settings: of the user, or of the checkpoint.
+    """The stored tensors to quantize, by name, for settings of the user or of the checkpoint; graphs are unbound.
 
     Raises:
         InputRefused: `settings` are the user's, and there are none.

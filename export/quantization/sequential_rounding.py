@@ -75,13 +75,9 @@ def round_sequentially(
     quantized: Mapping[str, QuantizedWeight],
     scratch: Scratch,
 ) -> dict[str, RoundedCodes]:
-    """The codes of all 4-bit matrices that one product reads, by name of the stored tensor.
+    """The codes of all 4-bit matrices that one product reads, by name of the stored tensor; `scratch` holds them.
 
-    Args:
-        traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
-        tensors: the checkpoint's tensors, all in files of one folder.
-        texts: token ids int64 [1, tokens].
-        quantized: the tensors to quantize, by name.
+    `traced`, `tensors` and `texts` are as for `smoothing.measure_smoothing`.
 
     Raises:
         InputRefused: the text is too short, or its activations are not finite.
@@ -314,10 +310,10 @@ def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
 def rounded_with_feedback(
     weights: Array, factor: Array, importance: Array, form: BlockFormat, stored: Callable[[Array], Array] = np.asarray
 ) -> tuple[Array, Array, Array]:
-    """Codes uint8 [N, K], scales float32 [N, blocks] and zero points uint8 [N, blocks].
+    """Codes uint8 [N, K], scales float32 [N, blocks] and zero points uint8 [N, blocks] of weights float32 [N, K].
 
     Args:
-        weights: float32 [N, K], K a multiple of the block size.
+        weights: K is a multiple of the block size.
         factor: [K, K], from `inverse_factor`.
         importance: float32 [K] for the choice of scales, as in `block_scales`.
         form: bits, block size, symmetry, search.

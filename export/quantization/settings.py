@@ -74,7 +74,6 @@ class QuantizationSettings:
     """Options of `llmconv export --quant`.
 
     Attributes:
-        preset: name of a preset.
         block: size of a block; None for that of the preset.
         exclude: regular expressions for the names of weights that stay as they are.
         bits: bits by regular expressions for names of weights; the last that matches counts.
@@ -141,12 +140,9 @@ class QuantizationSettings:
         return cls(options["quant"], given["quant_block"], given["symmetric"], *rest)
 
     def format_of(self, name: str, parameter: str, layer: int | None, layers: int) -> WeightFormat | None:
-        """The format of a weight; None to leave it as it is.
+        """The format of a stored tensor that belongs to a parameter of the model; None to leave it as it is.
 
-        Args:
-            name: of the stored tensor.
-            parameter: of the model that it belongs to.
-            layer: index of its layer; None outside of the layers, as for the head.
+        `layer` is None outside of the layers, as for the head.
         """
         if any(matches(EXCLUDE, pattern, name) for pattern in self.exclude):
             return None

@@ -86,11 +86,7 @@ def _largest(editor: NodeEditor, values: ir.Value) -> ir.Value:
 
 
 def require_finite(name: str, values: Array) -> None:
-    """Refuses values computed from activations, if one is infinite or NaN; `name` is the matrix multiplied with them.
-
-    Raises:
-        InputRefused: a value is not finite.
-    """
+    """Raises InputRefused if `values`, from activations that matrix `name` multiplies, are not all finite."""
     if not np.isfinite(values).all():
         raise InputRefused(
             f"`{name}` is multiplied with values that are not finite on the text",

@@ -43,13 +43,9 @@ class SmoothingGroup:
 
 
 def smoothing_groups(graphs: Graphs, coded: Container[str]) -> list[SmoothingGroup]:
-    """The norms whose result has no other use than products with `coded` matrices.
+    """The norms whose result has no other use than products with `coded` matrices, which can take factors.
 
     A norm that adds 1 to its weight (Gemma) is not among them: the quotient minus 1 would be rounded.
-
-    Args:
-        graphs: all graphs of an export.
-        coded: names of the matrices that can be multiplied with factors before they are rounded.
     """
     found = [(set(_groups(traced, matches, coded)), _names(matches)) for traced, matches in graphs]
     every = dict.fromkeys(group for traced, matches in graphs for group in _groups(traced, matches, coded))

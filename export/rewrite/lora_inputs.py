@@ -26,11 +26,7 @@ PRODUCTS = {("", "Gemm"), (MICROSOFT, "FusedMatMul")}
 
 
 def lora_targets(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The names of an option `lora_inputs`: several, or one text with commas.
-
-    Raises:
-        UsageProblem: a name is empty.
-    """
+    """The names of an option `lora_inputs`: several, or one text with commas; UsageProblem if one is empty."""
     parts = (given,) if given and isinstance(given, str) else tuple(given or ())
     names = tuple(name.strip() for part in parts for name in part.split(","))
     if not all(names):

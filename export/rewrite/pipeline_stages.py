@@ -29,9 +29,8 @@ class _Assignment:
 def split(model: onnx.ModelProto, count: int, layers_name: str, num_layers: int) -> list[onnx.ModelProto]:
     """The stages of a graph, in order; each gets `num_layers / count` layers, rounded.
 
-    Args:
-        model: a whole decoder with mapped weights, its nodes named after their modules.
-        layers_name: name of the list of layers, such as `model.layers`.
+    `model` is a whole decoder with mapped weights, its nodes named after their modules; `layers_name` is the name of
+    its list of layers, such as `model.layers`; `count` is at most `num_layers`.
     """
     splitter = _Splitter(model, layers_name, first_layers(count, num_layers))
     return [splitter.stage(index) for index in range(count)]
@@ -43,11 +42,7 @@ def first_layers(count: int, num_layers: int) -> list[int]:
 
 
 def require_stages(count: int, num_layers: int) -> None:
-    """Checks the number of stages.
-
-    Raises:
-        UsageProblem: more stages than layers, or none.
-    """
+    """Raises UsageProblem if there are more stages than layers, or none."""
     if not 1 <= count <= num_layers:
         raise UsageProblem(
             f"`--stages {count}` is invalid for a model of {num_layers} layers",

@@ -28,10 +28,7 @@ HeadShape = tuple[int, int]
 def ports_of(
     model: PreTrainedModel, input_map: InputMap, extras: Mapping[str, ExtraInput] | None = None
 ) -> tuple[list[Port], list[Port]]:
-    """Inputs and outputs of the graph of a model on fake weights, with the heads and head sizes of the model itself.
-
-    `extras` are its extra inputs by name, resolved.
-    """
+    """Inputs and outputs of a graph, with the heads and head sizes of the model itself, which is on fake weights."""
     inputs, outputs = list(input_map.inputs(model.config)), list(input_map.outputs(model.config))
     if input_map.kind.mixed:
         return inputs, outputs
@@ -41,10 +38,7 @@ def ports_of(
 
 
 def probe(model: PreTrainedModel, extras: Mapping[str, ExtraInput] | None = None) -> list[tuple[HeadShape, HeadShape]]:
-    """Key and value shapes of every layer that keeps them, from one run with an empty cache on fake weights.
-
-    `extras` are the model's extra inputs by name, resolved.
-    """
+    """Key and value shapes of every layer that keeps them, from one run with an empty cache on fake weights."""
     mode = next(model.parameters()).fake_mode
     cache = Cache(layer_class_to_replicate=PastLayer)
     tokens = torch.ones(2, 3, dtype=torch.int64)

@@ -24,12 +24,9 @@ class ExtraTensors:
         self._inputs, self._fixed = inputs, fixed
 
     def named(self, given: Sequence[Tensor], tokens: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        """The values of all extra inputs by name.
+        """The values of all extra inputs by name; `given` are those that are not fixed, in their order.
 
-        Args:
-            given: values of those that are not fixed, in their order.
-            tokens: `[batch, sequence, …]`.
-            mask: `[batch, total]`.
+        `tokens` are `[batch, sequence, …]`, `mask` is `[batch, total]`.
         """
         sizes = {BATCH: mask.shape[0], SEQUENCE: tokens.shape[1], TOTAL: mask.shape[1]}
         sizes[PAST] = sizes[TOTAL] - sizes[SEQUENCE]
@@ -72,11 +69,7 @@ def extras_of(model: PreTrainedModel, input_map: InputMap) -> dict[str, ExtraInp
 
 
 def require_declared(ports: Sequence[Port], extras: Mapping[str, ExtraInput]) -> None:
-    """Refuses a port that a custom class of input maps adds to `inputs` alone: nothing would feed it.
-
-    Raises:
-        UnsupportedInput: there is one.
-    """
+    """Raises UnsupportedInput for a port that an input map adds to `inputs` alone: nothing would feed it."""
     names = {"input_ids", "attention_mask", "position_ids", *extras}
     unknown = [port.name for port in ports if port.name not in names and not is_past(port.name)]
     if unknown:
@@ -86,10 +79,9 @@ def require_declared(ports: Sequence[Port], extras: Mapping[str, ExtraInput]) ->
 
 
 def require_fit(module: nn.Module, arguments: Sequence[Any], extras: Mapping[str, ExtraInput]) -> None:
-    """Runs a model with extra inputs once on fake numbers; sizes of axes differ, so that a wrong axis shows.
+    """Raises UnsupportedInput if a model with extra inputs fails on fake numbers.
 
-    Raises:
-        UnsupportedInput: the model fails.
+    Sizes of different axes differ, so that a wrong axis shows.
     """
     if not extras:
         return
@@ -100,11 +92,7 @@ def require_fit(module: nn.Module, arguments: Sequence[Any], extras: Mapping[str
 
 @contextmanager
 def fitting(extras: Mapping[str, ExtraInput]) -> Iterator[None]:
-    """Context in which a model runs with its extra inputs.
-
-    Raises:
-        UnsupportedInput: the model fails, and there are extra inputs.
-    """
+    """Context that raises UnsupportedInput if a model with extra inputs fails in it."""
     try:
         yield
     except Exception as error:  # the model's own code may raise anything

@@ -80,12 +80,9 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def refusing(action: str) -> Iterator[None]:
-    """Turns any exception of transformers or torch, which promise no class, into a one-line message.
+    """Turns any exception of transformers or torch, which promise no class, into a one-line UnsupportedInput.
 
     The message contains `action`, such as `trace this model`.
-
-    Raises:
-        UnsupportedInput: an exception was raised.
     """
     try:
         yield
@@ -155,11 +152,7 @@ def _is_computed(config: Any, name: str) -> bool:
 
 
 def embedding_size(config: Any) -> int:
-    """Size of the embeddings that the model takes instead of tokens, as its embedding table returns them.
-
-    Raises:
-        UnsupportedInput: the model takes tokens only.
-    """
+    """Size of the embeddings that the model takes instead of tokens; UnsupportedInput if it takes tokens only."""
     if embeds_in_layers(config):
         raise UnsupportedInput(
             "every layer of this model also embeds the tokens, so its graphs cannot take embeddings alone",
@@ -213,11 +206,7 @@ def _take_buffers(model: PreTrainedModel, exact: PreTrainedModel) -> None:
 
 @contextmanager
 def unchanged_buffers(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Context after which computed buffers are again what they were; transformers' CTRL assigns to one in its forward.
-
-    Yields:
-        The buffers by name, with the prefix of a traced program.
-    """
+    """Yields computed buffers by name in a traced program, and restores them; CTRL assigns to one in its forward."""
     buffers = dict(model.named_buffers())
     try:
         yield {f"model.{name}": buffer for name, buffer in buffers.items()}

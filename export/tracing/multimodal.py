@@ -22,12 +22,9 @@ WITHOUT: Mapping[str, Mapping[str, float]] = defaultdict(dict, {"aya_vision": {"
 
 @dataclass(frozen=True)
 class TensorNaming:
-    """The names of the language model's tensors in a multi-modal checkpoint.
+    """The prefixes of the language model's tensors in a multi-modal checkpoint, instead of `model.` and `lm_head.`.
 
-    Attributes:
-        body: prefix instead of `model.`.
-        head: prefix instead of `lm_head.`.
-        seen: prefix of a tensor by which a checkpoint with these names is known; default: `body`.
+    `seen` is the prefix of a tensor by which a checkpoint with these names is known; default: `body`.
     """
 
     body: str
@@ -74,11 +71,7 @@ def alone(table: TracedGraph) -> TracedGraph:
 
 
 def find_naming(names: Iterable[str]) -> TensorNaming:
-    """The naming of the language model's tensors among the names of a checkpoint.
-
-    Raises:
-        UnsupportedInput: unknown names.
-    """
+    """The naming of the language model's tensors among a checkpoint's names; UnsupportedInput if it is unknown."""
     names = list(names)
     for naming in NAMINGS:
         if any(name.startswith(naming.seen or naming.body) for name in names):

@@ -59,10 +59,7 @@ OTHER_MODALITIES = r"(^|\.)(vision|visual|image|audio|speech|multi_modal|multimo
 
 
 class CacheAsTensors(nn.Module):
-    """The eager model with its cache as a flat list of tensors, in the order of the input names `past`.
-
-    `extras` are the extra inputs of the family by name, resolved.
-    """
+    """The eager model with its cache as a flat list of tensors, in the order of the input names `past`."""
 
     def __init__(
         self,

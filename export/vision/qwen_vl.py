@@ -35,11 +35,9 @@ class PatchFeatures(nn.Module):
         self.model = model
 
     def forward(self, pixel_values: Tensor, patch_positions: Tensor) -> Tensor:
-        """Features `[tokens, hidden]`.
+        """Features `[tokens, hidden]` of `pixel_values` `[patches, values of a patch]`, patches of a feature adjacent.
 
-        Args:
-            pixel_values: `[patches, values of a patch]`, patches of one feature next to each other.
-            patch_positions: row and column of each patch, int64 `[patches, 2]`.
+        `patch_positions` are row and column of each patch, int64 `[patches, 2]`.
         """
         tower: Any = self.model.model.visual
         hidden = embedded(tower, pixel_values)
@@ -83,13 +81,9 @@ class DeepstackedFeatures(nn.Module):
     def forward(
         self, pixel_values: Tensor, patch_positions: Tensor, cells: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Features `[tokens, hidden]`, and further ones `[tokens, layers * hidden]`.
+        """Features `[tokens, hidden]`, and further ones `[tokens, layers * hidden]`; inputs as `PatchFeatures`.
 
-        Args:
-            pixel_values: as for `PatchFeatures`.
-            patch_positions: as for `PatchFeatures`.
-            cells: places in the table of position embeddings, int64 `[patches, 4]`.
-            weights: of these places, `[patches, 4]`.
+        `cells` are places in the table of position embeddings, int64 `[patches, 4]`, `weights` theirs `[patches, 4]`.
         """
         tower: Any = self.model.model.visual
         hidden = embedded(tower, pixel_values) + (tower.pos_embed(cells) * weights[:, :, None]).sum(1)

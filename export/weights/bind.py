@@ -61,12 +61,9 @@ def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dic
 
 
 def require_one_copy(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> None:
-    """Refuses two stored tensors that differ where the config makes them one: the graph would read only the first.
+    """Raises InputRefused for stored tensors that differ where the config ties them: the graph would read only one.
 
     transformers 5 then ties nothing, older versions use the embedding; no graph is right for both.
-
-    Raises:
-        InputRefused: they differ.
     """
     own = {name: tensor.shape for name, tensor in tensors.items() if name.startswith(traced.own)}
     for name, tied in traced.tied.items():
@@ -176,11 +173,7 @@ def _require(name: str, found: Mapping[str, WeightSource], traced: TracedGraph) 
 
 
 def require_shape(name: str, shape: tuple[int, ...], source: WeightSource) -> None:
-    """Refuses a source whose shape is not that of the parameter `name`.
-
-    Raises:
-        InputRefused: the shapes differ.
-    """
+    """Raises InputRefused if the shape of a source is not that of the parameter `name`."""
     if source.shape != shape:
         raise InputRefused(
             f"shape mismatch for `{name}`: expected {list(shape)} by `config.json`, "

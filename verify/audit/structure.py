@@ -46,10 +46,8 @@ def check_structure(
 ) -> Check:
     """Compares the graph's inputs and outputs with the documented interface and the eager model.
 
-    Args:
-        cache_shapes: of the eager model.
-        extras: the extra inputs that the graph must take, by name, resolved.
-        heeds_positions: the eager model's logits depend on `position_ids`, so the graph must take them.
+    With `heeds_positions`, the eager model's logits depend on `position_ids`, so the graph must take them, as it must
+    take the resolved `extras`.
     """
     problems = [
         *(["missing input: position_ids"] if heeds_positions and not graph.takes_positions else []),

@@ -45,14 +45,10 @@ ByteSpan = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class WeightSource:
-    """The weights that the graphs of a folder may refer to.
+    """The weights that the graphs of a folder may refer to; `reference` and `stored` are tensors by name.
 
-    Attributes:
-        spans: names of the tensors in the folder's safetensors files, by span.
-        reference: the reference's tensors by name.
-        in_place: the folder is the reference.
-        prefixes: names of the keys and values of prefixes, by span.
-        stored: the folder's tensors by name.
+    `spans` and `prefixes` are names, by span in a file, of tensors and of keys and values of prefixes. If
+    `in_place`, the folder is the reference.
     """
 
     folder: Path

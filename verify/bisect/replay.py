@@ -57,12 +57,7 @@ class VerifiedFolder:
     named: str = ""
 
     def changed(self, change: Callable[[onnx.ModelProto], None], named: str) -> VerifiedFolder:
-        """The same folder with graphs changed in memory, before the change of the settings.
-
-        Args:
-            change: changes a graph without its weights in place.
-            named: suffix of the names of its scenarios.
-        """
+        """The same folder with graphs that `change` changes in place, in memory, before the change of the settings."""
         models, before = _copies(self.models), self.settings.change
         for model in models.values():
             change(model)

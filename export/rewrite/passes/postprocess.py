@@ -26,11 +26,7 @@ class TokenChoice:
 
     @classmethod
     def parse(cls, text: str) -> TokenChoice:
-        """The choice described by `argmax` or `topk:K`.
-
-        Raises:
-            UsageProblem: any other text, or a K of 0.
-        """
+        """The choice described by `argmax` or `topk:K`; UsageProblem for any other text, or a K of 0."""
         if text == "argmax":
             return cls(text, None)
         found = re.fullmatch(r"topk:(\d{1,9})", text)

@@ -43,10 +43,10 @@ def cache_shapes(graph: ir.Graph) -> list[tuple[int, int]]:
 
 
 def prepend_prefix(model: ir.Model, tensors: Mapping[str, ir.ExternalTensor], first_position: int) -> None:
-    """Prepends a prefix to an empty past, in place.
+    """Prepends a prefix to an empty past of a decoder's graph for prompts, in place.
 
     Args:
-        model: the graph of a decoder for prompts.
+        model: the graph.
         tensors: keys and values `[1, kv_heads, P, head_dim]` by layer and part: `0.key`, `0.value`, …
         first_position: position of the first token after the prefix: P or 0.
 

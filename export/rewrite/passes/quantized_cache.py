@@ -43,11 +43,7 @@ def quantize_cache(model: ir.Model, scales: Mapping[str, Array]) -> None:
 
 
 def require_grouped_query(model: ir.Model, family: object) -> None:
-    """Refuses a graph with a shared buffer in which another operator than `GroupQueryAttention` reads keys or values.
-
-    Raises:
-        UnsupportedInput: no other operator of onnxruntime reads codes.
-    """
+    """Raises UnsupportedInput if another operator than `GroupQueryAttention` reads the shared buffer."""
     graph = model.graph
     for port in graph.inputs:
         read = [(use.node.op_type, use.idx) for use in port.uses()] if is_past(port.name or "") else []
