@@ -49,9 +49,8 @@ WITHOUT_NUMBERS = ("wrong numbers (`--method induction` compares them)", "weight
 class FloatFolder:
     """A folder of graphs with weights of floats, and how it is verified.
 
-    Attributes:
-        code: the reference's folder where its own code is trusted.
-        allow_changed: a graph that was changed after its export is a note instead of a failure.
+    With `allow_changed` a graph that was changed after its export is a note instead of a failure. `code` is the
+    reference's folder where its own code is trusted.
     """
 
     verified: VerifiedFolder
@@ -62,12 +61,9 @@ class FloatFolder:
     allow_changed: bool
 
     def checks(self, method: Method, eager: Eager | None, low_memory: bool | None) -> Checking:
-        """All checks.
+        """All checks; an open reference `eager` is used where the whole model runs.
 
-        Args:
-            method: which method was asked for.
-            eager: an open reference of this model; used where the whole model runs.
-            low_memory: hold one layer at a time; None to decide by free memory.
+        `low_memory` holds one layer at a time; None to decide by free memory.
         """
         verified, report = self.verified, self.report
         plan = planned(method, verified, self.reference, self.session, low_memory, self.code)

@@ -91,11 +91,7 @@ class Choices:
 
 
 def checked_folder(folder: GraphFolder, choices: Choices) -> Report:
-    """The report of all checks of a folder.
-
-    Raises:
-        UsageProblem: options that the graphs do not have.
-    """
+    """The report of all checks of a folder; UsageProblem for options that the graphs do not have."""
     rest = folder.without_cache()
     if not folder.entries:
         return _checked_alone(folder, rest, choices)
@@ -353,13 +349,9 @@ def recording(
     """Records the verdict in `llmconv.json` when the block ends without an error.
 
     The files are identified before the block, so that one which changes during the run is out of date afterwards. A
-    folder without a manifest stays as it is; a manifest that cannot be written is a note in the report.
-
-    Args:
-        reference: the model that its graphs are compared with.
-        report: to be complete when the block ends.
-        only: names of the selected scenarios.
-        hashed: sha256 of weight files, by name, of which the run read all bytes; it may be filled within the block.
+    folder without a manifest stays as it is; a manifest that cannot be written is a note in the report, which is
+    complete when the block ends. `hashed` has sha256 of weight files, by name, of which the run read all bytes; it may
+    be filled within the block.
     """
     if not (verified.path / MANIFEST).is_file():
         yield

@@ -26,11 +26,8 @@ from llmconv.verify.verification import Session
 class GraphFolder:
     """A folder of graphs: `entries` have a cache, `single` none.
 
-    Attributes:
-        entries: its graphs with a cache.
-        single: its graphs without a cache.
-        allow_changed: a graph that was changed after its export is a note instead of a failure.
-        code: the reference's folder where its own code is trusted.
+    With `allow_changed` a graph that was changed after its export is a note instead of a failure. `code` is the
+    reference's folder where its own code is trusted.
     """
 
     path: Path
@@ -101,11 +98,7 @@ def _models(folder: Path, entries: Sequence[GraphEntry]) -> dict[str, onnx.Model
 
 
 def load_whole(folder: Path, entry: GraphEntry) -> onnx.ModelProto:
-    """The graph of an entry without its weights; stages are joined.
-
-    Raises:
-        MalformedInput: a file refers to data outside the folder.
-    """
+    """The graph of an entry without its weights, stages joined; MalformedInput for data outside the folder."""
     parts = [load_guarded(path) for path in entry.paths(folder)]
     return parts[0] if len(parts) == 1 else joined_stages(parts)
 

@@ -52,11 +52,7 @@ class Method:
         return cls(name) if layers is None else cls(INDUCTION, LayerChoice(layers))
 
     def require_runs(self, session: Session, *, low_memory: bool | None) -> None:
-        """Refuses options of runs where no graph is run.
-
-        Raises:
-            UsageProblem: there is one.
-        """
+        """Raises UsageProblem for options of runs where no graph is run."""
         selection = session.selection
         given = {
             "--scenario": bool(selection.only),

@@ -78,12 +78,9 @@ AS_FLOATS = ", cache in float32"
 
 @dataclass(frozen=True)
 class CodedFolder:
-    """A folder of graphs with codes in their caches.
+    """A folder of graphs with codes in their caches; the scales were measured on `text`.
 
-    Attributes:
-        text: on which the scales were measured.
-        cost: options of the cost of quantization.
-        prepack: the weights are quantized, which some kernels support only prepacked.
+    `prepack`: the weights are quantized, which some kernels support only prepacked.
     """
 
     verified: VerifiedFolder

@@ -74,13 +74,10 @@ def compare_quantized_folder(
 ) -> Checking:
     """Compares all graphs, prefill and decode together.
 
-    Args:
-        reference: the model before it was quantized, or the quantized model whose codes the graphs have.
-        options: options of the cost of quantization.
-        in_any_memory: begin even if the memory seems too small.
+    `reference` is the model before it was quantized, or the quantized model whose codes the graphs have.
 
     Raises:
-        InputRefused: the memory is too small.
+        InputRefused: the memory is too small, without `in_any_memory`.
     """
     yield [*_unrecorded(compared, reference, report, options.preset), *_other_levels(compared, options.preset)]
     entries, copies = distinct_entries(compared.path, compared.entries)
@@ -195,11 +192,7 @@ def _decisions(verified: VerifiedFolder, folder: Path, report: Report) -> Checks
 
 @dataclass(frozen=True)
 class QuantizedEntries:
-    """Audited graphs that are compared with their model.
-
-    Attributes:
-        graphs: the same as audited files, and the tensors of the model.
-    """
+    """Audited graphs that are compared with their model, as it was before it was quantized."""
 
     verified: VerifiedFolder
     graphs: ExternalGraphs

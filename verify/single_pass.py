@@ -55,10 +55,9 @@ POOLED = {"embed", "classify", "rerank"}
 
 @dataclass(frozen=True)
 class SinglePassFolder:
-    """The graphs without a cache of a folder.
+    """The graphs without a cache of a folder, which are the only ones in `verified`.
 
-    Attributes:
-        allow_changed: a graph that was changed after its export is a note instead of a failure.
+    With `allow_changed` a graph that was changed after its export is a note instead of a failure.
     """
 
     verified: VerifiedFolder
@@ -170,11 +169,7 @@ PER_TOKEN = {"scoring": {"logits"}, "embed": {HIDDEN}}
 
 
 class TaskModel:
-    """The transformers model of a task (the graph's role) in one dtype, `float64` or `float32`.
-
-    Raises:
-        InputRefused: transformers cannot load the folder.
-    """
+    """The transformers model of a graph's role, in `float64` or `float32`; InputRefused if it cannot be loaded."""
 
     def __init__(self, folder: Path, role: str, dtype: str) -> None:
         transformers_logging.disable_progress_bar()

@@ -28,7 +28,7 @@ ROW = 8
 
 
 class ValueComparison:
-    """Compares values of one call, whose mask has the padding, within the rounding noise of the graph's numpy `dtype`.
+    """Compares values of one call, whose mask has the padding, within the rounding noise of the numpy `dtype`.
 
     `virtual` is the number of prefix tokens before the cache.
     """

@@ -39,11 +39,7 @@ NOTHING = "nothing to find: every check passed"
 def name_node(report: Report, verified: Replayable, eager: Eager | None, minimize: Path | None = None) -> None:
     """Sets the first node that differs in `report.where`; any other result is a note, also that nothing failed.
 
-    Args:
-        report: of a verification.
-        verified: replays the failed call.
-        eager: the reference; None if no graph could be run.
-        minimize: a new folder for the smallest failing piece; None for none.
+    `eager` is None if no graph could be run. `minimize` is a new folder for the smallest failing piece; None for none.
 
     Raises:
         OutputFailed: the piece cannot be written.

@@ -26,12 +26,7 @@ from llmconv.verify.results.report import Check, Where
 
 @dataclass(frozen=True)
 class Suspect:
-    """A fault to be described.
-
-    Attributes:
-        checks: of the whole run.
-        piece: the failing nodes; None if every node is correct.
-    """
+    """A fault to be described; `piece` is None if every node is correct."""
 
     replay: ReplayedCall
     where: Where

@@ -96,9 +96,7 @@ def write_piece(
 ) -> WrittenPiece | None:
     """Writes the piece; None if it agrees with the model when it runs by itself.
 
-    Args:
-        folder: new or empty; renamed into place when it is complete.
-        where: the location of the failure, for the texts.
+    `folder` is new or empty, and renamed into place when it is complete.
 
     Raises:
         OutputFailed: a file cannot be written.

@@ -24,12 +24,9 @@ ERROR_LIMIT = 300
 
 @dataclass(frozen=True)
 class Program:
-    """How a client is started.
+    """How a client is started: worker in `workers/`, package of an installer, and command that installs it.
 
-    Attributes:
-        package: its name for an installer.
-        installer: the command that installs it.
-        padding: the side on which the worker pads prompts, `left` or `right`.
+    `padding` is the side on which the worker pads prompts, `left` or `right`.
     """
 
     worker: str
@@ -81,11 +78,7 @@ class Client:
         return CLIENTS[self.name]
 
     def require(self) -> dict[str, str]:
-        """The versions of its packages.
-
-        Raises:
-            InputRefused: it is not installed.
-        """
+        """The versions of its packages; InputRefused if it is not installed."""
         try:
             versions: dict[str, str] = self._ask(None, [], 0)["versions"]
         except ClientError as error:

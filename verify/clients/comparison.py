@@ -33,13 +33,10 @@ ENDS = "end tokens"
 
 @dataclass
 class ClientChecks:
-    """Runs clients on a folder and judges what they generate.
+    """Runs clients on a folder with graphs and client files, and judges what they generate.
 
-    Attributes:
-        folder: with the graphs and the files of the clients.
-        model: folder of the model.
-        source: opens what the tokens are judged by; called once.
-        files: compares the files that a client opens with the verified ones; None to compare none.
+    `source` opens what the tokens are judged by, and is called once. `files` compares the files that a client opens
+    with the verified ones; None to compare none.
     """
 
     clients: Sequence[Client]
@@ -125,11 +122,8 @@ class ClientChecks:
 def judged(expected: ExpectedOutput, batch: PaddedBatch, model: str) -> tuple[str, str]:
     """A description of wrong tokens in a batch (empty if there are none), and of right ones.
 
-    A token is right if it is the likeliest, or if its logit is below the largest by no more than noise.
-
-    Args:
-        expected: the logits before each new token, [prompts, new, vocabulary].
-        model: a description of what computed the logits.
+    A token is right if it is the likeliest, or if its logit is below the largest by no more than noise. `expected` has
+    the logits before each new token, [prompts, new, vocabulary]; `model` describes what computed them.
     """
     tokens = batch.ids[:, batch.longest :]
     with np.errstate(invalid="ignore"):  # of infinite logits, which make no token right
@@ -157,10 +151,8 @@ def lengths_problem(
 ) -> str:
     """A description of a wrong shape of a batch; empty if the shape is right.
 
-    Args:
-        rows: new tokens of each prompt; in a batch of several, padding follows the end token of a row.
-        kept: the same up to the end token.
-        ends: end tokens of the client.
+    `rows` are the new tokens of each prompt, in a batch of several with padding after the end token; `kept` the same up
+    to the end token.
     """
     if len(rows) != len(prompts):
         return f"{len(rows)} rows for {len(prompts)} prompts"

@@ -169,12 +169,8 @@ BEFORE, BETWEEN, AFTER, SEED = 2, 1, 3, 31
 class PromptsWithImages:
     """A batch of two prompts with equally many features, one of them padded on the left, and one more token each.
 
-    Attributes:
-        images: of each prompt, as a processor returns them.
-        where: which tokens are placeholders, bool [batch, tokens].
-        prompt: the prompts.
-        step: one more token for each.
-        known: extra inputs of the decoder by name, resolved.
+    `images` are those of each prompt, as a processor returns them; `where` are the placeholders, bool [batch, tokens];
+    `known` are extra inputs of the decoder by name, resolved.
     """
 
     family: ImageFamily
@@ -227,9 +223,7 @@ class PromptsWithImages:
 def calls_of(counts: Iterable[int], image: int, vocabulary: int) -> tuple[Call, Call]:
     """Two prompts of random tokens with equally many placeholders, one padded on the left, and the token after them.
 
-    Args:
-        counts: number of placeholders of each image.
-        image: the placeholder token.
+    `counts` are the numbers of placeholders of each image; `image` is the placeholder token.
     """
     random = np.random.default_rng(SEED)
     images = [np.repeat([False, True], [BETWEEN, count]) for count in counts]

@@ -60,12 +60,8 @@ PlannedCalls = Sequence[tuple[Scenario, Sequence[Chain]]]
 class StreamedEager(Eager):
     """`Eager` that never holds the whole model; it makes only the calls of the selected scenarios.
 
-    Args:
-        dtype: numpy name of the graphs' dtype.
-        selection: the scenarios whose calls will be made.
-        factors: scale the weights.
-        skipped: names of layers that are left out. A model of few layers also gets the calls whose cache is edited or
-            made up.
+    `skipped` are names of layers that are left out. A model of few layers also gets the calls whose cache is edited or
+    made up.
     """
 
     is_layered = True
@@ -125,11 +121,7 @@ class StreamedEager(Eager):
         """None: all calls of a scenario run in each layer anyway."""
 
     def with_prefix(self, entry: PrefixEntry, start: object) -> Eager:
-        """Not supported with a prefix.
-
-        Raises:
-            UnsupportedInput: always.
-        """
+        """Raises UnsupportedInput: it does not support prefixes."""
         raise UnsupportedInput("a graph with a prefix cannot be verified layer by layer", hint=LOW_MEMORY_HINT)
 
     def _scaled(self, scaling: WeightScaling) -> Eager:
@@ -213,11 +205,9 @@ class _Rest:
 
 
 def precompute_chains(first: PrecomputedRunner, then: PrecomputedRunner, chains: Sequence[Chain]) -> None:
-    """Runs all calls of all chains; errors of calls are raised when their results are requested.
+    """Runs all calls of all chains: `first` the first call of each, `then`, which may be the same, the others.
 
-    Args:
-        first: runs the first call of each chain.
-        then: runs the others; may be the same.
+    Errors of calls are raised when their results are requested.
 
     Raises:
         UnsupportedInput: the calls cannot run together.

@@ -67,7 +67,6 @@ class FolderComparison:
 
     Attributes:
         models: the graphs without their weights, by name, with the graph of the embedding table where there is one.
-        open_graph: opens a graph of the folder.
         named: suffix of the names of all checks.
         varied: also compare with scaled weights and with other settings of onnxruntime.
         routed: judge the calmest rows (`Gates.calmest`).

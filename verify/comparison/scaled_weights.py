@@ -129,11 +129,9 @@ Product = tuple[onnx.NodeProto, int]
 
 
 def scale(model: onnx.ModelProto, factors: Mapping[str, float | Array], *, at_weights: bool = False) -> None:
-    """Scales initializers of a graph in place.
+    """Scales initializers of a graph in place; arrays among the factors are broadcast to the initializer's shape.
 
-    Args:
-        factors: by initializer name; an array is broadcast to the initializer's shape.
-        at_weights: scale the weights instead of products, so that all inner values are those of the scaled model.
+    `at_weights` scales the weights instead of products, so that all inner values are those of the scaled model.
     """
     for graph in graphs(model.graph):
         wanted = [t for t in graph.initializer if t.name in factors and np.any(np.asarray(factors[t.name]) != 1)]

@@ -45,11 +45,7 @@ class GraphIndex:
 
     @classmethod
     def of(cls, model: onnx.ModelProto, tensors: Mapping[str, str]) -> GraphIndex:
-        """The index of a graph; the names of its weights show the list of layers.
-
-        Raises:
-            NotLayered: no list of layers.
-        """
+        """The index of a graph; NotLayered if the names of its weights show no list of layers."""
         lists: dict[str, set[int]] = defaultdict(set)
         for tensor in model.graph.initializer:
             if match := NUMBERED.match(tensor.name):

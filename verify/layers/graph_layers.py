@@ -224,7 +224,7 @@ class _Cutter:
                 self._move({at}, part + 1)
 
     def _crossing(self, part: int) -> set[str]:
-        """Values of a part that the next layer reads; of the first part, those that depend on tokens.
+        """Values of a part that the next layer reads, of the first part those that depend on tokens.
 
         Raises:
             NotLayered: a later layer reads them, too.
@@ -336,11 +336,7 @@ def _part_name(part: int, count: int) -> str:
 
 
 def require_composed(layers: GraphLayers) -> None:
-    """Checks that the parts are the graph: every node is in one part, and every value crosses only where it may.
-
-    Raises:
-        NotLayered: a node is in no part or in several, or a value crosses elsewhere.
-    """
+    """Raises NotLayered if a node is in no part or in several, or a value crosses where it may not."""
     index = layers.index
     if problem := declaration_problem(index):
         raise NotLayered(problem)

@@ -83,11 +83,6 @@ class Induction:
     ) -> Induction:
         """Cuts the graphs, by name and without their weights, and compares their layers.
 
-        Args:
-            models: the graphs.
-            code: the reference's folder where its own code is trusted.
-            choice: which layers run by themselves.
-
         Raises:
             NotLayered: a graph or the model does not fall into layers.
         """
@@ -190,13 +185,7 @@ LEAST = 3
 
 @dataclass(frozen=True)
 class LayerClasses:
-    """The layers of a model by class.
-
-    Attributes:
-        names: module names of the layers, in order.
-        graphs: the parts of each graph, by its name.
-        kinds: of the layers of the eager model.
-    """
+    """The layers of a model by class: module names in order, the parts of each graph by its name, and their kinds."""
 
     names: tuple[str, ...]
     graphs: Mapping[str, GraphLayers]

@@ -36,9 +36,7 @@ HIDDEN = "hidden state"
 class Drift:
     """How rounding errors of the layers add up over the depth.
 
-    Attributes:
-        graph: RMS error of each layer of the graph, relative to its hidden state.
-        eager: the same errors of the eager model in the graph's dtype.
+    RMS error of each layer of the graph, relative to its hidden state, and of the eager model in the graph's dtype.
     """
 
     graph: list[float]
@@ -56,14 +54,9 @@ class Drift:
 
 @dataclass(frozen=True)
 class SingleLayerChecks:
-    """Compares the layers of graphs, each by itself.
+    """Compares the layers of graphs, each by itself; `drift` receives their errors.
 
-    Attributes:
-        induction: the classes of layers, and which layers run.
-        models: the graphs without their weights.
-        code: the reference's folder where its own code is trusted.
-        named: suffix of the names of the checks.
-        drift: receives the errors of the layers.
+    `code` is the reference's folder where its own code is trusted; `named` is a suffix of the names of the checks.
     """
 
     induction: Induction

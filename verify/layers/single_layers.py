@@ -109,9 +109,8 @@ def _sizes(port: onnx.ValueInfoProto) -> tuple[int, ...]:
 def run_eager(open_model: Callable[[str], StreamedRunner], call: Call, names: Collection[str], dtype: str) -> LayerRuns:
     """Runs the layers of the eager model in float64 and in the graph's dtype.
 
-    Args:
-        open_model: opens the model in a dtype, without the layers that are not run.
-        names: module names of the layers that are run, in order.
+    `open_model` opens it in a dtype, without the layers that are not run; `names` are the modules of those that are, in
+    order.
     """
     exact, kind = HiddenStates(), getattr(torch, dtype)
     steps = [_run(open_model("float64"), call, names, partial(_with_noise, exact, kind))]
@@ -221,13 +220,9 @@ def feeds_of(call: Call, graph: GraphLayers, extras: Mapping[str, ExtraInput]) -
 
 @dataclass(frozen=True)
 class GraphRun:
-    """The parts of a graph, run on the call.
+    """The parts of a graph, run on the call, with the hidden states of the eager runs as inputs of the layers.
 
-    Attributes:
-        graph: its parts.
-        runs: the eager runs, whose hidden states the layers are given.
-        names: module names of the layers by number.
-        extras: the extra inputs of the graph by name, resolved.
+    `names` are module names of the layers by number; `extras` the extra inputs of the graph by name, resolved.
     """
 
     graph: GraphLayers

@@ -52,8 +52,7 @@ from llmconv.verify.scenarios.table import Scenario
 class ExternalComparison:
     """The settings of a comparison; its methods yield checks.
 
-    Attributes:
-        sizes: sizes of the model, for graphs with dynamic axes.
+    `sizes` of the model are for graphs with dynamic axes.
     """
 
     sizes: ModelSizes
@@ -194,10 +193,7 @@ def check_external(
 ) -> list[Check]:
     """The checks of a scenario, over the chains, outputs and tokens that the graphs support.
 
-    Args:
-        eager: the model, for exact outputs with other positions.
-        gates: limits of the dtype.
-        repeat: how often each chain runs.
+    `eager` gives exact outputs with other positions; each chain runs `repeat` times.
     """
     refusals = [next(filter(None, map(candidate.refuses, chain)), "") for chain in chains]
     if all(refusals):

@@ -56,13 +56,10 @@ class ModelSizes:
 
 
 class ExternalGraph:
-    """One graph in one session.
+    """One graph in one session; `limits` are the calls that it does not support.
 
-    Attributes:
-        name: name in reports; default: the file name.
-        limits: the calls that it does not support.
-        shapes: declared shapes by name.
-        outputs: names of its cache outputs, as in reports.
+    `shapes` are declared ones by name; `outputs` are names of its cache outputs, as in reports. The name in reports is
+    by default the file name.
 
     Raises:
         MalformedInput: onnxruntime cannot open it.

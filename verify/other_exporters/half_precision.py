@@ -49,11 +49,8 @@ def compare_half_precision(
 ) -> Generator[list[Check], None, tuple[Eager, ExternalGraphs]]:
     """Runs all scenarios on the graphs, a few with every value rounded, and all on float32 copies.
 
-    Args:
-        eager: the model with weights as in the graphs.
-
-    Returns:
-        The reference and the graphs in which a faulty node is searched: the copies, if they are possible.
+    `eager` has weights as in the graphs. Returns the reference and the graphs in which a faulty node is searched: the
+    copies, if they are possible.
     """
     yield from comparison.compare(eager, graphs)
     yield from _compare_rounding(verified, eager, comparison)

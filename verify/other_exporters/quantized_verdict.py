@@ -98,8 +98,7 @@ def compare_quantized(
 ) -> Generator[list[Check], None, tuple[Eager, ExternalGraphs]]:
     """Measures the loss of accuracy, and checks correctness if all weights are known.
 
-    Returns:
-        The reference and the graphs of the check of correctness, or the given ones without it.
+    Returns the reference and the graphs of the check of correctness, or the given ones without it.
     """
     report, tensors, files = comparison.report, comparison.tensors, verified.files
     section = report.quantization

@@ -32,8 +32,7 @@ from llmconv.verify.scenarios.selection import Selection
 class ExternalGraphs:
     """The graphs to verify: one, or a prefill and a decode graph.
 
-    Attributes:
-        named: suffix of the names of their scenarios; other scenarios belong to other copies of the graphs.
+    `named` is a suffix of the names of their scenarios; other scenarios belong to other copies of the graphs.
     """
 
     files: Sequence[GraphFile]

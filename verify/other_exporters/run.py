@@ -133,11 +133,7 @@ def compare_graph_files(
 
 
 def require_limits(*, max_divergence: float | None, min_agreement: float | None) -> None:
-    """Refuses limits (nats per token, share of tokens) that every graph or no graph meets.
-
-    Raises:
-        UsageProblem: a limit is not finite, or out of its range.
-    """
+    """Raises UsageProblem for limits (nats per token, share of tokens) that every graph or no graph meets."""
     if max_divergence is not None and not 0 <= max_divergence < inf:
         raise UsageProblem(f"`max_divergence` is {max_divergence}", hint="give a finite number of nats, 0 or more")
     if min_agreement is not None and not 0 <= min_agreement <= 1:
@@ -182,10 +178,8 @@ def open_reference(
 ) -> Eager:
     """The eager model; for a half-precision graph, with weights rounded as in the graph.
 
-    Args:
-        reference: the model, or its folder.
-        half: dtype of the graphs if it is half precision; else empty.
-        code: the model's folder if its custom code is trusted.
+    `half` is the dtype of the graphs if it is half precision, else empty; `code` the model's folder if its custom code
+    is trusted.
     """
     folder = reference if isinstance(reference, Path) else reference.folder
     source = folder
@@ -216,10 +210,7 @@ def audit_graph_weights(
 ) -> Checks:
     """Audits the weights of each graph; tensors of the model that are in no graph are a note.
 
-    Args:
-        files: the graphs; receive what was found.
-        tensors: of the model by name, with factors of smoothing.
-        codes: what the codes must be.
+    `files` receive what was found; tensors have factors of smoothing; `codes` is what the codes must be.
     """
     missing = set(tensors)
     tied = bool(config.get("tie_word_embeddings"))

@@ -58,11 +58,7 @@ class CostEstimate:
 
     @classmethod
     def of(cls, reference: Path, graphs: int) -> CostEstimate:
-        """The estimate for a model folder and a number of distinct graphs.
-
-        Raises:
-            InputRefused: the reference has no safetensors weights.
-        """
+        """The estimate for a model folder and a number of distinct graphs; InputRefused without safetensors weights."""
         tensors = open_weights(reference)
         sizes = elements_of_layers(tensors)
         elements = sum(sizes.values())
@@ -120,10 +116,7 @@ def largest_layer(tensors: Mapping[str, LazyTensor]) -> tuple[int, int]:
 def choose(estimate: CostEstimate, wanted: bool | None, why_not: str = "") -> tuple[bool, str]:
     """Whether to verify layer by layer, and a note if the user did not ask for it.
 
-    Args:
-        estimate: of the model.
-        wanted: the user's choice; None to choose by the available memory.
-        why_not: why it cannot run layer by layer; empty if it can.
+    `wanted` is None to choose by the available memory; `why_not` why it cannot run layer by layer, empty if it can.
 
     Raises:
         InputRefused: `wanted` is None and neither way fits into memory.

@@ -57,15 +57,10 @@ Rows = dict[str, Array]
 
 
 def other_roundings(model: EagerRunner, runner: Runner, calls: Chain) -> list[Callable[[str], Array]]:
-    """Functions from the name of an output of the last call to its rows in another run.
+    """Functions from the name of an output of the last of `calls` to its rows in another run.
 
     One run has another order of operations, where one exists; in the others operators are nudged. Nothing is run before
-    its rows are asked for.
-
-    Args:
-        model: the model in the graph's dtype.
-        runner: runs calls with it.
-        calls: the calls up to the one whose outputs are wanted.
+    its rows are asked for. `model` is in the graph's dtype, and `runner` runs calls with it.
     """
     order, new = another_order(calls, runner.extra_inputs), calls[-1].input_ids.shape[1]
 

@@ -92,7 +92,7 @@ class ExpectedOutput:
         total_noise: RMS of the rounding error over all valid rows.
         max_noise: largest absolute rounding error per row, [batch, tokens].
         valid: bool [batch, tokens]; False for padding, which is not compared.
-        others: functions that compute the output in the graph's dtype again, rounded otherwise, [batch, tokens,
+        others: functions that compute the output in the graph's dtype again with other rounding, [batch, tokens,
             features].
         excess: the measured noise relative to the usual noise of the output so far (the larger ratio of all rows and
             of the worst row), in units of the float32 gates; 0 without earlier measurements.
@@ -297,7 +297,7 @@ def _of_tokens(truth: ExpectedOutput, logits: Array) -> dict[str, Any]:
 
 
 def divergences(exact: Array, logits: Array) -> Array:
-    """Kullback-Leibler divergence [rows] of token probabilities from the exact ones, in nats, at least 0.
+    """Kullback-Leibler divergence from the exact token probabilities, in nats: [rows], at least 0.
 
     Both arguments are logits, [rows, vocabulary].
     """
@@ -363,7 +363,7 @@ FLIPS = 200
 
 @dataclass(frozen=True)
 class Flip:
-    """One row, (sequence in the batch, token of the call), whose likeliest token differs from that of the exact logits.
+    """One row (sequence in the batch, token of the call) with another likeliest token than the exact logits.
 
     `margin` is the exact logit of the exact likeliest token minus that of the graph's; `noise` the largest margin that
     rounding explains.

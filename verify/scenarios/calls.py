@@ -177,10 +177,8 @@ def chain(
 ) -> Chain:
     """Calls that feed one batch of random tokens in pieces.
 
-    Args:
-        mask: [batch, sum of lengths], 0 for padding.
-        lengths: number of new tokens of each call.
-        jumps: positions start high and have gaps, instead of following from the mask.
+    `mask` is [batch, sum of lengths], 0 for padding; `lengths` are the numbers of new tokens of each call. With
+    `jumps`, positions start high and have gaps, instead of following from the mask.
     """
     ids = rng.integers(0, facts.vocab_size, mask.shape)
     positions = default_positions(mask, mask.shape[1])
@@ -205,11 +203,9 @@ def pieces(ids: Array, mask: Array, positions: Array, lengths: Sequence[int], un
 def continuing(
     past: SyntheticPast, lengths: Sequence[int], facts: ModelFacts, rng: np.random.Generator, padding: int = 0
 ) -> Chain:
-    """Calls that continue a synthetic past, at the positions after it.
+    """Calls of `lengths` new tokens that continue a synthetic past, at the positions after it.
 
-    Args:
-        lengths: number of new tokens of each call.
-        padding: number of masked slots at the start of the last row.
+    `padding` is the number of masked slots at the start of the last row.
     """
     mask = full_mask(past.rows, past.length + sum(lengths))
     mask[-1, :padding] = 0
@@ -261,9 +257,8 @@ MIB = 1 << 20
 class SyntheticPast:
     """A `Cache` of random keys and values; states are zero, as in an empty past.
 
-    Attributes:
-        shapes: cache shapes for one sequence and one token, by output name.
-        loud: first slot with large values, and the slot after the last.
+    `shapes` are those for one sequence and one token, by output name; `loud` is the first slot with large values, and
+    the slot after the last.
     """
 
     shapes: Mapping[str, tuple[int, ...]]

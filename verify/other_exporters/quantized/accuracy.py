@@ -264,14 +264,10 @@ class TokenSample:
 def token_sample(
     text: Path | None, folder: Path, facts: ModelFacts, suite: str, trust_remote_code: bool = False
 ) -> TokenSample:
-    """The tokens of the beginning of a text.
+    """The tokens of the beginning of a text file, by the tokenizer in the model's `folder`.
 
-    Args:
-        text: a text file; None for the evaluation text of llmconv, or random tokens with a fixed seed if the folder has
-            no tokenizer that knows its words.
-        folder: folder of the model with its tokenizer.
-        suite: `quick` or `full`.
-        trust_remote_code: whether custom code of the tokenizer may run.
+    Without a text they are of the evaluation text of llmconv, or random with a fixed seed if the folder has no
+    tokenizer that knows its words. `suite` is `quick` or `full`.
 
     Raises:
         InputRefused: the file is not a text or too short, or the folder has no matching tokenizer.

@@ -36,12 +36,9 @@ def audit_quantized(
     reference: Mapping[str, LazyTensor],
     expected: ExpectedCodes = ANY_ROUNDING,
 ) -> tuple[Check, list[dict[str, Any]]]:
-    """Compares the quantized matrices with the model's tensors.
+    """One check of the quantized matrices, and a row of the report for every tensor in one.
 
     `expected` is what the codes must be, in graphs of llmconv.
-
-    Returns:
-        One check, and a row of the report for every tensor in a matrix.
     """
     problems, rows = [], []
     seen = {name for found in quantized for name in found.names}

@@ -95,13 +95,8 @@ def dequantized_reference(
 ) -> Iterator[Path]:
     """Context with a temporary folder of the model, with quantized matrices in place of its tensors.
 
-    The weights are streamed to the disk.
-
-    Args:
-        reference: its tensors by name, with `smoothing`.
-        found: the quantized matrices and the matching tensors.
-        tie: its tied embedding and head, if any; the head is then stored separately.
-        smoothing: factors, which the result is without.
+    The weights are streamed to the disk. `reference` has the tensors with factors of smoothing, which the result is
+    without. A head tied to the embedding (`tie`) is then stored separately.
     """
     replacements = _replacements(found, tie)
     tensors = dict(reference)
@@ -332,11 +327,7 @@ class StoredSmoothing:
 
     @classmethod
     def of(cls, folder: Path) -> StoredSmoothing:
-        """The factors in the files of a folder; reads their headers.
-
-        Raises:
-            MalformedInput: a file is damaged.
-        """
+        """The factors in the files of a folder; reads their headers. MalformedInput if a file is damaged."""
         tensors = {name: found for path in folder.glob(FILES) for name, found in read_header(path).tensors.items()}
         return cls({name.removesuffix(SUFFIX): found for name, found in tensors.items() if name.endswith(SUFFIX)})
 

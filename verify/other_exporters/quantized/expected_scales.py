@@ -187,9 +187,7 @@ def _rounded(values: Array, largest: int) -> Array:
 def scale_problem(blocks: Blocks, first: int, *, is_plain: bool, weighted: bool) -> str:
     """Describes the first block whose scale or zero point an export would not choose; empty if there is none.
 
-    Args:
-        is_plain: scales come from extreme values alone.
-        weighted: scales suit the columns that matter on a text.
+    If `is_plain`, scales come from extreme values alone; if `weighted`, they suit the columns that matter on a text.
     """
     if is_plain or blocks.largest > FOUR_BITS:
         return _description(blocks, plain(blocks), first, "not that of its weights")

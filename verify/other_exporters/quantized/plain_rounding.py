@@ -60,11 +60,7 @@ def plainly_rounded(
 ) -> Iterator[Path | None]:
     """Context with a temporary copy of a graph and its external data; None if none of its codes would change.
 
-    A block of rows is in memory at a time.
-
-    Args:
-        matched: its quantized matrices and the matching tensors.
-        tensors: the model's tensors by name, with factors applied.
+    A block of rows is in memory at a time. The model's tensors have factors applied.
     """
     found = {one.stored.name: one for one in matched if _is_of_whole_rows(one)}
     with_factors = {key for key, one in found.items() if any(match.name in smoothing.factors for match in one.matches)}
