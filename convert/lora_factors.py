@@ -55,10 +55,7 @@ def lora_factors(folder: Path, adapter: str | Path, alpha: float | None = None) 
 def adapter_file(folder: Path, adapter: str | Path, alpha: float | None = None) -> tuple[tuple[str, ...], bytes]:
     """The modules of an adapter, and the content of onnxruntime's file for the graphs in the base's folder.
 
-    `folder` has graphs of `export --lora-inputs`. Other arguments and errors as in `lora_factors`.
-
-    Raises:
-        InputRefused: the graphs have no inputs for factors of the adapter.
+    `folder` has graphs of `export --lora-inputs` (else InputRefused). Other arguments and errors as in `lora_factors`.
     """
     declared = [declared_factors(load_guarded(folder / entry.files[0])) for entry in graph_entries(folder)]
     common = set.intersection(*map(set, declared)) if declared else set[str]()

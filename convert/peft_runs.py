@@ -47,14 +47,9 @@ def opened_with_adapter(
     options: Mapping[str, Any],
     open_model: Callable[[dict[str, LazyTensor], Checkpoint | None], Checkpoint],
 ) -> Checkpoint:
-    """The model of a checkpoint; if it has an adapter, its config is in the same folder or above.
+    """The model of a checkpoint; if it has an adapter, its config is in the same folder or above (else MalformedInput).
 
-    Args:
-        tensors: those of the checkpoint, without the trainers' wrappers in their names.
-        options, open_model: as in `with_adapter`.
-
-    Raises:
-        MalformedInput: there is no config; see also `find_adapter` and `with_adapter`.
+    `tensors` are without the trainers' wrappers in their names. Other arguments and errors as in `with_adapter`.
     """
     if not any(".lora_" in name for name in tensors):
         without_adapter(options, path.name)
@@ -67,12 +62,7 @@ def opened_with_adapter(
 
 
 def assembled_run(file: StateFile, format: str, options: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
-    """The model of a state dict, with its adapter if it is that of a PeftModel; errors as in `assemble`.
-
-    Args:
-        options: fields that the user adds to the config, and options of the command.
-        tokenizer: the user's, instead of the files next to the checkpoint.
-    """
+    """The model of a state dict, with its adapter if it is a PeftModel's; arguments and errors as in `assemble`."""
     given = {name: value for name, value in options.items() if name not in OPTIONS}
     if not any(".lora_" in name for name in file.state):
         without_adapter(options, file.path.name)
@@ -237,12 +227,9 @@ SAVE_ALL = "give a checkpoint with the whole model; Composer saves one with `sho
 
 @dataclass(frozen=True)
 class PeftRun:
-    """The adapter and the base model of a PEFT run.
+    """The adapter (in the names that PEFT saves, `config`: `adapter_config.json`) and the base model of a PEFT run.
 
-    Attributes:
-        config: the content of `adapter_config.json`.
-        base: Hugging Face name to tensor of the base; empty if only the adapter was saved.
-        adapter: the adapter's tensors in the names that PEFT saves.
+    `base` is empty if only the adapter was saved.
     """
 
     path: Path
@@ -260,9 +247,8 @@ class PeftRun:
 def find_adapter(stored: Mapping[str, Any], tensors: Mapping[str, LazyTensor], path: Path) -> PeftRun | None:
     """Adapter and base model, or None if the run does not use PEFT.
 
-    Args:
-        stored: content of `adapter_config.json`; empty if the run has none.
-        tensors: the run's tensors, without the trainers' wrappers in their names.
+    `stored` is the content of `adapter_config.json`, or empty; `tensors` are without the trainers' wrappers in their
+    names.
 
     Raises:
         MalformedInput: `peft_config` and the tensors contradict each other, or a name belongs to neither model.

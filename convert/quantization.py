@@ -51,10 +51,7 @@ class QuantizedBase(QuantizedCheckpoint):
     def requantized(self, merged: Checkpoint) -> tuple[Checkpoint, dict[str, PackedWeight]]:
         """The result of merging into `plain`, in the base's format; and the changed weights, by their plain names.
 
-        Unchanged weights keep their bytes.
-
-        Raises:
-            UnsupportedInput: the merge renamed or resized quantized weights.
+        Unchanged weights keep their bytes. Raises UnsupportedInput if the merge renamed or resized quantized weights.
         """
         self._require_in_place(merged)
         changed = {
@@ -195,10 +192,8 @@ def measure(
 ) -> Retention:
     """Reads every weight of `after` once; the sums do not depend on the number of threads.
 
-    Args:
-        before: the plain weights of the base, float32.
-        merged: the plain weights of the result, before quantization.
-        after: the changed weights of the result.
+    `before` and `merged` are the plain weights (float32) of the base and of the result before quantization; `after` are
+    the changed weights of the result.
     """
     found = {}
     for name, weight in after.items():

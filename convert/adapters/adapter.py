@@ -83,11 +83,9 @@ class Adapter:
 
 
 def check(adapter: Adapter) -> None:
-    """Checks that ranks match the config and that all values are finite.
+    """Checks that ranks match the config, and that all values are finite.
 
-    Raises:
-        MalformedInput: they do not.
-        UnsupportedInput: a tensor that is not floating-point.
+    Raises MalformedInput, or UnsupportedInput for a tensor that is not floating-point.
     """
     if not any((adapter.pairs, adapter.whole, adapter.tokens, adapter.learned)):
         raise MalformedInput(f"`{adapter.weights[0].name}` contains no tensors", hint="save the adapter again")

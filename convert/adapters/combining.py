@@ -135,10 +135,9 @@ ReadRows = Callable[[int, int], Array]
 def combine(
     base: LazyTensor, name: str, vectors: Sequence[TaskVector], combination: Combination, dtype: DType
 ) -> LazyTensor:
-    """`base` plus the combined update, rounded once (nearest even) to `dtype`.
+    """`base` plus the combined update, rounded once (nearest even) to `dtype`; `name` is part of the random seed.
 
-    The result does not depend on the order of `vectors` (one per adapter) or the division into rows. `name` is part of
-    the random seed.
+    The result does not depend on the order of `vectors` (one per adapter) or the division into rows.
     """
     change = _change(name, sorted(vectors, key=lambda vector: (vector.key, vector.weight)), combination)
 
@@ -330,11 +329,9 @@ FLOAT64 = BY_NAME["float64"]
 
 
 class TaskVectors:
-    """Each adapter placed alone on the same base.
+    """Each adapter placed alone on the same base, unless updates are only added (`summed`).
 
-    Attributes:
-        summed: updates are only added, so they are not computed separately.
-        order: indices of the adapters sorted by content, so that sums do not depend on the order given.
+    `order` has the indices of the adapters sorted by content, so that sums do not depend on the order given.
     """
 
     def __init__(

@@ -33,13 +33,10 @@ compete with the writer's threads: five times slower, measured."""
 
 @dataclass(frozen=True)
 class LoraProduct:
-    """The update of one weight by one adapter: `scale · b · a`, or its transpose.
+    """The update of one weight by one adapter: `scale · b · a` (b out×r, a r×in), or its transpose.
 
-    Attributes:
-        a: r×in.
-        b: out×r.
-        scale: s, multiplied by the weight of the adapter.
-        transposed: the weight is stored in×out (Conv1D) or vocab×dim (an embedding).
+    `scale` includes the weight of the adapter; `transposed` weights are stored in×out (Conv1D) or vocab×dim (an
+    embedding).
     """
 
     a: LazyTensor
@@ -75,15 +72,9 @@ def add_products(base: LazyTensor, products: Sequence[LoraProduct], dtype: DType
     """The lazy tensor W + Σ s·B·A, every element summed in float64 and rounded once.
 
     The rounding is that of torch and `ml_dtypes`: to float32, and from there to narrower types, to nearest even. The
-    result does not depend on the number of threads or the division into rows.
-
-    Args:
-        base: W, two-dimensional, or a bias, which counts as one column; floating-point.
-        products: s·B·A of the same shape as `base`.
-        dtype: element type of the result (default: that of `base`).
-
-    Raises (when rows are read):
-        UnsupportedInput: a sum is too large for `dtype`.
+    result does not depend on the number of threads or the division into rows. `base` is two-dimensional, or a bias,
+    which counts as one column; `dtype` is by default that of `base`. Reading rows raises UnsupportedInput for a sum too
+    large for it.
     """
     kind = dtype or base.dtype
 
@@ -94,11 +85,9 @@ def add_products(base: LazyTensor, products: Sequence[LoraProduct], dtype: DType
 
 
 def add_products_to_rows(rows: Array, pairs: Sequence[tuple[Array, Array]], dtype: DType) -> Array:
-    """rows + Σ left @ right, rounded once to `dtype`, tile by tile, in the arithmetic of `add_products`.
+    """rows + Σ left [rows, r] @ right [r, columns], float64, rounded once to `dtype`, tile by tile; see `add_products`.
 
-    Args:
-        rows: of the base; all dimensions after the first count as columns.
-        pairs: left [rows, r] and right [r, columns] of each product, float64.
+    All dimensions of `rows` after the first count as columns.
     """
     left, right = np.hstack([pair[0] for pair in pairs]), np.vstack([pair[1] for pair in pairs])
     result = np.empty(rows.shape, dtype.numpy)

@@ -26,15 +26,10 @@ from llmconv.tensors import FLOATS, DType, LazyTensor
 
 
 def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None = None) -> tuple[Checkpoint, Edits]:
-    """The merged checkpoint, lazy, and the edits of each tensor.
+    """The merged checkpoint, lazy, and the edits of each tensor; by default the sum of all adapters.
 
-    Args:
-        base: checkpoint of unquantized weights.
-        recipe: how to merge (default: the sum of all adapters).
-
-    Raises:
-        MalformedInput: an adapter for another base.
-        UnsupportedInput: a kind of adapter or base that cannot be merged.
+    The base is unquantized. Raises MalformedInput for an adapter of another base, UnsupportedInput for a kind of
+    adapter or base that cannot be merged.
     """
     recipe = recipe or plain_sum(adapters)
     _check_types(base, adapters)
@@ -113,9 +108,8 @@ NUMBERED = ("mlp_only_layers", "moe_layers", "attn_layer_indices")
 def replicated(base: Checkpoint, adapters: Sequence[Adapter]) -> Checkpoint:
     """The base with the layers that the adapters were trained on (PEFT `tuners_utils.py`, `replicate_layers`).
 
-    Raises:
-        UnsupportedInput: adapters with different layers, or a model without numbered layers.
-        MalformedInput: a layer that the base does not have.
+    Raises UnsupportedInput for adapters with different layers or a model without numbered layers, MalformedInput for a
+    layer that the base does not have.
     """
     wanted = {adapter.config.layers for adapter in adapters}
     if wanted <= {()}:
@@ -236,10 +230,9 @@ HEADS = ("score", "classifier", "qa_outputs", "classification_head")
 
 
 def follow_task(edits: Edits, adapters: Sequence[Adapter], head: str, config: dict[str, Any]) -> None:
-    """Changes `config` to the class which the adapters were trained as, and leaves out the head that it lacks.
+    """Changes `config` to the class which the adapters were trained as, and leaves out the output head that it lacks.
 
-    A task of `TASKS` counts; every other keeps the class of the base. `head` is the name of a language model's output
-    head.
+    A task of `TASKS` counts; every other keeps the class of the base.
 
     Raises:
         MalformedInput: adapters of different tasks, or the trained head is not in the file.

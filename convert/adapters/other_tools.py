@@ -50,8 +50,7 @@ PARTS = {"a": "a", "b": "b", "lora_a": "a", "lora_b": "b", "m": "m", "magnitude"
 class ForeignPair:
     """The factors of one weight: A r×in, B out×r, and with DoRA the magnitude, one number per output.
 
-    Attributes:
-        joined: number of pairs that were joined into this one.
+    `joined` is the number of pairs that were joined into this one.
     """
 
     a: LazyTensor
@@ -158,19 +157,15 @@ def as_adapter(
     others: Mapping[str, LazyTensor] | None = None,
     notes: Sequence[str] = (),
 ) -> Adapter:
-    """The Adapter with these factors; other errors as in `open_adapter`.
+    """The Adapter with these factors; InputRefused if alpha is unknown; other errors as in `open_adapter`.
 
     Args:
         files: with the tensors; all in one folder.
-        settings: the file with the config, if there is one.
         fields: `r`, `lora_alpha` and other fields of PEFT's config, as far as the files contain them.
         factors: by module, in Hugging Face names.
         alpha: `lora_alpha` if the files do not contain it.
         others: further tensors under PEFT's names.
         notes: warnings, one line each.
-
-    Raises:
-        InputRefused: alpha is unknown.
     """
     own_alpha = alpha if (stated := fields.get("lora_alpha")) is None else stated
     if factors and own_alpha is None:
@@ -206,17 +201,14 @@ def join_modules(
 ) -> dict[str, ForeignPair]:
     """The factors with those of `parts` in each layer joined into one pair.
 
-    A of the joined pair stacks the A of the trained parts; its B is block-diagonal.
+    A of the joined pair stacks the A of the trained parts; its B is block-diagonal. Raises MalformedInput for a shape
+    mismatch, UnsupportedInput for parts of different ranks, or DoRA on some of them only.
 
     Args:
         parts: last components of the modules' paths, in the order of the rows.
         whole: last component of the joined module's path.
         counts: number of rows of each part.
         combine: joins the rows of all parts (default: one after the other).
-
-    Raises:
-        MalformedInput: a shape mismatch.
-        UnsupportedInput: parts of different ranks, or DoRA on some of them only.
     """
     result: dict[str, ForeignPair] = {}
     for module, own in factors.items():

@@ -172,11 +172,7 @@ def is_blocked(parts: tuple[str, ...], module: str) -> bool:
 def unblocked(factor: LazyTensor, count: int) -> LazyTensor:
     """The block-diagonal matrix rows×columns of `count` blocks stored stacked by rows (PEFT `BlockDiagonalLinear`).
 
-    Args:
-        factor: rows×(columns/count).
-
-    Raises:
-        MalformedInput: the number of rows is not a multiple of `count`.
+    `factor` is rows×(columns/count); MalformedInput if the number of rows is not a multiple of `count`.
     """
     rows, width = factor.shape
     if rows % count:

@@ -66,17 +66,11 @@ class SampleCheck:
 
 
 def check_written(plan: Checkpoint, edits: Edits, output: Path, *, summed: bool) -> SampleCheck:
-    """Compares a sample of a written folder with the sum in float64.
+    """Compares a sample of a written folder with the sum in float64; Inconclusive if it has no tensor to compare.
 
-    Sums of LoRA updates are computed here from the definition, not by the code that merged; other updates and
-    combinations by their own formula in float64. Both are rounded as torch rounds: to float32, and from there to
+    Sums of LoRA updates (`summed`) are computed here from the definition, not by the code that merged; other updates
+    and combinations by their own formula in float64. Both are rounded as torch rounds: to float32, and from there to
     narrower types. float64 results are compared as float32, since their last bits depend on the order of summation.
-
-    Args:
-        summed: the updates were added, not combined by another method.
-
-    Raises:
-        Inconclusive: the folder has no tensor to compare.
     """
     written = open_checkpoint(output)
     counts, elements, differing = np.zeros(len(BINS), np.int64), 0, []

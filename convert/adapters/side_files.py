@@ -32,15 +32,9 @@ def side_files_of(
 ) -> tuple[SideFiles, list[str]]:
     """The side files of the merged model, and warnings about tokenizers and chat templates that differ.
 
-    The ids of special tokens in `config` (changed in place) and in `generation_config.json` follow another tokenizer
-    than the base's.
-
-    Args:
-        tokenizer: the user's tokenizer file or folder, which replaces all others.
-        resized: an adapter changed the vocabulary, so the tokenizer in its folder is the right one.
-
-    Raises:
-        InputRefused: `tokenizer` is not a tokenizer.
+    The ids of special tokens in `config` (changed in place) and in `generation_config.json` follow the tokenizer, if it
+    is not the base's: the user's file or folder, which replaces all others (InputRefused if it is none), or that of an
+    adapter which changed the vocabulary (`resized`).
     """
     others = {name: content for name, content in base.side_files.items() if not name.startswith(TOKENIZER)}
     if tokenizer:

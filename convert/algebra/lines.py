@@ -16,8 +16,7 @@ from llmconv.tensors import Array, DType, LazyTensor, cast
 class Lines:
     """A tensor seen as lines: the vectors along its last dimension, in order; of more than three, all but the first.
 
-    Attributes:
-        swapped: the vectors along the last dimension but one, as if the last two were exchanged.
+    With `swapped` they are along the last dimension but one, as if the last two were exchanged.
     """
 
     shape: tuple[int, ...]
@@ -75,10 +74,7 @@ class Lines:
 class Origin:
     """The tensor and line that each line of a tensor comes from.
 
-    Attributes:
-        sources: names of the tensors that have its lines.
-        owner: for each line, the position of its tensor in `sources`.
-        line: for each line, its index there.
+    `owner` has for each line the position of its tensor in `sources` (names), `line` its index there.
     """
 
     lines: Lines

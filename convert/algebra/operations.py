@@ -20,12 +20,8 @@ from llmconv.tensors import BLOCK_BYTES, Array, LazyTensor
 def rename(names: Iterable[str], table: Mapping[str, str | None], source: str) -> dict[str, str]:
     """Target name to source name, for every name that the table does not drop.
 
-    Args:
-        table: source name to target name, with `{}` for a number; the target None drops the tensor.
-        source: file or folder name for error messages.
-
-    Raises:
-        MalformedInput: unexpected keys, which no row matches, or duplicate keys: two names with one target.
+    `table` maps source to target name, with `{}` for a number; None drops the tensor. Raises MalformedInput for
+    unexpected keys, which no row matches, or duplicate keys: two names with one target.
     """
     renamed: dict[str, str] = {}
     unknown: list[str] = []
@@ -167,13 +163,10 @@ HEAD_LIMIT = 1 << 16
 
 @lru_cache(maxsize=8)
 def rope_order(head_dim: int) -> tuple[int, ...]:
-    """For each row of a head in Hugging Face's order, its row in Meta's.
+    """For each row of a head in Hugging Face's order, its row in Meta's; ValueError for an impossible size.
 
     Meta rotates neighbors (2i, 2i + 1), Hugging Face rotates halves (i, i + D/2): row `j * D/2 + i` is row `2i + j`
     (transformers `convert_llama_weights_to_hf.py`, `permute`). Four rows: 0, 2, 1, 3.
-
-    Raises:
-        ValueError: a head has no rows, or more than any head has.
     """
     if not 2 <= head_dim <= HEAD_LIMIT:
         raise ValueError(f"a head has {head_dim} rows")
@@ -183,8 +176,7 @@ def rope_order(head_dim: int) -> tuple[int, ...]:
 def equal(one: LazyTensor, other: LazyTensor, *, sampled: bool = False) -> bool:
     """Whether two tensors have the same dtype, shape and bits; reading stops at the first block that differs.
 
-    Args:
-        sampled: compare only the first block: enough to describe a checkpoint, not to convert it.
+    With `sampled` only the first block is compared: enough to describe a checkpoint, not to convert it.
     """
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False

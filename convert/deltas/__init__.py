@@ -28,11 +28,7 @@ def is_recorded_delta(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class WrittenDelta:
-    """The files of a delta in the format of another tool.
-
-    Attributes:
-        differences: counts, while the files are written, what the other tool's sum does not restore.
-    """
+    """The files of a delta for another tool; `differences` counts, during writing, what its sum does not restore."""
 
     plan: Plan
     differences: Differences

@@ -104,11 +104,9 @@ class WeightSum:
 
 
 def checksum_of(folder: Path, config: Mapping[str, Any], *, mean_rows: bool) -> WeightSum | None:
-    """The checksum of a delta folder, or None.
+    """The checksum of a delta folder, or None; `config` is the tuned model's.
 
-    Args:
-        config: of the tuned model.
-        mean_rows: new tokens are differences from the mean row, as Stanford's are.
+    With `mean_rows` new tokens are differences from the mean row, as Stanford's are.
     """
     path = folder / CHECKSUM
     if path.is_file() and path.stat().st_size < 100:

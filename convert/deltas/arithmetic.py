@@ -45,9 +45,7 @@ VOCABULARIES = {
 def open_difference(folder: Path) -> Checkpoint:
     """A folder of tuned − base: its tensors under their own names, without buffers.
 
-    Raises:
-        InputRefused: no weights in safetensors or torch files.
-        UnsupportedInput: quantized.
+    Raises InputRefused without weights in safetensors or torch files, UnsupportedInput for quantized ones.
     """
     tensors = open_bin_folder(folder).tensors() if is_bin_folder(folder) else open_weights(folder)
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
@@ -56,16 +54,10 @@ def open_difference(folder: Path) -> Checkpoint:
 
 
 def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Checkpoint, WeightSum | None]:
-    """The tuned model, base + delta, and its checksum if the delta has one.
+    """The tuned model, base + delta, in `dtype` (or `keep`), and its checksum if the delta has one.
 
-    The delta's config and side files take precedence.
-
-    Args:
-        dtype: `keep` or a floating-point type.
-
-    Raises:
-        MalformedInput: missing or unexpected keys, or a shape mismatch, except for a vocabulary that grew.
-        UnsupportedInput: one of them is quantized.
+    The delta's config and side files take precedence. Raises MalformedInput for missing or unexpected keys, or a shape
+    mismatch, except for a vocabulary that grew, UnsupportedInput if one of them is quantized.
     """
     if base.config.get("quantization_config") or delta.config.get("quantization_config"):
         raise UnsupportedInput("base or delta is quantized", hint="give the weights from before quantization")

@@ -104,14 +104,7 @@ def _predicted(name: str, tensor: LazyTensor, base: Checkpoint) -> PredictedTens
 
 @dataclass(frozen=True)
 class ExactDelta:
-    """An opened exact delta.
-
-    Attributes:
-        stored: the tuned model's tensors in order.
-        base_name: name of the base's folder.
-        config: the tuned model's `config.json`.
-        side_files: the tuned model's.
-    """
+    """An opened exact delta: the tuned model's tensors, in order, config and side files, and the base's folder name."""
 
     path: Path
     stored: Mapping[str, DeltaTensor]
@@ -183,9 +176,7 @@ def _sha256(tensor: LazyTensor) -> str:
 def open_exact(folder: Path) -> ExactDelta:
     """Opens the folder of an exact delta; reads only the indices of its files.
 
-    Raises:
-        UnsupportedInput: a later version.
-        MalformedInput: a file is missing or damaged, or files of different deltas are mixed.
+    Raises UnsupportedInput for a later version, MalformedInput if a file is missing, damaged or of another delta.
     """
     content = read_json(folder / DELTA_FILE)
     if content.get("delta") != "exact" or content.get("version") != VERSION:
@@ -232,12 +223,7 @@ END = struct.Struct("<Q8s")
 
 @dataclass(frozen=True)
 class PredictedTensor:
-    """A tensor of the tuned model, and the base's tensor that it is stored as a difference from.
-
-    Attributes:
-        name: of the base's tensor, empty where there is none.
-        base: that tensor; `can_predict` holds for it.
-    """
+    """A tensor of the tuned model, and the base's tensor (`name` empty: none) that it is a difference from."""
 
     tensor: LazyTensor
     name: str = ""
@@ -245,12 +231,7 @@ class PredictedTensor:
 
 
 def frame_pieces(predicted: Mapping[str, PredictedTensor], tensors: Mapping[str, LazyTensor]) -> Iterator[Piece]:
-    """The pieces of a file: frames, computed ahead by several threads, then the index.
-
-    Args:
-        predicted: all tensors of the delta by name.
-        tensors: those of this file, in order.
-    """
+    """The pieces of a file with `tensors`, in order: frames, computed ahead by several threads, then the index."""
     entries = {name: _Entry(predicted[name]) for name in tensors}
     spans = [(name, *span) for name in tensors for span in predicted[name].tensor.blocks()]
     blocks = prefetch(partial(_packed, predicted[name], start, stop) for name, start, stop in spans)
@@ -363,12 +344,9 @@ class RowBlock:
 
 @dataclass(frozen=True)
 class DeltaTensor:
-    """One tensor, with the dtype and shape of the tuned model, in a delta file.
+    """One tensor, with the tuned model's dtype and shape, in a delta file, as a difference from `base` (None: zeros).
 
-    Attributes:
-        rows: height of a block.
-        blocks: from the first row to the last.
-        base: the tensor that the difference is taken from, None for zeros.
+    `rows` is the height of a block; `blocks` are from the first row to the last.
     """
 
     path: Path
@@ -381,9 +359,7 @@ class DeltaTensor:
     def over(self, base: LazyTensor | None, other_base: OtherBase | None = None) -> LazyTensor:
         """The tuned tensor; if no row changed, the base's own tensor with its expected checksum.
 
-        Args:
-            base: the base's tensor with the name `self.base.name`.
-            other_base: makes the error for a wrong base from a description of the problem.
+        `base` is the base's tensor `self.base.name`; `other_base` makes the error for a wrong base from a description.
 
         Raises (when rows are read):
             InputRefused: the base is not the one that the delta was made from.

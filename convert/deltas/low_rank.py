@@ -41,13 +41,7 @@ EXACT = "extract an exact delta, without `--rank`"
 
 @dataclass(frozen=True)
 class LowRankDelta:
-    """The plan of an adapter and its content.
-
-    Attributes:
-        products: names of the base's weights with a low-rank product.
-        whole: names of the tensors that it contains whole.
-        factors: the products.
-    """
+    """The plan of an adapter, the names of its low-rank products and whole tensors, and the products."""
 
     plan: Plan
     products: tuple[str, ...]
@@ -68,8 +62,6 @@ def plan_low_rank(base: Checkpoint, tuned: Checkpoint, rank: int, dtype: str) ->
     """The files of an adapter. Reads and compares both models; products are computed later.
 
     Args:
-        base: the model before tuning.
-        tuned: the model after tuning, of the same architecture.
         rank: rank of the products; less for smaller weights.
         dtype: `keep` (products in float32, other tensors unchanged) or a floating-point type.
 
@@ -270,11 +262,9 @@ class CapturedNorm:
 
 
 class FactoredChanges:
-    """The products of many changes, each computed when one of its factors is first needed, one at a time.
+    """The products of many changes by name of the weight, each computed when one of its factors is first needed.
 
-    Args:
-        changes: by name of the weight.
-        ranks: the width of each product.
+    Only one is computed at a time; `ranks` has the width of each.
     """
 
     def __init__(self, changes: Mapping[str, MatrixChange], ranks: Mapping[str, int]) -> None:

@@ -37,7 +37,6 @@ class Script:
     """How one of the two scripts computes.
 
     Attributes:
-        arithmetic: the element types.
         mean_rows: a new token of the base is the mean of the others, else zeros.
         own_config: the tuned model gets the config of the delta, else of the base.
     """

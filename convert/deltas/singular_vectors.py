@@ -146,8 +146,7 @@ def _orthonormal(block: Array, least: float = 0.0) -> Array:
 class _Matrix:
     """A change in float32 by blocks of rows, divided by `scale`, a power of two (1 unless its norm is extreme).
 
-    Attributes:
-        total: the squared norm of the change.
+    `total` is the squared norm of the change.
     """
 
     def __init__(self, name: str, change: MatrixChange) -> None:

@@ -17,12 +17,7 @@ EXACT = "without `--to` the delta is exact"
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The element types in which a tool subtracts and adds; the sums themselves are float32.
-
-    Attributes:
-        operands: both models are rounded to it first.
-        stored: of the difference, and of the sum.
-    """
+    """How a tool subtracts and adds in float32: the type of both `operands`, and of difference and sum (`stored`)."""
 
     operands: DType
     stored: DType
@@ -44,11 +39,8 @@ class Differences:
     def of(self, name: str, base: LazyTensor | None, tuned: LazyTensor) -> LazyTensor:
         """`tuned` - `base`; the same tensor again for the same `tuned`, which counts once.
 
-        Args:
-            base: rows of the same shape, at most as many; those it lacks, and None, count as zeros.
-
-        Raises:
-            UnsupportedInput: one of them is not floating-point; when rows are read: a value too large for float16.
+        Rows of `base` have the same shape; those it lacks, and None, count as zeros. Raises UnsupportedInput if one of
+        them is not floating-point; when rows are read, for a value too large for float16.
         """
         if id(tuned) not in self._made:
             self._made[id(tuned)] = (tuned, self._difference(name, base, tuned))

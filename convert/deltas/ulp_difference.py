@@ -93,10 +93,9 @@ def known_rows(base: LazyTensor | None, start: int, stop: int) -> Array | None:
 
 
 def predicted_rows(known: Array | None, dtype: DType, shape: tuple[int, ...]) -> Array:
-    """The rows that a difference is taken from: the base's `known` rows, rounded to `dtype`, and zeros beyond them.
+    """The rows that a difference is taken from: `known`, rounded to `dtype`, and zeros beyond them.
 
-    Args:
-        known: at most as many rows as `shape` has; None for zeros alone.
+    `known` are rows of the base, at most as many as `shape` has; None for zeros alone.
     """
     if known is not None and known.dtype == dtype.numpy and known.shape == shape:
         return known

@@ -112,14 +112,10 @@ def _home(shards: Path) -> Path | None:
 def _model(
     folder: DistributedFolder, chosen: str | None, *, own_names: bool
 ) -> tuple[tuple[str, ...], Mapping[Any, Any]]:
-    """The keys that lead to the model in the nested dict, and its state dict.
+    """The keys that lead to the model in the nested dict, and its state dict; InputRefused if there is none.
 
-    Args:
-        chosen: the user's keys, joined with dots.
-        own_names: the model's own code has the names.
-
-    Raises:
-        InputRefused: there is no model, or there are several and none is chosen.
+    If there are several, `chosen` has the user's keys, joined with dots (InputRefused without it). With `own_names` the
+    model's own code has the names.
     """
     states = roots(folder.tree) or (roots(folder.tree, own_names=True) if own_names else {})
     found = {".".join(keys) or TOP: (keys, state) for keys, state in states.items()}

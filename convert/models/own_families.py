@@ -43,13 +43,8 @@ def needs_code(code: TrustedCode | None, source: str, what: str, reason: str) ->
 def baichuan(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], code: TrustedCode, source: str) -> Model:
     """A Llama with ALiBi as Baichuan-13B: queries, keys and values are one matrix, `W_pack`, in this order.
 
-    Args:
-        tensors: in Llama's names; the head of a Baichuan 2 is not normalized, since its code does that.
-        config: in Llama's fields.
-        code: with the code of a `baichuan`.
-
-    Raises:
-        MalformedInput: the heads are grouped, or the code is that of another model.
+    `tensors` and `config` are Llama's; the head of a Baichuan 2 is not normalized, since its code does that. `code` has
+    the code of a `baichuan`. Raises MalformedInput if the heads are grouped, or the code is that of another model.
     """
     if config.get("num_key_value_heads") not in (None, config["num_attention_heads"]):
         raise MalformedInput(
@@ -70,12 +65,8 @@ def baichuan(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], code:
 def chatglm(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], code: TrustedCode, source: str) -> Model:
     """ChatGLM-6B: two rotary positions per token, whose frequencies its code stores in every layer.
 
-    Args:
-        tensors: in the names of its code; without a head, the embedding is the head.
-        code: with the code of a `chatglm`.
-
-    Raises:
-        MalformedInput: the code is that of another model.
+    `tensors` are in the names of its code; without a head, the embedding is the head. Raises MalformedInput unless
+    `code` is that of a `chatglm`.
     """
     named = _with_head(dict(tensors), "chatglm")
     size = config["hidden_size"] // config["num_attention_heads"] // 2

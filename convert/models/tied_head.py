@@ -54,11 +54,8 @@ def settle_head(
 ) -> dict[str, Any]:
     """Drops, in place, an output head that is the embedding; returns the config with `tie_word_embeddings` set.
 
-    Values are compared where the config ties them, or has null because the training format does not record it.
-
-    Args:
-        warnings: gets a line where the config ties two matrices that differ.
-        sampled: compare only the first block of rows: enough to describe a checkpoint, not to convert it.
+    Values are compared where the config ties them (a warning if they differ), or has null because the training format
+    does not record it; with `sampled` only the first block of rows, enough to describe a checkpoint, not to convert it.
     """
     head = next((name for name in HEADS if name in tensors), None)
     embedding = next((name for name in tensors if name.endswith(EMBEDDINGS)), None)

@@ -17,11 +17,9 @@ OPTION = "trust_remote_code"
 
 @dataclass(frozen=True)
 class TrustedCode:
-    """The caller's consent to run the code of a model, and where the code is.
+    """The caller's consent to run the code of a model, in the folder `given` (`--code`; None: next to the config).
 
-    Attributes:
-        given: the folder from the caller (`--code`); None for code next to the config.
-        others: folders that are searched without it, the first with all modules wins.
+    `others` are folders that are searched without it; the first with all modules wins.
     """
 
     given: Path | None = None

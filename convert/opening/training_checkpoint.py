@@ -42,9 +42,7 @@ def open_training(
 ) -> Checkpoint:
     """Opens a training checkpoint of any known format, in Hugging Face names; other arguments and errors as in `to_hf`.
 
-    Args:
-        options: those of `to_hf` that only some formats have.
-        rewrite: accept a folder that already is a Hugging Face model, too.
+    `options` are those of `to_hf` that only some formats have; with `rewrite` the folder may be a Hugging Face model.
     """
     with reading_safely(source):
         path = local_path(source, in_parts=True)
@@ -113,11 +111,8 @@ def open_format(
 ) -> Checkpoint:
     """Opens a checkpoint whose format is known, and checks that it is a whole model; errors as in `to_hf`.
 
-    Args:
-        inside: the checkpoint, unpacked.
-        name: of the checkpoint, for messages.
-        config: fields that the user adds or overrides, and the format's own options.
-        tokenizer: a tokenizer file or folder to use instead of the checkpoint's own.
+    `inside` is the unpacked checkpoint; `config` has fields that the user adds or overrides, and the format's own
+    options.
     """
     opened = found.open(inside, config, tokenizer)
     code = trusted_code(config)
@@ -133,15 +128,10 @@ DROPPED_CODE = "dropped {} from the configuration: no code comes from a checkpoi
 def open_again(
     folder: Path, name: str, config: tuple[Path, ...], tokenizer: Path | None, options: Mapping[str, Any]
 ) -> Checkpoint:
-    """The model of a Hugging Face folder, every tensor under its own name.
-
-    Args:
-        config: JSON or YAML files whose fields replace those of `config.json`.
-        tokenizer: a tokenizer file or folder to use instead of the folder's own.
-        options: those of `to-hf` that only training formats have; refused.
+    """The model of a Hugging Face folder, every tensor under its own name, with fields of the `config` files replaced.
 
     Raises:
-        UsageProblem: one of `options` is given.
+        UsageProblem: one of `options`, those of `to-hf` that only training formats have, is given.
         UnsupportedInput: the weights are quantized.
         MalformedInput: the folder is damaged, or its weights are not those of the given config.
     """

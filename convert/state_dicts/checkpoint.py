@@ -75,16 +75,13 @@ def contents_around(file: StateFile) -> tuple[str, ...]:
 def assemble(
     file: StateFile, format: str, given: Mapping[str, Any], tokenizer: Path | None, version: str = ""
 ) -> Checkpoint:
-    """The whole model in `file`.
+    """The whole model in `file`; InputRefused without a config, or if the state dict is not the model it describes.
 
     Args:
-        file: the state dict; its names are Hugging Face's after any one prefix.
+        file: its names are Hugging Face's after any one prefix.
         given: fields that the user adds to the config; `drop` leaves out tensors outside the model.
         tokenizer: the user's, instead of the files next to the checkpoint.
         version: the program that wrote the checkpoint, if known.
-
-    Raises:
-        InputRefused: there is no config, or the state dict is not the whole model that it describes.
     """
     source, warnings = file.path.name, list[str]()
     fields = {name: value for name, value in given.items() if name != "drop"}
@@ -182,12 +179,9 @@ def _outside(mapping: NameMapping, source: str, *, drop: bool) -> list[str]:
 
 @dataclass(frozen=True)
 class NameMapping:
-    """Stored names to Hugging Face's.
+    """Stored names to Hugging Face's, by the `prefix` of every name of the model; other names are `outside`.
 
-    Attributes:
-        outside: stored names outside the model.
-        prefix: of every name of the model.
-        added: prefix that was added to names of a base model, such as `transformer.`; empty if they had it.
+    `added` is the prefix that names of a base model lacked, such as `transformer.`; else empty.
     """
 
     names: dict[str, str]

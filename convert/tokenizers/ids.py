@@ -13,12 +13,8 @@ from llmconv.errors import MalformedInput
 def special_ids(files: Mapping[str, bytes]) -> tuple[int | None, int | None]:
     """Ids of the tokens that begin and end a text; None if the files do not contain them.
 
-    Args:
-        files: content by name; `tokenizer_config.json` (or `special_tokens_map.json`) contains the tokens,
-            `tokenizer.json` their ids.
-
-    Raises:
-        MalformedInput: a file is not JSON.
+    `files` is content by name; `tokenizer_config.json` (or `special_tokens_map.json`) contains the tokens,
+    `tokenizer.json` their ids. Raises MalformedInput if a file is not JSON.
     """
     settings = {**_object(files, "special_tokens_map.json"), **_object(files, "tokenizer_config.json")}
     ids = _ids(_object(files, "tokenizer.json"))
@@ -60,13 +56,9 @@ def _added(files: Mapping[str, bytes]) -> dict[str, int]:
 
 
 def vocabulary_size(files: Mapping[str, bytes]) -> int | None:
-    """One more than the highest id of a tokenizer; None if its files do not contain the ids.
+    """One more than the highest id of a tokenizer; None if its files do not contain the ids, MalformedInput if damaged.
 
-    Args:
-        files: content by name: `tokenizer.json`; or `vocab.json` and `added_tokens.json`; or `tokenizer.model`.
-
-    Raises:
-        MalformedInput: a file is damaged.
+    Read from `tokenizer.json`; or `vocab.json` and `added_tokens.json`; or `tokenizer.model`.
     """
     added = _object(files, "added_tokens.json")
     ids = _ids(_object(files, "tokenizer.json")) or {**_object(files, "vocab.json"), **added}

@@ -56,12 +56,9 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class BlockDiagonal:
-    """BD-LoRA (PEFT `BdLoraConfig`): a factor is block-diagonal, and only its blocks are stored.
+    """BD-LoRA (PEFT `BdLoraConfig`): a factor is block-diagonal, and only its `count` (`nblocks`) blocks are stored.
 
-    Attributes:
-        count: `nblocks`.
-        a: A is stored as blocks if the last component of the module's path contains one of these strings.
-        b: the same for B.
+    A factor is stored as blocks if the last component of the module's path contains one of the strings in `a` or `b`.
     """
 
     count: int
@@ -115,8 +112,7 @@ class LoraConfig:
     def scale(self, module: str, rank: int) -> float:
         """The factor s of W + s·B·A (PEFT `LoraLayer.update_layer`: alpha/r, or alpha/√r with `use_rslora`).
 
-        `module` is the path in the model the adapter was trained on, `rank` the rows of its A; MalformedInput if the
-        config has another rank.
+        `rank` is the number of rows of the module's A; MalformedInput if the config has another rank.
         """
         expected = self.rank_pattern.get(matching_key(self.rank_pattern, module, self.match_time), self.rank)
         if expected not in (None, rank):
@@ -297,11 +293,8 @@ FORM = r"(.*\.)?({})$"
 def matches(pattern: str, module: str, time: MatchTime | None = None) -> bool:
     r"""Whether `pattern` matches the path of a module as in PEFT's `get_pattern_key`: `(.*\.)?(pattern)$`.
 
-    Args:
-        time: shared by all matches of an adapter (default: that of a single match).
-
-    Raises:
-        MalformedInput: an invalid regular expression, unsupported syntax, or one that takes too long.
+    All matches of an adapter share `time`. Raises MalformedInput for an invalid, unsupported or slow regular
+    expression.
     """
     try:
         return finds(compiled(pattern, FORM, costly=False), module, time)

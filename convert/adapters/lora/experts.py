@@ -41,12 +41,7 @@ class ExpertProduct:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """The rows of a fused tensor that hold the matrix of one expert (index in dim 0).
-
-    Attributes:
-        tensor: name of the fused tensor.
-        either: the matrix may be stored in×out.
-    """
+    """The rows of a fused tensor that hold the matrix of one expert (dim 0), possibly stored in×out (`either`)."""
 
     tensor: str
     expert: int

@@ -58,8 +58,7 @@ def is_saved(name: str, modules: Collection[str]) -> bool:
 def parts_from_saved(name: str, modules: Collection[str]) -> int:
     """The number of components of a tensor's name from the saved module (`modules_to_save`) on; 0 if it is in none.
 
-    PEFT compares the end of the module's path, and saves everything below it: `classifier.dense.weight` has 3
-    components.
+    PEFT compares the end of the module's path, and saves all below: `classifier.dense.weight` has 3 components.
     """
     parts = name.split(".")
     ends = tuple(modules)

@@ -118,11 +118,7 @@ class BaseInMemory:
 def base_in_memory(base: Checkpoint, tensors: Tensors, adapters: Sequence[Adapter]) -> BaseInMemory | None:
     """The base under the names of the model in memory; None if the adapters have the names of the files.
 
-    Args:
-        tensors: those of the base, with a tied head.
-
-    Raises:
-        UnsupportedInput: an adapter changes a weight that several modules share.
+    `tensors` includes a tied head. Raises UnsupportedInput if an adapter changes a weight that several modules share.
     """
     may_share = base.config.get("model_type") in SHARING
     if not may_share and not any(_lacks(adapter, tensors, base.config) for adapter in adapters):
@@ -214,10 +210,9 @@ def _unread(start: int, stop: int) -> Array:
 
 
 def _under(base: Checkpoint, names: NamesInMemory, wanted: Sequence[str]) -> BaseInMemory | None:
-    """The base in the names of one class; None if tensors that adapters have names for are not there.
+    """The base in the names of one class; None if it lacks tensors that adapters have names for.
 
-    Raises:
-        NotBuildable: transformers' conversion does more than to move whole lines.
+    Raises NotBuildable if transformers' conversion does more than to move whole lines.
     """
     renamed = {name: names.renamed.get(name) or names.parts.get(name) or name for name in base}
     if len({*renamed.values()}) < len(renamed):

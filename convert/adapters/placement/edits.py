@@ -39,13 +39,11 @@ class Edits:
 
     Attributes:
         tensors: the base's tensors, and those that adapters add.
-        config: the base's `config.json`.
         tied: names of embedding and head if they are one tensor in the base; `tensors` then has both.
         whole: tensors that are replaced.
         tokens: rows that are replaced, after whole tensors.
         changes: updates that are added after replacing.
         warnings: one line each.
-        naming: how the tensors are called.
     """
 
     tensors: dict[str, LazyTensor]
@@ -274,8 +272,6 @@ def updates_of(
 
     Args:
         homes: `<module>.weight` to the name of the base's tensor.
-        current: returns the base's tensor by name.
-        has_bias: returns whether the base has a tensor by name.
         is_conv1d: returns whether a weight is stored in×out, for square ones.
         weight: factor of the updates.
 
@@ -307,11 +303,9 @@ def updates_of(
 def _orientation(
     adapter: str, name: str, weight: LazyTensor, fit: FittingShape, swapped: tuple[bool, bool]
 ) -> tuple[WeightShape, bool]:
-    """out×in of the weight, and whether it is stored in×out.
+    """out×in of the weight, and whether it is stored in×out; `fit` is the size that the adapter's tensors are for.
 
-    Args:
-        fit: size that the adapter's tensors are for.
-        swapped: stored in×out by model type, and by `fan_in_fan_out`, which counts only if nothing else fits.
+    `swapped`: stored in×out by model type, and by `fan_in_fan_out`, which counts only if nothing else fits.
     """
     if weight.dtype.name not in ("float64", *FLOATS):
         raise UnsupportedInput(

@@ -38,11 +38,7 @@ class WeightUpdate(Protocol):
     """The update of one weight by one adapter: new value minus old value."""
 
     def update(self, base: LazyTensor, start: int, stop: int) -> Array:
-        """Rows `start:stop` of the update, float64 [rows, columns].
-
-        All dimensions of the base after the first count as columns. `base` is the weight, for updates that depend on
-        it.
-        """
+        """Rows `start:stop` of the update of `base`, float64 [rows, columns]; its other dimensions count as columns."""
         ...
 
 
@@ -152,9 +148,7 @@ class AdapterTargets:
     def changes(self, module: str, pair: Pair, weight: float) -> NamedChanges:
         """The updates of a module's factors, multiplied by the adapter's `weight`; call `homes` first.
 
-        Raises:
-            MalformedInput: a shape mismatch.
-            UnsupportedInput: a layer with an unknown layout.
+        Raises MalformedInput for a shape mismatch, UnsupportedInput for a layer with an unknown layout.
         """
         name = self._homes[self.wanted[module]]
         if name in self.parts:
@@ -300,12 +294,9 @@ MatrixShape = tuple[int, int]
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """How the factors of one fused tensor are divided among its experts.
+    """How the factors of one fused tensor, [E, in, out] if `transposed`, are divided among its E `experts`.
 
-    Attributes:
-        experts: E, the number of experts.
-        transposed: the tensor is [E, in, out].
-        together: the columns of B of an expert are contiguous (Unsloth).
+    With `together` the columns of B of an expert are contiguous (Unsloth).
     """
 
     experts: int
@@ -380,14 +371,9 @@ def is_transposed(
 ) -> bool:
     """Whether an adapter treats the fused tensors as [E, in, out]: one answer for all of them.
 
-    Args:
-        sizes: by tensor name: (rows of B, columns of A), and the last two dimensions of the tensor.
-        config: of the adapter, with the version of PEFT that wrote it.
-        model_type: of the base.
-
-    Raises:
-        MalformedInput: the adapter belongs to another base.
-        UnsupportedInput: neither the shapes nor the version decide.
+    `sizes` has by tensor name: (rows of B, columns of A), and the last two dimensions of the tensor. If shapes do not
+    decide, the model type and the version of PEFT in `config` do (else UnsupportedInput). Raises MalformedInput for an
+    adapter of another base.
     """
     answers = set()
     for name, (own, there) in sizes.items():

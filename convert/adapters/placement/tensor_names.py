@@ -30,14 +30,9 @@ def match_names(
 ) -> dict[str, str]:
     """Each wanted name, of the model that the adapter was trained on, to the name of its tensor in the base.
 
-    Missing names may have another spelling, or may all differ by one prefix, such as `transformer.` in the model and
-    nothing in the file. A prefix is accepted only if it is the only one that maps every name to a different tensor.
-
-    Args:
-        spelled: returns how the base spells a name.
-
-    Raises:
-        MalformedInput: a name without a match, or with several; lists similar names.
+    Missing names may have another spelling (`spelled`), or may all differ by one prefix, such as `transformer.` in the
+    model and nothing in the file. A prefix is accepted only if it is the only one that maps every name to a different
+    tensor. Raises MalformedInput, which lists similar names, for a name with no match, or with several.
     """
     found = {name: name for name in wanted if name in names}
     missing = sorted(set(wanted) - set(found))
@@ -76,16 +71,10 @@ def match_saved(
     spelled: Callable[[str], str] = same_name,
     modules: Collection[str] = (),
 ) -> dict[str, str]:
-    """The tensors of the base that `modules_to_save` replace under another name; new ones are left out.
+    """The tensors of the base that `modules_to_save` (`modules`) replace under another name; new ones are left out.
 
-    Args:
-        saved: names of an adapter's saved tensors that are not names of the base.
-        homes: result of `match_names` for its other names.
-        spelled: returns how the base spells a name.
-        modules: `modules_to_save`.
-
-    Raises:
-        MalformedInput: a name with an ambiguous match.
+    `saved` are names that the base does not have, `homes` the result of `match_names` for the adapter's other names.
+    Raises MalformedInput for a name with an ambiguous match.
     """
     exchanges = {_differing_prefixes(*pair) for pair in homes.items() if pair[0] != pair[1]}
     result: dict[str, str] = {}
@@ -112,12 +101,9 @@ def has_same_end(name: str, other: str, parts: int) -> bool:
 def prefix_fits(
     missing: Sequence[str], names: Collection[str], found: Mapping[str, str]
 ) -> set[frozenset[tuple[str, str]]]:
-    """The mappings of all missing names to tensors of the base that replacing one prefix gives.
+    """The mappings of all missing names (sorted) to free tensors of the base that replacing one prefix gives.
 
-    Args:
-        missing: names that the base does not have, sorted.
-        names: tensor names of the base.
-        found: names that it has, which are taken.
+    `found` are names that the base has, which are taken.
     """
     return _distinct(_exchanges(missing, {*names}), found)
 
@@ -172,12 +158,9 @@ def _quoted(names: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Naming:
-    """How the tensors of a base are called.
+    """How the tensors of a base are called: `spelled` returns how a name of an adapter is spelled here.
 
-    Attributes:
-        spelled: how a name of an adapter is spelled here.
-        stacks: name of a tensor in memory to the tensors of each expert that are stacked in it, where the base has
-            these.
+    `stacks` maps a tensor in memory to the tensors of each expert that are stacked in it, where the base has these.
     """
 
     spelled: Callable[[str], str] = same_name

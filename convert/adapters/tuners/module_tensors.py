@@ -75,8 +75,7 @@ LARGEST = 2.0**63
 class AdapterFields:
     """The fields of an adapter's config; an absent or null field has the default, as in PEFT.
 
-    A value of another kind than the method's raises MalformedInput. `match_time` is shared by all patterns of the
-    adapter.
+    All patterns of the adapter share `match_time`. A value of another kind than the method's raises MalformedInput.
     """
 
     fields: Mapping[str, Any]

@@ -45,13 +45,9 @@ NUMBER_LIMIT = 1e15
 
 @dataclass(frozen=True)
 class AccessoryParams:
-    """The sizes of a model, under the same names for every family.
+    """The sizes of a `llama`, `mixtral`, `internlm` or `falcon`, under the same names for every family.
 
-    Attributes:
-        family: `llama`, `mixtral`, `internlm` or `falcon`.
-        fields: the content of the file.
-        kv_heads: number of key/value heads; Falcon's depends on its weights instead.
-        intermediate: size of the feed-forward.
+    `fields` is the content of the file. Falcon's `kv_heads` depends on its weights instead.
     """
 
     family: str
@@ -83,10 +79,9 @@ def is_field(name: str, value: Any) -> bool:
 
 
 def read_params(content: Mapping[str, Any], family: str, source: str) -> AccessoryParams:
-    """The sizes of a model of `family`, a key of `SIZES`, from the fields of its configuration.
+    """The sizes of a model of `family`, a key of `SIZES`; MalformedInput if they are invalid.
 
-    Raises MalformedInput for invalid sizes, UnsupportedInput for a norm or rope that upstream's code or transformers
-    lacks.
+    Raises UnsupportedInput for a norm or rope that upstream's code or transformers lacks.
     """
     fields = dict(content)
     for name in SIZES[family]:
@@ -147,10 +142,9 @@ def _intermediate(family: str, fields: Mapping[str, Any]) -> int:
 
 
 def to_config(params: AccessoryParams, vocabulary: int, source: str) -> dict[str, Any]:
-    """The content of `config.json`, without dtype, biases and token ids.
+    """The content of `config.json`, without dtype, biases and token ids; MalformedInput for an invalid rope scaling.
 
-    `vocabulary` is the number of rows of the embedding; as upstream, the file's own value is ignored. Raises
-    MalformedInput if the rope scaling is not a positive number.
+    `vocabulary` is the number of rows of the embedding; as upstream, the file's own value is ignored.
     """
     common = {
         "hidden_size": params.dim,

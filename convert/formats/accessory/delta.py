@@ -40,8 +40,7 @@ WITHOUT = "extract an exact delta, without `--to`"
 def save_delta(base: Checkpoint, tuned: Checkpoint, shards: int | None) -> WrittenDelta:
     """The files of a delta, and those of the tuned model that Accessory's loader looks for next to weights.
 
-    Args:
-        shards: number of ranks; None: as many as the base has, one if it is not split.
+    `shards` is the number of ranks; None: as many as the base has, one if it is not split.
 
     Raises:
         UnsupportedInput: Accessory has no such model, or its deltas cannot contain the change.

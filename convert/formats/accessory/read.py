@@ -31,12 +31,8 @@ FUSED_EXPERTS = re.compile(r"(.*\.feed_forward)\.(w[123])")
 def open_shards(folder: Path, kind: re.Pattern[str] = SHARD) -> list[dict[str, LazyTensor]]:
     """The shards of a model (Accessory's or Meta's) or a delta in order: name, without the prefix `llma.`, to tensor.
 
-    Args:
-        kind: `SHARD`, or `DELTA_FILE` for those of a delta.
-
-    Raises:
-        InputRefused: there are no shards, or they are a delta.
-        MalformedInput: a shard is missing or superfluous, or two sets are mixed.
+    `kind` is `SHARD`, or `DELTA_FILE` for those of a delta. Raises InputRefused if there are none, or they are a delta,
+    MalformedInput if one is missing or superfluous, or two sets are mixed.
     """
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     own = [name for name in names if kind.fullmatch(name)]
@@ -118,10 +114,9 @@ def _check_same(folder: Path, shards: Sequence[dict[str, LazyTensor]]) -> None:
 def join(
     shards: Sequence[dict[str, LazyTensor]], repeated: Iterable[str], experts: int, source: str
 ) -> dict[str, LazyTensor]:
-    """Accessory's name to joined tensor (MalformedInput if not joinable); a matrix of experts is split by expert.
+    """Accessory's name to joined tensor (MalformedInput if not joinable); a matrix of all `experts` is split by expert.
 
-    `repeated` are last components of layers that every shard holds whole, in addition to the usual ones; `experts` is
-    their number, if they are in one matrix.
+    `repeated` are last components of layers that every shard holds whole, in addition to the usual ones.
     """
     whole: dict[str, LazyTensor] = {}
     copies = set(repeated)

@@ -66,11 +66,7 @@ def small_files(checkpoint: Checkpoint, args: AccessoryArgs) -> tuple[dict[str, 
 
 
 def whole_tensors(checkpoint: Checkpoint, args: AccessoryArgs) -> dict[str, LazyTensor]:
-    """Whole tensors in Accessory's names and row order; a tied head is stored as a tensor.
-
-    Raises:
-        MalformedInput: missing keys, unexpected keys, or a shape mismatch.
-    """
+    """Whole tensors in Accessory's names and row order, with a tied head; MalformedInput for wrong keys or shapes."""
     params, source = args.params, checkpoint.path.name
     table = _with_biases(table_of(params), args.biases)
     embedding = next(to for name, to in table.items() if to and name.endswith("_embeddings.weight"))

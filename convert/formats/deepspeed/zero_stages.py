@@ -59,8 +59,7 @@ def _parameters(
 ) -> dict[str, LazyTensor]:
     """The parameters of one group, which follow each other, each with its padding.
 
-    The rest is padding up to the next multiple of twice the number of ranks (`zero2_align`); some releases store only
-    a part of it.
+    The rest pads to a multiple of twice the number of ranks (`zero2_align`); some releases store only a part of it.
     """
     parameters: dict[str, LazyTensor] = {}
     end, numel, alignment = 0, sum(flat.shape[0] for flat in flat_weights), 2 * len(flat_weights)

@@ -77,14 +77,10 @@ class Arguments:
 
 
 def check_arguments(arguments: Arguments, *, described: bool, old: bool) -> list[str]:
-    """Refuses arguments that change the model in a way that no supported family has; returns warnings.
+    """Refuses (UnsupportedInput) arguments that give a model which no supported family has; returns warnings.
 
-    Args:
-        described: the user gives the model's `config.json`, so unknown arguments are only reported.
-        old: the model is that of before Megatron core.
-
-    Raises:
-        UnsupportedInput: names the argument.
+    With `described` the user gives the model's `config.json`, so unknown arguments are only reported; `old` is a model
+    of before Megatron core.
     """
     for name, allowed in (NEUTRAL | (OLD_MODEL if old else {})).items():
         if not _is_one_of(arguments.values.get(name), allowed):

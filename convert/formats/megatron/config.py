@@ -196,8 +196,7 @@ def is_tied(arguments: Arguments) -> bool:
 def gelu(arguments: Arguments) -> str:
     """The approximation of the GELU: `tanh` where it is fused with the bias (the default), else `none`.
 
-    Raises UnsupportedInput for `openai_gelu` without the fusion, which Megatron core ignores and the older model does
-    not.
+    Raises UnsupportedInput for `openai_gelu` without fusion, which Megatron core ignores and the older model does not.
     """
     if arguments.flag("bias_gelu_fusion", default=True):
         return "tanh"

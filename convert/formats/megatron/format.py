@@ -325,17 +325,10 @@ def norm_dtypes(tensors: Mapping[str, LazyTensor]) -> set[str]:
 def true_vocabulary(
     arguments: Arguments, padded: int, given: Mapping[str, Any], tokenizer: Mapping[str, bytes], warnings: list[str]
 ) -> int:
-    """The number of tokens: the user's `vocab_size`, else that of the tokenizer.
+    """The number of tokens: the user's `vocab_size` (in `given`), else that of the tokenizer.
 
-    Args:
-        padded: rows of the embedding.
-        given: fields of the user.
-        tokenizer: files by name, empty where there are none.
-        warnings: gets a line where rows are cut off by the tokenizer.
-
-    Raises:
-        InputRefused: neither is known.
-        MalformedInput: there are more tokens than rows.
+    `padded` is the number of rows of the embedding; `warnings` gets a line where the tokenizer cuts off rows. Raises
+    InputRefused if neither is known, MalformedInput for more tokens than rows.
     """
     asked, counted = given.get("vocab_size"), vocabulary_size(tokenizer)
     size = asked if asked is not None else counted

@@ -79,10 +79,9 @@ class Rank:
 
 
 def open_ranks(save: Save) -> list[Rank]:
-    """The ranks of a save, in order; reads no tensor.
+    """The ranks of a save, in order; reads no tensor. MalformedInput for a damaged file or ranks of different saves.
 
-    Raises MalformedInput for a damaged file or ranks of different saves, UnsupportedInput for objects in place of
-    tensors.
+    Raises UnsupportedInput for objects in place of tensors.
     """
     ranks = [_open_rank(numbers, path, save) for numbers, path in sorted(save.rank_files.items())]
     _require_one_save(save.path.name, ranks)

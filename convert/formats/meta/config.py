@@ -172,10 +172,9 @@ DIGITS = 17
 
 
 def params_of(decoder: LlamaLikeConfig, shards: int) -> dict[str, Any]:
-    """The fields of `params.json` that Meta's code of this generation has; it refuses any others.
+    """The fields of `params.json` that Meta's code of this generation has; it refuses any others (UnsupportedInput).
 
-    With more ranks than key/value heads, Meta counts every copy of a head. Raises UnsupportedInput, which lists the
-    fields, if Meta's code cannot express the model.
+    With more ranks than key/value heads, Meta counts every copy of a head.
     """
     refuse_fields(decoder, SUPPORTED, CODE)
     params: dict[str, Any] = {

@@ -172,8 +172,7 @@ SUFFIX = re.compile(r"\.(weight|bias|lora_a\.weight|lora_b\.weight)$")
 def split_dim(name: str, repeated: Iterable[str] = ()) -> int | None:
     """The dimension along which ranks split a tensor; None if every shard holds a copy (shard 0's is used).
 
-    Args:
-        repeated: last components of layers that every shard holds whole, in addition to the usual ones.
+    `repeated` are last components of layers that every shard holds whole, in addition to the usual ones.
     """
     suffix = SUFFIX.search(name)
     block, _, layer = name[: suffix.start()].rpartition(".") if suffix else ("", "", "")

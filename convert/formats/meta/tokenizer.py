@@ -86,11 +86,8 @@ def tokenizer_for(
 def load_tokenizer(path: Path, *, since_3_1: bool) -> MetaTokenizer:
     """Converts a `tokenizer.model`, or a folder with tokenizer files; one with a `tokenizer.json` is used unchanged.
 
-    Args:
-        since_3_1: whether the special tokens are those of Llama 3.1 and later (tiktoken only).
-
-    Raises:
-        InputRefused: there is no tokenizer, or it is neither sentencepiece nor tiktoken.
+    With `since_3_1` special tokens are those of Llama 3.1 and later (tiktoken only). Raises InputRefused if there is no
+    tokenizer, or it is neither sentencepiece nor tiktoken.
     """
     files = read_tokenizer(path)
     if "tokenizer.json" in files or TOKENIZER not in files:
@@ -127,8 +124,8 @@ def _from_tiktoken(ranks: dict[bytes, int], *, since_3_1: bool) -> MetaTokenizer
 def _settings(tokens: dict[str, str]) -> dict[str, Any]:
     """`tokenizer_config.json` with the generic class.
 
-    LlamaTokenizer of transformers 5 ignores the pipeline in `tokenizer.json` and encodes leading spaces differently
-    from sentencepiece.
+    LlamaTokenizer of transformers 5 ignores the pipeline of `tokenizer.json`: other leading spaces than
+    sentencepiece's.
     """
     return {
         **tokens,

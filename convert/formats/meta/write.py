@@ -48,10 +48,9 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
 
 
 def llama_tensors(checkpoint: Checkpoint, decoder: LlamaLikeConfig) -> dict[str, LazyTensor]:
-    """The whole tensors of a Llama in Meta's names and row order; a tied head is stored as a tensor.
+    """The whole tensors of a Llama in Meta's names and row order, with a tied head.
 
-    Raises:
-        MalformedInput: missing keys, unexpected keys, or a shape mismatch.
+    Raises MalformedInput for missing keys, unexpected keys, or a shape mismatch.
     """
     tensors = with_head(checkpoint, "model.embed_tokens.weight", tied=False)
     shapes = decoder.shapes()

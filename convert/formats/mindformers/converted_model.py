@@ -81,16 +81,10 @@ def finish(
     config: dict[str, Any],
     head: str,
 ) -> ConvertedModel:
-    """Compares the tensors with the expected shapes, and records in `config` whether the output head is tied.
+    """Compares the tensors with the expected shapes (MalformedInput), and adds `tie_word_embeddings` to the config.
 
-    Args:
-        run: its `tie_word_embeddings` allows a missing output head.
-        shapes: every tensor of the model with its shape, in the order in which they are written.
-        config: the content of `config.json`; `tie_word_embeddings` is added.
-        head: name of the output head.
-
-    Raises:
-        MalformedInput: missing keys, unexpected keys, or a shape mismatch.
+    The run's `tie_word_embeddings` allows a missing output head (name: `head`). `shapes` has every tensor of the model,
+    in the order in which they are written.
     """
     tied = head not in tensors
     if tied and not run.flag("tie_word_embeddings"):
@@ -161,8 +155,8 @@ IN_OUT = re.compile(r"\.(?:projection|mapping)\.weight$")
 def merge_lora(run: RunConfig, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
     """Adds `B·A·alpha/r` to the weights with LoRA pairs (mindpet `LoRADense`); returns weights, and a warning if any.
 
-    Raises InputRefused if the file holds only LoRA parameters or `lora_alpha` is unknown, MalformedInput for half a
-    pair or shapes that do not match the weight.
+    Raises InputRefused for a file of LoRA parameters only or an unknown `lora_alpha`, MalformedInput for mismatched
+    pairs.
     """
     pairs: dict[str, dict[str, LazyTensor]] = {}
     for name, tensor in tensors.items():

@@ -49,10 +49,9 @@ WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
 
 
 def build_llama(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
-    """A model in Llama's names; its biases and the class of the run decide which one.
+    """A model in Llama's names (else MalformedInput); its biases and the class of the run decide which one.
 
-    Raises UnsupportedInput for Baichuan 13B without its own code (no native model has its ALiBi), MalformedInput for
-    wrong names or shapes.
+    Raises UnsupportedInput for Baichuan 13B without its own code: no native model has its ALiBi.
     """
     if re.search(r"Baichuan.*13B", run.arch, re.IGNORECASE) or run.flag("use_alibi"):
         reason = "the Llama of transformers has no ALiBi"
@@ -132,8 +131,8 @@ def _config(run: RunConfig, embedding: LazyTensor, intermediate: int, heads: Hea
 def rope_settings(run: RunConfig, usual: float | None = 10000.0) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, from `theta`, `extend_method` and `scaling_factor` (`FreqsMgr`).
 
-    `usual` is the default of `theta`; None if it is required. Raises UnsupportedInput if the method's formula differs
-    from transformers'.
+    `usual` is the default of `theta` (None: required). Raises UnsupportedInput if the formula differs from
+    transformers'.
     """
     method = str(run.fields.get("extend_method") or "None").upper()
     factor = run.fields.get("scaling_factor", 1.0)

@@ -161,11 +161,8 @@ def unfuse(run: RunConfig, tensors: Mapping[str, LazyTensor], heads: Heads) -> d
 
     Until 1.4 the parts follow each other; since 1.5 each key/value head follows its queries, and gate and up rows
     alternate (mindformers `utils/convert_utils.py`, `qkv_concat_hf2mg`, `ffn_concat_hf2mg`), under the same names. The
-    run's `qkv_layout` decides where the names do not.
-
-    Raises:
-        InputRefused: there are fused matrices, and `qkv_layout` is not given.
-        MalformedInput: their number of rows contradicts the heads.
+    run's `qkv_layout` decides where the names do not (InputRefused without it); MalformedInput for a wrong number of
+    rows.
     """
     result: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
@@ -222,14 +219,10 @@ def split_gate(tensor: LazyTensor, layout: str) -> list[LazyTensor]:
 def fuse(
     tensors: dict[str, LazyTensor], parts: Sequence[str], whole: str, counts: Sequence[int] | None = None
 ) -> dict[str, LazyTensor]:
-    """Joins the modules `parts` of each layer into one module `whole`; the reverse of `unfuse`.
+    """Joins the modules `parts` of each layer into `whole` (last components of names); the reverse of `unfuse`.
 
-    Args:
-        parts, whole: last components of the modules' names, before `.weight` or `.bias`.
-        counts: rows taken in turn from each part; None joins whole parts one after the other.
-
-    Raises:
-        ValueError: a part is missing, or the numbers of rows do not match.
+    `counts` are the rows taken in turn from each part; None joins whole parts one after the other. Raises ValueError if
+    a part is missing, or the numbers of rows do not match.
     """
     ends = tuple(f".{part}.{kind}" for part in parts for kind in ("weight", "bias"))
     fused = {name: tensor for name, tensor in tensors.items() if not name.endswith(ends)}

@@ -36,13 +36,9 @@ NOT_THE_MODEL = re.compile(
 
 @dataclass(frozen=True)
 class Parameters:
-    """The tensors of a model in MindFormers' names.
+    """The tensors of a model in MindFormers' names, and the strategy by which ranks were joined.
 
-    Attributes:
-        warnings: for the user, one line each.
-        files: number of files.
-        dropped: other content of the files, one phrase each.
-        strategy: by which ranks were joined.
+    `dropped` is other content of the files, one phrase each.
     """
 
     tensors: dict[str, LazyTensor]
@@ -177,11 +173,7 @@ def _open_ranks(folder: Path, files: Mapping[int, Path], given: Path | None) -> 
 def merge_ranks(
     folder: Path, shards: Mapping[int, Mapping[str, LazyTensor]], strategy: Strategy
 ) -> dict[str, LazyTensor]:
-    """Joins the tensors of all ranks; of equal copies, the one of the lowest rank is read.
-
-    Args:
-        shards: rank to its tensors by name.
-        strategy: from `find_strategy`.
+    """Joins the tensors of all ranks (rank to tensors by name); of equal copies, the one of the lowest rank is read.
 
     Raises:
         UnsupportedInput: a tensor is divided unevenly or along more than two axes.

@@ -53,8 +53,7 @@ def is_paddle_adapter(path: Path) -> bool:
 def open_paddle_adapter(path: Path, alpha: float | None = None) -> Adapter:
     """Opens a PaddleNLP LoRA folder (or its weights file) as an adapter of the model that `to-hf` makes of its base.
 
-    Args:
-        alpha: `lora_alpha`, if the config does not contain it.
+    `alpha` is `lora_alpha`, if the config does not contain it.
 
     Raises:
         InputRefused: a file is missing.

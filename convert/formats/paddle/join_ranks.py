@@ -19,11 +19,7 @@ def apply_rules(
 ) -> dict[str, LazyTensor]:
     """The converted tensors in Hugging Face's names: embedding, layers by number, final norm, head.
 
-    Args:
-        ranks: name to tensor of each tensor-parallel rank, the same names in all.
-
-    Raises:
-        MalformedInput: missing keys, unexpected keys, or a shape mismatch with the configuration.
+    All tensor-parallel ranks must have the same names. Raises MalformedInput for wrong keys or shapes.
     """
     all_rules = unrolled(rules, min(layers, len(ranks[0])))
     used = {name for rule in all_rules for name in rule.sources}

@@ -92,13 +92,8 @@ def first_names(path: Path) -> tuple[dict[str, str], list[str]]:
 def open_ranks(path: Path, config: Mapping[str, Any]) -> list[Mapping[str, LazyTensor]]:
     """Name to tensor of each tensor-parallel rank, with pipeline stages joined; one mapping if nothing is split.
 
-    Args:
-        path: a folder, or one `.pdparams` or safetensors file.
-        config: Paddle's; its `tensor_parallel_degree` shows whether the last ranks are missing.
-
-    Raises:
-        InputRefused: there are no weights, or more than one kind of weight files.
-        MalformedInput: a file is missing, or the files contradict each other.
+    `path` is a folder, or one `.pdparams` or safetensors file. Raises InputRefused if there are no weights, or more
+    than one kind of weight files, MalformedInput as `open_rank_files`.
     """
     if path.is_file():
         if RANK.fullmatch(path.name) or SHARD.fullmatch(path.name):
@@ -178,12 +173,8 @@ def open_rank_files(
 ) -> list[Mapping[str, LazyTensor]]:
     """Name to tensor of each tensor-parallel rank, the same names in all, with pipeline stages joined.
 
-    Args:
-        files: tensor-parallel rank and pipeline stage to file.
-        config: Paddle's; its `tensor_parallel_degree` shows whether the last ranks are missing.
-
-    Raises:
-        MalformedInput: a rank is missing, or the files belong to different runs.
+    `files` is by tensor-parallel rank and pipeline stage; `config` is Paddle's, whose `tensor_parallel_degree` shows
+    whether the last ranks are missing. Raises MalformedInput if one is, or the files belong to different runs.
     """
     degree = config.get("tensor_parallel_degree")
     count = max(max(tp for tp, _ in files) + 1, min(degree, 1000) if type(degree) is int else 1)

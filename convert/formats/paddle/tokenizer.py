@@ -50,12 +50,8 @@ GLM_PREFIX = ("[gMASK]", "sop")
 def read_paddle_tokenizer(folder: Path, model_type: str, warnings: list[str]) -> dict[str, bytes]:
     """Tokenizer files by plain name; empty, with a warning, if there are none.
 
-    Args:
-        model_type: Paddle's; ChatGLM's special tokens are not in its files.
-        warnings: receives a line for each file that is missing or cannot be converted.
-
-    Raises:
-        MalformedInput: the content of a file does not match its name.
+    ChatGLM's special tokens, which its files lack, follow from `model_type`. `warnings` receives a line for each file
+    that is missing or cannot be converted. Raises MalformedInput if the content of a file does not match its name.
     """
     files = {name: content for name, content in read_side_files(folder).items() if name != "generation_config.json"}
     for name in (JSON, CONFIG, CHAT, ADDED):

@@ -50,7 +50,7 @@ class TorchtuneFamily:
     """How a model type differs from the common names.
 
     Attributes:
-        names: names in addition to `NAMES`.
+        names: in addition to `NAMES`.
         rotates_neighbors: rotary positions rotate neighbors, so that rows of queries and keys are reordered.
         fused: Hugging Face's name of a fused matrix to the names of its parts.
     """

@@ -60,11 +60,9 @@ PARTS = {
 
 @dataclass(frozen=True)
 class DistributedFolder:
-    """An opened distributed checkpoint.
+    """An opened distributed checkpoint; `version` is that of the layout.
 
-    Attributes:
-        tree: the saved nested dict; lists are dicts with integer keys, leaves are items.
-        version: of the layout.
+    In `tree`, the saved nested dict, lists are dicts with integer keys, leaves are items.
     """
 
     path: Path
@@ -276,8 +274,7 @@ def assemble(
 ) -> LazyTensor:
     """One tensor of `dtype` and `shape` from chunks that tile it (see `is_tiled`).
 
-    Args:
-        opened: returns the tensor of a chunk, of `dtype` and the chunk's sizes; called only for chunks that are read.
+    `opened` returns the tensor of a chunk, of `dtype` and the chunk's sizes; called only for chunks that are read.
     """
     boxes = [chunk for chunk in chunks if prod(chunk.sizes)]
     if not shape:
@@ -324,9 +321,7 @@ def roots(
 ) -> dict[tuple[str, ...], Mapping[Any, Any]]:
     """The state dicts of language models in the nested dict `tree`, by their keys from the root on; skips optimizers.
 
-    Args:
-        above: keys that lead to `tree`.
-        own_names: accept any state dict, since the model's own code has its own names.
+    `above` are the keys that lead to `tree`. With `own_names` (of the model's own code) any state dict counts.
     """
     is_part = _is_tensor if own_names else _is_embedding
     found = {above: tree} if any(map(is_part, tree.items())) else {}

@@ -89,9 +89,8 @@ def _first_two(source: ProtobufFile, outer: Field) -> tuple[Field, Field]:
 def read_ckpt(path: Path) -> MindSporeFile:
     """Reads the headers of a `.ckpt`, but no tensor data (except for the checksum, see `CRC_LIMIT`).
 
-    Raises:
-        UnsupportedInput: the file is encrypted, or safetensors does not have an element type.
-        MalformedInput: the file is truncated, or lengths, shapes or the checksum contradict each other.
+    Raises UnsupportedInput if it is encrypted, or safetensors lacks an element type, MalformedInput if it is truncated,
+    or lengths, shapes or the checksum contradict each other.
     """
     with open_source(path) as file:
         head = file.read(4)
