@@ -27,10 +27,7 @@ MERGE = "merge it into a new folder: `llmconv merge-lora BASE ADAPTER -o OUT`"
 def lora_factors(folder: Path, adapter: str | Path, alpha: float | None = None) -> dict[str, Array]:
     """A [rank, in] and B [out, rank] of every module by input name, float32; B includes the scale.
 
-    Args:
-        folder: the base, a Hugging Face folder.
-        adapter: a LoRA adapter that `merge-lora` reads.
-        alpha: `lora_alpha` if the adapter's files do not contain it.
+    `folder` is the base, a Hugging Face folder; `alpha` is `lora_alpha` if the adapter's files do not contain it.
 
     Raises:
         InputRefused: not an adapter, or a file is missing.

@@ -247,8 +247,7 @@ class PeftRun:
 def find_adapter(stored: Mapping[str, Any], tensors: Mapping[str, LazyTensor], path: Path) -> PeftRun | None:
     """Adapter and base model, or None if the run does not use PEFT.
 
-    `stored` is the content of `adapter_config.json`, or empty; `tensors` are without the trainers' wrappers in their
-    names.
+    `stored` is the content of `adapter_config.json`, or empty; `tensors` have no wrappers of trainers in their names.
 
     Raises:
         MalformedInput: `peft_config` and the tensors contradict each other, or a name belongs to neither model.

@@ -35,8 +35,7 @@ compete with the writer's threads: five times slower, measured."""
 class LoraProduct:
     """The update of one weight by one adapter: `scale · b · a` (b out×r, a r×in), or its transpose.
 
-    `scale` includes the weight of the adapter; `transposed` weights are stored in×out (Conv1D) or vocab×dim (an
-    embedding).
+    `scale` includes the weight of the adapter; `transposed` weights are in×out (Conv1D) or vocab×dim (embeddings).
     """
 
     a: LazyTensor
@@ -69,12 +68,11 @@ def is_mirrored(one: object, other: object) -> bool:
 
 
 def add_products(base: LazyTensor, products: Sequence[LoraProduct], dtype: DType | None = None) -> LazyTensor:
-    """The lazy tensor W + Σ s·B·A, every element summed in float64 and rounded once.
+    """The lazy tensor W + Σ s·B·A, every element summed in float64 and rounded once to `dtype` (default: of `base`).
 
     The rounding is that of torch and `ml_dtypes`: to float32, and from there to narrower types, to nearest even. The
     result does not depend on the number of threads or the division into rows. `base` is two-dimensional, or a bias,
-    which counts as one column; `dtype` is by default that of `base`. Reading rows raises UnsupportedInput for a sum too
-    large for it.
+    which counts as one column. Reading rows raises UnsupportedInput for a sum too large for `dtype`.
     """
     kind = dtype or base.dtype
 

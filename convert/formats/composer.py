@@ -153,7 +153,6 @@ class ComposerRun:
     Attributes:
         content: the nested dict, as `torch.load` of one whole file returns it; its tensors are leaves for `tensor`.
         tensor: `tensor(name, leaf)` returns the LazyTensor of a leaf; the name is for error messages.
-        shards: number of files with weights.
         other_parts: description to bytes of the parts outside `content`, which are not converted.
     """
 

@@ -40,15 +40,12 @@ if TYPE_CHECKING:
 
 
 def with_code(checkpoint: Checkpoint, code: TrustedCode, source: str) -> Checkpoint:
-    """The checkpoint with the Python files that its configs refer to, compared with the model that they build.
+    """The checkpoint with the Python files of its configs (`auto_map`), compared with the model that they build.
 
-    Args:
-        checkpoint: its `config` or `tokenizer_config.json` has an `auto_map`.
-        code: where the files are; the caller trusts them.
+    The caller trusts `code`.
 
     Raises:
-        MalformedInput: a file is missing or cannot be copied (see `collect_code`); missing or unexpected keys, or a
-            shape mismatch.
+        MalformedInput: a file is missing or cannot be copied (see `collect_code`); wrong keys or shapes.
         UnsupportedInput: the code cannot be run, or does not build a model.
     """
     side_files = dict(checkpoint.side_files)

@@ -72,17 +72,14 @@ def select(
     *,
     buffers: bool = False,
 ) -> dict[str, LazyTensor]:
-    """Hugging Face name to tensor, without wrappers, buffers, and values that are not tensors.
+    """Hugging Face name to tensor, without wrappers, buffers, and values that are not tensors (a warning lists those).
+
+    Raises UnsupportedInput for two tensors with one name, or an object where a tensor is expected.
 
     Args:
-        state: the state dict; its tensors are `Leaf`.
-        tensor: `tensor(name, leaf)` gives the LazyTensor.
-        warnings: gets a line that lists the skipped values.
+        tensor: `tensor(name, leaf)` gives the LazyTensor of a `Leaf` of the state dict.
         prefix: that the trainer's module adds to every name; kept unless all names have it.
         buffers: keep buffers, since only the model's own code knows which ones it loads.
-
-    Raises:
-        UnsupportedInput: two tensors with one name, or an object where a tensor is expected.
     """
     names = {key: WRAPPERS.sub("", str(key)) for key in state}
     prefix = prefix if all(name.startswith(prefix) for name in names.values()) else ""
@@ -128,14 +125,10 @@ def as_loaded(tensors: dict[str, LazyTensor], config: dict[str, Any]) -> dict[st
 def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> list[str]:
     """Checks that the tensors are exactly those of the causal language model of `config`, with its shapes.
 
-    The blueprint knows most models; others are built by transformers on the meta device, which imports torch.
-
-    Returns:
-        A warning where transformers cannot build the model and only rules were checked that hold for any model, and a
-        note about tensors that transformers ignores.
-
-    Raises:
-        MalformedInput: missing or unexpected keys, another shape, or an element type that is not a float.
+    The blueprint knows most models; others are built by transformers on the meta device, which imports torch. Returns a
+    warning where transformers cannot build the model and only rules were checked that hold for any model, and a note
+    about tensors that transformers ignores. Raises MalformedInput for wrong keys, shapes, or element types other than
+    floats.
     """
     refuse_unmerged(tensors, config, source)
     reason = "the configuration has an impossible number of layers or experts"
@@ -162,14 +155,9 @@ def check_folder(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], s
     """Checks that transformers opens a folder of these tensors as the model class in its `architectures`.
 
     Unlike `check_complete` it takes any class (a classifier, an embedding model, one with images) and tensors that the
-    class does not have, which are kept.
-
-    Returns:
-        A note about tensors that transformers ignores, and a warning where nothing was checked: the model has its own
-        code, or is of another version of transformers.
-
-    Raises:
-        MalformedInput: missing keys, another shape, an element type that is not a float, or an unmerged adapter.
+    class does not have, which are kept. Returns a note about tensors that transformers ignores, and a warning where
+    nothing was checked: the model has its own code, or is of another version of transformers. Raises MalformedInput for
+    missing keys, wrong shapes, element types other than floats, or an unmerged adapter.
     """
     named = architecture(config)
     if named and str(config.get("model_type")) not in causal_lm_classes() and depth_is_possible(tensors, config):
@@ -246,8 +234,7 @@ def _loaded(
 ) -> LoadingGaps | str:
     """What transformers would report after loading these tensors; a string: why it cannot build the model.
 
-    Raises:
-        MalformedInput: the config has impossible sizes.
+    Raises MalformedInput if the config has impossible sizes.
     """
     if reason := why_not_built(config, class_name):
         return reason

@@ -118,16 +118,11 @@ def without_code(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, 
 def causal_lm_config(
     stored: Mapping[str, Any], given: Mapping[str, Any], source: str, warnings: list[str]
 ) -> dict[str, Any]:
-    """The `config.json` of a causal language model: the stored fields, updated with the user's.
+    """The `config.json` of a causal language model: the checkpoint's fields, updated with the user's (`given`).
 
-    Args:
-        stored: the checkpoint's own configuration, empty where it has none.
-        given: the user's fields; with consent to the model's own code, its `auto_map` is kept (`trusted_code.py`).
-        warnings: gets a line for fields that are left out.
-
-    Raises:
-        InputRefused: `model_type` is missing.
-        UnsupportedInput: transformers does not have the type, or cannot express this MPT.
+    With consent to the model's own code, its `auto_map` is kept (`trusted_code.py`); fields that are left out are
+    warnings. Raises InputRefused without `model_type`, UnsupportedInput if transformers lacks it, or cannot express
+    this MPT.
     """
     if own := _own_config(stored, given, source):
         return own

@@ -49,10 +49,9 @@ def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 
 def stored_types(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], dtype: str) -> dict[str, DType]:
-    """The type of each tensor in a model of `dtype`, one of `FLOATS`: float32 where transformers loads it so.
+    """The type of each tensor in a model of `dtype`, one of `FLOATS`; tensors other than floats keep theirs.
 
-    Routers' biases and some norms are among these: rounded, they would choose other experts. Tensors other than floats
-    keep their type.
+    float32 where transformers loads it so, as routers' biases and some norms: rounded, they would choose other experts.
     """
     kept = kept_in_float32(tensors, config, dtype)
     types = {name: FLOAT32 if name in kept else BY_NAME[dtype] for name in tensors}

@@ -61,15 +61,10 @@ class LoadingGaps:
 
 
 def meta_model(config: Mapping[str, Any], class_name: str = "", dtype: str = "float32") -> Any:
-    """The model of `config` as transformers builds it, on the meta device.
+    """The model of `config` as transformers builds it, on the meta device; by default the causal language model.
 
-    Args:
-        class_name: a class of transformers; empty for the causal language model.
-        dtype: of the parameters, except those that the class makes in float32.
-
-    Raises:
-        NotBuildable: transformers refuses the config or has no such class, or the model has far more modules than any
-            real one.
+    `dtype` is that of the parameters, except those that the class makes in float32. Raises NotBuildable if transformers
+    refuses the config or has no such class, or the model has far more modules than any real one.
     """
     if class_name:
         return model_of_class(config, class_name, dtype)
@@ -145,14 +140,10 @@ def gaps_of(model: Any, shapes: Mapping[str, Shape]) -> LoadingGaps:
 
 
 def model_of_class(config: Mapping[str, Any], name: str, dtype: str = "float32") -> Any:
-    """A model of one of transformers' own classes, on the meta device.
+    """A model of one of transformers' own classes, on the meta device; `dtype` as in `meta_model`.
 
-    Args:
-        config: content of `config.json`; of a model with several towers, a class of its language model takes that part.
-        dtype: of the parameters, except those that the class makes in float32.
-
-    Raises:
-        NotBuildable: there is no such class, it is not for this config, or transformers refuses the config.
+    Of a model with several towers, a class of its language model takes that part of the config. Raises NotBuildable if
+    there is no such class, or it or transformers refuses the config.
     """
     fields = without_fetching(constructor_fields(config))
     with building():

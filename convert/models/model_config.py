@@ -79,8 +79,6 @@ class LlamaLikeConfig:
     """The sizes and rotary positions of a model.
 
     Attributes:
-        source: name of the folder, for error messages.
-        eps: of the norms.
         theta: base of the rotary frequencies.
         scaling: of the rotary frequencies, with `rope_type`; empty without scaling.
         fields: the whole config.
@@ -263,11 +261,9 @@ OFF = (None, False, 0)
 
 
 def refuse_fields(decoder: LlamaLikeConfig, held: Mapping[str, tuple[Any, ...]], what: str) -> None:
-    """Refuses (UnsupportedInput, which lists the fields) a model with a field that the format cannot hold.
+    """Raises UnsupportedInput, which lists the fields, for a model with values that the format `what` cannot hold.
 
-    Args:
-        held: field to the values that the format can hold; all formats hold a field that is missing or off.
-        what: the format, such as `Meta's code`.
+    `held` has the possible values by field; all formats hold a field that is missing or off.
     """
     odd = {
         name: decoder.fields[name]
@@ -285,9 +281,7 @@ def refuse_other_values(decoder: LlamaLikeConfig, own: Mapping[str, Any], other:
 def refuse_other_settings(checkpoint: Checkpoint, back: Mapping[str, Any], what: str) -> None:
     """Raises UnsupportedInput, which lists the fields, for a model that would come back with other settings.
 
-    Args:
-        back: the `config.json` that `to-hf` will make of the written checkpoint.
-        what: the format, such as `PaddleNLP`.
+    `back` is the `config.json` that `to-hf` will make of the written checkpoint in the format `what`.
     """
     own, other = settings_of(checkpoint), settings_of(replace(checkpoint, config=dict(back)))
     refuse(checkpoint.path.name, {name: value for name, value in own.items() if other.get(name) != value}, what)
@@ -309,11 +303,9 @@ def refuse(source: str, odd: ModelSettings, what: str) -> None:
 
 
 def refuse_shards(source: str, shards: int, sizes: Mapping[str, int], copied: Mapping[str, int] | None = None) -> None:
-    """Raises UsageProblem, with the numbers that work, unless `shards` divides every one of `sizes`.
+    """Raises UsageProblem, with the numbers that work, unless `shards` divides every one of `sizes` (by description).
 
-    Args:
-        sizes: description of what ranks divide to its number.
-        copied: what they divide, too, or hold copies of if there is too little.
+    Ranks divide `copied`, too, or hold copies if there is too little.
     """
 
     def odd(count: int) -> list[str]:

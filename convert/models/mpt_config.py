@@ -78,15 +78,10 @@ HINT = (
 def native_config(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
     """The config of transformers' MPT that computes what Foundry computes with `config`.
 
-    One that transformers itself wrote (it has `layer_norm_epsilon` and nothing of Foundry's) is returned as it is.
-
-    Args:
-        config: of the model type `mpt` or `mosaic_gpt` (its name before LLM Foundry).
-        warnings: gets a line for what matters only in training and is left out.
-
-    Raises:
-        UnsupportedInput: transformers' MPT computes something else; lists every such option with its value.
-        MalformedInput: a value of the wrong kind.
+    One that transformers itself wrote (it has `layer_norm_epsilon` and nothing of Foundry's) is returned as it is. The
+    model type is `mpt` or `mosaic_gpt` (its name before LLM Foundry). What matters only in training is left out, with a
+    warning. Raises UnsupportedInput, with every such option and its value, if transformers' MPT computes something
+    else, MalformedInput for a value of the wrong kind.
     """
     if _is_of_transformers(config):
         return dict(config)
@@ -326,12 +321,8 @@ def enlarged(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], sourc
     """The tensors with a key/value head for each query head, and an MLP four times as wide as the model.
 
     Foundry gives each key head to as many neighboring query heads (`repeat_kv_for_gqa`); hidden units without weights
-    add nothing. Tensors of another shape than the config declares stay as they are, and are refused with an incomplete
-    model.
-
-    Args:
-        tensors: by transformers' names.
-        config: of the checkpoint, which `native_config` accepts.
+    add nothing. Tensors of another shape than the config declares stay as they are, for the check of completeness to
+    refuse.
     """
     if _is_of_transformers(config):
         return dict(tensors)

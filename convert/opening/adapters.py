@@ -45,10 +45,9 @@ VALUE_HEAD = re.compile(r"(?:value|v)_head\..*")
 def open_adapters(
     adapters: Sequence[str | Path], initial: Sequence[str | Path], base: Checkpoint, alpha: float | None
 ) -> list[Adapter]:
-    """Opens all adapters of a merge, each with its state before training where that is given.
+    """Opens all adapters (folders, files or hub ids) of a merge, each with its state before training if given.
 
     Args:
-        adapters: folders, files or hub ids.
         initial: one per adapter, `-` for none; or empty.
         alpha: `lora_alpha` for adapters whose files do not contain it.
 

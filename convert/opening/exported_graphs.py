@@ -78,7 +78,6 @@ class CodesSummary:
         calibrated: column weights or ranges come from a calibration text.
         matrices: number of weights by bits and size of a block, which is 0 for one scale per column.
         plain: number of tensors that are not quantized.
-        parameters: of the model.
     """
 
     preset: str

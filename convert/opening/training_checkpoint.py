@@ -111,8 +111,7 @@ def open_format(
 ) -> Checkpoint:
     """Opens a checkpoint whose format is known, and checks that it is a whole model; errors as in `to_hf`.
 
-    `inside` is the unpacked checkpoint; `config` has fields that the user adds or overrides, and the format's own
-    options.
+    `inside` is the unpacked checkpoint; `config` has fields that the user adds or overrides, and the format's options.
     """
     opened = found.open(inside, config, tokenizer)
     code = trusted_code(config)

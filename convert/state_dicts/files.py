@@ -35,11 +35,9 @@ class StateFile:
     """The state dict of one file, or of several shards.
 
     Attributes:
-        path: the file or folder.
         state: name to a TensorRef, a LazyTensor, or any other value.
         tensor: `tensor(name, leaf)` returns the LazyTensor of a leaf.
         around: the dict that contains the state dict; empty if there is none.
-        shards: number of files.
     """
 
     path: Path

@@ -32,12 +32,10 @@ class SentencePieceModel:
 
     Attributes:
         pieces: (text, score, type) by id.
-        is_bpe: whether pieces are joined by merges (otherwise it is a unigram model).
-        byte_fallback: whether unknown characters become bytes.
+        is_bpe: pieces are joined by merges (otherwise it is a unigram model).
+        byte_fallback: unknown characters become bytes.
         bos, eos, unk: ids; -1 if there is none.
         charsmap: precompiled normalization; empty for `identity`.
-        add_dummy_prefix: whether a text starts with a space.
-        remove_extra_whitespaces: whether runs of spaces count as one.
     """
 
     pieces: tuple[tuple[str, float, int], ...]

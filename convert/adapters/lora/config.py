@@ -293,8 +293,7 @@ FORM = r"(.*\.)?({})$"
 def matches(pattern: str, module: str, time: MatchTime | None = None) -> bool:
     r"""Whether `pattern` matches the path of a module as in PEFT's `get_pattern_key`: `(.*\.)?(pattern)$`.
 
-    All matches of an adapter share `time`. Raises MalformedInput for an invalid, unsupported or slow regular
-    expression.
+    All matches of an adapter share `time`. Raises MalformedInput for an invalid or slow regular expression.
     """
     try:
         return finds(compiled(pattern, FORM, costly=False), module, time)

@@ -96,9 +96,8 @@ class Edits:
     def place(self, adapter: Adapter, weight: float) -> None:
         """Adds one adapter, its updates multiplied by `weight`.
 
-        Raises:
-            MalformedInput: an unexpected key, a shape mismatch, or a tensor that another adapter replaced.
-            UnsupportedInput: the weight in the base is not floating-point, or an unsupported layer.
+        Raises MalformedInput for an unexpected key, a shape mismatch, or a tensor that another adapter replaced,
+        UnsupportedInput for an unsupported layer, or a weight in the base that is not floating-point.
         """
         modules = adapter.config.modules_to_save
         new = {name for name in adapter.whole if name not in self.tensors and is_saved(name, modules)}

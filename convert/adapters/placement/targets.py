@@ -118,9 +118,8 @@ class AdapterTargets:
     def homes(self, others: Collection[str]) -> dict[str, str]:
         """Names in the adapter's model to names of the base's tensors; `others` are the adapter's whole tensors.
 
-        Raises:
-            MalformedInput: a name without a match.
-            UnsupportedInput: a layer of packed projections, or a bias for a layer without one.
+        Raises MalformedInput for a name without a match, UnsupportedInput for a layer of packed projections, or a bias
+        for a layer without one.
         """
         wanted = self.names(others)
         for name in wanted - self.tensors.keys():

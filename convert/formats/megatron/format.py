@@ -194,8 +194,6 @@ class Layout:
     """How the tensors of a run are laid out, and what they become.
 
     Attributes:
-        model_type: of transformers.
-        heads, groups, head_dim: of the attention.
         gated: the first feed-forward matrix has gate and up rows.
         interleaved: rotary positions turn neighboring rows (2i, 2i + 1) of a head, not its halves.
         rotary_dim: rows of a head that are turned.

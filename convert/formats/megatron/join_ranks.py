@@ -57,12 +57,9 @@ class Grid:
 
 
 def join_ranks(ranks: Sequence[Rank], arguments: Arguments) -> RunState:
-    """The whole tensors of a run, from the ranks of `open_ranks`.
+    """The whole tensors of a run, from the ranks of `open_ranks`; InputRefused if one is missing.
 
-    Raises:
-        InputRefused: a rank is missing.
-        MalformedInput: the ranks contradict each other, or the arguments.
-        UnsupportedInput: experts are divided in a way that is not read.
+    Raises MalformedInput for contradictions, UnsupportedInput if experts are divided in a way that is not read.
     """
     grid = _grid(ranks, arguments)
     parts = _parts(grid, {_place(grid, rank): rank for rank in ranks}, arguments)

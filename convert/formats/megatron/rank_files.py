@@ -62,7 +62,6 @@ class Rank:
         numbers: in its folder's name.
         arguments: of the run, by name; empty if there are none.
         version: `checkpoint_version`; 0 if there is none.
-        iteration: of the run; None if unknown.
         stages: for each virtual pipeline stage, name to tensor in core's names, layers counted from 0.
         old: names of fused attention matrices whose rows `version` orders.
         dropped: descriptions of the other contents.

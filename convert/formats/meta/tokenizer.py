@@ -31,14 +31,9 @@ RELEASED_TIKTOKEN = 128256
 
 @dataclass(frozen=True)
 class MetaTokenizer:
-    """Tokenizer files, and the ids for `config.json` and `generation_config.json`.
+    """Tokenizer files by plain name, and ids for `config.json` and `generation_config.json`; None if unknown.
 
-    Attributes:
-        files: content by plain file name; empty if there is no tokenizer.
-        bos, eos: ids for `config.json`; None if unknown.
-        stops: ids that end a generation.
-        size: number of tokens; 0 if unknown.
-        warnings: for the user.
+    `stops` are ids that end a generation; `size` is the number of tokens, or 0.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -124,8 +119,7 @@ def _from_tiktoken(ranks: dict[bytes, int], *, since_3_1: bool) -> MetaTokenizer
 def _settings(tokens: dict[str, str]) -> dict[str, Any]:
     """`tokenizer_config.json` with the generic class.
 
-    LlamaTokenizer of transformers 5 ignores the pipeline of `tokenizer.json`: other leading spaces than
-    sentencepiece's.
+    LlamaTokenizer of transformers 5 ignores the pipeline of `tokenizer.json`: leading spaces differ from sentencepiece.
     """
     return {
         **tokens,

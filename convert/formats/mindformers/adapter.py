@@ -61,7 +61,6 @@ class LoraFamily:
 
     Attributes:
         sign: matches the beginning of names that only this family has.
-        names: MindFormers' tensor names to Hugging Face's.
         place: renames the factors to the base's modules, and reorders their rows.
     """
 

@@ -155,8 +155,7 @@ IN_OUT = re.compile(r"\.(?:projection|mapping)\.weight$")
 def merge_lora(run: RunConfig, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
     """Adds `B·A·alpha/r` to the weights with LoRA pairs (mindpet `LoRADense`); returns weights, and a warning if any.
 
-    Raises InputRefused for a file of LoRA parameters only or an unknown `lora_alpha`, MalformedInput for mismatched
-    pairs.
+    Raises InputRefused for only LoRA parameters or an unknown `lora_alpha`, MalformedInput for mismatched pairs.
     """
     pairs: dict[str, dict[str, LazyTensor]] = {}
     for name, tensor in tensors.items():

@@ -131,8 +131,7 @@ def _config(run: RunConfig, embedding: LazyTensor, intermediate: int, heads: Hea
 def rope_settings(run: RunConfig, usual: float | None = 10000.0) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, from `theta`, `extend_method` and `scaling_factor` (`FreqsMgr`).
 
-    `usual` is the default of `theta` (None: required). Raises UnsupportedInput if the formula differs from
-    transformers'.
+    `usual` is the default of `theta` (None: required). UnsupportedInput if the formula differs from transformers'.
     """
     method = str(run.fields.get("extend_method") or "None").upper()
     factor = run.fields.get("scaling_factor", 1.0)

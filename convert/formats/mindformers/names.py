@@ -160,9 +160,8 @@ def unfuse(run: RunConfig, tensors: Mapping[str, LazyTensor], heads: Heads) -> d
     """Splits the `FUSED` tensors, such as `w_qkv` (in 1.0 `w`) into `wq`, `wk` and `wv`; the others stay.
 
     Until 1.4 the parts follow each other; since 1.5 each key/value head follows its queries, and gate and up rows
-    alternate (mindformers `utils/convert_utils.py`, `qkv_concat_hf2mg`, `ffn_concat_hf2mg`), under the same names. The
-    run's `qkv_layout` decides where the names do not (InputRefused without it); MalformedInput for a wrong number of
-    rows.
+    alternate (mindformers `utils/convert_utils.py`, `qkv_concat_hf2mg`, `ffn_concat_hf2mg`), under the same names. If
+    names do not decide, the run's `qkv_layout` does (else InputRefused); MalformedInput for a wrong number of rows.
     """
     result: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():

@@ -1,7 +1,6 @@
 """A model in Hugging Face names as MindFormers' files: a `.ckpt`, or rank folders and strategy, and the run's YAML.
 
-The axes of the ranks are those of the `shard` methods in mindformers `models/*`; with `vocab_emb_dp` all ranks have the
-embedding.
+The axes of ranks are those of the `shard` methods in mindformers `models/*`; `vocab_emb_dp`: all have the embedding.
 """
 
 from __future__ import annotations

@@ -25,13 +25,10 @@ PARTIAL = "the checkpoint is partial, or the configuration is of another model"
 
 
 def compare(tensors: Mapping[str, LazyTensor], plan: Blueprint, source: str) -> bool:
-    """Compares names, shapes, and element types with the blueprint's; names may be of any version of transformers.
+    """Compares names (of any transformers version), shapes, and element types with the blueprint's.
 
-    Returns:
-        Whether everything could be compared: True means that this is the whole model and nothing else.
-
-    Raises:
-        MalformedInput: missing or unexpected keys, another shape, or an element type that is not a float.
+    Returns whether everything could be compared: True means that this is the whole model and nothing else. Raises
+    MalformedInput for missing or unexpected keys, another shape, or an element type that is not a float.
     """
     names, shapes = dict(zip(tensors, tensors, strict=True)), dict(plan.shapes)
     missing, unexpected = _gaps(names.values(), plan, shapes)

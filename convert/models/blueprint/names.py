@@ -19,12 +19,10 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "em
 
 @dataclass(frozen=True)
 class ModelNames:
-    """Names of a causal language model's parts.
+    """Names of a causal language model's parts; empty if the source of transformers does not contain them.
 
     Attributes:
         base: the attribute that holds the model without its head, such as `model` or `transformer`.
-        embedding: the input embedding, such as `model.embed_tokens.weight`; empty if the source does not contain it.
-        head: the output head, such as `lm_head.weight`; empty if the source does not contain it.
         tied: default for whether the head is the embedding; None if unknown.
     """
 

@@ -21,11 +21,9 @@ class Opaque:
 
 
 class Unknown:
-    """Anything imported or computed that has no stand-in.
+    """Anything imported or computed that has no stand-in, by its name in the source.
 
-    Attributes:
-        name: in the source, for messages.
-        is_suspect: whether it may hold weights: an object of an unknown class.
+    `is_suspect`: it may hold weights, as an object of an unknown class.
     """
 
     def __init__(self, name: str, *, is_suspect: bool = False) -> None:

@@ -1,9 +1,8 @@
 """A source file of the installed transformers, its classes defined with stand-ins for what they import.
 
 Only constructors and what they call are kept, and only of the classes that are asked for; torch is not imported. Only
-code of the library that the model will be loaded with runs, and nothing of a checkpoint. The stand-in for
-PreTrainedConfig (transformers `configuration_utils.py`) has fields with defaults, other names for them, and
-`__post_init__`.
+code of the library that the model will be loaded with runs, and nothing of a checkpoint. PreTrainedConfig (transformers
+`configuration_utils.py`) has a stand-in with default fields, other names for them, and `__post_init__`.
 """
 
 from __future__ import annotations
@@ -167,9 +166,7 @@ USUAL_LAYERS = {"full_attention", "sliding_attention", "linear_attention", "chun
 def remap_layer_types(layer_types: Any = None, config: Any = None) -> Any:
     """Renames layer kinds to those of the installed transformers; older files have `mamba` and `attention`.
 
-    Args:
-        layer_types: a list of kinds, for which the new list is returned; or
-        config: a configuration, whose `layer_types` are replaced.
+    Returns the new list for `layer_types`, or replaces those of `config`.
     """
     kinds = config.layer_types if config is not None and hasattr(config, "layer_types") else layer_types
     root = transformers_folder()

@@ -24,12 +24,11 @@ WINDOW = 1024
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a message.
+    """One field of a message; the payload is at `start` to `stop` in the file.
 
     Attributes:
         wire: `VARINT`, `FIXED64`, `BYTES` or `FIXED32`.
         value: the number of a `VARINT`, unsigned; 0 otherwise.
-        start, stop: position of the payload in the file, and the position after it.
     """
 
     number: int
