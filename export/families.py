@@ -312,11 +312,7 @@ def extra_inputs_of(folder: Path) -> tuple[ExtraInput, ...]:
 
 
 def image_inputs_of(folder: Path) -> tuple[str, ...]:
-    """The names of the extra inputs of the model in a folder that only graphs with images have.
-
-    Raises:
-        MalformedInput: `config.json` is invalid.
-    """
+    """The extra inputs of a folder's model that only graphs with images have; MalformedInput for a bad config."""
     row, _ = _row_of(folder)
     return tuple(extra.name for extra in row.image_extras) if row else ()
 
@@ -340,11 +336,7 @@ def _with_stated(extra: ExtraInput, config: SimpleNamespace) -> ExtraInput:
 
 
 def find_input_map(model_type: str) -> InputMap:
-    """The input map of a `model_type`.
-
-    Raises:
-        UnsupportedInput: an unknown `model_type`; the message contains close matches, or the reason.
-    """
+    """The input map of a `model_type`; UnsupportedInput, with close matches or the reason, for an unknown one."""
     table = known_input_maps()
     if model_type in table:
         return table[model_type]

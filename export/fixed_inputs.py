@@ -32,11 +32,7 @@ def all_fixed(extras: Mapping[str, ExtraInput], what: str, without: str) -> tupl
 def with_fixed_inputs(
     specs: Mapping[str, GraphSpec], extras: Mapping[str, ExtraInput], clients: Sequence[Client]
 ) -> dict[str, GraphSpec]:
-    """The specs of graphs, by role, that all clients can feed.
-
-    Raises:
-        UnsupportedInput: a client cannot feed an input that has no constant default.
-    """
+    """The specs, by role, that all clients can feed; UnsupportedInput for an input without a constant default."""
     if any(spec.cache != GROWING.cache for spec in specs.values()):
         _require_parts(extras)
     others = [client.name for client in clients if client.name != DEFAULT]

@@ -385,11 +385,7 @@ def fallback_fields(found: Sequence[Fallback]) -> dict[str, Any]:
 
 
 def report(found: Mapping[str, Sequence[Fallback]], target: str | None, *, strict: bool) -> None:
-    """Warns of nodes without a kernel, listed by file name, or refuses them; files with equal nodes share a line.
-
-    Raises:
-        UnsupportedInput: there is such a node, and `strict` is given.
-    """
+    """Warns of nodes without a kernel, or raises UnsupportedInput if `strict`; files with equal nodes share a line."""
     graphs: dict[Fallback, list[str]] = {}
     for name, fallen in found.items():
         for one in fallen:

@@ -38,11 +38,7 @@ INT8 = "int8"
 
 @dataclass(frozen=True)
 class ShapeOptions:
-    """Options that decide the axes of the graphs and where the cache is kept; attributes as in `ExportOptions`.
-
-    Raises:
-        UsageProblem: a value is invalid.
-    """
+    """Options, as in `ExportOptions`, for the axes of the graphs and the cache; UsageProblem for an invalid value."""
 
     shapes: str = "dynamic"
     cache: str = "growing"

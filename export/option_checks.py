@@ -37,11 +37,7 @@ FITTING = (
 
 
 def require_fitting(given: ExportOptions) -> None:
-    """Refuses options that graphs without a cache do not have.
-
-    Raises:
-        UsageProblem: an unknown task, both options, or an option of graphs that generate.
-    """
+    """Raises UsageProblem for an unknown task, one with `no_cache`, or an option that graphs without a cache lack."""
     task = given["task"]
     require_choice(task, TASKS, "task")
     if task == GENERATE and not given["no_cache"]:

@@ -187,10 +187,7 @@ def audit_folder(
 def audit_recorded_files(
     verified: VerifiedFolder, report: Report, *, allow_changed: bool, hashes: bool = True
 ) -> Checks:
-    """Checks of the recorded files; `hashes` compares the sha256 of weight files, which reads all of them.
-
-    With `allow_changed` a graph that was changed after its export is a note instead of a failure.
-    """
+    """Checks of the recorded files, of weights if `hashes`; with `allow_changed` a changed graph is a note."""
     checks, notes = audit_graph_files(verified.path, verified.entries, verified.models, allow_changed=allow_changed)
     yield checks
     report.notes += notes
@@ -315,10 +312,7 @@ def compare_half_precision(compared: Compared, half: str, known: Eager | None) -
 
 
 def unknown_tables(name: str, model: onnx.ModelProto, kind: int, known: KnownConstants) -> list[Check]:
-    """Skipped checks for tables that the model's code rounds to half precision, so that no float32 copy is exact.
-
-    `kind` is the half-precision element type; `known` are constants of the model.
-    """
+    """Skipped checks for tables that the model's code rounds to half precision: no float32 copy of them is exact."""
     blank = Check(IN_FLOAT32.removeprefix(", "), name, "", verdict="skip")
     tables = [tensor for tensor in model.graph.initializer if tensor.data_type == kind and not is_external(tensor)]
     detail = "`{}` is a table that the model's code rounds: a float32 copy would keep its rounding"
@@ -341,10 +335,7 @@ def _notes(half: str, *, on_cpu: bool) -> list[str]:
 
 
 def why_not_opened(model: onnx.ModelProto, settings: SessionSettings) -> str:
-    """Why onnxruntime refuses a graph, without optimization; empty if it opens it.
-
-    The stored weights become inputs of a copy.
-    """
+    """Why onnxruntime refuses a graph, unoptimized and with weights as inputs; empty if it opens it."""
     copy = onnx.ModelProto.FromString(model.SerializeToString())
     stored = [tensor for tensor in copy.graph.initializer if is_external(tensor)]
     ports = [onnx.helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in stored]

@@ -199,10 +199,7 @@ def _alone(rest: SinglePassFolder) -> Checking:
 
 
 def _coded_checks(coded: CodedFolder, folder: FloatFolder, eager: Eager | None, stack: ExitStack) -> Checking:
-    """All checks of graphs with codes in their caches.
-
-    `eager` is an open reference of the model, if any; `stack` keeps copies of the graphs with caches of floats.
-    """
+    """All checks of graphs with codes in their caches; `stack` keeps their copies with caches of floats."""
     verified, cost = coded.verified, coded.cost
     structure = coded.structure()
     yield structure
@@ -296,10 +293,7 @@ def adapted(
 
 
 def unseen_factors(models: Mapping[str, onnx.ModelProto], adapter: str | Path | None) -> list[str]:
-    """Descriptions of the inputs for factors that run with their empty defaults only.
-
-    `models` have the factors of the adapter if there is one.
-    """
+    """Descriptions of the inputs for factors that run with their empty defaults only."""
     modules = sorted({module_of(name) for model in models.values() for name in declared_factors(model)})
     if not modules:
         return []

@@ -138,10 +138,7 @@ class CodedFolder:
         return replace(copies, path=folder, settings=self.verified.settings)
 
     def compare(self, eager: Eager, report: Report, session: Session) -> Checks:
-        """Checks of codes and scales of each graph, and of the cost of all together.
-
-        `eager` is the model before any quantization; the report receives the cost and notes.
-        """
+        """Checks of codes and scales of each graph, and of the cost of all; `eager` is the unquantized model."""
         report.notes.append("keys and values are integer codes; the scenarios run copies with a cache of floats")
         texts = self.text.tokens(
             eager.folder, context_length(eager.folder), trust_remote_code=self.cost.code is not None
@@ -320,10 +317,7 @@ SHIFT, SHIFTED = 7, 64
 
 
 def ranges(model: Runner, texts: Sequence[Array]) -> dict[str, Array]:
-    """The largest magnitude of every channel on texts, [kv_heads, head_dim] by name of the cache input.
-
-    `model` is the eager model; texts are token ids int64 [1, tokens].
-    """
+    """The eager model's largest magnitude of every channel on texts: [kv_heads, head_dim] by cache input."""
     found: dict[str, Array] = {}
     for text in texts:
         for name, array in _cache(model, text, 0).items():
@@ -411,11 +405,7 @@ class AttentionNodes:
         return attention_nodes(self.probe.model)
 
     def problems(self, feeds: Mapping[str, Array], call: Call) -> list[str]:
-        """Descriptions of differences in a call, a line per node; `feeds` are all inputs of the graph by name.
-
-        Raises:
-            MalformedInput: onnxruntime cannot run the graph with more outputs.
-        """
+        """Differences in a call, a line per node; MalformedInput if the graph cannot run with more outputs."""
         names = [node.input[at] for node in self.attention for at in (QUERY, *NEW, TOTAL, BIAS)]
         names += [name for node in self.attention for name in node.output[:3]]
         values = self.probe.read(feeds, list(dict.fromkeys(names)))

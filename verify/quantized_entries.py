@@ -19,11 +19,7 @@ from llmconv.verify.other_exporters.replay import ExternalGraphs
 
 
 def shipped_runner(verified: VerifiedFolder) -> tuple[str, OrtRunner]:
-    """Name and runner of the prefill and decode graph, or of the only one; all return logits.
-
-    Raises:
-        MalformedInput: onnxruntime cannot open a graph.
-    """
+    """Name and runner of the graphs as shipped, with logits; MalformedInput if onnxruntime cannot open one."""
     verified = with_logits(verified)
     graphs = [open_graph(verified.path, entry, verified.settings) for entry in _pair(verified)]
     return "+".join(graph.name for graph in graphs), OrtRunner(graphs[0], graphs[-1])
@@ -38,10 +34,7 @@ def _pair(verified: VerifiedFolder) -> list[GraphEntry]:
 def plainly_rounded_runner(
     verified: VerifiedFolder, graphs: ExternalGraphs, smoothing: StoredSmoothing, stack: ExitStack
 ) -> OrtRunner | None:
-    """The graph of prompts with plainly rounded codes; None if all its codes are such already.
-
-    `graphs` are the audited files, and the tensors of the model with factors applied; `stack` keeps the copy.
-    """
+    """The graph of prompts with plainly rounded codes, a copy on `stack`; None if all its codes are such already."""
     entry = _pair(verified)[0]
     file = next(file for file in graphs.files if file.name == entry.name)
     rounded = plainly_rounded(file.path, file.model, file.quantized_weights, graphs.tensors, smoothing)

@@ -158,10 +158,7 @@ def compare_entries(
     options: QuantizationOptions,
     stack: ExitStack,
 ) -> Checking:
-    """Yields all checks: audits of the graphs, the cost, then all scenarios.
-
-    `folder` is of the model, with plain weights; `known` is an open reference of it; `stack` keeps temporary copies.
-    """
+    """Yields all checks: audits of the graphs, the cost, then all scenarios; `folder` has plain weights."""
     tensors = unstacked(open_weights(folder))
     if wrong := options.smoothing.check(verified.entries[0].name, tensors):
         yield wrong

@@ -55,10 +55,7 @@ POOLED = {"embed", "classify", "rerank"}
 
 @dataclass(frozen=True)
 class SinglePassFolder:
-    """The graphs without a cache of a folder, which are the only ones in `verified`.
-
-    With `allow_changed` a graph that was changed after its export is a note instead of a failure.
-    """
+    """A folder's graphs without a cache, alone in `verified`; with `allow_changed` a changed graph is a note."""
 
     verified: VerifiedFolder
     reference: Path

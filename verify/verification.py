@@ -114,10 +114,7 @@ def library_versions() -> dict[str, str]:
 
 
 def record_budget(report: Report, budget: Budget | None) -> None:
-    """Adds how the time was used, a note if the mandatory scenarios took longer, and the number of rows left out.
-
-    `budget` is None without a limit.
-    """
+    """Adds how the time was used, a note if the mandatory scenarios took longer, and the number of rows left out."""
     if budget is None:
         return
     used, limit = budget.used, f"the budget of {budget.seconds:g} s"

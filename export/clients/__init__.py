@@ -48,10 +48,7 @@ class ClientModel:
 
 @dataclass(frozen=True)
 class EncodedGraphs:
-    """The graphs of one export, bound to the weight files in the same folder: bytes and file names by role.
-
-    Roles are `prefill`, `decode`, `unified`, also `embeddings` and `vision`.
-    """
+    """The graphs of one export, bound to weight files in the same folder: bytes and file names by role."""
 
     encoded: Mapping[str, bytes]
     files: Mapping[str, str]
@@ -108,11 +105,7 @@ def known_clients() -> dict[str, Client]:
 
 
 def find_clients(names: Sequence[str]) -> list[Client]:
-    """The clients with these names, without duplicates; the default client if there are no names.
-
-    Raises:
-        UsageProblem: an unknown name.
-    """
+    """The clients with these names, each once; the default client without names; UsageProblem for an unknown one."""
     for name in names:
         if name not in known_clients():
             raise UsageProblem(f"unknown layout `{name}`", hint=f"one of: {', '.join(known_clients())}")

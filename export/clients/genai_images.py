@@ -44,10 +44,7 @@ SECTIONS: dict[str, Any] = {
 
 
 def image_graphs(token: int, encoded: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The vision tower with one row per feature, and the embedding table that places these rows, by file name.
-
-    `token` is the placeholder; `encoded` has the graphs by role, bound to weights in the same folder.
-    """
+    """The vision tower with one row per feature, and the embedding table that places these rows, by file name."""
     vision = onnx.load_from_string(encoded[VISION_ROLE])
     take_float32_pixels(vision)
     flatten_features(vision)

@@ -59,10 +59,7 @@ def _guessed_heads(config: Any) -> int:
 
 
 def accept_any_empty_past(encoded: bytes, past: list[Port]) -> bytes:
-    """The graph with `Reshape(past, [0, kv_heads, -1, head_dim])` before every use of a past.
-
-    `past` lists its cache inputs, `[batch_size, kv_heads, past_sequence_length, head_dim]`.
-    """
+    """The graph with `Reshape(past, [0, kv_heads, -1, head_dim])` before every use of its cache inputs `past`."""
     model = onnx.load_from_string(encoded)
     graph = model.graph
     renamed = {port.name: f"{port.name}/Reshape:0" for port in past}

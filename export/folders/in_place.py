@@ -95,11 +95,7 @@ class InPlace:
     def quantized(
         self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array], smoothing: Smoothing
     ) -> InPlace:
-        """As `OutputFolder.quantized`.
-
-        Raises:
-            InputRefused: weights whose bytes in the files are not what graphs read.
-        """
+        """As `OutputFolder.quantized`; InputRefused for weights whose bytes in the files are not what graphs read."""
         codes: dict[str, FileTensor] = {}
         for name, tensor in self.checkpoint.items():
             weight = weights.get(name)

@@ -59,10 +59,7 @@ class OutputFolder(Protocol):
         """Bytes of the weights and other files of the model that `write` writes, by name."""
 
     def write(self, files: GraphFiles, step: dict[str, Any]) -> int:
-        """Writes the files and their manifest entries; returns the number of bytes of weights that were written.
-
-        `step` is the manifest entry of this export.
-        """
+        """Writes files and manifest entries, `step` that of this export; returns the bytes of weights written."""
 
 
 @dataclass(frozen=True)

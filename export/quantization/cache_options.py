@@ -10,11 +10,7 @@ SHARED, CPU_TARGET = "shared-buffer", "ort-cpu"
 
 
 def with_kv_cache(given: ExportOptions) -> ExportOptions:
-    """The options, with a shared buffer where the cache has integer codes.
-
-    Raises:
-        UsageProblem: options that contradict `kv_cache`.
-    """
+    """The options, with a shared buffer for a cache of codes; UsageProblem for options that contradict `kv_cache`."""
     kind = given["kv_cache"]
     if kind is None:
         return given

@@ -16,10 +16,7 @@ INT8, FLOAT32 = BY_NAME["int8"], BY_NAME["float32"]
 
 
 class ColumnTensor:
-    """A weight [N, K], or a stack [experts, N, K], whose matrices are stored in a `ColumnFormat`.
-
-    Matrices of a `transposed` weight are stored as [K, N]; `name` is for messages.
-    """
+    """A weight [N, K] or [experts, N, K], in `ColumnFormat`; matrices of a `transposed` one are stored as [K, N]."""
 
     def __init__(self, name: str, weight: LazyTensor, *, transposed: bool = False) -> None:
         self._name, self._weight, self._transposed = name, weight, transposed

@@ -114,11 +114,7 @@ class _Use:
 def select(
     graphs: Sequence[tuple[TracedGraph, Mapping[str, WeightSource]]], settings: QuantizationSettings | StoredFormats
 ) -> dict[str, QuantizedWeight]:
-    """The stored tensors to quantize, by name, for settings of the user or of the checkpoint; graphs are unbound.
-
-    Raises:
-        InputRefused: `settings` are the user's, and there are none.
-    """
+    """The stored tensors to quantize, by name; InputRefused if the user's settings select none. Graphs are unbound."""
     uses, found = [], dict[str, QuantizedWeight]()
     for traced, matches in graphs:
         least = settings.least_elements(sum(prod(match.shape) for match in matches.values()))

@@ -155,10 +155,7 @@ def _require_tokens(found: int, products: Mapping[str, Product]) -> None:
 
 
 class _SequentialRun:
-    """The state between pieces; `codes` are those rounded so far, by name of the tensor.
-
-    `model` is the graph with squares as outputs, `products` are from `_observe`, and `scratch` holds the codes.
-    """
+    """The state between pieces of a graph with squares as outputs; `codes` are those so far, by name of the tensor."""
 
     def __init__(
         self,

@@ -144,10 +144,7 @@ def _paired(
 
 @cache
 def find_signature(domain: str, op_type: str, opset: int) -> Signature:
-    """The signature of an operator; an empty one if neither onnx nor `signatures.json` defines it.
-
-    `opset` is the version of the domain that the graph imports.
-    """
+    """The operator's signature in the imported `opset`; empty if neither onnx nor `signatures.json` defines it."""
     try:
         schema = onnx.defs.get_schema(op_type, opset, domain)
     except onnx.defs.SchemaError:

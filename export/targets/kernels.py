@@ -52,10 +52,7 @@ def kernel_table(target: str) -> Mapping[str, Any]:
 
 
 def fallbacks(model: onnx.ModelProto, target: str) -> list[Fallback]:
-    """The nodes that read floating-point numbers and for which the provider of a target has no kernel.
-
-    The functions of `model` are inlined; `target` has a table, such as `ort-cuda`.
-    """
+    """The nodes that read floats and have no kernel in the target's table; the functions of `model` are inlined."""
     counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
     first: dict[tuple[str, tuple[str, ...]], str] = {}
     for node in typed_nodes(model):

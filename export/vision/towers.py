@@ -56,10 +56,7 @@ class TileFeatures(nn.Module):
 
 
 def positions_of(embeddings: Any) -> Tensor:
-    """Positions of the patches of a tile without padding, as the model's own code counts them, int64 [1, patches].
-
-    Parameters of `embeddings` are not used.
-    """
+    """Positions int64 [1, patches] of a tile without padding, as the model's code counts them; reads no parameters."""
     side, found = int(embeddings.num_patches_per_side), list[Tensor]()
 
     def record(positions: Tensor) -> Tensor:

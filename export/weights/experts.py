@@ -25,10 +25,7 @@ DOMAIN, GROUPED = "llmconv", "GroupedMatMul"
 
 
 def expand_experts(model: ir.Model, stacks: Mapping[ir.Value, WeightSource], multiply: Multiply) -> None:
-    """Replaces every `GroupedMatMul` of the graph, in place, with products that `multiply` inserts.
-
-    `stacks` has the stored tensors of the stacked weights.
-    """
+    """Replaces every `GroupedMatMul`, in place, with products that `multiply` inserts on the stored stacks."""
     for node in list(model.graph):
         if (node.domain, node.op_type) == (DOMAIN, GROUPED):
             weight = node.inputs[1]

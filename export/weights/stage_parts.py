@@ -15,10 +15,7 @@ from llmconv.export.weights.parameter_sources import WeightSource, leaves
 def stage_parts(
     graphs: Sequence[tuple[TracedGraph, Mapping[str, WeightSource]]], starts: Sequence[int]
 ) -> dict[str, int]:
-    """A number for every tensor: equal for tensors that the same stages read.
-
-    `graphs` are not yet bound; `starts` has the first layer of each stage.
-    """
+    """A number for every tensor, equal for those that the same stages read; `starts` has each stage's first layer."""
     readers: dict[str, set[int]] = defaultdict(set)
     for traced, matches in graphs:
         reading = _Reading(traced, starts)

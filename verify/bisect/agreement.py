@@ -73,10 +73,7 @@ class ValueComparison:
         return bool(np.array_equal(np.where(counts, found, 0), np.where(counts, record.exact, 0)))
 
     def _counts(self, shape: tuple[int, ...], masks: bool) -> Array:
-        """Which elements are not padding, judged by the sizes of the axes; doubtful ones count as padding.
-
-        The last axis of a mask also contains padding.
-        """
+        """Which elements are not padding, by the sizes of axes (in a mask, the last too); doubtful ones are padding."""
         batch, tokens = self._new.shape
         counts = np.ones(shape, dtype=bool)
         if self._all.all() or not shape or shape[0] % batch:
@@ -124,10 +121,7 @@ TAKES_SHAPE = {"Reshape", "Expand", "ConstantOfShape", "Unsqueeze", "Squeeze", "
 
 
 class GraphIndex:
-    """The nodes of a graph in topological order, indexed by the values that they produce (`maker`) and read (`users`).
-
-    `order` has the position of each node by `id`.
-    """
+    """The nodes in topological order, their positions by `id`, and the maker and users of each value."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self.nodes = list(model.graph.node)

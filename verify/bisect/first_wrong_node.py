@@ -83,10 +83,7 @@ class LayerRange:
 
 
 class NodeSearch:
-    """Searches for the first node that differs in a replayed call.
-
-    `checks` are those of the whole run, for the results of the weight audit.
-    """
+    """Searches for the first node that differs in a replayed call, with the weight audit in `checks`."""
 
     def __init__(self, replay: ReplayedCall, where: Where, checks: Sequence[Check]) -> None:
         self.replay, self.where, self.checks = replay, where, checks

@@ -91,10 +91,7 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Finding:
-    """The description of a fault, such as `epsilon 1e-05 in the graph, 1e-06 in the model`.
-
-    `node` is the faulty node; None if no node is wrong.
-    """
+    """A description such as `epsilon 1e-05 in the graph, 1e-06 in the model`, and the faulty node; None if none is."""
 
     text: str
     node: onnx.NodeProto | None = None

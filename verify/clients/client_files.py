@@ -56,11 +56,7 @@ class ClientFiles:
     model: Path
 
     def checks(self, client: str) -> list[Check]:
-        """One check; none if the client finds no graph, which it reports itself.
-
-        Raises:
-            MalformedInput: the configuration of the client is refused.
-        """
+        """One check; none if the client finds no graph. MalformedInput if its configuration is refused."""
         opened = opened_graphs(client, self.verified.path)
         if not opened:
             return []
@@ -202,10 +198,7 @@ def as_for_optimum(graph: onnx.ModelProto) -> Iterator[onnx.ModelProto]:
 
 
 def image_variants(graphs: Mapping[Path, onnx.ModelProto], model: Path) -> list[onnx.ModelProto]:
-    """The variants of a vision tower and an embedding table among the verified graphs by file.
-
-    The `config.json` in the folder `model` has the placeholder token.
-    """
+    """The variants of vision tower and embedding table among the graphs, for the placeholder token in `config.json`."""
     from llmconv.export.clients.genai_images import image_graphs  # noqa: PLC0415 - only for `--client`
     from llmconv.export.clients.transformersjs_images import variant  # noqa: PLC0415
 
@@ -233,11 +226,7 @@ JS_SUFFIXES = {"fp32": "", "q8": "_quantized"} | {
 
 
 def opened_graphs(client: str, folder: Path) -> list[Path]:
-    """The files in a folder that a client opens as graphs; those that are missing are left to the client.
-
-    Raises:
-        MalformedInput: the configuration of the client is refused (`genai_guard`).
-    """
+    """The files that a client opens as graphs, missing ones left out; MalformedInput if `genai_guard` refuses."""
     return [path for path in OPENED[client](folder) if path.exists()]
 
 

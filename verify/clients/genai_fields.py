@@ -34,10 +34,7 @@ SHOWN = 3
 
 
 def field_checks(folder: Path, models: Mapping[str, onnx.ModelProto], model: Path) -> list[Check]:
-    """One check; none if the folder has no `genai_config.json`.
-
-    `models` are the verified graphs by file name; `model` is the model's folder.
-    """
+    """One check of the verified graphs by file name; none if the folder has no `genai_config.json`."""
     if not (folder / CONFIG).is_file():
         return []
     try:
@@ -148,11 +145,7 @@ DEFAULT = 0
 
 
 def padding_checks(folder: Path, model: Path) -> list[Check]:
-    """One check; none if the folder has no `genai_config.json`, which the client reports itself.
-
-    Raises:
-        MalformedInput: the configuration is refused.
-    """
+    """One check; none without a `genai_config.json`, which the client reports. MalformedInput if that is refused."""
     if not (folder / CONFIG).is_file():
         return []
     given = read_genai_config(folder).get(FIELD, DEFAULT)

@@ -207,10 +207,7 @@ FEW_ROUTED = "few rows, or a state of all tokens, for which half precision may c
 
 
 def fold(blank: Check, output: str, measures: list[Measure], gates: Gates) -> Check:
-    """The check of one output over all its calls: that of the first failing call, else of the worst.
-
-    `blank` is a check with the names of scenario and graph; `measures` has one per call.
-    """
+    """The check of one output over all its calls, named as `blank`: of the first failing call, else of the worst."""
     failing, passed = [index for index, found in enumerate(measures) if not found.passes(gates)], ""
     if gates.calmest and failing and not any(found.problem for found in measures):
         calmest = None if is_state(output) else calmest_sigma(measures)

@@ -26,21 +26,14 @@ AT_ONCE = 64
 
 @dataclass(frozen=True)
 class GraphProbe:
-    """A graph whose inner values can be read; graph optimization is always off.
-
-    The guard has checked the files in `folder` that the graph refers to.
-    """
+    """A graph whose inner values can be read without optimization; the guard has checked its files in `folder`."""
 
     model: onnx.ModelProto
     folder: Path
     settings: SessionSettings
 
     def read(self, feeds: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
-        """The values of these names for the inputs `feeds`; values that are not tensors are left out.
-
-        Raises:
-            MalformedInput: onnxruntime cannot run the graph.
-        """
+        """The values of these names, except those that are not tensors; MalformedInput if the graph cannot run."""
         found: dict[str, Array] = {}
         names = [name for name in names if name]  # a node may omit an output
         for start in range(0, len(names), AT_ONCE):
@@ -57,10 +50,7 @@ class GraphProbe:
         return _pruned(model)
 
     def piece(self, nodes: Sequence[onnx.NodeProto], feeds: Mapping[str, Array], output: str) -> onnx.ModelProto:
-        """A graph of these nodes only, in topological order, with one output.
-
-        `feeds` are values by name that become its inputs; other values that the nodes read stay constants.
-        """
+        """A graph of these sorted nodes and one output; `feeds` become inputs, other values stay constants."""
         made = {name for node in nodes for name in node.output}
         read = {name for node in nodes for name in inner_inputs(node) if name} - made
         piece = onnx.ModelProto(

@@ -221,10 +221,7 @@ class PromptsWithImages:
 
 
 def calls_of(counts: Iterable[int], image: int, vocabulary: int) -> tuple[Call, Call]:
-    """Two prompts of random tokens with equally many placeholders, one padded on the left, and the token after them.
-
-    `counts` are the numbers of placeholders of each image; `image` is the placeholder token.
-    """
+    """Two prompts of random tokens with equally many placeholders, one padded on the left, and a token after each."""
     random = np.random.default_rng(SEED)
     images = [np.repeat([False, True], [BETWEEN, count]) for count in counts]
     where = np.concatenate([np.zeros(BEFORE - BETWEEN, bool), *images, np.zeros(AFTER + 1, bool)])

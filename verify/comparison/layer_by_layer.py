@@ -134,10 +134,7 @@ class StreamedEager(Eager):
 
 @dataclass(frozen=True)
 class FewLayers:
-    """Memory of a model of few layers, whose weights are then read less often.
-
-    `kept` are bytes of matrices that stay in memory between calls, `logits` bytes of logits in memory at a time.
-    """
+    """Bytes of matrices kept between calls, and of logits in memory, so that few layers are read less often."""
 
     kept: int
     logits: int
@@ -173,11 +170,7 @@ def open_in_pieces(
 
 
 def precompute(graphs: Sequence[OrtGraph], planned: PlannedCalls) -> None:
-    """Runs the calls of all scenarios on graphs in pieces, each alone and prefill followed by decode.
-
-    Raises:
-        UnsupportedInput: a graph cannot be cut into pieces.
-    """
+    """Runs all calls on graphs in pieces, each alone and prefill then decode; UnsupportedInput if one cannot be cut."""
     pieced = [graph for graph in graphs if isinstance(graph, PiecedGraph)]
     for graph in pieced:
         precompute_chains(graph.precomputed, graph.precomputed, _taken((graph,), planned))

@@ -378,10 +378,7 @@ def declared_caches(index: GraphIndex, number: int) -> list[Form]:
 
 
 def declared_values(index: GraphIndex, values: Mapping[str, Form]) -> list[Form]:
-    """The types that the file declares for values of a layer, without the names of axes.
-
-    `values` has the forms of the values that the layer computes.
-    """
+    """The types that the file declares for the values of a layer, without the names of axes."""
     return sorted(f"{values[port.name]} {_kind(port)}" for port in index.model.graph.value_info if port.name in values)
 
 

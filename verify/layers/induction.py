@@ -53,10 +53,7 @@ class LayerChoice:
         return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 7 else 0
 
     def numbers(self, count: int, representatives: tuple[int, ...]) -> tuple[int, ...]:
-        """Numbers of the layers, in order; sampled ones are evenly spread over the others.
-
-        `representatives` are one layer of each class, which always run.
-        """
+        """Numbers of the layers, in order: the representatives, and samples evenly spread over the others."""
         others = [number for number in range(count) if number not in representatives]
         if self.text == CLASSES:
             others = []
@@ -140,10 +137,7 @@ class Induction:
         return {name: tensor for graph in self.classes.graphs.values() for name, tensor in graph.index.tensors.items()}
 
     def checks(self, *, alone: bool) -> list[Check]:
-        """The checks of structure and composition.
-
-        If `alone`, no numbers are compared, so that a layer unlike the others of its kind is a failure.
-        """
+        """Structure and composition; if `alone`, without numbers, a layer unlike the others of its kind fails."""
         layers, parts = list[Check](), list[Check]()
         for name, graph in self.classes.graphs.items():
             odd = list(self.classes.odd_layers(name).values()) if alone else []

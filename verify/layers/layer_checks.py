@@ -34,10 +34,7 @@ HIDDEN = "hidden state"
 
 @dataclass
 class Drift:
-    """How rounding errors of the layers add up over the depth.
-
-    RMS error of each layer of the graph, relative to its hidden state, and of the eager model in the graph's dtype.
-    """
+    """RMS errors of the layers, relative to hidden states, of the graph and of the eager model in its dtype."""
 
     graph: list[float]
     eager: list[float]
@@ -142,10 +139,7 @@ AUDITS = ("graph file", "weights", "decisions", "structure", LAYERS, PARTS)
 
 
 def statements(induction: Induction, report: Report, drift: Drift | None) -> list[Statement]:
-    """The parts of the proof; the report's checks decide which were shown.
-
-    `drift` has errors of the layers that ran by themselves; None if no numbers were compared.
-    """
+    """The parts of the proof, shown or not by the report's checks; `drift` is None if no numbers were compared."""
     graphs, count = len(induction.classes.graphs), len(induction.classes.names)
     found = [
         _shown(report, "structure", LAYERS, f"{count} layers of {_classes(len(induction.kept))}, alike node by node"),
@@ -210,10 +204,7 @@ AFTER = re.compile(rf"^{HIDDEN} after layer (\d+)$")
 
 
 def narrowed(where: Where | None, report: Report) -> Where | None:
-    """The location of a failure with the layer that it is in; None if nothing failed.
-
-    The report has checks and the layers that are unlike the others of their kind.
-    """
+    """The location of a failure with its layer, by the report's checks and odd layers; None if nothing failed."""
     if where is None:
         return None
     failed = [check for check in report.checks if check.verdict == "fail"]

@@ -83,10 +83,7 @@ class LayerRuns:
 
 
 def made_up_call(graph: GraphLayers, vocab_size: int, extras: Mapping[str, ExtraInput]) -> Call:
-    """The call that all layers run; models with states get no past, and so no padding.
-
-    The graph shows the names and sizes of the caches; `extras` are its extra inputs by name, resolved.
-    """
+    """The call that all layers run; models with states get no past, and so no padding."""
     ports = {name: port for name, port in graph.index.inputs.items() if is_past(name)}
     shapes = {present_of(name): _sizes(port) for name, port in ports.items()}
     has_states = any(is_state(name) for name in shapes)
@@ -220,10 +217,7 @@ def feeds_of(call: Call, graph: GraphLayers, extras: Mapping[str, ExtraInput]) -
 
 @dataclass(frozen=True)
 class GraphRun:
-    """The parts of a graph, run on the call, with the hidden states of the eager runs as inputs of the layers.
-
-    `names` are module names of the layers by number; `extras` the extra inputs of the graph by name, resolved.
-    """
+    """The parts of a graph, run on the call, with the hidden states of the eager runs as inputs of the layers."""
 
     graph: GraphLayers
     runner: PartRunner
@@ -276,10 +270,7 @@ class PartRunner:
         self._values: dict[str, ort.OrtValue] = {}
 
     def feed(self, given: Mapping[str, Array], like: str = "") -> None:
-        """Sets values by name; floats are cast to the dtype of the value.
-
-        `like` is a known value of the same type, for values that no part has computed.
-        """
+        """Sets values by name, cast to the dtype of the value, or of `like` where no part has computed it."""
         for name, array in given.items():
             if name not in self._types and like in self._types:
                 self._types = {**self._types, name: self._types[like]}
@@ -289,11 +280,7 @@ class PartRunner:
                 self._values[name] = as_input(array, dtype)
 
     def run(self, nodes: Collection[int], outputs: Sequence[str]) -> dict[str, Array]:
-        """Runs a part, given by the indices of its nodes; its outputs can be read by other parts.
-
-        Raises:
-            MalformedInput: onnxruntime cannot run it.
-        """
+        """Runs the part of these node indices, whose outputs others can read; MalformedInput if that fails."""
         part = self._part(nodes, outputs)
         split_products(part, self._limit)
         try:

@@ -50,10 +50,7 @@ from llmconv.verify.scenarios.table import Scenario
 
 @dataclass(frozen=True)
 class ExternalComparison:
-    """The settings of a comparison; its methods yield checks.
-
-    `sizes` of the model are for graphs with dynamic axes.
-    """
+    """The settings of a comparison; its methods yield checks."""
 
     sizes: ModelSizes
     settings: SessionSettings
@@ -62,10 +59,7 @@ class ExternalComparison:
     report: Report
 
     def run(self, eager: Eager, files: Sequence[GraphFile], named: str = "") -> Checks:
-        """Compares all scenarios on the graphs or copies of them, then a few with scaled weights.
-
-        `named` is a suffix of the scenarios' names.
-        """
+        """Compares all scenarios on the graphs or copies of them (`named`), then a few with scaled weights."""
         eager.begin()
         if graphs := (yield from self.opened(files)):
             yield from self.compare(eager, graphs, named=named)
@@ -138,10 +132,7 @@ class ExternalComparison:
 
 @dataclass(frozen=True)
 class ExternalCandidate(Candidate):
-    """One external graph, or a prefill graph whose cache a decode graph continues.
-
-    With `last_only` it returns the logits of the last token only.
-    """
+    """One external graph, or a pair of prefill and decode graph; `last_only` if it returns only the last logits."""
 
     external: tuple[ExternalGraph, ...] = ()
     last_only: bool = False
@@ -162,11 +153,7 @@ class ExternalCandidate(Candidate):
 
 
 def external_candidates(graphs: Sequence[ExternalGraph]) -> list[ExternalCandidate]:
-    """Every graph that can start a sequence alone, and the pair of prefill and decode graph.
-
-    Raises:
-        UsageProblem: the only graph is a decode graph.
-    """
+    """Every graph that can start a sequence alone, and the pair of two; UsageProblem for a decode graph alone."""
     ordered = sorted(graphs, key=lambda graph: (graph.keeps_cache, graph.limits.tokens is not None))
     starting = [graph for graph in ordered if not (graph.keeps_cache and graph.limits.tokens is not None)]
     if not starting:
@@ -191,10 +178,7 @@ def check_external(
     evidence: Evidence | None = None,
     repeat: int = 1,
 ) -> list[Check]:
-    """The checks of a scenario, over the chains, outputs and tokens that the graphs support.
-
-    `eager` gives exact outputs with other positions; each chain runs `repeat` times.
-    """
+    """The checks of a scenario over what the graphs support; `eager` gives exact outputs with other positions."""
     refusals = [next(filter(None, map(candidate.refuses, chain)), "") for chain in chains]
     if all(refusals):
         return check_scenario(scenario, chains, candidate, truths, gates, PrefillDecodeAgreement(gates))
@@ -395,10 +379,7 @@ def scaled_settings(
     *,
     at_weights: bool = False,
 ) -> SessionSettings:
-    """Session settings, from those of the unscaled graph, that scale the weights when a graph is opened.
-
-    `at_weights` as for `scale`.
-    """
+    """Session settings that scale the weights when a graph is opened; `at_weights` as for `scale`."""
     scales = {one.stored.scales: one for one in file.quantized_weights}
 
     def apply(path: Path, model: onnx.ModelProto) -> None:

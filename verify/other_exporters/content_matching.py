@@ -25,10 +25,7 @@ PREFIX = 8
 
 @dataclass(frozen=True)
 class TensorRows:
-    """Rows of an initializer, by index, that are rows of a tensor.
-
-    If `transposed`, they are rows of the transposed initializer, that is, columns.
-    """
+    """Indices of an initializer's rows, or columns if `transposed`, that are rows of a tensor."""
 
     name: str
     rows: range
@@ -60,10 +57,7 @@ class InitializerContent:
         return {self.whole, *self.others} if self.whole else {part.name for part in self.parts}
 
     def match(self, name: str, form: str, *, is_own: bool) -> None:
-        """Adds a tensor with the same content, changed as in `forms`.
-
-        A tensor whose name the initializer has (`is_own`) is preferred.
-        """
+        """Adds a tensor with the same content, changed as in `forms`; one of the same name (`is_own`) is preferred."""
         if not self.whole or is_own:
             self.others |= {self.whole} - {"", name}
             self.whole, self.form = name, form

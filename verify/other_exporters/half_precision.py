@@ -83,10 +83,7 @@ def _compare_rounding(verified: ExternalGraphs, eager: Eager, comparison: Extern
 
 @contextmanager
 def float32_copy(file: GraphFile, known: KnownConstants) -> Iterator[GraphFile]:
-    """Context with a temporary copy of a graph in which float32 replaces the half-precision dtype.
-
-    `known` are numbers that half-precision constants may be roundings of.
-    """
+    """Context with a temporary copy of a graph in which float32 replaces the half-precision dtype."""
     model = _loaded(file)
     widen(model, HALF_PRECISION[file.dtype], known, _weights(file))
     with _saved(file, model) as copy:

@@ -337,10 +337,7 @@ FLOAT_TYPES = {getattr(onnx.TensorProto, name) for name in ("FLOAT", "FLOAT16", 
 def initializer_contents(
     model: onnx.ModelProto, folder: Path, reference: Mapping[str, LazyTensor], excluded: Collection[str] = ()
 ) -> dict[str, InitializerContent]:
-    """Every larger float initializer that is not excluded, matched with the model's tensors.
-
-    `folder` has the graph's external data.
-    """
+    """Every larger float initializer that is not excluded, matched with the model's tensors."""
     contents = {
         tensor.name: _content(tensor, folder)
         for tensor in model.graph.initializer

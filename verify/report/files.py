@@ -36,10 +36,7 @@ DATE = "%Y-%m-%dT%H:%M:%SZ"
 
 @checked
 def write_report(report: Report, folder: Written, date: str = "") -> None:
-    """Writes the four files into `folder`, which is created if needed; OutputFailed if one cannot be written.
-
-    `date` is as from `today`, by default now.
-    """
+    """Writes the four files into `folder`, which is created if needed; OutputFailed if one cannot be written."""
     folder, date = Path(folder), date or today()
     texts = [render(report, date) for render in (render_json, render_junit, render_markdown, render_html)]
     files = dict(zip(NAMES, texts, strict=True))

@@ -31,10 +31,7 @@ class ScenarioLines:
 
 
 def lines_of_scenario(checks: Sequence[Check], *, several_graphs: bool = False) -> list[str]:
-    """One line, and one for every group of outputs that failed and every reason for skipped checks of a scenario.
-
-    With `several_graphs`, the only graph of a scenario is named.
-    """
+    """One line, and one for every group of failed outputs and every reason of skipped checks of a scenario."""
     if not checks:
         return []
     failed, skipped = ([check for check in checks if check.verdict == verdict] for verdict in ("fail", "skip"))

@@ -260,10 +260,7 @@ def _excess(noise: Array, usual: Array, ulp: Array) -> float:
 
 
 def measure(truth: ExpectedOutput, output: Array, *, tokens: bool = False) -> Measure:
-    """Measures the error of one output of a graph, rows [batch, tokens, features].
-
-    With `tokens`, the rows are logits, so the likeliest tokens are compared as well.
-    """
+    """Measures the error of an output, rows [batch, tokens, features]; of logits (`tokens`), likeliest tokens too."""
     if output.shape != truth.exact.shape:
         expected, got = list(truth.exact.shape), list(output.shape)
         return Measure(problem=f"shape mismatch: expected {expected}, got {got} (batch, tokens, features)")

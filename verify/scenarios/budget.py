@@ -139,11 +139,7 @@ class Budget:
 
     @classmethod
     def of(cls, seconds: float | None, only: Sequence[str] = (), clock: Clock = time.monotonic) -> Budget | None:
-        """The budget of a call of `verify`; None without one.
-
-        Raises:
-            UsageProblem: the time is not a finite number above zero, or scenarios are selected.
-        """
+        """The budget of `verify`; None without one. UsageProblem for an invalid time, or selected scenarios."""
         if seconds is None:
             return None
         if not 0 < seconds < inf:

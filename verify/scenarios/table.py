@@ -231,10 +231,7 @@ def every_position(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
 
 
 def spread(count: int, end: int, rng: np.random.Generator) -> Array:
-    """Ascending positions below `end`: all of them if `count` suffices, else one from each of `count` equal ranges.
-
-    0 and `end - 1` are always included.
-    """
+    """Ascending positions below `end`, first and last included: all, or one from each of `count` equal ranges."""
     if end <= count:
         return np.sort(np.resize(np.arange(end), count))
     edges = np.linspace(0, end, count + 1).astype(np.int64)

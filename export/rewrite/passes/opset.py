@@ -18,11 +18,7 @@ IR_VERSIONS = {21: 10, 23: 10, 24: 11}
 
 
 def to_opset(model: ir.Model, opset: int) -> None:
-    """Rewrites a graph for another version of the standard operators, in place.
-
-    Raises:
-        UnsupportedInput: an operator neither exists in that version nor can be expanded.
-    """
+    """Rewrites a graph for another opset, in place; UnsupportedInput for an operator that cannot be expanded."""
     for nodes in (model.graph, *model.functions.values()):
         for node in list(nodes):
             if node.domain == "" and not _exists(node.op_type, opset):

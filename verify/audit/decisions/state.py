@@ -115,10 +115,7 @@ def atom(name: str, *sources: str, kind: ValueKind = ValueKind.COUNT) -> AffineF
 
 
 def made_of(name: str, forms: Iterable[AffineForm], kind: ValueKind | None = None) -> AffineForm:
-    """The form of a result that is not a sum: a new atom, named after its inputs.
-
-    `name` is that of the operation; `kind` is None for that of the inputs.
-    """
+    """The form of a result that is not a sum: a new atom, named after its inputs, by default with their kind."""
     forms = list(forms)
     sources = frozenset().union(*(form.sources for form in forms)) or frozenset({LENGTH})
     whole = f"{name}({', '.join(form.key() for form in forms)})"

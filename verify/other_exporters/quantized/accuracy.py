@@ -144,10 +144,7 @@ KNOWING = 0.999
 
 @dataclass(frozen=True)
 class AccuracyLimits:
-    """Limits of the user, None for no limit: maximum mean divergence in nats per token, and minimum agreement.
-
-    Agreement is the share of tokens with the same most likely next token.
-    """
+    """Maximum mean divergence in nats per token, minimum share of tokens with the same likeliest next one; or None."""
 
     divergence: float | None = None
     agreement: float | None = None
@@ -209,10 +206,7 @@ def check_limits(cost: AccuracyCost, limits: AccuracyLimits) -> list[Check]:
 
 
 def check_gate(preset: str, gate: AccuracyGate, cost: AccuracyCost, excess: Estimate | None) -> list[Check]:
-    """One check by the default gate of a preset.
-
-    `excess` is the mean divergence of the graph less that of plain rounding; None if that was not measured.
-    """
+    """One check by a preset's gate; `excess` is the mean divergence beyond plain rounding, None if not measured."""
     mean, error = cost.divergence["mean"], cost.divergence_error
     if not preset and not (mean <= NEGLIGIBLE or mean < cost.uniform * KNOWING):
         return [_check(cost, f"mean divergence {mean:.3g} nats: that of equal probabilities for all tokens", "")]
@@ -247,10 +241,7 @@ DISTINCT = 32
 
 @dataclass(frozen=True)
 class TokenSample:
-    """The tokens of a comparison, in pieces int64 `[1, tokens]`.
-
-    `source` is `text` of the user, `evaluation text` of llmconv, or `random tokens`.
-    """
+    """Pieces int64 `[1, tokens]` of the user's `text`, the `evaluation text` of llmconv, or `random tokens`."""
 
     pieces: Sequence[Array]
     source: str

@@ -100,10 +100,7 @@ def check_ranges(
     extremes: Extremes,
     factors: Mapping[str, LazyTensor],
 ) -> Check:
-    """One check of all products of a graph with dequantized matrices.
-
-    `extremes` are those of the eager model; `factors` are of smoothing, by name of the matrix.
-    """
+    """One check of all products of a graph with dequantized matrices, by eager extremes and smoothing factors."""
     names = {one.stored.name: sorted(one.names) for one in quantized}
     found = list(_roundings(model, constants))
     problems = [

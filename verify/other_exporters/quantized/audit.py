@@ -36,10 +36,7 @@ def audit_quantized(
     reference: Mapping[str, LazyTensor],
     expected: ExpectedCodes = ANY_ROUNDING,
 ) -> tuple[Check, list[dict[str, Any]]]:
-    """One check of the quantized matrices, and a row of the report for every tensor in one.
-
-    `expected` is what the codes must be, in graphs of llmconv.
-    """
+    """One check of the quantized matrices by `expected`, and a row of the report for every tensor in one."""
     problems, rows = [], []
     seen = {name for found in quantized for name in found.names}
     free = {name: tensor.shape for name, tensor in reference.items() if name not in seen}
@@ -94,10 +91,7 @@ MATRIX = 2
 
 
 def match_zeros(found: Sequence[MatchedMatrix], reference: Mapping[str, LazyTensor]) -> None:
-    """Adds matches of tensors of zeros, in place, where rows of a matrix have none.
-
-    `found` are the matrices and the tensors that match by their direction.
-    """
+    """Adds matches of tensors of zeros, in place, to rows that have none by their direction."""
     open_ones = [one for one in found if not one.whole]
     taken = {(name, one.stored.looked_up) for one in found for name in one.names}
     zeros = _zero_tensors(open_ones, reference)

@@ -29,10 +29,7 @@ DEPTH = 8
 
 
 class Constants:
-    """Initializers and `Constant` nodes of a graph, possibly reshaped.
-
-    `makers` and `users` are the nodes that compute and read each value; `folder` has the external data.
-    """
+    """Initializers and `Constant` nodes of a graph, possibly reshaped; makers and users of each value."""
 
     def __init__(self, model: onnx.ModelProto, folder: Path) -> None:
         self._folder = folder

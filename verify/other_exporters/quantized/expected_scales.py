@@ -282,10 +282,7 @@ class FeedbackShare:
 
 
 def beyond_feedback(steps: Array, size: int, first: int) -> str:
-    """Describes the first block of `size` columns with a mean error above `MEAN` steps; empty if there is none.
-
-    `steps` are errors in steps [rows, columns]; `first` is the number of the first row.
-    """
+    """Describes the first block whose mean error in `steps` [rows, columns] is above `MEAN`; empty if there is none."""
     edges = np.arange(0, steps.shape[1], size)
     counts = np.diff([*edges, steps.shape[1]])
     means = np.add.reduceat(steps, edges, axis=1) / counts

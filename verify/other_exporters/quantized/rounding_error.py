@@ -105,10 +105,7 @@ MAX_ROWS = 512
 
 @dataclass(frozen=True)
 class RoundingError:
-    """The difference between a quantized matrix and its tensor, RMS(quantized - original) / RMS(original).
-
-    `problem` describes errors that are not rounding; else it is empty.
-    """
+    """RMS(quantized - original) / RMS(original), and a description of errors that are not rounding, else empty."""
 
     name: str
     relative_error: float
@@ -206,10 +203,7 @@ class _OwnCodes:
         self._feedback = FeedbackShare() if expected.feedback and stored.largest == FOUR_BITS else None
 
     def problem(self, original: Array, off: Array, start: int) -> str:
-        """The first problem of rows from `start` on; empty if there is none.
-
-        `original` is of the model; `off` are errors in steps, without clipping.
-        """
+        """The first problem of rows from `start` on, with errors `off` in steps without clipping; else empty."""
         if self._stored.largest is None:
             return ""
         if self._scales:

@@ -84,10 +84,7 @@ def float_copies(
     *,
     tied: bool,
 ) -> list[str]:
-    """Notes on an embedding or a head in floats, in a model where both are one matrix (`tied`).
-
-    `contents` are initializers of floats by name.
-    """
+    """Notes on an embedding or head in floats (`contents`), in a model where both are one matrix (`tied`)."""
     if not tied or not quantized:
         return []
     codes = {name for one in quantized for name in one.names}

@@ -40,10 +40,7 @@ class TensorMatch:
 
 @dataclass
 class MatchedMatrix:
-    """A quantized matrix and the matching windows of one tensor of the model or several.
-
-    `problem` is a probable cause if none was found.
-    """
+    """A quantized matrix and the matching windows of tensors, or a probable cause if there are none."""
 
     stored: QuantizedMatrix
     matches: list[TensorMatch] = field(default_factory=list)

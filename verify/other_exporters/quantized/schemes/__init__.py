@@ -30,11 +30,7 @@ def quantized_operators(model: onnx.ModelProto) -> list[str]:
 
 
 def quantized_matrices(model: onnx.ModelProto, constants: Constants) -> list[QuantizedMatrix]:
-    """Every quantized matrix of a graph, each once.
-
-    Raises:
-        UnsupportedInput: the format of a matrix is not supported.
-    """
+    """Every quantized matrix of a graph, each once; UnsupportedInput if its format is not supported."""
     found: dict[str, QuantizedMatrix] = {}
     for node in nodes(model):
         if node.op_type in UNSUPPORTED:
