@@ -120,7 +120,7 @@ class Calibration:
         return {name: replace(weight, rounded=found.get(name)) for name, weight in quantized.items()}
 
     def require_ranges(self, quantized: Mapping[str, QuantizedWeight]) -> None:
-        """Raises UnsupportedInput for weights without an own range: routed experts, or shared by several layers."""
+        """Raises UnsupportedInput for weights of routed experts or shared by layers, which have no single range."""
         require_one_input(self.traced, match_weights(self.traced, self.tensors), _names(quantized, ColumnFormat))
 
     def with_ranges(self, quantized: Mapping[str, QuantizedWeight], smoothing: Smoothing) -> dict[str, QuantizedWeight]:
@@ -195,7 +195,7 @@ def _range(name: str, extremes: Array) -> ActivationRange:
 
 
 def require_one_input(traced: TracedGraph, matches: Mapping[str, WeightSource], names: Collection[str]) -> None:
-    """Raises UnsupportedInput for matrices without an own range: routed experts, or shared by several layers."""
+    """Raises UnsupportedInput for matrices of routed experts or shared by layers, which have no single range."""
     inputs: dict[str, set[ir.Value | None]] = defaultdict(set)
     for parameter, match in matches.items():
         for name in {leaf.name for leaf in leaves(match)} & set(names):

@@ -43,14 +43,10 @@ PROMPT_ROLES = {"prefill", "unified"}
 
 @dataclass
 class GraphFiles:
-    """Everything that an export writes besides weights.
+    """Everything that an export writes besides weights: files by path in the folder, manifest entries by role.
 
-    Attributes:
-        files: content by path in the folder.
-        entries: entries of the manifest's `graphs`, by role.
-        config: fields that clients need in the `config.json` of a new folder.
-        mapped: bytes of weights that the graphs map, each counted once.
-        fallback: nodes without a kernel on the target's provider, by file name.
+    `config` has fields that clients need in the `config.json` of a new folder, `mapped` is the bytes of weights that
+    the graphs map, each counted once, and `fallback` are nodes without a kernel on the target's provider, by file name.
     """
 
     files: dict[str, FileContent] = field(default_factory=dict)

@@ -78,9 +78,8 @@ class Method:
 class Plan:
     """The method that a verification uses: `whole`, `induction` or `structure`.
 
-    Attributes:
-        induction: the layers by class; None where the whole model runs, or no layers were found.
-        note: why this method, for the report; empty where it was asked for.
+    `induction` is None where the whole model runs, or no layers were found; `note` says why this method, empty where it
+    was asked for.
     """
 
     method: str

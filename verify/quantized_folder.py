@@ -189,7 +189,7 @@ def _decisions(verified: VerifiedFolder, folder: Path, report: Report) -> Checks
 
 @dataclass(frozen=True)
 class QuantizedEntries:
-    """Audited graphs that are compared with their model, as it was before it was quantized."""
+    """Audited graphs (`graphs`, with the model's tensors) that are compared with `eager`, the unquantized model."""
 
     verified: VerifiedFolder
     graphs: ExternalGraphs

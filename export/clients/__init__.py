@@ -73,7 +73,6 @@ class Client:
         roles: the graphs to write if the user asks for none.
         supports: sets of graphs that the client can run, the preferred set first; empty for any graphs.
         adds_graphs: add the preferred set to graphs that the client cannot run; otherwise refuse them.
-        caches: the kinds of cache that it supports.
         image_models: the types of models whose vision tower and embedding table it runs together with the decoder.
         check: raises InputRefused for a model that the client cannot run.
         file_names: paths of the files from `files`, apart from the graphs themselves, for the description of a model.

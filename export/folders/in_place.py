@@ -33,9 +33,8 @@ BLOCK = 4096
 class InPlace:
     """The model folder itself: only graphs and the files of clients are written.
 
-    Attributes:
-        dtype: `keep`, or the dtype that its weights must have.
-        codes: the codes and scales of quantized weights in the model's own files, by name of the weight with a suffix.
+    `dtype` is `keep`, or the dtype that its weights must have; `codes` are codes and scales of quantized weights in the
+    model's own files, by name of the weight with a suffix.
     """
 
     checkpoint: Checkpoint

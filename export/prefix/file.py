@@ -33,9 +33,8 @@ TRAINED = "adapter"
 class PrefixFile:
     """A safetensors file of float32 tensors: `adapter`, then `prefix.{i}.key` and `prefix.{i}.value` by layer.
 
-    Attributes:
-        name: file name; contains part of the content's hash, so that graphs of several prefixes may share a folder.
-        places: offset and shape of each key and value: `0.key`, `0.value`, …
+    Its name contains part of the content's hash, so that graphs of several prefixes may share a folder. `places` has
+    offset and shape of each key and value: `0.key`, `0.value`, …
     """
 
     prefix: Prefix

@@ -188,9 +188,8 @@ OF_FORMULAS = (
 class KnownConstants:
     """Numbers with which a model computes, other than its weights.
 
-    Attributes:
-        numbers: constants of activation functions, and numbers of its config with their roots and reciprocals.
-        frequencies: rotary frequencies, float32 `[head_dim / 2]`, each with the factor of cosine and sine.
+    `numbers` are constants of activation functions, and numbers of its config with their roots and reciprocals;
+    `frequencies` are rotary, float32 `[head_dim / 2]`, each with the factor of cosine and sine.
     """
 
     numbers: Sequence[float] = ()

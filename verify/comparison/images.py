@@ -204,7 +204,7 @@ class PromptsWithImages:
         )
 
     def run_in_parts(self, runner: Runner, features: Sequence[Features]) -> Step:
-        """The second result of the prompts in two runs; `runner` takes embeddings."""
+        """Runs the prompts in two calls; returns the results of the second. `runner` takes embeddings."""
         placed, (first, second) = self._placed(features), self.parts
         cut, total = first.input_ids.shape[1], self.where.shape[1]
         past = runner.prefill(*first.tokens.arrays, None, self.values(first, features), placed.columns(0, cut)).present
@@ -214,7 +214,7 @@ class PromptsWithImages:
         return PlacedEmbeddings(self.where, np.concatenate([one.rows for one in features]).astype(np.float32))
 
     def run(self, runner: Runner, features: Sequence[Features]) -> tuple[Step, Step]:
-        """The results of the prompts, and then of the step; `runner` takes embeddings."""
+        """Runs the prompts, and then the step; returns both results. `runner` takes embeddings."""
         placed, values = self._placed(features), self.values(self.prompt, features)
         first = runner.prefill(*self.prompt.tokens.arrays, None, values, placed)
         return first, runner.decode(*self.step.tokens.arrays, first.present, self.values(self.step, features))

@@ -1,8 +1,6 @@
 """Compares half-precision graphs: unchanged, and as temporary copies that compute in float32 or round after every node.
 
-Half precision hides small faults: an epsilon, a variant of GELU, or rotary angles of too few bits change less than its
-rounding. So such a graph is compared twice: unchanged, with the rounding noise of the model in that precision, and as a
-copy that computes in float32 with the same weights, with the noise of float32.
+`llmconv.verify.comparison.half_precision` explains why: half precision hides small faults.
 """
 
 from __future__ import annotations

@@ -379,10 +379,9 @@ class Evidence:
     Attributes:
         histogram: number of logits by power of ten of the absolute error, [BINS].
         points: (exact, graph) values of some logits.
-        flips: the first flipped rows.
+        flips: the first flipped rows; `flipped` counts all.
         positions: largest sigma of a row, by output and position in the sequence.
         rows: number of compared rows of logits.
-        flipped: number of all flipped rows.
     """
 
     histogram: Array = field(default_factory=lambda: np.zeros(BINS, dtype=np.int64))

@@ -209,15 +209,9 @@ Row = TypeVar("Row", bound=Named)
 
 
 class Paced(Generic[Row]):
-    """Iterates over the rows that run now, and measures each until the next one is asked for.
+    """Iterates over the rows (all without a budget) that run now, and measures each until the next one is asked for.
 
-    Args:
-        rows: with their calls, in order.
-        budget: decides which of them run; None for all.
-        reopens: each row opens model and graphs again.
-
-    Attributes:
-        left: the rows that did not run, after the iteration.
+    If `reopens`, each row opens model and graphs again. After the iteration, `left` has the rows that did not run.
     """
 
     def __init__(

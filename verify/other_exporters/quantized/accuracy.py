@@ -157,11 +157,9 @@ class AccuracyLimits:
 
 @dataclass(frozen=True)
 class AccuracyGate:
-    """The default gate of a preset.
+    """The default gate of a preset: maximum mean divergence in nats per token; None without one.
 
-    Attributes:
-        divergence: maximum mean divergence in nats per token; None without one.
-        against_rounding: fails if the mean divergence is above that of plain rounding to nearest, unless negligible.
+    `against_rounding` fails if the mean divergence is above that of plain rounding to nearest, unless negligible.
     """
 
     divergence: float | None = None
