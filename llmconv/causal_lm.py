@@ -76,10 +76,9 @@ SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"
 
 
 def require_sizes(config: Mapping[str, Any], source: str | Path) -> None:
-    """Requires valid types of `model_type` and the sizes, where given, of a configuration and its `text_config`.
+    """Raises MalformedInput unless `model_type` is a string and sizes are integers, where given.
 
-    Raises:
-        MalformedInput: `model_type` is not a string, or a size is a string, a fraction, or another value.
+    Those of `text_config` are checked, too.
     """
     if config.get("model_type") is not None:
         require_model_type(config, source)
@@ -101,11 +100,10 @@ def is_encoder(config: Mapping[str, Any]) -> bool:
 
 
 def require_causal(config: Mapping[str, Any], source: str | Path) -> None:
-    """Refuses a configuration of an encoder, a classifier, or an encoder-decoder; accepts one without `architectures`.
+    """Raises UnsupportedInput for a configuration of an encoder, a classifier, or an encoder-decoder.
 
-    Raises:
-        UnsupportedInput: it is one; the message has the class from `architectures`.
-        MalformedInput: as for `require_sizes`.
+    The class is that of `architectures`; a configuration without it is accepted. Raises MalformedInput as
+    `require_sizes`.
     """
     require_sizes(config, source)
     declared = config.get("architectures")
@@ -150,14 +148,9 @@ OTHER_TASKS: dict[str, Callable[[str], bool]] = {"embed": _is_bare, "classify": 
 
 
 def require_task(config: Mapping[str, Any], source: str | Path, task: str) -> None:
-    """Refuses a configuration whose class does not fit `task`; accepts one without `architectures`.
+    """Raises UnsupportedInput if the class of a configuration does not fit the task of `export`, such as `classify`.
 
-    Args:
-        task: `generate`, `embed`, `classify` or `rerank`.
-
-    Raises:
-        UnsupportedInput: another class, an encoder, or an encoder-decoder.
-        MalformedInput: as for `require_sizes`.
+    A configuration without `architectures` is accepted. Raises MalformedInput as `require_sizes`.
     """
     require_sizes(config, source)
     declared = config.get("architectures")

@@ -111,9 +111,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a Hugging Face folder (one safetensors file, or shards with an index).
 
-    Raises:
-        InputRefused: no `config.json` or no safetensors weights in `path`.
-        MalformedInput: an invalid header or index.
+    Raises InputRefused without `config.json` or weights, MalformedInput for an invalid header or index.
     """
     if not (path / "config.json").is_file():
         raise refused_model(path)
@@ -130,9 +128,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def open_weights(folder: Path) -> dict[str, LazyTensor]:
     """The tensors of a folder with `model.safetensors`, or with shards and an index.
 
-    Raises:
-        InputRefused: neither exists.
-        MalformedInput: the index and the shards disagree.
+    Raises InputRefused without either, MalformedInput if the index and the shards disagree.
     """
     if (folder / INDEX).is_file():
         return open_shards(folder)
@@ -142,11 +138,7 @@ def open_weights(folder: Path) -> dict[str, LazyTensor]:
 
 
 def open_shards(folder: Path, index: str = INDEX) -> dict[str, LazyTensor]:
-    """The tensors of the shards listed in `index`, a file of `folder`.
-
-    Raises:
-        MalformedInput: the index and the shards disagree, or a shard is missing.
-    """
+    """The tensors of the shards in the index file of `folder`; raises MalformedInput if the two disagree."""
     weight_map = read_json(folder / index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise MalformedInput(f"`{index}` has no `weight_map`", hint="copy the folder again")
@@ -182,9 +174,7 @@ def _require_shards(folder: Path, index: str, names: list[str]) -> None:
 def read_side_files(folder: Path) -> dict[str, bytes]:
     """The files of `folder` that are in `SIDE_FILES`, name to content.
 
-    Raises:
-        MalformedInput: one is too large, or a link that leads out of the folder.
-        UnsupportedInput: one is a Git LFS pointer.
+    Raises MalformedInput for one that is too large or a link out of the folder, UnsupportedInput for a Git LFS pointer.
     """
     files = {name: read_small(own_file(folder, name)) for name in SIDE_FILES if (folder / name).is_file()}
     for name, content in files.items():
@@ -195,8 +185,7 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
 def own_file(folder: Path, name: str) -> Path:
     """The path of a file to copy; a link out of the folder could publish a private file with the model.
 
-    Raises:
-        MalformedInput: it is a link that leads out of the folder, except into the blobs of the hub's cache.
+    Raises MalformedInput for such a link, except into the blobs of the hub's cache.
     """
     path, home = folder / name, folder.resolve()
     target = path.resolve()
@@ -211,11 +200,7 @@ def own_file(folder: Path, name: str) -> Path:
 
 
 def read_small(path: Path, limit: int = SMALL_BYTES) -> bytes:
-    """The content of a small file.
-
-    Raises:
-        MalformedInput: it is larger than `limit` bytes, or not a regular file (a pipe might never end).
-    """
+    """The content of a file of at most `limit` bytes; raises MalformedInput for others (a pipe might never end)."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
         problem = f"has {found.st_size:,} bytes, too large" if stat.S_ISREG(found.st_mode) else "is not a regular file"
@@ -224,11 +209,7 @@ def read_small(path: Path, limit: int = SMALL_BYTES) -> bytes:
 
 
 def read_json(path: Path, *, by_hand: bool = False) -> dict[str, Any]:
-    """A JSON object from a file; with `by_hand`, duplicate keys are an error.
-
-    Raises:
-        MalformedInput: not JSON, not an object, or with duplicate keys.
-    """
+    """A JSON object from a file; with `by_hand`, duplicate keys are an error. Raises MalformedInput."""
     return parse_object(read_small(path, JSON_BYTES), path.name, by_hand=by_hand)
 
 
@@ -258,14 +239,9 @@ SIZES = re.compile(
 
 
 def require_bounds(config: Any, name: str) -> None:
-    """Refuses numbers of a configuration that would take all memory before any weight is read.
+    """Refuses numbers in parsed JSON that would take all memory before any weight is read.
 
-    Args:
-        config: parsed JSON, at any depth.
-        name: of the file, for the message.
-
-    Raises:
-        MalformedInput: a size, or the number of labels or layers, is larger than that of any model.
+    Raises MalformedInput for a size, or a number of labels or layers, larger than that of any model.
     """
     for key, value in config.items() if isinstance(config, dict) else enumerate(config):
         if isinstance(value, dict | list):

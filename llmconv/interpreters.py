@@ -45,11 +45,7 @@ def child_environment(**variables: str) -> dict[str, str]:
 
 
 def parse_interpreters(given: str | Sequence[str], known: Collection[str]) -> dict[str, str]:
-    """Paths by name, from `NAME=PATH` given once or several times.
-
-    Raises:
-        UsageProblem: not of this form, or a name that is not in `known`.
-    """
+    """Paths by name, from `NAME=PATH` given once or several times; UsageProblem unless the name is in `known`."""
     found = {}
     for text in [given] if isinstance(given, str) else given:
         name, _, path = text.partition("=")

@@ -78,11 +78,7 @@ def has_code(config: Mapping[str, Any], side_files: Mapping[str, bytes]) -> bool
 
 
 def code_of(folder: Path, config: Mapping[str, Any], side_files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The Python files of a model, by relative path; empty if its configurations name none.
-
-    `side_files` is name to content; `tokenizer_config.json` may name classes, too. Raises MalformedInput as
-    `collect_code`.
-    """
+    """The Python files of a model by relative path, empty if its configurations name none; raises as `collect_code`."""
     return collect_code(folder, references(config, _tokenizer_config(side_files)))
 
 
@@ -168,11 +164,7 @@ def _require_few(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _imported(folder: Path, name: str, content: bytes) -> Iterator[Module]:
-    """The modules in the folder that a file imports relatively.
-
-    Raises:
-        MalformedInput: the file is not Python, or imports what is not there.
-    """
+    """The modules in the folder that a file imports relatively; raises MalformedInput if one is missing."""
     package = tuple(name.split("/")[:-1])
     for node in ast.walk(_parsed(name, content)):
         if not isinstance(node, ast.ImportFrom) or not node.level:

@@ -67,11 +67,7 @@ def known_refusal(path: Path) -> InputRefused | None:
 
 
 def foreign_file(head: bytes, name: str) -> UnsupportedInput | None:
-    """The error for a file of another kind, from its first bytes; None if they are not known.
-
-    Raises:
-        UnsupportedInput: a Git LFS pointer.
-    """
+    """The error for a file of another kind, from its first bytes; None if unknown. Raises it for a Git LFS pointer."""
     refuse_git_lfs(head, name)
     if head[4:8] == ONNX_ADAPTER:
         return UnsupportedInput(

@@ -12,13 +12,9 @@ T = TypeVar("T")
 
 
 def plugins(package: str, constant: str, kind: type[T], inside: str = "") -> dict[str, T]:
-    """Collects one constant from every module of a package, by name of the module, sorted.
+    """Collects one constant of type `kind` from every module of a package that has it, by name of the module, sorted.
 
-    Args:
-        package: dotted name of the package.
-        constant: name of the constant; modules without it are left out.
-        kind: type of the constant.
-        inside: for an entry that is a package, the module in it that defines the constant.
+    For an entry that is a package, `inside` is the module in it that defines the constant.
     """
     found: dict[str, T] = {}
     for entry in sorted(pkgutil.iter_modules(importlib.import_module(package).__path__), key=lambda each: each.name):

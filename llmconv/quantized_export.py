@@ -71,10 +71,9 @@ def _export_step(folder: Path) -> dict[str, Any]:
 
 
 def described(matrices: Mapping[tuple[int, int], int]) -> str:
-    """Numbers of quantized matrices, such as `43 matrices (42 of 4 bits in blocks of 32, 1 of 8 bits in blocks of 32)`.
+    """Quantized matrices, such as `43 matrices (42 of 4 bits in blocks of 32, 1 of 8 bits in blocks of 32)`.
 
-    Args:
-        matrices: numbers by bits and size of a block, which is 0 for one scale per column.
+    `matrices` are their numbers by bits and size of a block, which is 0 for one scale per column.
     """
     total = sum(matrices.values())
     kinds = [

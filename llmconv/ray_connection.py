@@ -21,11 +21,8 @@ SECONDS = 30
 def connected(option: str) -> Iterator[Any]:
     """The module `ray`, connected to the cluster of `RAY_ADDRESS`, else to one of this machine, else to a new one.
 
-    A connection that the caller has made is used, and kept. `option` is what needs ray, for messages.
-
-    Raises:
-        UnsupportedInput: ray is not installed.
-        OutputFailed: the cluster cannot be reached.
+    A connection that the caller has made is used, and kept. Raises UnsupportedInput if ray, which `option` needs, is
+    not installed, OutputFailed if the cluster cannot be reached.
     """
     if find_spec("ray") is None:
         raise UnsupportedInput(f"`{option}` needs ray, which is not installed", hint="`pip install ray`")

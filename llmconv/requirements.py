@@ -28,11 +28,7 @@ def require_platform() -> None:
 
 
 def require_transformers() -> None:
-    """Checks the installed transformers; prints a warning for a newer version than was tested.
-
-    Raises:
-        UnsupportedInput: it is not installed, or too old.
-    """
+    """Raises UnsupportedInput if transformers is missing or too old; warns if it is newer than was tested."""
     try:
         installed = version("transformers")
     except PackageNotFoundError:

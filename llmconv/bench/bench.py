@@ -124,10 +124,9 @@ def _measure(workers: Sequence[WorkerProcess], prompts: list[list[int]], new: in
 
 
 def lengths_within(folder: Path, lengths: Sequence[int], new: int) -> list[int]:
-    """The given lengths; if empty, the default ones that leave room for `new` tokens, or the longest length that does.
+    """The given lengths, or the default ones that leave room for `new` tokens, or the longest that does.
 
-    Raises:
-        UsageProblem: a given length leaves no room in the context of the model in `folder`.
+    Raises UsageProblem if a given length leaves no room in the context of the model in `folder`.
     """
     context = context_length(folder)
     fitting = [length for length in lengths or LENGTHS if context is None or length + new <= context]

@@ -21,11 +21,9 @@ PANELS = (("prefill", "prompt tokens/s"), ("decode", "new tokens/s"))
 
 @checked
 def require_plotting(path: Written) -> None:
-    """Checks that a plot can be made, before anything is measured.
+    """Checks before any measurement that a plot can be made.
 
-    Raises:
-        InputRefused: matplotlib is not installed.
-        UsageProblem: unsupported suffix.
+    Raises InputRefused if matplotlib is not installed, UsageProblem for an unsupported suffix.
     """
     if Path(path).suffix.lower() not in SUFFIXES:
         raise UsageProblem(f"`{path}` is not a supported picture format", hint=f"end the name in {', '.join(SUFFIXES)}")

@@ -79,16 +79,10 @@ class BenchCandidate:
 
 
 class WorkerProcess:
-    """The process of a candidate.
+    """The process of a candidate on a provider of onnxruntime, or torch's device of that name.
 
-    Attributes:
-        versions: versions of the packages that run it.
-
-    Args:
-        provider: of onnxruntime; torch computes on the device of that name.
-
-    Raises:
-        InputRefused: the runtime is not installed, cannot open the folder, or the folder is unsafe.
+    `versions` are those of the packages that run it. Raises InputRefused if the runtime is not installed or cannot open
+    the folder, or the folder is unsafe.
     """
 
     def __init__(self, candidate: BenchCandidate, threads: int, provider: str = "cpu") -> None:
@@ -116,11 +110,9 @@ class WorkerProcess:
         self.versions: dict[str, str] = answer["ready"]
 
     def run(self, prompts: Sequence[Sequence[int]], new: int, expected: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
-        """The answer to one batch, in the format of `worker`.
+        """The answer to one batch, in the format of `worker`; prompts are token ids, all of one length.
 
-        Args:
-            prompts: token ids, all of one length.
-            expected: new tokens of the first candidate; empty if this is the first.
+        `expected` are the new tokens of the first candidate; empty if this is the first.
         """
         if self._process.poll() is not None:
             return {"error": "the process has ended"}

@@ -375,12 +375,9 @@ VALUES = {
 
 
 def hint_for(command: str, option: str, known: Iterable[str] = ()) -> str:
-    """The hint for an option that a command does not have; empty if there is none but the help.
+    """The hint for an `option` (such as `--prompt`) that a command does not have; empty if there is none but the help.
 
-    Args:
-        command: its name, such as `embed`.
-        option: as it was given, such as `--prompt`.
-        known: the options that the command has, spelled with dashes.
+    `known` are the command's options, spelled with dashes.
     """
     dashed, under = option.replace("_", "-"), "--" + option.removeprefix("--").replace("-", "_")
     if dashed != option and dashed in {*known}:
@@ -389,9 +386,5 @@ def hint_for(command: str, option: str, known: Iterable[str] = ()) -> str:
 
 
 def hint_for_value(message: str) -> str:
-    """The hint for a refused option value that another program accepts; empty if there is none.
-
-    Args:
-        message: of the refusal, with the value between backticks.
-    """
+    """The hint for a refused option value (in backticks in `message`) that another program accepts; empty if none."""
     return next((f"here it is {ours}" for value, ours in VALUES.items() if f": `{value}` is not" in message), "")

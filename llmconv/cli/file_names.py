@@ -22,10 +22,7 @@ def is_file(text: str) -> bool:
 def refuse_file_name(text: str, kind: str, option: str, otherwise: str = "") -> None:
     """Raises UsageProblem if a text of the command line is the name of a file.
 
-    Args:
-        kind: what the text should be, for the message: a prompt, a text.
-        option: reads the texts of a file.
-        otherwise: end of the hint.
+    `kind` is what it should be (a prompt, a text), `option` reads the texts of a file, `otherwise` ends the hint.
     """
     if is_file(text) or FILE_OF_TEXTS.fullmatch(text):
         raise UsageProblem(

@@ -193,12 +193,7 @@ if TYPE_CHECKING:
 
 
 class TextPrinter:
-    """Prints texts on stdout in order; several of them have headings.
-
-    Args:
-        run: has their number, and the number finished before.
-        null: end each text with a NUL character, and print no headings.
-    """
+    """Prints texts on stdout in order; several of them have headings, or with `null` each ends with a NUL character."""
 
     def __init__(self, run: PromptRun, *, null: bool = False) -> None:
         self._run, self._null = run, null

@@ -175,11 +175,9 @@ def with_graphs(model: str, given: dict[str, Any]) -> str:
 
 
 def opener(model: str, given: Mapping[str, Any]) -> Callable[[], TextModel]:
-    """A function that opens a model with the given options; the session options are read at once.
+    """A function that opens a folder, a graph, or a name in the Hub's cache; the session options are read at once.
 
-    Args:
-        model: a folder, a graph, or a name in the Hub's cache.
-        given: values of the options of `running` and `--trust-remote-code`; others are ignored.
+    Of `given`, options other than those of `running` and `--trust-remote-code` are ignored.
     """
     from llmconv.generation.running_options import opener
 

@@ -31,12 +31,7 @@ def as_result(plan: Plan, output: Path, dry_run: bool) -> dict[str, Any]:
 def print_plan(
     plan: Plan, output: Path, dry_run: bool, more: str = "", fate: Callable[[str], str] | None = None
 ) -> None:
-    """Prints one line about the written folder; in a dry run also every tensor.
-
-    Args:
-        more: end of the first line.
-        fate: tensor name to a description of its change, for the end of its line.
-    """
+    """Prints one line about the written folder, ending with `more`; in a dry run also every tensor with its `fate`."""
     from llmconv.output.writer import space_needed
 
     count = sum(len(shard.tensors) for shard in plan.shards)

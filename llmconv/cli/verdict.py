@@ -36,12 +36,9 @@ def printer(*, every: bool) -> Show:
 
 
 def print_report(report: Report, show: Show, *, quiet: bool, where: bool = False) -> None:
-    """Prints the end of a report: the last checks and the closing lines.
+    """Prints the last checks and the closing lines of a report; `show` printed the checks so far.
 
-    Args:
-        show: the printer that got the checks so far.
-        quiet: print only the line with the verdict.
-        where: with `quiet`, also print the location of a failure.
+    With `quiet` only the verdict is printed; with `where` also the location of a failure.
     """
     show([])
     for line in report.closing_lines() if not quiet else report.short_lines() if where else [report.summary()]:
@@ -49,14 +46,9 @@ def print_report(report: Report, show: Show, *, quiet: bool, where: bool = False
 
 
 def require_verifiable(output: Path | StoreAddress | HubAddress | None, given: Mapping[str, Any]) -> None:
-    """Refuses an export that leaves nothing to verify on this machine, before anything is written.
+    """Raises UsageProblem for an export that leaves nothing to verify on this machine, before anything is written.
 
-    Args:
-        output: value of `-o`; None for the model's own folder.
-        given: options of `export`.
-
-    Raises:
-        UsageProblem: the output is not on this machine, or has no graphs or no weights.
+    That is an `output` (None: the model's own folder) elsewhere, or one without graphs or weights.
     """
     if output is not None and not local_only(output):
         raise UsageProblem(
@@ -71,12 +63,7 @@ def require_verifiable(output: Path | StoreAddress | HubAddress | None, given: M
 def verify_export(folder: Path, model: str, given: Mapping[str, Any], show: Show | None) -> Report:
     """Verifies a new export with the quick suite; quantized weights are compared with those of `model`.
 
-    Args:
-        given: options of `export`.
-        show: called with checks as they are made.
-
-    Raises:
-        LlmconvError: as `verify`; a line on stderr states that the export stays.
+    `given` are options of `export`. Raises as `verify`, after a line on stderr that states that the export stays.
     """
     from llmconv.verify import verify
     from llmconv.verify.arguments import CODES

@@ -98,12 +98,7 @@ def embed(
 
 
 def _require_free(output: Path | None, text_file: str | None, *, overwrite: bool) -> None:
-    """Refuses an output file that exists, or whose texts would be lost.
-
-    Raises:
-        UsageProblem: `--overwrite` without an output file, or an output file that is the text file.
-        InputRefused: the file exists, or is below a file.
-    """
+    """Refuses an output file that exists, or whose texts would be lost; raises InputRefused or UsageProblem."""
     if output is None:
         if overwrite:
             raise UsageProblem("`--overwrite` needs `--output-file`", hint="leave it out")
@@ -116,12 +111,7 @@ def _require_free(output: Path | None, text_file: str | None, *, overwrite: bool
 
 
 def _texts(texts: Sequence[str], file: str | None) -> list[str]:
-    """Texts of the command line, or of a file without its empty lines.
-
-    Raises:
-        UsageProblem: none, or both.
-        InputRefused: the file cannot be read, or has no text.
-    """
+    """Texts of the command line, or of a file without its empty lines; raises UsageProblem for none, or both."""
     if texts and file:
         raise UsageProblem("texts are given both as arguments and in a file", hint="give only one of them")
     if texts:

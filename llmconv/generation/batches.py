@@ -69,12 +69,9 @@ class Batches:
     def run(
         self, prompts: Sequence[PlannedText], skip: int = 0, on_piece: OnPiece | None = None
     ) -> Iterator[tuple[list[Completion], GenerationCost]]:
-        """Yields the completions and the cost of each batch.
+        """Yields the completions and the cost of each batch; `on_piece` is called with every piece of text.
 
-        Args:
-            prompts: all texts, in order; those with a problem are completed without being run.
-            skip: number of texts at the start that are finished already.
-            on_piece: called with every piece of text.
+        The first `skip` prompts are finished already; those with a problem are completed without being run.
         """
         ids = [prompt.tokens for prompt in prompts if not prompt.problem]
         shares = self.shares and len(ids) > 1 and not any(prompt.embeddings or prompt.inputs for prompt in prompts)

@@ -97,10 +97,7 @@ class Chat:
 def answer_settings(defaults: GenerationSettings, template: str, **given: Any) -> GenerationSettings:
     """The model's settings for answers in a template: with its stop strings and `given` fields.
 
-    If neither sets a length, it is `ANSWER_TOKENS`.
-
-    Raises:
-        UsageProblem: an unknown template, or an invalid setting.
+    If neither sets a length, it is `ANSWER_TOKENS`. Raises UsageProblem.
     """
     settings = defaults.but(**given)
     if settings.max_new_tokens is None and settings.max_length is None:
@@ -110,14 +107,10 @@ def answer_settings(defaults: GenerationSettings, template: str, **given: Any) -
 
 
 def continued(ran: Sequence[int], ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[int]:
-    """Tokens of a chat that start with `ran` if the text allows it, else `ids`.
+    """Tokens of a chat that start with `ran` if the text allows it, else `ids`, the tokenizer's tokens of the chat.
 
     A model may write a text with other tokens than the tokenizer would. Keeping the tokens that have run, with the
-    answers as the model gave them, avoids running them again.
-
-    Args:
-        ids: tokens of the whole chat, from the tokenizer.
-        decode: tokens to text, including special tokens.
+    answers as the model gave them, avoids running them again. `decode` includes special tokens.
     """
     ids = list(ids)
     if not ran or ids[: len(ran)] == list(ran):

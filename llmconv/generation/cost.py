@@ -105,11 +105,9 @@ class GenerationCost:
 
 
 class Meter:
-    """Measures one batch.
+    """Measures one batch; `prompts` are numbers of tokens.
 
-    Args:
-        prompts: number of tokens of each prompt.
-        at_once: all tokens of a text come together, as in a beam search.
+    With `at_once`, all tokens of a text come together, as in a beam search.
     """
 
     def __init__(self, prompts: Sequence[int], at_once: bool = False) -> None:

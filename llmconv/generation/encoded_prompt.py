@@ -21,12 +21,9 @@ from llmconv.tensors import Array
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as a model takes it.
+    """A prompt as a model takes it: tokens, and None or a function for embeddings in place of those of some tokens.
 
-    Attributes:
-        ids: its tokens.
-        embeddings: function that reads or computes the embeddings in place of those of some tokens, so that those of
-            many prompts need not be in memory at a time; None for none.
+    The function reads or computes them, so that those of many prompts need not be in memory at a time.
     """
 
     ids: list[int]
@@ -34,12 +31,7 @@ class EncodedPrompt:
 
 
 def with_embeddings(prompt: Prompt, ids: list[int], tokenizer: Any, name: str = "the prompt") -> EncodedPrompt:
-    """A prompt with its own embeddings, placed among the tokens `ids` of its text.
-
-    Raises:
-        InputRefused: the embeddings cannot be read, or have no place in the prompt.
-        UsageProblem: an array that is not embeddings.
-    """
+    """A prompt with its own embeddings, placed among the tokens `ids` of its text; raises as `rows_of` and `placed`."""
     token = token_of(tokenizer, prompt.placeholder) if prompt.placeholder else None
     tokens = placed(ids, rows_of(prompt.embeddings), token, name)[0]
     return EncodedPrompt(tokens, lambda: placed(ids, rows_of(prompt.embeddings), token, name)[1])
@@ -48,9 +40,7 @@ def with_embeddings(prompt: Prompt, ids: list[int], tokenizer: Any, name: str = 
 def rows_of(embeddings: Any) -> Any:
     """Embeddings, float32 [tokens, hidden], from an array, a torch tensor, or the path of a file.
 
-    Raises:
-        InputRefused: the file cannot be read.
-        UsageProblem: an array of another form.
+    Raises InputRefused for an unreadable file, UsageProblem for an array of another form.
     """
     return read_embeddings(Path(embeddings)) if isinstance(embeddings, str | Path) else as_embeddings(embeddings)
 
@@ -64,8 +54,7 @@ LARGEST = 1 << 30
 def as_embeddings(value: Any, name: str = "`embeddings`") -> Array:
     """An array or a torch tensor of floats as embeddings, float32 [tokens, hidden].
 
-    Raises:
-        UsageProblem: another shape or dtype, too large, or numbers that are not finite in float32.
+    Raises UsageProblem for another shape or dtype, a size that is too large, or values not finite in float32.
     """
     if hasattr(value, "detach"):  # a tensor; numpy has no bfloat16
         value = value.detach().float().cpu()
@@ -83,9 +72,7 @@ def as_embeddings(value: Any, name: str = "`embeddings`") -> Array:
 def read_embeddings(path: Path) -> Array:
     """The embeddings in a file, float32 [tokens, hidden]: `.npy`, or safetensors with one tensor.
 
-    Raises:
-        InputRefused: the file cannot be read, or does not contain embeddings.
-        MalformedInput: invalid content.
+    Raises InputRefused if it cannot be read or has no embeddings, MalformedInput for invalid content.
     """
     if not path.is_file():
         raise InputRefused(f"the embeddings `{path}` are not a file", hint="give the path of a .npy or .safetensors")
@@ -139,16 +126,10 @@ def _float32(array: Array) -> Array:
 
 
 def placed(ids: list[int], rows: Array, token: int | None, name: str) -> tuple[list[int], PromptEmbeddings]:
-    """The tokens of a prompt with places for embeddings, and the embeddings in these places.
+    """The tokens of a prompt with places for embeddings `rows` [count, hidden], and the embeddings in these places.
 
-    Args:
-        rows: the embeddings, [count, hidden].
-        token: the token whose places they take: it occurs once, for all rows, or once per row. None to place the
-            embeddings before the prompt.
-        name: of the prompt in messages.
-
-    Raises:
-        InputRefused: another number of such tokens.
+    `token`, whose places they take, must occur once, for all rows, or once per row (else InputRefused); None places the
+    embeddings before the prompt.
     """
     count = len(rows)
     if token is None:
@@ -177,12 +158,9 @@ def token_of(tokenizer: Any, placeholder: str) -> int:
 
 
 def require_size(size: int | None, rows: Array, why: str) -> None:
-    """Checks that a model takes embeddings of this size; raises LlmconvError if not.
+    """Raises LlmconvError if embeddings `rows` [count, hidden] do not have the `size` that a model takes.
 
-    Args:
-        size: of the embeddings that the model takes; None if it takes tokens only.
-        rows: the embeddings, [count, hidden].
-        why: the way out if it takes tokens only.
+    None is the size of a model that takes tokens only; then `why` is the way out.
     """
     problem: LlmconvError | None = None
     if size is None:

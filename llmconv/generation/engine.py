@@ -20,11 +20,9 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class LoopEngine:
-    """llmconv's own loop: a prefill, then one step of the model per token.
+    """llmconv's own loop: a prefill, then one step of the model (graphs or eager) per token.
 
     Attributes:
-        runner: the graphs or the eager model.
-        positions: the model's rule for position ids.
         folder: has `config.json`, read for the size of the logits in a beam search.
         runs_last_token: whether the last new token also needs room in the context.
     """
@@ -42,11 +40,9 @@ class LoopEngine:
         cache: PrefixCache | None = None,
         most: int = 0,
     ) -> Generator[TextPiece]:
-        """Continues a batch by greedy search or sampling.
+        """Continues a batch by greedy search or sampling, after the `cache` of `TextModel.stream`.
 
-        Args:
-            cache: tokens that have run before, as for `TextModel.stream`.
-            most: maximum number of prompt tokens per step; 0 for all.
+        `most` is the maximum number of prompt tokens per step; 0 for all.
         """
         longest = max((len(start.prompt) + start.limit for start in starts), default=0)
         if len(starts) > 1 and not self.runner.reads_in_parts(longest):  # a longer one would change the others
@@ -79,13 +75,9 @@ class LoopEngine:
         count: int,
         inputs: GivenInputs | None = None,
     ) -> Sequence[list[int]]:
-        """The new tokens of the `count` best beams of one prompt, best first; transformers does the search.
+        """The at most `limit` new tokens of each of the `count` best beams of one prompt, best first.
 
-        Args:
-            prompt: token ids.
-            limit: maximum number of new tokens.
-            settings: include the number of beams.
-            inputs: values of extra inputs.
+        transformers does the search, with the number of beams in `settings`.
         """
         if not limit:
             return [[]] * count

@@ -29,11 +29,8 @@ COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 def graphs_in_cache(folder: Path) -> Path | None:
     """The folder in the cache with the graphs of a model folder or a training checkpoint, made if it is missing.
 
-    None if `folder` is neither: it has graphs, or code of its own.
-
-    Raises:
-        InputRefused: there is no cache, or it cannot have links to the weights.
-        LlmconvError: as `export` and `to_hf`, with a hint at the other ways.
+    None if `folder` is neither: it has graphs, or code of its own. Raises InputRefused if there is no cache, or it
+    cannot have links to the weights; and as `export` and `to_hf`, with a hint at the other ways.
     """
     kind = "" if _is_plain(folder) else _training_format(folder)
     if not kind and not _is_plain(folder):

@@ -60,11 +60,7 @@ class GenaiEngine:
     def load(
         cls, folder: Path, session: SessionSettings | None = None, context_length: int | None = None
     ) -> GenaiEngine:
-        """Opens a folder with `genai_config.json`.
-
-        Args:
-            session: threads, packing, provider and configuration entries.
-            context_length: the model's own; `genai_config.json` may have a shorter one.
+        """Opens a folder with `genai_config.json`, which may have a shorter `context_length` than the model.
 
         Raises:
             InputRefused: onnxruntime-genai is not installed, or the folder was not exported for it.

@@ -80,12 +80,7 @@ def prepare(
     num_return_sequences: int = 1,
     **options: Any,
 ) -> PromptRun:
-    """Opens the model and encodes the prompts; arguments as `generate`.
-
-    Raises:
-        InputRefused: as `generate`.
-        UsageProblem: as `generate`; mistakes are reported before anything is loaded.
-    """
+    """Opens the model and encodes the prompts; as `generate`. Mistakes are reported before anything is loaded."""
     require_least(batch_size, 1, "batch_size")
     require_least(num_return_sequences, 1, "num_return_sequences")
     running = options_of(RunningOptions, options)
@@ -112,8 +107,7 @@ OF_WORDING = tuple(field.name for field in fields(Wording))
 def options_of(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that are fields of `RunningOptions` or `Wording`, converted by their annotations.
 
-    Raises:
-        UsageProblem: one has another type.
+    Raises UsageProblem for one of another type.
     """
     hints = get_type_hints(kind)
     return {name: fitted(value, hints[name], name) for name, value in options.items() if name in hints}

@@ -24,8 +24,7 @@ KINDS = {"int64": "iu", "int32": "iu", "bool": "b", "float32": "fiu"}
 def given_inputs(given: RequestInputs, tokens: int, known: Mapping[str, ExtraInput], name: str) -> GivenInputs:
     """The values of a prompt of `tokens` tokens, checked against the resolved extra inputs `known` of the model.
 
-    Raises:
-        InputRefused: the model has no such input, or a value of another shape or kind.
+    Raises InputRefused for an unknown input, or a value of another shape or kind.
     """
     if not isinstance(given, Mapping):
         raise InputRefused(f"the inputs of {name} are {kind_of(given)}", hint='give {"name": values}')
@@ -63,16 +62,9 @@ def _prompt_call(tokens: int) -> ModelCall:
 def inputs_of_prompts(
     prompts: Sequence[Sequence[int]], inputs: Sequence[RequestInputs] | None, known: Mapping[str, ExtraInput]
 ) -> list[GivenInputs | None]:
-    """The values of each prompt, checked; None for a prompt without any.
+    """The values by name of each prompt (token ids), checked by `given_inputs`; None for a prompt without any.
 
-    Args:
-        prompts: token ids.
-        inputs: values by name, for each prompt; None for no values.
-        known: the extra inputs of the model, resolved.
-
-    Raises:
-        InputRefused: a value does not fit an extra input.
-        UsageProblem: there are more or fewer mappings than prompts.
+    Raises UsageProblem unless there is one mapping per prompt.
     """
     if inputs is None:
         return [None] * len(prompts)
@@ -85,11 +77,9 @@ def inputs_of_prompts(
 
 
 def require_together(rows: Sequence[GivenInputs], known: Mapping[str, ExtraInput]) -> None:
-    """Refuses values that the prompts of one batch cannot have together.
+    """Raises UsageProblem for values that the prompts of one batch cannot have together.
 
-    Raises:
-        UsageProblem: the input has no axis of the batch and its values differ, or only some prompts replace a computed
-            value.
+    That is, if an input has no axis of the batch and its values differ, or only some prompts replace a computed value.
     """
     for name in {name for row in rows for name in row.values}:
         arrays = [row.values.get(name) for row in rows]

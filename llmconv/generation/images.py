@@ -40,10 +40,8 @@ ImageFeatures = Callable[[Given], Features]
 class ImageEncoder:
     """Prepares prompts with images.
 
-    Attributes:
-        folder: has the processor's files and `config.json`.
-        open_features: opens the vision tower.
-        image_processor: an image processor of transformers in place of the folder's; None for that.
+    `folder` has the processor's files and `config.json`; `open_features` opens the vision tower; `image_processor`, of
+    transformers, replaces the folder's if not None.
     """
 
     folder: Path
@@ -100,8 +98,7 @@ class ImageEncoder:
     def marker(self) -> str:
         """Text that stands for one image in a prompt, before the processor expands it.
 
-        Raises:
-            InputRefused: the processor is of another family, or the tokenizer lacks the token.
+        Raises InputRefused if the processor is of another family, or the tokenizer lacks the token.
         """
         try:
             return self.family.marker(self.processor, self.placeholder)
@@ -109,17 +106,11 @@ class ImageEncoder:
             raise InputRefused(f"the processor of images does not fit the model: {error}", hint=OTHER_MODEL) from error
 
     def encode(self, text: str, images: Sequence[Any], *, starts: bool, most: int | None = None) -> EncodedPrompt:
-        """A prompt with images as the model takes it.
+        """A prompt with images (paths, bytes, or images of Pillow) as the model takes it.
 
-        Args:
-            text: has a placeholder for each image, in their order; they precede a text that has none.
-            images: paths, bytes, or images of Pillow.
-            starts: add the special tokens that begin a text.
-            most: limit of `token_ids`.
-
-        Raises:
-            InputRefused: an image is refused, or its placeholder is missing.
-            TooManyTokens: the text has more than twice as many tokens as it may have.
+        `text` has a placeholder for each image, in order; they precede a text that has none. `starts` adds the special
+        tokens that begin a text. Raises InputRefused for an image or a missing placeholder, TooManyTokens for more than
+        twice `most`.
         """
         if len(images) > MOST_IMAGES:
             raise InputRefused(f"the prompt has {len(images)} images", hint=f"give at most {MOST_IMAGES}")
@@ -204,8 +195,7 @@ def _refused(problem: str, error: Exception) -> InputRefused:
 def with_images(messages: Sequence[Any], count: int) -> list[Any]:
     """A chat with parts for images, before the text of its first message that is not a system message.
 
-    Raises:
-        UsageProblem: the messages have parts for another number of images.
+    Raises UsageProblem if the messages have parts for another number of images.
     """
     parts = [part for one in messages if isinstance(one["content"], list | tuple) for part in one["content"]]
     known = sum(isinstance(part, dict) and part.get("type") == "image" for part in parts)
@@ -237,14 +227,8 @@ MOST_RATIO = 200
 def open_image(source: Any, name: str = "", most: int = MOST_PIXELS) -> Any:
     """An image as Pillow has it, upright and in RGB; transparent pixels become white, as in transformers' processors.
 
-    Args:
-        source: a path, the bytes of a file, or an image of Pillow.
-        name: of the image in messages (default: its path).
-        most: maximum number of pixels.
-
-    Raises:
-        InputRefused: the file cannot be read, is not an image, or is too large.
-        UsageProblem: `source` is something else, or Pillow is not installed.
+    `source` is a path, the bytes of a file, or an image of Pillow, of at most `most` pixels; `name` is for messages.
+    Raises InputRefused for an unreadable or too large image, UsageProblem without Pillow or for another source.
     """
     pillow = _pillow()
     if isinstance(source, pillow.Image):

@@ -31,9 +31,7 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
 class Batch:
     """Rows that are generated together; ended rows are removed once they are half of all.
 
-    Attributes:
-        rows: the rows still in the batch.
-        past: the cache of the columns that have run; None before the start.
+    `past` is the cache of the columns that have run; None before the start.
     """
 
     def __init__(self, runner: Runner, rows: Sequence[Row], positions: PositionRule = default_positions) -> None:
@@ -48,12 +46,7 @@ class Batch:
         self._longest = max((len(row.prompt) for row in self.rows), default=0)
 
     def start(self, past: Past | None = None, most: int = 0) -> None:
-        """Pads the prompts, which `read` then runs.
-
-        Args:
-            past: columns that have run before.
-            most: maximum number of columns per step; 0 for all.
-        """
+        """Pads the prompts, which `read` then runs after `past`, at most `most` columns per step; 0 for all."""
         self._ids, mask = pad_left([row.prompt for row in self.rows])
         self._placed = PlacedEmbeddings.of(
             [row.embeddings for row in self.rows], [len(row.prompt) for row in self.rows]
@@ -128,9 +121,8 @@ class Batch:
 def grow(batch: Batch, past: Past | None = None, most: int = 0) -> Iterator[TextPiece]:
     """The pieces of all rows, in turn, until all have ended; one `next()` runs at most one step of the model.
 
-    Args:
-        past: columns of the prompts that have run before.
-        most: maximum number of prompt columns per step, 0 for all; each step but the last yields an empty piece.
+    Prompts run after the columns `past`, at most `most` columns per step, 0 for all; each step but the last yields an
+    empty piece.
     """
     batch.start(past, most)
     while (step := batch.read()) is None:

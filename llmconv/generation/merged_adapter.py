@@ -21,10 +21,8 @@ MERGE = "merge it into a new folder: `llmconv merge-lora BASE ADAPTER -o OUT`"
 def merged_weights(folder: Path, adapter: str | Path) -> Mapping[str, LazyTensor]:
     """The weights that `merge-lora` would write from a base folder and an adapter, each computed when it is read.
 
-    Raises:
-        InputRefused: not an adapter, or a file is missing.
-        MalformedInput: an adapter for another base, incomplete, or not finite.
-        UnsupportedInput: a kind of adapter or base that cannot be merged, or that changes the model's configuration.
+    Raises InputRefused, MalformedInput and UnsupportedInput as `merge-lora`, and UnsupportedInput if the adapter
+    changes the model's configuration.
     """
     base = open_checkpoint(folder)
     with _hints_to_merge():

@@ -434,16 +434,9 @@ def parts_of_object(
 ) -> dict[str, Any]:
     """The fields of a `TextModel` for a model of transformers in memory, on its device and in its dtype.
 
-    Args:
-        model: a torch module.
-        tokenizer: an object or a folder.
-        settings: the number of threads.
-        options: device and dtype may be those that the model has.
-        unused: options that only files have.
-
-    Raises:
-        InputRefused: the folder has no tokenizer.
-        UsageProblem: no tokenizer, an option without effect, or not a causal language model of transformers.
+    `tokenizer` is an object or a folder; `settings` has the number of threads. Raises InputRefused if the folder has no
+    tokenizer; UsageProblem without a tokenizer, for `unused` options, which only files have, or for another kind of
+    model.
     """
     own = {
         "device": str(getattr(model, "device", "")),
@@ -474,15 +467,7 @@ def parts_of_files(
     prefix: Prefix | None,
     trust_remote_code: bool,
 ) -> dict[str, Any]:
-    """The fields of a `TextModel` for files, except for the tokenizer.
-
-    Args:
-        backend: `onnx`, `torch` or `genai`.
-        prefix: tuned prefix before every prompt.
-
-    Raises:
-        InputRefused, OutOfMemory, StageFailed, UnsupportedInput, UsageProblem: as `TextModel.open`.
-    """
+    """The fields of a `TextModel` for files, except for the tokenizer; raises as `TextModel.open`."""
     engine: GenaiEngine | None = None
     runner: Any
     if backend == "genai":
@@ -508,14 +493,9 @@ def parts_of_files(
 
 
 def room_in(context: int | None, runner: Runner) -> int | None:
-    """Tokens of prompt and new text together; a tuned prefix takes part of the model's context.
+    """Tokens of prompt and new text together; None if `context`, for which the model was made, is unknown.
 
-    Args:
-        context: tokens that the model was made for; None if unknown.
-        runner: has the number of virtual tokens, and the size of its cache.
-
-    Raises:
-        InputRefused: the prefix leaves no room.
+    A tuned prefix takes part of it; raises InputRefused if it leaves no room.
     """
     lengths = [context - runner.virtual_tokens if context else None, runner.cache_capacity]
     length = min((length for length in lengths if length is not None), default=None)
@@ -528,15 +508,9 @@ def room_in(context: int | None, runner: Runner) -> int | None:
 
 
 def limit_of(name: str, prompt_tokens: int, settings: GenerationSettings, context: int | None, room: int | None) -> int:
-    """Maximum number of new tokens of a prompt.
+    """Maximum number of new tokens of a prompt; raises InputRefused if it is empty, or too long for the context.
 
-    Args:
-        name: of the prompt, for messages.
-        context: maximum number of tokens of a prompt; None for no limit.
-        room: maximum number of tokens of a prompt and its new text; None for no limit.
-
-    Raises:
-        InputRefused: the prompt is empty, or too long for the context.
+    `context` limits the tokens of a prompt, `room` those of a prompt and its new text; None for no limit.
     """
     wanted = settings.new_tokens(prompt_tokens)
     if prompt_tokens == 0:

@@ -319,15 +319,9 @@ def own_keywords(
 ) -> tuple[str | None, Any, dict[str, Any]]:
     """Backend, device and options of `pipeline` with the other pipelines' keywords replaced.
 
-    Args:
-        backend: llmconv's, or one of `BACKENDS`.
-        device: as transformers takes it.
-        options: all other keywords. `device_id` is the number of the device, `infer_seq_length` the `max_length`,
-            `rank_id` must be 0; `is_sample_acceleration=False` and None are left out.
-
-    Raises:
-        UsageProblem: a keyword without a counterpart here, or one that contradicts llmconv's own; the hint has the
-            counterpart.
+    `backend` is llmconv's, or one of `BACKENDS`; `device_id` is the number of the device, `infer_seq_length` the
+    `max_length`, `rank_id` must be 0; `is_sample_acceleration=False` and None are left out. Raises UsageProblem for a
+    keyword without a counterpart, or one that contradicts llmconv's own; the hint has the counterpart.
     """
     kept = {name: value for name, value in options.items() if name not in _TAKEN}
     given = {name: value for name, value in options.items() if name in _TAKEN and value is not None}
@@ -391,14 +385,8 @@ def _limited(length: int, options: dict[str, Any]) -> dict[str, Any]:
 def placed(model: Any, backend: str | None, device: Any, dtype: Any, options: dict[str, Any]) -> dict[str, Any]:
     """The options that open a model on a device; `dtype` is passed on to torch alone.
 
-    Args:
-        backend: `torch`, or a runtime of graphs.
-        device: as transformers takes it: a name, a number or torch's object.
-        dtype: as transformers takes it.
-        options: others, which may have a `provider` or a `session`.
-
-    Raises:
-        UsageProblem: the runtime does not have the device, or the options contradict each other.
+    Both are as in transformers: a name, a number or torch's object. Raises UsageProblem if the runtime does not have
+    the device, or a `provider` or `session` among the options contradicts it.
     """
     given = TorchOptions.of(None, device, dtype)
     if backend == "torch" or is_model(model) or isinstance(model, TextModel):
@@ -415,13 +403,9 @@ def placed(model: Any, backend: str | None, device: Any, dtype: Any, options: di
 
 
 def require_dtype(model: TextModel, dtype: Any) -> None:
-    """Requires that open graphs compute in a dtype, which only an export changes; torch's model has it already.
+    """Raises UsageProblem if open graphs compute in another dtype, which only an export changes.
 
-    Args:
-        dtype: as transformers takes it; None and `auto` for any.
-
-    Raises:
-        UsageProblem: they compute in another one.
+    None and `auto` stand for any dtype; torch's model has the dtype already.
     """
     wanted = TorchOptions.of(None, None, dtype)
     if model.backend == "torch" or wanted.dtype is None:

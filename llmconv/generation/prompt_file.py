@@ -89,10 +89,9 @@ def _is_json(line: str) -> bool:
 
 
 def _document(text: str) -> list[Any] | dict[str, Any] | None:
-    """A text that is one JSON array, or an object over several lines; None for a prompt per line.
+    """The JSON array, or object over several lines, that a text is as a whole; None for a prompt per line.
 
-    Raises:
-        MalformedInput: the first line opens an array or object that is not valid JSON.
+    Raises MalformedInput if the first line opens an array or object that is not valid JSON.
     """
     content = text.strip()
     first = content.partition("\n")[0].strip()

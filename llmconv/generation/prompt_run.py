@@ -31,15 +31,10 @@ class PromptRun:
     """The prompts of one call, and their completions and costs so far.
 
     Attributes:
-        prompts: all of them, in order.
-        settings: how tokens are picked.
-        wording: how prompts become texts.
-        batch_size: texts per batch.
         count: continuations per prompt.
         tuned: `adapter`, `prefix_tuning`, `decode` and `tokenizer`; a file is only continued with the same.
         encoded: the texts to generate: `count` per prompt.
         encode_seconds: the time that encoding them took.
-        completions: those that are not written to a file.
         skipped: number of texts that the file had before.
         output: the file; None where completions are collected.
         talks: print the settings, and the cost of each batch.
@@ -82,18 +77,10 @@ class PromptRun:
         on_piece: OnPiece | None = None,
         streamer: Any = None,
     ) -> Generation:
-        """Runs all prompts, or those that a file does not have yet.
+        """Runs all prompts, or those that the file of completions `output` does not have yet; None returns them.
 
-        Args:
-            output: file of completions, as `CompletionFile`; None to return them.
-            overwrite: begin the file again.
-            on_piece: called with every piece of text.
-            streamer: of transformers, for texts one by one.
-
-        Raises:
-            InputRefused: the file is for other prompts or options.
-            OutputFailed: it cannot be written.
-            UsageProblem: `overwrite` without a file.
+        `overwrite` begins the file again; `on_piece` is called with every piece of text; with a `streamer` of
+        transformers, texts run one by one. Raises as `CompletionFile`, and UsageProblem for `overwrite` without a file.
         """
         if output is None and overwrite:
             raise UsageProblem("`--overwrite` needs `--output-file`", hint="leave it out")

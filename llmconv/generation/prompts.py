@@ -61,11 +61,7 @@ NOT_PROMPTS = "give a text, a list of texts, or chats as lists of messages"
 
 
 def prompts_of(prompts: Any) -> list[Prompt]:
-    """Texts, chats and `Prompt` objects as a list of `Prompt`; a single one becomes a list of one.
-
-    Raises:
-        UsageProblem: `prompts` is neither, or empty.
-    """
+    """Texts, chats and `Prompt` objects, or a single one, as a list of `Prompt`; UsageProblem for others or none."""
     if isinstance(prompts, Prompt):
         prompts = [prompts]
     if isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping):
@@ -81,11 +77,7 @@ def prompts_of(prompts: Any) -> list[Prompt]:
 
 
 def contents_of(prompts: Any) -> list[PromptContent]:
-    """Texts and chats as a list; a single text or chat becomes a list of one.
-
-    Raises:
-        UsageProblem: `prompts` is neither, or empty.
-    """
+    """Texts and chats, or a single one, as a list; raises UsageProblem for anything else, or none."""
     if isinstance(prompts, str):
         return [prompts]
     odd = (bytes, bytearray, Mapping, set, frozenset, os.PathLike)

@@ -48,16 +48,10 @@ def row_starts(
     embeddings: Sequence[PromptEmbeddings | None],
     inputs: Sequence[GivenInputs | None],
 ) -> list[RowStart]:
-    """What the rows of a batch begin with.
+    """What the rows of a batch begin with; `limits` are the maximum numbers of new tokens.
 
-    Args:
-        limits: maximum number of new tokens of each.
-        samples: number of the random generator of each; empty for 0.
-        embeddings: of each; empty for none.
-        inputs: values of extra inputs of each.
-
-    Raises:
-        UsageProblem: more or fewer samples than prompts.
+    `samples` (numbers of random generators) may be empty for 0, else there is one per prompt (UsageProblem);
+    `embeddings` may be empty for none.
     """
     samples = samples or [0] * len(prompts)
     if len(samples) != len(prompts):
@@ -66,14 +60,9 @@ def row_starts(
 
 
 def refuse_shifted(prompts: Sequence[Sequence[int]], most: int | None, virtual_tokens: int) -> None:
-    """Refuses a batch after a tuned prefix whose window padding would shift.
+    """Raises UsageProblem for a batch after a tuned prefix whose window padding would shift.
 
-    Args:
-        most: maximum number of prompts in a batch; None for any.
-        virtual_tokens: number of tokens of the prefix.
-
-    Raises:
-        UsageProblem: there are several prompts, a prefix, and room for one.
+    That is, for several prompts after `virtual_tokens` and room for `most` 1; None is no maximum.
     """
     if len(prompts) > 1 == most and virtual_tokens:
         raise UsageProblem(
@@ -102,11 +91,7 @@ class TextPiece:
 class Row:
     """The tokens of one prompt and the new tokens after it.
 
-    Args:
-        index: index of the prompt.
-        start: its token ids, and the room for new ones.
-        decode: tokens to text.
-        processor: tokens [length] and logits [vocabulary] to scores [vocabulary]; None for llmconv's own filters.
+    `processor` maps tokens [length] and logits [vocabulary] to scores [vocabulary]; None for llmconv's own filters.
     """
 
     def __init__(
@@ -230,15 +215,9 @@ class TokenCandidates:
 
 
 def pick_token(logits: Array, settings: GenerationSettings, generator: np.random.Generator, seen: Array | None) -> int:
-    """The next token; the greedy choice takes the lowest id among equals.
+    """The next token by logits [vocabulary], which stay unchanged; the greedy choice takes the lowest id among equals.
 
-    Args:
-        logits: [vocabulary]; not changed.
-        generator: gives one number when sampling.
-        seen: tokens of the sequence so far, for the repetition penalty; None for no penalty.
-
-    Raises:
-        MalformedInput: the logits are NaN.
+    `generator` gives one number when sampling; `seen` tokens get the repetition penalty. Raises MalformedInput for NaN.
     """
     if seen is not None:
         logits = penalized(logits, seen, settings.repetition_penalty)
@@ -255,14 +234,8 @@ def pick_token(logits: Array, settings: GenerationSettings, generator: np.random
 def pick_choice(tokens: Array, scores: Array, settings: GenerationSettings, generator: np.random.Generator) -> int:
     """The next token from the likeliest ones that the graph chose; the same as from all logits, except for ties.
 
-    Args:
-        tokens: int64 [K], likeliest first.
-        scores: their log-probabilities [K].
-        settings: to sample, `top_k` is from 1 to K.
-        generator: gives one number when sampling.
-
-    Raises:
-        UsageProblem: the settings need tokens that the graph does not return.
+    `tokens` are int64 [K], likeliest first, `scores` their log-probabilities [K]. Raises UsageProblem if the settings
+    need other tokens: to sample, `top_k` is from 1 to K.
     """
     if settings.is_greedy:
         return int(tokens[0])

@@ -113,8 +113,7 @@ def is_model(value: Any) -> bool:
 def load_object(model: Any, settings: SessionSettings | None = None) -> GivenModel:
     """A model of transformers that is in memory, set to evaluation; `settings` has the number of threads.
 
-    Raises:
-        UsageProblem: not a causal language model of transformers, or settings of onnxruntime.
+    Raises UsageProblem for another kind of model, or settings of onnxruntime.
     """
     _refuse_session(settings)
     from llmconv.runtime.eager.torch_runner import GivenModel  # noqa: PLC0415 - imports torch
@@ -125,15 +124,9 @@ def load_object(model: Any, settings: SessionSettings | None = None) -> GivenMod
 def with_lora(runner: Runner, folder: Path, adapter: str | Path) -> OrtRunner:
     """Graphs with the factors of a LoRA adapter; they share sessions and memory with those without.
 
-    Args:
-        runner: graphs of `export --lora-inputs`.
-        folder: has the weights of the base, which readers of adapters compare.
-        adapter: a file of `llmconv onnx-adapter`, or a LoRA adapter that `merge-lora` reads.
-
-    Raises:
-        InputRefused: not an adapter, one for other modules than the graphs have inputs for, or of another model; or
-            the graphs have no inputs for factors.
-        UnsupportedInput: another kind of adapter.
+    `adapter` is a file of `llmconv onnx-adapter`, or a LoRA that `merge-lora` reads, which compares the weights of the
+    base in `folder`. Raises InputRefused if it does not fit the graphs' inputs, or they have none; UnsupportedInput for
+    another kind of adapter.
     """
     if not isinstance(runner, OrtRunner) or not runner.lora_inputs:
         raise without_inputs("give `--backend torch`, or merge the adapter: `llmconv merge-lora BASE ADAPTER -o OUT`")
@@ -165,10 +158,7 @@ def load_images(
 ) -> ImageEncoder | None:
     """Prepares prompts with images; opened when it is needed; None for a model that takes none.
 
-    Args:
-        files: found from a folder, not from single graphs.
-        backend: `onnx` (the vision graph), or `torch` (the eager model's tower).
-        runner: the eager model, for `torch`.
+    `backend` is `onnx` (the vision graph; `files` were found from a folder) or `torch` (the eager model's tower).
     """
     if files.prefill or backend not in ("onnx", "torch"):
         return None
@@ -221,12 +211,7 @@ def _graph_files(files: ModelFiles) -> list[Path]:
 
 
 def load_genai(files: ModelFiles, settings: SessionSettings | None) -> GenaiEngine:
-    """The folder's graphs in ONNX Runtime GenAI, an optional package.
-
-    Raises:
-        InputRefused: onnxruntime-genai is not installed, or the folder was not exported for it.
-        UsageProblem: a single graph, or settings that GenAI does not have.
-    """
+    """The folder's graphs in ONNX Runtime GenAI; raises UsageProblem for a single graph, and as `GenaiEngine.load`."""
     if files.prefill:
         raise UsageProblem("GenAI opens folders, not single graphs", hint="give the folder that has genai_config.json")
     return GenaiEngine.load(files.folder, settings, context_length(files.folder))

@@ -48,14 +48,10 @@ OF_SESSION = ("session", "provider", "session_config", "prepack", "packed_cache"
 
 
 def opener(model: Any, options: RunningOptions) -> Callable[[], TextModel]:
-    """A function that opens a model; the options, and files that they name, are read at once.
+    """A function that opens what `TextModel.open` accepts, or returns an open `TextModel`.
 
-    Args:
-        model: what `TextModel.open` accepts, or an open `TextModel`.
-
-    Raises:
-        InputRefused: a file of session settings cannot be read.
-        UsageProblem: options that exclude each other, or that an open model does not take.
+    The options, and files in them, are read at once (InputRefused). Raises UsageProblem for options that exclude each
+    other, or that an open model does not take.
     """
     given: Mapping[str, Any] = options
     if isinstance(model, TextModel):

@@ -51,8 +51,7 @@ class StopStrings:
     def push(self, piece: str, shown: bool = True) -> str:
         """The text that cannot be part of a stop string; nothing after a stop string.
 
-        Args:
-            shown: whether the piece is passed on; that of a special token is only looked at.
+        A piece that is not `shown`, that of a special token, is only looked at.
         """
         if self.found or not self._stops:
             return piece if shown and not self.found else ""
@@ -83,12 +82,9 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class OrderedWriter:
-    """Writes texts in order: the first unfinished one as it grows, the others after it.
+    """Writes texts in order from index `start`: the first unfinished one as it grows, the others after it.
 
-    Args:
-        start: index of the first text to write.
-        end: written after each text.
-        heading: index to what is written before that text.
+    `end` is written after each text, `heading(index)` before it.
     """
 
     def __init__(

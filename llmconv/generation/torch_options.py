@@ -15,12 +15,9 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class TorchOptions:
-    """Options of the eager model.
+    """Options of the eager model: an adapter for PEFT or `merge-lora`, torch's name of the device, one of `DTYPES`.
 
-    Attributes:
-        adapter: an adapter of PEFT, or of another program that `merge-lora` reads.
-        device: torch's name of the device; None for the CPU.
-        dtype: one of `DTYPES`; None for that of the weights.
+    None means no adapter, the CPU, and the dtype of the weights.
     """
 
     adapter: str | Path | None = None
@@ -29,14 +26,10 @@ class TorchOptions:
 
     @classmethod
     def of(cls, adapter: str | Path | None, device: Any, dtype: Any) -> TorchOptions:
-        """The options from values that transformers' pipeline accepts, too.
+        """The options from values that transformers' pipeline accepts, too; raises UsageProblem for others.
 
-        Args:
-            device: a name, torch's object, or the number of a GPU; -1 for the CPU.
-            dtype: a name, torch's object, or `auto` for that of the weights.
-
-        Raises:
-            UsageProblem: `device` or `dtype` is something else.
+        A device is a name, torch's object, or the number of a GPU, -1 for the CPU; a dtype is a name, torch's object,
+        or `auto` for that of the weights.
         """
         if isinstance(device, int) and not isinstance(device, bool):
             device = "cpu" if device < 0 else f"cuda:{device}"
@@ -53,11 +46,7 @@ class TorchOptions:
             raise UsageProblem(f"unknown dtype `{self.dtype}`", hint=f"give one of: {', '.join(DTYPES)}")
 
     def refuse(self) -> None:
-        """Refuses the options, for graphs.
-
-        Raises:
-            UsageProblem: one of them is given.
-        """
+        """Raises UsageProblem if any option is given, for graphs."""
         for name, (refusal, hint) in REFUSALS.items():
             if getattr(self, name) is not None:
                 raise UsageProblem(refusal, hint=hint)

@@ -171,14 +171,11 @@ def encode_all(
     settings: GenerationSettings,
     count: int = 1,
 ) -> list[PlannedText]:
-    """The texts to generate: `count` per prompt, in the order of the prompts.
+    """The texts to generate: `count` per prompt, in the order of the prompts; raises as `Wording.cut`.
 
     Equal prompts have random generators of different numbers, so that their samples differ; the number depends only on
-    the equal prompts before it, not on other prompts or on the batches.
-
-    Raises:
-        InputRefused: a prompt has no tokens, or all of them are too long.
-        UsageProblem: as `Wording.cut`.
+    the equal prompts before it, not on other prompts or on the batches. Raises InputRefused if a prompt has no tokens,
+    or all are too long.
     """
     numbers = range(1, len(prompts) + 1)
     whole, refused = [], dict[int, InputRefused]()
@@ -213,12 +210,9 @@ def encode_all(
 def several(
     prompts: Sequence[list[int]], count: int, settings: GenerationSettings, others: Sequence[str] = ()
 ) -> list[PlannedText]:
-    """The texts to generate: `count` per prompt, each with the number of its sample.
+    """The texts to generate: `count` per prompt (tokens), each with the number of its sample, or rank in a beam search.
 
-    Args:
-        prompts: tokens of each prompt.
-        settings: of a beam search, the samples are ranks.
-        others: what else makes prompts different; empty for nothing.
+    `others` is what else makes prompts different; empty for nothing.
     """
     found, seen = [], Counter[tuple[str, ...]]()
     for tokens, other in zip(prompts, others or [""] * len(prompts), strict=True):

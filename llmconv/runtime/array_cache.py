@@ -21,12 +21,7 @@ TOKEN_AXIS = 2
 
 @dataclass(frozen=True)
 class ArrayCache:
-    """A cache as numpy arrays.
-
-    Attributes:
-        content: arrays by the names of the graph's outputs.
-        length: number of tokens, padding included.
-    """
+    """A cache as numpy arrays by the names of the graph's outputs; `length` counts tokens, padding included."""
 
     content: Mapping[str, Array]
     length: int
@@ -99,12 +94,8 @@ def cut(cache: Cache, length: int) -> Cache:
 def moved_right(cache: Cache, shifts: Sequence[int], virtual: int = 0) -> Cache:
     """Copies of a cache of one row, each shifted right along the token axis; tokens beyond the end are dropped.
 
-    Such a row can be continued like a prompt with that much padding on the left.
-
-    Args:
-        cache: a cache of one row for which `can_be_cut` holds.
-        shifts: tokens, 0 or more, per row of the result.
-        virtual: number of first tokens that are not shifted.
+    Such a row can be continued like a prompt with that much padding on the left. `can_be_cut` must hold; `shifts` are 0
+    or more per row of the result; the first `virtual` tokens are not shifted.
     """
     return CacheEdit("moved", tuple(map(int, shifts)), virtual).applied(cache)
 

@@ -34,9 +34,7 @@ class CalibrationText:
     def read(cls, path: str | Path) -> CalibrationText:
         """The text of a file; for the word `default`, the one that ships with llmconv.
 
-        Raises:
-            InputRefused: it cannot be read, or is not UTF-8.
-            UsageProblem: there is a file named `default`.
+        Raises InputRefused if it cannot be read or is not UTF-8, UsageProblem if there is a file named `default`.
         """
         if is_default(path):
             return cls.shipped()
@@ -62,16 +60,9 @@ class CalibrationText:
     def tokens(
         self, folder: Path, context: int | None, *, trust_remote_code: bool = False, most: int = TOKENS
     ) -> list[Array]:
-        """Its beginning as token ids, int64 [1, tokens] each.
+        """Its first `most` token ids, int64 [1, tokens] each, at most `context` (None if unknown) tokens per call.
 
-        Args:
-            folder: has the tokenizer.
-            context: maximum number of tokens per call that the model was made for; None if unknown.
-            trust_remote_code: run the code of the tokenizer.
-            most: number of tokens that are used.
-
-        Raises:
-            InputRefused: the folder has no tokenizer, or the text is too short.
+        Raises InputRefused if the folder has no tokenizer, or the text is too short.
         """
         tokenizer = load_tokenizer(folder, trust_remote_code)
         if not self.content.strip():

@@ -83,11 +83,7 @@ class LengthSwitch:
 
 
 def length_switch(config: Mapping[str, Any]) -> LengthSwitch | None:
-    """Where a language model with `longrope` or `dynamic` rotary embeddings changes its frequencies; None for others.
-
-    Args:
-        config: the fields of `config.json`, as from `language_config`.
-    """
+    """Where a `longrope` or `dynamic` model changes its frequencies, from a `language_config`; None for others."""
     declared, found = _declared(config), []
     for one, _ in _rotary(config):
         if "dynamic" in (kind := _kind(one)):

@@ -36,10 +36,7 @@ TRUST_HINT = "read the code; if you trust it, `--trust-remote-code` runs it"
 def uses_custom_code(fields: Mapping[str, Any], trusted: bool) -> bool:
     """Whether custom code builds the model: the folder has some, and the caller trusts it.
 
-    Without trust, transformers builds the model if it knows the `model_type`.
-
-    Raises:
-        UnsupportedInput: only custom code can build the model, and it is not trusted.
+    Without trust, transformers builds the model if it knows the `model_type`; else raises UnsupportedInput.
     """
     named = model_class(fields)
     if not named or trusted:
@@ -57,11 +54,8 @@ def custom_classes(folder: Path, fields: Mapping[str, Any]) -> tuple[Any, Any]:
     """Imports the folder's code and returns its config class and model class.
 
     The pair is registered with `AutoModelForCausalLM`. If the config class is transformers' own, a subclass of it is
-    registered, so that other models are not affected.
-
-    Raises:
-        MalformedInput: `auto_map` refers to a missing class.
-        UnsupportedInput: the code raises an exception.
+    registered, so that other models are not affected. Raises MalformedInput for a missing class, UnsupportedInput if
+    the code raises an exception.
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - only a model with code of its own pays for it
 
@@ -121,8 +115,7 @@ def _native_configs() -> Mapping[str, Any]:
 def _load(folder: Path, package: str, reference: str) -> Any:
     """The class `module.Name` in a folder, which is registered as a package.
 
-    Raises:
-        MalformedInput: the name refers to another repository, is missing, or is not a class.
+    Raises MalformedInput if the name refers to another repository, is missing, or is not a class.
     """
     named = REFERENCE.fullmatch(reference)
     if not named:
@@ -144,10 +137,7 @@ def _load(folder: Path, package: str, reference: str) -> Any:
 def _package(folder: Path, names: Iterable[str]) -> str:
     """Registers the folder as a package, so that its modules can import each other; one package per content.
 
-    The content is the files of the classes `names`, with all that they import.
-
-    Raises:
-        MalformedInput: as `collect_code`.
+    The content is the files of the classes `names`, with all that they import; raises as `collect_code`.
     """
     content = hashlib.sha256(str(folder.resolve()).encode())
     for name, text in collect_code(folder, names).items():

@@ -226,11 +226,7 @@ def resolved_inputs(extras: Iterable[ExtraInput], config: Any) -> dict[str, Extr
 
 
 def require_parameters(forward: Callable[..., Any], names: Collection[str]) -> None:
-    """Checks that a model's `forward` takes the extra inputs, and needs no others.
-
-    Raises:
-        UnsupportedInput: it lacks a parameter, or needs another; the message has its name.
-    """
+    """Raises UnsupportedInput if a model's `forward` lacks a parameter for an extra input, or needs another."""
     parameters = inspect.signature(forward).parameters.values()
     known = {parameter.name for parameter in parameters}
     needed = [

@@ -16,12 +16,7 @@ from llmconv.tensors import Array
 class ExtraValues:
     """The values of the extra inputs in a call: those that the caller gives, and for the others their defaults.
 
-    Attributes:
-        inputs: resolved inputs by name.
-        given: arrays by name.
-
-    Raises:
-        UsageProblem: a given array is of no input, or can only be computed.
+    Raises UsageProblem if a given array is of none of the (resolved) inputs, or of one that can only be computed.
     """
 
     inputs: Mapping[str, ExtraInput] = field(default_factory=dict)
@@ -38,14 +33,8 @@ class ExtraValues:
     def of(self, call: ModelCall, whole: ModelCall | None = None, start: int = 0) -> dict[str, Array]:
         """The values of a call by name.
 
-        Args:
-            call: the call, or a part of the call that the arrays were given for.
-            whole: the call that the arrays were given for; default: `call`.
-            start: index in `whole` of the first new token of `call`.
-
-        Raises:
-            UnsupportedInput: as `ExtraInput.value`.
-            UsageProblem: a given array has another dtype or shape.
+        `call` is part of the call `whole` that the arrays were given for (default: all of it), from index `start` of
+        its new tokens. Raises as `ExtraInput.value`, and UsageProblem for an array of another dtype or shape.
         """
         return {name: self._value(name, extra, call, whole or call, start) for name, extra in self.inputs.items()}
 
@@ -72,12 +61,9 @@ class ExtraValues:
 
 
 def part(extra: ExtraInput, array: Array, call: ModelCall, start: int) -> Array:
-    """The values of an input in one of several consecutive calls.
+    """The values of an input in `call`, one of several consecutive calls, from those in all the calls together.
 
-    Args:
-        array: its values in all the calls together.
-        call: the one call.
-        start: index of its first new token among the new tokens of all calls.
+    `start` is the index of its first new token among the new tokens of all calls.
     """
     sizes = call.sizes
     cuts = {SEQUENCE: slice(start, start + sizes[SEQUENCE]), TOTAL: slice(sizes[TOTAL]), PAST: slice(sizes[PAST])}
@@ -103,12 +89,9 @@ def grown(extra: ExtraInput, array: Array, sizes: Mapping[str, int]) -> Array:
 
 
 def with_past(inputs: Mapping[str, ExtraInput], values: Mapping[str, Array], past: int) -> dict[str, Array]:
-    """Values as transformers takes them: those of `both_ways` for past tokens, too, and left out where all are 0.
+    """Values of new tokens after `past` in the cache, as transformers takes them.
 
-    Args:
-        inputs: resolved inputs by name.
-        values: of the new tokens.
-        past: number of tokens in the cache.
+    Those of `both_ways` are for past tokens, too, and left out where all are 0.
     """
     found = dict(values)
     for name in [name for name in values if inputs[name].both_ways]:

@@ -29,11 +29,7 @@ def batch_values(
 ) -> dict[str, Array]:
     """The values in one call of a batch, of the inputs that any of its prompts gives.
 
-    Args:
-        rows: the values of each row.
-        call: new tokens, with a mask of all columns so far.
-        longest: columns of the padded prompts.
-        known: the extra inputs of the model, resolved.
+    `call` has a mask of all columns so far; `longest` is the number of columns of the padded prompts.
     """
     found = {}
     for name in dict.fromkeys(name for row in rows for name in row.values):

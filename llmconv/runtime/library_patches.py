@@ -86,12 +86,9 @@ def reset_dynamic_rope(model: Any) -> None:
 
 
 def load_tensors(model: Any, tensors: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Loads some tensors of a checkpoint into a model, as `from_pretrained` would (5.16 to 5.23).
+    """Loads some tensors of a checkpoint, by its names, into a model, as `from_pretrained` would (5.16 to 5.23).
 
-    Args:
-        model: a transformers model, possibly on the meta device.
-        tensors: tensors by the names of the checkpoint; each is read by `[...]`.
-        dtype: dtype requested for the model.
+    The model may be on the meta device; each tensor is read by `[...]`, for a model of the requested `dtype`.
     """
     config = LoadStateDictConfig(
         dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), weight_mapping=get_model_conversion_mapping(model)

@@ -32,11 +32,9 @@ class PromptEmbeddings:
 
 @dataclass(frozen=True)
 class PlacedEmbeddings:
-    """Embeddings in place of those of some tokens of a batch.
+    """Embeddings in place of those of some tokens of a batch: `where`, bool [batch, tokens].
 
-    Attributes:
-        where: which tokens, bool [batch, tokens].
-        rows: their embeddings, float32 [count, hidden], row by row of the batch.
+    `rows`, float32 [count, hidden], are in the order of the batch's rows.
     """
 
     where: Array
@@ -44,11 +42,7 @@ class PlacedEmbeddings:
 
     @classmethod
     def of(cls, prompts: Sequence[PromptEmbeddings | None], lengths: Sequence[int]) -> PlacedEmbeddings | None:
-        """Those of a batch whose prompts are padded on the left; None if there are none.
-
-        Args:
-            lengths: number of tokens of each prompt.
-        """
+        """Those of a batch of prompts of these lengths in tokens, padded on the left; None if there are none."""
         found = [one for one in prompts if one is not None]
         if not found:
             return None
@@ -65,11 +59,7 @@ class PlacedEmbeddings:
         return PlacedEmbeddings(self.where[:, start:stop], self.rows[part[self.where]]) if part.any() else None
 
     def into(self, embedded: Array) -> Array:
-        """A copy of the embeddings of tokens with these in their places.
-
-        Args:
-            embedded: float [batch, tokens, hidden]; may have more rows and columns than `where`.
-        """
+        """A copy of `embedded`, float [batch, tokens, hidden] (perhaps larger than `where`), with these in place."""
         result = embedded.copy()
         batch, tokens = self.where.shape
         result[:batch, :tokens][self.where] = self.rows.astype(embedded.dtype)

@@ -26,17 +26,11 @@ ROTARY_AXES = ExtraInput(POSITIONS, (AXES, BATCH, SEQUENCE), default=_same_on_al
 
 
 def positions_on_axes(where: Array, grids: Sequence[Grid]) -> Array:
-    """Positions of the tokens of a prompt, int64 [3, tokens].
+    """Positions of the tokens of a prompt, int64 [3, tokens]; `where`, bool [tokens], marks placeholders of features.
 
     The features of an image have one position in time, and each its row and column from there. The text after it counts
-    on from the larger of its numbers of rows and columns. Source: `get_rope_index` in transformers.
-
-    Args:
-        where: which tokens are placeholders of features, bool [tokens].
-        grids: of each image, in order.
-
-    Raises:
-        InputRefused: the placeholders are not one run for each image, with a token of text between two runs.
+    on from the larger of its numbers of rows and columns. Source: `get_rope_index` in transformers. Raises InputRefused
+    unless the placeholders are one run for each image, with a token of text between two runs.
     """
     starts, stops = _runs(where)
     if [stop - start for start, stop in zip(starts, stops, strict=True)] != [rows * columns for rows, columns in grids]:

@@ -36,11 +36,9 @@ class Cache(Protocol):
 
 @dataclass(frozen=True)
 class Choices:
-    """The most likely tokens, most likely first, as the graph itself chose them.
+    """The K most likely tokens, most likely first, as the graph itself chose them, int64 [batch, new tokens, K].
 
-    Attributes:
-        tokens: int64 [batch, new tokens, K].
-        scores: their log-probabilities over the whole vocabulary, [batch, new tokens, K].
+    `scores` are their log-probabilities over the whole vocabulary, of the same shape.
     """
 
     tokens: Array

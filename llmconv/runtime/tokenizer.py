@@ -42,9 +42,8 @@ OTHER_FILES_FIRST = ("mistral", "pixtral", "voxtral", "ministral")
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """The folder's tokenizer; custom code runs only if it is trusted.
 
-    Raises:
-        InputRefused: the folder has no tokenizer, or transformers cannot read it.
-        MalformedInput: it adds thousands of special tokens to every text.
+    Raises InputRefused if there is none that transformers can read, MalformedInput if it adds thousands of special
+    tokens to every text.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise InputRefused(
@@ -77,9 +76,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
 def find_tokenizer(given: Any, folder: Path, trust_remote_code: bool) -> Any:
     """The tokenizer that a caller gives, as an object or by its folder; for None, that of the model in `folder`.
 
-    Raises:
-        InputRefused: there is no tokenizer in the folder, or transformers cannot read it.
-        UsageProblem: `given` is neither a tokenizer nor a path.
+    Raises UsageProblem if `given` is neither, and as `load_tokenizer`.
     """
     if given is None:
         return load_tokenizer(folder, trust_remote_code)
@@ -107,12 +104,7 @@ def _class_of(folder: Path) -> Any:
 
 
 class TooManyTokens(InputRefused):
-    """A text has far more tokens than it may have, so only its beginning became tokens.
-
-    Attributes:
-        beginning: of the text, with more tokens than it may have.
-        ids: its tokens.
-    """
+    """A text has far more tokens than it may have; only its `beginning`, still too long, became tokens (`ids`)."""
 
     def __init__(self, most: int, beginning: str, ids: list[int]) -> None:
         super().__init__(
@@ -127,13 +119,8 @@ def encode_prompt(
 ) -> list[int]:
     """Token ids of a prompt, with the special tokens that the tokenizer adds; the start token for an empty prompt.
 
-    Args:
-        start: start token if the tokenizer declares no `bos_token`.
-        most: limit of `token_ids`.
-
-    Raises:
-        InputRefused: the prompt has no tokens, or is not valid text.
-        TooManyTokens: it has more than twice as many tokens as it may have.
+    `start` is the start token if the tokenizer declares no `bos_token`. Raises InputRefused without any token, and as
+    `token_ids`.
     """
     require_text(prompt)
     ids = token_ids(tokenizer, prompt, most, add_special_tokens=add_special_tokens)
@@ -189,11 +176,7 @@ def first_ids(tokenizer: Any, text: str, most: int) -> list[int]:
 
 
 def require_text(text: str) -> None:
-    """Checks that a text is valid Unicode: Python represents bytes that are not UTF-8 as lone surrogates.
-
-    Raises:
-        InputRefused: the text contains such bytes.
-    """
+    """Raises InputRefused for invalid Unicode: Python represents bytes that are not UTF-8 as lone surrogates."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -25,12 +25,9 @@ HIDDEN = re.compile(r"\\u00[2-7][0-9a-fA-F]", re.IGNORECASE)
 
 
 def require_small_template(folder: Path) -> None:
-    """Checks the size of the templates in a folder's `tokenizer.json`, before anything else opens it.
+    """Raises MalformedInput if templates in `tokenizer.json` add too many tokens, before anything else opens it.
 
     Most of the file is the vocabulary, so only the templates are parsed.
-
-    Raises:
-        MalformedInput: the templates add too many tokens.
     """
     path = folder / FILE
     if not path.is_file():
@@ -58,8 +55,7 @@ def _counts(template: dict[str, Any], name: str) -> tuple[int, int]:
 def _templates(text: str) -> Iterator[dict[str, Any]]:
     """Every template in the post-processors of a file; none of a file that is not valid JSON.
 
-    Raises:
-        MalformedInput: it has too many post-processors.
+    Raises MalformedInput for too many post-processors.
     """
     places = [found.end() for found in TEMPLATE.finditer(text)]
     if len(places) > MAX_PLACES:

@@ -28,8 +28,7 @@ def evaluation_text() -> str:
 def is_default(name: str | Path) -> bool:
     """Whether `name` is the word for the calibration text; a `Path` never is.
 
-    Raises:
-        UsageProblem: it is, and a file has this name, too.
+    Raises UsageProblem if it is, and a file has this name, too.
     """
     if not isinstance(name, str) or name != DEFAULT:
         return False

@@ -97,12 +97,7 @@ VICUNA = (
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template.
-
-    Attributes:
-        text: Jinja source; None for the tokenizer's own.
-        stops: stop strings, for templates whose answers do not end with a token.
-    """
+    """A chat template: Jinja source (None for the tokenizer's own), and stop strings if no token ends its answers."""
 
     text: str | None = None
     stops: tuple[str, ...] = ()
@@ -119,9 +114,7 @@ TEMPLATES = {
 def find_template(name: str) -> Template:
     """A template by its name, or by the path of a Jinja file.
 
-    Raises:
-        UsageProblem: there is no such template or file.
-        InputRefused: the file cannot be read.
+    Raises UsageProblem if there is none, InputRefused if the file cannot be read.
     """
     if name in TEMPLATES:
         return TEMPLATES[name]
@@ -135,11 +128,9 @@ def find_template(name: str) -> Template:
 
 
 def require_template(tokenizer: Any, template: str) -> Template:
-    """The template, by its name in `TEMPLATES` (the tokenizer's own included) or the path of a Jinja file.
+    """The template, by its name in `TEMPLATES` or the path of a Jinja file.
 
-    Raises:
-        InputRefused: the tokenizer has no template.
-        UsageProblem: an unknown template.
+    Raises InputRefused if the tokenizer has no template of its own, UsageProblem for an unknown one.
     """
     found = find_template(template)
     if found.text is None and not tokenizer.chat_template:
@@ -151,14 +142,8 @@ def require_template(tokenizer: Any, template: str) -> Template:
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str = TOKENIZER) -> str:
     """The text of a chat up to where the answer begins; if the last message is the assistant's, it is continued.
 
-    Args:
-        tokenizer: a tokenizer of transformers.
-        messages: `role` and `content` each, in order; contents are converted to the form that the template reads.
-        template: a name in `TEMPLATES`, or the path of a Jinja file.
-
-    Raises:
-        InputRefused: the tokenizer has no template, a content is not a text, or the template fails on the messages.
-        UsageProblem: an unknown template.
+    Contents are converted to the form that the template (a name in `TEMPLATES`, or the path of a Jinja file) reads.
+    Raises InputRefused if a content is not a text or the template fails, or as `require_template`.
     """
     found = require_template(tokenizer, template)
     if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
@@ -184,9 +169,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
 def require_valid(tokenizer: Any, template: str) -> None:
     """Requires that a template can be parsed and ends; whether it takes some messages, only they can tell.
 
-    Raises:
-        InputRefused: it is not valid Jinja, or takes too much time or memory.
-        UsageProblem: an unknown template.
+    Raises InputRefused for invalid Jinja or too much time or memory, UsageProblem for an unknown template.
     """
     try:
         _text(tokenizer, template, [{"role": "user", "content": "Hello"}], for_answer=True)
@@ -200,12 +183,7 @@ def require_valid(tokenizer: Any, template: str) -> None:
 
 
 def _text(tokenizer: Any, template: str, messages: Sequence[Mapping[str, Any]], for_answer: bool = False) -> str:
-    """The text of messages, rendered in a child process if the template comes with a model.
-
-    Raises:
-        RenderLimitExceeded: it takes too much time or memory.
-        ValueError: the template fails.
-    """
+    """The text of messages, rendered by `bounded_text` if the template comes with a model; raises ValueError."""
     goes_on = for_answer and messages[-1]["role"] == "assistant"
     render = partial(
         tokenizer.apply_chat_template,
@@ -255,14 +233,9 @@ def encode_chat(
 ) -> list[int]:
     """Tokens of `render_chat`, with a start token: the tokenizer's own template contains it, the others do not.
 
-    Args:
-        add_special_tokens: add a start token if the template does not write it.
-        most: limit of `token_ids`.
-
     Raises:
-        InputRefused: as `render_chat`; or the chat has no tokens.
-        TooManyTokens: it has more than twice as many tokens as it may have.
-        UsageProblem: an unknown template.
+        InputRefused, UsageProblem: as `render_chat`; or the chat has no tokens.
+        TooManyTokens: it has more than twice `most` tokens.
     """
     text = render_chat(tokenizer, messages, template)
     require_text(text)
@@ -289,14 +262,9 @@ class RenderLimitExceeded(Exception):
 
 
 def bounded_text(make: Callable[[], str]) -> str:
-    """The text that `make` returns, called in a forked child process.
+    """The text that `make` returns in a forked child process; it must be pure Python, without threads or locks.
 
-    Args:
-        make: pure Python, without threads or locks of this process.
-
-    Raises:
-        RenderLimitExceeded: it took too much time or memory.
-        ValueError: it raised; has the message.
+    Raises RenderLimitExceeded for too much time or memory, ValueError with the message of any other error.
     """
     reader, writer = os.pipe()
     with warnings.catch_warnings():
@@ -372,11 +340,9 @@ Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
 
 class ContentForms:
-    """The forms that one template reads, tried when they are needed.
+    """The forms that one template reads, tried when they are needed, and kept by `source`.
 
-    Args:
-        source: of the template; what is known of it is kept.
-        render: renders messages in it, without a part for an answer.
+    `render` renders messages in it, without a part for an answer.
     """
 
     def __init__(self, source: str, render: Render) -> None:
@@ -440,16 +406,10 @@ def is_message(message: Any) -> bool:
 
 
 def require_contents(messages: Sequence[Mapping[str, Any]], where: str = "the chat") -> None:
-    """Refuses contents that a template would render as `None` or `7`, or fail on.
+    """Raises InputRefused for contents that a template would render as `None` or `7`, or fail on.
 
     A content is a text, a list of parts (which some templates take), or None in a message of the assistant that has
-    `tool_calls`, as in OpenAI's API.
-
-    Args:
-        where: name of the chat in the error message.
-
-    Raises:
-        InputRefused: a content is something else.
+    `tool_calls`, as in OpenAI's API. `where` is the name of the chat in the message.
     """
     for number, message in enumerate(messages, start=1):
         content = message["content"]

@@ -31,15 +31,10 @@ Processor = Callable[[Array, Array], Array]
 
 
 class GraphModel(GenerationMixin):  # type: ignore[misc]
-    """Any runner as a model that transformers generates with.
+    """Any runner as a model that transformers generates with; `vocabulary` is the size of the logits.
 
     transformers runs it without a cache and passes all tokens at every step; the cache is kept here. The row of the
     previous step that a sequence continues is found by its tokens, so that beams may change places.
-
-    Args:
-        positions: the runner's rule for position ids.
-        vocabulary: size of the logits.
-        inputs: values of extra inputs of the prompt.
     """
 
     main_input_name = "input_ids"
@@ -106,14 +101,9 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
 def search(
     model: GraphModel, prompt: Sequence[int], limit: int, settings: GenerationSettings, count: int = 1
 ) -> list[list[int]]:
-    """New tokens of a prompt, found by transformers' beam search, up to an end token; best sequence first.
+    """At most `limit` new tokens, up to an end token, by transformers' beam search; the `count` best sequences first.
 
-    Args:
-        limit: maximum number of new tokens.
-        count: number of sequences, at most the number of beams.
-
-    Raises:
-        UsageProblem: transformers does not accept the settings.
+    Raises UsageProblem for settings that transformers does not accept; `count` is at most the number of beams.
     """
     ids = torch.tensor([list(prompt)])
     torch.manual_seed(settings.seed)
@@ -137,13 +127,8 @@ def _up_to_end(tokens: list[int], ends: Collection[int]) -> list[int]:
 def processor(settings: GenerationSettings, prompt_tokens: int, limit: int) -> Processor:
     """A function that applies all of transformers' logits processors and filters to one sequence.
 
-    Args:
-        prompt_tokens: number of tokens of the prompt.
-        limit: maximum number of new tokens.
-
-    Raises:
-        UnsupportedInput: a field that does not work on logits.
-        UsageProblem: transformers does not accept the settings.
+    `limit` is the maximum number of new tokens. Raises UnsupportedInput for a field that does not work on logits,
+    UsageProblem for settings that transformers does not accept.
     """
     refused = sorted(settings.extra.keys() & (NEED_THE_MODEL | NEED_BEAMS))
     if refused:

@@ -195,10 +195,9 @@ class GenerationSettings:
 
 
 def require_known(names: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Refuses names that are not fields of transformers' `GenerationConfig`: a typo would silently have no effect.
+    """Raises UsageProblem for a name that is no field of transformers' `GenerationConfig`: a typo would have no effect.
 
-    Raises:
-        UsageProblem: an unknown name; the hint has the closest field or option (of `others`).
+    The hint has the closest field, or the closest of the options `others`.
     """
     known = {*KINDS, *NEUTRAL, *NO_NEUTRAL}
     names = set(names)

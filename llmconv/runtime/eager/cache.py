@@ -37,13 +37,7 @@ class EagerCache:
     def continued(
         self, call: ModelCall, extras: Mapping[str, Array], inputs: Mapping[str, ExtraInput]
     ) -> tuple[ModelCall, dict[str, Array]]:
-        """One call of the tokens in the cache and the new ones, and the values of its extra inputs.
-
-        Args:
-            call: the new tokens.
-            extras: values of their extra inputs.
-            inputs: the extra inputs, resolved.
-        """
+        """One call of the tokens in the cache and those of `call`, and the values of its (resolved) extra inputs."""
         ids, positions = (
             np.concatenate(pair, axis=1)
             for pair in ((self.input_ids, call.input_ids), (self.position_ids, call.position_ids))
@@ -101,9 +95,7 @@ def keeps_states(config: Any) -> bool:
 def restore(cache: Any, name: str, tensor: torch.Tensor) -> None:
     """Stores a tensor of another runner's cache in a DynamicCache, in place; keys must come before values.
 
-    Args:
-        name: output name such as `present.0.key`.
-        tensor: [batch, kv_heads, length, head_dim], or a state [batch, ...].
+    `name` is such as `present.0.key`; the shape is [batch, kv_heads, length, head_dim], or a state's [batch, ...].
     """
     prefix, _, rest = name.partition(".")
     index, part = layer_of(name) or 0, rest.partition(".")[2]

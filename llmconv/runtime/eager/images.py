@@ -28,10 +28,9 @@ def family_of(runner: EagerRunner) -> ImageFamily | None:
 
 
 def image_features(runner: EagerRunner, given: Given) -> Features:
-    """Features of images as the whole multimodal model computes them, with all that it does before it places them.
+    """Features of the images of one prompt, as the whole multimodal model computes them before it places them.
 
-    Args:
-        given: what the processor made of the images of one prompt; what the model does not take is left out.
+    `given` is what the processor returned; what the model does not take is left out.
     """
     owner = runner.model if hasattr(runner.model, "get_image_features") else runner.model.model
     compute = owner.get_image_features

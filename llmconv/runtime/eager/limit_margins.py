@@ -58,8 +58,7 @@ class ModelLimit(NamedTuple):
 class LimitMargins:
     """How close values came to limits while a model ran.
 
-    Attributes:
-        shares: the largest value by limit, divided by the limit; 1 or more if the limit had an effect.
+    `shares` is the largest value by limit, divided by the limit; 1 or more if the limit had an effect.
     """
 
     def __init__(self) -> None:

@@ -272,9 +272,8 @@ class EagerRunner(Runner):
     ) -> Step:
         """Runs the prompt; `past` remains unchanged.
 
-        Raises:
-            UnsupportedInput: the hook of an extra input returns another shape or dtype.
-            UsageProblem: a token is not in the vocabulary, or a given value is of no extra input or does not fit.
+        Raises UnsupportedInput if the hook of an extra input returns another shape or dtype; UsageProblem for a token
+        outside of the vocabulary, or a given value of no extra input or that does not fit.
         """
         return self._run(ModelCall(input_ids, attention_mask, position_ids), past, extras, placed)
 
@@ -493,10 +492,9 @@ def layer_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 @contextmanager
 def added_after_layers(layers: Sequence[nn.Module], features: Tensor | None) -> Iterator[None]:
-    """Context in which the first layers of a decoder add features to their outputs.
+    """Context in which the first layers add `features` to their outputs; None for none.
 
-    Args:
-        features: float [batch, tokens, count * hidden], those of the first layer first; None for none.
+    They are float [batch, tokens, count * hidden], those of the first layer first.
     """
     with ExitStack() as hooks:
         if features is not None:

@@ -17,13 +17,9 @@ HINT = "run `llmconv verify --method whole`"
 
 
 def skip_layers(layers: Mapping[str, torch.nn.Module], skipped: Collection[str]) -> None:
-    """Replaces the layers `skipped` of a model in place.
+    """Replaces the layers `skipped`, among which the first must not be, of a model in place.
 
-    Args:
-        layers: all layers by name, in order; the first is not skipped.
-
-    Raises:
-        UnsupportedInput: when the model runs, if a layer returns no hidden state.
+    The model raises UnsupportedInput when it runs if a layer returns no hidden state.
     """
     last = LastResult()
     for name, layer in layers.items():
@@ -52,11 +48,7 @@ class LastResult:
 
 
 class SkippedLayer:
-    """The forward pass of a skipped layer.
-
-    Args:
-        results: of the last layer that was not skipped, for the form of what is returned.
-    """
+    """The forward pass of a skipped layer; returns the form of the `results` of the last layer that was not skipped."""
 
     def __init__(self, name: str, results: LastResult) -> None:
         self._name, self._results = name, results

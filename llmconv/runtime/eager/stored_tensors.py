@@ -123,12 +123,7 @@ def require_loaded(model: Any, report: Mapping[str, Any], stored: Mapping[str, L
     """Requires that a model consists of the folder's weights, and these are all of its modules' weights.
 
     Tensors of modules that the model does not have, such as the vision tower of a language model, may be left over.
-
-    Args:
-        model: from `from_pretrained`.
-        report: its `output_loading_info`.
-        stored: the folder's tensors by name.
-        folder: for the message.
+    `report` is the `output_loading_info` of `from_pretrained`.
 
     Raises:
         MalformedInput: weights are missing (transformers makes them up at random), the model leaves out weights of its

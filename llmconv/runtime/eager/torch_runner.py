@@ -58,11 +58,9 @@ class TorchRunner(EagerRunner):
 
     Args:
         dtype: `auto` for the dtype of the weights, or a float type by name.
-        code: as for `EagerRunner`.
         adapter: folder of a PEFT adapter, which is applied without merging.
         tensors: the weights in place of those in the folder, by the same names.
         threads: number of torch threads in this process; 0 for no change.
-        device: torch's name of the device.
 
     Raises:
         InputRefused: transformers cannot load the folder, or PEFT the adapter.
@@ -129,14 +127,10 @@ def _dtype_of(fields: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> t
 
 
 class GivenModel(TorchRunner):
-    """A model in memory, on its own device and in its own dtype.
+    """A model of transformers, or PEFT's around one, in memory, on its own device and in its own dtype.
 
-    Args:
-        model: of transformers, or PEFT's around one; it is set to evaluation, as transformers' pipeline does.
-        threads: number of torch threads in this process; 0 for no change.
-
-    Raises:
-        UsageProblem: not a causal language model of transformers, or one without its weights.
+    It is set to evaluation, as transformers' pipeline does. `threads` is the number of torch threads in this process; 0
+    for no change. Raises as `require_causal_model`.
     """
 
     def __init__(self, model: Any, *, threads: int = 0) -> None:  # the model is not loaded, so not super's
@@ -163,8 +157,7 @@ class GivenModel(TorchRunner):
 def require_causal_model(model: Any) -> PreTrainedModel:
     """A causal language model of transformers; of PEFT's model around one, the model with the adapter in its layers.
 
-    Raises:
-        UsageProblem: it is something else, has a tuned prefix, or lacks its weights.
+    Raises UsageProblem for anything else, a tuned prefix, or a model without its weights.
     """
     if type(model).__module__.partition(".")[0] == "peft" and hasattr(model, "get_base_model"):
         if getattr(model.active_peft_config, "is_prompt_learning", False):

@@ -18,14 +18,10 @@ class AnyresImages(ImageFamily):
     """Images of any size; `pixel_values` are [images, tiles, channels, height, width], padded with tiles of zeros."""
 
     def runs(self, given: Given) -> Iterator[Given]:
-        """One run for each image.
+        """One run for each image; raises InputRefused for fewer tiles than an image of this size has.
 
-        Args:
-            given: `pixel_values`, float [images, tiles, channels, height, width], and `image_sizes`, int [images, 2],
-                height and width.
-
-        Raises:
-            InputRefused: fewer tiles than an image of this size has.
+        `given` has `pixel_values`, float [images, tiles, channels, height, width], and `image_sizes`, int [images, 2],
+        height and width.
         """
         for pixels, (height, width) in zip(self._tiles(given), self._grids(given), strict=True):
             if len(pixels) < height * width + 1:
@@ -65,8 +61,7 @@ class AnyresImages(ImageFamily):
     def shrunk(self, features: Array, side: int) -> Array:
         """Features [rows, columns, hidden] of an image without padding, resized if the model limits their number.
 
-        Args:
-            side: rows of a tile.
+        `side` is the number of rows of a tile.
         """
         return features
 

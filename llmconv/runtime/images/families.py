@@ -57,14 +57,10 @@ class Idefics3Images(ImageFamily):
         return placeholder
 
     def runs(self, given: Given) -> Iterator[Given]:
-        """One run for all tiles.
+        """One run for all tiles; raises InputRefused for a tile with padding, or no tile at all.
 
-        Args:
-            given: `pixel_values`, float [prompts, tiles, channels, height, width], and `pixel_attention_mask`, int
-                [prompts, tiles, height, width], 0 for padding.
-
-        Raises:
-            InputRefused: a tile with padding, or no tile at all.
+        `given` has `pixel_values`, float [prompts, tiles, channels, height, width], and `pixel_attention_mask`, int
+        [prompts, tiles, height, width], 0 for padding.
         """
         kept = _kept(given)
         if not kept.any():

@@ -32,9 +32,8 @@ CONTRASTS = (1.0, 0.1, 4.0)
 class Features:
     """The features of the images of one prompt.
 
-    Attributes:
-        rows: float [tokens, hidden], in the order of their placeholder tokens.
-        outputs: of the vision graph by name, for each of its runs.
+    `rows` are float [tokens, hidden], in the order of their placeholder tokens; `outputs` those of the vision graph by
+    name, for each of its runs.
     """
 
     rows: Array
@@ -68,11 +67,7 @@ class ImageFamily:
     def load_processor(self, folder: Path) -> Any:
         """transformers' processor of the model, or one that returns the same for texts and images.
 
-        Args:
-            folder: has its files and those of the tokenizer.
-
-        Raises:
-            Exception: of any class; transformers cannot read the files, or needs a library that is not installed.
+        Raises an Exception of any class if transformers cannot read the files in `folder`, or lacks a library.
         """
         return load_processor(folder, self.config)
 
@@ -84,8 +79,7 @@ class ImageFamily:
     def text_of_image(self, placeholder: str, processor: Any) -> str:
         """The text of one image in a prompt that the caller writes no placeholders into.
 
-        Args:
-            placeholder: text of the token that a processor repeats for each feature.
+        `placeholder` is the text of the token that a processor repeats for each feature.
         """
         return f"{placeholder}\n"
 
@@ -100,8 +94,7 @@ class ImageFamily:
     def rows(self, outputs: Sequence[Given], given: Given) -> Array:
         """Features, float [tokens, hidden], in the order of their placeholder tokens.
 
-        Args:
-            outputs: of the vision graph by name, for each of its runs.
+        `outputs` are those of the vision graph by name, for each of its runs.
         """
         parts = [one[IMAGE_FEATURES] for one in outputs]
         return np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
@@ -114,9 +107,7 @@ class ImageFamily:
     def inputs(self, where: Array, features: Features, given: Given) -> dict[str, Array]:
         """Values of the decoder's extra inputs for one prompt by name, without the axis of the batch.
 
-        Args:
-            where: which tokens of the prompt are placeholders, bool [tokens].
-            features: of its images.
+        `where`, bool [tokens], marks its placeholders.
         """
         return {}
 
@@ -125,9 +116,7 @@ class ImageFamily:
     def examples(self, shape: Sequence[int | str], random: np.random.Generator) -> list[Given]:
         """Random images as a processor returns them: of a prompt with one image, of one with two, and others.
 
-        Args:
-            shape: of `pixel_values` as the vision graph declares it.
-            random: draws the pixels; equal shapes for equal shapes of images, whatever it draws.
+        `shape` is that of `pixel_values` as the vision graph declares it; shapes do not depend on what `random` draws.
         """
         size = [int(axis) for axis in shape[1:]]
         kinds = [(1, 1.0), (2, 1.0), *((count, contrast) for contrast in CONTRASTS for count in (1, 3))]
@@ -138,11 +127,9 @@ class ImageFamily:
         return [graph_tokens] * len(given[PIXEL_VALUES])
 
     def model_inputs(self, where: Array, given: Given) -> dict[str, Array]:
-        """What the whole eager model takes in addition to tokens, mask and positions, by name.
+        """What the whole eager model takes for a batch in addition to tokens, mask and positions, by name.
 
-        Args:
-            where: which tokens are placeholders, bool [batch, tokens].
-            given: as for `runs`, of all prompts of the batch together.
+        `where`, bool [batch, tokens], marks placeholders; `given` is that of all prompts together.
         """
         return dict(given)
 
@@ -152,11 +139,7 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 def load_processor(folder: Path, config: Any) -> Any:
-    """The processor of a model, whose folder has its files and those of the tokenizer.
-
-    Raises:
-        Exception: of any class; transformers cannot read the files, or needs a library that is not installed.
-    """
+    """The processor of a model; raises as `ImageFamily.load_processor`."""
     from transformers import PROCESSOR_MAPPING, AutoProcessor  # noqa: PLC0415 - imports torch
     from transformers.utils import is_torchvision_available  # noqa: PLC0415
 

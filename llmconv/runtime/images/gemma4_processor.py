@@ -20,9 +20,7 @@ COUNTS = "num_soft_tokens_per_image"
 class PatchProcessor:
     """Expands the placeholder of each image, as in transformers' processing_gemma4.py.
 
-    Attributes:
-        images: of transformers, makes patches and their places.
-        tokenizer: of the model.
+    `images`, of transformers, makes patches and their places.
     """
 
     images: Any
@@ -39,16 +37,10 @@ class PatchProcessor:
     def __call__(
         self, text: Sequence[str], images: Sequence[Sequence[Any]], return_tensors: str = "np", **options: Any
     ) -> dict[str, Array]:
-        """Tokens, patches and their places.
+        """Tokens, patches and their places of one text and its images (of Pillow).
 
-        Args:
-            text: one text, with a placeholder for each image.
-            images: those of the text, of Pillow.
-            return_tensors: `np`.
-            **options: of the tokenizer.
-
-        Raises:
-            ValueError: another number of placeholders than images.
+        `return_tensors` is `np`; `options` are passed to the tokenizer. Raises ValueError unless the text has a
+        placeholder for each image.
         """
         given = dict(self.images(list(images[0]), return_tensors="np"))
         counts, token = given.pop(COUNTS), self.tokenizer.image_token

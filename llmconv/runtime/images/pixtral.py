@@ -24,12 +24,8 @@ class PixtralImages(ImageFamily):
     def runs(self, given: Given) -> Iterator[Given]:
         """One run for each image, without its padding, cut into squares: [1, channels, rows, unit, columns, unit].
 
-        Args:
-            given: `pixel_values`, float [images, channels, height, width], and `image_sizes`, int [images, 2], height
-                and width.
-
-        Raises:
-            InputRefused: a size is not a multiple of the model's merged patches.
+        `given` has `pixel_values`, float [images, channels, height, width], and `image_sizes`, int [images, 2], height
+        and width. Raises InputRefused for a size that is not a multiple of the model's merged patches.
         """
         unit = unit_of(self.config)
         for pixels, (height, width) in zip(given[PIXEL_VALUES], _sizes(given), strict=True):

@@ -68,11 +68,7 @@ class QwenImages(ImageFamily):
         return np.ascontiguousarray(blocks.swapaxes(1, 2).reshape(rows * columns, *rest))
 
     def _grids(self, given: Given) -> list[Patches]:
-        """Rows and columns of patches of each image.
-
-        Raises:
-            InputRefused: there are frames of a video, or the patches are not those of the images.
-        """
+        """Rows and columns of patches of each image; raises InputRefused for frames of a video, or other patches."""
         grids = [tuple(map(int, grid)) for grid in given[GRIDS]] if GRIDS in given else []
         if not grids or any(len(grid) != 3 or grid[0] != 1 for grid in grids):
             raise InputRefused("the model's processor makes no images but frames", hint="give images, and no video")

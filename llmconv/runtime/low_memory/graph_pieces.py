@@ -36,7 +36,6 @@ class GraphPiece:
     """Consecutive nodes of a graph.
 
     Attributes:
-        model: the whole graph.
         nodes: nodes of this piece, including those that compute its constants.
         inputs: values from earlier pieces, or graph inputs.
         outputs: values that later pieces use, or graph outputs.

@@ -27,13 +27,7 @@ class _Ended(BaseException):
 
 @dataclass
 class BarrierWork:
-    """The work of one pass at a barrier.
-
-    Attributes:
-        barrier: name of the layer or matrix.
-        work: computes the result once the weights of the barrier are loaded.
-        result: returned by `work`.
-    """
+    """The work of one pass at a barrier, named after the layer or matrix; `work` runs once its weights are loaded."""
 
     barrier: str
     work: Callable[[], Any]
@@ -42,12 +36,9 @@ class BarrierWork:
 
 @dataclass
 class ForwardPass(Generic[T]):
-    """One forward pass in its own thread.
+    """One forward pass in its own thread; it calls `PassScheduler.wait` at every barrier.
 
-    Attributes:
-        run: the pass; it calls `PassScheduler.wait` at every barrier.
-        waiting: the barrier that it waits at; None when it is finished.
-        result: returned by `run`.
+    `waiting` is the barrier that it waits at; None when it is finished.
     """
 
     run: Callable[[], T]
@@ -63,9 +54,8 @@ class ForwardPass(Generic[T]):
 class PassScheduler(Generic[T]):
     """Runs several forward passes from barrier to barrier.
 
-    Args:
-        serve: called with a barrier, and with the index and work of every pass; sets the result of each.
-        leave: called with the barrier before each pass continues.
+    `serve` is called with a barrier, and with the index and work of every pass, and sets the result of each; `leave`
+    with the barrier before each pass continues.
     """
 
     def __init__(

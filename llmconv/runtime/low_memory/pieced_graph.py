@@ -63,9 +63,7 @@ class DeclaredValue:
 class DeclaredGraph:
     """The inputs and outputs of a graph in the form of `SessionChain`, without a session.
 
-    Args:
-        paths: file of the graph, or files of its stages in order.
-        change: as in `SessionSettings`.
+    `paths` are the file of the graph, or those of its stages in order; `change` is as in `SessionSettings`.
     """
 
     def __init__(self, paths: Sequence[Path], change: GraphTransform | None = None) -> None:
@@ -115,13 +113,7 @@ def _ports(model: onnx.ModelProto, *, factors: bool) -> list[onnx.ValueInfoProto
 def open_piece(
     piece: GraphPiece, types: ValueTypes, folder: Path, settings: SessionSettings, limit: int
 ) -> LimitedSession:
-    """A session of a piece.
-
-    Args:
-        types: of its inputs.
-        folder: the folder of the graph.
-        limit: maximum size of the weights of a piece, in bytes of float32.
-    """
+    """A session of a piece with inputs of `types`; its weights have at most `limit` bytes in float32."""
     if piece.weight_bytes > limit:  # avoids a second copy of a large matrix
         settings = replace(settings, optimization="disable")
     options = settings.options()

@@ -96,12 +96,9 @@ class KeyedCache(Cache, Protocol):
 
 @dataclass(frozen=True)
 class SpilledCache:
-    """The cache after precomputed calls, kept in a file.
+    """The cache after precomputed calls, kept in a file; `length` counts tokens, padding included.
 
-    Attributes:
-        key: hash of the calls and edits that produced it.
-        length: number of tokens, padding included.
-        spilled: the arrays by name.
+    `key` is the hash of the calls and edits that produced it; `spilled` are the arrays by name.
     """
 
     key: bytes
@@ -130,12 +127,7 @@ class ArrayEdit(Protocol):
 
 @dataclass(frozen=True)
 class EditedSpilledCache:
-    """A cache in a file with an edit that is made when it is read.
-
-    Attributes:
-        cache: before the edit.
-        mask: of the remaining tokens, [batch, tokens].
-    """
+    """A cache in a file with an edit made when it is read; `mask` [batch, tokens] is of the remaining tokens."""
 
     cache: SpilledCache
     edit: ArrayEdit
@@ -193,10 +185,9 @@ class PrecomputedRunner(Runner):
         self._kept: dict[bytes, _Kept | LlmconvError] = {}
 
     def precompute(self, chains: Sequence[CallChain]) -> None:
-        """Runs the calls of all chains; an error of a call is raised when its result is requested.
+        """Runs the calls of all chains; raises UnsupportedInput if they cannot run together.
 
-        Raises:
-            UnsupportedInput: the calls cannot run together.
+        An error of a call is raised when its result is requested.
         """
         batch: list[CallChain] = []
         tokens = 0

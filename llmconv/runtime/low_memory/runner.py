@@ -51,7 +51,6 @@ class StreamedRunner(EagerRunner):
         memory: of large matrices, which runners of the same weights may share.
 
     Raises:
-        InputRefused: transformers cannot load the folder.
         UnsupportedInput: the model has no layers that can be loaded one by one.
     """
 
@@ -135,8 +134,7 @@ class StreamedRunner(EagerRunner):
     def run_all(self, calls: Sequence[PlannedCall]) -> list[Step]:
         """The results of all calls, with as few passes over the weights as possible.
 
-        Raises:
-            UnsupportedInput: the calls do not run the same layers in the same order.
+        Raises UnsupportedInput if the calls do not run the same layers in the same order.
         """
         if not keeps_states(self.config) and not self._masks_new:
             return self._run_together(calls)

@@ -46,16 +46,10 @@ class MetaTensor:
 
 
 class StreamedWeights:
-    """Loads the weights of parts of a model and drops them again.
+    """Loads the weights of parts of a model on the meta device and drops them again.
 
-    Args:
-        model: a transformers model on the meta device.
-        stored: the tensors of its folder.
-        dtype: dtype requested for the model.
-        memory: of large matrices; shared with other runners of the same weights.
-
-    Raises:
-        UnsupportedInput: the model is quantized.
+    `memory`, of large matrices, may be shared with other runners of the same weights. Raises UnsupportedInput for a
+    quantized model.
     """
 
     def __init__(
@@ -199,12 +193,9 @@ class LazyMatrices(TorchFunctionMode):
 
 
 def linear_by_blocks(value: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`linear` in the input's dtype with a matrix in another.
+    """`linear` in the dtype of `value` [..., columns], with a matrix [rows, columns] of another dtype.
 
-    Args:
-        value: [..., columns].
-        matrix: [rows, columns]; its values are exact in the dtype of `value`.
-        bias: [rows], or None.
+    The values of the matrix must be exact in the dtype of `value`; the bias is [rows], or None.
     """
     if matrix.dtype is value.dtype:
         return functional.linear(value, matrix, bias)
@@ -225,12 +216,9 @@ def linear_by_blocks(value: torch.Tensor, matrix: torch.Tensor, bias: torch.Tens
 def product_by_rows(
     stored: StoredTensor, dtype: torch.dtype, inputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 ) -> list[torch.Tensor]:
-    """`linear(input, matrix, bias)`, [..., rows], for each of several inputs; the matrix is read once.
+    """`linear(input, matrix, bias)`, [..., rows] in `dtype`, for several inputs; the stored matrix is read once.
 
-    Args:
-        stored: the matrix, [rows, columns].
-        dtype: dtype of the computation and of the results.
-        inputs: pairs of an input [..., columns] and a bias [rows] or None.
+    Inputs are pairs of an input [..., columns] and a bias [rows] or None.
     """
     rows, columns = stored.shape
     step = max(1, BLOCK // columns)

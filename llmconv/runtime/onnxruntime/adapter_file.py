@@ -49,11 +49,7 @@ def encode_adapter(factors: Mapping[str, Array]) -> bytes:
 
 
 def read_adapter(path: Path) -> dict[str, Array]:
-    """The float32 arrays of an adapter file by name.
-
-    Raises:
-        MalformedInput: not such a file, truncated, or with other dtypes.
-    """
+    """The float32 arrays of an adapter file by name; raises MalformedInput for a truncated file, or other dtypes."""
     content = path.read_bytes()
     if content[4:8] != ONNX_ADAPTER:
         raise MalformedInput(f"`{path.name}` is not an adapter file of onnxruntime", hint="write it again")

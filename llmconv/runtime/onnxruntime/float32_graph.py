@@ -52,12 +52,9 @@ def half_precision(model: onnx.ModelProto) -> str:
 def compute_in_float32(
     model: onnx.ModelProto, half: int, constant: Callable[[onnx.TensorProto], Array] = numpy_helper.to_array
 ) -> None:
-    """Replaces one half-precision dtype by float32, in place.
+    """Replaces the half-precision element type `half` by float32, in place; another half-precision type stays.
 
-    Args:
-        model: the graph; external weights may be left out.
-        half: the element type to replace; another half-precision type stays.
-        constant: the values of an inline tensor of that type, which are cast to float32.
+    External weights may be left out. `constant` gives the values of an inline tensor of that type.
     """
     for graph in graphs(model.graph):
         del graph.value_info[:]

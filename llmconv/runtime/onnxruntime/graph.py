@@ -262,11 +262,7 @@ INSTALL = "install the package whose input map declares it, or call `register_in
 
 
 def is_token_input(name: str, rank: int) -> bool:
-    """Whether an input has tokens, their mask, one position for each, or where they are written.
-
-    Args:
-        rank: number of its axes.
-    """
+    """Whether an input, by name and rank, has tokens, their mask, one position each, or where they are written."""
     return name in TOKEN_INPUTS and (name != POSITIONS or rank < 3)
 
 
@@ -280,15 +276,10 @@ def declared_extras(
     types: Mapping[str, str],
     known: Callable[[], Sequence[ExtraInput]] | None,
 ) -> dict[str, ExtraInput]:
-    """The extra inputs of a graph by name; an input of no input map is left out.
+    """The extra inputs of a graph by name, from declared shapes and onnxruntime's type names of all inputs.
 
-    Args:
-        shapes: declared shapes of all inputs by name.
-        types: onnxruntime's type names of the inputs.
-        known: returns the extra inputs of the family.
-
-    Raises:
-        UnsupportedInput: the graph declares another rank, size or dtype than the input map.
+    An input of no input map is left out; `known` returns the extra inputs of the family. Raises UnsupportedInput if
+    rank, size or dtype are not those of the input map.
     """
     names = extra_names(shapes)
     rows = {extra.name: extra for extra in known()} if names and known else {}
@@ -313,12 +304,6 @@ def _declared(extra: ExtraInput, shape: Sequence[int | str], kind: str) -> Extra
 
 
 def require_known(shapes: Mapping[str, Sequence[int | str]], known: Mapping[str, ExtraInput], what: str) -> None:
-    """Raises UnsupportedInput for a graph with an input whose value nothing computes; the message has its name.
-
-    Args:
-        shapes: declared shapes of the graph's inputs by name.
-        known: its extra inputs by name.
-        what: the graph in messages.
-    """
+    """Raises UnsupportedInput, with the name, for a graph (`what`) with an input whose value nothing computes."""
     if unknown := [name for name in extra_names(shapes) if name not in known]:
         raise UnsupportedInput(f"`{what}` has the input `{unknown[0]}`, which no input map declares", hint=INSTALL)

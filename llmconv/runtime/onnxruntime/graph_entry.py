@@ -81,8 +81,7 @@ class GraphEntry:
 def graph_entries(folder: Path) -> list[GraphEntry]:
     """The decoder graphs of a folder that keep a cache: from the manifest, else by their usual file names.
 
-    Raises:
-        MalformedInput: an entry of the manifest is invalid.
+    Raises MalformedInput for an invalid entry of the manifest.
     """
     if not (listed := _listed(folder)):
         found = {role: name for role, name in GRAPH_FILES.items() if (folder / name).is_file()}

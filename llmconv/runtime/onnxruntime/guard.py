@@ -36,9 +36,8 @@ DIGITS = 100
 def load_guarded(path: Path) -> onnx.ModelProto:
     """The graph without its weights, after it was checked.
 
-    Raises:
-        MalformedInput: not an ONNX file, a custom operator, external data outside of the folder, or a size out of
-            proportion.
+    Raises MalformedInput unless it is an ONNX file without custom operators, external data outside of the folder, or
+    sizes out of proportion.
     """
     if not path.is_file():
         raise MalformedInput(f"`{path.name}` is missing from `{path.parent}`", hint="export the graph again")
@@ -250,8 +249,7 @@ NodeIterator = Callable[[Iterable[onnx.NodeProto]], Iterator[onnx.NodeProto]]
 def expansion_problem(model: onnx.ModelProto, within: NodeIterator) -> str:
     """The problem of a model's functions, if they are recursive or too large; else empty.
 
-    Args:
-        within: returns the given nodes and those of their subgraphs.
+    `within` returns the given nodes and those of their subgraphs.
     """
     bodies = {(one.domain, one.name, one.overload): list(within(one.node)) for one in model.functions}
     called = {key: _calls(body, bodies) for key, body in bodies.items()}
@@ -294,8 +292,7 @@ def _innermost_first(called: Mapping[FunctionKey, list[FunctionKey]]) -> list[Fu
 def constant_problem(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> str:
     """The problem of a model's constants, if one is too large; else empty.
 
-    Args:
-        nodes: all nodes of the graph, including those of subgraphs and functions.
+    `nodes` are all of the graph, including those of subgraphs and functions.
     """
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     found = list(nodes)

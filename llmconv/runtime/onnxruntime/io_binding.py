@@ -16,9 +16,7 @@ from llmconv.tensors import Array
 class BoundSession:
     """A session whose inputs and cache are bound to memory that later runs reuse.
 
-    Args:
-        results: names of the outputs other than the cache.
-        device: memory in which the session computes.
+    `results` are the names of the outputs other than the cache; the session computes in the memory of `device`.
     """
 
     def __init__(self, session: LimitedSession, results: Sequence[str], device: Device) -> None:
@@ -43,11 +41,7 @@ class BoundSession:
             self._binding.bind_ortvalue_input(name, value)
 
     def feed(self, name: str, array: Array, dtype: Any = None) -> None:
-        """Sets an input; reuses the memory of the previous value if the shape is the same.
-
-        Args:
-            dtype: of the input; None for that of `input_dtype`.
-        """
+        """Sets an input as `dtype` (None: `input_dtype`); reuses the memory of the previous value of the same shape."""
         held = self._inputs.get(name)
         if held is not None and held.shape == array.shape:
             held[...] = array

@@ -29,14 +29,9 @@ def is_factor(name: str) -> bool:
 
 
 def require_factors(factors: Mapping[str, Array], inputs: Mapping[str, Sequence[int | str]]) -> None:
-    """Checks that factors fit the inputs of a graph.
+    """Raises InputRefused unless factors A [rank, in] and B [out, rank] fit the declared shapes of a graph's inputs.
 
-    Args:
-        factors: A [rank, in] and B [out, rank] by name.
-        inputs: declared shapes by name.
-
-    Raises:
-        InputRefused: the graph has no such input, a shape mismatch, or one factor without the other.
+    They come in pairs; one factor without the other is refused, too.
     """
     if absent := sorted({module_of(name) for name in factors if name not in inputs}):
         there = sorted({module_of(name).rpartition(".")[2] for name in inputs})

@@ -51,15 +51,9 @@ def default_folder() -> Path:
 def packed_graph(path: Path, model: onnx.ModelProto, settings: SessionSettings, limit: TimeLimit) -> Path | None:
     """The file of the same graph with packed weights, which is written if it is missing; None if it cannot be.
 
-    Args:
-        path: file of the graph; its weights are in the same folder.
-        model: the graph to run, without the weights.
-        settings: of its session; `packed_cache` is the folder of the packed weights.
-        limit: time limit of opening the graph.
-
-    Raises:
-        UsageProblem: the folder belongs to another user, or the provider is not the CPU.
-        OutOfMemory: memory ran out.
+    `model`, the graph to run, is without its weights, which are in the folder of `path`; `settings.packed_cache` is the
+    folder of the packed weights. Raises UsageProblem if that belongs to another user, or the provider is not the CPU;
+    OutOfMemory.
     """
     cache = settings.packed_cache
     assert cache is not None

@@ -24,11 +24,7 @@ def open_packed(
 ) -> LimitedSession:
     """A session with its own copy of the weights in the layout of onnxruntime's kernels.
 
-    Args:
-        path: file of the graph; its weights are in the same folder.
-        model: the graph to run, without the weights.
-        providers: execution providers, preferred first.
-        limit: time limit of opening and running.
+    `model`, the graph to run, is without its weights, which are in the folder of `path`.
     """
     size = sum(int(external_fields(tensor).get("length", 0)) for tensor in external_tensors(model))
     with huge_pages(size):
@@ -38,14 +34,7 @@ def open_packed(
 def open_changed(
     path: Path, model: onnx.ModelProto, options: ort.SessionOptions, providers: Sequence[Any], limit: TimeLimit
 ) -> LimitedSession:
-    """A session of `model` instead of the file at `path`, with the weights in the folder of that file.
-
-    Args:
-        model: the graph to run, without the weights.
-        options: session options; the folder of the weights is added.
-        providers: execution providers, preferred first.
-        limit: time limit of opening and running.
-    """
+    """A session of `model`, without its weights, instead of the file at `path`, in whose folder the weights are."""
     model, weights = followed(model, path.parent.absolute())
     folder = str(weights)
     try:
@@ -113,12 +102,7 @@ def _join(attention: onnx.NodeProto, parts: Sequence[onnx.NodeProto]) -> list[on
 
 
 def followed(model: onnx.ModelProto, folder: Path) -> tuple[onnx.ModelProto, Path]:
-    """A graph and the folder of its weights, after following links that all lead into one folder.
-
-    Args:
-        model: without the weights; it is not changed (the result may be a copy).
-        folder: of its file, whose links the guard has checked.
-    """
+    """A graph, or a copy, and the folder of its weights, after following links that all lead into one folder."""
     names = {external_fields(tensor)["location"] for tensor in external_tensors(model)}
     targets = {name: (folder / name).resolve() for name in names if (folder / name).is_symlink()}
     homes = {target.parent for target in targets.values()}

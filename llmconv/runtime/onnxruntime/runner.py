@@ -198,12 +198,7 @@ def _without_graphs(folder: Path) -> InputRefused:
 
 
 def after_prefix(attention_mask: Array, position_ids: Array, prefix: PrefixEntry) -> tuple[Array, Array]:
-    """Mask and positions of tokens whose cache begins with a prefix.
-
-    Args:
-        attention_mask: mask without the prefix, int64 [batch, past + new tokens].
-        position_ids: positions without the prefix, int64 [batch, new tokens].
-    """
+    """Mask int64 [batch, past + new tokens] and positions int64 [batch, new tokens], with a prefix before the cache."""
     ones = np.ones((len(attention_mask), prefix.length), dtype=np.int64)
     return np.concatenate([ones, attention_mask], axis=1), position_ids + prefix.first_position
 

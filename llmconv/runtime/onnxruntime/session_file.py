@@ -72,9 +72,8 @@ COUNTERPARTS = {
 def read_session_file(path: Path, settings: SessionSettings | None = None) -> SessionSettings:
     """`settings` (default: onnxruntime's) updated from a file.
 
-    Raises:
-        InputRefused: the file cannot be read, is written for another runtime, or has an option that leads to files.
-        MalformedInput: the file is neither .ini nor JSON, or has an unknown section or an invalid value.
+    Raises InputRefused for an unreadable file, another runtime's, or an option that leads to files; MalformedInput
+    unless it is .ini or JSON with known sections and valid values.
     """
     content = _read(path)
     _refuse_unknown(path, content)
@@ -248,13 +247,9 @@ class SessionOptions(TypedDict, total=False):
 
 
 def session_settings(options: SessionOptions) -> SessionSettings:
-    """Session settings of onnxruntime: those of `session` or a file, with single options replaced.
+    """Session settings of onnxruntime: those of `session` or a file, with single options replaced; others are ignored.
 
-    Options that are not for onnxruntime are ignored.
-
-    Raises:
-        InputRefused: the file cannot be read.
-        UsageProblem: both `session` and a file, or an invalid provider.
+    Raises InputRefused for an unreadable file, UsageProblem for both, or an invalid provider.
     """
     session, file = options.get("session"), options.get("session_config")
     if session and file:

@@ -210,8 +210,7 @@ def short_provider(provider: str) -> str:
 def provider_name(provider: str) -> str:
     """onnxruntime's name of a provider such as `cuda` or `CUDAExecutionProvider`.
 
-    Raises:
-        UsageProblem: this build of onnxruntime does not have the provider.
+    Raises UsageProblem if this build of onnxruntime does not have it.
     """
     available = ort.get_available_providers()
     spelled: dict[str, str] = {name.lower(): name for name in available}
@@ -228,14 +227,9 @@ def provider_name(provider: str) -> str:
 def with_options(
     settings: SessionSettings | None, provider: str | None, threads: int | None, timeout: float | None
 ) -> SessionSettings:
-    """Settings (None for those of a new session) with single options in place of theirs; None keeps an option.
+    """Settings (None for those of a new session) with a provider, threads or a timeout (seconds) that are not None.
 
-    Args:
-        provider: execution provider, such as `cpu`.
-        timeout: time limit in seconds.
-
-    Raises:
-        UsageProblem: an invalid provider, number of threads or time limit.
+    Raises UsageProblem for an invalid one.
     """
     require_threads(threads or 0)
     if timeout is not None and not 0 < timeout < inf:
@@ -267,10 +261,7 @@ class WidenedWeights:
         """Replaces every Cast of a stored matrix to float32 by the shared copy, in place; adds the copies to `options`.
 
         Other weights are small, and onnxruntime may fold nodes that read them, for which it needs their own values.
-
-        Args:
-            path: file of the graph; its weights are in the same folder.
-            model: the graph without its weights.
+        `model` is without its weights, which are in the folder of `path`.
         """
         weights = {tensor.name: tensor for tensor in model.graph.initializer if _is_half(tensor)}
         uses = Counter(name for node in model.graph.node for name in node.input)
@@ -314,13 +305,7 @@ def _widens(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) -> bool:
 
 
 def widened(path: Path, offset: int, kind: int, shape: tuple[int, ...]) -> Array:
-    """Stored values in float32, converted in blocks, so that no more than a block is held twice.
-
-    Args:
-        path: file of the weight.
-        offset: of its first byte.
-        kind: its element type, `FLOAT16` or `BFLOAT16`.
-    """
+    """FLOAT16 or BFLOAT16 values at byte `offset` as float32, in blocks: no more than a block is held twice."""
     result = np.empty(shape, np.float32)
     flat, dtype = result.reshape(-1), STORED[kind]
     step = BLOCK_BYTES // dtype.itemsize

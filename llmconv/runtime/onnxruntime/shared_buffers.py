@@ -42,17 +42,9 @@ DeclaredShapes = Mapping[str, Sequence[int | str]]
 
 
 class CacheBuffers:
-    """The memory of the cache of one batch.
+    """The memory of the cache of one batch, with copies of `arrays`, of which `filled` tokens are used.
 
-    Attributes:
-        values: key and value of layer 0, of layer 1, …, each [batch, kv_heads, capacity, head_dim].
-        filled: number of tokens after the latest call.
-        capacity: maximum number of tokens.
-
-    Args:
-        arrays: the initial values, which are copied.
-        filled: number of tokens in them.
-        device: where the memory lies.
+    `values` are key and value of layer 0, of layer 1, …, each [batch, kv_heads, capacity, head_dim].
     """
 
     def __init__(self, arrays: Sequence[Array], filled: int = 0, device: Device | None = None) -> None:
@@ -72,11 +64,8 @@ class CacheBuffers:
     ) -> BoundSession:
         """The session with this cache bound to it; kept, because binding takes longer than the rest of a call.
 
-        Args:
-            past: names of the past inputs.
-            results: names of the outputs other than the cache.
-            present: names of the present outputs.
-            factors: LoRA factors by input name; one mapping per adapter, which the graph keeps.
+        `results` are the names of the outputs other than the cache; `factors`, LoRA's by input name, must be one
+        mapping per adapter, which the graph keeps.
         """
         key = session, id(factors)
         if key not in self._bound:
@@ -162,8 +151,6 @@ class BufferedSession:
         results: names of the outputs other than the cache.
         embed: returns the token input by name for `input_ids` and placed embeddings.
         garbage: unwritten parts of the buffers contain large numbers, which reveals a graph that reads them.
-        device: where the buffers lie.
-        factors: LoRA factors by input name.
     """
 
     def __init__(
@@ -197,13 +184,7 @@ class BufferedSession:
     ) -> tuple[list[Array], Cache]:
         """Continues `past` (None for an empty cache) by a call; returns one array per result name, and the cache.
 
-        Args:
-            call: tokens, mask and positions.
-            values: of the extra inputs.
-            placed: embeddings in place of those of some tokens.
-
-        Raises:
-            InputRefused: the sizes of the graph do not allow the call.
+        Raises InputRefused if the sizes of the graph do not allow the call.
         """
         rows, new = call.input_ids.shape
         filled = past.length if past else 0
@@ -306,11 +287,7 @@ INPUTS_EMBEDS = "inputs_embeds"
 
 
 class EmbeddingGraph:
-    """Maps `input_ids` to `inputs_embeds`.
-
-    Raises:
-        MalformedInput: `guard` refuses the file, or onnxruntime cannot open it.
-    """
+    """Maps `input_ids` to `inputs_embeds`; raises MalformedInput if `guard` or onnxruntime refuses the file."""
 
     def __init__(self, path: Path, settings: SessionSettings | None = None) -> None:
         self._session = SessionChain([path], settings or SessionSettings(), joins=False).last

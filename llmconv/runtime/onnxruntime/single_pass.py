@@ -18,13 +18,9 @@ from llmconv.tensors import Array
 
 
 class SinglePassGraph:
-    """One graph without a cache.
+    """One graph without a cache; `inputs` and `outputs` are declared shapes (sizes and symbols) by name, in its order.
 
-    Attributes:
-        inputs, outputs: declared shapes (sizes and symbols) by name, in the graph's order.
-
-    Raises:
-        MalformedInput: `guard` refuses the file, or onnxruntime cannot open it.
+    Raises MalformedInput if `guard` refuses the file, or onnxruntime cannot open it.
     """
 
     def __init__(self, path: Path, settings: SessionSettings | None = None) -> None:
@@ -34,15 +30,10 @@ class SinglePassGraph:
         self._path = path
 
     def run(self, input_ids: Array, attention_mask: Array, position_ids: Array | None = None) -> Mapping[str, Array]:
-        """All outputs by name.
+        """All outputs by name; the arguments are int64 [batch, tokens], the mask 0 for padding on either side.
 
-        Args:
-            input_ids: int64 [batch, tokens].
-            attention_mask: int64 [batch, tokens], 0 for padding on either side.
-            position_ids: int64 [batch, tokens], for a graph that takes them; None to count from the mask.
-
-        Raises:
-            InputRefused: onnxruntime cannot run the graph on these tokens.
+        Positions are counted from the mask if None. Raises InputRefused if onnxruntime cannot run the graph on these
+        tokens.
         """
         given = {"input_ids": input_ids, "attention_mask": attention_mask}
         if "position_ids" in self.inputs:

@@ -25,16 +25,9 @@ from llmconv.runtime.onnxruntime.time_limit import TOO_LONG, LimitedSession, Tim
 class SessionChain:
     """The sessions of a graph's stages, in order; one session for a graph in one file.
 
-    Attributes:
-        op_types: operators that occur in the graph.
-
-    Args:
-        settings: of every session; each stage may have its own options and device.
-        joins: with `settings.prepack`, join projections before they are packed.
-
-    Raises:
-        MalformedInput: `guard` refuses a file, or onnxruntime cannot open it.
-        UsageProblem: there are settings of a stage that does not exist.
+    `op_types` are the graph's operators; with `joins` and `settings.prepack`, projections are joined before they are
+    packed. Raises MalformedInput if `guard` or onnxruntime refuses a file, UsageProblem for settings of a stage that
+    does not exist.
     """
 
     def __init__(self, paths: Sequence[Path], settings: SessionSettings, *, joins: bool = True) -> None:

@@ -99,9 +99,7 @@ FOLDED_BYTES, FOLDED_PER_BYTE = 256 << 20, 8
 class TimeLimit:
     """The time limits of the sessions of one graph; after one was exceeded, nothing runs any more.
 
-    Args:
-        weight_bytes: size of the graph's weights.
-        seconds: minimum of every limit; None for `SECONDS`.
+    They grow with `weight_bytes`; `seconds` is the minimum of each, None for `SECONDS`.
     """
 
     def __init__(self, weight_bytes: int, seconds: float | None = None) -> None:
@@ -127,12 +125,8 @@ class TimeLimit:
     def running(self, new: int, total: int) -> Iterator[ort.RunOptions]:
         """Context in which a session runs with the returned options.
 
-        Args:
-            new: number of new tokens in the batch.
-            total: length of a sequence in tokens, past included.
-
-        Raises:
-            TimeoutError: the limit was exceeded now or before.
+        `new` counts new tokens in the batch, `total` the tokens of a sequence, past included. Raises TimeoutError if
+        the limit was exceeded now or before.
         """
         options = ort.RunOptions()
         seconds = self._least + self.weight_bytes * new / BYTES_COMPUTED + new * total / PAIRS
@@ -164,15 +158,9 @@ FEEDS = 3
 
 
 class LimitedSession:
-    """An `InferenceSession` with a time limit and the methods of onnxruntime's own.
+    """An `InferenceSession` of a file, or of its content, with a time limit and the methods of onnxruntime's own.
 
-    Args:
-        graph: a file, or the content of one.
-        providers: execution providers, preferred first.
-        limit: time limit of opening and running.
-
-    Raises:
-        TimeoutError: the limit was exceeded; every method that runs the graph raises it, too.
+    Opening, and every method that runs the graph, raises TimeoutError after the limit.
     """
 
     def __init__(
@@ -199,10 +187,7 @@ class LimitedSession:
     ) -> list[ort.OrtValue]:
         """Like `run_with_ort_values`, with the outputs left where the next run reads them.
 
-        Args:
-            outputs: memory of each output, `cpu` or `cuda`, by name.
-            feeds: the inputs, in any memory.
-            index: number of the device.
+        `outputs` is the memory of each by name, `cpu` or `cuda`; `index` the number of the device.
         """
         binding = self.io_binding()
         for name, value in feeds.items():

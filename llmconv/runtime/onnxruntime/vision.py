@@ -28,12 +28,9 @@ def has_vision(folder: Path) -> bool:
 class VisionGraph:
     """Maps `pixel_values`, and in some families their sizes, to `image_features`.
 
-    Attributes:
-        shape: of `pixel_values` as declared; [images, channels, height, width] for images of one size.
-        tokens: number of features of one image; 0 if that depends on the image.
-
-    Raises:
-        MalformedInput: `guard` refuses the file, onnxruntime cannot open it, or it is not a vision graph.
+    `shape` is that of `pixel_values` as declared, [images, channels, height, width] for images of one size; `tokens`
+    the number of features of one image, 0 if that depends on the image. Raises MalformedInput for another kind of
+    graph, or if `guard` or onnxruntime refuses it.
     """
 
     def __init__(self, path: Path, settings: SessionSettings | None = None) -> None:
@@ -53,9 +50,8 @@ class VisionGraph:
     def run(self, given: Given) -> dict[str, Array]:
         """The outputs by name; floats among the inputs are cast to the dtype of the graph.
 
-        Raises:
-            InputRefused: images of another shape.
-            MalformedInput: the graph has other inputs, or onnxruntime cannot run it.
+        Raises InputRefused for images of another shape, MalformedInput if onnxruntime cannot run the graph on these
+        inputs.
         """
         if given.keys() != self._inputs.keys():
             raise MalformedInput(

@@ -45,11 +45,7 @@ class WeightMemory:
 
     @classmethod
     def of(cls, paths: Iterable[Path], settings: SessionSettings) -> WeightMemory:
-        """The memory for graphs by their paths; graphs with the same content share it.
-
-        Raises:
-            MalformedInput: a file is not a valid graph.
-        """
+        """The memory for graphs by their paths; graphs with the same content share it. Raises MalformedInput."""
         contents = {path.read_bytes(): path for path in paths if path.is_file()}
         models = [(path, load_guarded(path)) for path in contents.values()]
         weights = [_weights(path, model) for path, model in models]

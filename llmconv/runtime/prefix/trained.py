@@ -52,22 +52,13 @@ class Prefix:
     def keys_and_values(self, shapes: list[tuple[int, int]]) -> list[KeyValue]:
         """Keys and values by layer, for kinds other than `soft_prompt`, which needs the model to compute them.
 
-        Args:
-            shapes: (kv_heads, head_dim) of every layer.
-
-        Raises:
-            InputRefused: the prefix is of a model with other shapes.
+        `shapes` are (kv_heads, head_dim) of every layer. Raises InputRefused for a prefix of other shapes.
         """
         return (_split_rows if self.kind == "prefix_tuning" else _split_caches)(self.content, shapes)
 
 
 def open_prefix(path: Path) -> Prefix:
-    """Reads a PEFT adapter folder, a folder with `pre_caches.npy`, or that file.
-
-    Raises:
-        InputRefused: `path` is none of these.
-        MalformedInput: invalid content of a file.
-    """
+    """Reads a PEFT adapter folder, a folder with `pre_caches.npy`, or that file; raises InputRefused for others."""
     if not path.exists():
         raise InputRefused(f"`{path}` does not exist", hint="give the folder of a prefix or prompt tuning adapter")
     if path.name == PRE_CACHES and path.is_file():

@@ -97,14 +97,9 @@ def as_number(value: Any, what: str, most: int = 2**53) -> int:
 
 
 def read_message(read: Callable[[int], bytearray], max_body: int = MAX_BODY) -> Message:
-    """The next message.
+    """The next message; `read(n)` returns exactly n bytes.
 
-    Args:
-        read: returns exactly this number of bytes.
-        max_body: maximum size of the tensors in bytes.
-
-    Raises:
-        BadMessage: what arrives is not a message, or is larger than the maximum.
+    Raises BadMessage if it is not a message, or its tensors are larger than `max_body` bytes.
     """
     magic, header_bytes, body_bytes = PREFIX.unpack(read(PREFIX.size))
     if magic != MAGIC:
@@ -186,11 +181,9 @@ class Address:
 
 
 class Connection:
-    """A connection between a client and a stage.
+    """A connection between a client and a stage, which owns the socket.
 
-    Args:
-        connected: the socket, which the connection owns from now on.
-        seconds: time limit of every wait for the peer: until some bytes arrive, or are taken.
+    `seconds` limits every wait for the peer: until some bytes arrive, or are taken.
     """
 
     def __init__(self, connected: socket.socket, seconds: float) -> None:
@@ -206,9 +199,7 @@ class Connection:
     def send(self, message: Message) -> None:
         """Sends a message.
 
-        Raises:
-            OSError: the peer is gone, or takes nothing for too long.
-            BadMessage: the message is too large.
+        Raises OSError if the peer is gone, or takes nothing for too long; BadMessage if the message is too large.
         """
         prefix, header, *body = message.encode()
         self._socket.settimeout(self.seconds)

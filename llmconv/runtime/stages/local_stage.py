@@ -28,13 +28,9 @@ class StageStep:
 
 
 class StageGraph(OrtGraph):
-    """A graph with some of the layers: takes and returns hidden states.
+    """A graph with some of the layers (`entry` has its file only): takes and returns hidden states.
 
-    Attributes:
-        taken: declared shapes of its inputs other than the cache by name, the mask always among them.
-
-    Args:
-        entry: its entry in the manifest, with this file only.
+    `taken` are declared shapes of its inputs other than the cache by name, the mask always among them.
     """
 
     def __init__(self, path: Path, settings: SessionSettings, entry: GraphEntry) -> None:
@@ -44,14 +40,9 @@ class StageGraph(OrtGraph):
         self.taken: dict[str, list[int | str]] = {**declared, MASK: self.inputs.get(MASK, ["batch", "total"])}
 
     def run_stage(self, values: Mapping[str, Array], past: Cache | None) -> StageStep:
-        """Runs the layers.
+        """Runs the layers on `values`, arrays by name, the inputs of the graph among them; None is an empty past.
 
-        Args:
-            values: arrays by name, the inputs of the graph among them.
-            past: this stage's part of the cache; None for an empty one.
-
-        Raises:
-            MalformedInput: onnxruntime cannot run the graph on them.
+        Raises MalformedInput if onnxruntime cannot run the graph on them.
         """
         with self._refusing():
             results, present = self._run_growing({name: values[name] for name in self.taken}, past)
@@ -59,19 +50,10 @@ class StageGraph(OrtGraph):
 
 
 class LocalStage:
-    """One stage, opened.
+    """One stage, numbered from 1, opened; its graphs are by use, `prefill` and `decode`.
 
-    Attributes:
-        number: from 1.
-        graphs: by use: `prefill` and `decode`.
-
-    Args:
-        export: the folder's stages.
-        settings: session settings of the whole model; those of the stage are taken from them.
-
-    Raises:
-        MalformedInput: a graph was changed since the export, or onnxruntime cannot open it.
-        UsageProblem: the stage does not exist, or the settings name one that does not exist.
+    `settings` are those of the whole model. Raises MalformedInput if a graph was changed since the export, or
+    onnxruntime cannot open it; UsageProblem if the stage, or one in the settings, does not exist.
     """
 
     def __init__(self, export: StagedExport, number: int, settings: SessionSettings | None = None) -> None:
@@ -124,7 +106,6 @@ class StagedExport:
     Attributes:
         folder: has llmconv.json.
         entries: entries of the graphs in it, by use: `prefill` and `decode`.
-        count: number of stages.
         fingerprints: hash of everything that identifies a stage, for each stage in order: its graphs, all weights, and
             the entries of the graphs.
         knows_weights: whether llmconv.json has checksums of the weights, which `export -o OUT` writes.
@@ -142,9 +123,7 @@ class StagedExport:
     def read(cls, folder: Path) -> StagedExport:
         """The stages of a folder.
 
-        Raises:
-            InputRefused: it is not a folder, its graphs are not in stages, or llmconv.json has no checksums of them.
-            MalformedInput: llmconv.json is invalid.
+        Raises InputRefused unless its graphs are in stages and llmconv.json has checksums of them.
         """
         if not folder.is_dir():
             raise InputRefused(f"`{folder}` is not a folder", hint="give the OUT of `llmconv export --stages K -o OUT`")
@@ -179,9 +158,7 @@ class StagedExport:
     def require(self, number: int) -> None:
         """Checks that a stage exists, and that its graphs in the folder are those that were exported.
 
-        Raises:
-            UsageProblem: there is no such stage.
-            MalformedInput: a graph is missing, or was changed since.
+        Raises UsageProblem if there is none, MalformedInput if a graph is missing, or was changed since.
         """
         if not 1 <= number <= self.count:
             raise UsageProblem(

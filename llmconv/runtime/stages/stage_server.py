@@ -167,12 +167,8 @@ class HeldCaches:
     def run(self, asked: Message) -> Message:
         """Frees the caches that the client no longer needs, runs the stage, and keeps its new cache.
 
-        Args:
-            asked: `use`, the number of the cache to continue (0 for none), its `edits`, the numbers to `free`; tensors.
-
-        Raises:
-            BadMessage: it is not a request of this stage.
-            LlmconvError: the stage cannot run it.
+        `asked` has `use`, the number of the cache to continue (0 for none), its `edits`, the numbers to `free`;
+        tensors. Raises BadMessage for another request, LlmconvError if the stage cannot run it.
         """
         self._free(asked.fields.get("free"))
         use = asked.text("use")

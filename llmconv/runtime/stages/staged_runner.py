@@ -44,12 +44,9 @@ RESTART = "start it again with `llmconv serve-stage`, then repeat the request"
 
 
 class HeldCache:
-    """A cache in a stage; the stage frees it when nothing refers to it here.
+    """A cache in a stage, which frees it when nothing refers to it here, or the connection ends.
 
-    Args:
-        connection: it lives as long as this.
-        number: its number there.
-        freed: gets the number in the end.
+    `freed` gets its `number` in the end.
     """
 
     def __init__(self, connection: Connection, number: int, freed: deque[int]) -> None:
@@ -90,18 +87,10 @@ class RemotePart:
 
 
 class RemoteStage:
-    """A stage that `llmconv serve-stage` serves. After it was lost, the next run connects again.
+    """A stage, numbered from 1, that `llmconv serve-stage` serves. After it was lost, the next run connects again.
 
-    Attributes:
-        number: from 1.
-        connection: None after the stage was lost.
-
-    Args:
-        export: the stages of the folder here.
-        silence: seconds without a heartbeat after which the stage is lost.
-
-    Raises:
-        StageFailed: there is no stage, or one of another model or export.
+    `connection` is None after the stage was lost: `silence` seconds without a heartbeat. Raises StageFailed if there is
+    no stage, or one of another model or export.
     """
 
     def __init__(self, address: Address, export: StagedExport, silence: float = REMOTE_SILENCE) -> None:
@@ -116,10 +105,9 @@ class RemoteStage:
         return f"stage {self.number} at {self._address}" if self.number else f"the stage at {self._address}"
 
     def run(self, use: str, values: Mapping[str, Array], past: Cache | None) -> StageStep:
-        """As `LocalStage.run`; the stage takes what it needs of `values`.
+        """As `LocalStage.run`, with what the stage needs of `values`.
 
-        Raises:
-            StageFailed: the stage is lost or silent, or cannot run it.
+        Raises StageFailed if the stage is lost or silent, or cannot run it.
         """
         with self._lock:
             request = self._request(use, values, past)
@@ -240,9 +228,7 @@ class StagedCache:
 class StagedRunner(Runner):
     """Runs stages one after the other; only hidden states, mask and positions are passed on.
 
-    Args:
-        stages: all stages, in order.
-        opened: what is to be closed with the runner, such as the stages.
+    `opened` is what is to be closed with the runner, such as the stages.
     """
 
     def __init__(
@@ -255,11 +241,7 @@ class StagedRunner(Runner):
 
     @classmethod
     def open(cls, folder: Path, at: StageAddresses, settings: SessionSettings | None = None) -> StagedRunner:
-        """The stages of a folder: those at the given addresses, and the others in this process.
-
-        Args:
-            folder: has llmconv.json, and the files of the stages that run here.
-            settings: session settings of the stages that run here.
+        """The stages of a folder: those at the given addresses, and the others in this process, with `settings`.
 
         Raises:
             InputRefused: the graphs are not in stages, or files of a stage that runs here are missing.
@@ -398,14 +380,10 @@ class StageActor:
     """An actor that serves one stage to all who connect, until it is killed."""
 
     def serve(self, folder: str, number: int, settings: SessionSettings) -> dict[str, str]:
-        """Opens the stage with this number, from 1.
+        """Opens the stage with this number, from 1, of a folder on the node of the actor.
 
-        Args:
-            folder: has the files of the stage, on the node of the actor.
-
-        Returns:
-            `address`: HOST:PORT, and `guard`: not empty if clients need a token; or the fields of an error, from
-            `as_fields`.
+        Returns `address`, HOST:PORT, and `guard`, not empty if clients need a token; or the fields of an error
+        (`as_fields`).
         """
         import ray  # noqa: PLC0415 - an extra
 
@@ -423,20 +401,11 @@ class StageActor:
 
 
 class RayStages:
-    """Stages in actors, which end with it.
+    """Stages with these numbers in actors, which end with it; every node has the folder at the same path.
 
-    Attributes:
-        addresses: N=HOST:PORT of each stage.
-
-    Args:
-        export: the stages of a folder, which every node has at the same path.
-        numbers: of the stages to start.
-        settings: session settings; those of each stage are taken from them.
-
-    Raises:
-        InputRefused: a node does not have the files of its stage.
-        OutputFailed, StageFailed: the cluster cannot be reached, or has no node for a stage.
-        UnsupportedInput: ray is not installed.
+    `addresses` are N=HOST:PORT of each stage. Raises InputRefused if a node lacks the files of its stage, OutputFailed
+    or StageFailed if the cluster cannot be reached or has no node for a stage, UnsupportedInput if ray is not
+    installed.
     """
 
     def __init__(self, export: StagedExport, numbers: Collection[int], settings: SessionSettings | None) -> None:
