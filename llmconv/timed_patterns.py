@@ -52,12 +52,8 @@ class MatchTime:
 def compiled(pattern: str, form: str = "{}", *, costly: bool = True) -> Any:
     """An expression for `search_in` and `match_in`: of `re` for a module path, of `regex` for anything more.
 
-    Args:
-        form: the whole expression, with `{}` for the pattern.
-        costly: backreferences, lookaround and flags are allowed.
-
-    Raises:
-        PatternProblem: an invalid regular expression, unsupported syntax, or too deep or too many repetitions.
+    `form` is the whole expression, with `{}` for the pattern; `costly` allows backreferences, lookaround and flags.
+    Raises PatternProblem for invalid or unsupported syntax, or too deep or too many repetitions.
     """
     return _compiled(pattern, form, costly)
 
@@ -79,11 +75,7 @@ def _compiled(pattern: str, form: str, costly: bool) -> Any:
 
 
 def _limited(pattern: str, costly: bool) -> str:
-    """The pattern for `regex`, to which a brace that is not a count means something else.
-
-    Raises:
-        PatternProblem: unsupported syntax, or too deep or too many repetitions.
-    """
+    """The pattern for `regex`, to which a brace that is not a count means something else; raises as `compiled`."""
     tokens = list(TOKEN.finditer(pattern))
     depths = [0]
     for token in tokens:
@@ -101,15 +93,10 @@ def _limited(pattern: str, costly: bool) -> str:
 
 
 def finds(expression: Any, name: str, time: MatchTime | None = None, *, anywhere: bool = False) -> bool:
-    """Whether an expression matches the name of a module or tensor.
+    """Whether an expression of `compiled` matches the name of a module or tensor from its start, or `anywhere`.
 
-    Args:
-        expression: a result of `compiled`.
-        time: shared by several matches (default: that of a single match).
-        anywhere: the match may begin anywhere in the name, and not only at its start.
-
-    Raises:
-        PatternProblem: the match takes too long, or the name is too long to try.
+    `time` is shared by several matches (default: that of a single match). Raises PatternProblem if the match takes too
+    long, or the name is too long to try.
     """
     method = expression.search if anywhere else expression.match
     if isinstance(expression, re.Pattern):

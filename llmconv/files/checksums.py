@@ -35,8 +35,6 @@ class ChecksummedRange:
     """A range of a file with its stored checksum.
 
     Attributes:
-        path: the file.
-        name: for error messages.
         start: position of the first byte.
         size: bytes.
         crc: CRC-32 of the range; None if the writer left it out.
@@ -53,8 +51,7 @@ class ChecksummedRange:
     def was_read(self, begin: int, data: memoryview) -> None:
         """Adds `data`, read from position `begin` of the range, to the checksum, inside `checked_reading`.
 
-        Raises:
-            InputRefused: the range is complete and its checksum differs; made by `refusal`.
+        Raises InputRefused (by `refusal`) if the range is complete and its checksum differs.
         """
         checks = _current.get()
         if checks and self.crc is None:

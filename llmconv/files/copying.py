@@ -44,12 +44,8 @@ def copy_file(source: Path, made: BinaryIO, advance: Callable[[int], None]) -> d
     A clone changes only metadata, so it gets no sha256: reading the file would take as long as copying it.
     For a copy, the sha256 is computed in parallel, from the content of the target.
 
-    Args:
-        made: the new, empty file, open for writing and reading.
-        advance: called with the number of bytes done since its last call.
-
-    Raises:
-        OSError: reading or writing failed.
+    `made` is the new, empty file, open for writing and reading; `advance` is called with the number of bytes done since
+    its last call. Raises OSError.
     """
     if is_mirrored(source):
         return _copy_fetched(source, made, advance)

@@ -11,8 +11,7 @@ from llmconv.errors import MalformedInput
 class FileProblem(Exception):
     """A problem, worded to follow the name of its file, such as "is truncated".
 
-    Args:
-        hint: the way out; empty for the one that `naming` was given.
+    `hint` is the way out; empty for the one that `naming` was given.
     """
 
     def __init__(self, problem: str, hint: str = "") -> None:
@@ -22,11 +21,9 @@ class FileProblem(Exception):
 
 @contextmanager
 def naming(subject: str, hint: str) -> Iterator[None]:
-    """Turns a FileProblem raised inside into MalformedInput "SUBJECT PROBLEM".
+    """Turns a FileProblem raised inside into MalformedInput, such as "`model.safetensors` is truncated".
 
-    Args:
-        subject: the first words of the message, such as "`model.safetensors`".
-        hint: the way out, unless the problem has its own.
+    `hint` is the way out, unless the problem has its own.
     """
     try:
         yield

@@ -32,13 +32,9 @@ SMALL = re.compile(r"[^/]+\.(?:json|jinja|txt|model|py|yaml|yml|md)")
 def from_hub(address: HubAddress, headers_in: Path | None = None) -> Path:
     """The folder of a model in the hub's cache; missing files are downloaded.
 
-    Args:
-        address: of a repository, or of a folder or file in it, of which nothing else is downloaded.
-        headers_in: an empty folder for a `mirror_hub`, if not all files are in the cache: then nothing is downloaded
-            but small files, and of weights what is read. None to download all.
-
-    Raises:
-        InputRefused: the hub has no such model or folder, or cannot be reached.
+    With a folder or file in `address`, nothing else is downloaded. If not all files are in the cache, an empty folder
+    `headers_in` gets a `mirror_hub`: then only small files are downloaded, and of weights what is read. Raises
+    InputRefused if the hub has no such model or folder, or cannot be reached.
     """
     from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415 - 0.3 s that a local path does not pay
     from huggingface_hub.hf_api import RepoFile  # noqa: PLC0415 - slow to import
@@ -71,11 +67,7 @@ def _is_cached(repository: str, commit: str, files: list[str]) -> bool:
 
 
 def _needed_below(address: HubAddress, listed: list[str]) -> list[str]:
-    """The files to download for an address, by their paths in the repository.
-
-    Raises:
-        InputRefused: nothing is in the folder.
-    """
+    """The files to download for an address, by their paths in the repository; raises InputRefused if there are none."""
     if address.folder in listed:
         return [address.folder]
     _require_one_model(address, listed)

@@ -51,9 +51,7 @@ class PointerTree(Protocol):
 def follow(path: str, tree: PointerTree) -> str:
     """Resolves `path`: itself, unless it is a pointer or only its pointer exists.
 
-    Raises:
-        InputRefused: the target of a pointer does not exist.
-        MalformedInput: pointers in a circle, or one that points outside of its bucket.
+    Raises InputRefused if a target does not exist, MalformedInput for a circle, or a pointer out of its bucket.
     """
     seen: list[str] = []
     while len(seen) < HOPS:

@@ -52,12 +52,7 @@ CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | NOFOLLOW | os.O_CLOEXEC
 
 
 class Folder:
-    """An open folder; a context manager.
-
-    Attributes:
-        path: of the folder, for messages and for reading.
-        descriptor: of the folder, relative to which all names are looked up.
-    """
+    """An open folder; a context manager. All names are looked up relative to its `descriptor`."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path, self.descriptor = path, descriptor
@@ -69,12 +64,7 @@ class Folder:
 
     @classmethod
     def open_own(cls, path: Path) -> Folder:
-        """Opens the folder at `path`, which must not be a link itself.
-
-        Raises:
-            InputRefused: it is a link, or not a folder.
-            OSError: it may not be read.
-        """
+        """Opens the folder at `path`, which must not be a link itself; raises InputRefused or OSError."""
         return cls(path, _open_plain_folder(path, None, path))
 
     def __enter__(self) -> Folder:
@@ -97,12 +87,7 @@ class Folder:
             return False
 
     def inner(self, name: str, *, make: bool = False) -> Folder:
-        """Opens a folder inside this one, never through a link.
-
-        Raises:
-            InputRefused: `name` is a link or a file.
-            OSError: it cannot be made or opened.
-        """
+        """Opens a folder inside this one, never through a link; raises InputRefused for a link or a file."""
         if make:
             with suppress(FileExistsError):
                 os.mkdir(name, dir_fd=self.descriptor)
@@ -136,12 +121,7 @@ class Folder:
             )
 
     def begin(self, name: str) -> NewFile:
-        """Makes a new, empty file, which `place` will rename to `name`.
-
-        Raises:
-            InputRefused: as `require_replaceable`.
-            OSError: it cannot be made.
-        """
+        """Makes a new, empty file, which `place` renames to `name`; raises OSError, and as `require_replaceable`."""
         self.require_replaceable(name)
         temporary = temporary_name()
         descriptor = os.open(temporary, CREATE, 0o666, dir_fd=self.descriptor)
@@ -163,9 +143,7 @@ class Folder:
     def write_together(self, files: Mapping[str, WritableContent]) -> None:
         """Replaces several files, by name (or `a/b`); all are complete on the disk before the first one appears.
 
-        Raises:
-            InputRefused: as `require_replaceable`.
-            OSError: writing failed; nothing has changed, unless a rename failed.
+        Raises InputRefused as `require_replaceable`; OSError, and nothing has changed, unless a rename failed.
         """
         with ExitStack() as stack:
             new = [self._prepared(stack, name, content) for name, content in files.items()]
@@ -195,11 +173,7 @@ class Folder:
             os.rmdir(name, dir_fd=self.descriptor)
 
     def open_file(self, name: str) -> BufferedReader:
-        """Opens a regular file for reading, never through a link and without waiting for a pipe.
-
-        Raises:
-            OSError: it is missing, or not a regular file.
-        """
+        """Opens a regular file for reading, never through a link and without waiting for a pipe; raises OSError."""
         descriptor = os.open(name, READ, dir_fd=self.descriptor)
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or not _same(found, self.find(name)):
@@ -219,9 +193,7 @@ class Folder:
     def open_to_append(self, name: str) -> BinaryIO:
         """Opens or makes a regular file for reading and appending, for a file that grows over several runs.
 
-        Raises:
-            InputRefused: it is a link, has a second hard link, or is not a regular file.
-            OSError: it cannot be opened.
+        Raises InputRefused for a link, a second hard link, or no regular file; OSError.
         """
         require_plain(self.path / name)
         descriptor = os.open(name, APPEND, 0o666, dir_fd=self.descriptor)
@@ -372,9 +344,7 @@ NAME_MAX = 255
 def replace_file(path: Path, content: WritableContent) -> None:
     """Replaces one file that the user named, durably and in one step; missing folders above it are made.
 
-    Raises:
-        InputRefused: it is a link, a folder, a pipe or a device.
-        OSError: writing failed; the old file is unchanged.
+    Raises InputRefused as `require_plain`; OSError, and the old file is unchanged.
     """
     with parents_made(path), Folder.open(path.parent) as folder:
         require_plain(path)
@@ -395,17 +365,11 @@ HINT = "give another folder to `--report`"
 
 
 def require_writable(folder: Path, names: Iterable[str]) -> None:
-    """Checks before a run whether its report can be written, and removes an older report.
+    """Checks before a run whether the files `names` of its report can be written in `folder`, which may be missing.
 
-    Otherwise a run that fails before it writes its report would leave the report of another run.
-
-    Args:
-        folder: for the report; it may be missing.
-        names: of the report's files.
-
-    Raises:
-        InputRefused: the folder, or one above it, is a file, or a name in it is neither a file nor a link.
-        OutputFailed: the folder is not writable, or the disk is full.
+    An older report is removed: a run that fails before it writes its report would leave that of another run. Raises
+    InputRefused if the folder, or one above it, is a file, or a name in it is neither a file nor a link; OutputFailed
+    if the folder is not writable, or the disk is full.
     """
     require_parents(folder)
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
@@ -434,8 +398,7 @@ def unwritable(folder: Path, error: OSError) -> OutputFailed:
 def require_parents(output: Path) -> None:
     """Requires that the folders above a file or folder to write exist or can be made.
 
-    Raises:
-        InputRefused: one of them is a file or a broken link; or `output` is the root of the file system.
+    Raises InputRefused if one is a file or a broken link, or `output` is the root of the file system.
     """
     above = next((path for path in output.absolute().parents if os.path.lexists(path)), None)
     if above is None:

@@ -75,11 +75,7 @@ class FileTensor(LazyTensor):
 
 
 def read_exactly(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Fills `buffer` from position `offset` of an open file; `path` is for messages.
-
-    Raises:
-        MalformedInput: the file ends before the buffer is full.
-    """
+    """Fills `buffer` from position `offset` of an open file; raises MalformedInput if the file ends before."""
     done = 0
     while done < len(buffer):
         count = os.preadv(fd, [buffer[done:]], offset + done)
@@ -102,9 +98,7 @@ class Header:
 def read_header(path: Path) -> Header:
     """Reads and validates the header of a safetensors file; no tensor data is read.
 
-    Raises:
-        MalformedInput: an invalid or inconsistent length, name, dtype, shape or offset.
-        UnsupportedInput: the file is a Git LFS pointer.
+    Raises MalformedInput for an invalid length, name, dtype, shape or offset, UnsupportedInput for a Git LFS pointer.
     """
     size = path.stat().st_size
     with naming(f"`{path.name}`", DAMAGED), open_source(path) as file:
@@ -189,8 +183,7 @@ def file_of(tensors: Mapping[str, LazyTensor]) -> Path | None:
 def holds(path: Path, tensors: Mapping[str, LazyTensor]) -> bool:
     """Whether a file has these tensors at these offsets, and the metadata `format: pt` that transformers 4 requires.
 
-    Raises:
-        MalformedInput: it is not a safetensors file.
+    Raises MalformedInput unless it is a safetensors file.
     """
     header = read_header(path)
     return header.metadata.get("format") == "pt" and _places(header.tensors) == _places(tensors)

@@ -22,12 +22,7 @@ def open_source(path: Path) -> io.BufferedReader:
 
 
 def read_into(path: Path, buffer: memoryview, offset: int) -> None:
-    """Fills `buffer` with data of a file from byte `offset`.
-
-    Raises:
-        MalformedInput: the file ends before the buffer is full.
-        OSError: it cannot be opened.
-    """
+    """Fills `buffer` from byte `offset` of a file; raises MalformedInput if the file ends before, or OSError."""
     with open_data(path) as file:
         fill(file, buffer, offset, path)
 
@@ -39,11 +34,7 @@ def open_data(path: Path) -> io.RawIOBase:
 
 
 def fill(file: io.RawIOBase, buffer: memoryview, offset: int, path: Path) -> None:
-    """As `read_into`, for several reads of a file from `open_data`; `path` is for the message.
-
-    Raises:
-        MalformedInput: the file ends before the buffer is full.
-    """
+    """As `read_into`, for several reads of a file from `open_data`; `path` is for the message."""
     done = 0
     while done < len(buffer):
         file.seek(offset + done)

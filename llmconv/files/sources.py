@@ -45,7 +45,6 @@ def local_path(name: str | Path, *, in_parts: bool = False, headers: bool = Fals
     """A local path for `name`: itself if it exists, a download for a URI or a model of the hub.
 
     A model is `org/name[@revision]` or `hf://org/name[@revision][/folder]`, and is downloaded into the hub's cache.
-
     Pointer files of Composer are followed, on the disk and in a bucket. A URI is fetched into a temporary folder, which
     is removed when the call that needs it ends (`fetching`), at the latest with the process.
 
@@ -283,8 +282,7 @@ class BucketTree:
 def files_under(path: Path, without: Path | None = None) -> list[Path]:
     """`path` itself, or all files in that folder at any depth, sorted by name.
 
-    Args:
-        without: a folder to skip, such as an output inside `path`; unfinished outputs are skipped, too.
+    Unfinished outputs are skipped, and the folder `without`, such as an output inside `path`.
     """
     if path.is_file():
         return [path]

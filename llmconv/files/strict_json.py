@@ -25,10 +25,8 @@ class StrictJsonError(ValueError):
 def parse_strictly(text: str | bytes) -> Any:
     """The value of a JSON text.
 
-    Raises:
-        StrictJsonError: a duplicate key, or a number that is not finite; reports the first.
-        ValueError: not JSON.
-        RecursionError: nested too deeply.
+    Raises StrictJsonError for the first duplicate key or number that is not finite; ValueError for other invalid JSON;
+    RecursionError for too deep nesting.
     """
     return json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse, parse_float=_finite)
 
@@ -36,8 +34,7 @@ def parse_strictly(text: str | bytes) -> Any:
 def first_strict_error(text: str) -> tuple[int, StrictJsonError] | None:
     """The first strict error in a JSON value (usually an array) that Python accepts; None if there is none.
 
-    Returns:
-        The line, counted from 1, in which the item with the error begins, and the error.
+    It follows the line, counted from 1, in which the item with the error begins.
     """
     decoder = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=_refuse, parse_float=_finite)
     text = text.rstrip()

@@ -21,8 +21,7 @@ def will_need(fd: int, start: int, length: int) -> None:
 def copy_in_kernel(source: int, target: int, start: int, length: int) -> int:
     """Copies at most `length` bytes between two descriptors, both at byte `start` (`copy_file_range(2)`).
 
-    Returns:
-        The bytes copied; 0 where the kernel cannot.
+    Returns the bytes copied; 0 where the kernel cannot.
     """
     try:
         return os.copy_file_range(source, target, length, start, start)

@@ -17,10 +17,9 @@ UNFINISHED = "unfinished-"
 
 
 def user_cache(name: str) -> Path:
-    """The folder for one purpose in the user's cache: `$XDG_CACHE_HOME/llmconv/NAME`; it may be missing.
+    """The folder for one purpose in the user's cache, `$XDG_CACHE_HOME/llmconv/NAME`; it may be missing.
 
-    Raises:
-        InputRefused: the user has no home folder, and `XDG_CACHE_HOME` is not set.
+    Raises InputRefused if the user has no home folder, and `XDG_CACHE_HOME` is not set.
     """
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -60,11 +59,9 @@ def _made(home: Path, stack: ExitStack) -> Path:
 
 @contextmanager
 def _locked(folder: Path, *, needed: bool = True) -> Iterator[None]:
-    """Holds the lock of a folder, which ends with the process.
+    """Holds the lock of a folder, which ends with the process; raises BlockingIOError if another process holds it.
 
-    Raises:
-        BlockingIOError: another process holds it.
-        OSError: it is no folder of its own, or this disk does not lock folders and `needed` is set.
+    Raises OSError if it is no folder of its own, or this disk does not lock folders and `needed` is set.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -66,8 +66,7 @@ def is_hub_address(value: object) -> bool:
 def parse_hub_address(text: str) -> HubAddress:
     """The address `hf://[models/]org/name[@revision][/folder]` that a user wrote.
 
-    Raises:
-        InputRefused: it is of another form, or of a dataset, a space, a bucket or a kernel.
+    Raises InputRefused for another form, or a dataset, a space, a bucket or a kernel.
     """
     found = PARTS.fullmatch("hf://" + text.strip()[len("hf://") :])
     if found and found["kind"] in OTHER_KINDS:

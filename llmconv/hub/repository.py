@@ -30,12 +30,8 @@ MAIN = "main"
 class HubRepository:
     """A branch of a model repository.
 
-    Args:
-        pull_request: the commit becomes a pull request, which needs no write access.
-        show_progress: show progress bars of uploads on a terminal.
-
-    Raises:
-        InputRefused: the address is of a folder, a commit, or not of the form `org/name`.
+    With `pull_request`, the commit becomes one, which needs no write access. Raises InputRefused if the address is of a
+    folder, a commit, or not of the form `org/name`.
     """
 
     def __init__(self, address: HubAddress, *, pull_request: bool = False, show_progress: bool = False) -> None:
@@ -102,8 +98,7 @@ class HubRepository:
     def create(self, *, private: bool | None) -> None:
         """Makes the repository unless it exists.
 
-        Raises:
-            InputRefused: there is no token; it has no access; or the repository is public and may not be.
+        Raises InputRefused without a token or access, or if the repository is public and may not be.
         """
         require_token()
         if self.state.exists:
@@ -135,8 +130,7 @@ class HubRepository:
     def preupload(self, additions: Iterable[CommitOperationAdd]) -> None:
         """Sends the files that the Hub keeps as LFS objects, unless it has them; nobody sees them yet.
 
-        Raises:
-            InputRefused: the Hub would leave one out by the `.gitignore` there, which it is asked not to obey.
+        Raises InputRefused if the Hub would leave one out by the `.gitignore` there, which it is asked not to obey.
         """
         additions = list(additions)
         with writing_to(self.address):
@@ -172,13 +166,8 @@ class HubRepository:
     def commit(self, additions: Iterable[CommitOperationAdd], deleted: Iterable[str], message: str) -> Commit:
         """Makes one commit on top of the head that was seen; the branch is made just before, if there is none.
 
-        Args:
-            additions: files, for which `preupload` was called.
-            deleted: paths to delete.
-            message: of the commit; its first line is the title.
-
-        Raises:
-            OutputFailed: the branch got another commit in the meantime.
+        For files in `additions`, `preupload` was called; the first line of `message` is the title. Raises OutputFailed
+        if the branch got another commit in the meantime.
         """
         from huggingface_hub import CommitOperationDelete  # noqa: PLC0415
 
@@ -208,14 +197,9 @@ class HubRepository:
 
 
 def sent(addition: CommitOperationAdd, size: int, sha256: str) -> bool:
-    """Marks an LFS object that the Hub has as sent, so that a commit names it without its content.
+    """Marks an LFS object (`size` in bytes) that the Hub has as sent, so that a commit names it without its content.
 
-    Args:
-        addition: with any content.
-        size: of the object, in bytes.
-
-    Returns:
-        False if this version of huggingface_hub does not support it; the file must be sent again.
+    Returns False if this version of huggingface_hub does not support it; the file must be sent again.
     """
     from huggingface_hub.lfs import UploadInfo  # noqa: PLC0415
 
@@ -300,9 +284,8 @@ def hub_refusal(error: BaseException, address: HubAddress) -> InputRefused | Non
 def writing_to(address: HubAddress) -> Iterator[None]:
     """Turns errors of huggingface_hub inside the block into those of llmconv.
 
-    Raises:
-        InputRefused: no access, no such repository, or no network is allowed.
-        OutputFailed: the branch moved, the Hub is busy, or cannot be reached.
+    That is InputRefused without access, repository or permitted network; OutputFailed if the branch moved, or the Hub
+    is busy or cannot be reached.
     """
     try:
         yield

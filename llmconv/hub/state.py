@@ -97,13 +97,7 @@ class HubState:
 
 @dataclass(frozen=True)
 class Commit:
-    """A commit that was made.
-
-    Attributes:
-        commit: its hash.
-        url: its page.
-        pull_request: the page of the pull request, empty without one.
-    """
+    """A commit that was made: its hash, its page, and the page of the pull request, empty without one."""
 
     commit: str
     url: str

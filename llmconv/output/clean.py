@@ -13,11 +13,9 @@ from llmconv.stores.object_store import ObjectStore, abort_uploads, open_uploads
 
 @dataclass(frozen=True)
 class Cleaned:
-    """What was, or would be, deleted.
+    """What was, or would be, deleted: paths of objects below the address, and the number of open multipart uploads.
 
-    Attributes:
-        objects: paths of objects below the address.
-        uploads: number of its multipart uploads that were open; None: they cannot be listed (no boto3, or no S3).
+    The number is None if uploads cannot be listed (no boto3, or no S3).
     """
 
     objects: tuple[str, ...]
@@ -28,14 +26,7 @@ def clean(output: str | StoreAddress, *, dry_run: bool = False) -> Cleaned:
     """Deletes the journal and the files that an interrupted run left below `output`, and their open uploads.
 
     A published output stays, and so does everything that llmconv did not write: uploads of other files may be at work.
-
-    Args:
-        output: the address that was given to `-o`.
-        dry_run: delete nothing.
-
-    Raises:
-        InputRefused: not an address in an object store, or access was denied.
-        OutputFailed: the store failed.
+    Raises InputRefused unless `output` is in an object store with access, OutputFailed if the store failed.
     """
     if not is_store_address(output):
         raise InputRefused(

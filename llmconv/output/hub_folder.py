@@ -138,11 +138,9 @@ class HubFolder:
 
 
 class UnfinishedCommit:
-    """An `UnfinishedOutput`.
+    """An `UnfinishedOutput`; `resume` uses what an interrupted run with the same `key` has sent.
 
-    Args:
-        key: fingerprint of sources, options and address.
-        resume: use what an interrupted run with the same key has sent.
+    `key` is the fingerprint of sources, options and address.
     """
 
     def __init__(self, target: HubFolder, *, key: str, resume: bool) -> None:
@@ -314,14 +312,9 @@ def uploads_folder() -> Path:
 
 
 class UploadJournal:
-    """The journal of one upload, which it locks.
+    """The journal of one upload, which it locks; raises OutputFailed if another run has locked it.
 
-    Args:
-        key: fingerprint of inputs, options and place.
-        resume: keep the entries of an interrupted run.
-
-    Raises:
-        OutputFailed: another run has locked it.
+    `resume` keeps the entries of an interrupted run; `key` is the fingerprint of inputs, options and place.
     """
 
     def __init__(self, key: str, *, resume: bool) -> None:

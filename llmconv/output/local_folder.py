@@ -110,14 +110,10 @@ def _home(output: Path) -> Path:
 
 
 def require_space(output: Path, needed: int, home: Path | None = None) -> None:
-    """Requires free space on the disk; a file system that reports no size (`/proc`, some of FUSE) is not asked.
+    """Raises InputRefused if fewer than `needed` bytes are free on the disk of `output`.
 
-    Args:
-        needed: bytes.
-        home: an existing folder on the disk of `output` (default: the nearest above it).
-
-    Raises:
-        InputRefused: fewer than `needed` bytes are free.
+    A file system that reports no size (`/proc`, some of FUSE) is not asked. `home` is an existing folder on that disk
+    (default: the nearest above `output`).
     """
     usage = shutil.disk_usage(home or _home(output))
     if needed > usage.free and usage.total:
@@ -332,11 +328,9 @@ def _entry(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_partial(path: Path) -> Folder:
-    """Opens the partial folder: a new one, or that of an earlier run of the same user.
+    """Opens the partial folder, a new one, or that of an earlier run of the same user; raises OutputFailed.
 
-    Raises:
-        InputRefused: it is a link, or belongs to another user, who could change its files.
-        OutputFailed: none can be made there.
+    Raises InputRefused if it is a link, or belongs to another user, who could change its files.
     """
     try:
         path.mkdir()
@@ -374,12 +368,9 @@ def _lock_folder(descriptor: int, kind: int) -> None:
 def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = (), *, resume: bool = False) -> None:
     """Requires that `output` can be made: `--overwrite` replaces only folders that llmconv made.
 
-    Args:
-        inputs: paths that the run reads; neither may be inside the other.
-        resume: a complete folder may exist; `write_checkpoint` compares it with the plan.
-
-    Raises:
-        InputRefused: it exists and may not be replaced, it is inside an input or below a file, or its name is too long.
+    With `resume`, a complete folder may exist; `write_checkpoint` compares it with the plan. Raises InputRefused if it
+    may not be replaced, is inside one of the `inputs` that the run reads (or the reverse) or below a file, or its name
+    is too long.
     """
     require_parents(output)
     _require_short(output)
@@ -480,12 +471,7 @@ def _why_kept(output: Path, inputs: Sequence[Path]) -> str:
 
 
 class SharedFolder(StagedFolder):
-    """A StagedFolder that others write into at the same time.
-
-    Args:
-        key: fingerprint of sources and options.
-        files: names of the shards that this process writes; one that is finished already is kept.
-    """
+    """A StagedFolder that others write into at the same time; of its own shards `files`, it keeps finished ones."""
 
     lock_kind = fcntl.LOCK_SH
 
@@ -537,16 +523,10 @@ def sync_folder(path: Path) -> None:
 
 
 def rename_at(new: Path, old: Path, flag: int) -> None:
-    """Renames in one call, with `renameat2(2)` of Linux or `renamex_np(2)` of macOS; elsewhere in several.
+    """Renames `new` to `old` in one call, by `renameat2(2)` of Linux or `renamex_np(2)` of macOS; elsewhere in several.
 
-    Args:
-        new: the path to rename.
-        old: its new name.
-        flag: RENAME_EXCHANGE swaps both, so that `old` is never absent; RENAME_NOREPLACE replaces nothing.
-
-    Raises:
-        FileExistsError: RENAME_NOREPLACE, and `old` exists.
-        OSError: any other failure.
+    RENAME_EXCHANGE swaps both, so that `old` is never absent; RENAME_NOREPLACE raises FileExistsError if `old` exists.
+    Raises OSError for any other failure.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "renameat2"):

@@ -64,8 +64,7 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of `folder`, or an empty one if there is none.
 
-    Raises:
-        MalformedInput: not JSON, not of the form in the module's docstring, or with a file outside the folder.
+    Raises MalformedInput unless it has the form in the module's docstring, and all files are inside the folder.
     """
     if not (folder / MANIFEST).is_file():
         return Manifest()
@@ -123,12 +122,9 @@ def steps_of_weights(folder: Path) -> list[dict[str, Any]]:
 
 
 def step(command: str, source: Path, **options: Any) -> dict[str, Any]:
-    """One entry of `steps`.
+    """One entry of `steps`, without options that are None, False or empty.
 
-    Args:
-        command: of the command line.
-        source: of which the name is recorded; for a model of the hub `org/name@commit`.
-        options: of the run; those that are None, False or empty are left out.
+    Only the name of `source` is recorded; for a model of the hub `org/name@commit`.
     """
     given = {name: value for name, value in options.items() if value not in (None, (), False)}
     return {"command": command, "llmconv": __version__, "source": source_name(source), "options": given}

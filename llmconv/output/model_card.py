@@ -34,10 +34,8 @@ MARK = b"\n<!-- Written by llmconv, which replaces it as long as it is unedited:
 def model_card(manifest: Manifest, config: Mapping[str, Any], repository: str, report: Path | None = None) -> bytes:
     """The content of README.md.
 
-    Args:
-        config: the folder's `config.json`, empty if it has none.
-        repository: `org/name` on the Hub.
-        report: `report.json` of `llmconv verify`, if there is one.
+    `config` is the folder's `config.json`, empty if it has none; `repository` is `org/name` on the Hub; `report` is the
+    `report.json` of `llmconv verify`.
     """
     import yaml  # noqa: PLC0415 - 20 ms that other commands do not pay
 

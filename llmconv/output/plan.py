@@ -28,7 +28,6 @@ class Shard:
     """One file to write.
 
     Attributes:
-        name: of the file.
         tensors: in order.
         container: the format of the file.
         copy_of: an existing file with exactly these tensors, which is copied instead.
@@ -164,8 +163,7 @@ def _is_kept(max_shard_size: str | int) -> bool:
 def parse_size(text: str | int) -> int:
     """Bytes of a size such as `5GB`, `500MB` or `1000` (decimal units, as in Hugging Face libraries).
 
-    Raises:
-        UsageProblem: an invalid size, or zero.
+    Raises UsageProblem for an invalid size, or zero.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B?)", str(text).strip().upper())
     size = (
@@ -220,9 +218,8 @@ def by_size(tensors: Mapping[str, LazyTensor], limit: int) -> list[Group]:
 def by_source(tensors: Mapping[str, LazyTensor], files: Mapping[str, str], limit: int) -> list[Group]:
     """Groups tensors in order by their source files; a new tensor joins the previous one's file if it fits.
 
-    Args:
-        files: name of a tensor to the name of its file in the source.
-        limit: bytes up to which new tensors join a file; at least the size of the largest source file.
+    `files` maps tensors to their file in the source; `limit`, in bytes, is at least the size of the largest source
+    file.
     """
     sizes: dict[str, int] = {}
     for name, tensor in tensors.items():

@@ -33,10 +33,9 @@ PATIENCE = 30
 
 
 def write_in_ray(call: Call, shards: Sequence[Shard], advance: Callable[[int], None]) -> None:
-    """Writes shards in a cluster; returns when all are recorded in the journal of the output.
+    """Writes shards in a cluster, whose processes repeat `call` once; returns when all are in the output's journal.
 
     Args:
-        call: the command, which each process of the cluster repeats once.
         advance: called with the bytes of each finished shard.
 
     Raises:

@@ -115,8 +115,7 @@ def _is_same(found: WeightFile | None, recorded: WeightFile) -> bool:
 def parse_verdict(content: object) -> RecordedVerdict:
     """The verdict in the value of `verified`; unknown keys are ignored.
 
-    Raises:
-        MalformedInput: it is not of the form in the module's docstring.
+    Raises MalformedInput unless it has the form in the module's docstring.
     """
     entry = _object(content, "verified")
     if entry.get("verdict") not in VERDICTS:
@@ -256,8 +255,7 @@ TICK = 1000
 def record_in_manifest(folder: Path, key: str, value: dict[str, Any]) -> str:
     """Sets `key` in the manifest of `folder`, in one step; a file that already has the value is not written.
 
-    Returns:
-        The reason why the manifest is as before, empty if it has the value.
+    Returns the reason why the manifest is as before, empty if it has the value.
     """
     try:
         with Folder.open(folder) as home:

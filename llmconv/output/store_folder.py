@@ -90,13 +90,9 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def take(store: ObjectStore, claim: Claim, *, joins: bool) -> tuple[Claim, bool]:
-    """Puts a claim, or with `joins` accepts an existing one with the same key.
+    """Puts a claim, or with `joins` accepts an existing one with the same key; returns it, and whether it is new.
 
-    Returns:
-        The claim that holds, and whether it is new.
-
-    Raises:
-        OutputFailed: another run has the output, or the store failed.
+    Raises OutputFailed if another run has the output, or the store failed.
     """
     for _ in range(TRIES):
         if found := read_claim(store):

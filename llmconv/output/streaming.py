@@ -73,9 +73,7 @@ class ShardContent:
 def stream_shard(file: IO[bytes], shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
     """Writes one file, on the disk when this returns; returns its manifest entry: bytes and sha256.
 
-    Args:
-        file: new, empty and unbuffered, open for writing.
-        advance: called with the number of bytes of each block written.
+    `file` is new, empty and unbuffered; `advance` is called with the number of bytes of each block written.
     """
     content = ShardContent(shard)
     size = flushed = 0
@@ -141,11 +139,7 @@ def check_copy(path: Path, shard: Shard) -> None:
 def copy_unchanged(new: NewFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
     """Copies the source of a shard to `new` and returns the manifest entry.
 
-    Args:
-        advance: called with the bytes of each block written.
-
-    Raises:
-        MalformedInput: the source changed meanwhile.
+    `advance` is called with the bytes of each block written. Raises MalformedInput if the source changed meanwhile.
     """
     assert shard.copy_of
     entry = copy_file(shard.copy_of, new.file, advance)

@@ -92,8 +92,7 @@ class Part:
 class Shards:
     """Shards by name; nothing is published.
 
-    Attributes:
-        names: the next one is asked for when the last one is recorded in the journal of the output.
+    The next one is asked for when the last one is recorded in the journal of the output.
     """
 
     names: Iterator[str]
@@ -139,11 +138,7 @@ def _require_integers(**values: object) -> None:
 
 
 def done_by(work: Work | None, plan: Plan, found: bool) -> Plan:
-    """What a command returns: its plan, or the part of it that was written.
-
-    Args:
-        found: the output was complete before.
-    """
+    """What a command returns: its plan, or the part that was written; with `found`, the output was complete before."""
     if isinstance(work, Part) and not found:
         chosen = work.chosen(plan.shards)
         return replace(plan, shards=tuple(s for s in plan.shards if s.name in chosen), part=str(work))
@@ -158,11 +153,9 @@ def require_possible(work: Work | None, *, overwrite: bool) -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a command, which another process can repeat with other `work`.
+    """A call of a command (module and name), which another process can repeat with other `work`.
 
-    Attributes:
-        function: dotted name of its module, and its name.
-        arguments: by name; texts, numbers, paths and lists of these.
+    `arguments` by name are texts, numbers, paths and lists of these.
     """
 
     function: tuple[str, str]
@@ -225,16 +218,10 @@ JOIN = hung_calls.GRACE + 4
 
 
 def write_in_workers(call: Call, shards: Sequence[Shard], work: Workers, advance: Callable[[int], None]) -> None:
-    """Writes shards in processes; returns when all are recorded in the journal of the output.
+    """Writes shards in processes, which repeat `call` once; returns when all are in the journal of the output.
 
-    Args:
-        call: the command, which each worker repeats once.
-        work: the number of processes.
-        advance: called with the bytes of each finished shard.
-
-    Raises:
-        LlmconvError: the first error of a worker.
-        OutputFailed: workers died of the same shard several times.
+    `advance` is called with the bytes of each finished shard. Raises the first error of a worker, or OutputFailed if
+    workers died of the same shard several times.
     """
     waiting: queue.SimpleQueue[Shard] = queue.SimpleQueue()
     for shard in sorted(shards, key=lambda shard: -shard.nbytes):
@@ -396,9 +383,8 @@ Answer = dict[str, Any]
 def repeat(task: Task, next_name: Callable[[], str | None], answer: Callable[[Answer], None]) -> None:
     """Repeats a command for some of its shards; each is in the journal of the output when it is answered.
 
-    Args:
-        next_name: the name of the next shard; None if no more are to be written.
-        answer: takes the answer of each shard. An error is the last one.
+    `next_name` returns the name of the next shard, None if no more are to be written; `answer` takes the answer of
+    each, an error as the last one.
     """
     warned: list[str] = []
 
@@ -440,8 +426,7 @@ class RepeatedCall:
     def write(self, name: str) -> Answer:
         """Writes one shard. After an error the call is over, and `is_alive` false.
 
-        Raises:
-            Exception: any but a LlmconvError, which would be a fault of llmconv.
+        Raises any Exception but a LlmconvError; it would be a bug of llmconv.
         """
         self._asked.put(name)
         answer = self._answers.get()

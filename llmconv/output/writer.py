@@ -243,16 +243,10 @@ def check_output(
     resume: bool = False,
     work: Work | None = None,
 ) -> None:
-    """Checks before a run that its output can be written.
+    """Checks before a run that its output can be written; for a worker the first process has checked.
 
-    Args:
-        overwrite: it may be replaced.
-        inputs: paths that the run reads.
-        resume: it may be complete already.
-        work: of this process; for a worker the first process has checked.
-
-    Raises:
-        InputRefused: `output` exists and may not be replaced, lies in an input, or no space is left.
+    Raises InputRefused if `output` exists and may not be replaced (with `resume` it may be complete), lies in one of
+    the `inputs` that the run reads, or no space is left.
     """
     if isinstance(work, Shards):  # a disk that has filled up since is a failed write, which can be resumed
         return
@@ -271,10 +265,9 @@ def _reuse_freed_blocks() -> None:
 
 
 def _require_unchanged(sources: Stats) -> None:
-    """Requires that the weights are still the planned ones; others may write into other files of a checkpoint's folder.
+    """Raises InputRefused if planned weights changed: a shard may contain tensors of two versions.
 
-    Raises:
-        InputRefused: a shard may contain tensors of two versions.
+    Others may write into other files of a checkpoint's folder.
     """
     for source, before in sources.items():
         if (source.suffix in WEIGHTS or len(sources) == 1) and not (source.exists() and _identity(source) == before):
@@ -306,8 +299,7 @@ class UnfinishedOutput(Protocol):
     def make_shard(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
         """Writes one file and returns its manifest entry, which `record` takes once the sources are known to be whole.
 
-        Args:
-            advance: called with the number of bytes of each block written.
+        `advance` is called with the number of bytes of each block written.
         """
 
     def record(self, name: str, entry: dict[str, Any]) -> None:
@@ -340,14 +332,10 @@ class Destination(Protocol):
         """Deletes what a run has left that was killed after it had published; the output is complete."""
 
     def require_free(self, overwrite: bool, inputs: Sequence[Path], *, resume: bool) -> None:
-        """Requires that it can be made: `overwrite` replaces only what llmconv made.
+        """Requires that it can be made: `overwrite` replaces only what llmconv made; else raises InputRefused.
 
-        Args:
-            inputs: paths that the run reads; neither may be inside the other.
-            resume: it may be complete; the plan is compared with it later.
-
-        Raises:
-            InputRefused: it exists and may not be replaced.
+        With `resume`, it may be complete; the plan is compared with it later. Neither it nor the `inputs` that the run
+        reads may be inside the other.
         """
 
     def require_space(self, plan: Plan) -> None:
@@ -386,13 +374,8 @@ class Destination(Protocol):
     def share(self, key: str, files: Sequence[str], mine: Collection[str]) -> AbstractContextManager[UnfinishedOutput]:
         """Joins the processes with the same key that write the output, none of which commits; it stays unfinished.
 
-        Args:
-            key: fingerprint of sources and options.
-            files: names of all files of the output.
-            mine: names of the shards that this process writes.
-
-        Raises:
-            OutputFailed: a run with another key, or one that is about to commit, has the output.
+        `files` are all of the output, `mine` the shards that this process writes. Raises OutputFailed if a run with
+        another key, or one that is about to commit, has the output.
         """
 
     def finish(
@@ -400,9 +383,5 @@ class Destination(Protocol):
     ) -> AbstractContextManager[UnfinishedOutput]:
         """Starts the last step of an output whose shards were written by processes that called `share`.
 
-        Args:
-            key: fingerprint of sources and options.
-            files: names of all files of the output.
-            overwrite: an existing output may be replaced.
-            trusted: this run has just written all of it, so that what is unchanged since is not read again.
+        With `trusted`, this run has just written all of it, so that what is unchanged since is not read again.
         """

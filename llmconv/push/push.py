@@ -130,8 +130,7 @@ def _address(repository: str, revision: str | None, *, pr: bool) -> HubAddress:
 def _planned(found: FolderFiles, digests: Mapping[str, FileDigest], target: HubRepository) -> tuple[Contents, Push]:
     """All contents, and what is to be uploaded and deleted.
 
-    Raises:
-        InputRefused: the branch contains files of a model that llmconv did not make.
+    Raises InputRefused if the branch contains files of a model that llmconv did not make.
     """
     require_own_weights(target)
     contents: dict[str, Path | bytes] = dict(found.files)
@@ -194,11 +193,9 @@ REPORT = {"report.json", "junit.xml", "summary.md", "report.html", "run.json", "
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """What is uploaded of a folder that llmconv made.
+    """What is uploaded of a folder that llmconv made: path in the folder to file, for a link the one that it leads to.
 
-    Attributes:
-        files: path in the folder to the file; for a link the file that it leads to.
-        left_out: hidden files, which are not uploaded.
+    `left_out` are hidden files, which are not uploaded.
     """
 
     folder: Path
@@ -235,9 +232,8 @@ def _changed(path: Path) -> int:
 def files_of(folder: Path) -> FolderFiles:
     """The files of `folder`, whose presence and sizes are as its manifest says.
 
-    Raises:
-        InputRefused: llmconv did not make it, or it contains other files than those about the model.
-        MalformedInput: a file of the manifest is missing, or has another size.
+    Raises InputRefused if llmconv did not make it, or it contains other files than those about the model;
+    MalformedInput if it does not match its manifest.
     """
     if not folder.is_dir():
         raise InputRefused(f"`{folder}` is not a folder", hint="give a folder that llmconv made")

@@ -138,14 +138,9 @@ WHOLE_ROW = -1
 
 
 def group_size(config: Mapping[str, Any], *names: str) -> int | None:
-    """The number of columns in a group, `WHOLE_ROW`, or None if it is not given.
+    """The number of columns in a group, `WHOLE_ROW`, or None if it is not given in a `quantization_config`.
 
-    Args:
-        config: a `quantization_config`.
-        names: of the field, the first that is given counts.
-
-    Raises:
-        MalformedInput: neither a positive integer nor -1.
+    Of the fields `names`, the first that is given counts. Raises MalformedInput unless it is a positive integer or -1.
     """
     name = next((name for name in names if config.get(name) is not None), None)
     if name is None:
@@ -162,11 +157,7 @@ def group_size(config: Mapping[str, Any], *names: str) -> int | None:
 def require_count(name: str, columns: int, count: int, size: int | None) -> None:
     """Raises MalformedInput unless the number of groups follows from their size.
 
-    Args:
-        name: of the tensor of scales, for messages.
-        columns: of the weight.
-        count: number of groups that have a scale.
-        size: columns in a group, from `group_size`; None if it is unknown.
+    `columns` are those of the weight; `count` groups have a scale; `size`, from `group_size`, is None if unknown.
     """
     if size is None:
         return
@@ -179,10 +170,7 @@ def require_count(name: str, columns: int, count: int, size: int | None) -> None
 def groups_in_order(name: str, columns: int, count: int, size: int | None) -> Array:
     """int64 [columns]: the group of every column; neighbors share one, and the last group may be partial.
 
-    Arguments are as for `require_count`.
-
-    Raises:
-        MalformedInput: several groups of unknown size, or their number does not follow from their size.
+    Arguments and errors are as for `require_count`; MalformedInput also for several groups of unknown size.
     """
     if size is None and count > 1:
         refuse(name, f"has scales of {count} groups, and the `quantization_config` has no `group_size`")

@@ -137,12 +137,7 @@ def finite(scales: Array, name: str) -> Array:
 def bounded(scales: Array, largest: int, name: str) -> Array:
     """Finite scales float32, as they are.
 
-    Args:
-        largest: magnitude of the largest integer that they are multiplied with.
-        name: of the weight, for messages.
-
-    Raises:
-        MalformedInput: a product is not finite.
+    Raises MalformedInput if their product with `largest`, the magnitude of the largest integer, is not finite.
     """
     with np.errstate(over="ignore"):
         reach = np.abs(scales).max(initial=0) * np.float32(largest)

@@ -37,9 +37,7 @@ class QuantizedCheckpoint:
 def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
     """The quantized weights of a checkpoint, or None if its config has no `quantization_config`.
 
-    Raises:
-        MalformedInput: missing or mismatched parts of a weight.
-        UnsupportedInput: an unknown method.
+    Raises MalformedInput for missing or mismatched parts of a weight, UnsupportedInput for an unknown method.
     """
     if not checkpoint.config.get(FIELD):
         return None

@@ -39,13 +39,7 @@ EXPONENT_BIAS = 127
 
 @dataclass(frozen=True, eq=False)
 class ScaledWeight(PackedWeight):
-    """value = code · scale of its block.
-
-    Attributes:
-        codes: name of the tensor of codes, of the weight's shape.
-        scales: name of the tensor of scales.
-        block: rows and columns of a block.
-    """
+    """value = code · scale of its block of `block` (rows, columns); codes have the weight's shape."""
 
     codes: str
     scales: str
@@ -192,14 +186,9 @@ def _encoded(scales: Array, dtype: DType) -> Array:
 def open_scaled(
     tensors: Mapping[str, LazyTensor], name: str, scales: str, block: tuple[int, int] | None
 ) -> ScaledWeight:
-    """The weight with the codes `name`.
+    """The weight with the codes `name`, and one scale, one per row, or one per `block` (rows, columns) in `scales`.
 
-    Args:
-        scales: name of the scales: one, one per row, or one per block.
-        block: rows and columns of a block, if scales are per block.
-
-    Raises:
-        MalformedInput: missing or mismatched parts.
+    Raises MalformedInput for missing or mismatched parts.
     """
     codes, grid = tensors[name], part(tensors, scales, name)
     if codes.dtype.name not in LARGEST or len(codes.shape) not in (2, 3):

@@ -264,12 +264,7 @@ def event(content: dict[str, Any]) -> bytes:
 
 @dataclass
 class ResponseBuilder:
-    """Builds the response to one request while its answers grow.
-
-    Args:
-        model: public name of the model.
-        choices: the answers that are being generated.
-    """
+    """Builds the response to one request while its `choices` are generated; `model` is the public name of the model."""
 
     request: CompletionRequest
     model: str

@@ -104,9 +104,8 @@ class CompletionRequest:
 def parse_json(body: bytes) -> Any:
     """The parsed JSON of a request.
 
-    Raises:
-        ApiError: invalid JSON, nested too deeply, a duplicate key, or a number that is not finite or has thousands of
-            digits.
+    Raises ApiError for invalid or too deep JSON, a duplicate key, or a number that is not finite or has thousands of
+    digits.
     """
     try:
         return parse_strictly(body)
@@ -117,11 +116,7 @@ def parse_json(body: bytes) -> Any:
 
 
 def chat_request(content: Any) -> CompletionRequest:
-    """Parses the body of `/v1/chat/completions`.
-
-    Raises:
-        ApiError: a field is missing, has the wrong type, or asks for an unsupported feature.
-    """
+    """Parses the body of `/v1/chat/completions`; raises ApiError for missing, invalid and unsupported fields."""
     fields = Fields(content)
     messages = fields.take("messages", list)
     if not messages:
@@ -139,11 +134,7 @@ def chat_request(content: Any) -> CompletionRequest:
 
 
 def completion_request(content: Any) -> CompletionRequest:
-    """Parses the body of `/v1/completions`.
-
-    Raises:
-        ApiError: a field is missing, has the wrong type, or asks for an unsupported feature.
-    """
+    """Parses the body of `/v1/completions`; raises ApiError for missing, invalid and unsupported fields."""
     fields = Fields(content)
     prompts = _prompts(fields.take("prompt", str | list))
     if fields.number("logprobs", int) is not None:
@@ -288,13 +279,9 @@ NAMES: dict[Any, str] = {str: "a text", list: "a list", dict: "an object", str |
 
 
 class Fields:
-    """The fields of one parsed JSON object; null counts as missing.
+    """The fields of one parsed JSON object; null counts as missing; raises ApiError for another value.
 
-    Args:
-        prefix: prepended to field names in error messages.
-
-    Raises:
-        ApiError: `content` is not an object.
+    `prefix` is prepended to field names in error messages.
     """
 
     def __init__(self, content: Any, prefix: str = "") -> None:
@@ -319,15 +306,9 @@ class Fields:
     def number(
         self, name: str, kind: type[Number], least: float | None = None, most: float | None = None
     ) -> Number | None:
-        """Removes and returns a number; None if it is missing. An integer may be written with `.0`.
+        """Removes and returns an int or float; None if it is missing. An integer may be written with `.0`.
 
-        Args:
-            kind: int or float.
-            least: minimum; None for none.
-            most: maximum; None for none.
-
-        Raises:
-            ApiError: it is not a number of this type, or out of range.
+        Raises ApiError for another type, or a number that is not from `least` to `most` (None for no limit).
         """
         value = self._left.pop(name, None)
         if value is None:
@@ -363,11 +344,7 @@ DETAILS = ("auto", "low", "high")
 
 
 def image_of(part: dict[str, Any], where: str) -> bytes:
-    """The bytes of the image file in a part of type `image_url`; `where` is its place in the request.
-
-    Raises:
-        ApiError: there is no `data:` URL of an image.
-    """
+    """The bytes of the image file in a part of type `image_url`; raises ApiError without a `data:` URL of an image."""
     given = part.get("image_url")
     url = given.get("url") if isinstance(given, dict) else given
     if not isinstance(url, str) or not isinstance(given, dict) or given.get("detail", "auto") not in DETAILS:

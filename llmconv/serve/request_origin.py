@@ -59,11 +59,7 @@ class AccessRules:
                 )
 
     def check(self, path: str, headers: Headers) -> None:
-        """Checks a request.
-
-        Raises:
-            ApiError: 403 for an unknown host or origin; 401 for a missing or wrong key.
-        """
+        """Raises ApiError: 403 for an unknown host or origin, 401 for a missing or wrong key."""
         host = headers.get("host", "")
         if not self._known(host):
             raise ApiError(

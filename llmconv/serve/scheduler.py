@@ -35,8 +35,7 @@ class ShuttingDown(ApiError):
 class Job(Generic[Item]):
     """A request in progress: its steps run in the worker thread, its items arrive in the event loop.
 
-    Args:
-        steps: each `next()` is one turn.
+    Each `next()` of `steps` is one turn.
     """
 
     def __init__(self, steps: Iterator[Item]) -> None:
@@ -72,12 +71,7 @@ class Job(Generic[Item]):
 
 
 class _Call:
-    """A call in the thread of prompts.
-
-    Args:
-        run: calls the function and delivers its result.
-        refuse: delivers an error in its place.
-    """
+    """A call in the thread of prompts; `run` delivers the result of its function, `refuse` an error in its place."""
 
     def __init__(self, run: Callable[[], None], refuse: Callable[[ApiError], None]) -> None:
         self.run, self.refuse, self.canceled = run, refuse, False
@@ -86,9 +80,8 @@ class _Call:
 class Scheduler:
     """Runs a limited number of jobs in turn, and lets a limited number wait; calls that prepare them wait, too.
 
-    Args:
-        active: maximum number of jobs that take turns; each has its own cache.
-        waiting: maximum number of jobs and calls in the queue; further ones are refused.
+    Each of the `active` jobs has its own cache; at most `waiting` jobs and calls are in the queue, further ones are
+    refused.
     """
 
     def __init__(self, active: int, waiting: int) -> None:
@@ -114,8 +107,7 @@ class Scheduler:
     def submit(self, steps: Iterator[Item]) -> Job[Item]:
         """Adds a job; called in the event loop.
 
-        Raises:
-            ApiError: 429 if the queue is full; 503 if the server is shutting down.
+        Raises ApiError: 429 if the queue is full, 503 if the server is shutting down.
         """
         job = Job(steps)
         with self._change:
@@ -128,11 +120,7 @@ class Scheduler:
     async def call(self, function: Callable[[], Result]) -> Result:
         """Calls `function` in the thread of prompts, one call at a time, since the tokenizer is not thread-safe.
 
-        A call that is canceled while it waits is not made.
-
-        Raises:
-            ApiError: 429 if the queue is full; 503 if the server is shutting down.
-            BaseException: the error that the function raised.
+        A call that is canceled while it waits is not made. Raises what the function raises, and as `submit`.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()

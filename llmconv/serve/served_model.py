@@ -28,13 +28,9 @@ PROMPT_STEP = 256
 
 @dataclass(frozen=True)
 class CompletionChoice:
-    """One answer to generate, a "choice" in OpenAI's API.
+    """One answer to generate, a "choice" in OpenAI's API: tokens of the prompt, and `echo`, the text at its start.
 
-    Attributes:
-        ids: tokens of the prompt.
-        settings: how tokens are picked.
-        echo: text at the start of the answer.
-        embeddings: computes the features of the images in the prompt; None without images.
+    `embeddings` computes the features of the images in the prompt; None without images.
     """
 
     ids: tuple[int, ...]
@@ -130,9 +126,8 @@ class ServedModel:
     def choices(self, request: CompletionRequest) -> list[CompletionChoice]:
         """The answers to generate: for every prompt, as many as the request asks for.
 
-        Raises:
-            ApiError: an unknown model name, or the context is too short.
-            InputRefused: the chat template fails on the messages, or a prompt has no tokens.
+        Raises ApiError for an unknown model name or a context that is too short, InputRefused if the chat template
+        fails on the messages, or a prompt has no tokens.
         """
         if request.model not in (None, self.name):
             raise ApiError(
@@ -247,12 +242,7 @@ def _seed(wanted: SamplingOptions, number: int) -> int:
 
 
 class ConversationPool:
-    """The latest conversations, each used by one answer at a time; not thread-safe.
-
-    Args:
-        most: maximum number of conversations to keep; 0 for none.
-        runner: runs their model.
-    """
+    """The latest conversations, at most `most` (0 for none), each used by one answer at a time; not thread-safe."""
 
     def __init__(self, most: int, runner: Runner) -> None:
         self._most, self._runner = most, runner

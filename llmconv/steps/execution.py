@@ -109,8 +109,7 @@ class Execution:
     def run(self, announce: Callable[[int, Step, str], None]) -> Iterator[Outcome]:
         """Does the steps one after another; after a failure the others are not run.
 
-        Args:
-            announce: called before each step with its number, from 1, the step, and the reason why it is done.
+        Before each, `announce` is called with its number, from 1, the step, and the reason why it is done.
         """
         self._record.keep(self._file.steps)
         failed = False
@@ -284,11 +283,8 @@ class Record:
     def begin(self, step: Step, before: Stamps) -> Stamps:
         """Records that a step is under way: if it does not end, it is not done.
 
-        Args:
-            before: stamps of its inputs and outputs.
-
-        Returns:
-            Those at its first begin: a step that was interrupted is continued, and wrote what differs from them.
+        Returns the stamps of its inputs and outputs at its first begin (now: `before`): a step that was interrupted is
+        continued, and wrote what differs from them.
         """
         if self.is_begun(step):
             return self.steps[step.name].read
@@ -329,10 +325,7 @@ class Record:
     def change(self, step: Step, steps: Sequence[Step], inputs: Stamps, outputs: Stamps) -> str:
         """Why a step is to be done: what differs from the last time; empty if nothing does.
 
-        Args:
-            steps: all steps of the file.
-            inputs: stamps of its inputs, now.
-            outputs: stamps of its outputs, now.
+        `inputs` and `outputs` are the stamps as they are now; `steps` are all of the file.
         """
         done = self.steps.get(step.name)
         if done is None:

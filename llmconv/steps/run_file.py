@@ -100,8 +100,7 @@ def read_run_file(path: Path, changes: Mapping[str, str], group: click.Group) ->
 def read_steps(path: Path, changes: Mapping[str, str], group: click.Group) -> tuple[RunFile, list[LlmconvError]]:
     """Like `read_run_file`, with the mistakes in single steps. A step with one is a stand-in, which may write anything.
 
-    Raises:
-        LlmconvError: the file has no list of steps.
+    Raises LlmconvError if the file has no list of steps.
     """
     variables, items = _listed(path)
     problems: list[LlmconvError] = []

@@ -18,9 +18,7 @@ SUFFIX = ".llmconv-run.lock"
 def run_lock(file: Path) -> Iterator[int]:
     """Locks a file next to a run file with `flock(2)`; yields the descriptor that the processes of steps inherit.
 
-    Raises:
-        OSError: the folder is not writable.
-        OutputFailed: another run, or a step of one, has the lock.
+    Raises OutputFailed if another run, or a step of one, has the lock; OSError if the folder is not writable.
     """
     path = file.absolute().with_name(f".{file.name}{SUFFIX}")
     descriptor = _locked(path, file.name)

@@ -45,13 +45,10 @@ SECONDS = 30.0
 
 
 def stamps(names: Iterable[str], home: Path, *, are_read: bool = False) -> Stamps:
-    """The stamps of all files of some inputs or outputs; of those that do not exist there are none.
+    """The stamps of all files of some inputs or outputs (paths, URIs or Hub ids); none of those that do not exist.
 
-    Args:
-        names: paths, URIs or Hub ids, as a command takes them.
-        home: the folder that relative paths begin at.
-        are_read: they are inputs: files are read with others near them, and a name such as `org/name` that does not
-            exist here is a model on the Hub.
+    With `are_read`, they are inputs: files are read with others near them, and a name such as `org/name` that does not
+    exist here is a model on the Hub.
     """
     found: Stamps = {}
     for name in names:

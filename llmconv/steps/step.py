@@ -109,10 +109,7 @@ def option_problems(
 ) -> Iterator[MalformedInput]:
     """The mistakes in the names and types of a step's options, one for each.
 
-    Args:
-        command_name: one of `COMMANDS`.
-        options: values by the names of `parameters`.
-        group: of all commands.
+    `command_name` is one of `COMMANDS`; `options` are values by the names of `parameters`.
     """
     known = parameters(find_command(group, command_name))
     for key, value in options.items():
@@ -135,9 +132,8 @@ def option_problems(
 def make_step(name: str, command_name: str, options: Mapping[str, Any], group: click.Group) -> Step:
     """A step whose options the command accepts; arguments as for `option_problems`.
 
-    Raises:
-        MalformedInput: an `option_problems`.
-        UsageProblem: the command refuses a value, or an argument is missing.
+    Raises MalformedInput for its `option_problems`, UsageProblem if the command refuses a value, or an argument is
+    missing.
     """
     command = find_command(group, command_name)
     known = parameters(command)

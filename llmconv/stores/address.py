@@ -78,8 +78,7 @@ def is_store_address(value: object) -> bool:
 def parse_address(text: str) -> StoreAddress:
     """The address that a user wrote.
 
-    Raises:
-        InputRefused: no bucket, credentials or a query in the address, or a path that is not plain.
+    Raises InputRefused without a bucket, for credentials or a query, or a path that is not plain.
     """
     found = PARTS.fullmatch(text.strip())
     scheme = SCHEMES.get(found["scheme"].lower(), "") if found else ""

@@ -152,12 +152,9 @@ class ObjectStore:
         return b"".join(self.blocks(head, start, stop))
 
     def blocks(self, head: Head, start: int, stop: int) -> Iterator[memoryview]:
-        """Bytes `start` to `stop` of an object by one request, in blocks of about `BLOCK` bytes as they arrive.
+        """Bytes `start` to `stop` (exclusive, larger) of an object by one request, in blocks of about `BLOCK` bytes.
 
-        `stop` is exclusive, and larger than `start`.
-
-        Raises:
-            InputRefused: the object is no longer the one that `head` describes.
+        They are yielded as they arrive. Raises InputRefused if the object is no longer the one that `head` describes.
         """
         import obstore  # noqa: PLC0415
 
@@ -172,11 +169,9 @@ class ObjectStore:
                 yield memoryview(block)
 
     def write(self, key: str, blocks: bytes | Iterable[memoryview], size: int) -> str:
-        """Writes an object, which becomes visible when all of it is there; returns its ETag.
+        """Writes an object of `size` bytes, which becomes visible when all of it is there; returns its ETag.
 
-        Args:
-            blocks: the content; an exception that it raises ends the upload, and is raised.
-            size: bytes of the content.
+        An exception that `blocks` raises ends the upload, and is raised.
         """
         import obstore  # noqa: PLC0415
 
@@ -326,9 +321,8 @@ ORACLE = "https://{namespace}.compat.objectstorage.{region}.oraclecloud.com"
 def connect(address: StoreAddress) -> Connection:
     """A connection whose paths are relative to `address`; nothing is requested yet.
 
-    Raises:
-        UnsupportedInput: obstore is not installed, or cannot be used in this process.
-        InputRefused: the address or the environment lacks what this store needs.
+    Raises UnsupportedInput if obstore is not installed, or cannot be used in this process; InputRefused if the address
+    or the environment lacks what this store needs.
     """
     require_obstore(address)
     _require_no_fork(address)
@@ -373,15 +367,9 @@ def require_obstore(address: StoreAddress) -> None:
 
 
 def open_uploads(address: StoreAddress, names: Collection[str]) -> tuple[Any, list[dict[str, str]]] | None:
-    """A client of boto3, and the multipart uploads of some objects that are neither complete nor aborted.
+    """A client of boto3, and the multipart uploads of objects `names` below `address` that are open.
 
-    Args:
-        address: of a folder.
-        names: of the objects, below the address.
-
-    Returns:
-        The client, and the arguments of its `abort_multipart_upload` for each; None without boto3, and for stores that
-        do not speak S3.
+    Each is the arguments of its `abort_multipart_upload`. None without boto3, and for stores that do not speak S3.
     """
     if address.scheme not in ("s3", "oci") or find_spec("boto3") is None:
         return None

@@ -27,10 +27,9 @@ class HubFiles:
         self._address, self._commit = address, commit
 
     def blocks(self, head: Head, start: int, stop: int) -> Iterator[memoryview]:
-        """Bytes `start` to `stop` of a file by one request, as they arrive; `stop` is exclusive, larger than `start`.
+        """Bytes `start` to `stop` (exclusive, larger than `start`) of a file by one request, as they arrive.
 
-        Raises:
-            InputRefused: the Hub does not give the file, or cannot be reached.
+        Raises InputRefused if the Hub does not give the file, or cannot be reached.
         """
         from huggingface_hub import hf_hub_url, utils  # noqa: PLC0415 - 0.3 s that a local path does not pay
 
@@ -69,16 +68,10 @@ class HubFiles:
 
 
 def mirror_hub(address: HubAddress, commit: str, sizes: Mapping[str, int], folder: Path) -> Path:
-    """Mirrors files of the Hub in `folder`, as `make_mirror`, and returns the path of what is at `address`.
+    """Mirrors files of the Hub at a commit in `folder`, as `make_mirror`, and returns the path of what is at `address`.
 
-    Args:
-        address: of a repository, or of a folder or file in it.
-        commit: its hash.
-        sizes: path in the repository to bytes, of the files at the address that the model needs.
-        folder: empty, and not removed before `registry.remove(folder)`.
-
-    Raises:
-        InputRefused: the Hub does not give a file, or cannot be reached.
+    `sizes` maps paths in the repository to bytes, for the files at the address that the model needs. Raises
+    InputRefused if the Hub does not give a file, or cannot be reached.
     """
     root = folder / address.repository.rpartition("/")[2]
     files = [(root / name, Head(name, size, "")) for name, size in sizes.items()]

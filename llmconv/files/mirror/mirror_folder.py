@@ -33,14 +33,9 @@ WEIGHTS = frozenset(
 def make_mirror(uri: str, folder: Path, *, whole: bool) -> Path:
     """Mirrors the object or the folder at `uri` in `folder`, and returns its path there.
 
-    Args:
-        uri: an address that `is_store_address` accepts; the pointer files of Composer are followed.
-        folder: empty, and not removed before `registry.remove(folder)`.
-        whole: fetch all content now; else only small files.
-
-    Raises:
-        InputRefused: nothing is there, access is denied, or an object changed.
-        OutputFailed: the store failed.
+    `folder` must be empty, and not be removed before `registry.remove(folder)`. Pointer files of Composer are followed.
+    With `whole`, all content is fetched now, else only small files. Raises InputRefused if nothing is there, access is
+    denied, or an object changed; OutputFailed if the store failed.
     """
     address = parse_address(uri)
     tree = StoreTree(ObjectStore(StoreAddress(address.scheme, address.bucket)))
@@ -59,8 +54,7 @@ def make_mirror(uri: str, folder: Path, *, whole: bool) -> Path:
 def mirror_files(store: Blocks, files: Sequence[tuple[Path, Head]], folder: Path) -> None:
     """Fetches small files, and makes the others files of which only what is read is fetched; raises as `make_mirror`.
 
-    Args:
-        files: path in `folder` and description of each.
+    `files` are the path in `folder` and description of each.
     """
     pool = fetching_pool()
     for path, head in files:
@@ -91,8 +85,7 @@ def _fetch(store: Blocks, path: Path, head: Head) -> None:
 def _below(key: str, heads: Sequence[Head]) -> Iterator[tuple[str, Head]]:
     """Objects with their paths below `key`, empty for the object `key` itself.
 
-    Raises:
-        MalformedInput: a path that leads out of the folder.
+    Raises MalformedInput for a path that leads out of the folder.
     """
     for head in heads:
         parts = PurePosixPath(head.key.removeprefix(key).strip("/")).parts

@@ -50,13 +50,9 @@ class Blocks(Protocol):
 
 
 class MirroredFile:
-    """An object, and the file that stands for it.
+    """An object, which must not change while it is read, and the file that stands for it, which this makes.
 
-    Args:
-        path: the file, which this makes.
-        head: of the object; it must not change while it is read.
-        scratch: folder for a file that is not complete, on the same disk.
-        pool: its threads fetch.
+    `scratch` is a folder on the same disk for an incomplete file; threads of `pool` fetch.
     """
 
     def __init__(self, path: Path, store: Blocks, head: Head, scratch: Path, pool: Executor) -> None:
@@ -114,9 +110,7 @@ class MirroredFile:
     def fetch_whole(self) -> None:
         """Puts the whole object into the file, for readers that open it themselves.
 
-        Raises:
-            InputRefused: the object changed.
-            OutputFailed: the store failed.
+        Raises InputRefused if the object changed, OutputFailed if the store failed.
         """
         with self._whole_lock:
             if self.is_whole:
@@ -209,12 +203,7 @@ def remove(folder: Path) -> None:
 
 
 def complete(folder: Path) -> None:
-    """Fetches all of every file in `folder`, for readers other than llmconv's own.
-
-    Raises:
-        InputRefused: an object changed.
-        OutputFailed: the store failed.
-    """
+    """Fetches all of every file in `folder`, for readers other than llmconv's own; raises as `fetch_whole`."""
     start = os.path.realpath(folder) + os.sep
     for file in [file for name, file in _files.items() if name.startswith(start)]:
         file.fetch_whole()
@@ -289,8 +278,7 @@ class Chunk:
 class ChunkFile:
     """Places for chunks; at the limit, the chunk that was not read for the longest time loses its place.
 
-    Args:
-        limit: bytes of the file, and `LEAST` chunks more for every object; more only if as many are in use.
+    `limit` is in bytes, and `LEAST` chunks more for every object; more only if as many are in use.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
@@ -307,12 +295,9 @@ class ChunkFile:
         return len(self._homes)
 
     def chunk(self, home: dict[int, Chunk], number: int, fetch: Callable[[Chunk], Future[None]], readers: int) -> Chunk:
-        """The chunk `number` of an object, which is fetched if it is not there.
+        """The chunk `number` of an object whose chunks are in `home`, fetched if it is not there.
 
-        Args:
-            home: the object's chunks.
-            fetch: begins to fetch it; `leave` must be called where that ends.
-            readers: how many times `leave` will be called for them.
+        `fetch` begins to fetch it, and `leave` must be called where that ends; and `readers` times for the readers.
         """
         with self._lock:
             if self._fd >= 0 and os.getpid() != self._pid:
@@ -403,12 +388,9 @@ CHUNK_FILE = ChunkFile()
 
 
 class ChunkCache:
-    """The content of an object: a chunk is fetched when it is first needed, and again if it lost its place.
+    """The content of an object of `size` bytes: a chunk is fetched when first needed, and again if it lost its place.
 
-    Args:
-        fetch: reads a range of the object.
-        size: bytes of the object.
-        pool: its threads fetch.
+    `fetch` reads a range of the object, in threads of `pool`.
     """
 
     def __init__(self, fetch: Fetch, size: int, pool: Executor) -> None:
@@ -419,9 +401,7 @@ class ChunkCache:
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """Fills `buffer` from `offset` to the end of the chunk at most; returns the number of bytes, 0 at the end.
 
-        Raises:
-            InputRefused: the object changed.
-            OutputFailed: the store failed.
+        Raises InputRefused if the object changed, OutputFailed if the store failed.
         """
         stop = min(offset + len(buffer), self.size)
         if stop <= offset:

@@ -54,10 +54,8 @@ RATIO_FROM = 1 << 30
 def unpacked(path: Path) -> Path:
     """The path of the unpacked content of `path`; `path` itself if it is a folder or not packed.
 
-    Raises:
-        InputRefused: no space left.
-        MalformedInput: truncated, damaged, or a bomb.
-        UnsupportedInput: an unsupported compression, packed twice, or an archive of several files.
+    Raises MalformedInput for a damaged file or a bomb, UnsupportedInput for an unsupported compression, packed twice,
+    or an archive of several files, InputRefused if no space is left.
     """
     if not path.is_file():
         return path
@@ -318,11 +316,7 @@ LZ4_LEGACY_MAGIC = b"\x02\x21\x4c\x18"
 
 
 def find_codec(file: BinaryIO, name: str) -> Codec | None:
-    """The compression format of `file`, None if it is not compressed.
-
-    Raises:
-        UnsupportedInput: a format that has to be unpacked by hand.
-    """
+    """The compression format of `file`, None if not compressed; raises UnsupportedInput if it is unpacked by hand."""
     file.seek(0)
     head = file.read(HEAD)
     for magic, kind, command in ((LZOP_MAGIC, "lzop", "lzop -d"), (LZ4_LEGACY_MAGIC, "lz4's legacy format", "lz4 -d")):

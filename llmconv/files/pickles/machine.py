@@ -31,10 +31,7 @@ COPY_AGAIN = "the file is damaged or hostile; copy it again from where it was sa
 class Stub:
     """An inert record of an object that the pickle would have built.
 
-    Attributes:
-        function: the callable (a global, or another Stub), which is never called.
-        args: its arguments.
-        state: the argument of BUILD.
+    `function` is a global, or another Stub, which is never called; `state` is the argument of BUILD.
     """
 
     function: Any
@@ -65,9 +62,7 @@ class PickleHooks:
 class PickleMachine:
     """The state of one interpretation: stacks, memo and the position in the bytes.
 
-    Args:
-        hooks: the meaning of names, calls and references.
-        alone: the pickle must end where `data` ends.
+    With `alone`, the pickle must end where `data` ends.
     """
 
     def __init__(self, data: bytes | mmap, hooks: PickleHooks, *, alone: bool = True) -> None:
@@ -147,9 +142,8 @@ LARGEST_KEY, LARGER_KEYS = (1 << 61) - 2, 100
 def run(machine: PickleMachine) -> Any:
     """Runs the machine and returns the value of the pickle.
 
-    Raises:
-        FileProblem: a limit is exceeded, or an opcode is unknown.
-        IndexError, KeyError, TypeError, ValueError, struct.error: the pickle is inconsistent.
+    Raises FileProblem for an exceeded limit or an unknown opcode; IndexError, KeyError, TypeError, ValueError or
+    struct.error for an inconsistent pickle.
     """
     data, operations = machine.data, OPERATIONS
     for _ in range(OPCODE_LIMIT):

@@ -78,8 +78,8 @@ STORAGES = {
 def read_pickle(data: bytes, source: str) -> Any:
     """Returns the value of one pickle: dicts, lists, tuples, sets, scalars and the records of this module.
 
-    Raises:
-        MalformedInput: truncated, over a limit, an unknown opcode, bytes after the end, or a call that runs commands.
+    Raises MalformedInput: truncated, over a limit, an unknown opcode, bytes after the end, or a call that runs
+    commands.
     """
     return interpret(PickleMachine(data, HOOKS), source)
 
@@ -334,10 +334,8 @@ _UNSHARED = _unshared()
 def check_unfolded(root: Any) -> None:
     """Counts the parts of `root`, each as often as a walk from the root reaches it.
 
-    Stubs may contain themselves, as objects do; containers may not.
-
-    Raises:
-        FileProblem: the tree is far larger than the value in memory, too deep, or a container contains itself.
+    Raises FileProblem if the tree is far larger than the value in memory, too deep, or a container contains itself;
+    stubs may, as objects do.
     """
     if type(root) in KINDS:
         _TreeWalk(root).run()

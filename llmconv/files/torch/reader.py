@@ -44,12 +44,7 @@ SPARSE, SPAN_ELEMENTS = 4, 1 << 14
 
 @dataclass(frozen=True)
 class TorchFile:
-    """An opened torch file.
-
-    Attributes:
-        content: the pickled value, with TensorRef in place of tensors.
-        records: storage key to its range of the file.
-    """
+    """An opened torch file: its pickled value, with TensorRef for tensors, and storage key to range of the file."""
 
     path: Path
     content: Any
@@ -58,9 +53,8 @@ class TorchFile:
     def tensor(self, name: str, ref: TensorRef) -> LazyTensor:
         """Returns the tensor of `ref`, a TensorRef of `content`, checked against the storage in the file.
 
-        Raises:
-            MalformedInput: the view reaches outside its storage, or the storage has another size than declared.
-            UnsupportedInput: an element type that safetensors cannot represent.
+        Raises MalformedInput if the view reaches outside its storage, or that has another size than declared;
+        UnsupportedInput for an element type that safetensors cannot represent.
         """
         dtype = ref.dtype
         if dtype is None:
@@ -141,9 +135,8 @@ def is_torch_file(path: Path) -> bool:
 def open_torch_file(path: Path) -> TorchFile:
     """Reads the directory and the pickle of a torch file; no tensor data.
 
-    Raises:
-        UnsupportedInput: compressed, tar, or TorchScript.
-        MalformedInput: not a torch file, truncated, or with contradictory headers.
+    Raises UnsupportedInput for a compressed, tar or TorchScript file; MalformedInput for others, truncated, or with
+    contradictory headers.
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
@@ -193,11 +186,7 @@ def _read(path: Path, start: int, size: int) -> TorchFile:
 
 
 def explain_no_zip(path: Path, head: bytes) -> UnsupportedInput | MalformedInput:
-    """The error for a file that is not a zip, from its first 300 bytes.
-
-    Raises:
-        UnsupportedInput: it is a Git LFS pointer.
-    """
+    """The error for a file that is not a zip, from its first 300 bytes; raises it for a Git LFS pointer."""
     refuse_git_lfs(head, path.name)
     packings = [f"is compressed with {codec.name}" for codec in CODECS if codec.begins(head)]
     if packings := packings or ["is a tar archive"] * (head[257:262] == b"ustar"):
@@ -287,13 +276,8 @@ def _is_torch_zip(path: Path, _size: int, _changed: int) -> bool:
 def read_torch_zip(path: Path, start: int, size: int) -> tuple[bytes, dict[str, ChecksummedRange]]:
     """Returns the pickle of a torch file and its storages by key, with positions in `path`.
 
-    Args:
-        start: position of the zip in the file.
-        size: bytes of the zip.
-
-    Raises:
-        UnsupportedInput: TorchScript, or written on a big-endian machine.
-        MalformedInput: truncated, damaged, or a zip whose parts contradict each other.
+    The zip has `size` bytes from byte `start`. Raises UnsupportedInput for TorchScript, or a big-endian machine's file;
+    MalformedInput for a damaged zip, or one whose parts contradict each other.
     """
     with (
         naming(f"`{path.name}`", NOT_BY_TORCH),
@@ -452,9 +436,8 @@ def is_legacy(path: Path) -> bool:
 def read_legacy(path: Path) -> tuple[Any, StoragePositions]:
     """Returns the pickled value, its tensors as TensorRef, and the position of each storage; reads no tensor data.
 
-    Raises:
-        UnsupportedInput: another protocol, or a file of a big-endian machine.
-        MalformedInput: truncated or hostile, or it contains a storage that no tensor uses.
+    Raises UnsupportedInput for another protocol, or a big-endian machine's file; MalformedInput for a truncated or
+    hostile file, or a storage that no tensor uses.
     """
     with (
         naming(f"`{path.name}`", COPY_AGAIN),

@@ -37,11 +37,8 @@ STORAGE_OF = {dtype: storage for storage, dtype in STORAGES.items()}
 def torch_pieces(tensors: Mapping[str, LazyTensor], *, inside: tuple[str, ...] = ()) -> Iterator[Piece]:
     """Yields a torch file that contains a dict of the tensors, in order, each with a storage of its own.
 
-    Args:
-        inside: keys of the enclosing dicts, outermost first: `("model",)` gives `{"model": {name: tensor}}`.
-
-    Raises:
-        UnsupportedInput: an element type for which torch has no storage class.
+    `inside` are keys of the enclosing dicts, outermost first: `("model",)` gives `{"model": {name: tensor}}`. Raises
+    UnsupportedInput for an element type for which torch has no storage class.
     """
     members = _members(tensors, inside)
     for member in members:
@@ -53,12 +50,7 @@ def torch_pieces(tensors: Mapping[str, LazyTensor], *, inside: tuple[str, ...] =
 
 @dataclass(frozen=True)
 class _Member:
-    """One member of the zip.
-
-    Attributes:
-        position: of the local header.
-        number: index among the tensors, None for other members.
-    """
+    """One member of the zip; `position` is that of the local header, `number` the index of a tensor, else None."""
 
     name: bytes
     content: bytes | LazyTensor

@@ -24,11 +24,9 @@ BITS, PER_WORD = 4, 8
 
 
 def open_awq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
-    """The quantized weights of a checkpoint.
+    """The quantized weights of a checkpoint; raises MalformedInput for missing, unexpected or mismatched parts.
 
-    Raises:
-        MalformedInput: missing, unexpected or mismatched parts.
-        UnsupportedInput: another layout than `gemm`, or other bits than four.
+    Raises UnsupportedInput for another layout than `gemm`, or other bits than four.
     """
     config = checkpoint.config["quantization_config"]
     _require_gemm(config)

@@ -47,9 +47,8 @@ PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".SCB",
 def open_bitsandbytes(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
     """The quantized weights of a checkpoint that `save_pretrained` wrote.
 
-    Raises:
-        MalformedInput: missing, unexpected or mismatched parts.
-        UnsupportedInput: int8 in the order of a GPU kernel.
+    Raises MalformedInput for missing, unexpected or mismatched parts, UnsupportedInput for int8 in a GPU kernel's
+    order.
     """
     weights: dict[str, PackedWeight] = {}
     for name, tensor in checkpoint.items():
@@ -103,9 +102,7 @@ class NestedScales:
 class FourBitWeight(PackedWeight):
     """value = quant_map[code] · scale of its block.
 
-    Attributes:
-        block: elements in a block.
-        nested: the scales of the scales, for double quantization.
+    `block` is the number of elements in a block; `nested` are the scales of the scales, for double quantization.
     """
 
     block: int
@@ -233,11 +230,7 @@ def _above(bounds: Array, values: Array) -> Array:
 
 
 def open_four_bit(tensors: Mapping[str, LazyTensor], name: str, state_name: str) -> FourBitWeight:
-    """The weight `name`, whose JSON state is in the tensor `state_name`.
-
-    Raises:
-        MalformedInput: an invalid state, or missing or mismatched parts.
-    """
+    """The weight `name`, whose JSON state is in the tensor `state_name`; raises MalformedInput if they do not match."""
     state = _read_state(tensors[state_name], state_name)
     if state_name.removeprefix(name + STATE) not in KINDS or state.get("quant_type") not in KINDS:
         refuse(state_name, f"is of the type {str(state.get('quant_type'))[:40]!r}, neither nf4 nor fp4")
@@ -340,9 +333,7 @@ class Int8Rows(PackedWeight):
 def open_int8(tensors: Mapping[str, LazyTensor], name: str) -> Int8Rows:
     """The weight `name`.
 
-    Raises:
-        MalformedInput: missing or mismatched scales.
-        UnsupportedInput: the codes are in the order of a GPU kernel.
+    Raises MalformedInput for missing or mismatched scales, UnsupportedInput for codes in a GPU kernel's order.
     """
     stem = name.removesuffix("weight")
     codes, scales = tensors[name], part(tensors, f"{stem}SCB", name)

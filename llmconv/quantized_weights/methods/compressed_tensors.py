@@ -49,11 +49,9 @@ NOT_READ = {"transform_config": "config_groups", "sparsity_config": "format", "m
 
 
 def open_compressed(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
-    """The quantized weights of a checkpoint.
+    """The quantized weights of a checkpoint; raises MalformedInput for missing, unexpected or mismatched parts.
 
-    Raises:
-        MalformedInput: missing, unexpected or mismatched parts.
-        UnsupportedInput: another format, or a field that changes the function and is not read.
+    Raises UnsupportedInput for another format, or a field that changes the function and is not read.
     """
     config = checkpoint.config["quantization_config"]
     for name in {str(scheme.get("format")) for scheme in (config, *groups_of(config)) if scheme.get("format")}:
@@ -229,9 +227,7 @@ class WeightScheme:
 class WeightSchemes:
     """The scheme of every module, from a `quantization_config`.
 
-    Raises:
-        MalformedInput: a field of an unexpected kind, or one that contradicts another.
-        UnsupportedInput: a strategy that is not read.
+    Raises MalformedInput for invalid or contradictory fields, UnsupportedInput for a strategy that is not read.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -247,8 +243,7 @@ class WeightSchemes:
     def of(self, module: str) -> WeightScheme:
         """The scheme of the module at a path.
 
-        Raises:
-            MalformedInput: no group, or several that differ, or a pattern that is invalid or takes too long.
+        Raises MalformedInput for no group, several that differ, or a pattern that is invalid or takes too long.
         """
         for target, scheme in self._schemes.items():
             if self._matches(target, module):

@@ -44,11 +44,9 @@ included (`convert_gptq_v1_to_v2_format_module`)."""
 
 
 def open_gptq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
-    """The quantized weights of a checkpoint.
+    """The quantized weights of a checkpoint; raises MalformedInput for missing, unexpected or mismatched parts.
 
-    Raises:
-        MalformedInput: missing, unexpected or mismatched parts.
-        UnsupportedInput: a layout for one kernel, or an unknown number of bits.
+    Raises UnsupportedInput for a layout for one kernel, or an unknown number of bits.
     """
     config = checkpoint.config["quantization_config"]
     less_one = _format(config)
