@@ -76,10 +76,7 @@ SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"
 
 
 def require_sizes(config: Mapping[str, Any], source: str | Path) -> None:
-    """Raises MalformedInput unless `model_type` is a string and sizes are integers, where given.
-
-    Those of `text_config` are checked, too.
-    """
+    """Raises MalformedInput unless `model_type` and sizes, also of `text_config`, have valid types where given."""
     if config.get("model_type") is not None:
         require_model_type(config, source)
     text = config.get("text_config")

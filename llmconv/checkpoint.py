@@ -109,10 +109,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens a Hugging Face folder (one safetensors file, or shards with an index).
-
-    Raises InputRefused without `config.json` or weights, MalformedInput for an invalid header or index.
-    """
+    """Opens a Hugging Face folder (safetensors in one file or shards); raises InputRefused or MalformedInput."""
     if not (path / "config.json").is_file():
         raise refused_model(path)
     config = read_json(own_file(path, "config.json"))
@@ -126,10 +123,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def open_weights(folder: Path) -> dict[str, LazyTensor]:
-    """The tensors of a folder with `model.safetensors`, or with shards and an index.
-
-    Raises InputRefused without either, MalformedInput if the index and the shards disagree.
-    """
+    """The tensors of `model.safetensors`, or of shards and an index; raises InputRefused if `folder` has neither."""
     if (folder / INDEX).is_file():
         return open_shards(folder)
     if (folder / SINGLE).is_file():
@@ -239,10 +233,7 @@ SIZES = re.compile(
 
 
 def require_bounds(config: Any, name: str) -> None:
-    """Refuses numbers in parsed JSON that would take all memory before any weight is read.
-
-    Raises MalformedInput for a size, or a number of labels or layers, larger than that of any model.
-    """
+    """Raises MalformedInput for sizes and numbers of labels or layers in parsed JSON that would take all memory."""
     for key, value in config.items() if isinstance(config, dict) else enumerate(config):
         if isinstance(value, dict | list):
             require_bounds(value, name)

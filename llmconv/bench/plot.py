@@ -21,10 +21,7 @@ PANELS = (("prefill", "prompt tokens/s"), ("decode", "new tokens/s"))
 
 @checked
 def require_plotting(path: Written) -> None:
-    """Checks before any measurement that a plot can be made.
-
-    Raises InputRefused if matplotlib is not installed, UsageProblem for an unsupported suffix.
-    """
+    """Raises InputRefused or UsageProblem, before any measurement, if matplotlib or the suffix is not supported."""
     if Path(path).suffix.lower() not in SUFFIXES:
         raise UsageProblem(f"`{path}` is not a supported picture format", hint=f"end the name in {', '.join(SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:

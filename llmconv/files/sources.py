@@ -280,10 +280,7 @@ class BucketTree:
 
 
 def files_under(path: Path, without: Path | None = None) -> list[Path]:
-    """`path` itself, or all files in that folder at any depth, sorted by name.
-
-    Unfinished outputs are skipped, and the folder `without`, such as an output inside `path`.
-    """
+    """`path` itself, or all files in that folder, sorted, except for unfinished outputs and the folder `without`."""
     if path.is_file():
         return [path]
     left_out = {without.absolute()} if without else set()

@@ -38,10 +38,7 @@ def with_embeddings(prompt: Prompt, ids: list[int], tokenizer: Any, name: str = 
 
 
 def rows_of(embeddings: Any) -> Any:
-    """Embeddings, float32 [tokens, hidden], from an array, a torch tensor, or the path of a file.
-
-    Raises InputRefused for an unreadable file, UsageProblem for an array of another form.
-    """
+    """Embeddings, float32 [tokens, hidden], from an array, a torch tensor, or a file; raises as `read_embeddings`."""
     return read_embeddings(Path(embeddings)) if isinstance(embeddings, str | Path) else as_embeddings(embeddings)
 
 
@@ -70,10 +67,7 @@ def as_embeddings(value: Any, name: str = "`embeddings`") -> Array:
 
 
 def read_embeddings(path: Path) -> Array:
-    """The embeddings in a file, float32 [tokens, hidden]: `.npy`, or safetensors with one tensor.
-
-    Raises InputRefused if it cannot be read or has no embeddings, MalformedInput for invalid content.
-    """
+    """The embeddings in a `.npy` file, or one tensor of safetensors, float32 [tokens, hidden]; raises InputRefused."""
     if not path.is_file():
         raise InputRefused(f"the embeddings `{path}` are not a file", hint="give the path of a .npy or .safetensors")
     array = _safetensors(path) if path.suffix == ".safetensors" else _npy(path)

@@ -75,10 +75,7 @@ class LoopEngine:
         count: int,
         inputs: GivenInputs | None = None,
     ) -> Sequence[list[int]]:
-        """The at most `limit` new tokens of each of the `count` best beams of one prompt, best first.
-
-        transformers does the search, with the number of beams in `settings`.
-        """
+        """The at most `limit` new tokens of each of the `count` best beams of a prompt, best first, by transformers."""
         if not limit:
             return [[]] * count
         from transformers import AutoConfig  # noqa: PLC0415 - takes seconds, and only beams need it

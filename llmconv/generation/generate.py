@@ -105,10 +105,7 @@ OF_WORDING = tuple(field.name for field in fields(Wording))
 
 
 def options_of(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are fields of `RunningOptions` or `Wording`, converted by their annotations.
-
-    Raises UsageProblem for one of another type.
-    """
+    """The options that are fields of `RunningOptions` or `Wording`, converted by annotations; raises UsageProblem."""
     hints = get_type_hints(kind)
     return {name: fitted(value, hints[name], name) for name, value in options.items() if name in hints}
 

@@ -29,10 +29,7 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
 
 
 class Batch:
-    """Rows that are generated together; ended rows are removed once they are half of all.
-
-    `past` is the cache of the columns that have run; None before the start.
-    """
+    """Rows generated together after the cache `past`; ended rows are removed once they are half of all."""
 
     def __init__(self, runner: Runner, rows: Sequence[Row], positions: PositionRule = default_positions) -> None:
         self._runner, self._position_ids = runner, positions

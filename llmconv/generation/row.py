@@ -60,10 +60,7 @@ def row_starts(
 
 
 def refuse_shifted(prompts: Sequence[Sequence[int]], most: int | None, virtual_tokens: int) -> None:
-    """Raises UsageProblem for a batch after a tuned prefix whose window padding would shift.
-
-    That is, for several prompts after `virtual_tokens` and room for `most` 1; None is no maximum.
-    """
+    """Raises UsageProblem for several prompts after a tuned prefix if `most` is 1: padding would shift their window."""
     if len(prompts) > 1 == most and virtual_tokens:
         raise UsageProblem(
             "in a batch, padding would shift the window of this model's attention away from the tuned prefix",

@@ -82,10 +82,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class OrderedWriter:
-    """Writes texts in order from index `start`: the first unfinished one as it grows, the others after it.
-
-    `end` is written after each text, `heading(index)` before it.
-    """
+    """Writes texts in order from index `start`, each between `heading(index)` and `end`; the first one as it grows."""
 
     def __init__(
         self,

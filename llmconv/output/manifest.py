@@ -62,10 +62,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of `folder`, or an empty one if there is none.
-
-    Raises MalformedInput unless it has the form in the module's docstring, and all files are inside the folder.
-    """
+    """The manifest of `folder`, empty if there is none; raises MalformedInput for other forms, or a file outside."""
     if not (folder / MANIFEST).is_file():
         return Manifest()
     return _checked(read_json(own_file(folder, MANIFEST)))

@@ -161,10 +161,7 @@ def _is_kept(max_shard_size: str | int) -> bool:
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of a size such as `5GB`, `500MB` or `1000` (decimal units, as in Hugging Face libraries).
-
-    Raises UsageProblem for an invalid size, or zero.
-    """
+    """Bytes of a size such as `5GB`, `500MB` or `1000` in decimal units; raises UsageProblem for another, or zero."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B?)", str(text).strip().upper())
     size = (
         int(float(match[1]) * UNITS[match[2] if match[2].endswith("B") or not match[2] else match[2] + "B"])

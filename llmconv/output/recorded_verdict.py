@@ -113,10 +113,7 @@ def _is_same(found: WeightFile | None, recorded: WeightFile) -> bool:
 
 
 def parse_verdict(content: object) -> RecordedVerdict:
-    """The verdict in the value of `verified`; unknown keys are ignored.
-
-    Raises MalformedInput unless it has the form in the module's docstring.
-    """
+    """The verdict in the value of `verified`; ignores unknown keys; raises MalformedInput for another form."""
     entry = _object(content, "verified")
     if entry.get("verdict") not in VERDICTS:
         _refuse("verdict")

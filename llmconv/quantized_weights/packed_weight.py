@@ -135,10 +135,7 @@ def finite(scales: Array, name: str) -> Array:
 
 
 def bounded(scales: Array, largest: int, name: str) -> Array:
-    """Finite scales float32, as they are.
-
-    Raises MalformedInput if their product with `largest`, the magnitude of the largest integer, is not finite.
-    """
+    """Finite scales float32, as they are; raises MalformedInput if their product with `largest` is not finite."""
     with np.errstate(over="ignore"):
         reach = np.abs(scales).max(initial=0) * np.float32(largest)
     if not np.isfinite(reach):

@@ -113,10 +113,7 @@ def _native_configs() -> Mapping[str, Any]:
 
 
 def _load(folder: Path, package: str, reference: str) -> Any:
-    """The class `module.Name` in a folder, which is registered as a package.
-
-    Raises MalformedInput if the name refers to another repository, is missing, or is not a class.
-    """
+    """The class `module.Name` in a folder registered as a package; raises MalformedInput if it is not there."""
     named = REFERENCE.fullmatch(reference)
     if not named:
         raise missing_class(folder, reference)

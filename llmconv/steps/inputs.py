@@ -25,10 +25,7 @@ DEFAULT = "default"
 
 
 def read_checked(path: Path, changes: Mapping[str, str], group: click.Group) -> RunFile:
-    """Reads a run file like `read_run_file` and looks for its inputs; all mistakes are reported together.
-
-    Raises InputRefused if an input is nowhere, and no earlier step writes it.
-    """
+    """Reads a run file like `read_run_file` and requires that inputs exist; all mistakes are reported together."""
     file, problems = read_steps(path, changes, group)
     raise_all(path.name, [*problems, *absent_inputs(file)])
     return file
@@ -69,10 +66,7 @@ def _near(name: str, steps: Sequence[Step]) -> tuple[str, Step] | None:
 
 
 def taken_for_hub_models(step: Step, written: list[str], home: Path) -> list[str]:
-    """The inputs of a step that are not on this machine, and that its command looks for on the Hub.
-
-    `written` is what earlier steps write; relative paths begin at `home`.
-    """
+    """The inputs of a step that are neither here nor `written` by earlier steps, and that may be models of the Hub."""
     absent = [name for name in step.inputs if is_absent(name, home) and is_hub_id(name)]
     return [name for name in absent if not _is_written(name, written, home)]
 

@@ -52,10 +52,7 @@ def make_mirror(uri: str, folder: Path, *, whole: bool) -> Path:
 
 
 def mirror_files(store: Blocks, files: Sequence[tuple[Path, Head]], folder: Path) -> None:
-    """Fetches small files, and makes the others files of which only what is read is fetched; raises as `make_mirror`.
-
-    `files` are the path in `folder` and description of each.
-    """
+    """Fetches small files to their paths, and makes the others files of which only what is read is fetched."""
     pool = fetching_pool()
     for path, head in files:
         _make_folder(path.parent, head)
@@ -83,10 +80,7 @@ def _fetch(store: Blocks, path: Path, head: Head) -> None:
 
 
 def _below(key: str, heads: Sequence[Head]) -> Iterator[tuple[str, Head]]:
-    """Objects with their paths below `key`, empty for the object `key` itself.
-
-    Raises MalformedInput for a path that leads out of the folder.
-    """
+    """Objects with their paths below `key` (empty for itself); raises MalformedInput for one that leads out of it."""
     for head in heads:
         parts = PurePosixPath(head.key.removeprefix(key).strip("/")).parts
         if ".." in parts or not head.key.isprintable():

@@ -399,10 +399,7 @@ class ChunkCache:
         self._chunks: dict[int, Chunk] = {}
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fills `buffer` from `offset` to the end of the chunk at most; returns the number of bytes, 0 at the end.
-
-        Raises InputRefused if the object changed, OutputFailed if the store failed.
-        """
+        """Fills `buffer` from `offset` to the end of the chunk at most; returns its bytes; raises as `fetch_whole`."""
         stop = min(offset + len(buffer), self.size)
         if stop <= offset:
             return 0

@@ -60,10 +60,7 @@ class PickleHooks:
 
 
 class PickleMachine:
-    """The state of one interpretation: stacks, memo and the position in the bytes.
-
-    With `alone`, the pickle must end where `data` ends.
-    """
+    """The stacks, memo and position of one interpretation; with `alone`, the pickle must end where `data` ends."""
 
     def __init__(self, data: bytes | mmap, hooks: PickleHooks, *, alone: bool = True) -> None:
         self.data = data

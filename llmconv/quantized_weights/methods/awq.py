@@ -24,10 +24,7 @@ BITS, PER_WORD = 4, 8
 
 
 def open_awq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
-    """The quantized weights of a checkpoint; raises MalformedInput for missing, unexpected or mismatched parts.
-
-    Raises UnsupportedInput for another layout than `gemm`, or other bits than four.
-    """
+    """The quantized weights; raises MalformedInput, or UnsupportedInput unless 4 bits in the layout `gemm`."""
     config = checkpoint.config["quantization_config"]
     _require_gemm(config)
     found = [name.removesuffix(WORDS) for name in checkpoint if name.endswith(WORDS)]

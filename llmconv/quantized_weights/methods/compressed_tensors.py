@@ -225,10 +225,7 @@ class WeightScheme:
 
 
 class WeightSchemes:
-    """The scheme of every module, from a `quantization_config`.
-
-    Raises MalformedInput for invalid or contradictory fields, UnsupportedInput for a strategy that is not read.
-    """
+    """The scheme of every module, from a `quantization_config`; raises MalformedInput or UnsupportedInput."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         schemes = {

@@ -20,10 +20,7 @@ FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 def open_fp8(checkpoint: Checkpoint) -> Mapping[str, ScaledWeight]:
-    """The float8 tensors of a checkpoint; every one must have its scales.
-
-    Raises MalformedInput if scales are missing, left over, or of another shape.
-    """
+    """The float8 tensors of a checkpoint; raises MalformedInput unless all scales fit them, one for one."""
     block = block_size(checkpoint.config["quantization_config"].get("weight_block_size"))
     weights: dict[str, ScaledWeight] = {}
     for name, tensor in checkpoint.items():

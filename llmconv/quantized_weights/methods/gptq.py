@@ -44,10 +44,7 @@ included (`convert_gptq_v1_to_v2_format_module`)."""
 
 
 def open_gptq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
-    """The quantized weights of a checkpoint; raises MalformedInput for missing, unexpected or mismatched parts.
-
-    Raises UnsupportedInput for a layout for one kernel, or an unknown number of bits.
-    """
+    """The quantized weights; raises MalformedInput, or UnsupportedInput for one kernel's layout or other bits."""
     config = checkpoint.config["quantization_config"]
     less_one = _format(config)
     _require_read(config)

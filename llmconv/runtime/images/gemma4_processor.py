@@ -18,10 +18,7 @@ COUNTS = "num_soft_tokens_per_image"
 
 @dataclass(frozen=True)
 class PatchProcessor:
-    """Expands the placeholder of each image, as in transformers' processing_gemma4.py.
-
-    `images`, of transformers, makes patches and their places.
-    """
+    """Expands the placeholder of each image, as in transformers' processing_gemma4.py; `images` makes patches."""
 
     images: Any
     tokenizer: Any

@@ -67,10 +67,7 @@ class GraphPiece:
 
 
 def cut_graph(model: onnx.ModelProto, limit: int) -> list[GraphPiece]:
-    """The pieces of a graph without its weights, each with at most `limit` bytes of weights in float32.
-
-    A node with larger weights is one piece.
-    """
+    """The pieces of a graph, each with weights of at most `limit` bytes in float32, or one node with larger ones."""
     return _GraphCutter(model, limit).pieces()
 
 

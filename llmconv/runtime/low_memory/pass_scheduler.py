@@ -36,10 +36,7 @@ class BarrierWork:
 
 @dataclass
 class ForwardPass(Generic[T]):
-    """One forward pass in its own thread; it calls `PassScheduler.wait` at every barrier.
-
-    `waiting` is the barrier that it waits at; None when it is finished.
-    """
+    """One forward pass in its own thread; `waiting` is the barrier of its `PassScheduler.wait`, None at the end."""
 
     run: Callable[[], T]
     waiting: BarrierWork | None = None

@@ -132,10 +132,7 @@ class StreamedRunner(EagerRunner):
     # --- several calls together ---------------------------------------------------------------------------------------
 
     def run_all(self, calls: Sequence[PlannedCall]) -> list[Step]:
-        """The results of all calls, with as few passes over the weights as possible.
-
-        Raises UnsupportedInput if the calls do not run the same layers in the same order.
-        """
+        """The results of all calls, with as few passes over the weights as possible; raises as `PassScheduler.run`."""
         if not keeps_states(self.config) and not self._masks_new:
             return self._run_together(calls)
         steps: dict[int, Step] = {}
@@ -206,10 +203,7 @@ class StreamedRunner(EagerRunner):
         return layer
 
     def deepstacked(self, features: torch.Tensor | None) -> AbstractContextManager[None]:
-        """As `EagerRunner.deepstacked`; raises UnsupportedInput for features.
-
-        A layer runs for all calls, and only knows the features of one.
-        """
+        """Raises UnsupportedInput for features: a layer runs for all calls, and only knows the features of one."""
         if features is not None:
             raise UnsupportedInput(
                 "the features of images that this family adds to its first layers do not run layer by layer",

@@ -79,10 +79,7 @@ class GraphEntry:
 
 
 def graph_entries(folder: Path) -> list[GraphEntry]:
-    """The decoder graphs of a folder that keep a cache: from the manifest, else by their usual file names.
-
-    Raises MalformedInput for an invalid entry of the manifest.
-    """
+    """The decoder graphs that keep a cache, from the manifest, or by usual file names; raises MalformedInput."""
     if not (listed := _listed(folder)):
         found = {role: name for role, name in GRAPH_FILES.items() if (folder / name).is_file()}
         return [GraphEntry(role, (name,)) for role, name in found.items()]

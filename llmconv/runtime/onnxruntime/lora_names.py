@@ -29,10 +29,7 @@ def is_factor(name: str) -> bool:
 
 
 def require_factors(factors: Mapping[str, Array], inputs: Mapping[str, Sequence[int | str]]) -> None:
-    """Raises InputRefused unless factors A [rank, in] and B [out, rank] fit the declared shapes of a graph's inputs.
-
-    They come in pairs; one factor without the other is refused, too.
-    """
+    """Raises InputRefused unless pairs of factors A [rank, in] and B [out, rank] fit the declared shapes of inputs."""
     if absent := sorted({module_of(name) for name in factors if name not in inputs}):
         there = sorted({module_of(name).rpartition(".")[2] for name in inputs})
         raise InputRefused(

@@ -18,10 +18,7 @@ from llmconv.tensors import Array
 
 
 class SinglePassGraph:
-    """One graph without a cache; `inputs` and `outputs` are declared shapes (sizes and symbols) by name, in its order.
-
-    Raises MalformedInput if `guard` refuses the file, or onnxruntime cannot open it.
-    """
+    """One graph without a cache; `inputs` and `outputs` are declared shapes by name; raises MalformedInput."""
 
     def __init__(self, path: Path, settings: SessionSettings | None = None) -> None:
         self._session = SessionChain([path], settings or SessionSettings(), joins=False)

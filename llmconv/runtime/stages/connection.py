@@ -181,10 +181,7 @@ class Address:
 
 
 class Connection:
-    """A connection between a client and a stage, which owns the socket.
-
-    `seconds` limits every wait for the peer: until some bytes arrive, or are taken.
-    """
+    """A connection between a client and a stage; owns its socket; `seconds` limits every wait for bytes of the peer."""
 
     def __init__(self, connected: socket.socket, seconds: float) -> None:
         self._socket, self.seconds = connected, seconds

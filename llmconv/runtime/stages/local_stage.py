@@ -121,10 +121,7 @@ class StagedExport:
 
     @classmethod
     def read(cls, folder: Path) -> StagedExport:
-        """The stages of a folder.
-
-        Raises InputRefused unless its graphs are in stages and llmconv.json has checksums of them.
-        """
+        """The stages of a folder; raises InputRefused unless llmconv.json has checksums of graphs in stages."""
         if not folder.is_dir():
             raise InputRefused(f"`{folder}` is not a folder", hint="give the OUT of `llmconv export --stages K -o OUT`")
         manifest, found = read_manifest(folder), {entry.role: entry for entry in graph_entries(folder)}

@@ -44,10 +44,7 @@ RESTART = "start it again with `llmconv serve-stage`, then repeat the request"
 
 
 class HeldCache:
-    """A cache in a stage, which frees it when nothing refers to it here, or the connection ends.
-
-    `freed` gets its `number` in the end.
-    """
+    """A cache in a stage, freed when nothing here refers to it, or the connection ends; `freed` gets its number."""
 
     def __init__(self, connection: Connection, number: int, freed: deque[int]) -> None:
         self.connection, self.number = connection, number
@@ -105,10 +102,7 @@ class RemoteStage:
         return f"stage {self.number} at {self._address}" if self.number else f"the stage at {self._address}"
 
     def run(self, use: str, values: Mapping[str, Array], past: Cache | None) -> StageStep:
-        """As `LocalStage.run`, with what the stage needs of `values`.
-
-        Raises StageFailed if the stage is lost or silent, or cannot run it.
-        """
+        """As `LocalStage.run`; the stage takes what it needs of `values`; raises StageFailed if it is lost or fails."""
         with self._lock:
             request = self._request(use, values, past)
             with self._losing():
@@ -226,10 +220,7 @@ class StagedCache:
 
 
 class StagedRunner(Runner):
-    """Runs stages one after the other; only hidden states, mask and positions are passed on.
-
-    `opened` is what is to be closed with the runner, such as the stages.
-    """
+    """Runs stages in order, which pass on only hidden states, mask and positions; closing it closes `opened`."""
 
     def __init__(
         self, stages: Sequence[LocalStage | RemoteStage], export: StagedExport, opened: ExitStack | None = None
