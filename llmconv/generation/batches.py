@@ -49,14 +49,10 @@ class _GrowingText:
 
 @dataclass(frozen=True)
 class Batches:
-    """Runs texts in batches.
+    """Runs texts in batches of at most `size`, fewer if the graphs are smaller.
 
-    Attributes:
-        settings: how tokens are picked.
-        size: number of texts per batch; fewer if the graphs are smaller.
-        shares: the prompts have a common start that is run only once.
-        together: number of texts that are not divided, the beams of a prompt.
-        streamer: of transformers; with one, texts run one by one.
+    `shares`: the prompts have a common start that is run only once. `together` texts, the beams of a prompt, are not
+    divided. With a `streamer` of transformers, texts run one by one.
     """
 
     model: TextModel

@@ -25,9 +25,8 @@ class Chat:
     """A conversation with a model; each turn runs only the new tokens.
 
     Args:
-        model: writes the answers.
-        settings: how they are sampled; default: `model.defaults`.
-        template: name of a chat template, see `TextModel.encode_chat`.
+        settings: how answers are sampled; default: `model.defaults`.
+        template: name of a chat template, as for `TextModel.encode_chat`.
         system: system message; empty for none.
 
     Raises:
@@ -62,8 +61,7 @@ class Chat:
     def ask(self, text: str) -> Iterator[TextPiece]:
         """The answer, piece by piece; if the iterator is closed early, the text so far is kept as the answer.
 
-        Raises:
-            InputRefused: the template fails on the messages, or they are too long for the context.
+        Raises InputRefused if the template fails on the messages, or they are too long for the context.
         """
         if not isinstance(text, str):
             raise UsageProblem(f"the message is {kind_of(text)}, not a string", hint="give one `str`")

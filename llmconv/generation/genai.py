@@ -31,7 +31,6 @@ class GenaiEngine:
     """A folder with `genai_config.json`, opened by GenAI; keeps no cache: every turn runs its whole prompt.
 
     Attributes:
-        model: GenAI's own model.
         context_length: tokens of prompt and new text together; None if unknown.
         ends: end tokens of `genai_config.json`, at which GenAI stops whatever the settings are.
         padding: its padding token, which GenAI takes for padding anywhere in a batch.

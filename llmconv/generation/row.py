@@ -24,14 +24,10 @@ from llmconv.tensors import Array
 
 
 class RowStart(NamedTuple):
-    """What a row begins with.
+    """What a row begins with: token ids, and at most `limit` new ones.
 
-    Attributes:
-        prompt: token ids.
-        limit: maximum number of new tokens.
-        sample: number of the random generator; in a beam search, the rank of the beam.
-        embeddings: embeddings in place of those of some tokens of the prompt; None for none.
-        inputs: values of the model's extra inputs; None for their defaults.
+    `sample` is the number of its random generator, or the rank of a beam; `embeddings` replace those of some tokens;
+    `inputs` are values of extra inputs, None for their defaults.
     """
 
     prompt: Sequence[int]

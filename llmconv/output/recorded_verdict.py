@@ -48,19 +48,11 @@ NUMBER_LIMIT = 2**53
 
 @dataclass(frozen=True)
 class RecordedVerdict:
-    """The verdict of a run of `verify`, and the files that it judged.
+    """The verdict of a run of `verify`, and the files that it judged, with the fields of the module's docstring.
 
-    Attributes:
-        verdict: `pass`, `fail` or `inconclusive`.
-        method: how the graphs were compared, such as `whole`.
-        suite: `quick` or `full`.
-        only: names of the selected scenarios; empty if all of the suite were run.
-        checks: numbers of checks that passed, failed and were skipped.
-        unseen: kinds of faults that the run could not show.
-        reference: name of the model that the graphs were compared with.
-        versions: versions of llmconv and of the libraries, by name.
-        graphs: sha256 of the graph files, by name.
-        weights: the safetensors files that the graphs map, by name.
+    `only` is empty if all scenarios of the suite were run; `checks` counts those that passed, failed and were skipped;
+    `unseen` are kinds of faults that the run could not show; `reference` is the model that the graphs were compared
+    with.
     """
 
     verdict: str

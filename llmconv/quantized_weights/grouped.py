@@ -42,8 +42,7 @@ class GroupedWeight(PackedWeight):
     """value = (code - zero point of its group) · scale of its group.
 
     Attributes:
-        words: name of the tensor of codes.
-        scales: name of the tensor of scales.
+        words, scales: names of the tensors of codes and of scales.
         read_scales, read_zeros: read scales and zero points as stored, both out×groups; no zero points if all are the
             middle code.
         groups: the group of every input.

@@ -216,11 +216,7 @@ async def on_disconnect(request: HttpRequest, error: Exception) -> Response:
 
 
 def make_app(served: ServedModel, scheduler: Scheduler, access: AccessRules | None = None) -> Starlette:
-    """The app, which starts and stops the scheduler's thread.
-
-    Args:
-        access: hosts, origins and API key; default: local requests only.
-    """
+    """The app, which starts and stops the scheduler's thread; `access` is for local requests only by default."""
     access = access or AccessRules()
     endpoints = Endpoints(served, scheduler)
 

@@ -23,10 +23,8 @@ STATE_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 class EagerCache:
     """A DynamicCache without sliding layers: every attention layer keeps every token.
 
-    Attributes:
-        cache: the transformers object.
-        input_ids, position_ids: tokens and positions in the cache, int64 [batch, length].
-        extras: values of the extra inputs; of those that have one for each new token, for all tokens in the cache.
+    `input_ids` and `position_ids` are those in the cache, int64 [batch, length]; `extras` are values of the extra
+    inputs, those of all tokens in the cache for inputs with one for each new token.
     """
 
     cache: Any

@@ -54,10 +54,8 @@ def _rows(parts: Any) -> Array:
 def prefill_images(runner: EagerRunner, input_ids: Array, attention_mask: Array, given: Given) -> Step:
     """Runs prompts with images as transformers does, in one call of the whole multimodal model.
 
-    Args:
-        input_ids: int64 [batch, tokens], with a placeholder token for each feature.
-        attention_mask: int64 [batch, tokens], 0 for padding.
-        given: what the processor made of the images of all prompts, in the order of the placeholders.
+    `input_ids`, int64 [batch, tokens], have a placeholder for each feature; the mask, of that shape, is 0 for padding;
+    `given` is what the processor made of all images, in the order of the placeholders.
     """
     family = family_of(runner)
     assert family

@@ -128,8 +128,6 @@ class PiecedGraph(OrtGraph):
 
     Args:
         path: file of the graph, or of its first stage.
-        settings: session settings of every piece.
-        entry: entry of the graph in the manifest.
         file: stores the results.
         piece_bytes: maximum size of the weights of a piece, in bytes of float32.
 

@@ -168,9 +168,8 @@ class PrecomputedRunner(Runner):
     """A runner that computes planned calls in advance.
 
     Args:
-        name: name of the model or graph; part of the keys of its calls.
+        name: of the model or graph; part of the keys of its calls.
         run_all: runs calls, each of which comes after the call that it continues.
-        file: stores the results.
         limit: maximum number of tokens, past ones included, of the calls that run together.
     """
 

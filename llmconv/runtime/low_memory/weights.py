@@ -159,9 +159,8 @@ class LazyMatrices(TorchFunctionMode):
     `linear` also accepts a matrix in another dtype than its input, such as weights as they are stored: blocks of its
     rows are converted, so that no converted copy of the matrix is in memory.
 
-    Args:
-        matrices: the stored tensors by the id of the meta parameter that represents them.
-        multiply: computes `linear` for the lazy matrix with that id, an input and a bias.
+    `matrices` are the stored tensors by the id of the meta parameter that represents them; `multiply` computes `linear`
+    for the one with that id, an input and a bias.
     """
 
     def __init__(

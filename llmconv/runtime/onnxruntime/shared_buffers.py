@@ -147,10 +147,8 @@ class FixedSizes:
 class BufferedSession:
     """Runs a graph with shared cache buffers.
 
-    Args:
-        results: names of the outputs other than the cache.
-        embed: returns the token input by name for `input_ids` and placed embeddings.
-        garbage: unwritten parts of the buffers contain large numbers, which reveals a graph that reads them.
+    `embed` returns the token input by name for `input_ids` and placed embeddings. With `garbage`, unwritten parts of
+    the buffers contain large numbers, which reveals a graph that reads them.
     """
 
     def __init__(

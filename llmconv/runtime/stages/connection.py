@@ -277,11 +277,8 @@ class Refused(Exception):
 def greet(connection: Connection, number: int, fingerprints: Sequence[str], shared: str, within: float) -> float:
     """Greets a client and checks its answer; returns the seconds of silence that the client accepts.
 
-    Args:
-        number: of this stage.
-        fingerprints: of all stages of the export.
-        shared: token that the client must have, or empty.
-        within: time limit of the whole answer, in seconds.
+    `fingerprints` are those of all stages of the export; `shared` is the token that the client must have, or empty; the
+    whole answer must come `within` these seconds.
 
     Raises:
         Refused: the client has another token, model or export.
@@ -303,9 +300,7 @@ def greet(connection: Connection, number: int, fingerprints: Sequence[str], shar
 def introduce(connection: Connection, fingerprints: Sequence[str], silence: float) -> int:
     """Answers the greeting of a stage and checks what it is; returns its number.
 
-    Args:
-        fingerprints: of all stages of the export.
-        silence: seconds without a heartbeat after which the stage is given up.
+    After `silence` seconds without a heartbeat the stage is given up.
 
     Raises:
         StageFailed: the stage refuses, or belongs to another model or export.
