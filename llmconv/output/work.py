@@ -138,7 +138,7 @@ def _require_integers(**values: object) -> None:
 
 
 def done_by(work: Work | None, plan: Plan, found: bool) -> Plan:
-    """What a command returns: its plan, or the part that was written; with `found`, the output was complete before."""
+    """What a command returns: its plan, or the part that was written; `found` if the output was complete before."""
     if isinstance(work, Part) and not found:
         chosen = work.chosen(plan.shards)
         return replace(plan, shards=tuple(s for s in plan.shards if s.name in chosen), part=str(work))
