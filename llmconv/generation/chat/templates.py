@@ -183,7 +183,7 @@ def require_valid(tokenizer: Any, template: str) -> None:
 
 
 def _text(tokenizer: Any, template: str, messages: Sequence[Mapping[str, Any]], for_answer: bool = False) -> str:
-    """The text of messages, rendered by `bounded_text` if the template comes with a model; raises as that."""
+    """The text of messages, made by `bounded_text` if the template comes with a model; raises as it does."""
     goes_on = for_answer and messages[-1]["role"] == "assistant"
     render = partial(
         tokenizer.apply_chat_template,
