@@ -34,8 +34,8 @@ from llmconv.runtime.tokenizer import load_tokenizer
 from llmconv.sample_texts import evaluation_text
 from llmconv.tensors import Array
 from llmconv.verify.other_exporters.quantized.accuracy import TokenCosts
-from llmconv.verify.results.report import AccuracyCost
-from llmconv.verify.results.sigma import log_probabilities
+from llmconv.verify.results import AccuracyCost
+from llmconv.verify.sigma import log_probabilities
 
 PIECES, PIECE = 4, 512
 COMPARED = (

@@ -23,7 +23,7 @@ from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
 from llmconv.verify import Report, verify
 from llmconv.verify.comparison import candidates
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.sigma import GATES, ExpectedOutput, Gates, Measure
+from llmconv.verify.sigma import GATES, ExpectedOutput, Gates, Measure
 from llmconv.verify.verification import library_versions
 from tests.builders.mutants.mutants import MUTANTS, Mutant
 from tests.conftest import CONFIGS, save_tiny

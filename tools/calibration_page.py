@@ -6,7 +6,7 @@ from html import escape
 from math import log10
 from typing import Any
 
-from llmconv.verify.results.sigma import GATES
+from llmconv.verify.sigma import GATES
 from tools.other_checks import RULES
 
 GATE = GATES["float32"]

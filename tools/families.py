@@ -37,8 +37,8 @@ from llmconv.errors import LlmconvError
 from llmconv.export import INPUT_MAPS, InputMap, export, register_input_map
 from llmconv.export.families_not_exported import NOT_EXPORTED
 from llmconv.verify import verify
-from llmconv.verify.method import METHODS
-from llmconv.verify.results.report import WHOLE, Report
+from llmconv.verify.float_folder import METHODS
+from llmconv.verify.results import WHOLE, Report
 from tools.tiny_models import cast_weights, depth, save_tiny, tiny_config
 
 PRECISIONS = ("float32", "float16", "bfloat16")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from llmconv.verify.results.sigma import GATES
+from llmconv.verify.sigma import GATES
 from tests.builders.mutants.mutants import VOID_IN
 from tools.calibration_page import LEFT, ROW, WIDTH, dot, scale, svg
 

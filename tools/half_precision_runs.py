@@ -18,8 +18,8 @@ from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.verify import Report, verify_graphs
 from llmconv.verify.comparison.half_precision import IN_FLOAT32
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Check
-from llmconv.verify.results.sigma import GATES
+from llmconv.verify.results import Check
+from llmconv.verify.sigma import GATES
 from tests.builders.half_precision import round_weights, to_half
 from tests.builders.mutants.mutants import MUTANTS, VOID_IN, Mutant
 from tests.conftest import save_tiny

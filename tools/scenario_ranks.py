@@ -19,13 +19,12 @@ from typing import Any
 from llmconv.export import export
 from llmconv.verify import Report
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.scenarios.budget import tokens_of
-from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.scenarios.selection import Selection, tokens_of
 from tests.builders.mutants.mutants import MUTANTS
 from tests.conftest import CONFIGS, save_tiny
 from tools.calibrate import mutant_report
 
-TABLE = Path("verify/scenarios/budget.py")
+TABLE = Path("verify/scenarios/selection.py")
 FAMILIES = ("llama", "gemma2", "gpt2", "bloom")
 ALWAYS = ("prefill, 33 tokens", "decode chain, 16 steps", "left padding")
 """In the core in any case: a prefill, a decode chain and a padded batch."""

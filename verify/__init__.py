@@ -10,19 +10,18 @@ if sys.platform == "win32":
     raise ImportError("llmconv does not run on native Windows: use the Windows Subsystem for Linux")
 
 if TYPE_CHECKING:  # at run time each is loaded when it is first used: an early refusal needs none of torch
-    from llmconv.verify.other_exporters.maps import register_port_map
-    from llmconv.verify.other_exporters.port_map import PortMap
+    from llmconv.verify.other_exporters.port_map import PortMap, register_port_map
     from llmconv.verify.other_exporters.run import verify_graphs
-    from llmconv.verify.results.report import Check, Report
+    from llmconv.verify.results import Check, Report
     from llmconv.verify.run import verify
 
 __all__ = ["Check", "PortMap", "Report", "register_port_map", "verify", "verify_graphs"]
 
 _PLACES = {
-    "Check": "llmconv.verify.results.report",
+    "Check": "llmconv.verify.results",
     "PortMap": "llmconv.verify.other_exporters.port_map",
-    "Report": "llmconv.verify.results.report",
-    "register_port_map": "llmconv.verify.other_exporters.maps",
+    "Report": "llmconv.verify.results",
+    "register_port_map": "llmconv.verify.other_exporters.port_map",
     "verify": "llmconv.verify.run",
     "verify_graphs": "llmconv.verify.other_exporters.run",
 }

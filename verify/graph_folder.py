@@ -17,7 +17,7 @@ from llmconv.runtime.onnxruntime.vision import VISION, has_vision
 from llmconv.verify.arguments import recorded_reference, require_weights
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.run import takes_embeddings
-from llmconv.verify.results.report import Report
+from llmconv.verify.results import Report
 from llmconv.verify.single_pass import SinglePassFolder
 from llmconv.verify.verification import Session
 

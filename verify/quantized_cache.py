@@ -31,6 +31,7 @@ import onnx
 from onnx import helper
 
 from llmconv.errors import LlmconvError, UnsupportedInput, UsageProblem
+from llmconv.output.manifest import read_manifest
 from llmconv.runtime.cache_names import past_of
 from llmconv.runtime.calibration_text import CalibrationText
 from llmconv.runtime.context_length import context_length
@@ -52,7 +53,7 @@ from llmconv.verify.comparison.cache_copies import (
     to_floats,
     to_rounded_floats,
 )
-from llmconv.verify.comparison.graph_probe import GraphProbe
+from llmconv.verify.comparison.candidates import GraphProbe
 from llmconv.verify.other_exporters.quantized.accuracy import (
     CACHE,
     CHECK,
@@ -60,15 +61,14 @@ from llmconv.verify.other_exporters.quantized.accuracy import (
     check_gate,
     check_limits,
     measure_costs,
+    rounds_activations,
     token_sample,
 )
-from llmconv.verify.other_exporters.quantized.activation_ranges import rounds_activations
 from llmconv.verify.other_exporters.quantized_verdict import QuantizationOptions
-from llmconv.verify.quantized_entries import with_logits
-from llmconv.verify.recorded_text import recorded_text
+from llmconv.verify.quantized_folder import with_logits
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.reference.other_roundings import run_chain
-from llmconv.verify.results.report import Check, Checks, Quantization, Report
+from llmconv.verify.results import Check, Checks, Quantization, Report
 from llmconv.verify.scenarios.calls import Call, ModelFacts
 from llmconv.verify.verification import Session
 
@@ -467,3 +467,28 @@ def _attend(node: onnx.NodeProto, query: Array, cache: list[Array], bias: Array)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     output: Array = (weights / weights.sum(axis=-1, keepdims=True)) @ values
     return output.swapaxes(1, 2).reshape(rows, new, heads * size)
+
+
+def recorded_text(folder: Path, given: Path | None) -> CalibrationText:
+    """The text of an export, which is compared with the sha256 recorded in the folder of the graphs.
+
+    `given` is the text file; None for the text that ships with llmconv.
+
+    Raises:
+        UsageProblem: no text is given and the export had its own, or another one is given.
+    """
+    recorded = {entry.get("calibrate") for entry in read_manifest(folder).graphs.values() if isinstance(entry, dict)}
+    if given is None and recorded - {None} <= {CalibrationText.shipped().sha256}:
+        return CalibrationText.shipped()
+    if given is None:
+        raise UsageProblem(
+            "the ranges of activations, keys and values are compared with those on the text of the export",
+            hint="give it: `--calibrate FILE`, as for `llmconv export`",
+        )
+    text = CalibrationText.read(given)
+    if recorded - {None} and recorded != {text.sha256}:
+        raise UsageProblem(
+            f"`{given}` is not the text on which the ranges were measured (its sha256 differs)",
+            hint="give the file that `llmconv export --calibrate` read",
+        )
+    return text

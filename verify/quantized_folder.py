@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,38 +21,37 @@ from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
 from llmconv.runtime.onnxruntime.graph import extra_names, open_graph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry
 from llmconv.runtime.onnxruntime.guard import nodes
+from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS, WRITE_INDICES
-from llmconv.verify.audit.decisions.audit import audit_foreign_decisions, read_config
+from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS, INPUTS_EMBEDS, WRITE_INDICES
+from llmconv.verify.audit.decisions import audit_foreign_decisions, read_config
 from llmconv.verify.audit.weights import NAME as GRAPH_FILE
 from llmconv.verify.bisect.replay import Replayable, VerifiedFolder
+from llmconv.verify.comparison.layer_by_layer import Scaler
 from llmconv.verify.comparison.run import FolderComparison, distinct_entries, open_graphs, with_copies
-from llmconv.verify.comparison.scaled_weights import Scaler
 from llmconv.verify.other_exporters.comparison import scaled_settings, why_not_scalable
-from llmconv.verify.other_exporters.external_graph import ModelSizes
-from llmconv.verify.other_exporters.graph_file import MAX_GRAPHS, GraphFile, read_graphs
-from llmconv.verify.other_exporters.maps.llmconv import MAP
+from llmconv.verify.other_exporters.external_graph import MAX_GRAPHS, GraphFile, ModelSizes, read_graphs
+from llmconv.verify.other_exporters.port_map import LLMCONV as MAP
 from llmconv.verify.other_exporters.port_map import Binding, input_names
-from llmconv.verify.other_exporters.quantized.constants import Constants
+from llmconv.verify.other_exporters.quantized.audit import INT8, LEVEL
 from llmconv.verify.other_exporters.quantized.dequantized_reference import (
+    StoredSmoothing,
     dequantized_reference,
     plain_model,
     remove_rounding,
     tied_head,
     unstacked,
 )
-from llmconv.verify.other_exporters.quantized.quantized_matrix import attributes
+from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants, attributes
+from llmconv.verify.other_exporters.quantized.rounding_error import plainly_rounded
 from llmconv.verify.other_exporters.quantized.schemes import quantized_operators
-from llmconv.verify.other_exporters.quantized.slow_layouts import INT8, LEVEL
 from llmconv.verify.other_exporters.quantized_verdict import QuantizationOptions, measure_cost, quantization_notes
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.other_exporters.run import audit_graph_weights, compare_graph_files, open_reference
-from llmconv.verify.quantized_entries import plainly_rounded_runner, shipped_runner
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose
-from llmconv.verify.reference.eager import Eager
-from llmconv.verify.reference.prefix import PrefixStart, Start, trained_start
-from llmconv.verify.reference.weight_scaling import WeightScaling
-from llmconv.verify.results.report import Check, Checks, Report
+from llmconv.verify.reference.eager import Eager, PrefixStart, Start, trained_start
+from llmconv.verify.reference.other_roundings import WeightScaling
+from llmconv.verify.results import Check, Checks, Report
 from llmconv.verify.verification import Checking, Session
 
 OWN_INPUTS = {WRITE_INDICES, INPUTS_EMBEDS}
@@ -309,3 +309,55 @@ def scaler_of(verified: VerifiedFolder, graphs: ExternalGraphs) -> Scaler:
         return replace(settings, change=change)
 
     return Scaler(next(filter(None, reasons), ""), scaled)
+
+
+def shipped_runner(verified: VerifiedFolder) -> tuple[str, OrtRunner]:
+    """Name and runner of the graphs as shipped, with logits; MalformedInput if onnxruntime cannot open one."""
+    verified = with_logits(verified)
+    graphs = [open_graph(verified.path, entry, verified.settings) for entry in _pair(verified)]
+    return "+".join(graph.name for graph in graphs), OrtRunner(graphs[0], graphs[-1])
+
+
+def _pair(verified: VerifiedFolder) -> list[GraphEntry]:
+    roles = {entry.role: entry for entry in verified.entries}
+    pair = [roles[role] for role in ("prefill", "decode") if role in roles]
+    return pair if len(pair) > 1 else [verified.entries[-1]]
+
+
+def plainly_rounded_runner(
+    verified: VerifiedFolder, graphs: ExternalGraphs, smoothing: StoredSmoothing, stack: ExitStack
+) -> OrtRunner | None:
+    """The graph of prompts with plainly rounded codes, a copy on `stack`; None if all its codes are such already."""
+    entry = _pair(verified)[0]
+    file = next(file for file in graphs.files if file.name == entry.name)
+    rounded = plainly_rounded(file.path, file.model, file.quantized_weights, graphs.tensors, smoothing)
+    if (copy := stack.enter_context(rounded)) is None:
+        return None
+    for path in [*entry.paths(verified.path), verified.path / EMBEDDINGS]:
+        if path.is_file() and not (copy.parent / path.name).exists():
+            shutil.copyfile(path, copy.parent / path.name)
+    return shipped_runner(replace(verified, path=copy.parent, entries=[entry]))[1]
+
+
+CHOSEN = {"tokens", "scores"}
+INNER, LOGITS = "postprocess/logits", "logits"
+"""Names of the logits before the choice, in these graphs and in those without `--postprocess`."""
+
+
+def restore_logits(model: onnx.ModelProto) -> None:
+    """Returns the logits in place of tokens and scores, in place; other graphs stay as they are."""
+    made = {name for node in model.graph.node for name in node.output}
+    if INNER not in made or LOGITS in made:
+        return
+    model.graph.node.append(onnx.helper.make_node("Identity", [INNER], [LOGITS], name=f"{INNER}/restored"))
+    kept = [port for port in model.graph.output if port.name not in CHOSEN]
+    del model.graph.output[:]
+    model.graph.output.extend([onnx.ValueInfoProto(name=LOGITS), *kept])
+
+
+def with_logits(verified: VerifiedFolder) -> VerifiedFolder:
+    """The folder with graphs that are changed in memory; the same one if all of them return logits."""
+    if not any(entry.postprocess for entry in verified.entries):
+        return verified
+    entries: list[GraphEntry] = [replace(entry, postprocess="") for entry in verified.entries]
+    return replace(verified.changed(restore_logits, verified.named), entries=entries)

@@ -2,27 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import onnx
+from onnx import numpy_helper
+
 from llmconv.argument_checks import checked
-from llmconv.errors import InputRefused
+from llmconv.convert.lora_factors import lora_factors
+from llmconv.convert.opening.adapters import is_for_peft
+from llmconv.errors import InputRefused, LlmconvError, UsageProblem, listing
+from llmconv.files.hub import source_name
 from llmconv.files.paths import Written
-from llmconv.files.sources import fetches, is_remote
+from llmconv.files.sources import fetches, is_remote, local_path
+from llmconv.output.manifest import MANIFEST, VERIFIED, read_manifest
+from llmconv.output.recorded_verdict import (
+    RecordedVerdict,
+    WeightFile,
+    graph_sha256,
+    parse_verdict,
+    record_in_manifest,
+    weight_file,
+)
+from llmconv.runtime.onnxruntime.float32_graph import half_precision
+from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
+from llmconv.runtime.onnxruntime.lora_names import declared_factors, module_of, require_factors, without_inputs
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, with_options
-from llmconv.verify.arguments import require_folder, require_model
-from llmconv.verify.clients.client import chosen_clients
-from llmconv.verify.folder_checks import Choices, checked_folder
+from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
+from llmconv.runtime.onnxruntime.vision import VISION
+from llmconv.tensors import Array
+from llmconv.verify.arguments import CODES, require_folder, require_model
+from llmconv.verify.audit.weights import AS_RECORDED
+from llmconv.verify.bisect.replay import VerifiedFolder
+from llmconv.verify.clients.client_files import ClientFiles, field_checks
+from llmconv.verify.clients.comparison import Client, ClientChecks, EagerLogits, LogitsSource, OwnLogits, chosen_clients
+from llmconv.verify.comparison.cache_copies import has_codes
+from llmconv.verify.comparison.half_precision import most_precise
+from llmconv.verify.comparison.images import FEATURES
+from llmconv.verify.float_folder import AUTO, FloatFolder, Method, audit_recorded_files
 from llmconv.verify.graph_folder import GraphFolder
-from llmconv.verify.method import AUTO, Method
-from llmconv.verify.other_exporters.quantized.accuracy import AccuracyLimits
+from llmconv.verify.other_exporters.quantized.accuracy import AccuracyLimits, rounds_activations
+from llmconv.verify.other_exporters.quantized.dequantized_reference import StoredSmoothing
+from llmconv.verify.other_exporters.quantized.rounding_error import ExpectedCodes
+from llmconv.verify.other_exporters.quantized_verdict import QuantizationOptions
 from llmconv.verify.other_exporters.run import require_limits
+from llmconv.verify.quantized_cache import CodedFolder, recorded_text
+from llmconv.verify.quantized_folder import compare_quantized_folder, is_quantized
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.report.files import reporter
-from llmconv.verify.results.report import Report
-from llmconv.verify.scenarios.budget import Budget
-from llmconv.verify.scenarios.selection import Selection
-from llmconv.verify.verification import OnChecks, Session
+from llmconv.verify.results import LINE_LIMIT, WHOLE, Report, clean
+from llmconv.verify.scenarios.selection import Budget, Selection
+from llmconv.verify.single_pass import SinglePassFolder
+from llmconv.verify.verification import Checking, OnChecks, Session
 
 
 @fetches
@@ -117,3 +152,361 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     measured, record = Path(calibrate) if calibrate else None, record and not is_remote(folder)
     choices = Choices(chosen, eager, low_memory, adapter, *accuracy, measured, record, run_by)
     return written(checked_folder(opened, choices))
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The options of `verify`, described there, that decide which checks are made."""
+
+    method: Method
+    eager: Eager | None = None
+    low_memory: bool | None = None
+    adapter: str | Path | None = None
+    text: Path | None = None
+    limits: AccuracyLimits = AccuracyLimits()
+    calibrated: Path | None = None
+    record: bool = True
+    clients: Sequence[Client] = ()
+
+    @property
+    def of_cache(self) -> str:
+        """The first given option that only graphs with a cache have; empty if there is none."""
+        given = {
+            "--method": self.method.is_forced,
+            "--low-memory": bool(self.low_memory),
+            "--adapter": self.adapter is not None,
+            "--client": bool(self.clients),
+            "--text": self.text is not None,
+            "--max-divergence": self.limits.divergence is not None,
+            "--min-agreement": self.limits.agreement is not None,
+            "--calibrate": self.calibrated is not None,
+        }
+        return next((name for name, value in given.items() if value), "")
+
+
+def checked_folder(folder: GraphFolder, choices: Choices) -> Report:
+    """The report of all checks of a folder; UsageProblem for options that the graphs do not have."""
+    rest = folder.without_cache()
+    if not folder.entries:
+        return _checked_alone(folder, rest, choices)
+    verified = folder.with_cache()
+    cost = _cost_options(verified, choices, folder.code)
+    coded = CodedFolder.of(verified, choices.calibrated, cost, prepack=is_quantized(verified.models))
+    _require_floats(verified, coded, choices)
+    if choices.adapter is not None:
+        verified, choices, rest = *_with_adapter(folder, verified, coded, choices, choices.adapter), None
+    folder.report.unseen += unseen_factors(verified.models, choices.adapter)
+    folder.report.unseen += (
+        ["faults of graphs without a cache (`--scenario` leaves them out)"] if folder.single and rest is None else []
+    )
+    floats = FloatFolder(verified, folder.reference, folder.report, folder.session, folder.code, folder.allow_changed)
+    with ExitStack() as stack:
+        if choices.record:
+            only = folder.session.selection.only
+            stack.enter_context(recording(_with(verified, rest), folder.reference, folder.report, only))
+        if coded:
+            checks = _coded_checks(coded, floats, choices.eager, stack)
+        elif is_quantized(verified.models):
+            checks = _quantized_checks(floats, choices, cost)
+        else:
+            checks = floats.checks(choices.method, choices.eager, choices.low_memory)
+        if choices.clients:
+            has_codes = bool(coded) or is_quantized(verified.models)
+            checks = then_generation(checks, floats, choices.clients, has_codes=has_codes)
+        checks = _then_fields(checks, verified, folder.reference)
+        return folder.session.run(folder.report, _after(checks, rest), most_precise)
+
+
+def _then_fields(checks: Checking, verified: VerifiedFolder, reference: Path) -> Checking:
+    """The checks of the graphs, then that of the configuration from which GenAI opens them."""
+    found = yield from checks
+    own = verified.path if (verified.path / "config.json").is_file() else reference
+    if fields := field_checks(verified.path, verified.models, own):
+        yield fields
+    return found
+
+
+def _require_floats(verified: VerifiedFolder, coded: CodedFolder | None, choices: Choices) -> None:
+    """Refuses options of graphs of floats."""
+    if not coded and not is_quantized(verified.models):
+        return
+    if choices.method.is_forced:
+        raise UsageProblem(
+            f"`--method {choices.method.name}` applies to graphs of floats only",
+            hint="leave out `--method`, or give `whole`",
+        )
+    if choices.low_memory:
+        raise UsageProblem("`--low-memory` compares graphs of floats only", hint="leave out `--low-memory`")
+
+
+def _with_adapter(
+    folder: GraphFolder, verified: VerifiedFolder, coded: CodedFolder | None, choices: Choices, adapter: str | Path
+) -> tuple[VerifiedFolder, Choices]:
+    """The graphs with the factors of an adapter, and the choices that fit them."""
+    if choices.clients:
+        raise UsageProblem("a client runs the graphs without an adapter", hint="leave out `--adapter` or `--client`")
+    if choices.eager or choices.method.is_forced or choices.low_memory or coded or is_quantized(verified.models):
+        raise UsageProblem(
+            "`--adapter` runs the whole model, with an open model of its own and graphs of floats",
+            hint="leave out `--method`, `--layers` and `--low-memory`",
+        )
+    changed, eager = adapted(verified, folder.reference, adapter, folder.code)
+    name = Path(adapter).name
+    folder.report.notes.append(f"the graphs ran with the factors of `{name}`, as constants of copies in memory")
+    return changed, replace(choices, method=Method(WHOLE), eager=eager, low_memory=False, record=False)
+
+
+def _checked_alone(folder: GraphFolder, rest: SinglePassFolder | None, choices: Choices) -> Report:
+    """Verifies a folder whose graphs have no cache."""
+    selection = folder.session.selection
+    of_runs = {"--scenario": rest is None, "--budget": selection.budget is not None, "--repeat": selection.repeat > 1}
+    if option := choices.of_cache or next((name for name, is_given in of_runs.items() if is_given), ""):
+        raise UsageProblem(
+            f"`{option}` applies to graphs with a cache, and this folder has none", hint=f"leave out `{option}`"
+        )
+    assert rest
+    with ExitStack() as stack:
+        if choices.record:
+            stack.enter_context(recording(rest.verified, rest.reference, rest.report))
+        return rest.session.run(folder.report, _alone(rest))
+
+
+def _with(verified: VerifiedFolder, rest: SinglePassFolder | None) -> VerifiedFolder:
+    """All graphs of a folder, for the record of the verdict."""
+    if rest is None:
+        return verified
+    other = rest.verified
+    return replace(verified, entries=[*verified.entries, *other.entries], models={**verified.models, **other.models})
+
+
+def _after(checks: Checking, rest: SinglePassFolder | None) -> Checking:
+    """The checks of graphs with a cache, then those of graphs without."""
+    found = yield from checks
+    if rest:
+        yield from rest.checks(alone=False)
+    return found
+
+
+def _alone(rest: SinglePassFolder) -> Checking:
+    yield from rest.checks(alone=True)
+    return None, rest.verified
+
+
+def _coded_checks(coded: CodedFolder, folder: FloatFolder, eager: Eager | None, stack: ExitStack) -> Checking:
+    """All checks of graphs with codes in their caches; `stack` keeps their copies with caches of floats."""
+    verified, cost = coded.verified, coded.cost
+    structure = coded.structure()
+    yield structure
+    if any(check.verdict == "fail" for check in structure):
+        return eager, verified
+    copies = coded.as_floats(stack)
+    model: Eager | None
+    if coded.prepack:
+        yield from audit_recorded_files(verified, folder.report, allow_changed=folder.allow_changed)
+        files = copies, folder.reference, folder.report, folder.session
+        result = yield from compare_quantized_folder(*files, eager, cost)
+        model = eager or Eager(folder.reference, "float32", code=cost.code)
+    else:
+        result = yield from replace(folder, verified=copies).checks(Method(WHOLE), eager, False)
+        model = result[0]
+    if model is not None:
+        yield from coded.compare(model, folder.report, folder.session)
+    return result
+
+
+def _quantized_checks(folder: FloatFolder, choices: Choices, cost: QuantizationOptions) -> Checking:
+    """All checks of graphs with quantized weights; `cost` has their options."""
+    files = folder.verified, folder.reference, folder.report, folder.session
+    yield from audit_recorded_files(folder.verified, folder.report, allow_changed=folder.allow_changed)
+    anyway = choices.low_memory is False
+    return (yield from compare_quantized_folder(*files, choices.eager, cost, in_any_memory=anyway))
+
+
+def _cost_options(verified: VerifiedFolder, choices: Choices, code: Path | None) -> QuantizationOptions:
+    """The options for quantized graphs; graphs of floats take none."""
+    quantized = is_quantized(verified.models) or any(map(has_codes, verified.models.values()))
+    if not quantized and (choices.text is not None or choices.limits.given):
+        raise UsageProblem(
+            "`--text`, `--max-divergence` and `--min-agreement` apply to quantized weights and caches only",
+            hint="leave them out",
+        )
+    ranges = (
+        recorded_text(verified.path, choices.calibrated)
+        if any(map(rounds_activations, verified.models.values()))
+        else None
+    )
+    preset = recorded(verified.path, "quant")
+    own = bool(preset) or any(verified.path.glob(CODES))
+    smoothing = StoredSmoothing.of(verified.path)
+    method, weighted = recorded(verified.path, "method"), bool(recorded(verified.path, "calibrate"))
+    codes = ExpectedCodes(nearest=own, plain=method == "rtn", weighted=weighted, feedback=method == "gptq")
+    return QuantizationOptions(choices.text, choices.limits, preset, code, codes, smoothing, ranges, own=True)
+
+
+def recorded(folder: Path, option: str) -> str:
+    """The latest value of an option in the folder's manifest; empty without one.
+
+    `quant` is that of `--quant`, or the method of a model that was quantized before.
+    """
+    options = [step.get("options") for step in read_manifest(folder).steps]
+    values = [found.get(option) for found in options if isinstance(found, dict)]
+    return next((value for value in reversed(values) if isinstance(value, str)), "")
+
+
+NAMED = ", with the adapter"
+"""Suffix of the names of the scenarios."""
+
+
+def adapted(
+    verified: VerifiedFolder, reference: Path, adapter: str | Path, code: Path | None
+) -> tuple[VerifiedFolder, Eager]:
+    """The graphs with the factors of an adapter, and the eager model with PEFT's adapter around its layers.
+
+    `adapter` is a LoRA adapter in PEFT's own files; PEFT is the reference. `code` is the model's folder where its own
+    code is trusted.
+
+    Raises:
+        InputRefused: the graphs have no inputs for the modules of the adapter, or it is of another model.
+        UnsupportedInput: another kind of adapter than LoRA.
+        UsageProblem: not an adapter of PEFT.
+    """
+    path = local_path(adapter)
+    if not is_for_peft(path):
+        raise UsageProblem(
+            f"`--adapter` compares with PEFT, and `{path}` is not a PEFT adapter with safetensors weights",
+            hint="merge it with `llmconv merge-lora`, and verify graphs of the result",
+        )
+    declared = {name: declared_factors(model) for name, model in verified.models.items()}
+    if not all(declared.values()):
+        raise without_inputs("or verify graphs of the merged model")
+    factors = lora_factors(reference, path)
+    for inputs in declared.values():
+        require_factors(factors, inputs)
+    eager = Eager(reference, "float32", code=code, adapter=path)
+    return verified.changed(partial(_bake, factors=factors), NAMED), eager
+
+
+def unseen_factors(models: Mapping[str, onnx.ModelProto], adapter: str | Path | None) -> list[str]:
+    """Descriptions of the inputs for factors that run with their empty defaults only."""
+    modules = sorted({module_of(name) for model in models.values() for name in declared_factors(model)})
+    if not modules:
+        return []
+    if adapter is None:
+        return ["faults of LoRA factors (`--adapter` runs them)"]
+    return [f"faults of LoRA factors of {listing(modules)}"]
+
+
+def _bake(model: onnx.ModelProto, factors: Mapping[str, Array]) -> None:
+    """Makes the factors constants of a graph, in place; inputs of other modules keep their defaults."""
+    graph = model.graph
+    kept = [tensor for tensor in graph.initializer if tensor.name not in factors]
+    ports = [port for port in graph.input if port.name not in factors]
+    given = [numpy_helper.from_array(array, name) for name, array in factors.items()]
+    for field, content in ((graph.initializer, [*kept, *given]), (graph.input, ports)):
+        copies = [type(item).FromString(item.SerializeToString()) for item in content]
+        del field[:]
+        field.extend(copies)
+
+
+def then_generation(checks: Checking, folder: FloatFolder, clients: Sequence[Client], *, has_codes: bool) -> Checking:
+    """The checks of the graphs, then those of the tokens that clients generate.
+
+    With `has_codes`, weights or caches are quantized, and the tokens are those of llmconv's own loop: what the codes
+    change is measured by the checks before.
+    """
+    found = yield from checks
+    source: Callable[[], LogitsSource] = partial(OwnLogits.of, folder.verified)
+    if not has_codes:
+        half = half_precision(next(iter(folder.verified.models.values())))
+        model = folder.rounded_model() if half else folder.reference
+        source = partial(EagerLogits, model, half or "float32", folder.code)
+    files = ClientFiles(folder.verified, folder.reference)
+    yield from ClientChecks(clients, folder.verified.path, folder.reference, source, files).checks()
+    return found
+
+
+@contextmanager
+def recording(
+    verified: VerifiedFolder,
+    reference: Path,
+    report: Report,
+    only: Sequence[str] = (),
+    *,
+    hashed: Mapping[str, str] | None = None,
+) -> Iterator[None]:
+    """Records the verdict in `llmconv.json` when the block ends without an error.
+
+    The files are identified before the block, so that one which changes during the run is out of date afterwards. A
+    folder without a manifest stays as it is; a manifest that cannot be written is a note in the report, which is
+    complete when the block ends. `hashed` has sha256 of weight files, by name, of which the run read all bytes; it may
+    be filled within the block.
+    """
+    if not (verified.path / MANIFEST).is_file():
+        yield
+        return
+    graphs = {path.name: graph_sha256(path) for path in _graph_files(verified)}
+    weights = {name: weight_file(verified.path / name) for name in _weight_files(verified)}
+    recorded = {name: str(entry.get("sha256", "")) for name, entry in read_manifest(verified.path).files.items()}
+    yield
+    known = {name: recorded.get(name, "") for name in _unchanged(report)} | {**(hashed or {})}
+    files = {name: WeightFile(f.bytes, f.header_sha256, known.get(name, "")) for name, f in weights.items() if f}
+    judged = {name: sha256 for name, sha256 in graphs.items() if name != VISION or _saw_images(report)}
+    verdict = _verdict(report, reference, only, judged, files)
+    if (earlier := _recorded(verified.path)) and earlier.contains(verdict):
+        report.notes.append(f"`{MANIFEST}` keeps the verdict on these files by {earlier.checks['passed']} checks")
+        return
+    if problem := record_in_manifest(verified.path, VERIFIED, verdict.as_dict()):
+        report.notes.append(f"the verdict is not recorded in `{MANIFEST}`: {problem}")
+
+
+def _recorded(folder: Path) -> RecordedVerdict | None:
+    """The verdict that the manifest has; None if there is none, or none of its form."""
+    with suppress(LlmconvError):
+        found = read_manifest(folder).verified
+        return None if found is None else parse_verdict(found)
+    return None
+
+
+def _verdict(
+    report: Report,
+    reference: Path,
+    only: Sequence[str],
+    graphs: Mapping[str, str],
+    weights: Mapping[str, WeightFile],
+) -> RecordedVerdict:
+    verdicts = [check.verdict for check in report.checks]
+    return RecordedVerdict(
+        report.verdict,
+        report.method,
+        report.suite,
+        tuple(only),
+        {name: verdicts.count(key) for name, key in (("passed", "pass"), ("failed", "fail"), ("skipped", "skip"))},
+        tuple(clean(text, LINE_LIMIT) for text in dict.fromkeys(report.unseen)),
+        clean(source_name(Path(os.path.abspath(reference)))),
+        report.versions,
+        graphs,
+        weights,
+    )
+
+
+def _graph_files(verified: VerifiedFolder) -> list[Path]:
+    """All graph files, also those of stages, of an embedding table and of a vision tower."""
+    parts = [verified.path / name for name in (EMBEDDINGS, VISION) if name in verified.models]
+    return [*(path for entry in verified.entries for path in entry.paths(verified.path)), *parts]
+
+
+def _saw_images(report: Report) -> bool:
+    """Whether the vision tower ran: layer by layer it is skipped."""
+    return any(check.name == FEATURES and check.verdict != "skip" for check in report.checks)
+
+
+def _weight_files(verified: VerifiedFolder) -> set[str]:
+    """Names of the safetensors files that the graphs map."""
+    tensors = (tensor for model in verified.models.values() for tensor in external_tensors(model))
+    names = {external_fields(tensor).get("location", "") for tensor in tensors}
+    return {name for name in names if name.endswith(".safetensors")}
+
+
+def _unchanged(report: Report) -> list[str]:
+    """Names of the weight files whose sha256 the run compared with the manifest."""
+    return [check.graph for check in report.checks if check.name == "weights" and check.detail == AS_RECORDED]

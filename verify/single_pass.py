@@ -34,16 +34,15 @@ from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.single_pass import SinglePassGraph
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
-from llmconv.verify.audit.decisions.audit import audit_decisions, read_config
+from llmconv.verify.audit.decisions import audit_decisions, read_config
 from llmconv.verify.audit.structure import dead_inputs
 from llmconv.verify.audit.weights import WeightSource, audit_files, audit_graph_files, audit_weights, span_of
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.candidates import fold
-from llmconv.verify.reference.other_roundings import SEEDS, nudged
-from llmconv.verify.reference.weight_scaling import SCALINGS, hidden_faults
-from llmconv.verify.results.report import Check, Checks, Report
-from llmconv.verify.results.sigma import GATES, ExpectedOutput, Measure, NoiseFloor, measure
+from llmconv.verify.reference.other_roundings import SCALINGS, SEEDS, hidden_faults, nudged
+from llmconv.verify.results import Check, Checks, Report
 from llmconv.verify.scenarios.calls import windows_of
+from llmconv.verify.sigma import GATES, ExpectedOutput, Measure, NoiseFloor, measure
 from llmconv.verify.verification import Session
 
 DTYPE = "float32"

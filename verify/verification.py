@@ -10,15 +10,13 @@ from typing import Any, TypeAlias
 
 from llmconv.memory import reporting_out_of_memory
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.verify.bisect.first_wrong_node import list_unmatched, localize, name_node
+from llmconv.verify.bisect.first_wrong_node import list_unmatched, localize, name_node, require_new
 from llmconv.verify.bisect.replay import Replayable
-from llmconv.verify.bisect.write_piece import require_new
 from llmconv.verify.layers.layer_checks import narrowed
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import WHOLE, Check, Report
-from llmconv.verify.results.sigma import GATES
-from llmconv.verify.scenarios.budget import Budget
-from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.results import WHOLE, Check, Report
+from llmconv.verify.scenarios.selection import Budget, Selection
+from llmconv.verify.sigma import GATES
 from llmconv.version import __version__
 
 OnChecks = Callable[[list[Check]], None]

@@ -116,7 +116,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg] # generic for the typ
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """See `parse_budget`."""
-        from llmconv.verify.scenarios.budget import parse_budget
+        from llmconv.verify.scenarios.selection import parse_budget
 
         return parse_budget(str(value))
 

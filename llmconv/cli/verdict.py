@@ -23,7 +23,7 @@ Show = Callable[[list["Check"]], None]
 def printer(*, every: bool) -> Show:
     """Prints checks as they are made: a line per finished scenario, or each check; an empty list prints the rest."""
     from llmconv.verify.report.progress_lines import ScenarioLines
-    from llmconv.verify.results.report import lines_of
+    from llmconv.verify.results import lines_of
 
     scenarios = ScenarioLines()
 

@@ -17,7 +17,7 @@ from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
 from llmconv.verify import Check
 from llmconv.verify.comparison.images import ImageChecks
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.sigma import GATES
+from llmconv.verify.sigma import GATES
 from tests.builders.mutants.surgery import add_constant, initializer, replace_input, users
 
 Change = Callable[[onnx.ModelProto], None]

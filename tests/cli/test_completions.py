@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from llmconv.cli import completions, main
 from llmconv.export.clients import known_clients
-from llmconv.verify.clients.client import CLIENTS
+from llmconv.verify.clients.comparison import CLIENTS
 
 
 @pytest.mark.parametrize(

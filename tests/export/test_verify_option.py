@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 import llmconv.verify
 from llmconv.cli import main
 from llmconv.errors import OutOfMemory
-from llmconv.verify.results.report import Check, Report
+from llmconv.verify.results import Check, Report
 
 
 @pytest.fixture

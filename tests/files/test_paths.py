@@ -26,7 +26,7 @@ from llmconv.export import export
 from llmconv.files.paths import PLACED, WRITTEN, output_path, path_of
 from llmconv.generation.completions import CompletionFile
 from llmconv.verify.report.files import write_report
-from llmconv.verify.results.report import Report
+from llmconv.verify.results import Report
 from tests.cli.commands import LEAVES, command
 
 STORES = ["s3", "gs", "az", "abfs", "hf", "oci", "http", "https", "memory", "file", "S3"]

@@ -20,7 +20,7 @@ import transformers
 
 from llmconv.bench.runtimes import RUNTIMES
 from llmconv.cli import main
-from llmconv.verify.clients.client import CLIENTS
+from llmconv.verify.clients.comparison import CLIENTS
 from tests.builders.lora_models import train
 
 OPTIONAL = {

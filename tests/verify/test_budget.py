@@ -18,9 +18,8 @@ from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.float_folder import Compared
 from llmconv.verify.graph_folder import _models
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Check
-from llmconv.verify.scenarios.budget import CORE, CORE_STREAMED, Budget
-from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.results import Check
+from llmconv.verify.scenarios.selection import CORE, CORE_STREAMED, Budget, Selection
 from tests.builders.clocks import FakeClock
 from tests.builders.mutants.mutants import MUTANTS, Mutant
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from llmconv.cli import main
-from llmconv.verify import method as chosen
+from llmconv.verify import float_folder as chosen
 from llmconv.verify import verify
 from tests.builders.layered_models import load, save, save_layered
 from tests.verify.conftest import Tiny

@@ -21,9 +21,9 @@ from llmconv.files.safe_folder import NewEntry, temporary_name
 from llmconv.output.recorded_verdict import parse_verdict
 from llmconv.verify import Report, verify
 from llmconv.verify.bisect.replay import VerifiedFolder
-from llmconv.verify.folder_checks import recording
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Check
+from llmconv.verify.results import Check
+from llmconv.verify.run import recording
 from tests.builders.mutants.mutants import MUTANTS
 
 Tiny = Callable[[str], Path]

@@ -14,7 +14,7 @@ from llmconv.checkpoint import SINGLE, open_weights
 from llmconv.export import export
 from llmconv.tensors import Array
 from llmconv.verify import verify
-from llmconv.verify.results.report import Report
+from llmconv.verify.results import Report
 from tests.builders.safetensors import change_tensor
 from tests.verify.test_quantized_folder import DOWN, FAULTS, damaged, replaced
 

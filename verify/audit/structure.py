@@ -15,7 +15,7 @@ from llmconv.runtime.extra_inputs import POSITIONS, ExtraInput
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.guard import nodes
 from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS, WRITE_INDICES
-from llmconv.verify.results.report import Check
+from llmconv.verify.results import Check
 
 Axes = dict[str, list[str | int | None]]
 """Expected axes by name of an input or output; None for any."""

@@ -31,7 +31,7 @@ from llmconv.runtime.onnxruntime.lora_names import is_factor
 from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
 from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.tensors import Array, LazyTensor
-from llmconv.verify.results.report import Check
+from llmconv.verify.results import Check
 
 AS_RECORDED = "sha256 as in the manifest"
 """Detail of the check of a file that was read in full and has the recorded sha256."""

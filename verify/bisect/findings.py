@@ -13,9 +13,8 @@ import torch
 
 from llmconv.runtime.cache_names import layer_of
 from llmconv.tensors import Array
-from llmconv.verify.bisect.agreement import HIDDEN
-from llmconv.verify.bisect.recording import IN, MASK, OUT, layer_of_scope
-from llmconv.verify.bisect.suspect import Finding, Suspect, differ, difference
+from llmconv.verify.bisect.replay import IN, MASK, OUT, layer_of_scope
+from llmconv.verify.bisect.suspect import HIDDEN, Finding, Suspect, differ, difference
 
 __all__ = ["FINDINGS", "Finding", "Suspect", "find"]
 

@@ -1,4 +1,10 @@
-"""The smallest failing piece of a graph, with everything known about it, from which findings are derived.
+"""Which inner values of a graph agree with the eager model, and the nodes between those and a failing value.
+
+A value agrees if the eager model computes the same value, within its rounding noise, in the same module. Exporters
+write some steps differently, so a correct value may have no counterpart; it counts as correct if a value computed from
+it agrees. The remaining nodes lead from the failing output back to the fault.
+
+The smallest failing piece of a graph, with everything known about it, from which findings are derived.
 
 If all later values agree once a value is replaced by the model's, the fault is before that value. So the first value
 that repairs the result is the end of the failing piece, and the last values that agree are its start.
@@ -6,7 +12,9 @@ that repairs the result is the end of the failing piece, and the last values tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -17,11 +25,247 @@ import onnx
 import torch
 
 from llmconv.tensors import Array
-from llmconv.verify.bisect.agreement import LAYOUT_OPS, AgreementTrace
-from llmconv.verify.bisect.recording import IN, OUT, RecordedValue, inside, rounded_to
-from llmconv.verify.bisect.replay import ReplayedCall
-from llmconv.verify.comparison.graph_probe import GraphProbe, inner_inputs
-from llmconv.verify.results.report import Check, Where
+from llmconv.verify.bisect.replay import (
+    ANYWHERE,
+    IN,
+    OUT,
+    ModuleScopes,
+    RecordedValue,
+    ReplayedCall,
+    inside,
+    rounded_to,
+)
+from llmconv.verify.comparison.candidates import GraphProbe, inner_inputs
+from llmconv.verify.results import Check, Where
+from llmconv.verify.scenarios.calls import Call
+from llmconv.verify.sigma import GATES, Measure, NoiseFloor, measure
+
+HIDDEN = -1e30
+"""Masks add numbers below this to hidden scores, in every dtype."""
+
+ROW = 8
+"""Minimum number of features of a row; a value with a shorter last axis is a single row."""
+
+
+class ValueComparison:
+    """Compares values of one call, whose mask has the padding, within the rounding noise of the numpy `dtype`.
+
+    `virtual` is the number of prefix tokens before the cache.
+    """
+
+    def __init__(self, dtype: str, call: Call, virtual: int = 0) -> None:
+        self._floor, self._gates = NoiseFloor(dtype), GATES[dtype]
+        self._new = call.valid
+        self._all = np.pad(call.attention_mask == 1, ((0, 0), (virtual, 0)), constant_values=True)
+
+    def agrees(self, record: RecordedValue, value: Array) -> bool:
+        """Whether a value equals the record up to rounding; the order of elements matters, the shape does not."""
+        if value.size != record.exact.size:
+            return False
+        if record.exact.dtype.kind != "f" or value.dtype.kind != "f":
+            return self._same(record, value)
+        found = self.measure(record, value)
+        return found is not None and found.passes(self._gates)
+
+    def measure(self, record: RecordedValue, value: Array) -> Measure | None:
+        """The error of a float value of as many elements as the record; None if the two mask different elements."""
+        arrays = (record.exact, record.rounded, value.reshape(record.exact.shape))
+        hidden = [array < HIDDEN for array in arrays]
+        if not (np.array_equal(hidden[0], hidden[1]) and np.array_equal(hidden[0], hidden[2])):
+            return None
+        counts = self.counted(record)
+        exact, rounded, found = (_rows(np.where(counts, array, 0)) for array in arrays)
+        valid = np.asarray(_rows(counts).any(axis=-1))
+        truth = self._floor.truth(re.sub(r"\d+", "#", f"{record.scope} {record.op}"), exact, rounded, valid)
+        return measure(truth, found)
+
+    def counted(self, record: RecordedValue) -> Array:
+        """Which elements of a record are compared (neither padding nor masked), bool of its shape."""
+        if record.exact.dtype.kind != "f":
+            return self._counts(record.exact.shape, masks=True)
+        hidden = record.exact < HIDDEN
+        return ~hidden & self._counts(record.exact.shape, masks=bool(hidden.any()))
+
+    def _same(self, record: RecordedValue, value: Array) -> bool:
+        """Whether integers or booleans are equal, except in padding."""
+        counts = self.counted(record)
+        found = value.reshape(record.exact.shape)
+        return bool(np.array_equal(np.where(counts, found, 0), np.where(counts, record.exact, 0)))
+
+    def _counts(self, shape: tuple[int, ...], masks: bool) -> Array:
+        """Which elements are not padding, by the sizes of axes (in a mask, the last too); doubtful ones are padding."""
+        batch, tokens = self._new.shape
+        counts = np.ones(shape, dtype=bool)
+        if self._all.all() or not shape or shape[0] % batch:
+            return counts
+        if shape[0] == batch * tokens:
+            counts &= _along(self._new.reshape(-1), shape, (0,))
+        each = shape[0] // batch
+        for rows in (self._new, self._all):
+            for axis in range(1, len(shape) - masks):
+                if shape[axis] == rows.shape[1]:
+                    counts &= _along(np.repeat(rows, each, axis=0), shape, (0, axis))
+        return counts
+
+
+def _along(mask: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
+    """A mask over some axes, reshaped to broadcast to `shape`."""
+    wide: Array = mask.reshape([size if axis in axes else 1 for axis, size in enumerate(shape)])
+    return wide
+
+
+def _rows(array: Array) -> Array:
+    """The array as [1, rows, features]."""
+    features = array.shape[-1] if array.ndim and array.shape[-1] >= ROW else array.size
+    return array.reshape(1, -1, features)
+
+
+LAYOUT_OPS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatten", "Expand"}
+"""Operators that move elements and change none."""
+
+ARITHMETIC = {"Identity": "^$", "Add": "add|sub", "Sub": "add|sub", "Mul": "mul|div", "Div": "mul|div"}
+"""Operators that remain when a term or factor is missing, with a pattern of the model's operators to compare with."""
+
+CHOICES = {"Where": "where|masked_fill", "Clip": "clamp|clip", "Min": "min|clamp", "Max": "max|clamp"}
+"""The same for operators that may leave all elements unchanged."""
+
+SKIP_NORMS = {"SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}
+"""Norms that first add a residual, which belongs to another module and is their last output."""
+
+REDUCTIONS = {"ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL2", "ArgMax"}
+"""Operators whose result may agree for a wrong input: the mean of small numbers vanishes next to an epsilon."""
+
+SHAPE_OPS = {"Shape", "Size", "Constant", "ConstantOfShape"}
+TAKES_SHAPE = {"Reshape", "Expand", "ConstantOfShape", "Unsqueeze", "Squeeze", "Slice", "Split", "Tile"}
+"""Operators whose inputs after the first determine only the layout."""
+
+
+class GraphIndex:
+    """The nodes in topological order, their positions by `id`, and the maker and users of each value."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.nodes = list(model.graph.node)
+        self.order = {id(node): index for index, node in enumerate(self.nodes)}
+        self.maker = {name: node for node in self.nodes for name in node.output if name}
+        self.users: dict[str, list[onnx.NodeProto]] = defaultdict(list)
+        for node in self.nodes:
+            for name in dict.fromkeys(inner_inputs(node)):
+                self.users[name].append(node)
+        self.outputs = {port.name for port in model.graph.output}
+        self._shapes = self._shape_nodes()
+
+    def _shape_nodes(self) -> set[int]:
+        """Nodes whose values are used only as shapes, axes or bounds."""
+        found: set[int] = set()
+        for node in reversed(self.nodes):
+            used = [(name, user) for name in node.output for user in self.users[name]]
+            laid_out = all(id(user) in found or _is_shape_input(user, name) for name, user in used)
+            if used and laid_out and not self.outputs & set(node.output):
+                found.add(id(node))
+        return found
+
+    def is_shape(self, node: onnx.NodeProto) -> bool:
+        """Whether a node's values are used only as shapes, axes or bounds."""
+        return id(node) in self._shapes or node.op_type in SHAPE_OPS
+
+    def before(self, value: str, known: Iterable[str]) -> list[onnx.NodeProto]:
+        """The nodes that compute a value from known values, in order."""
+        stop, found, waiting = set(known), {}, [value]
+        while waiting:
+            node = self.maker.get(waiting.pop())
+            if node is not None and id(node) not in found:
+                found[id(node)] = node
+                waiting += [name for name in inner_inputs(node) if name and name not in stop]
+        return sorted(found.values(), key=lambda node: self.order[id(node)])
+
+
+def _is_shape_input(node: onnx.NodeProto, name: str) -> bool:
+    """Whether a node reads the value as a shape, axis or bound."""
+    return node.op_type in SHAPE_OPS or (node.op_type in TAKES_SHAPE and name not in node.input[:1])
+
+
+class AgreementTrace:
+    """Determines which values of a graph agree with the model.
+
+    Args:
+        scopes: finds the module of a node.
+        records: values of the eager model.
+        trusted: names of values that need no comparison.
+        changing: operators that, where they leave a value unchanged, agree only with a matching operator of the model.
+
+    Attributes:
+        matched: names of the values that agree.
+        good: names of the correct values.
+    """
+
+    def __init__(
+        self,
+        index: GraphIndex,
+        scopes: ModuleScopes,
+        values: Mapping[str, Array],
+        records: Sequence[RecordedValue],
+        comparison: ValueComparison,
+        trusted: Iterable[str],
+        changing: Mapping[str, str] = ARITHMETIC,
+    ) -> None:
+        self.index, self.scopes, self.values, self.comparison = index, scopes, values, comparison
+        self.changing = changing
+        self.ports = [record for record in records if record.is_port]
+        self.by_place: dict[tuple[str, int], list[RecordedValue]] = defaultdict(list)
+        for record in records:
+            if not record.is_port:
+                self.by_place[record.scope, record.exact.size].append(record)
+                self.by_place[ANYWHERE, record.exact.size].append(record)
+        self.matched = {name for name in values if name in index.maker and self._agrees(name)}
+        self.good = self._good(trusted)
+
+    def places(self, value: str) -> list[RecordedValue]:
+        """The model's values in the same module with as many elements."""
+        node = self.index.maker.get(value)
+        if node is None or value not in self.values:
+            return []
+        size = self.values[value].size
+        if node.op_type in SKIP_NORMS and value != node.output[0]:
+            return [record for record in self.by_place[ANYWHERE, size] if "add" in record.op]
+        return self.by_place[self.scopes.of(node), size]
+
+    def _agrees(self, value: str) -> bool:
+        array, node = self.values[value], self.index.maker[value]
+        if array.dtype.kind != "f" and self.scopes.of(node) == ANYWHERE:
+            return False  # small integers agree by chance
+        records = self.places(value)
+        if node.op_type in self.changing and any(self._is_same(name, array) for name in node.input):
+            # the node changed nothing: its input may agree where its output should have
+            records = [record for record in records if re.search(self.changing[node.op_type], record.op)]
+        return any(self.comparison.agrees(record, array) for record in records)
+
+    def _is_same(self, name: str, array: Array) -> bool:
+        other = self.values.get(name)
+        return other is not None and other.size == array.size and bool((other.ravel() == array.ravel()).all())
+
+    def _good(self, trusted: Iterable[str]) -> set[str]:
+        """Values that agree, and values from which those were computed."""
+        good = self.matched | set(trusted)
+        for node in reversed(self.index.nodes):
+            is_conclusive = not self.index.is_shape(node) and node.op_type not in REDUCTIONS
+            if is_conclusive and good.intersection(node.output):
+                good.update(name for name in inner_inputs(node) if name in self.index.maker)
+        shapes = (node for node in self.index.nodes if self.index.is_shape(node))
+        return (good | {name for node in shapes for name in node.output}) - {""}
+
+    def scope(self, node: onnx.NodeProto) -> str:
+        """The module of a node, or of the first nodes that use it if its name contains none; else empty."""
+        for _ in range(len(self.index.nodes)):
+            scope = self.scopes.of(node)
+            users = [user for name in node.output for user in self.index.users[name]]
+            if scope != ANYWHERE or not users:
+                break
+            node = users[0]
+        return "" if scope == ANYWHERE else scope
+
+    def back_from(self, value: str) -> list[onnx.NodeProto]:
+        """The nodes between the last correct values and this one, in order; empty if it is correct."""
+        return [] if value in self.good else self.index.before(value, self.good)
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,40 @@
-"""Compares the tokens of clients with the likeliest ones, each after the tokens that the client itself chose."""
+"""Compares the tokens of clients with the likeliest ones, each after the tokens that the client itself chose.
+
+The logits that a client's tokens are judged by: of the eager model, or of the same graphs in llmconv's own loop.
+
+The client's tokens are fed, so one that is chosen by a near-tie does not make all tokens after it differ.
+"""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from llmconv.checkpoint import read_json
-from llmconv.errors import MalformedInput
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.interpreters import child_environment, parse_interpreters, script_command
 from llmconv.runtime.context_length import context_length, language_config
+from llmconv.runtime.eager.runner import EagerRunner
+from llmconv.runtime.low_memory.runner import StreamedRunner
+from llmconv.runtime.onnxruntime.genai_guard import CONFIG, read_genai_config
 from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.runtime.random_prompts import random_prompts, usable_tokens
-from llmconv.verify.clients.client import Client, ClientError, Generation
-from llmconv.verify.clients.client_files import ClientFiles
-from llmconv.verify.clients.expected_tokens import LogitsSource, PaddedBatch
-from llmconv.verify.clients.genai_fields import padding_checks
-from llmconv.verify.results.report import Check, Checks
-from llmconv.verify.results.sigma import ExpectedOutput
+from llmconv.runtime.runner import Runner, Step, default_positions
+from llmconv.tensors import Array
+from llmconv.verify.bisect.replay import VerifiedFolder
+from llmconv.verify.clients.client_files import ClientFiles, padding_checks
+from llmconv.verify.quantized_folder import shipped_runner
+from llmconv.verify.reference.cost_estimate import CostEstimate
+from llmconv.verify.results import Check, Checks
+from llmconv.verify.sigma import ExpectedOutput, NoiseFloor
 
 LENGTHS = (1, 7, 40)
 """Tokens of the prompts."""
@@ -187,3 +201,306 @@ def _ids(fields: Mapping[str, Any]) -> frozenset[int]:
     if not all(type(token) is int for token in listed):
         raise MalformedInput("`eos_token_id` is not a token id or a list of them", hint="fix the model's configuration")
     return frozenset(listed)
+
+
+WORKERS = Path(__file__).with_name("workers")
+TIME_LIMIT = 3600.0
+"""Seconds after which a client counts as hanging."""
+
+ERROR_LIMIT = 300
+"""Longest quoted error message, in characters."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """How a client is started: worker in `workers/`, package of an installer, and command that installs it.
+
+    `padding` is the side on which the worker pads prompts, `left` or `right`.
+    """
+
+    worker: str
+    package: str
+    installer: str = "pip install"
+    padding: str = "left"
+
+    @property
+    def is_node(self) -> bool:
+        """Whether Node runs it, with the packages of a folder."""
+        return self.worker.endswith(".mjs")
+
+
+CLIENTS = {
+    "genai": Program("genai_worker.py", "onnxruntime-genai", padding="right"),
+    "optimum": Program("optimum_worker.py", "optimum-onnx"),
+    "transformersjs": Program("transformersjs_worker.mjs", "@huggingface/transformers", "npm install"),
+}
+"""The clients that `verify --client` runs, by the name of their layout."""
+
+
+class ClientError(Exception):
+    """A client could not run the graphs; the message says why."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a client generated: package versions, end tokens, and by batch the new tokens of each prompt."""
+
+    versions: dict[str, str]
+    ends: frozenset[int]
+    rows: list[list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client, one of `CLIENTS`, and where it is installed.
+
+    `interpreter` is the path of its Python; of a client of Node, the folder that has `node_modules`, empty for the
+    packages that are installed for all (`npm install --global`).
+    """
+
+    name: str
+    interpreter: str
+
+    @property
+    def program(self) -> Program:
+        """How it is started."""
+        return CLIENTS[self.name]
+
+    def require(self) -> dict[str, str]:
+        """The versions of its packages; InputRefused if it is not installed."""
+        try:
+            versions: dict[str, str] = self._ask(None, [], 0)["versions"]
+        except ClientError as error:
+            raise InputRefused(f"the client `{self.name}` cannot be started: {error}", hint=self._hint()) from error
+        return versions
+
+    def generate(self, folder: Path, batches: Sequence[Sequence[Sequence[int]]], new: int) -> Generation:
+        """Greedy tokens after each prompt, from the client's own generation loop.
+
+        The worker reads a JSON object from stdin with `folder`, `batches` [batch][prompt][token] and `new`, the number
+        of new tokens; `folder` is null to ask for versions alone. It writes one to stdout with `versions`, `ends` and
+        `rows` as in `Generation`, or with `missing`, the error of the import.
+
+        Raises:
+            ClientError: the client cannot open the folder, or failed.
+            InputRefused: it is not installed.
+            MalformedInput: its configuration in the folder would load or write other files.
+        """
+        if self.name == "genai" and (folder / CONFIG).is_file():
+            read_genai_config(folder)
+        answer = self._ask(str(folder.resolve()), batches, new)
+        if not all(type(token) is int for token in answer["ends"]):
+            raise ClientError(f"its end tokens are not numbers: {str(answer['ends'])[:ERROR_LIMIT]}")
+        return Generation(answer["versions"], frozenset(answer["ends"]), answer["rows"])
+
+    def _ask(self, folder: str | None, batches: Any, new: int) -> dict[str, Any]:
+        request = json.dumps({"folder": folder, "batches": batches, "new": new})
+        answer = self._answer(request)
+        if "missing" in answer:
+            raise InputRefused(f"the client `{self.name}` is not installed: {answer['missing']}", hint=self._hint())
+        return answer
+
+    def _answer(self, request: str) -> dict[str, Any]:
+        worker = WORKERS / self.program.worker
+        is_node = self.program.is_node
+        command = ["node", str(worker), *([self.interpreter] * bool(self.interpreter))]
+        if not is_node:
+            command = script_command(self.interpreter, worker)
+        try:
+            done = subprocess.run(
+                command,
+                input=request,
+                capture_output=True,
+                text=True,
+                env=child_environment(HF_HUB_OFFLINE="1"),
+                timeout=TIME_LIMIT,
+                check=False,
+            )
+        except OSError as error:
+            raise ClientError(f"`{error.filename or command[0]}`: {error.strerror}") from error
+        except subprocess.TimeoutExpired as error:
+            raise ClientError(f"no answer after {TIME_LIMIT:.0f} s") from error
+        return _parsed(done)
+
+    def _hint(self) -> str:
+        program = self.program
+        if program.is_node:
+            return f"`{program.installer} {program.package}` in a folder, and give `--python {self.name}=FOLDER`"
+        return f"`{program.installer} {program.package}`, or give `--python {self.name}=PATH` of a Python that has it"
+
+
+def chosen_clients(names: str | Sequence[str], pythons: str | Sequence[str]) -> list[Client]:
+    """The clients by name, each once.
+
+    `pythons` are `CLIENT=PATH`; by default this Python, and Node's global packages for a client of Node.
+
+    Raises:
+        UsageProblem: an unknown client, or an interpreter for one that is not chosen.
+    """
+    wanted = list(dict.fromkeys([names] if isinstance(names, str) else names))
+    for name in wanted:
+        if name not in CLIENTS:
+            raise UsageProblem(f"unknown client `{name[:40]}`", hint=f"give one of: {', '.join(CLIENTS)}")
+    paths = parse_interpreters(pythons, CLIENTS)
+    for name in paths:
+        if name not in wanted:
+            raise UsageProblem(f"`--python {name}=…` without `--client {name}`", hint=f"add `--client {name}`")
+    return [Client(name, paths.get(name, "" if CLIENTS[name].is_node else sys.executable)) for name in wanted]
+
+
+def _parsed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """The answer on stdout; a ClientError with the last line of stderr if there is none."""
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0 and lines:
+        try:
+            answer = json.loads(lines[-1])
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict) or not answer.keys() & {"versions", "missing"}:
+            raise ClientError(f"it is not a Python that runs a script: it printed `{lines[-1][:ERROR_LIMIT]}`")
+        return answer
+    raise ClientError(_last_error(done.stderr) or f"it ended with exit code {done.returncode}")
+
+
+def _last_error(text: str) -> str:
+    """The line of an error in what a program wrote to stderr: Node puts it first, Python last."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line.partition(":")[0] and not line.startswith("at ")]
+    return (errors or lines or [""])[-1][:ERROR_LIMIT]
+
+
+class LogitsSource(Protocol):
+    """Computes the logits before each new token; `title` is the model's in reports."""
+
+    title: str
+
+    def logits(self, batch: PaddedBatch) -> ExpectedOutput:
+        """The logits [prompts, new, vocabulary] after each prompt and all but the last of its new tokens."""
+
+
+class EagerLogits:
+    """The eager model in float64; the noise is that of the eager model in the graphs' dtype.
+
+    `dtype` is its numpy name; `code` is a trusted folder whose own code builds the model, None to run no code of it.
+    """
+
+    title = "the eager model"
+
+    def __init__(self, folder: Path, dtype: str, code: Path | None) -> None:
+        from llmconv.export.families import extra_inputs_of  # noqa: PLC0415 - the table alone
+
+        estimate = CostEstimate.of(folder, 1)
+        kind = StreamedRunner if estimate.lacking(estimate.whole) else EagerRunner
+        options: dict[str, Any] = {"code": code, "extra_inputs": extra_inputs_of(folder)}
+        self._runners = [kind(folder, name, **options) for name in ("float64", dtype)]
+        width = int(getattr(self._runners[0].config, "hidden_size", 0) or 0)
+        self._floor = NoiseFloor(dtype, width)
+
+    def logits(self, batch: PaddedBatch) -> ExpectedOutput:
+        """See `LogitsSource.logits`."""
+        ids, mask = batch.ids[:, :-1], batch.mask[:, :-1]
+        positions = default_positions(mask, mask.shape[1])
+        exact, rounded = (_before_new(batch, run.prefill(ids, mask, positions).logits) for run in self._runners)
+        return self._floor.truth("logits", exact, rounded, _valid(batch))
+
+
+@dataclass
+class OwnLogits:
+    """The graphs of the folder in llmconv's own loop, for codes whose cost is judged elsewhere.
+
+    Each token is computed twice: by one call over all tokens before it, and by a step after the step before. The
+    difference is the noise.
+    """
+
+    runner: Runner
+    title = "llmconv's own loop over the graphs"
+
+    @classmethod
+    def of(cls, verified: VerifiedFolder) -> OwnLogits:
+        """Opens the graphs of a folder."""
+        return cls(shipped_runner(verified)[1])
+
+    def logits(self, batch: PaddedBatch) -> ExpectedOutput:
+        """See `LogitsSource.logits`."""
+        first = np.concatenate([self._of_prompt(prompt) for prompt in batch.prompts])
+        exact = np.stack([first, *self._calls(batch)], axis=1).astype(np.float64)
+        rounded = np.stack([first, *self._steps(batch)], axis=1)
+        return NoiseFloor("float32").truth("logits", exact, rounded, _valid(batch))
+
+    def _of_prompt(self, prompt: Sequence[int]) -> Array:
+        """The logits after a prompt without padding, [1, vocabulary]; a graph may return no others."""
+        mask = np.ones((1, len(prompt)), dtype=np.int64)
+        return _last(self.runner.prefill(np.array([prompt]), mask, default_positions(mask, len(prompt))))
+
+    def _calls(self, batch: PaddedBatch) -> Iterator[Array]:
+        """The logits after each new token but the last, each from a call over all tokens."""
+        for length in range(batch.longest + 1, batch.longest + batch.new):
+            mask = batch.mask[:, :length]
+            yield _last(self.runner.prefill(batch.ids[:, :length], mask, default_positions(mask, length)))
+
+    def _steps(self, batch: PaddedBatch) -> Iterator[Array]:
+        """The same logits, each from a step."""
+        mask = batch.mask[:, : batch.longest]
+        step = self.runner.prefill(batch.ids[:, : batch.longest], mask, default_positions(mask, batch.longest))
+        for length in range(batch.longest + 1, batch.longest + batch.new):
+            mask, new = batch.mask[:, :length], batch.ids[:, length - 1 : length]
+            step = self.runner.decode(new, mask, default_positions(mask, 1), step.present)
+            yield _last(step)
+
+
+def _last(step: Step) -> Array:
+    return step.logits[:, -1].astype(np.float32)
+
+
+def _before_new(batch: PaddedBatch, logits: Array) -> Array:
+    """The logits before each new token, [prompts, new, vocabulary], from those of all tokens of a padded batch."""
+    ends = [batch.longest if batch.side == "left" else len(prompt) for prompt in batch.prompts]
+    first = logits[np.arange(len(ends)), np.array(ends) - 1][:, None]
+    return np.concatenate([first, logits[:, batch.longest :]], axis=1)
+
+
+def _valid(batch: PaddedBatch) -> Array:
+    """Which new tokens there are, bool [prompts, new]."""
+    valid: Array = batch.mask[:, batch.longest :] == 1
+    return valid
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """A batch of prompts (token ids), padded on one side, and the new tokens after them.
+
+    `side` is `left` or `right`. On the right the padding stays between prompt and new tokens, where a sliding window
+    counts it.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    rows: Sequence[Sequence[int]]
+    side: str
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.prompts))
+
+    @property
+    def new(self) -> int:
+        """Largest number of new tokens of a row."""
+        return max(map(len, self.rows))
+
+    @property
+    def ids(self) -> Array:
+        """Token ids, int64 [prompts, longest + new]; 0 for padding."""
+        return self._filled(self.prompts, self.rows)
+
+    @property
+    def mask(self) -> Array:
+        """1 for tokens, 0 for padding, int64 [prompts, longest + new]."""
+        return self._filled(*([[1] * len(row) for row in some] for some in (self.prompts, self.rows)))
+
+    def _filled(self, prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]) -> Array:
+        found = []
+        for prompt, row in zip(prompts, rows, strict=True):
+            padding = [0] * (self.longest - len(prompt))
+            start = [*padding, *prompt] if self.side == "left" else [*prompt, *padding]
+            found.append([*start, *row, *[0] * (self.new - len(row))])
+        return np.array(found, dtype=np.int64)

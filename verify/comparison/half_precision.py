@@ -25,9 +25,9 @@ from onnx import TensorProto, helper, numpy_helper, shape_inference
 from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION, compute_in_float32, exact_number
 from llmconv.runtime.onnxruntime.guard import graphs
 from llmconv.tensors import Array
-from llmconv.verify.comparison.graph_probe import inner_inputs
-from llmconv.verify.results.report import Check
-from llmconv.verify.results.sigma import ULPS
+from llmconv.verify.comparison.candidates import inner_inputs
+from llmconv.verify.results import Check
+from llmconv.verify.sigma import ULPS
 
 WITHOUT_KERNELS = "bfloat16"
 """The dtype for which onnxruntime's CPU provider has almost no kernels."""

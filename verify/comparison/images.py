@@ -23,9 +23,9 @@ from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import Candidate, fold, with_checked_noise
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.reference.other_roundings import rows_of
-from llmconv.verify.results.report import Check
-from llmconv.verify.results.sigma import GATES, ExpectedOutput, Gates, Measure, NoiseFloor, measure
+from llmconv.verify.results import Check
 from llmconv.verify.scenarios.calls import Call
+from llmconv.verify.sigma import GATES, ExpectedOutput, Gates, Measure, NoiseFloor, measure
 
 FEATURES, ANSWERS = "features of images", "prompts with images"
 

@@ -12,20 +12,32 @@ verdict is about the same nodes with the same weights, but fusions of onnxruntim
 tested. A graph smaller than one piece runs whole.
 
 Scenarios that edit a cache between two calls, or continue by greedy tokens, are skipped; the weight audit is complete.
+
+Opens the graphs of a folder on scaled weights, so that constants matter that the real weights hide in the noise.
+
+A small or untrained model has small attention scores, so that a missing softcap changes no more than rounding; large
+activations hide a wrong epsilon. Factors are powers of two, so no file is written: the eager model scales the weights
+that it reads, and the graphs are rewritten in memory. A product with a scaled matrix equals the scaled product bit by
+bit, so a Mul follows every MatMul, Gemm and Gather with such a weight; if a weight has other users, the Mul follows the
+weight itself, and onnxruntime folds it when it opens the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import onnx
+from onnx import helper, numpy_helper
 
-from llmconv.checkpoint import open_weights
-from llmconv.errors import LlmconvError, UnsupportedInput
+from llmconv.checkpoint import open_weights, read_json
+from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput
+from llmconv.files.safetensors_file import FileTensor
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import ScaleFactors
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
@@ -35,16 +47,18 @@ from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.runtime.low_memory.weights import MatrixMemory
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry
+from llmconv.runtime.onnxruntime.guard import external_fields, graphs
 from llmconv.runtime.onnxruntime.process_heap import trim
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import FixedSizes
 from llmconv.runtime.runner import Runner
-from llmconv.verify.comparison.candidates import Candidate
+from llmconv.tensors import Array, LazyTensor
+from llmconv.verify.audit.weights import reference_name
+from llmconv.verify.comparison.candidates import Candidate, inner_inputs
 from llmconv.verify.reference.cost_estimate import largest_layer, suite_seconds
 from llmconv.verify.reference.eager import Eager, own_cache_chains
-from llmconv.verify.reference.other_roundings import edited
-from llmconv.verify.reference.weight_scaling import SCALED_SCENARIOS, WeightScaling
+from llmconv.verify.reference.other_roundings import SCALED_SCENARIOS, WeightScaling, edited
 from llmconv.verify.scenarios.calls import CacheEdit, Call, Chain, ModelFacts
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.scenarios.table import Scenario
@@ -242,3 +256,227 @@ def _after(rest: _Rest, calls: Chain, runner: PrecomputedRunner) -> _Rest | None
 def _before(past: KeyedCache | None, call: Call) -> KeyedCache | None:
     """The cache that a call continues, edited or made up."""
     return cast("KeyedCache | None", edited(past, call))
+
+
+@dataclass(frozen=True)
+class Scaler:
+    """Opens the graphs of a folder on scaled weights.
+
+    `why_not` says why they cannot be scaled; empty if they can. `scaled` returns settings that scale the weights, given
+    settings and a scaling.
+    """
+
+    why_not: str
+    scaled: Callable[[SessionSettings, WeightScaling], SessionSettings]
+
+    @classmethod
+    def of(cls, folder: Path, reference: Path, models: Sequence[onnx.ModelProto]) -> Scaler:
+        """For weights that the files of the folder contain; arguments as in `why_not_scaled`."""
+        reason = why_not_scaled(folder, reference, models)
+        return cls(reason, lambda settings, scaling: scaled_settings(settings, folder, scaling))
+
+
+def why_not_scaled(folder: Path, reference: Path, models: Sequence[onnx.ModelProto]) -> str:
+    """Why the graphs of a folder cannot run on scaled weights; empty if they can."""
+    if "quantization_config" in read_json(reference / "config.json"):
+        return "the model's own weights are quantized"
+    try:
+        tensors = open_weights(folder)
+    except InputRefused:
+        return "the graphs map no safetensors file"
+    shapes = {tensor.shape for tensor in tensors.values() if len(tensor.shape) > 1}
+    shapes |= {shape[::-1] for shape in shapes}
+    for tensor in (tensor for model in models for tensor in model.graph.initializer):
+        if tuple(tensor.dims) in shapes and not _is_mapped(tensor) and not reference_name(tensor.name, tensors):
+            return f"unknown weight `{tensor.name}`"
+    return ""
+
+
+def _is_mapped(tensor: onnx.TensorProto) -> bool:
+    return external_fields(tensor).get("location", "").endswith(".safetensors")
+
+
+def scaled_settings(
+    settings: SessionSettings, folder: Path, scaling: WeightScaling, *, at_weights: bool = False
+) -> SessionSettings:
+    """Settings that open the graphs of a folder on scaled weights; `at_weights` as for `scale`."""
+    tensors = FolderTensors.of(folder)
+
+    def apply(path: Path, model: onnx.ModelProto) -> None:
+        if settings.change:
+            settings.change(path, model)
+        scale(model, tensors.factors(model, scaling), at_weights=at_weights)
+
+    return replace(settings, change=apply)
+
+
+@dataclass(frozen=True)
+class FolderTensors:
+    """The tensors of a folder by name, and by file name as (offset, name, tensor), ordered by offset."""
+
+    named: Mapping[str, LazyTensor]
+    places: Mapping[str, Sequence[tuple[int, str, FileTensor]]]
+
+    @classmethod
+    def of(cls, folder: Path) -> FolderTensors:
+        """Reads the headers of the files in a folder."""
+        named, places = open_weights(folder), defaultdict(list)
+        for name, tensor in named.items():
+            if isinstance(tensor, FileTensor):
+                places[tensor.path.name].append((tensor.offset, name, tensor))
+        return cls(named, {file: sorted(found, key=lambda place: place[0]) for file, found in places.items()})
+
+    def factors(self, model: onnx.ModelProto, scaling: WeightScaling) -> dict[str, float]:
+        """The factor of every initializer that is one of these tensors or a part of one."""
+        found = {tensor.name: self.source(tensor) for tensor in model.graph.initializer}
+        return {mine: scaling.factor_of(name, self.named[name].shape) for mine, name in found.items() if name}
+
+    def source(self, tensor: onnx.TensorProto) -> str:
+        """Name of the tensor that an initializer maps or is named after; empty if there is none."""
+        fields = external_fields(tensor)
+        places = self.places.get(fields.get("location", ""), ())
+        if not places:
+            return reference_name(tensor.name, self.named) if not _is_mapped(tensor) else ""
+        offset = int(fields.get("offset", 0))
+        at = bisect_right(places, offset, key=lambda place: place[0]) - 1
+        first, name, whole = places[max(at, 0)]
+        return name if first <= offset < first + whole.nbytes else ""
+
+
+LAYOUT = {"Identity", "Transpose"}
+"""Operators that change no element."""
+PRODUCTS = {"MatMul", "Gather"}
+WITH_ALPHA = {"Gemm", "FusedMatMul"}
+"""Products with a factor as an attribute."""
+SHORT = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
+WIDE = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE)
+
+Product = tuple[onnx.NodeProto, int]
+"""A node that multiplies a weight, and the element type of its product."""
+
+
+def scale(model: onnx.ModelProto, factors: Mapping[str, float | Array], *, at_weights: bool = False) -> None:
+    """Scales initializers of a graph in place; arrays among the factors are broadcast to the initializer's shape.
+
+    `at_weights` scales the weights instead of products, so that all inner values are those of the scaled model.
+    """
+    for graph in graphs(model.graph):
+        wanted = [t for t in graph.initializer if t.name in factors and np.any(np.asarray(factors[t.name]) != 1)]
+        if wanted:
+            _Scaling(graph, at_weights or graph is not model.graph).apply(wanted, factors)
+
+
+class _Scaling:
+    def __init__(self, graph: onnx.GraphProto, at_weights: bool) -> None:
+        self._graph, self._at_weights = graph, at_weights
+        self._users: dict[str, list[tuple[onnx.NodeProto, int]]] = defaultdict(list)
+        self._hidden = {port.name for port in graph.output}
+        for node in graph.node:
+            for at, name in enumerate(node.input):
+                self._users[name].append((node, at))
+            if node.attribute:
+                own = set(node.input)
+                self._hidden |= {name for name in inner_inputs(node) if name not in own}
+                self._hidden |= {port.name for attribute in node.attribute for port in attribute.g.output}
+        self._before: list[onnx.NodeProto] = []
+        self._after: dict[str, list[onnx.NodeProto]] = defaultdict(list)
+
+    def apply(self, tensors: Sequence[onnx.TensorProto], factors: Mapping[str, float | Array]) -> None:
+        """Scales these initializers and inserts the new nodes."""
+        for tensor in tensors:
+            factor = np.asarray(factors[tensor.name])
+            places = None if self._at_weights or factor.size > 1 else self._places(tensor.name, tensor.data_type)
+            if places is None:
+                self._scale_weight(tensor, factor)
+            for node, kind in places or ():
+                self._scale_product(node, kind, float(factor))
+        nodes = [*self._before]
+        for node in self._graph.node:
+            nodes.append(node)
+            for name in node.output:
+                nodes += self._after.get(name, [])
+        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+        del self._graph.node[:]
+        self._graph.node.extend(copies)
+
+    def _places(self, name: str, kind: int) -> list[Product] | None:
+        """The products with a weight; None if it is used in another way."""
+        if name in self._hidden:
+            return None
+        found: list[Product] = []
+        for node, at in self._users[name]:
+            if node.op_type in {*LAYOUT, "Cast"} and at == 0:
+                inner = self._places(node.output[0], _cast_to(node) or kind)
+                if inner is None:
+                    return None
+                found += inner
+            elif _is_product(node, at) and list(node.input).count(name) == 1 and kind in WIDE:
+                found.append((node, kind))
+            elif _is_product(node, at) and node.op_type == "Gather" and (casts := self._widened(node.output[0])):
+                found += casts
+            else:
+                return None
+        return found
+
+    def _widened(self, name: str) -> list[Product]:
+        """The casts of a half-precision value to wider types; none if it is used in another way."""
+        users = [(node, _cast_to(node)) for node, _ in self._users[name]]
+        return users if name not in self._hidden and all(to in WIDE for _, to in users) else []
+
+    def _scale_product(self, node: onnx.NodeProto, kind: int, factor: float) -> None:
+        if node.op_type in WITH_ALPHA:
+            alpha = next((one for one in node.attribute if one.name == "alpha"), None)
+            if alpha is None:
+                node.attribute.append(helper.make_attribute("alpha", factor))
+            else:
+                alpha.f *= factor
+            return
+        self._scale_output(node, kind, np.array(factor))
+
+    def _scale_output(self, node: onnx.NodeProto, kind: int, factor: Array) -> None:
+        """Renames the node's output and gives its name to the product."""
+        name = node.output[0]
+        node.output[0] = f"{name}:unscaled"
+        dtype = helper.tensor_dtype_to_np_dtype(kind)
+        self._after[node.output[0]] += self._times(node.output[0], factor.astype(dtype), name)
+        self._after[node.output[0]] += self._after.pop(name, [])
+
+    def _scale_weight(self, tensor: onnx.TensorProto, factor: Array) -> None:
+        """Renames the initializer and gives its name to the product, in the type that its users read."""
+        name, kind = tensor.name, tensor.data_type
+        if casts := self._widened(name):
+            for node, to in casts:
+                self._scale_output(node, to, factor)
+            return
+        tensor.name = stored = f"{name}:unscaled"
+        ports = [
+            port for port in self._graph.input if port.name != name
+        ]  # before IR version 4 initializers are also inputs
+        del self._graph.input[:]
+        self._graph.input.extend(ports)
+        if kind not in SHORT:
+            dtype = helper.tensor_dtype_to_np_dtype(kind)
+            self._before += self._times(stored, factor.astype(dtype), name)
+            return
+        wide, scaled = f"{stored}:wide", f"{name}:wide"  # onnxruntime's CPU provider does not multiply bfloat16
+        self._before.append(helper.make_node("Cast", [stored], [wide], name=wide, to=onnx.TensorProto.FLOAT))
+        self._before += self._times(wide, factor.astype(np.float32), scaled)
+        self._before.append(helper.make_node("Cast", [scaled], [name], name=f"{name}:narrow", to=kind))
+
+    def _times(self, value: str, factor: Array, result: str) -> list[onnx.NodeProto]:
+        constant = f"{result}:factor"
+        self._graph.initializer.append(numpy_helper.from_array(factor, constant))
+        return [helper.make_node("Mul", [value, constant], [result], name=f"{result}:scaled")]
+
+
+def _is_product(node: onnx.NodeProto, at: int) -> bool:
+    """Whether the node's output is proportional to this input."""
+    return (node.op_type in PRODUCTS and at == 0) or (node.op_type in {"MatMul", *WITH_ALPHA} and at < 2)
+
+
+def _cast_to(node: onnx.NodeProto) -> int:
+    """The target type of a Cast; 0 for other operators."""
+    if node.op_type != "Cast":
+        return 0
+    kind: Any = next(one.i for one in node.attribute if one.name == "to")
+    return int(kind)

@@ -32,25 +32,22 @@ from llmconv.verify.comparison.candidates import (
     with_checked_noise,
 )
 from llmconv.verify.comparison.images import FEATURES, ImageChecks
-from llmconv.verify.comparison.layer_by_layer import precompute
-from llmconv.verify.comparison.scaled_weights import Scaler
-from llmconv.verify.reference.eager import Eager, ExpectedOutputs, check_own_cache
-from llmconv.verify.reference.other_roundings import rows_of
-from llmconv.verify.reference.prefix import StartOf, stored_start, trained_start
-from llmconv.verify.reference.weight_scaling import (
+from llmconv.verify.comparison.layer_by_layer import Scaler, precompute
+from llmconv.verify.reference.eager import Eager, ExpectedOutputs, StartOf, check_own_cache, stored_start, trained_start
+from llmconv.verify.reference.other_roundings import (
     SCALED_SCENARIOS,
     SCALINGS,
     WeightScaling,
     hidden_faults,
+    rows_of,
     scalings,
     unreached_checks,
 )
-from llmconv.verify.results.report import Check, Checks, Report
-from llmconv.verify.results.sigma import GATES, Evidence, ExpectedOutput, Gates, Measure, NoiseFloor, measure
-from llmconv.verify.scenarios.budget import Budget, Named
+from llmconv.verify.results import Check, Checks, Report
 from llmconv.verify.scenarios.calls import Call, Chain
-from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.scenarios.selection import Budget, Named, Selection
 from llmconv.verify.scenarios.table import Scenario
+from llmconv.verify.sigma import GATES, Evidence, ExpectedOutput, Gates, Measure, NoiseFloor, measure
 
 OTHER_SETTINGS = (("disable", 1), ("basic", 2), ("extended", 1))
 OTHER_SETTINGS_SCENARIO = "left padding"

@@ -27,7 +27,7 @@ from llmconv.verify.audit.weights import WeightSource, tensors_of
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.layers.graph_index import NUMBERED, Kind, NotLayered, layer_kinds, layer_names
 from llmconv.verify.layers.graph_layers import GraphLayers, Layer, forms_of
-from llmconv.verify.results.report import Check
+from llmconv.verify.results import Check
 
 ALL, CLASSES, SAMPLED = "all", "classes", "sampled:"
 

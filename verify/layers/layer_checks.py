@@ -1,29 +1,53 @@
-"""Checks of single layers: what each layer of a graph computes by itself, against the eager model's layer."""
+"""Checks of single layers: what each layer of a graph computes by itself, against the eager model's layer.
+
+Runs every layer of a graph by itself, on the hidden state that the eager model makes, and compares the results.
+
+The eager model in float64 runs a few tokens layer by layer; each layer gets the result of the one before, rounded to
+the graph's dtype. The same numbers are the input of the same layer in the eager model in that dtype, which gives the
+rounding noise, and of the layer that is cut out of the graph. So errors do not add up, and an error belongs to the
+layer that it is found in. The weights of one layer are in memory at a time.
+
+Three rows run together: tokens after padding, so that the past is hidden; noise as large as the hidden state; and
+tokens after a made-up past.
+"""
 
 from __future__ import annotations
 
+import gc
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
+import torch
 
-from llmconv.errors import LlmconvError, OutOfMemory, UnsupportedInput
+from llmconv.errors import LlmconvError, MalformedInput, OutOfMemory, UnsupportedInput, first_line
+from llmconv.memory import raise_if_out_of_memory
 from llmconv.progress import status
-from llmconv.runtime.cache_names import is_past, is_state, layer_of
+from llmconv.runtime.cache_names import is_past, is_present, is_state, layer_of, present_of
 from llmconv.runtime.extra_inputs import ExtraInput
+from llmconv.runtime.extra_values import ExtraValues
+from llmconv.runtime.low_memory.graph_pieces import ValueTypes, cut_graph, values_read_by
+from llmconv.runtime.low_memory.pieced_graph import DeclaredValue, open_piece, split_products
 from llmconv.runtime.low_memory.runner import StreamedRunner
+from llmconv.runtime.onnxruntime.device import INPUT_DTYPES
+from llmconv.runtime.onnxruntime.io_binding import as_input
+from llmconv.runtime.onnxruntime.process_heap import trim
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.runner import Step, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import fold
 from llmconv.verify.layers.graph_layers import GraphLayers
 from llmconv.verify.layers.induction import LAYERS, PARTS, Induction
-from llmconv.verify.layers.single_layers import ExpectedLayers, GraphRun, LayerRuns, PartRunner, made_up_call, run_eager
-from llmconv.verify.results.report import Check, Checks, Report, Statement, Where
-from llmconv.verify.results.sigma import GATES, ExpectedOutput, Measure, cache_rows, measure, state_rows
+from llmconv.verify.reference.other_roundings import rows_of, valid_rows
+from llmconv.verify.results import Check, Checks, Report, Statement, Where
+from llmconv.verify.scenarios.calls import Call, SyntheticPast, drawn
+from llmconv.verify.sigma import GATES, ExpectedOutput, Measure, NoiseFloor, cache_rows, measure, state_rows
 
 NAME = "layers by themselves"
 PART_BYTES = 1 << 28
@@ -234,3 +258,274 @@ def _number(check: Check) -> int | None:
         return None
     match = AFTER.match(check.output)
     return int(match[1]) if match else layer_of(check.output)
+
+
+NEW, PAST = 4, 3
+"""Tokens of the call, and of its past."""
+PADDED, NOISE = 0, 1
+"""Rows of the call; the third has neither padding nor noise."""
+SEED = 22
+
+
+@dataclass
+class HiddenStates:
+    """The hidden states of one run of the eager model.
+
+    Attributes:
+        given: the input of each layer, by its name, float64 [rows, tokens, features]; numbers of the graph's dtype.
+        before: the hidden state that the model itself made there.
+        after: what each layer computed.
+    """
+
+    given: dict[str, torch.Tensor] = field(default_factory=dict)
+    before: dict[str, torch.Tensor] = field(default_factory=dict)
+    after: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LayerRuns:
+    """The eager model's runs of single layers.
+
+    Attributes:
+        call: tokens, mask, positions and past.
+        exact: hidden states in float64.
+        rounded: in the graph's dtype, from the same inputs.
+        last: the input of the part after the layers, float64.
+    """
+
+    call: Call
+    exact: HiddenStates
+    rounded: HiddenStates
+    steps: tuple[Step, Step]
+    last: torch.Tensor
+
+
+def made_up_call(graph: GraphLayers, vocab_size: int, extras: Mapping[str, ExtraInput]) -> Call:
+    """The call that all layers run; models with states get no past, and so no padding."""
+    ports = {name: port for name, port in graph.index.inputs.items() if is_past(name)}
+    shapes = {present_of(name): _sizes(port) for name, port in ports.items()}
+    has_states = any(is_state(name) for name in shapes)
+    mask = np.ones((3, NEW + (0 if has_states else PAST)), dtype=np.int64)
+    rng = np.random.default_rng(SEED)
+    ids = rng.integers(0, vocab_size, (3, NEW))
+    past = None
+    if not has_states:
+        mask[PADDED, :PAST] = 0
+        past = SyntheticPast(shapes, 3, PAST, (0, 1), SEED)
+    call = Call(ids, mask, default_positions(mask, NEW), start=past, known=PAST if past else 0)
+    return drawn([call], extras, rng, both_ways=True)[0]
+
+
+def _sizes(port: onnx.ValueInfoProto) -> tuple[int, ...]:
+    """The shape of a cache for one sequence and one token."""
+    return tuple(axis.dim_value or 1 for axis in port.type.tensor_type.shape.dim)
+
+
+def run_eager(open_model: Callable[[str], StreamedRunner], call: Call, names: Collection[str], dtype: str) -> LayerRuns:
+    """Runs the layers of the eager model in float64 and in the graph's dtype.
+
+    `open_model` opens it in a dtype, without the layers that are not run; `names` are the modules of those that are, in
+    order.
+    """
+    exact, kind = HiddenStates(), getattr(torch, dtype)
+    steps = [_run(open_model("float64"), call, names, partial(_with_noise, exact, kind))]
+    gc.collect()  # modules refer to each other
+    last = exact.after[list(names)[-1]].to(kind).double()
+    rounded = HiddenStates(given=exact.given)
+    steps.append(_run(open_model(dtype), call, names, partial(_as_given, rounded), last))
+    return LayerRuns(call, exact, rounded, (steps[0], steps[1]), last)
+
+
+Enter = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def _run(
+    model: StreamedRunner, call: Call, names: Collection[str], enter: Any, last: torch.Tensor | None = None
+) -> Step:
+    """One run; every layer reads what `enter` returns, and the part after the layers `last`."""
+    states: HiddenStates = enter.args[0]
+    for name in names:
+        layer = model.model.get_submodule(name)
+        end = name == list(names)[-1]
+        layer.forward = partial(_watched, layer.forward, name, enter, states, last if end else None, end)
+    return model.prefill(*call.tokens.arrays, call.start, call.extras)
+
+
+def _watched(
+    forward: Callable[..., Any],
+    name: str,
+    enter: Enter,
+    states: HiddenStates,
+    last: torch.Tensor | None,
+    end: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    hidden = args[0] if args else kwargs["hidden_states"]
+    states.before[name] = hidden.detach().double()
+    given = enter(name, hidden).to(hidden.dtype)
+    result = forward(given, *args[1:], **kwargs) if args else forward(**{**kwargs, "hidden_states": given})
+    after = result[0] if isinstance(result, tuple) else result
+    states.after[name] = after.detach().double()
+    if not end:
+        return result
+    shown = last if last is not None else enter(AFTER_NORM, after)
+    shown = shown.to(after.dtype)
+    return (shown, *result[1:]) if isinstance(result, tuple) else shown
+
+
+AFTER_NORM = "after the layers"
+
+
+def _with_noise(states: HiddenStates, dtype: torch.dtype, name: str, hidden: torch.Tensor) -> torch.Tensor:
+    """The hidden state as numbers of a dtype, with noise of its size in one row."""
+    given = hidden.detach().double()
+    if name != AFTER_NORM:
+        given = given.clone()
+        others = torch.cat([given[:NOISE], given[NOISE + 1 :]])
+        generator = torch.Generator().manual_seed(SEED)
+        noise = torch.randn(given[NOISE].shape, generator=generator, dtype=torch.float64)
+        given[NOISE] = noise * (others.square().mean().sqrt() or 1.0)
+    given = given.to(dtype).double()
+    states.given[name] = given
+    return given
+
+
+def _as_given(states: HiddenStates, name: str, hidden: torch.Tensor) -> torch.Tensor:
+    return states.given[name]
+
+
+class ExpectedLayers:
+    """What each layer must compute, from the eager runs; `dtype` is that of the graph."""
+
+    def __init__(self, runs: LayerRuns, dtype: str) -> None:
+        self._runs, self._floor = runs, NoiseFloor(dtype, runs.last.shape[-1])
+        self._cached = [rows_of(step, runs.call.known) for step in runs.steps]
+
+    def hidden(self, name: str, *, before: bool = False) -> ExpectedOutput:
+        """The hidden state after a layer, or that which the model made before it."""
+        sides = [states.before if before else states.after for states in (self._runs.exact, self._runs.rounded)]
+        exact, rounded = (side[name].numpy() for side in sides)
+        return self._floor.truth("hidden state", exact, rounded, self._runs.call.valid)
+
+    def cached(self, output: str) -> ExpectedOutput:
+        """A cache output, or the logits."""
+        exact, rounded = (side[output] for side in self._cached)
+        name = output if output == "logits" else output.rpartition(".")[2]
+        return self._floor.truth(name, exact, rounded, valid_rows(self._runs.call, output))
+
+
+def feeds_of(call: Call, graph: GraphLayers, extras: Mapping[str, ExtraInput]) -> dict[str, Array]:
+    """The inputs of a graph for the call, its past included."""
+    given: dict[str, Array] = {
+        "input_ids": call.input_ids,
+        "attention_mask": call.attention_mask,
+        "position_ids": call.position_ids,
+        **ExtraValues(extras, call.extras or {}).of(call.tokens),
+    }
+    past: Mapping[str, Array] = call.start.arrays() if call.start else {}
+    for name, port in graph.index.inputs.items():
+        if is_past(name):
+            empty = [len(call.input_ids), *_sizes(port)[1:]]
+            if not is_state(name):
+                empty[2] = 0
+            given[name] = past.get(present_of(name), np.zeros(empty, np.float32))
+    return {name: array for name, array in given.items() if name in graph.index.inputs}
+
+
+@dataclass(frozen=True)
+class GraphRun:
+    """The parts of a graph, run on the call, with the hidden states of the eager runs as inputs of the layers."""
+
+    graph: GraphLayers
+    runner: PartRunner
+    runs: LayerRuns
+    names: Mapping[int, str]
+    extras: Mapping[str, ExtraInput]
+
+    def start(self) -> dict[str, Array]:
+        """Runs the part before the layers; returns the hidden state that it makes, unless that is an input."""
+        graph, call = self.graph, self.runs.call
+        first = graph.layers[0].entry
+        wanted = {name for layer in graph.layers if layer.number in self.names for name in self._read(layer.nodes)}
+        wanted |= self._read(graph.epilogue) | {first}
+        made = {name for node in graph.nodes_of(graph.prologue) for name in node.output}
+        self.runner.feed(feeds_of(call, graph, self.extras))
+        found = self.runner.run(graph.prologue, sorted(wanted & made))
+        return {name: array for name, array in found.items() if name == first}
+
+    def layer(self, number: int) -> dict[str, Array]:
+        """Runs one layer; returns the hidden state after it as `hidden`, and its cache outputs."""
+        layer = self.graph.layers[number]
+        given = {layer.entry: self.runs.exact.given[self.names[number]].numpy()}
+        self.runner.feed(given, like=self.graph.layers[0].exit)  # the layer before may not have run
+        cached = [name for name in self.graph.index.outputs if is_present(name) and layer_of(name) == number]
+        found = self.runner.run(layer.nodes, [layer.exit, *cached])
+        return {"hidden": found[layer.exit], **{name: found[name] for name in cached}}
+
+    def end(self) -> Array:
+        """Runs the part after the layers; returns the logits."""
+        last = {self.graph.layers[-1].exit: self.runs.last.numpy()}
+        self.runner.feed(last, like=self.graph.layers[0].exit)
+        return self.runner.run(self.graph.epilogue, ["logits"])["logits"]
+
+    def _read(self, nodes: Collection[int]) -> set[str]:
+        return {name for at in nodes for name in self.graph.index.reads[at]}
+
+
+class PartRunner:
+    """Runs parts of a graph on values that are given or that other parts computed.
+
+    `limit` is the maximum size of the weights in memory, in bytes of float32; a single larger matrix is allowed.
+    """
+
+    def __init__(self, model: onnx.ModelProto, folder: Path, settings: SessionSettings, limit: int) -> None:
+        self._model, self._folder, self._limit = model, folder, limit
+        self._settings = replace(settings, arena=False)
+        self._nodes = list(model.graph.node)
+        declared = [DeclaredValue.of(port) for port in model.graph.input]
+        self._types: ValueTypes = {port.name: (port.type, port.shape) for port in declared}
+        self._values: dict[str, ort.OrtValue] = {}
+
+    def feed(self, given: Mapping[str, Array], like: str = "") -> None:
+        """Sets values by name, cast to the dtype of the value, or of `like` where no part has computed it."""
+        for name, array in given.items():
+            if name not in self._types and like in self._types:
+                self._types = {**self._types, name: self._types[like]}
+            kind = self._types[name][0] if name in self._types else ""
+            dtype = INPUT_DTYPES.get(kind, array.dtype)
+            with np.errstate(over="ignore"):  # after a layer that overflows, the hidden state is infinite
+                self._values[name] = as_input(array, dtype)
+
+    def run(self, nodes: Collection[int], outputs: Sequence[str]) -> dict[str, Array]:
+        """Runs the part of these node indices, whose outputs others can read; MalformedInput if that fails."""
+        part = self._part(nodes, outputs)
+        split_products(part, self._limit)
+        try:
+            for piece in cut_graph(part, self._limit):
+                session = open_piece(piece, self._types, self._folder, self._settings, self._limit)
+                self._types |= {arg.name: (arg.type, arg.shape) for arg in session.get_outputs()}
+                feeds = {name: self._values[name] for name in piece.inputs}
+                self._values |= zip(piece.outputs, session.run_with_ort_values(piece.outputs, feeds), strict=True)
+                del session
+                trim()
+        except LlmconvError:
+            raise
+        except Exception as error:  # onnxruntime's exceptions share no base class of their own
+            raise_if_out_of_memory(error, "in a layer of a graph")
+            raise MalformedInput(
+                f"a layer fails in onnxruntime: {first_line(error)}", hint="run `llmconv verify --method whole`"
+            ) from error
+        return {name: self._values[name].numpy() for name in outputs}
+
+    def _part(self, nodes: Collection[int], outputs: Sequence[str]) -> onnx.ModelProto:
+        """The nodes as a graph of their own, which reads the values that other nodes computed."""
+        model = onnx.ModelProto(ir_version=self._model.ir_version, opset_import=self._model.opset_import)
+        model.functions.extend(self._model.functions)
+        chosen = [self._nodes[at] for at in sorted(nodes)]
+        read = {name for node in chosen for name in values_read_by(node)}
+        model.graph.node.extend(chosen)
+        model.graph.initializer.extend(tensor for tensor in self._model.graph.initializer if tensor.name in read)
+        model.graph.input.extend(port for port in self._model.graph.input if port.name in read)
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
+        return model

@@ -4,7 +4,7 @@ Graphs without an input for positions may count padding as tokens, while transfo
 from the mask. Such a graph may still be correct: padding on the left shifts all positions of a row alike, which
 relative positions show in the rotated keys only, not in the logits.
 
-To scale weights (see `llmconv.verify.comparison.scaled_weights`), initializers are scaled like the model's tensors. A
+To scale weights (see `llmconv.verify.comparison.layer_by_layer`), initializers are scaled like the model's tensors. A
 graph can be scaled if the audit found every matrix of the model in it; of quantized matrices, the scales are scaled.
 """
 
@@ -26,26 +26,24 @@ from llmconv.runtime.runner import Cache, Extras, Runner, Step, refuse_placed
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.audit.weights import initializer_values
 from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, check_scenario, steady, unsteady
+from llmconv.verify.comparison.layer_by_layer import scale
 from llmconv.verify.comparison.run import not_run, scaled_rows, skipped
-from llmconv.verify.comparison.scaled_weights import scale
-from llmconv.verify.other_exporters.content_matching import InitializerContent
-from llmconv.verify.other_exporters.external_graph import ExternalCache, ExternalGraph, ModelSizes
-from llmconv.verify.other_exporters.graph_file import GraphFile
-from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix, TensorMatch
+from llmconv.verify.other_exporters.external_graph import ExternalCache, ExternalGraph, GraphFile, ModelSizes
+from llmconv.verify.other_exporters.quantized.tensor_matching import InitializerContent, MatchedMatrix, TensorMatch
 from llmconv.verify.reference.eager import Eager, ExpectedOutputs
-from llmconv.verify.reference.other_roundings import run_chain
-from llmconv.verify.reference.weight_scaling import (
+from llmconv.verify.reference.other_roundings import (
     SCALED_SCENARIOS,
     SCALINGS,
     WeightScaling,
     hidden_faults,
+    run_chain,
     unreached_checks,
 )
-from llmconv.verify.results.report import Check, Checks, Report
-from llmconv.verify.results.sigma import GATES, Evidence, ExpectedOutput, Gates, rms
+from llmconv.verify.results import Check, Checks, Report
 from llmconv.verify.scenarios.calls import Call, Chain
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.scenarios.table import Scenario
+from llmconv.verify.sigma import GATES, Evidence, ExpectedOutput, Gates, rms
 
 
 @dataclass(frozen=True)

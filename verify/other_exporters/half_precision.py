@@ -30,12 +30,11 @@ from llmconv.verify.comparison.half_precision import (
     widen,
 )
 from llmconv.verify.other_exporters.comparison import ExternalComparison
-from llmconv.verify.other_exporters.content_matching import FLOATS, InitializerContent
-from llmconv.verify.other_exporters.external_graph import ExternalGraph
-from llmconv.verify.other_exporters.graph_file import GraphFile
+from llmconv.verify.other_exporters.external_graph import ExternalGraph, GraphFile
+from llmconv.verify.other_exporters.quantized.tensor_matching import FLOATS, InitializerContent
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Check, Checks
+from llmconv.verify.results import Check, Checks
 
 
 def compare_half_precision(

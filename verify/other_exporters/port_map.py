@@ -1,15 +1,24 @@
-"""PortMap: names and shapes of a decoder's inputs and outputs by one exporter; Binding: those of one graph."""
+"""PortMap: names and shapes of a decoder's inputs and outputs by one exporter; Binding: those of one graph.
+
+`BUILT_IN` has one row per exporter. Other packages add a map with `register_port_map`, or with an entry point in the
+group `llmconv.port_maps` whose object is a `PortMap`; `--input-map` also accepts a JSON file with the same fields.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import onnx
 
-from llmconv.errors import UnsupportedInput
+from llmconv.argument_checks import checked
+from llmconv.checkpoint import read_json
+from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 
 PARTS = ("key", "value")
 AXES = "bhtd"
@@ -153,3 +162,85 @@ def _fit(
 def _listed(names: Sequence[Any]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(f"`{str(name)[:60]}`" for name in names[:SHOWN]) + more
+
+
+LLMCONV = PortMap(name="llmconv", title="llmconv", producers=("llmconv",))
+"""Graphs of llmconv without the manifest of their folder."""
+
+BUILT_IN = (
+    PortMap(name="genai", title="ONNX Runtime GenAI model builder", producers=("onnxruntime-genai",)),
+    LLMCONV,
+    PortMap(name="mobius", title="mobius-onnx", producers=("mobius",)),
+    PortMap(name="optimum", title="optimum-onnx", producers=("pytorch",)),
+    PortMap(
+        name="transformers",
+        title="transformers' exporter",
+        producers=("pytorch",),
+        past=("input.past_key_values.layers.{layer}.{part}", "past_key_values.layers.{layer}.{part}"),
+        present=("output.past_key_values.layers.{layer}.{part}", "past_key_values.layers.{layer}.{part}"),
+        parts=("keys", "values"),
+        window=("input.past_key_values.layers.{layer}._sliding_window_tensor",),
+        ignored=("output.past_key_values.layers.{layer}._sliding_window_tensor",),
+    ),
+)
+"""Exporters: the model builder of onnxruntime-genai (keys come before all values), llmconv, `mobius build`,
+`optimum-cli export onnx` (merged graphs and pairs), and `transformers.exporters` (flattened names, in two graphs).
+"""
+
+AUTO = "auto"
+ENTRY_POINTS = "llmconv.port_maps"
+
+_registered: dict[str, PortMap] = {}
+
+
+@checked
+def register_port_map(port_map: PortMap) -> None:
+    """Adds a map, or replaces the map with the same name."""
+    _registered[port_map.name] = port_map
+
+
+@cache
+def _built_in() -> dict[str, PortMap]:
+    """The maps of this folder and of installed packages, by name."""
+    maps = [*BUILT_IN, *(entry.load() for entry in entry_points(group=ENTRY_POINTS))]
+    return {port_map.name: port_map for port_map in maps}
+
+
+def port_maps() -> dict[str, PortMap]:
+    """All maps by name."""
+    return {**_built_in(), **_registered}
+
+
+def find_port_maps(name: str) -> list[PortMap]:
+    """The maps to try: all maps for `auto`, else the map with that name or from that JSON file.
+
+    Raises:
+        UsageProblem: there is no such map and no such file.
+        MalformedInput: the file is not an input map.
+    """
+    table = port_maps()
+    if name == AUTO:
+        return list(table.values())
+    if name in table:
+        return [table[name]]
+    if not Path(name).is_file():
+        raise UsageProblem(
+            f"unknown input map `{name}`", hint=f"give {AUTO}, {', '.join(sorted(table))}, or a JSON file"
+        )
+    return [_from_json(Path(name))]
+
+
+def _from_json(path: Path) -> PortMap:
+    """The map in a JSON file, in which a list of names may be a single name."""
+    given = {"name": path.stem, "title": path.name, **read_json(path, by_hand=True)}
+    several = {field.name for field in fields(PortMap) if not isinstance(field.default, str)} - {"name", "title"}
+    row: dict[str, Any] = {
+        key: (value,) if key in several and isinstance(value, str) else value for key, value in given.items()
+    }
+    row = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    try:
+        return PortMap(**row)
+    except (TypeError, ValueError) as error:
+        raise MalformedInput(
+            f"`{path.name}` is not an input map: {error}", hint="docs/verification-other-exporters.md shows the fields"
+        ) from error

@@ -19,8 +19,7 @@ from llmconv.runtime.calibration_text import CalibrationText
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.runner import Runner
 from llmconv.verify.other_exporters.comparison import ExternalComparison, external_candidates
-from llmconv.verify.other_exporters.external_graph import ExternalGraph
-from llmconv.verify.other_exporters.graph_file import GraphFile
+from llmconv.verify.other_exporters.external_graph import ExternalGraph, GraphFile
 from llmconv.verify.other_exporters.half_precision import rounding_copy
 from llmconv.verify.other_exporters.quantized.accuracy import (
     CHECK,
@@ -29,28 +28,25 @@ from llmconv.verify.other_exporters.quantized.accuracy import (
     TokenSample,
     check_gate,
     check_limits,
+    check_ranges,
     difference,
     gate_of,
     measure_costs,
-    token_sample,
-)
-from llmconv.verify.other_exporters.quantized.activation_ranges import (
-    check_ranges,
     measured_extremes,
     ranged_activations,
+    token_sample,
 )
-from llmconv.verify.other_exporters.quantized.constants import Constants
 from llmconv.verify.other_exporters.quantized.dequantized_reference import (
     StoredSmoothing,
     dequantized_reference,
     tied_head,
     unrounded_copy,
 )
-from llmconv.verify.other_exporters.quantized.plain_rounding import plainly_rounded
-from llmconv.verify.other_exporters.quantized.rounding_error import ExpectedCodes
+from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants
+from llmconv.verify.other_exporters.quantized.rounding_error import ExpectedCodes, plainly_rounded
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Check, Checks, Quantization, Report
+from llmconv.verify.results import Check, Checks, Quantization, Report
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,14 @@ from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.runner import Cache
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.bisect.replay import ReplayedCall
-from llmconv.verify.comparison.graph_probe import GraphProbe
+from llmconv.verify.comparison.candidates import GraphProbe
 from llmconv.verify.other_exporters.comparison import ExternalCandidate, external_candidates, scaled_settings
-from llmconv.verify.other_exporters.content_matching import InitializerContent
-from llmconv.verify.other_exporters.external_graph import ExternalCache, ExternalGraph, ModelSizes
-from llmconv.verify.other_exporters.graph_file import GraphFile
+from llmconv.verify.other_exporters.external_graph import ExternalCache, ExternalGraph, GraphFile, ModelSizes
 from llmconv.verify.other_exporters.port_map import AXES, Binding
+from llmconv.verify.other_exporters.quantized.tensor_matching import InitializerContent
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.reference.other_roundings import edited, run_chain
-from llmconv.verify.reference.weight_scaling import scaling_of
-from llmconv.verify.results.report import Where
+from llmconv.verify.reference.other_roundings import edited, run_chain, scaling_of
+from llmconv.verify.results import Where
 from llmconv.verify.scenarios.calls import Call, Chain, SyntheticPast
 from llmconv.verify.scenarios.selection import Selection
 

@@ -21,32 +21,38 @@ from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
 from llmconv.runtime.onnxruntime.guard import nodes
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, with_options
 from llmconv.tensors import Array, LazyTensor
-from llmconv.verify.audit.decisions.audit import audit_foreign_decisions, read_config
-from llmconv.verify.audit.decisions.state import MASK, POSITION, TOKEN
+from llmconv.verify.audit.decisions import audit_foreign_decisions, read_config
+from llmconv.verify.audit.state import MASK, POSITION, TOKEN
 from llmconv.verify.audit.weights import initializer_values, misplaced_weights, reference_name
 from llmconv.verify.comparison.half_precision import WITHOUT_KERNELS, most_precise
 from llmconv.verify.other_exporters.comparison import ExternalComparison
-from llmconv.verify.other_exporters.content_matching import PREFIX, InitializerContent, match_contents
-from llmconv.verify.other_exporters.external_graph import CacheShapesByName, ExternalGraph, ModelSizes
-from llmconv.verify.other_exporters.graph_file import GraphFile, read_graphs
+from llmconv.verify.other_exporters.external_graph import (
+    CacheShapesByName,
+    ExternalGraph,
+    GraphFile,
+    ModelSizes,
+    read_graphs,
+)
 from llmconv.verify.other_exporters.half_precision import compare_half_precision, rounded_reference, rounding_copy
-from llmconv.verify.other_exporters.maps import AUTO
-from llmconv.verify.other_exporters.port_map import AXES, input_names
+from llmconv.verify.other_exporters.port_map import AUTO, AXES, input_names
 from llmconv.verify.other_exporters.quantized.accuracy import AccuracyLimits
-from llmconv.verify.other_exporters.quantized.audit import audit_quantized, match_zeros
-from llmconv.verify.other_exporters.quantized.constants import Constants
+from llmconv.verify.other_exporters.quantized.audit import audit_quantized, float_copies, match_zeros, slow_layouts
+from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants
 from llmconv.verify.other_exporters.quantized.rounding_error import ExpectedCodes
 from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices
-from llmconv.verify.other_exporters.quantized.slow_layouts import float_copies, slow_layouts
-from llmconv.verify.other_exporters.quantized.tensor_matching import match_matrices
+from llmconv.verify.other_exporters.quantized.tensor_matching import (
+    PREFIX,
+    InitializerContent,
+    match_contents,
+    match_matrices,
+)
 from llmconv.verify.other_exporters.quantized_verdict import QuantizationOptions, compare_quantized
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.report.files import reporter
-from llmconv.verify.results.report import Check, Checks, Quantization, Report
-from llmconv.verify.scenarios.budget import Budget
-from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.results import Check, Checks, Quantization, Report
+from llmconv.verify.scenarios.selection import Budget, Selection
 from llmconv.verify.verification import Checking, OnChecks, Session
 
 

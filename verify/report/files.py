@@ -20,7 +20,7 @@ from llmconv.argument_checks import checked
 from llmconv.files.paths import Written
 from llmconv.files.safe_folder import Folder, folder_made, require_writable, unwritable
 from llmconv.verify.report.html import render_html
-from llmconv.verify.results.report import LINE_LIMIT, NAME_LIMIT, SUMMARY_LIMIT, Check, Report, check_line, clean
+from llmconv.verify.results import LINE_LIMIT, NAME_LIMIT, SUMMARY_LIMIT, Check, Report, check_line, clean
 
 XML_ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 does not allow, section 2.2."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llmconv.verify.results.report import WORDS, Check, clean, lines_of
+from llmconv.verify.results import WORDS, Check, clean, lines_of
 
 
 class ScenarioLines:

@@ -22,7 +22,7 @@ from llmconv.runtime.tokenizer import load_tokenizer
 from llmconv.sample_texts import calibration_text
 from llmconv.tensors import Array
 from llmconv.verify import verify
-from llmconv.verify.results.report import Report
+from llmconv.verify.results import Report
 from tests.builders.safetensors import change_tensor
 from tests.builders.talking import save_letters
 from tests.verify.test_quantized_folder import damaged

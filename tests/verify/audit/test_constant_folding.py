@@ -10,7 +10,7 @@ import pytest
 from onnx import helper
 
 from llmconv.tensors import Array
-from llmconv.verify.audit.decisions.derived_values import FOLDED, fold
+from llmconv.verify.audit.derived_values import FOLDED, fold
 
 ONES = np.ones(1 << 16, np.float32)
 

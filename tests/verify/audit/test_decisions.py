@@ -21,9 +21,9 @@ from llmconv.runtime.onnxruntime.prepacked import WEIGHTS_FOLDER
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
 from llmconv.verify import Check, verify, verify_graphs
-from llmconv.verify.audit.decisions.audit import audit_decisions, read_config
-from llmconv.verify.audit.decisions.config_numbers import ConfigNumbers
-from llmconv.verify.audit.decisions.lookups import odd_row
+from llmconv.verify.audit.config_numbers import ConfigNumbers
+from llmconv.verify.audit.decisions import audit_decisions, read_config
+from llmconv.verify.audit.lookups import odd_row
 from llmconv.verify.reference.eager import Eager
 from tests.builders.mutants.hidden_triggers import HIDDEN
 from tests.builders.mutants.laundered_triggers import LAUNDERED

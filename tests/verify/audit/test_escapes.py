@@ -15,7 +15,7 @@ from llmconv.export.exporter import export
 from llmconv.files.safe_folder import require_writable
 from llmconv.runtime.onnxruntime.guard import external_fields
 from llmconv.verify import Report, verify
-from llmconv.verify.audit.decisions.audit import audit_decisions, read_config
+from llmconv.verify.audit.decisions import audit_decisions, read_config
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.report.files import NAMES, write_report
 from llmconv.verify.scenarios.calls import ModelFacts

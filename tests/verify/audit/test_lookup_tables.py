@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from llmconv.tensors import Array
-from llmconv.verify.audit.decisions.lookups import odd_row
-from llmconv.verify.audit.decisions.state import ConstantValue
+from llmconv.verify.audit.lookups import odd_row
+from llmconv.verify.audit.state import ConstantValue
 
 
 def sines(dtype: type, changed: float = 0.0) -> ConstantValue:

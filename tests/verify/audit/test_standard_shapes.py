@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper, shape_inference
 
-from llmconv.verify.audit.decisions.audit import in_standard_operators
+from llmconv.verify.audit.decisions import in_standard_operators
 
 MICROSOFT = "com.microsoft"
 

@@ -18,7 +18,7 @@ from llmconv.verify.bisect.first_wrong_node import name_node
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.graph_folder import load_whole
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Where
+from llmconv.verify.results import Where
 from tests.builders.mutants.mutants import MUTANTS, Mutant
 from tests.builders.mutants.surgery import weight_names
 from tests.verify.conftest import decode_only

@@ -10,7 +10,7 @@ import pytest
 from llmconv.verify import Check, verify
 from llmconv.verify.bisect.first_wrong_node import localize
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Where
+from llmconv.verify.results import Where
 from tests.builders.mutants.mutants import MUTANTS, Mutant
 from tests.conftest import CONFIGS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx
 import pytest
 
-from llmconv.verify.bisect.recording import ANYWHERE, ModuleScopes, inside, layer_of_scope
+from llmconv.verify.bisect.replay import ANYWHERE, ModuleScopes, inside, layer_of_scope
 
 LAYER = "model.layers.1"
 MODULES = ["", "model", "model.layers", LAYER, f"{LAYER}.self_attn", f"{LAYER}.self_attn.q_proj", f"{LAYER}.mlp"]

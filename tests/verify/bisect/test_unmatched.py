@@ -12,7 +12,7 @@ from llmconv.verify import Report, verify, verify_graphs
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.report.files import render_json
 from llmconv.verify.report.html import render_html
-from llmconv.verify.results.report import UnmatchedNode
+from llmconv.verify.results import UnmatchedNode
 from tests.builders.mutants.hidden_triggers import HIDDEN
 from tests.builders.mutants.trigger_nodes import Nodes, Trigger
 from tests.builders.mutants.triggers_by_surgery import TRIGGERS

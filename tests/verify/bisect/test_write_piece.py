@@ -14,9 +14,9 @@ import pytest
 
 from llmconv.errors import UsageProblem
 from llmconv.verify import Report, verify
-from llmconv.verify.bisect.write_piece import archive
+from llmconv.verify.bisect.first_wrong_node import archive
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Where
+from llmconv.verify.results import Where
 from tests.builders.mutants.mutants import Mutant
 from tests.verify.bisect.test_bisect import LAYER_2, MASKED, failing, mutant_named, searched
 

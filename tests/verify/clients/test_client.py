@@ -10,7 +10,7 @@ import pytest
 
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.verify import verify
-from llmconv.verify.clients.client import CLIENTS, WORKERS, Client, ClientError, chosen_clients
+from llmconv.verify.clients.comparison import CLIENTS, WORKERS, Client, ClientError, chosen_clients
 
 
 def test_every_client_has_a_worker_and_no_worker_is_left_over() -> None:

@@ -18,7 +18,7 @@ from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.clients import client_files
 from llmconv.verify.clients.client_files import ClientFiles
-from llmconv.verify.results.report import Check
+from llmconv.verify.results import Check
 from tests.builders.seeing import save_seeing
 from tests.conftest import save_tiny
 

@@ -9,10 +9,19 @@ import numpy as np
 import pytest
 
 from llmconv.errors import MalformedInput
-from llmconv.verify.clients.client import Client, Generation
-from llmconv.verify.clients.comparison import NEW, ClientChecks, end_tokens, judged, lengths_problem, up_to_end
-from llmconv.verify.clients.expected_tokens import EagerLogits, PaddedBatch
-from llmconv.verify.results.sigma import ExpectedOutput
+from llmconv.verify.clients.comparison import (
+    NEW,
+    Client,
+    ClientChecks,
+    EagerLogits,
+    Generation,
+    PaddedBatch,
+    end_tokens,
+    judged,
+    lengths_problem,
+    up_to_end,
+)
+from llmconv.verify.sigma import ExpectedOutput
 
 ENDS = frozenset({2})
 

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from llmconv.export import export
 from llmconv.runtime.onnxruntime.runner import OrtRunner
-from llmconv.verify.clients.comparison import judged
-from llmconv.verify.clients.expected_tokens import EagerLogits, LogitsSource, OwnLogits, PaddedBatch
+from llmconv.verify.clients.comparison import EagerLogits, LogitsSource, OwnLogits, PaddedBatch, judged
 from tests.conftest import save_tiny
 
 PROMPTS, NEW = [[5, 9, 11, 23], [7]], 5

@@ -16,8 +16,8 @@ from llmconv.errors import MalformedInput
 from llmconv.export import export
 from llmconv.export.clients.genai import special_tokens
 from llmconv.verify import verify
-from llmconv.verify.clients.genai_fields import field_checks
-from llmconv.verify.results.report import Check
+from llmconv.verify.clients.client_files import field_checks
+from llmconv.verify.results import Check
 
 Change = Callable[[dict[str, Any]], object]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmconv.verify.clients.expected_tokens import PaddedBatch
+from llmconv.verify.clients.comparison import PaddedBatch
 
 
 @pytest.mark.parametrize(

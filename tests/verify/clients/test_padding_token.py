@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from llmconv.verify.clients.genai_fields import allowed_tokens, padding_checks
-from llmconv.verify.results.report import Check
+from llmconv.verify.clients.client_files import allowed_tokens, padding_checks
+from llmconv.verify.results import Check
 from tests.conftest import save_tiny
 
 

@@ -16,9 +16,9 @@ from llmconv.runtime.runner import Cache, Extras, Runner, Step
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, check_scenario
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Check
-from llmconv.verify.results.sigma import GATES, Evidence
+from llmconv.verify.results import Check
 from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.sigma import GATES, Evidence
 
 GATE = GATES["float32"]
 

@@ -7,8 +7,8 @@ import pytest
 
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import fold
-from llmconv.verify.results.report import Check
-from llmconv.verify.results.sigma import GATES, Gates, NoiseFloor, calmest_sigma, measure
+from llmconv.verify.results import Check
+from llmconv.verify.sigma import GATES, Gates, NoiseFloor, calmest_sigma, measure
 
 ROUTED = Gates(GATES["float16"].aggregate, GATES["float16"].row, calmest=True)
 ROWS = 20

@@ -19,7 +19,7 @@ from llmconv.runtime.low_memory.pieced_graph import PiecedGraph
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.verify import Report, verify
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Check
+from llmconv.verify.results import Check
 from llmconv.verify.scenarios.selection import Selection
 from tests.builders.mutants.mutants import MUTANTS, Mutant
 from tests.test_docs import ROOT

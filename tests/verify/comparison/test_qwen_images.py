@@ -23,8 +23,8 @@ from llmconv.runtime.rotary_axes import DEEPSTACK
 from llmconv.verify import verify
 from llmconv.verify.comparison.images import ImageChecks
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Check
-from llmconv.verify.results.sigma import GATES
+from llmconv.verify.results import Check
+from llmconv.verify.sigma import GATES
 from tests.builders.mutants.surgery import add_constant, initializer, replace_input
 from tests.builders.seeing_qwen import TEXT, save_qwen
 

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from llmconv.tensors import Array
-from llmconv.verify.comparison.scaled_weights import scale
+from llmconv.verify.comparison.layer_by_layer import scale
 
 RNG = np.random.default_rng(0)
 WEIGHT = RNG.standard_normal((6, 6)).astype(np.float32)

@@ -10,7 +10,7 @@ import pytest
 
 from llmconv.verify import Report
 from llmconv.verify.report.html import render_html
-from llmconv.verify.results.sigma import SCALE
+from llmconv.verify.sigma import SCALE
 
 DOCS = Path(__file__).parents[3] / "docs"
 EPSILONS = ("one norm's epsilon times ten", "every norm's epsilon a fifth too large")

@@ -20,7 +20,7 @@ from llmconv.tensors import Array
 from llmconv.verify import verify
 from llmconv.verify.comparison.images import ImageChecks
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.sigma import GATES
+from llmconv.verify.sigma import GATES
 from tests.builders.mutants.surgery import add_constant, attribute, constant_value, initializer, users, weight_names
 from tests.builders.slow_rows import slow_but
 from tests.builders.tiled import CONFIGS, save_tiled

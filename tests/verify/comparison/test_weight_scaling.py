@@ -12,7 +12,7 @@ import pytest
 
 from llmconv.export.exporter import export
 from llmconv.verify import Report, verify
-from llmconv.verify.reference.weight_scaling import LOUDEST, loudest, scaling_of
+from llmconv.verify.reference.other_roundings import LOUDEST, loudest, scaling_of
 from tests.builders.mutants.mutants import clips_dropped, epsilon_of_one_norm
 from tests.builders.mutants.weights import Surgery
 from tests.conftest import DECODER, save_tiny

@@ -12,7 +12,7 @@ from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.verify.layers.graph_index import NotLayered
 from llmconv.verify.layers.graph_layers import GraphLayers
-from llmconv.verify.layers.single_layers import PartRunner, feeds_of, made_up_call
+from llmconv.verify.layers.layer_checks import PartRunner, feeds_of, made_up_call
 from tests.builders.layered_models import CLASSES, change_layer, load, rename, shuffle
 from tests.builders.mutants.surgery import users
 from tests.verify.layers.conftest import Layered, induction

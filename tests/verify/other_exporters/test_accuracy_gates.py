@@ -15,7 +15,7 @@ from llmconv.verify.other_exporters.quantized.accuracy import (
     check_limits,
     gate_of,
 )
-from llmconv.verify.results.report import AccuracyCost, Estimate
+from llmconv.verify.results import AccuracyCost, Estimate
 
 COST = AccuracyCost("graph", 1024, {"mean": 0.3, "median": 0.2, "p99": 1.0, "max": 2.0}, 0.01, 0.7)
 

@@ -12,8 +12,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from llmconv.tensors import Array
-from llmconv.verify.other_exporters.quantized.constants import Constants, unpacked
 from llmconv.verify.other_exporters.quantized.dequantized_reference import remove_rounding
+from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants, unpacked
 
 ROWS = 48
 

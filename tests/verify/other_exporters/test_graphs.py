@@ -20,7 +20,7 @@ from llmconv.cli import main
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.export import export
 from llmconv.verify import PortMap, Report, register_port_map, verify_graphs
-from llmconv.verify.other_exporters import maps
+from llmconv.verify.other_exporters import port_map
 from llmconv.verify.reference.eager import Eager
 from tests.builders.mutants.mutants import MUTANTS, Mutant
 from tests.builders.other_exporters import changed, export_by_transformers, renamed, transposed_cache
@@ -77,7 +77,7 @@ def test_a_json_file_declares_other_names_and_axes(graph: Path, check: Callable[
 def test_a_registered_row_is_found_by_auto(
     graph: Path, check: Callable[..., Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(maps, "_registered", {})
+    monkeypatch.setattr(port_map, "_registered", {})
     odd = changed(graph, tmp_path / "odd.onnx", OTHER_NAMES)
     past, present = "past_key_values_{layer}_{part}", "present_{layer}_{part}"
     register_port_map(PortMap("odd", "an odd exporter", past=(past,), present=(present,), parts=("k", "v")))
@@ -124,7 +124,7 @@ def test_a_json_file_that_is_not_an_input_map_is_refused(
 def test_an_input_map_with_a_duplicate_key_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text('{"axes": "bhtd", "axes": "bthd"}')
     with pytest.raises(MalformedInput, match="in `mine.json`: duplicate key `axes`"):
-        maps.find_port_maps(str(tmp_path / "mine.json"))
+        port_map.find_port_maps(str(tmp_path / "mine.json"))
 
 
 def test_renamed_transposed_and_packed_weights_are_found_by_content(

@@ -10,9 +10,9 @@ from safetensors.numpy import load_file
 
 from llmconv.checkpoint import open_weights
 from llmconv.export import export
-from llmconv.verify.other_exporters.quantized.constants import Constants
 from llmconv.verify.other_exporters.quantized.dequantized_reference import StoredSmoothing
-from llmconv.verify.other_exporters.quantized.plain_rounding import plainly_rounded
+from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants
+from llmconv.verify.other_exporters.quantized.rounding_error import plainly_rounded
 from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices
 from llmconv.verify.other_exporters.quantized.tensor_matching import match_matrices
 from tests.conftest import save_tiny

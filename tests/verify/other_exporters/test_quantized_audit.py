@@ -13,12 +13,11 @@ from llmconv.checkpoint import open_weights
 from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.tensors import BY_NAME, Array, in_memory
 from llmconv.verify.other_exporters.quantized.audit import audit_quantized
-from llmconv.verify.other_exporters.quantized.constants import Constants
-from llmconv.verify.other_exporters.quantized.quantized_matrix import QuantizedMatrix
+from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants, QuantizedMatrix
 from llmconv.verify.other_exporters.quantized.rounding_error import rounding_errors
 from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices
 from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix, match_matrices
-from llmconv.verify.results.report import Check
+from llmconv.verify.results import Check
 from tests.builders.mutants.quantized import QUANTIZED_MUTANTS, QuantizedMutant
 from tests.builders.quantizers import QUANTIZERS
 

@@ -13,8 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array
-from llmconv.verify.other_exporters.quantized.constants import Constants
-from llmconv.verify.other_exporters.quantized.quantized_matrix import QuantizedMatrix
+from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants, QuantizedMatrix
 from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices
 
 RNG = np.random.default_rng(0)

@@ -12,8 +12,8 @@ import torch
 
 from llmconv.checkpoint import open_weights
 from llmconv.tensors import Array
-from llmconv.verify.other_exporters.content_matching import InitializerContent
 from llmconv.verify.other_exporters.half_precision import rounded_reference
+from llmconv.verify.other_exporters.quantized.tensor_matching import InitializerContent
 
 SaveTensors = Callable[..., Path]
 

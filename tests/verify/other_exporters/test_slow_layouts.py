@@ -14,8 +14,8 @@ from onnx import helper, numpy_helper
 from llmconv.export import export
 from llmconv.tensors import Array
 from llmconv.verify import verify, verify_graphs
-from llmconv.verify.other_exporters.quantized.constants import Constants
-from llmconv.verify.other_exporters.quantized.slow_layouts import slow_layouts
+from llmconv.verify.other_exporters.quantized.audit import slow_layouts
+from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants
 from tests.conftest import save_tiny
 
 Small = Callable[[str], Path]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from llmconv.tensors import Array
-from llmconv.verify.report.error_plots import error_histogram, logit_scatter, position_map
-from llmconv.verify.results.sigma import LOWEST, PER_DECADE, Evidence, ExpectedOutput, NoiseFloor, measure
+from llmconv.verify.report.html import error_histogram, logit_scatter, position_map
 from llmconv.verify.scenarios.calls import Call
+from llmconv.verify.sigma import LOWEST, PER_DECADE, Evidence, ExpectedOutput, NoiseFloor, measure
 
 RNG = np.random.default_rng(0)
 EXACT = RNG.normal(size=(2, 5, 7))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmconv.verify.results.report import AccuracyCost, Check, Estimate, Perplexities, Quantization, Report
+from llmconv.verify.results import AccuracyCost, Check, Estimate, Perplexities, Quantization, Report
 
 
 @pytest.mark.parametrize(("perplexity", "suits"), [(83_020.0, False), (12.5, True)])

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import with_checked_noise
-from llmconv.verify.results.sigma import GATES, ExpectedOutput, Measure, NoiseFloor, cache_rows, measure
+from llmconv.verify.sigma import GATES, ExpectedOutput, Measure, NoiseFloor, cache_rows, measure
 
 GATE = GATES["float32"]
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 import pytest
 
 from llmconv.errors import UsageProblem
-from llmconv.verify.results.report import Report
-from llmconv.verify.scenarios.budget import CORE, CORE_STREAMED, RANKS, Budget, Paced, parse_budget, tokens_of
+from llmconv.verify.results import Report
 from llmconv.verify.scenarios.calls import Chain, ModelFacts
-from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.scenarios.selection import (
+    CORE,
+    CORE_STREAMED,
+    RANKS,
+    Budget,
+    Paced,
+    Selection,
+    parse_budget,
+    tokens_of,
+)
 from llmconv.verify.scenarios.table import SCENARIOS, Scenario
 from llmconv.verify.verification import record_budget
 from tests.builders.clocks import FakeClock

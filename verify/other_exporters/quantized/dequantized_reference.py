@@ -29,10 +29,10 @@ from llmconv.quantized_weights.quantized_checkpoint import FIELD, QuantizedCheck
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, graphs, load_guarded
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
 from llmconv.verify.audit.weights import reference_name
-from llmconv.verify.other_exporters.quantized.constants import Constants
+from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants
 from llmconv.verify.other_exporters.quantized.schemes import schemes
 from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix, TensorMatch
-from llmconv.verify.results.report import Check
+from llmconv.verify.results import Check
 
 TIED = "tie_word_embeddings"
 

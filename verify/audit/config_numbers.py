@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 
 from llmconv.tensors import BY_NAME, Array
-from llmconv.verify.audit.decisions.state import (
+from llmconv.verify.audit.state import (
     BATCH,
     BLOCKS,
     LENGTH,

@@ -29,10 +29,10 @@ from llmconv.errors import first_line
 from llmconv.runtime.cache_names import is_present, layer_of, past_of
 from llmconv.runtime.onnxruntime.float32_graph import half_precision
 from llmconv.runtime.onnxruntime.guard import is_external
-from llmconv.verify.audit.decisions.config_numbers import ConfigNumbers, DecisionJudge, window_of
-from llmconv.verify.audit.decisions.derived_values import DerivedValues
-from llmconv.verify.audit.decisions.lookups import Lookups
-from llmconv.verify.audit.decisions.state import (
+from llmconv.verify.audit.config_numbers import ConfigNumbers, DecisionJudge, window_of
+from llmconv.verify.audit.derived_values import DerivedValues
+from llmconv.verify.audit.lookups import Lookups
+from llmconv.verify.audit.state import (
     HALVES,
     INPUTS,
     MASK,
@@ -51,7 +51,7 @@ from llmconv.verify.audit.decisions.state import (
     forms_of,
     made_of,
 )
-from llmconv.verify.results.report import Check
+from llmconv.verify.results import Check
 
 NAME = "decisions"
 """Name of the check in reports."""

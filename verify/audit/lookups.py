@@ -13,8 +13,8 @@ import numpy as np
 import onnx
 
 from llmconv.tensors import Array
-from llmconv.verify.audit.decisions.config_numbers import OF_LENGTH, DecisionJudge, sources_text
-from llmconv.verify.audit.decisions.state import (
+from llmconv.verify.audit.config_numbers import OF_LENGTH, DecisionJudge, sources_text
+from llmconv.verify.audit.state import (
     BOUNDS,
     COMPARISONS,
     INDEXED,

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from llmconv.runtime.cache_names import is_present
-from llmconv.verify.results.sigma import Evidence
+from llmconv.verify.sigma import Evidence
 
 WHOLE = "whole"
 """The method that runs whole models."""

@@ -16,9 +16,9 @@ import onnx
 from onnx import numpy_helper
 
 from llmconv.tensors import Array
-from llmconv.verify.audit.decisions.config_numbers import DecisionJudge, sources_text
-from llmconv.verify.audit.decisions.lookups import LARGEST, TABLE_ROWS, kind_of, odd_row
-from llmconv.verify.audit.decisions.state import (
+from llmconv.verify.audit.config_numbers import DecisionJudge, sources_text
+from llmconv.verify.audit.lookups import LARGEST, TABLE_ROWS, kind_of, odd_row
+from llmconv.verify.audit.state import (
     BLOCK,
     BLOCKS,
     COMPARISONS,

@@ -1,0 +1,419 @@
+"""How graphs store quantized weights: one row of `SCHEMES` per layout.
+
+`DequantizeLinear` on constants: one scale for the matrix, for every row or column, or for every block.
+
+`y = (x - zero point) * scale` (ONNX, docs/Operators.md, DequantizeLinear; `block_size` since opset 21). The constant
+may be the table of a `Gather`, whose rows are dequantized. After a `QuantizeLinear` it restores a rounded activation.
+
+`com.microsoft.GatherBlockQuantized`: an embedding whose rows are quantized in blocks.
+
+Layout (onnxruntime, docs/ContribOperators.md): codes int4 or uint4, or uint8 with several codes of `bits` bits, along
+the last axis; scales and zero points per block along `quantize_axis`. Without zero points they are 0, for uint8 codes
+`2 ** (bits - 1)`.
+
+Integer products as written by `onnxruntime.quantization.quantize_dynamic`.
+
+`DynamicQuantizeLinear` rounds an activation to uint8, `MatMulInteger` multiplies it by constant integers, `Mul` applies
+the scales of both (ONNX, docs/Operators.md); `MatMulIntegerToFloat` and `DynamicQuantizeMatMul` combine these nodes
+(onnxruntime, docs/ContribOperators.md). Without rounding, `DynamicQuantizeLinear` returns the activation with the scale
+1 and the zero point 0, and the product is one of floats; the graph's scales remain.
+
+`com.microsoft.MatMulNBits`: codes packed along K, in blocks with a scale and possibly a zero point each.
+
+Layout (onnxruntime, docs/ContribOperators.md, com.microsoft.MatMulNBits): B is `[N, blocks, block_size * bits / 8]`,
+the first code in the low bits; scales `[N, blocks]`; zero points packed alike, `[N, ceil(blocks * bits / 8)]`, or of
+the scales' dtype; default `2 ** (bits - 1)`. With accuracy level 4 the other factor is rounded to int8.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from llmconv.errors import UnsupportedInput
+from llmconv.runtime.onnxruntime.guard import nodes
+from llmconv.tensors import Array
+from llmconv.verify.other_exporters.quantized.quantized_matrix import (
+    Constants,
+    QuantizationScheme,
+    QuantizedMatrix,
+    attributes,
+    grids,
+    input_name,
+    rows_of,
+    unpacked,
+    unreadable,
+)
+
+LOOKUPS = {"Gather"}
+PLACES = (("axis", 1), ("block_size", 0))
+"""Attributes that say which scale belongs to an element, and their default."""
+
+
+def _dequantized(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix | None:
+    maker = constants.makers.get(node.input[0])
+    lookup = maker is not None and maker.op_type in LOOKUPS
+    source = maker.input[0] if maker is not None and lookup else node.input[0]
+    data = constants.array(source)
+    if data is None or data.ndim < 2:
+        return None  # an activation, or a bias, which the audit of floats ignores, too
+    fields = {"axis": 1, "block_size": 0, **attributes(node)}
+    name, scale, zero = constants.initializer(source), node.input[1], input_name(node, 2)
+    shape = constants.shape(source)
+    scales, zeros, repeat = grids(node, constants, scale, zero, shape, fields["axis"], fields["block_size"])
+    if lookup and (scales.size > 1 or attributes(maker).get("axis", 0)):  # type: ignore[arg-type]
+        raise unreadable(node, "dequantizes looked-up rows with more than one scale")
+    used = {other.op_type for other in constants.after(node.output[0])}
+    return QuantizedMatrix(
+        name=name,
+        kind=f"DequantizeLinear, {_scales_description(scales, fields['block_size'])}",
+        shape=(shape[0], shape[1]),
+        codes=rows_of(data, shape),
+        scale=scales,
+        zero=zeros,
+        repeat=repeat,
+        scales=constants.initializer(scale),
+        looked_up=lookup or bool(used & LOOKUPS),
+        multiplied=not lookup and bool(used - LOOKUPS),
+        largest=int(np.iinfo(data.dtype).max),
+        smallest=int(np.iinfo(data.dtype).min),
+    )
+
+
+def _scales_description(scales: Array, block: int) -> str:
+    return "one scale" if scales.size == 1 else f"blocks of {block}" if block else "a scale per row or column"
+
+
+def _unrounded(node: onnx.NodeProto, constants: Constants) -> list[onnx.NodeProto] | None:
+    """Replaces a rounded activation by the activation, if the pair of nodes is no more than a rounding."""
+    maker = constants.makers.get(node.input[0])
+    if maker is None or maker.op_type != "QuantizeLinear" or constants.array(maker.input[0]) is not None:
+        return None
+    if not _is_inverse(maker, node, constants):
+        return None
+    return [onnx.helper.make_node("Identity", [maker.input[0]], list(node.output), name=node.name)]
+
+
+def _is_inverse(rounding: onnx.NodeProto, restoring: onnx.NodeProto, constants: Constants) -> bool:
+    """Whether both nodes have the same constant scales, which are positive, and the same constant zero points."""
+    both = rounding, restoring
+    scales, zeros = (
+        [constants.array(name) if (name := input_name(node, at)) else None for node in both] for at in (1, 2)
+    )
+    if scales[0] is None or scales[1] is None or not (np.isfinite(scales[0]) & (scales[0] > 0)).all():
+        return False
+    if any(zero is None and input_name(node, 2) for node, zero in zip(both, zeros, strict=True)):
+        return False
+    places = [[attributes(node).get(name, default) for name, default in PLACES] for node in both]
+    return np.array_equal(scales[0], scales[1]) and _equal(*zeros) and places[0] == places[1]
+
+
+def _equal(zero: Array | None, other: Array | None) -> bool:
+    """Whether two zero points are the same; a missing one is 0."""
+    ours, theirs = (np.zeros(()) if one is None else one for one in (zero, other))
+    return bool(np.array_equal(ours, theirs) or not (ours.any() or theirs.any()))
+
+
+DEQUANTIZE_LINEAR = QuantizationScheme(frozenset({"DequantizeLinear"}), _dequantized, {"DequantizeLinear": _unrounded})
+
+
+DEFAULTS = {"bits": 4, "block_size": 128, "gather_axis": 0, "quantize_axis": 1}
+
+
+def _gathered_blocks(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix | None:
+    fields = {**DEFAULTS, **attributes(node)}
+    data, scales = constants.array(node.input[0]), constants.array(node.input[2])
+    block, bits = fields["block_size"], fields["bits"]
+    if data is None or scales is None or fields["gather_axis"] or fields["quantize_axis"] not in (1, -1) or not block:
+        raise unreadable(
+            node, "gathers along an axis other than the first, or has blocks along an axis other than the last"
+        )
+    packed = data.dtype == np.uint8 and bits < 8 and _is_bytes(scales, data, bits, block)
+    rows = data.shape[0]
+    raw = data.reshape(rows, -1)
+    columns = raw.shape[1] * 8 // bits if packed else raw.shape[1]
+    zeros = _zeros(node, constants, bits, packed or bits == 8, (rows, scales.size // rows))
+
+    def codes(start: int, stop: int) -> Array:
+        return unpacked(raw[start:stop], bits) if packed else raw[start:stop]
+
+    return QuantizedMatrix(
+        name=constants.initializer(node.input[0]),
+        kind=f"GatherBlockQuantized, {bits} bits, blocks of {block}",
+        shape=(rows, columns),
+        codes=codes,
+        scale=scales.reshape(rows, -1),
+        zero=zeros,
+        repeat=(1, block),
+        scales=constants.initializer(node.input[2]),
+        looked_up=True,
+        multiplied=False,
+        largest=(1 << bits) - 1 if packed or data.dtype == np.uint8 else None,
+        symmetric=not input_name(node, 3),
+    )
+
+
+def _is_bytes(scales: Array, data: Array, bits: int, block: int) -> bool:
+    """Whether bytes contain several codes; INT4 and UINT4 tensors are unpacked already."""
+    rows = data.shape[0]
+    return bool(-(-(data.size // rows * 8 // bits) // block) == scales.size // rows)
+
+
+def _zeros(node: onnx.NodeProto, constants: Constants, bits: int, raw: bool, shape: tuple[int, int]) -> Array:
+    name = input_name(node, 3)
+    zeros = constants.array(name) if name else None
+    if zeros is None:
+        return np.full(shape, 1 << (bits - 1) if raw else 0, dtype=np.float32)
+    if zeros.size != shape[0] * shape[1]:
+        zeros = unpacked(zeros.reshape(shape[0], -1), bits)[:, : shape[1]]
+    return zeros.astype(np.float32).reshape(shape)
+
+
+GATHER_BLOCK_QUANTIZED = QuantizationScheme(frozenset({"GatherBlockQuantized"}), _gathered_blocks, {})
+
+
+ROUNDING, INTEGER = "DynamicQuantizeLinear", "MatMulInteger"
+TO_FLOAT, DYNAMIC = "MatMulIntegerToFloat", "DynamicQuantizeMatMul"
+SCALE_AT = {TO_FLOAT: 3, DYNAMIC: 2}
+ZERO_AT = {INTEGER: 3, TO_FLOAT: 5, DYNAMIC: 3}
+BIAS_AT = {TO_FLOAT: 6, DYNAMIC: 4}
+PRODUCTS = {INTEGER, TO_FLOAT}
+
+
+def _integer_product(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix | None:
+    data = constants.array(node.input[1])
+    if data is None:
+        return None
+    scale = _scale_after(node, constants) if node.op_type == INTEGER else node.input[SCALE_AT[node.op_type]]
+    shape = constants.shape(node.input[1])
+    zero = input_name(node, ZERO_AT[node.op_type])
+    scales, zeros, repeat = grids(node, constants, scale, zero, shape, 1, 0)
+    scales_text = "one scale" if scales.size == 1 else "a scale per column"
+    return QuantizedMatrix(
+        name=constants.initializer(node.input[1]),
+        kind=f"{node.op_type}, {scales_text}",
+        shape=(shape[0], shape[1]),
+        codes=rows_of(data, shape),
+        scale=scales,
+        zero=zeros,
+        repeat=repeat,
+        scales=constants.initializer(scale),
+        largest=int(np.iinfo(data.dtype).max),
+        smallest=int(np.iinfo(data.dtype).min),
+    )
+
+
+def _scale_after(node: onnx.NodeProto, constants: Constants) -> str:
+    """The constant factor of the scale by which the product is multiplied."""
+    for product in constants.after(node.output[0]):
+        for factor in product.input if product.op_type == "Mul" else ():
+            maker = constants.makers.get(factor)
+            if maker is not None and maker.op_type == "Mul":
+                constant: list[str] = [name for name in maker.input if constants.initializer(name)]
+                if len(constant) == 1:
+                    return constant[0]
+    raise unreadable(node, "is not followed by a multiplication with its scale")
+
+
+def _unrounded_activation(node: onnx.NodeProto, constants: Constants) -> list[onnx.NodeProto] | None:
+    values, scale, zero = node.output
+    if any(user.op_type not in PRODUCTS for name in (values, zero) for user in constants.users.get(name, [])):
+        raise unreadable(node, "rounds an activation for an unsupported operator")
+    one = helper.make_tensor(scale, TensorProto.FLOAT, [], [1.0])
+    zero_point = helper.make_tensor(zero, TensorProto.UINT8, [], [0])
+    return [
+        helper.make_node("Identity", [node.input[0]], [values], name=node.name),
+        helper.make_node("Constant", [], [scale], value=one),
+        helper.make_node("Constant", [], [zero], value=zero_point),
+    ]
+
+
+def _float_product(node: onnx.NodeProto, constants: Constants) -> list[onnx.NodeProto] | None:
+    kind, out = node.op_type, node.output[0]
+    maker = constants.makers.get(node.input[0])
+    if kind in PRODUCTS and (maker is None or maker.op_type != ROUNDING):
+        raise unreadable(node, f"multiplies integers that are not from {ROUNDING}")
+    nodes = [helper.make_node("Cast", [node.input[1]], [f"{out}:weight"], to=TensorProto.FLOAT)]
+    weight = f"{out}:weight"
+    if zero := input_name(node, ZERO_AT[kind]):
+        nodes.append(helper.make_node("Cast", [zero], [f"{out}:zero"], to=TensorProto.FLOAT))
+        nodes.append(helper.make_node("Sub", [weight, f"{out}:zero"], [f"{out}:shifted"]))
+        weight = f"{out}:shifted"
+    if kind in SCALE_AT:
+        nodes.append(helper.make_node("Mul", [weight, node.input[SCALE_AT[kind]]], [f"{out}:scaled"]))
+        weight = f"{out}:scaled"
+    bias = input_name(node, BIAS_AT.get(kind, len(node.input)))
+    product = f"{out}:product" if bias else out
+    nodes.append(helper.make_node("MatMul", [node.input[0], weight], [product], name=node.name))
+    return [*nodes, helper.make_node("Add", [product, bias], [out])] if bias else nodes
+
+
+INTEGER_PRODUCTS = QuantizationScheme(
+    frozenset({INTEGER, TO_FLOAT, DYNAMIC}),
+    _integer_product,
+    {ROUNDING: _unrounded_activation, **dict.fromkeys((INTEGER, TO_FLOAT, DYNAMIC), _float_product)},
+)
+
+
+LEVEL, FLOAT32 = "accuracy_level", 1
+CODES, SCALES, ZEROS, GROUPS, BIAS = 1, 2, 3, 4, 5
+"""Indices of inputs."""
+
+
+def _product_of_codes(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix | None:
+    fields = {"bits": 4, **attributes(node)}
+    rows, columns, block, bits = (fields[name] for name in ("N", "K", "block_size", "bits"))
+    if input_name(node, GROUPS) or fields.get("weight_prepacked"):
+        raise unreadable(node, "has reordered groups, or weights packed for one device")
+    raw, scales = constants.array(node.input[CODES]), constants.array(node.input[SCALES])
+    blocks = -(-columns // block)
+    if raw is None or scales is None or raw.size * 8 != rows * blocks * block * bits or scales.size != rows * blocks:
+        raise unreadable(node, f"has weights that are not {rows} x {columns} codes of {bits} bits")
+    raw = raw.view(np.uint8).reshape(rows, -1)
+    places = _places(node, constants, columns)
+
+    def codes(start: int, stop: int) -> Array:
+        found = unpacked(raw[start:stop], bits)[:, :columns]
+        return found if places is None else found[:, places]
+
+    return QuantizedMatrix(
+        name=constants.initializer(node.input[CODES]),
+        kind=f"MatMulNBits, {bits} bits, blocks of {block}",
+        shape=(rows, columns),
+        codes=codes,
+        scale=scales.reshape(rows, blocks),
+        zero=_product_zeros(node, constants, bits, (rows, blocks)),
+        repeat=(1, block),
+        scales=constants.initializer(node.input[SCALES]),
+        largest=(1 << bits) - 1,
+        columns=places,
+        symmetric=not input_name(node, ZEROS),
+    )
+
+
+def _places(node: onnx.NodeProto, constants: Constants, columns: int) -> Array | None:
+    """The place of each column among the codes, where the node multiplies with reordered columns (GPTQ's act-order)."""
+    maker = constants.makers.get(node.input[0])
+    order = constants.array(maker.input[1]) if maker is not None and maker.op_type == "Gather" else None
+    if maker is None or order is None or attributes(maker).get("axis", 0) != -1:
+        return None
+    is_order = order.shape == (columns,) and np.array_equal(np.sort(order), np.arange(columns))
+    return np.argsort(order) if is_order else None
+
+
+def _product_zeros(node: onnx.NodeProto, constants: Constants, bits: int, shape: tuple[int, int]) -> Array:
+    name = input_name(node, ZEROS)
+    zeros = constants.array(name) if name else None
+    if zeros is None:
+        return np.full(shape, 1 << (bits - 1), dtype=np.float32)
+    if zeros.dtype == np.uint8:
+        zeros = unpacked(zeros.reshape(shape[0], -1), bits)[:, : shape[1]]
+    return zeros.astype(np.float32).reshape(shape)
+
+
+def _unrounded_product(node: onnx.NodeProto, constants: Constants) -> list[onnx.NodeProto] | None:
+    if attributes(node).get(LEVEL, 0) <= FLOAT32:
+        return None
+    if _has_inexact_kernel(node, constants):
+        return _float_product_of_codes(node)
+    made = onnx.NodeProto()
+    made.CopyFrom(node)
+    next(found for found in made.attribute if found.name == LEVEL).i = FLOAT32
+    return [made]
+
+
+def _has_inexact_kernel(node: onnx.NodeProto, constants: Constants) -> bool:
+    """Whether the float32 kernel is noisier than a product of floats, which adds up over the layers of a model.
+
+    With packed zero points it rounds `scale * zero point`: 2 to 3 times the noise for two rows or more (4 bits, K = 576
+    to 1536). With 8 bits onnxruntime has no kernel of float32 activations, and dequantizes the whole matrix.
+    """
+    zeros = constants.array(input_name(node, ZEROS)) if input_name(node, ZEROS) else None
+    is_eight = attributes(node).get("bits", 4) == 8
+    is_packed = zeros.dtype == np.uint8 if zeros is not None else is_eight
+    return is_packed and _is_float32(node.input[SCALES], constants)
+
+
+def _is_float32(name: str, constants: Constants) -> bool:
+    """Whether a constant is float32, or widened to it."""
+    if (maker := constants.makers.get(name)) is not None and maker.op_type == "Cast":
+        return bool(maker.attribute[0].i == onnx.TensorProto.FLOAT)
+    found = constants.array(name)
+    return found is not None and bool(found.dtype == np.float32)
+
+
+def _float_product_of_codes(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """The product with weights that onnxruntime computes once: `(code - zero point) * scale`."""
+    fields, out, nodes = attributes(node), node.output[0], list[onnx.NodeProto]()
+    rows, columns, block = (fields[name] for name in ("N", "K", "block_size"))
+    blocks, bits = -(-columns // block), fields.get("bits", 4)
+
+    def add(operator: str, *inputs: str | list[int] | float, **options: Any) -> str:
+        names = []
+        for given in inputs:
+            if isinstance(given, list | float):
+                kind = np.float32 if isinstance(given, float) else np.int64
+                value = onnx.numpy_helper.from_array(np.array(given, dtype=kind))
+                nodes.append(helper.make_node("Constant", [], [f"{out}:{len(nodes)}"], value=value))
+                given = nodes[-1].output[0]
+            names.append(given)
+        nodes.append(helper.make_node(operator, names, [f"{out}:{len(nodes)}"], **options))
+        return str(nodes[-1].output[0])
+
+    def unpack(packed: str, width: int) -> str:
+        raw = add("Reshape", add("Cast", packed, to=onnx.TensorProto.FLOAT), [rows, -1, 1])
+        if bits == 8:
+            return add("Reshape", raw, [rows, width])
+        high = add("Floor", add("Mul", raw, 1 / 16))
+        pairs = add("Concat", add("Sub", raw, add("Mul", high, 16.0)), high, axis=2)
+        return add("Slice", add("Reshape", pairs, [rows, -1]), [0], [width], [1])
+
+    codes = add("Reshape", unpack(node.input[CODES], blocks * block), [rows, blocks, block])
+    packed, scales = input_name(node, ZEROS), add("Reshape", node.input[SCALES], [rows, blocks, 1])
+    zeros = add("Reshape", unpack(packed, blocks), [rows, blocks, 1]) if packed else float(1 << (bits - 1))
+    weights = add("Reshape", add("Mul", add("Sub", codes, zeros), scales), [rows, blocks * block])
+    weights = add("Transpose", add("Slice", weights, [0], [columns], [1]), perm=[1, 0])
+    bias = input_name(node, BIAS)
+    product = helper.make_node("MatMul", [node.input[0], weights], [f"{out}:product" if bias else out], name=node.name)
+    end = [helper.make_node("Add", [product.output[0], bias], [out])] if bias else []
+    return [*nodes, product, *end]
+
+
+MATMUL_NBITS = QuantizationScheme(frozenset({"MatMulNBits"}), _product_of_codes, {"MatMulNBits": _unrounded_product})
+
+
+SCHEMES = (DEQUANTIZE_LINEAR, GATHER_BLOCK_QUANTIZED, INTEGER_PRODUCTS, MATMUL_NBITS)
+
+UNSUPPORTED = {"MatMulBnb4", "QMoE", "MoE", "QLinearMatMul", "QGemm", "QAttention", "ConvInteger", "QLinearConv"}
+"""Operators with quantized weights in layouts that are not supported."""
+
+
+@cache
+def schemes() -> dict[str, QuantizationScheme]:
+    """The schemes by operator."""
+    return {operator: scheme for scheme in SCHEMES for operator in scheme.operators}
+
+
+def quantized_operators(model: onnx.ModelProto) -> list[str]:
+    """Operators of a graph with quantized weights, each once."""
+    found = dict.fromkeys(node.op_type for node in nodes(model))
+    return [name for name in found if name in schemes() or name in UNSUPPORTED]
+
+
+def quantized_matrices(model: onnx.ModelProto, constants: Constants) -> list[QuantizedMatrix]:
+    """Every quantized matrix of a graph, each once; UnsupportedInput if its format is not supported."""
+    found: dict[str, QuantizedMatrix] = {}
+    for node in nodes(model):
+        if node.op_type in UNSUPPORTED:
+            raise UnsupportedInput(
+                f"`{node.op_type}` stores its weights in an unsupported format",
+                hint="verify the graph without quantization",
+            )
+        stored = schemes()[node.op_type].matrix(node, constants) if node.op_type in schemes() else None
+        if stored:
+            found[f"{stored.name} {stored.looked_up}"] = stored
+    return list(found.values())
