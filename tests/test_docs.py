@@ -123,6 +123,19 @@ def test_the_session_of_the_readme_is_what_happens(tmp_path: Path) -> None:
         assert_shown(shown, run(shlex.split(command), tmp_path))
 
 
+def test_no_sigma_that_a_page_shows_is_above_the_largest_that_it_shows() -> None:
+    wrong, seen = [], 0
+    for page in PAGES:
+        for step in re.split(r"^\$ ", "".join(blocks(page, "console")), flags=re.MULTILINE):
+            if largest := re.search(r"largest sigma ([\d.]+) \((.*), [^,]+\)$", step, re.MULTILINE):
+                lines = re.findall(r"^PASSED \| ([^|]*) \| .*?sigma ([\d.]+)", step, re.MULTILINE)
+                above = [line for line in lines if float(line[1]) > float(largest[1])]
+                other = [line for line in lines if line[0] == largest[2] and line[1] != largest[1]]
+                wrong += [(str(page), line) for line in (*above, *other)]
+                seen += len(lines)
+    assert seen >= 3 and wrong == []
+
+
 API = ROOT / "docs/api.md"
 
 

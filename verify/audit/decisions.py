@@ -92,9 +92,9 @@ def audit_decisions(
     window = window_of(config)
     if window and window.layers & _layers(model) and not {window.size + step for step in (-1, 0, 1)} & found.numbers:
         texts.append(f"no node decides by the sliding window of {window.size}")
-    numbers = ", ".join(f"{number:g}" for number in sorted(found.numbers) if number < MANY)
+    numbers = ", ".join(f"{number:g}" for number in sorted(found.numbers) if number < MANY) or "none"
     detail = (
-        _first(texts) or f"{found.decisions} comparisons, limits and choices, all by numbers of the model: {numbers}"
+        _first(texts) or f"{found.decisions} comparisons, limits and choices, all by numbers of the model ({numbers})"
     )
     return Check(NAME, graph, "", verdict="fail" if texts else "pass", detail=detail)
 

@@ -218,7 +218,9 @@ def _about(report: Report) -> str:
     gates = GATES["float32"]
     seeds = report.settings.get("seeds", {})
     shown = {name: value for name, value in report.settings.items() if name not in {"gates", "seeds"}}
-    settings = ", ".join(f"{name} {value}" for name, value in shown.items())
+    if shown.get("threads") == 0:
+        shown["threads"] = "one per core"
+    settings = ", ".join(f"{name}: {value}" for name, value in shown.items())
     settings += f"; {len(seeds)} scenarios, seeds in report.json" if seeds else ""
     return (
         "<h2>How to read this</h2><p>sigma = RMS(graph − eager in float64) / RMS(eager in the graph's dtype − eager in "

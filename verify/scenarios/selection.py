@@ -281,7 +281,8 @@ class Selection:
         names = [scenario.name for scenario in SCENARIOS]
         if unknown := set(self.only).difference(names):
             near = get_close_matches(min(unknown), names, n=3, cutoff=0.3)
-            hint = "one of: " + ", ".join(f"`{name}`" for name in near or names)
+            listed = "docs/verification-scenarios.md lists them, such as `left padding`"
+            hint = "one of: " + ", ".join(f"`{name}`" for name in near) if near else listed
             raise UsageProblem(f"unknown scenario `{min(unknown)}`", hint=hint)
 
     def scenarios(self) -> list[Scenario]:

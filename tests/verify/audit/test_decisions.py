@@ -133,7 +133,7 @@ def test_a_graph_that_only_the_audit_finds_fails(
 def test_a_correct_export_decides_by_numbers_of_the_model(model_type: str, exported: Tiny) -> None:
     check = audit(exported(model_type))
     assert check.verdict == "pass", check.detail
-    assert "by numbers of the model: 0" in check.detail
+    assert "by numbers of the model (0" in check.detail
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (

@@ -214,6 +214,13 @@ def test_the_page_begins_with_folder_versions_and_machine(tmp_path: Path) -> Non
     assert "<h1>PASS: my-model</h1>" in banner and "llmconv 9.8.7; " in banner
 
 
+def test_the_page_says_what_no_number_of_threads_means(tmp_path: Path) -> None:
+    report = report_of(PASSED)
+    report.settings = {"threads": 0, "optimization": "all", "repeat": 1}
+    write_report(report, tmp_path)
+    assert "threads: one per core, optimization: all, repeat: 1" in (tmp_path / "report.html").read_text()
+
+
 def test_a_report_that_cannot_be_written_is_an_output_failure(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputFailed, match="cannot write the report"):

@@ -195,6 +195,9 @@ def test_an_unknown_scenario_gets_similar_names_as_hint() -> None:
     with pytest.raises(UsageProblem, match="unknown scenario `left pading`") as caught:
         Selection("quick", ["left pading"])
     assert "left padding" in caught.value.hint
+    with pytest.raises(UsageProblem, match="unknown scenario `qqq`") as caught:
+        Selection("quick", ["qqq"])
+    assert caught.value.hint == "docs/verification-scenarios.md lists them, such as `left padding`"
 
 
 def test_the_page_lists_every_scenario_with_its_bug() -> None:
