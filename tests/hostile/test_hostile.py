@@ -78,12 +78,22 @@ CASES = {f"{kind}: {name}": case for kind, module in KINDS.items() for name, cas
 
 CONVERTED = {"hf/config.json", "hf/params.json", "hf/model.ckpt"}
 
+HEAVY = re.compile(
+    r"adapter: (names: 20,000 that|rank pattern: ten|replication: 100,000)|config: yaml: billion"
+    r"|dcp: (blob: a list a million|chunks: 20,000|chunks: on a)|deepspeed: (weights of stage 3: ten|weights: ten)"
+    r"|delta: (index: 30 MB|rows: one, of a|frames: none)|file: safetensors: 100,000|foreign: torchtune: 20,000"
+    r"|legacy: a million|megatron: a thousand|model: mpt: 20,000|packed: (gz: a bomb|tar: pax|zst: a bomb|zeros after)"
+    r"|pickle: (6 million|a (list|tuple) a million)|state: (lightning: a list a|state: 15,000|index: 20,000)"
+    r"|tensor: 20,000|zip: 60,000"
+)
+"""Cases of more than half a second, of which one after another takes minutes."""
+
 Result = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
-    """`results(name)`: what inspect and the conversion did with a case; all of its kind run at once, in one process.
+    """`results(name)`: what inspect and the conversion did with a case; all quick ones run at once, in one process.
 
     Several pytest processes share what the first of them has found.
     """
@@ -93,28 +103,31 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]
 
     def result(name: str) -> Result:
         if name not in found:
-            kind = name.partition(":")[0]
-            with open(shared / f"{kind}.lock", "w") as lock:
+            heavy = HEAVY.match(name) is not None
+            with open(shared / f"hostile-{heavy}.lock", "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                found.update(once(kind, shared / f"hostile-{kind}"))
+                found.update(once(heavy, shared / f"hostile-{heavy}"))
         return found[name]
 
     return result
 
 
-def once(kind: str, folder: Path) -> dict[str, Result]:
-    """The results of one kind; the cases run where nobody has run them."""
+def once(heavy: bool, folder: Path) -> dict[str, Result]:
+    """The results of the heavy or the other cases; they run where nobody has run them."""
     if not (folder / "results.json").exists():
         folder.mkdir()
-        run(kind, folder)
+        run({name: case for name, case in CASES.items() if (HEAVY.match(name) is not None) == heavy}, folder)
     results: dict[str, Result] = json.loads((folder / "results.json").read_text())
     return results
 
 
-def run(kind: str, folder: Path) -> None:
-    """Builds the cases of a kind and runs them in a child, after honest ones."""
-    cases = {name: case for name, case in CASES.items() if name.startswith(f"{kind}: ")}
-    honest = {f"honest: {name}": case for name, case in getattr(KINDS[kind], "HONEST", {}).items()}
+def run(cases: dict[str, Case], folder: Path) -> None:
+    """Builds cases and runs them in a child, after honest ones of every kind."""
+    honest = {
+        f"honest: {kind}: {name}": case
+        for kind, module in KINDS.items()
+        for name, case in getattr(module, "HONEST", {}).items()
+    }
     named = enumerate((HONEST | honest | cases).items())
     jobs = [job(name, case, folder / f"case{number}") for number, (name, case) in named]
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -143,40 +156,29 @@ def _in_folder(value: Any, folder: Path) -> Any:
     return str(folder / value) if isinstance(value, Path) else value
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_it_is_refused_or_has_no_effect(results: Callable[[str], Result], name: str) -> None:
-    result, case = results(name)["convert"], CASES[name]
-    if case.refused is None:
-        assert result["outcome"] == "done", result["message"]
-        assert CONVERTED & {*result["left"]} and not any("partial" in file for file in result["left"])
-        assert not any(file.endswith((".py", ".pkl", ".so")) for file in result["left"])
-    else:
-        assert result["outcome"] == "refused", result["message"]
-        assert re.search(case.refused, result["message"]), result["message"]
-        assert result["code"] == 3 and result["left"] == []
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_inspect_survives_it(results: Callable[[str], Result], name: str) -> None:
-    result = results(name)["inspect"]
-    assert result["outcome"] in ("done", "refused"), result["message"]
-    assert result["left"] == []
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_nothing_else_is_opened_imported_started_or_called(results: Callable[[str], Result], name: str) -> None:
-    assert [run["events"] for run in results(name).values()] == [[], []]
-    assert [run["temporary"] for run in results(name).values()] == [[], []]
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if HEAVY.match(name) else []) for name in CASES]
+)
+def test_it_is_refused_in_a_plain_line_or_has_no_effect(results: Callable[[str], Result], name: str) -> None:
+    runs, case = results(name), CASES[name]
+    for found in runs.values():
+        assert found["outcome"] in ("done", "refused"), found["message"]
+        assert found["events"] == [] and found["temporary"] == []
+        assert found["seconds"] < SECONDS
+        if found["outcome"] == "refused":
+            assert found["message"].isprintable() and found["hint"].isprintable() and found["hint"]
+            assert len(found["message"]) < 600 and not found["message"].endswith(".")
     assert not Path(CANARY).exists()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_it_costs_little_and_a_refusal_is_one_plain_line(results: Callable[[str], Result], name: str) -> None:
-    for run in results(name).values():
-        assert run["seconds"] < SECONDS
-        if run["outcome"] == "refused":
-            assert run["message"].isprintable() and run["hint"].isprintable() and run["hint"]
-            assert len(run["message"]) < 600 and not run["message"].endswith(".")
+    assert runs["inspect"]["left"] == []
+    converted = runs["convert"]
+    if case.refused is None:
+        assert converted["outcome"] == "done", converted["message"]
+        assert CONVERTED & {*converted["left"]} and not any("partial" in file for file in converted["left"])
+        assert not any(file.endswith((".py", ".pkl", ".so")) for file in converted["left"])
+    else:
+        assert converted["outcome"] == "refused", converted["message"]
+        assert re.search(case.refused, converted["message"]), converted["message"]
+        assert converted["code"] == 3 and converted["left"] == []
 
 
 ACTS = {
