@@ -25,6 +25,16 @@ def pytest_collection() -> None:
     gc.disable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Rows of parametrized tests are slow if `slow_rows` has their id, or `quick_rows` has those of others."""
+    for item in items:
+        row = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+        slow, quick = item.get_closest_marker("slow_rows"), item.get_closest_marker("quick_rows")
+        if (slow and row in slow.args) or (quick and row not in quick.args):
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish() -> None:
     """Thousands of tests and the libraries that they import are never garbage: no collection looks at them again."""
     import hypothesis  # noqa: F401, PLC0415 - its plugin imports it later, and then looks for references to objects

@@ -45,6 +45,7 @@ def pixels(path: Path, size: int) -> Tensor:
     return torch.as_tensor(np.asarray(found["pixel_values"]))
 
 
+@pytest.mark.slow
 def test_a_q_former_gives_the_rows_of_transformers_blip_2(example: ModuleType, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = Blip2Config(

@@ -98,6 +98,7 @@ def test_every_input_is_used_and_described() -> None:
     assert all(field["description"] for field in ACTION["inputs"].values())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_and_an_adapter_become_a_folder(tmp_path: Path) -> None:
     first = run(tmp_path, source=str(EXAMPLE / "ep4-ba2400-rank0.pt"), model="my base", export="false", verify="false")
     assert first.codes == {"Convert": 0, "Summary": 0}, first.output
@@ -107,6 +108,7 @@ def test_a_checkpoint_and_an_adapter_become_a_folder(tmp_path: Path) -> None:
     assert (tmp_path / "model/model.safetensors").stat().st_size * 2 < 620_000
 
 
+@pytest.mark.slow
 def test_a_checkpoint_and_its_adapters_become_one_folder(tmp_path: Path) -> None:
     source, adapters = str(EXAMPLE / "ep4-ba2400-rank0.pt"), f"{EXAMPLE}/adapter\n"
     job = run(tmp_path, source=source, adapters=adapters, export="false", verify="false")
@@ -114,12 +116,14 @@ def test_a_checkpoint_and_its_adapters_become_one_folder(tmp_path: Path) -> None
     assert (tmp_path / "model/model.safetensors").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["--schema", "--help"])
 def test_an_input_is_never_read_as_an_option(tmp_path: Path, name: str) -> None:
     assert run(tmp_path, file=name).codes["Run file"] != 0
     assert run(tmp_path, source=name, export="false", verify="false").codes["Convert"] != 0
 
 
+@pytest.mark.slow
 def test_options_are_words_and_never_run(tmp_path: Path) -> None:
     source = str(EXAMPLE / "ep4-ba2400-rank0.pt")
     job = run(tmp_path, source=source, to_hf_options="--dtype $(touch x) ; touch x", export="", verify="")
@@ -127,6 +131,7 @@ def test_options_are_words_and_never_run(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_quotes_keep_the_blanks_of_an_option(tmp_path: Path) -> None:
     source, name = str(EXAMPLE / "ep4-ba2400-rank0.pt"), "my tokenizer"
     job = run(tmp_path, source=source, to_hf_options=f"--dtype bf16\n  --tokenizer '{name}'", export="", verify="")
@@ -210,6 +215,7 @@ def test_a_wrong_graph_fails_the_job_with_annotations_and_a_summary(tmp_path: Pa
     assert (job.summary.startswith("# FAIL: model"), job.outputs) == (True, "verdict=fail\n")
 
 
+@pytest.mark.slow
 def test_a_run_file_is_done(tmp_path: Path) -> None:
     source = EXAMPLE / "ep4-ba2400-rank0.pt"
     (tmp_path / "model.yaml").write_text(

@@ -75,6 +75,7 @@ def test_weights_of_a_graph_stay_in_its_folder(case: str, tmp_path: Path) -> Non
         load_guarded(folder / "model.onnx")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TEMPLATES)
 def test_a_chat_template_reaches_no_python(case: str, chatting: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(chatting, tmp_path / "model")
@@ -116,6 +117,7 @@ def test_cve_2026_28500_nothing_is_loaded_from_the_hub_of_onnx() -> None:
     assert not [path for path in sources if re.search(r"onnx\.hub|from onnx import hub", path.read_text())]
 
 
+@pytest.mark.slow
 def test_pickles_are_read_by_no_library() -> None:
     """CVE-2025-32434, CVE-2026-24747, PYSEC-2026-139 and every scanner's bypass need one of these calls."""
     calls = re.compile(

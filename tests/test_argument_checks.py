@@ -168,6 +168,7 @@ def test_the_public_names_are_those_that_are_meant() -> None:
         assert all(hasattr(room, name) for name in dir(room))
 
 
+@pytest.mark.slow
 def test_the_rooms_are_there_once_the_package_is(tmp_path: Path) -> None:
     code = "import llmconv; print(llmconv.convert.to_hf.__name__, llmconv.export.export.__name__)"
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
@@ -274,6 +275,7 @@ def test_an_unknown_parameter_is_named_with_the_near_one(call: Callable[[], obje
     assert hint in caught.value.hint
 
 
+@pytest.mark.slow_rows("fp16-float16")
 @pytest.mark.parametrize(("short", "name"), [("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16")])
 def test_the_short_name_of_an_element_type_is_the_full_one(short: str, name: str, tmp_path: Path) -> None:
     plan = llmconv.convert.to_hf(CHECKPOINT, tmp_path / "out", dtype=short, dry_run=True)

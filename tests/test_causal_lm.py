@@ -103,6 +103,7 @@ def masked_types() -> list[str]:
     return sorted({kind for kind in masked if masked[kind] != causal.get(kind)} & causal.keys() | {"bert-generation"})
 
 
+@pytest.mark.slow_rows("ernie", "megatron-bert", "roc_bert", "roformer", "xmod")
 @pytest.mark.parametrize("kind", masked_types())
 def test_every_type_with_a_class_for_masked_words_is_known_as_an_encoder_or_attends_to_the_past(kind: str) -> None:
     from llmconv.causal_lm import ENCODERS, is_encoder  # noqa: PLC0415

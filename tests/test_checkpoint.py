@@ -123,6 +123,7 @@ def test_a_number_that_would_take_all_memory_is_refused(config: dict[str, Any], 
         read_json(tmp_path / "config.json")
 
 
+@pytest.mark.slow
 def test_the_defaults_of_every_configuration_are_within_the_bounds() -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415 - slow to import
 

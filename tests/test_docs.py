@@ -79,6 +79,7 @@ def test_every_command_has_a_section() -> None:
     assert sections == list(llmconv.cli.main.commands)
 
 
+@pytest.mark.slow
 def test_every_room_that_the_documentation_imports_from_is_reachable_by_its_name() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
     rooms = sorted(set(re.findall(r"(?:from|import) `?llmconv\.(\w+)", text)))
@@ -190,6 +191,7 @@ def string_parts() -> set[str]:
     return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
+@pytest.mark.slow
 def test_a_message_under_troubleshooting_is_one_of_the_program() -> None:
     text = (ROOT / "docs/troubleshooting.md").read_text()
     messages = re.findall(r"^### (.*)$", text.partition("## Messages")[2].partition("## Symptoms")[0], re.MULTILINE)

@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 from packaging.requirements import Requirement
 
@@ -51,6 +52,7 @@ def test_every_requirement_and_every_extra_for_users_has_a_line() -> None:
     assert {*doctor.NEEDED_FOR} == {*PROJECT["optional-dependencies"]} - {"dev"}
 
 
+@pytest.mark.slow
 def test_a_version_out_of_range_is_named_where_other_commands_stop(tmp_path: Path) -> None:
     done = run(with_module(tmp_path, "transformers", version="4.57.6"))
     assert done.returncode == 3
@@ -59,6 +61,7 @@ def test_a_version_out_of_range_is_named_where_other_commands_stop(tmp_path: Pat
     assert done.stderr.startswith("error: this installation does not work: `transformers`\n\nhint: `pip install 'trans")
 
 
+@pytest.mark.slow
 def test_a_library_that_does_not_load_is_named(tmp_path: Path) -> None:
     done = run(with_module(tmp_path, "onnxruntime", code="raise ImportError('libcudart.so.13: cannot open')"), "--json")
     assert done.returncode == 3

@@ -29,6 +29,7 @@ def optimum_cli(
     return subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_it_has_the_options_of_export() -> None:
     found = optimum_cli("--help").stdout
     for option in main.commands["export"].params:
@@ -36,6 +37,7 @@ def test_it_has_the_options_of_export() -> None:
             assert max(option.opts, key=len) in found
 
 
+@pytest.mark.slow
 def test_it_writes_the_files_of_export(tmp_path: Path) -> None:
     model = save_tiny("llama", tmp_path / "model")
     words = ["--unified", "--layout", "optimum", "--layout", "genai", "--opset", "24"]
@@ -45,6 +47,7 @@ def test_it_writes_the_files_of_export(tmp_path: Path) -> None:
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
+@pytest.mark.slow
 def test_an_error_has_the_message_and_the_exit_code_of_export(tmp_path: Path) -> None:
     done = optimum_cli(tmp_path / "none", tmp_path / "out")
     assert done.returncode == 3
@@ -52,6 +55,7 @@ def test_an_error_has_the_message_and_the_exit_code_of_export(tmp_path: Path) ->
     assert "\n\nhint: " in done.stderr
 
 
+@pytest.mark.slow
 def test_an_abbreviated_option_is_refused_as_by_export(tmp_path: Path) -> None:
     done = optimum_cli(tmp_path / "none", "--unif")
     assert (done.returncode, "--unif" in done.stderr) == (2, True), done.stderr

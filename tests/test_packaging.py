@@ -31,6 +31,7 @@ def test_a_room_refuses_its_bare_name_in_the_root_of_the_repository(room: str) -
     assert f"ImportError: import llmconv.{room}: `{room}` is not a top-level package" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_bare_names_are_unknown_to_an_installed_user() -> None:
     for room in ROOMS:
         assert f"No module named '{room}'" in python(f"import {room}", "-I").stderr
@@ -99,6 +100,7 @@ def urls(folder: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remote", REMOTES)
 def test_the_address_of_the_package_is_the_one_that_it_was_cloned_from(remote: str, tmp_path: Path) -> None:
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
@@ -107,6 +109,7 @@ def test_the_address_of_the_package_is_the_one_that_it_was_cloned_from(remote: s
     assert urls(tmp_path).get("Source") == REMOTES[remote]
 
 
+@pytest.mark.slow
 def test_an_sdist_keeps_its_address(tmp_path: Path) -> None:
     (tmp_path / "PKG-INFO").write_text(
         "Name: llmconv\nProject-URL: Source, https://example.org/org/llmconv\n\nProject-URL: No, this is the readme\n"

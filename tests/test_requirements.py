@@ -45,6 +45,7 @@ def with_transformers(version: str, folder: Path, command: str) -> subprocess.Co
     return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.quick_rows("formats")
 @pytest.mark.parametrize("command", ["formats", "inspect absent", "export absent", "merge-lora a b -o c"])
 def test_windows_is_refused_on_the_first_line(command: str, tmp_path: Path) -> None:
     done = python(f"{WINDOWS}\nfrom llmconv.cli import main\nmain({command.split()})", tmp_path)
@@ -53,6 +54,7 @@ def test_windows_is_refused_on_the_first_line(command: str, tmp_path: Path) -> N
     assert "Subsystem for Linux" in done.stderr
 
 
+@pytest.mark.quick_rows("onnxruntime")
 @pytest.mark.parametrize("module", ["torch", "onnxruntime", "onnx_ir"])
 def test_a_missing_package_is_named_and_is_no_bug(tmp_path: Path, module: str, tiny: Callable[[str], Path]) -> None:
     hidden = f"import sys; sys.modules[{module!r}] = None; from llmconv.cli import main"
@@ -61,6 +63,7 @@ def test_a_missing_package_is_named_and_is_no_bug(tmp_path: Path, module: str, t
     assert done.returncode == 3
 
 
+@pytest.mark.slow
 def test_a_package_without_what_llmconv_uses_is_named_and_is_no_bug(
     tmp_path: Path, tiny: Callable[[str], Path]
 ) -> None:
@@ -79,6 +82,7 @@ def broken(module: str, code: str, folder: Path, command: str) -> subprocess.Com
     return python(f"from llmconv.__main__ import main; import sys; sys.argv[1:] = {words!r}; main()", folder)
 
 
+@pytest.mark.quick_rows("import _of_its_own-No module named '_of_its_own'-tokenizers")
 @pytest.mark.parametrize("module", ["onnxruntime", "onnx", "onnx_ir", "safetensors", "transformers", "tokenizers"])
 @pytest.mark.parametrize(
     ("code", "problem"),
@@ -111,6 +115,7 @@ def raised(module: str, code: str) -> ImportError:
     return caught.value
 
 
+@pytest.mark.slow
 def test_what_transformers_hides_behind_one_of_its_modules_is_shown() -> None:
     hidden = raised("transformers.inner", "import _tokens_of_none")
     error = ImportError("Could not import module 'modeling_pixtral'")
@@ -119,6 +124,7 @@ def test_what_transformers_hides_behind_one_of_its_modules_is_shown() -> None:
     assert unusable and unusable.message.endswith("the installed transformers: No module named '_tokens_of_none'")
 
 
+@pytest.mark.quick_rows("llmconv.convert")
 @pytest.mark.parametrize("module", ["llmconv.convert", "__main__", "transformers_modules.own"])
 def test_an_import_error_of_no_installed_package_stays_what_it_is(module: str) -> None:
     assert requirements.unusable_package(raised(module, "import _of_nobody")) is None
@@ -141,12 +147,14 @@ def test_a_command_line_that_cannot_load_is_never_exit_code_1(code: str, tmp_pat
     assert (done.returncode, done.stderr.startswith(message)) == (exit_code, True), done.stderr
 
 
+@pytest.mark.quick_rows("export")
 @pytest.mark.parametrize("room", ["convert", "export", "verify"])
 def test_the_library_refuses_windows_in_one_line(room: str, tmp_path: Path) -> None:
     done = python(f"{WINDOWS}\nimport llmconv.{room}", tmp_path)
     assert "ImportError: llmconv does not run on native Windows" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.quick_rows("4.57.6")
 @pytest.mark.parametrize("version", ["4.57.6", "5.0.0", "5.15.1"])
 def test_a_transformers_that_is_too_old_is_named_before_anything_else(version: str, tmp_path: Path) -> None:
     done = with_transformers(version, tmp_path, "export absent")
@@ -156,6 +164,7 @@ def test_a_transformers_that_is_too_old_is_named_before_anything_else(version: s
     assert not empty and hint == "hint: `pip install 'transformers>=5.16,<6'`"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["5.25.0", "6.1.0"])
 def test_a_transformers_that_is_newer_than_the_tested_ones_is_a_warning(version: str, tmp_path: Path) -> None:
     done = with_transformers(version, tmp_path, "formats")
@@ -165,12 +174,14 @@ def test_a_transformers_that_is_newer_than_the_tested_ones_is_a_warning(version:
     assert done.stderr == f"warning: {line}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["5.16.0", "5.23.0.dev0", "5.24.7"])
 def test_a_version_within_the_range_causes_no_message(version: str, tmp_path: Path) -> None:
     done = with_transformers(version, tmp_path, "formats")
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_help_is_there_with_any_version(tmp_path: Path) -> None:
     assert with_transformers("4.0", tmp_path, "export --help").returncode == 0
 

@@ -21,6 +21,7 @@ def traces_of(code: str, folder: Path, **variables: str) -> set[str]:
     return {path.name for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_importing_llmconv_first_turns_the_reports_of_onnxruntime_off(tmp_path: Path) -> None:
     assert not traces_of("import llmconv, onnxruntime", tmp_path)
 
@@ -32,6 +33,7 @@ def test_a_worker_of_another_environment_inherits_the_setting() -> None:
     assert done.stdout == "1\n"
 
 
+@pytest.mark.slow
 def test_the_users_own_setting_stays(tmp_path: Path) -> None:
     found = traces_of("import llmconv, onnxruntime", tmp_path, **{VARIABLE: "0"})
     if not found:

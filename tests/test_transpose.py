@@ -15,6 +15,7 @@ from llmconv.transpose import transposed
 F4 = BY_NAME["float32"]
 
 
+@pytest.mark.slow_rows("True-1")
 @pytest.mark.parametrize("panel_bytes", [1, 300, 1 << 20])
 @pytest.mark.parametrize("in_file", [True, False])
 def test_every_block_is_that_of_numpys_transpose(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from llmconv.requirements import OLDEST, TESTED
 from tools.versions import END, HEADER, MINORS, START, cells_of, environments, interpreter, with_row
 
@@ -35,6 +37,7 @@ def test_a_new_row_takes_the_place_of_the_old_one() -> None:
     assert list(rows(changed)) == list(rows(page))
 
 
+@pytest.mark.slow
 def test_a_python_is_found_by_its_version() -> None:
     assert interpreter(f"{sys.version_info.major}.{sys.version_info.minor}")
     assert interpreter("3.99") == ""

@@ -126,6 +126,7 @@ def test_without_matplotlib_the_hint_has_its_package(talking: Path, monkeypatch:
     assert "pip install matplotlib" in result.stderr
 
 
+@pytest.mark.slow
 def test_curves_are_drawn(tmp_path: Path) -> None:
     result = comparison(cell("a", 128), cell("b", 128), cell("a", 512), Measurement("b", 2, 512, error="no room"))
 
@@ -134,6 +135,7 @@ def test_curves_are_drawn(tmp_path: Path) -> None:
         assert (tmp_path / f"curves{kind}").read_bytes().startswith(start)
 
 
+@pytest.mark.slow_rows("b.png-write_plot")
 @pytest.mark.parametrize(("name", "write"), [("b.csv", write_csv), ("b.svg", write_plot), ("b.png", write_plot)])
 def test_a_hard_link_of_the_old_file_keeps_its_content(
     tmp_path: Path, name: str, write: Callable[[BenchResult, Path], None]

@@ -36,6 +36,7 @@ def in_parts(cluster: Cluster, shards: Sizes) -> Outcome:
     return Simulation(cluster, [[part] if part else [] for part in parts], []).run()
 
 
+@pytest.mark.slow
 @given(cluster=CLUSTERS, shards=SHARDS)
 def test_every_shard_is_written_once_and_no_network_is_exceeded(cluster: Cluster, shards: Sizes) -> None:
     for outcome in (queued(cluster, shards), in_parts(cluster, shards)):

@@ -53,6 +53,7 @@ def test_every_command_can_be_quiet_and_answer_in_json(name: str) -> None:
     assert {"--json", "-q", "--quiet", "-v", "--verbose"} <= spellings
 
 
+@pytest.mark.slow
 def test_the_registries_are_listed_in_json() -> None:
     for name in ("formats", "families"):
         done = CliRunner().invoke(llmconv.cli.main, [name, "--json"])
@@ -65,6 +66,7 @@ def test_the_version_is_printed() -> None:
     assert done.stdout == f"llmconv, version {llmconv.__version__}\n"
 
 
+@pytest.mark.slow
 def test_python_m_is_the_same_command() -> None:
     done = subprocess.run([sys.executable, "-m", "llmconv", "--version"], capture_output=True, text=True, check=True)
     assert llmconv.__version__ in done.stdout

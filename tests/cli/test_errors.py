@@ -99,6 +99,7 @@ def test_a_bug_has_its_own_exit_code_and_one_line_to_report(monkeypatch: pytest.
     assert shown.exit_code == 70 and "Traceback" in shown.stderr
 
 
+@pytest.mark.slow_rows("llmconv.convert.inspect")
 @pytest.mark.parametrize("module", ["llmconv.interpreters", "click", "llmconv.cli.export", "llmconv.convert.inspect"])
 def test_ctrl_c_is_no_traceback_while_the_program_starts(module: str) -> None:
     code = f"""

@@ -27,15 +27,18 @@ finally:
     return set(done.stdout.splitlines()[-1].split())
 
 
+@pytest.mark.slow
 def test_help_loads_nothing_heavy() -> None:
     assert not loaded_by("--help") & {*HEAVY, "numpy"}
 
 
+@pytest.mark.quick_rows("export")
 @pytest.mark.parametrize("name", LEAVES)
 def test_the_help_of_a_command_loads_nothing_heavy(name: str) -> None:
     assert not loaded_by(*name.split(), "--help") & set(HEAVY)
 
 
+@pytest.mark.slow
 def test_a_conversion_does_not_load_torch(tmp_path: Path) -> None:
     loaded = loaded_by("to-hf", CHECKPOINT, "-o", str(tmp_path / "base"))
     assert (tmp_path / "base/model.safetensors").exists()
@@ -109,6 +112,18 @@ REFUSED = {
 """Commands with wrong input, and their exit codes."""
 
 
+@pytest.mark.slow_rows(
+    "export nothing",
+    "export other",
+    "export base -o exported",
+    "export base --quant int4",
+    "export base --layout nothing",
+    "export base --graph-name decode",
+    "export base --no-cache --task embed",
+    "verify exported --scenario nothing",
+    "verify base --suite full --graph x.onnx",
+    "generate nothing --prompt a",
+)
 @pytest.mark.parametrize("line", REFUSED)
 def test_what_options_names_and_json_show_is_refused_before_torch_is_imported(line: str, model: Path) -> None:
     names = {"base", "exported", "unknown", "other", "broken", "nothing", "new"}
@@ -134,9 +149,11 @@ def test_the_table_of_families_needs_no_package_of_models() -> None:
     assert not loaded_by("families") & set(HEAVY)
 
 
+@pytest.mark.slow
 def test_the_table_of_formats_needs_no_package_of_models() -> None:
     assert not loaded_by("formats") & set(HEAVY)
 
 
+@pytest.mark.slow
 def test_inspection_needs_no_package_of_models(model: Path) -> None:
     assert not loaded_by("inspect", str(model / "base")) & set(HEAVY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 import llmconv
@@ -18,6 +19,7 @@ import llmconv.verify
 from tests.cli.commands import CHECKPOINT
 
 
+@pytest.mark.slow
 def test_resume_of_an_output_that_has_graphs_names_what_wrote_them(tmp_path: Path) -> None:
     command = ["to-hf", CHECKPOINT, "-o", str(tmp_path / "base")]
     assert CliRunner().invoke(llmconv.cli.main, command).exit_code == 0

@@ -24,6 +24,7 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["/bin/sh", "-c", line], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
 
 
+@pytest.mark.quick_rows("--help")
 @pytest.mark.parametrize("option", ["--version", "--help"])
 def test_output_to_a_full_device_ends_with_4_and_one_line(option: str) -> None:
     done = shell(f"llmconv {option} > /dev/full")
@@ -53,6 +54,7 @@ def test_print_only_commands_end_quietly_with_0_on_a_closed_pipe(line: str) -> N
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_other_commands_do_not_exit_with_0_on_a_closed_pipe(tmp_path: Path) -> None:
     done = without_reader("to-hf", CHECKPOINT, "-o", str(tmp_path / "hf"), "-q")
     assert (done.returncode, done.stderr) == (141, "")
@@ -62,6 +64,7 @@ def test_an_error_that_cannot_be_printed_keeps_its_exit_code() -> None:
     assert shell("llmconv inspect nothing-here 2> /dev/full").returncode == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_closed_standard_streams_go_to_the_null_device(closed: str, tmp_path: Path) -> None:
     assert shell(f"llmconv to-hf {CHECKPOINT} -o {tmp_path}/closed {closed}").returncode == 0

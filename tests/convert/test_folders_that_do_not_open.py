@@ -90,6 +90,7 @@ def test_a_tensor_that_no_class_has_is_kept_and_named(trained: Case, tmp_path: P
     assert "value_head.weight" in load_file(tmp_path / "out" / WEIGHTS)
 
 
+@pytest.mark.slow
 def test_layers_that_predict_further_tokens_are_kept_with_one_note(tmp_path: Path) -> None:
     case = train(causal_lm("deepseek_v3", **DEEPSEEK), tmp_path, merge=False, target_modules=["o_proj"])
     extra = {"model.layers.61.enorm.weight": torch.rand(32), "model.layers.61.eh_proj.weight": torch.rand(32, 64)}

@@ -38,6 +38,7 @@ SIZES = {
 LLAMAS = st.fixed_dictionaries(SIZES).map(lambda changes: LLAMA | changes)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(config=LLAMAS, shards=st.sampled_from([1, 2, 4, 8]))
 def test_meta_and_back_is_the_same_model(
@@ -60,6 +61,7 @@ EXPERTS = {**SIZES, "num_key_value_heads": st.sampled_from([4, 8]), "num_local_e
 FALCON_KINDS = st.fixed_dictionaries({name: st.booleans() for name in ("multi_query", "parallel_attn", "bias")})
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     config=st.one_of(
@@ -82,6 +84,7 @@ def test_accessory_and_back_is_the_same_model(
 GENUINE = ("llama2_gqa_mp2_bf16", "llama3_1_scaled_mp2_bf16", "llama3_gqa_mp1_bf16")
 
 
+@pytest.mark.slow_rows("llama2_gqa_mp2_bf16")
 @pytest.mark.parametrize("case", GENUINE)
 def test_a_genuine_meta_checkpoint_comes_back_shard_by_shard(meta: Path, tmp_path: Path, case: str) -> None:
     source = meta / case
@@ -162,6 +165,7 @@ from_hf(sys.argv[1], sys.argv[2], to="meta", shards=2)
 """Dies at the end of the second shard."""
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", LLAMA)
     from_hf(model, tmp_path / "whole", to="meta", shards=2)

@@ -81,6 +81,7 @@ JUNK: st.SearchStrategy[Any] = st.one_of(
 FIELDS = st.sampled_from([*LLAMA, "rope_scaling", "rope_parameters", "head_dim", "hidden_act", "attention_bias"])
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(changes=st.dictionaries(FIELDS, JUNK, max_size=2), to=st.sampled_from(["meta", "accessory"]))
 def test_no_config_gives_a_traceback(

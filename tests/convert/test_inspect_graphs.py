@@ -69,6 +69,7 @@ def test_matrices_are_counted_by_bits_and_blocks(
     assert found.codes and found.codes.matrices == {kind: count for kind, count in kinds.items() if count}
 
 
+@pytest.mark.slow
 def test_the_table_of_a_quantized_folder_is_about_the_model(quantized: Callable[..., Path]) -> None:
     shown = CliRunner().invoke(main, ["inspect", str(quantized(quant="int4"))]).stdout
     rows = dict(line.split("  ", 1) for line in shown.splitlines())
@@ -130,6 +131,7 @@ def test_a_damaged_list_of_modules_is_a_warning(model: Path, tmp_path: Path, con
     assert not found.modules and "the modules are not listed: `modules.json` is not" in found.warnings[-1]
 
 
+@pytest.mark.slow
 def test_names_of_another_kind_in_a_manifest_are_left_out(model: Path, tmp_path: Path) -> None:
     export(model, tmp_path / "out", incremental=True)
     manifest = json.loads((tmp_path / "out/llmconv.json").read_bytes())
@@ -237,6 +239,7 @@ def test_a_graph_that_was_not_judged_is_named(verified: Path) -> None:
     assert shown_verdict(verified)[0] == "out of date: prefill.onnx not verified"
 
 
+@pytest.mark.quick_rows("content1")
 @pytest.mark.parametrize("content", [5, {}, {"verdict": "pass"}, "\x1b[2J"])
 def test_a_malformed_verdict_is_shown_as_unreadable(verified: Path, content: object) -> None:
     manifest = json.loads((verified / "llmconv.json").read_bytes())

@@ -56,6 +56,7 @@ def traced(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_composer_checkpoint_becomes_a_folder_with_its_code_and_logits(
     run: Path, code: Path, model: Any, tmp_path: Path
 ) -> None:
@@ -70,12 +71,14 @@ def test_code_next_to_the_given_configuration_is_found(run: Path, code: Path, tm
     assert plan.small_files.keys() >= FILES and plan.checkpoint.config["auto_map"] == AUTO_MAP
 
 
+@pytest.mark.slow
 def test_code_next_to_the_checkpoint_is_found(code: Path, model: Any, tmp_path: Path) -> None:
     torch.save({"model": {f"module.{name}": one for name, one in model.state_dict().items()}}, code / "last.pt")
     to_hf(code / "last.pt", tmp_path / "hf", trust_remote_code=True)
     assert torch.equal(logits_of(loaded(tmp_path / "hf")), logits_of(model))
 
 
+@pytest.mark.slow
 def test_safetensors_in_the_names_of_the_code_are_converted(code: Path, model: Any, tmp_path: Path) -> None:
     save_file({f"lit.{name}": one for name, one in model.state_dict().items()}, tmp_path / "weights.safetensors")
     to_hf(tmp_path / "weights.safetensors", tmp_path / "hf", code=code, trust_remote_code=True)
@@ -111,6 +114,7 @@ def test_the_converted_folder_is_exported_verified_and_generates(
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT with transformers 5
 def test_a_merge_copies_the_code_and_does_not_run_it(code: Path, model: Any, tmp_path: Path) -> None:
     config = LoraConfig(r=2, target_modules=["to_queries", "mix"], init_lora_weights=False)
@@ -124,6 +128,7 @@ def test_a_merge_copies_the_code_and_does_not_run_it(code: Path, model: Any, tmp
     torch.testing.assert_close(logits_of(loaded(tmp_path / "merged")), expected)
 
 
+@pytest.mark.slow
 def test_an_exact_delta_carries_the_code_of_the_tuned_model(code: Path, model: Any, tmp_path: Path) -> None:
     save_file(model.state_dict(), code / "model.safetensors")
     tuned = traced(Path(shutil.copytree(code, tmp_path / "tuned")))
@@ -244,6 +249,7 @@ def test_formats_without_own_code_refuse_the_option(meta: Path, tmp_path: Path) 
         to_hf(next(meta.iterdir()), tmp_path / "hf", format="meta", trust_remote_code=True)
 
 
+@pytest.mark.slow
 def test_the_code_of_a_native_type_is_dropped_without_consent(code: Path, model: Any, tmp_path: Path) -> None:
     save_file(model.state_dict(), code / "model.safetensors")
     plan = to_hf(code, tmp_path / "half", dtype="bfloat16")

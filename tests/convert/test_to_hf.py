@@ -45,6 +45,7 @@ def test_exactly_one_format_claims_each_checkpoint(path: Path, name: str) -> Non
     assert [claim for claim, found in formats().items() if found.detect(path)] == [name]
 
 
+@pytest.mark.slow
 def test_every_format_claims_genuine_files_and_no_two_claim_the_same_path() -> None:
     claims = {path: [name for name, found in formats().items() if found.detect(path)] for path in FIXTURES.rglob("*")}
     assert not {str(path): names for path, names in claims.items() if len(names) > 1}
@@ -59,6 +60,7 @@ def test_every_format_is_named_after_its_package_or_file() -> None:
     assert [found.name for found in formats().values()] == list(formats()) == sorted(entries)
 
 
+@pytest.mark.slow
 def test_converting_needs_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys; from llmconv.cli import main\n"

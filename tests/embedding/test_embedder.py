@@ -48,6 +48,7 @@ def expected(folder: Path) -> Callable[[list[int]], object]:
     return embedding
 
 
+@pytest.mark.slow
 def test_texts_of_several_lengths_keep_their_order(folder: Path, expected: Callable[[list[int]], object]) -> None:
     found = Embedder(folder).encode(["t3 t4 t5", "t6", "t1 t2"], batch_size=2)
     wanted = [expected([3, 4, 5]), expected([6]), expected([1, 2])]
@@ -55,6 +56,7 @@ def test_texts_of_several_lengths_keep_their_order(folder: Path, expected: Calla
     np.testing.assert_allclose(found, np.array(wanted), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_prompt_of_the_model_stands_in_front(folder: Path, expected: Callable[[list[int]], object]) -> None:
     found = Embedder(folder).encode("t3", prompt_name="query")
     np.testing.assert_allclose(found[0], np.asarray(expected([9, 3])), atol=1e-5)
@@ -105,6 +107,7 @@ def test_the_command_answers_with_one_object_on_demand(folder: Path) -> None:
     assert found["role"] == "embed" and [row["text"] for row in found["results"]] == ["t3", "t4"]
 
 
+@pytest.mark.slow
 def test_the_command_writes_an_array(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("t3\n\nt4 t5\n")
     arguments = ["embed", str(folder), "--text-file", str(tmp_path / "texts.txt"), "--output-file"]

@@ -60,16 +60,19 @@ def axes(path: Path, name: str) -> list[str | int]:
     return [axis.dim_param or axis.dim_value for axis in port.type.tensor_type.shape.dim]
 
 
+@pytest.mark.slow
 def test_every_client_has_the_name_of_its_file() -> None:
     assert all(layout.name == name for name, layout in known_clients().items())
 
 
+@pytest.mark.slow
 def test_an_unknown_layout_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UsageProblem, match="unknown layout `coreml`") as refused:
         export(tmp_path, layout="coreml")
     assert "genai, onnxruntime, optimum, transformersjs" in refused.value.hint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", ["--prefill", "--incremental"])
 def test_genai_refuses_half_a_pair_of_graphs(tmp_path: Path, graph: str) -> None:
     result = CliRunner().invoke(main, ["export", str(tmp_path), graph, "--layout", "genai"])
@@ -77,6 +80,7 @@ def test_genai_refuses_half_a_pair_of_graphs(tmp_path: Path, graph: str) -> None
     assert "layout `genai` cannot use" in result.stderr and "`--prefill --incremental`" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "asked", "expected"),
     [
@@ -109,11 +113,13 @@ def test_no_layout_copies_weights(unusual: Path) -> None:
     assert sum(path.stat().st_size for path in written) < weights + 300_000
 
 
+@pytest.mark.slow
 def test_a_folder_with_all_layouts_passes_verification(unusual: Path) -> None:
     report = verify(unusual)
     assert report.verdict == "pass", [line for line in report.lines() if line.startswith("FAILED")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["genai_config.json", "onnx/model.onnx"])
 def test_a_file_of_the_user_is_not_replaced_silently(llama: Path, name: str) -> None:
     (llama / name).parent.mkdir(exist_ok=True)
@@ -123,6 +129,7 @@ def test_a_file_of_the_user_is_not_replaced_silently(llama: Path, name: str) -> 
     assert (llama / name).read_text() == "mine" and not (llama / "model.onnx").exists()
 
 
+@pytest.mark.slow
 def test_a_layout_can_be_added_to_other_graphs(exported: Path) -> None:
     (exported / "model.onnx").unlink()
     content = read_manifest(exported)
@@ -132,6 +139,7 @@ def test_a_layout_can_be_added_to_other_graphs(exported: Path) -> None:
     assert set(read_manifest(exported).graphs) == {"prefill", "decode", "unified"}
 
 
+@pytest.mark.slow
 def test_a_new_folder_can_be_replaced_with_its_links(llama: Path, tmp_path: Path) -> None:
     for _ in range(2):
         export(llama, tmp_path / "new", layout="transformersjs", max_shard_size="500KB", overwrite=True)
@@ -140,6 +148,7 @@ def test_a_new_folder_can_be_replaced_with_its_links(llama: Path, tmp_path: Path
     assert len(shards) > 1 and [link.resolve() for link in links] == shards
 
 
+@pytest.mark.slow
 def test_genai_takes_one_graph_or_the_pair() -> None:
     assert genai_config(model_of("llama"), "unified")["model"]["decoder"]["filename"] == "unified.onnx"
     pair = genai_config(model_of("llama"), "prefill", "decode")["model"]
@@ -148,6 +157,7 @@ def test_genai_takes_one_graph_or_the_pair() -> None:
     assert [(s["run_on_prompt"], s["run_on_token_gen"]) for s in stages.values()] == [(True, False), (False, True)]
 
 
+@pytest.mark.slow
 def test_genai_maps_the_weights_of_two_sessions_once() -> None:
     options = [genai_config(model_of("llama"), *r)["model"]["decoder"]["session_options"] for r in PAIR_AND_ONE]
     assert [given.get("session.disable_prepacking") for given in options] == ["1", None]
@@ -156,6 +166,7 @@ def test_genai_maps_the_weights_of_two_sessions_once() -> None:
 PAIR_AND_ONE = (("prefill", "decode"), ("unified",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens_of", "expected"),
     [
@@ -169,11 +180,13 @@ def test_genai_gets_the_tokens_of_generation_config(tokens_of: dict[str, Any], e
     assert {name: found[name] for name in expected} == expected
 
 
+@pytest.mark.slow
 def test_a_model_without_end_token_does_not_end_at_padding() -> None:
     found = genai_config(model_of("llama", eos_token_id=None, pad_token_id=None), "unified")["model"]
     assert (found["eos_token_id"], found["pad_token_id"]) == ([found["vocab_size"] - 1], found["vocab_size"] - 1)
 
 
+@pytest.mark.slow
 def test_genai_samples_only_with_do_sample_in_generation_config() -> None:
     assert genai_config(model_of("llama"), "unified")["search"]["do_sample"] is False
     content = {"do_sample": True, "top_p": 0.9, "temperature": 0.6, "top_k": None}
@@ -181,6 +194,7 @@ def test_genai_samples_only_with_do_sample_in_generation_config() -> None:
     assert search["do_sample"] is True and search["top_p"] == 0.9 and "top_k" not in search
 
 
+@pytest.mark.slow
 def test_genai_refuses_a_model_with_several_head_sizes() -> None:
     class Uneven(InputMap):
         def inputs(self, config: Any) -> tuple[Port, ...]:
@@ -191,6 +205,7 @@ def test_genai_refuses_a_model_with_several_head_sizes() -> None:
         genai_client.check(ClientModel(model_of("llama").config, Uneven()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "changes", "expected"),
     [
@@ -205,6 +220,7 @@ def test_optimum_guesses_the_cache(model_type: str, changes: dict[str, Any], exp
     assert guess(model.config, model.input_map.inputs(model.config)[-1]) == expected
 
 
+@pytest.mark.slow
 def test_the_graph_accepts_any_guess_only_if_the_guess_is_wrong(unusual: Path, llama: Path) -> None:
     export(llama, layout="optimum")
     assert axes(llama / "model.onnx", "past_key_values.0.key") == ["batch_size", 2, "past_sequence_length", 16]
@@ -212,6 +228,7 @@ def test_the_graph_accepts_any_guess_only_if_the_guess_is_wrong(unusual: Path, l
     assert axes(unusual / "transformersjs.graph", "past_key_values.0.key")[1::2] == [1, 24]
 
 
+@pytest.mark.slow
 def test_an_empty_past_of_any_shape_gives_the_same_outputs(unusual: Path) -> None:
     inputs = tokens(batch=2, length=7)
     past = {f"past_key_values.{i}.{part}": np.zeros((2, 4, 0, 16), np.float32) for i in range(4) for part in PARTS}
@@ -223,6 +240,7 @@ def test_an_empty_past_of_any_shape_gives_the_same_outputs(unusual: Path) -> Non
 PARTS = ("key", "value")
 
 
+@pytest.mark.slow
 def test_the_variant_is_deterministic(deep: Callable[[str], Path]) -> None:
     model = model_of("llama", num_hidden_layers=8)
     past = list(model.input_map.inputs(model.config)[3:])
@@ -230,6 +248,7 @@ def test_the_variant_is_deterministic(deep: Callable[[str], Path]) -> None:
     assert accept_any_empty_past(encoded, past) == accept_any_empty_past(encoded, past)
 
 
+@pytest.mark.slow
 def test_transformersjs_config_is_written_in_a_new_folder_only(llama: Path, tmp_path: Path) -> None:
     before = (llama / "config.json").read_bytes()
     export(llama, layout="transformersjs")
@@ -239,6 +258,7 @@ def test_transformersjs_config_is_written_in_a_new_folder_only(llama: Path, tmp_
     assert content == {"dtype": "fp32", "use_external_data_format": {"model.onnx": 1}}
 
 
+@pytest.mark.slow
 def test_the_links_of_transformersjs_open_in_place_and_as_copies(unusual: Path, tmp_path: Path) -> None:
     inputs = tokens(batch=2, length=7)
     copied = Path(shutil.copytree(unusual / "onnx", tmp_path / "onnx"))
@@ -246,6 +266,7 @@ def test_the_links_of_transformersjs_open_in_place_and_as_copies(unusual: Path, 
     np.testing.assert_array_equal(linked, plain)
 
 
+@pytest.mark.slow
 def test_transformersjs_takes_a_hundred_data_files() -> None:
     graphs = EncodedGraphs({"unified": b""}, {"unified": "model.onnx"}, tuple(f"{i}.safetensors" for i in range(101)))
     with pytest.raises(UsageProblem, match="at most 100 data files") as refused:
@@ -253,6 +274,7 @@ def test_transformersjs_takes_a_hundred_data_files() -> None:
     assert "--max-shard-size" in refused.value.hint
 
 
+@pytest.mark.slow
 def test_transformersjs_gets_the_generation_config_that_it_requires(llama: Path) -> None:
     (llama / "generation_config.json").unlink()
     export(llama, layout="transformersjs")
@@ -261,6 +283,7 @@ def test_transformersjs_gets_the_generation_config_that_it_requires(llama: Path)
     assert "generation_config.json" in read_manifest(llama).files
 
 
+@pytest.mark.slow
 def test_a_link_leads_to_a_file_of_the_folder(unusual: Path) -> None:
     model, weights = model_of("qwen3"), ("a.safetensors", "b.safetensors")
     graphs = EncodedGraphs({"unified": onnx.ModelProto().SerializeToString()}, {"unified": "model.onnx"}, weights)
@@ -268,6 +291,7 @@ def test_a_link_leads_to_a_file_of_the_folder(unusual: Path) -> None:
     assert files["onnx/model.onnx_data_1"] == Link("../b.safetensors")
 
 
+@pytest.mark.slow
 def test_the_command_lists_the_written_files(llama: Path) -> None:
     result = CliRunner().invoke(main, ["export", str(llama), "--layout", "genai", "--layout", "optimum", "--json"])
     assert result.exit_code == 0, result.output

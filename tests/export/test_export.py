@@ -23,6 +23,7 @@ from tests.export.conftest import DEPTH, FAMILIES, as_past, eager_logits, run_gr
 GRAPHS = ["prefill.onnx", "decode.onnx", "model.onnx"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", slow_but(FAMILIES, "llama"))
 def test_a_prompt_and_its_continuation_equal_the_eager_model(deep: Callable[[str], Path], model_type: str) -> None:
     folder = deep(model_type)
@@ -70,6 +71,7 @@ def test_constants_inside_a_graph_are_small(deep: Callable[[str], Path]) -> None
     assert (deep("llama") / "model.onnx").stat().st_size < 200_000
 
 
+@pytest.mark.slow
 def test_only_graphs_and_manifest_are_added_to_the_folder(llama: Path) -> None:
     before = {path.name: path.read_bytes() for path in llama.iterdir()}
     export(llama)
@@ -98,6 +100,7 @@ def test_symbols_and_names_are_those_that_clients_expect(deep: Callable[[str], P
     assert axes["logits"] == ["batch_size", "sequence_length", 96]
 
 
+@pytest.mark.slow
 def test_bloom_has_no_position_ids(deep: Callable[[str], Path]) -> None:
     graph = onnx.load(deep("bloom") / "decode.onnx", load_external_data=False).graph
     assert "position_ids" not in [port.name for port in graph.input]
@@ -110,12 +113,14 @@ def test_nodes_are_named_after_their_modules(deep: Callable[[str], Path]) -> Non
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.slow
 def test_a_tied_head_is_the_embedding_itself(deep: Callable[[str], Path]) -> None:
     graph = onnx.load(deep("gpt2") / "decode.onnx", load_external_data=False).graph
     readers = [node.op_type for node in graph.node if "transformer.wte.weight" in node.input]
     assert readers == ["Gather", "Gemm"]
 
 
+@pytest.mark.slow
 def test_the_same_model_gives_the_same_bytes_anywhere(deep: Callable[[str], Path], exported: Path) -> None:
     export(exported, incremental=True, overwrite=True)
     content = (exported / "decode.onnx").read_bytes()
@@ -136,6 +141,7 @@ def test_existing_graphs_need_overwrite(exported: Path) -> None:
         export(exported, incremental=True)
 
 
+@pytest.mark.slow
 def test_another_graph_can_be_added_later(llama: Path) -> None:
     export(llama, incremental=True)
     export(llama, unified=True)
@@ -150,12 +156,14 @@ def test_deleted_graphs_are_removed_from_the_manifest(exported: Path) -> None:
     assert not {"prefill.onnx", "decode.onnx"} & read_manifest(exported).files.keys()
 
 
+@pytest.mark.slow
 def test_a_killed_export_can_be_run_again(exported: Path) -> None:
     (exported / "llmconv.json").unlink()  # the state after kill -9 before the last step
     export(exported)
     assert set(read_manifest(exported).graphs) == {"prefill", "decode"}
 
 
+@pytest.mark.slow
 def test_a_dry_run_writes_nothing(llama: Path) -> None:
     before = sorted(path.name for path in llama.iterdir())
     assert export(llama, dry_run=True).sizes is None
@@ -169,6 +177,7 @@ def test_an_unknown_model_type_lists_close_matches(llama: Path) -> None:
         export(llama)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_bytes_that_it_did_not_copy(llama: Path) -> None:
     result = CliRunner().invoke(main, ["export", str(llama), "--json"])
     assert result.exit_code == 0, result.output

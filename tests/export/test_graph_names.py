@@ -22,6 +22,7 @@ def model(tiny: Callable[[str], Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny("llama"), tmp_path / "model"))
 
 
+@pytest.mark.slow
 def test_graphs_with_names_of_their_own_are_found_and_verified(model: Path) -> None:
     made = export(model, graph_name=NAMES)
     assert sorted(path.name for path in model.glob("*.onnx")) == ["prompt.onnx", "step.onnx"]
@@ -40,6 +41,7 @@ def test_another_name_replaces_the_graph_only_with_overwrite(model: Path) -> Non
     assert sorted(path.name for path in model.glob("*.onnx")) == ["prefill.onnx", "step.onnx"]
 
 
+@pytest.mark.slow
 def test_stages_are_named_after_the_graph(model: Path, tmp_path: Path) -> None:
     export(model, tmp_path / "out", graph_name=NAMES, stages=2)
     assert (tmp_path / "out" / "step-1-of-2.onnx").is_file()

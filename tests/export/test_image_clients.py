@@ -174,6 +174,7 @@ def test_a_new_folder_has_the_fields_of_the_text_config_that_the_client_has_no_d
     assert found == {"config.json": {"text_config": {"model_type": "llama", "vocab_size": 96, "num_hidden_layers": 4}}}
 
 
+@pytest.mark.slow
 def test_resuming_a_complete_new_folder_writes_nothing(llava: Path, renewed: Path) -> None:
     again = export(llava, renewed, layout="transformersjs", resume=True)
     assert again.sizes is not None and again.sizes.copied == 0
@@ -199,6 +200,7 @@ def test_genai_refuses_a_pair_of_decoder_graphs(llava: Path) -> None:
     assert "--unified" in refused.value.hint
 
 
+@pytest.mark.quick_rows("aya_vision")
 @pytest.mark.parametrize("model_type", sorted(TOWERS.keys() - {"llava"}))
 def test_transformersjs_refuses_types_that_it_has_no_class_for(model_type: str, tmp_path: Path) -> None:
     folder = save_tower(model_type, tmp_path / model_type)

@@ -33,12 +33,14 @@ def ports(path: Path) -> dict[str, list[str | int]]:
     }
 
 
+@pytest.mark.slow
 def test_last_logits_are_one_row_and_recorded(llama: Path) -> None:
     export(llama, last_logits=True)
     assert ports(llama / "decode.onnx")["logits"] == ["batch_size", 1, 96]
     assert read_manifest(llama).graphs["prefill"]["last_logits"] is True
 
 
+@pytest.mark.slow
 def test_tokens_and_scores_replace_logits(llama: Path) -> None:
     export(llama, postprocess="topk:4")
     found = ports(llama / "prefill.onnx")
@@ -47,6 +49,7 @@ def test_tokens_and_scores_replace_logits(llama: Path) -> None:
     assert read_manifest(llama).graphs["prefill"]["outputs"][:2] == ["tokens", "scores"]
 
 
+@pytest.mark.slow
 def test_stages_share_the_layers_and_the_weights(llama: Path) -> None:
     export(llama, incremental=True, stages=3)
     stages = read_manifest(llama).graphs["decode"]["stages"]
@@ -60,6 +63,7 @@ def test_stages_share_the_layers_and_the_weights(llama: Path) -> None:
     assert sum(len(names) for names in weights) == len(open_checkpoint(llama))
 
 
+@pytest.mark.slow
 def test_a_stage_takes_the_hidden_state_and_its_own_cache(llama: Path) -> None:
     export(llama, incremental=True, stages=2)
     found = ports(llama / "decode-2-of-2.onnx")
@@ -69,6 +73,7 @@ def test_a_stage_takes_the_hidden_state_and_its_own_cache(llama: Path) -> None:
     onnx.checker.check_model(str(llama / "decode-2-of-2.onnx"), full_check=True)
 
 
+@pytest.mark.slow
 def test_a_whole_graph_replaces_its_stages(llama: Path) -> None:
     export(llama, incremental=True, stages=2)
     export(llama, incremental=True, overwrite=True)
@@ -76,18 +81,21 @@ def test_a_whole_graph_replaces_its_stages(llama: Path) -> None:
     assert not any("-of-" in name for name in read_manifest(llama).files)
 
 
+@pytest.mark.slow
 def test_existing_stages_need_overwrite(llama: Path) -> None:
     export(llama, incremental=True, stages=2)
     result = CliRunner().invoke(main, ["export", str(llama), "--incremental", "--stages", "2"])
     assert result.exit_code == 3 and "decode-1-of-2.onnx` already exists" in result.stderr
 
 
+@pytest.mark.quick_rows("9")
 @pytest.mark.parametrize("stages", [0, 9])
 def test_every_stage_needs_a_layer(llama: Path, stages: int) -> None:
     with pytest.raises(UsageProblem, match="8 layers"):
         export(llama, stages=stages, dry_run=True)
 
 
+@pytest.mark.slow
 def test_opset_21_has_none_of_the_newer_operators(llama: Path) -> None:
     export(llama, incremental=True, opset=21)
     model = onnx.load(llama / "decode.onnx", load_external_data=False)
@@ -115,6 +123,7 @@ def test_other_processes_write_the_same_bytes(llama: Path, tmp_path: Path) -> No
     assert len(contents[0]) == 4 and contents[0] == contents[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"opset": 21, "last_logits": True, "postprocess": "argmax"}])
 def test_names_are_unique_and_readable(llama: Path, options: dict[str, Any]) -> None:
     export(llama, incremental=True, **options)
@@ -126,6 +135,7 @@ def test_names_are_unique_and_readable(llama: Path, options: dict[str, Any]) -> 
     assert not [name for name in names if name.startswith(("_", "node_", "val_", "/"))]
 
 
+@pytest.mark.slow
 def test_the_command_lists_every_stage(llama: Path) -> None:
     result = CliRunner().invoke(main, ["export", str(llama), "--incremental", "--stages", "2", "--json"])
     assert json.loads(result.stdout)["graphs"] == {"decode": ["decode-1-of-2.onnx", "decode-2-of-2.onnx"]}

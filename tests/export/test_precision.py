@@ -60,6 +60,7 @@ def types(ports: Iterator[onnx.ValueInfoProto]) -> dict[str, int]:
     return {port.name: port.type.tensor_type.elem_type for port in ports}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_but(KINDS, "float16"))
 @pytest.mark.parametrize("model_type", slow_but(["llama", "gpt2"], "llama"))
 def test_weights_are_mapped_as_stored_without_a_cast(stored: Stored, model_type: str, dtype: str) -> None:
@@ -72,6 +73,7 @@ def test_weights_are_mapped_as_stored_without_a_cast(stored: Stored, model_type:
     assert not [node.name for node in model.graph.node if node.op_type == "Cast" and node.input[0] in weights]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", KINDS)
 def test_the_cache_has_the_precision_and_logits_are_float32(stored: Stored, dtype: str) -> None:
     folder = stored("llama", dtype)
@@ -94,6 +96,7 @@ def test_logits_of_another_half_type_are_refused(stored: Stored) -> None:
         export(stored("llama", "float16"), precision="float16", logits_dtype="bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", KINDS)
 def test_one_node_per_norm(stored: Stored, dtype: str) -> None:
     folder = stored("llama", dtype)
@@ -103,6 +106,7 @@ def test_one_node_per_norm(stored: Stored, dtype: str) -> None:
     assert not {"Pow", "ReduceMean", "Sqrt"} & {*operators}
 
 
+@pytest.mark.slow
 def test_the_manifest_records_the_precision(stored: Stored) -> None:
     folder = stored("llama", "bfloat16")
     export(folder, precision="bfloat16")
@@ -118,6 +122,7 @@ def test_weights_of_another_dtype_are_not_mapped_in_place(stored: Stored) -> Non
     assert not list(folder.glob("*.onnx"))
 
 
+@pytest.mark.slow
 def test_weights_of_another_dtype_are_written_once_in_the_precision(stored: Stored, tmp_path: Path) -> None:
     export(stored("llama", "bfloat16"), tmp_path / "out", precision="float16")
     assert {tensor.dtype.name for tensor in open_checkpoint(tmp_path / "out").values()} == {"float16"}
@@ -185,6 +190,7 @@ def test_recurrent_states_stay_in_float32(tmp_path: Path, dtype: str) -> None:
     assert found["present_conv.0"] == KINDS[dtype]
 
 
+@pytest.mark.slow
 def test_float32_graphs_are_the_default_and_have_one_node_per_norm(stored: Stored) -> None:
     folder = stored("llama", "float32")
     export(folder)
@@ -194,6 +200,7 @@ def test_float32_graphs_are_the_default_and_have_one_node_per_norm(stored: Store
     assert types(model.graph.input)["past_key_values.0.key"] == TensorProto.FLOAT
 
 
+@pytest.mark.slow
 def test_masks_are_the_smallest_number_of_float16(stored: Stored) -> None:
     folder = stored("llama", "float16")
     export(folder, precision="float16")
@@ -219,6 +226,7 @@ def test_other_options_verify_in_half_precision(stored: Stored, options: dict[st
     assert report.verdict == "pass", report.closing_lines()
 
 
+@pytest.mark.quick_rows("bfloat16")
 @pytest.mark.parametrize("dtype", KINDS)
 def test_verify_compares_the_graphs_as_they_are_and_in_float32(stored: Stored, dtype: str) -> None:
     folder = stored("llama", dtype)
@@ -229,6 +237,7 @@ def test_verify_compares_the_graphs_as_they_are_and_in_float32(stored: Stored, d
     assert {"prefill, 7 tokens", "prefill, 7 tokens, in float32"} <= names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", KINDS)
 def test_verify_catches_an_epsilon_that_half_precision_hides(stored: Stored, dtype: str) -> None:
     folder = stored("llama", dtype)
@@ -245,6 +254,7 @@ def test_verify_catches_an_epsilon_that_half_precision_hides(stored: Stored, dty
     assert "epsilon" in report.where.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", KINDS)
 def test_verify_goes_layer_by_layer_in_half_precision(stored: Stored, dtype: str) -> None:
     folder = stored("llama", dtype)
@@ -273,6 +283,7 @@ def test_genai_gets_the_provider_of_the_target(stored: Stored) -> None:
     assert config["model"]["decoder"]["session_options"]["provider_options"] == [{"cuda": {}}]
 
 
+@pytest.mark.slow
 def test_the_manifest_names_what_computes_in_float32(tmp_path: Path) -> None:
     folder = cast_folder(save_tiny("llama", tmp_path), "float16")
     export(folder, prefill=True, incremental=True, precision="float16")
@@ -281,6 +292,7 @@ def test_the_manifest_names_what_computes_in_float32(tmp_path: Path) -> None:
         assert not any("proj" in module for module in entry["float32"])
 
 
+@pytest.mark.slow
 def test_a_float32_graph_has_no_such_field(tmp_path: Path) -> None:
     export(save_tiny("llama", tmp_path), prefill=True)
     assert "float32" not in json.loads((tmp_path / "llmconv.json").read_text())["graphs"]["prefill"]

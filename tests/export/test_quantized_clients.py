@@ -48,6 +48,7 @@ def greedy(folder: Path, prompt: list[int], new: int = NEW) -> list[int]:
     return until_end([*tokens, int(step.logits[0, -1].argmax())][len(prompt) :])
 
 
+@pytest.mark.quick_rows("int8-options3-q8-model_quantized.onnx")
 @pytest.mark.parametrize(("quant", "options", "dtype", "name"), DTYPES)
 def test_transformersjs_finds_a_quantized_graph_without_options(
     quant: str, options: dict[str, Any], dtype: str, name: str, tmp_path: Path
@@ -62,6 +63,7 @@ def test_transformersjs_finds_a_quantized_graph_without_options(
     assert content.get("kv_cache_dtype") == ({dtype: "float16"} if options.get("precision") else None)
 
 
+@pytest.mark.slow
 def test_codes_are_packed_in_both_sessions_of_genai(tmp_path: Path) -> None:
     """Without packing, the whole matrix is dequantized at every call."""
     folder = save_tiny("llama", tmp_path / "llama")

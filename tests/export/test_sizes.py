@@ -32,6 +32,7 @@ def reported(*line: Any) -> tuple[list[int], str]:
     return [printed[name] for name in BYTES], dry.stderr
 
 
+@pytest.mark.quick_rows("two graphs")
 @pytest.mark.parametrize("more", [[], ["--unified"], ["--stages", "2"]], ids=["two graphs", "one", "stages"])
 def test_in_place_nothing_is_copied_and_each_weight_counts_once(llama: Path, more: list[str]) -> None:
     held = open_checkpoint(llama).nbytes
@@ -40,6 +41,7 @@ def test_in_place_nothing_is_copied_and_each_weight_counts_once(llama: Path, mor
     assert f"{held:,} bytes of weights, 0 written" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [["--dtype", "float16"], ["--dtype", "bfloat16", "--max-shard-size", "100KB"], ["--max-shard-size", "200KB"]],
@@ -53,6 +55,7 @@ def test_in_a_new_folder_the_weights_of_that_folder_count(llama: Path, tmp_path:
     assert f"{held:,} bytes of weights, {held:,} written" in message
 
 
+@pytest.mark.slow
 def test_a_weight_that_no_graph_reads_is_not_mapped(llama: Path) -> None:
     tensors = load_file(llama / "model.safetensors")
     unread = next(iter(tensors.values()))[:1].copy()
@@ -138,6 +141,7 @@ def test_invalid_values_are_refused(
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
 def test_a_dry_run_lists_the_files_that_a_run_writes(llama: Path, tmp_path: Path) -> None:
     words = ["export", str(llama), "-o", str(tmp_path / "out"), "--quant", "int4", "--incremental"]
     listed = CliRunner().invoke(main, [*words, "--dry-run"]).stdout.splitlines()
@@ -158,6 +162,7 @@ def test_what_was_quantized_is_summarized(llama: Path, tmp_path: Path) -> None:
     assert f"{found['bytes']:,} bytes instead of {found['bytes_before']:,}; 18 tensors as they are" in printed
 
 
+@pytest.mark.slow
 def test_factors_that_no_graph_maps_are_counted(talking: Path, tmp_path: Path) -> None:
     exported = export(talking, tmp_path / "out", unified=True, quant="a8w8", calibrate="default")
     assert exported.quantized

@@ -70,6 +70,7 @@ def test_no_axis_and_no_node_depends_on_a_call(name: str, static: Tiny) -> None:
     assert not users(model, "Shape")
 
 
+@pytest.mark.slow
 def test_the_manifest_contains_the_sizes(static: Tiny) -> None:
     entries = read_manifest(static("llama")).graphs
     form = {"cache": "static", "batch_size": 3, "slots": 64}
@@ -77,6 +78,7 @@ def test_the_manifest_contains_the_sizes(static: Tiny) -> None:
     assert entries["prefill"]["form"] == {**form, "sequence": 16}
 
 
+@pytest.mark.slow
 def test_a_length_that_is_one_too_small_is_caught(static: Tiny, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(static("llama"), tmp_path / "mutant"))
     model = onnx.load(folder / "decode.onnx", load_external_data=False)
@@ -87,6 +89,7 @@ def test_a_length_that_is_one_too_small_is_caught(static: Tiny, tmp_path: Path) 
     assert verify(folder, allow_changed=True).verdict == "fail"
 
 
+@pytest.mark.slow
 def test_a_write_one_slot_too_far_is_caught(static: Tiny, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(static("llama"), tmp_path / "mutant"))
     model = onnx.load(folder / "decode.onnx", load_external_data=False)
@@ -98,6 +101,7 @@ def test_a_write_one_slot_too_far_is_caught(static: Tiny, tmp_path: Path) -> Non
     assert verify(folder, allow_changed=True).verdict == "fail"
 
 
+@pytest.mark.slow
 def test_rows_of_different_lengths_need_no_padding(static: Tiny) -> None:
     """Each row is written at its own index, as a server with one sequence per row does."""
     import onnxruntime  # noqa: PLC0415 - slow to import
@@ -119,6 +123,7 @@ def test_rows_of_different_lengths_need_no_padding(static: Tiny) -> None:
         np.testing.assert_allclose(logits[row, 0], alone.logits[0, -1], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_prompts_longer_than_one_call_and_smaller_batches_give_the_same(static: Tiny, deep: Tiny) -> None:
     inputs = prompt(2, 37)
     step = OrtRunner.from_folder(static("llama")).prefill(*inputs)

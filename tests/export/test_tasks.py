@@ -49,6 +49,7 @@ def graph(path: Path) -> onnx.GraphProto:
     return onnx.load(path, load_external_data=False).graph
 
 
+@pytest.mark.slow
 def test_an_embedding_graph_maps_the_weights_of_model_and_modules_in_place(copied: Path) -> None:
     before = {path: path.read_bytes() for path in copied.rglob("*.safetensors")}
     exported = export(copied, task="embed")
@@ -59,6 +60,7 @@ def test_an_embedding_graph_maps_the_weights_of_model_and_modules_in_place(copie
     assert before == {path: path.read_bytes() for path in copied.rglob("*.safetensors")}
 
 
+@pytest.mark.slow
 def test_an_embedding_graph_has_no_cache(copied: Path) -> None:
     export(copied, task="embed")
     made = graph(copied / "model.onnx")
@@ -84,11 +86,13 @@ def test_a_model_without_modules_returns_hidden_states_alone(copied: Path, capfd
     assert "no pooling module" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_layers_are_replicated(tmp_path: Path) -> None:
     folder = save_modules(save_model(tmp_path / "deep", "qwen3", num_hidden_layers=8))
     assert export(folder, task="embed").traced_layers == 3
 
 
+@pytest.mark.slow
 def test_a_scoring_graph_takes_tokens_and_returns_logits(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path / "llama")
     export(folder, no_cache=True)

@@ -32,6 +32,7 @@ def verdict_of(folder: Path) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_graphs_in_the_model_folder_are_verified(model: Path) -> None:
     done = run(model, "--incremental")
     first, *_, last = done.stdout.splitlines()
@@ -40,6 +41,7 @@ def test_graphs_in_the_model_folder_are_verified(model: Path) -> None:
     assert verdict_of(model) == "pass"
 
 
+@pytest.mark.slow
 def test_quantized_weights_are_compared_with_the_model(model: Path, tmp_path: Path) -> None:
     done = run(model, "-o", tmp_path / "out", "--incremental", "--quant", "int8", "--json")
     content = json.loads(done.stdout)
@@ -64,6 +66,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Callable[[Report | Exception], No
     return judge
 
 
+@pytest.mark.quick_rows("fail-1")
 @pytest.mark.parametrize(("verdict", "code"), [("fail", 1), ("skip", 5)])
 def test_the_exit_code_is_that_of_verify_and_the_export_stays(
     model: Path, tmp_path: Path, judged: Callable[[Report], None], verdict: str, code: int

@@ -27,11 +27,13 @@ from llmconv.transpose import transposed
 MATRIX = torch.arange(3000, dtype=torch.float32).reshape(60, 50)
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=40), st.binary(max_size=40))
 def test_the_checksum_of_two_parts_is_that_of_the_whole(first: bytes, second: bytes) -> None:
     assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 40)), max_size=30), st.booleans())
 def test_reads_in_any_order_and_overlapping_find_a_changed_byte(spans: list[tuple[int, int]], damaged: bool) -> None:
     data = bytes(range(100))
@@ -47,6 +49,7 @@ def test_reads_in_any_order_and_overlapping_find_a_changed_byte(spans: list[tupl
         assert found or checks.of(record).complete
 
 
+@pytest.mark.slow
 def test_threads_that_read_blocks_find_a_changed_byte() -> None:
     data = os.urandom(1 << 20)
     for damage in (0, 1):

@@ -64,30 +64,36 @@ def uri(path: Path) -> str:
     return f"file://{path.absolute()}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["written", "dry run"])
 def test_a_conversion_leaves_nothing(temporary: Path, tmp_path: Path, more: list[str]) -> None:
     assert "llama" in run("to-hf", uri(CHECKPOINT), "-o", tmp_path / "out", *more)
 
 
+@pytest.mark.slow
 def test_inspect_leaves_nothing(temporary: Path) -> None:
     found = json.loads(run("inspect", uri(CHECKPOINT), "--json"))
     assert (found["format"], found["path"]) == ("composer", uri(CHECKPOINT))
     assert uri(CHECKPOINT) in run("inspect", uri(CHECKPOINT))
 
 
+@pytest.mark.slow
 def test_a_merge_leaves_nothing(temporary: Path, base: Path, tmp_path: Path) -> None:
     run("merge-lora", uri(base), uri(ADAPTER), "-o", tmp_path / "out", "--check")
 
 
+@pytest.mark.slow
 def test_the_way_back_leaves_nothing(temporary: Path, base: Path, tmp_path: Path) -> None:
     run("from-hf", uri(base), "--to", "meta", "-o", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_deltas_leave_nothing(temporary: Path, base: Path, tmp_path: Path) -> None:
     run("delta", "extract", uri(base), uri(base), "-o", tmp_path / "delta")
     run("delta", "apply", uri(base), uri(tmp_path / "delta"), "-o", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_the_settings_of_a_conversion_may_be_fetched_too(temporary: Path, base: Path, tmp_path: Path) -> None:
     run("to-hf", CHECKPOINT, "-o", tmp_path / "out", "--tokenizer", uri(base / "tokenizer.json"))
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
@@ -100,6 +106,7 @@ def test_an_export_from_memory_leaves_nothing(temporary: Path, in_memory: str, t
     assert (exported.folder / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["memory://llmconv/base", "file:///nowhere", "org/name"])
 def test_graphs_are_not_written_into_a_folder_that_vanishes(temporary: Path, model: str) -> None:
     with pytest.raises(InputRefused, match="not a local folder, so graphs cannot be written into it") as caught:
@@ -107,10 +114,12 @@ def test_graphs_are_not_written_into_a_folder_that_vanishes(temporary: Path, mod
     assert "-o OUT`" in caught.value.hint
 
 
+@pytest.mark.slow
 def test_a_verification_leaves_nothing(temporary: Path, talking: Path) -> None:
     assert "PASS" in run("verify", uri(talking), "--reference", uri(talking), "--scenario", "rows exchanged")
 
 
+@pytest.mark.slow
 def test_text_from_a_fetched_model_leaves_nothing(temporary: Path, talking: Path) -> None:
     assert run("generate", uri(talking), "ab", "--max-new-tokens", "2")
     assert generate(uri(talking), "ab", max_new_tokens=2).completions[0].tokens
@@ -121,6 +130,7 @@ def test_a_chat_leaves_nothing(temporary: Path, chatting: Path) -> None:
     assert run("chat", uri(chatting), "--json", "--max-new-tokens", "2", input="hello\n")
 
 
+@pytest.mark.slow
 def test_an_open_model_keeps_its_files_for_as_long_as_it_lives(temporary: Path, talking: Path) -> None:
     model = TextModel.open(uri(talking))
     assert model.folder.is_dir()
@@ -131,17 +141,20 @@ def test_an_open_model_keeps_its_files_for_as_long_as_it_lives(temporary: Path, 
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_the_result_of_inspect_is_readable_as_long_as_it_is_alive(temporary: Path) -> None:
     found = inspect(uri(CHECKPOINT))
     assert found.file_bytes == CHECKPOINT.stat().st_size
     assert next(iter(found.tensors.values())).read().size
 
 
+@pytest.mark.slow
 def test_a_plan_can_be_read_for_as_long_as_it_lives(temporary: Path, tmp_path: Path) -> None:
     plan = to_hf(uri(CHECKPOINT), tmp_path / "out", dry_run=True)
     assert next(iter(plan.checkpoint.values())).read().size
 
 
+@pytest.mark.slow
 def test_an_error_leaves_nothing(temporary: Path, tmp_path: Path) -> None:
     (tmp_path / "junk.pt").write_bytes(b"junk")
     with pytest.raises(InputRefused):
@@ -151,6 +164,7 @@ def test_an_error_leaves_nothing(temporary: Path, tmp_path: Path) -> None:
     assert not [*temporary.iterdir()]
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing(temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> None:
         assert [*temporary.iterdir()]
@@ -162,6 +176,7 @@ def test_ctrl_c_leaves_nothing(temporary: Path, tmp_path: Path, monkeypatch: pyt
     assert not [*temporary.iterdir()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_terminated_process_leaves_nothing(temporary: Path, chatting: Path, number: int) -> None:
     command = [sys.executable, "-m", "llmconv", "chat", uri(chatting), "--json", "--max-new-tokens", "1"]
@@ -178,6 +193,7 @@ def test_a_terminated_process_leaves_nothing(temporary: Path, chatting: Path, nu
     assert not [*temporary.glob("llmconv-*")]
 
 
+@pytest.mark.slow
 def test_downloads_outside_of_a_call_are_removed_with_all(temporary: Path) -> None:
     path = local_path(uri(CHECKPOINT))
     assert path.is_file()
@@ -185,6 +201,7 @@ def test_downloads_outside_of_a_call_are_removed_with_all(temporary: Path) -> No
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_an_inner_call_keeps_the_downloads_of_an_outer_one(temporary: Path) -> None:
     with fetching():
         outer = local_path(uri(CHECKPOINT))
@@ -194,11 +211,13 @@ def test_an_inner_call_keeps_the_downloads_of_an_outer_one(temporary: Path) -> N
         assert not inner.exists()
 
 
+@pytest.mark.slow
 def test_a_folder_named_with_a_slash_at_the_end_is_fetched_whole(temporary: Path, base: Path) -> None:
     with fetching():
         assert (local_path(uri(base) + "/") / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_an_address_never_means_a_local_folder_of_that_name(
     temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +230,7 @@ def test_an_address_never_means_a_local_folder_of_that_name(
     assert local_path("./memory:/b").is_dir()
 
 
+@pytest.mark.slow
 def test_the_signature_of_a_url_is_not_published_as_the_name_of_the_source(temporary: Path, tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.put(str(CHECKPOINT), "/llmconv/rank0.pt?signature=canary")
@@ -220,6 +240,7 @@ def test_the_signature_of_a_url_is_not_published_as_the_name_of_the_source(tempo
     assert '"source": "rank0.pt"' in manifest and "canary" not in manifest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "address", ["memory://me:canary@host/none.pt?signature=canary", "https://canary@host/x#canary"]
 )
@@ -234,6 +255,7 @@ def test_no_credential_of_a_uri_is_in_an_error(address: str, temporary: Path, tm
         assert "canary" not in caught.value.message + caught.value.hint
 
 
+@pytest.mark.slow
 def test_without_a_package_for_a_store_the_hint_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmconv.files.sources.find_spec", lambda name: None)  # as if obstore were not installed
     with pytest.raises(InputRefused, match="s3fs") as caught:

@@ -103,6 +103,7 @@ def run(environment: dict[str, str], *arguments: object) -> subprocess.Completed
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_a_bare_name_is_downloaded_and_only_what_the_model_needs(
     tmp_path: Path, hub: tuple[Path, dict[str, str], list[str]]
 ) -> None:
@@ -119,12 +120,14 @@ def test_a_bare_name_is_downloaded_and_only_what_the_model_needs(
     assert again.returncode == 0, again.stderr
 
 
+@pytest.mark.slow
 def test_a_name_that_the_hub_does_not_have_is_refused(hub: tuple[Path, dict[str, str], list[str]]) -> None:
     done = run(hub[1], "inspect", "nothing")
     assert done.returncode == 3
     assert "`nothing` does not exist, neither on this machine nor on the hub" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_adapter_and_its_base_come_by_their_names(
     tmp_path: Path, hub: tuple[Path, dict[str, str], list[str]]
 ) -> None:
@@ -148,6 +151,7 @@ def test_an_adapter_and_its_base_come_by_their_names(
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_the_message_without_network_and_cache(tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = run(environment, "inspect", "gpt2")

@@ -34,6 +34,7 @@ def test_a_dry_run_makes_and_reports_no_parents(tmp_path: Path) -> None:
     assert done.exit_code == 0 and "made `" not in done.output and [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_while_it_writes_removes_its_parents(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "llmconv", "to-hf", str(CHECKPOINT), "-o", str(tmp_path / "new/deeper/out")]
     small = f"ulimit -f 100; {shlex.join(command)}"  # blocks of 1024 bytes; the weights have 604 KB

@@ -123,6 +123,7 @@ def accepted_by_library(path: Path) -> dict[str, torch.Tensor] | None:
         return None
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(header=st.dictionaries(st.text(max_size=4), FIELD, max_size=3), size=st.integers(0, 24))
 @example(header={"a": A, "b": B}, size=11)
@@ -139,6 +140,7 @@ def test_whatever_is_accepted_the_library_accepts(header: dict[str, Any], size: 
         assert tensor.read().tobytes() == theirs[name].reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, 150), value=st.integers(0, 255))
 def test_a_flipped_byte_is_refused_or_accepted_by_both(position: int, value: int, tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def test_conversions_need_no_system_call_of_linux(llmconv: Callable[..., str], t
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_a_packed_checkpoint_is_unpacked_and_removed(llmconv: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "packed.pt.gz").write_bytes(gzip.compress(CHECKPOINT.read_bytes(), 1))
     assert json.loads(llmconv("inspect", "packed.pt.gz", "--json"))["format"] == "composer"

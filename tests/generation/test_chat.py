@@ -69,6 +69,7 @@ def afresh(model: TextModel, messages: Sequence[Mapping[str, str]], wanted: Gene
     return "".join(piece.text for piece in model.stream([model.encode_chat(messages)], wanted))
 
 
+@pytest.mark.slow
 def test_a_turn_runs_only_new_tokens_and_gives_the_text_of_a_fresh_run(model: TextModel) -> None:
     chat = Chat(model, settings(model), system="Be brief")
     answer(chat, "Hello")
@@ -92,6 +93,7 @@ def test_a_stopped_answer_keeps_its_text_so_far(model: TextModel) -> None:
     assert second == afresh(model, chat.messages[:-1], settings(model))
 
 
+@pytest.mark.slow
 def test_reset_clears_the_chat_and_the_system_message_can_change(model: TextModel) -> None:
     chat = Chat(model, settings(model))
     first = answer(chat, "Hello")
@@ -105,6 +107,7 @@ def test_reset_clears_the_chat_and_the_system_message_can_change(model: TextMode
     assert answer(chat, "Hello") == afresh(model, messages, settings(model)) != first
 
 
+@pytest.mark.slow
 def test_a_message_that_is_too_long_changes_nothing(model: TextModel) -> None:
     chat = Chat(model, settings(model))
     answer(chat, "Hello")
@@ -153,12 +156,14 @@ def test_every_line_of_a_pipe_is_a_message(chatting: Path) -> None:
     assert "the chat is cleared" in found.stderr
 
 
+@pytest.mark.slow
 def test_answers_can_be_json_lines(chatting: Path) -> None:
     found = run(chatting, "Hello\nAnd?\n", "--json")
     assert [set(json.loads(line)) for line in found.stdout.splitlines()] == [{"text", "tokens", "finish"}] * 2
     assert json.loads(found.stdout.splitlines()[0]) == {"text": "oooooooo", "tokens": 8, "finish": "length"}
 
 
+@pytest.mark.slow
 def test_the_system_message_of_the_option_is_that_of_the_command(chatting: Path) -> None:
     by_option = run(chatting, "Hello\n", "--system", "Be brief", "--temperature", "1", "--seed", "5").stdout
     by_command = run(chatting, "/system Be brief\nHello\n", "--temperature", "1", "--seed", "5").stdout

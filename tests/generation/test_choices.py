@@ -35,24 +35,28 @@ def choosing(talking: Path, tmp_path_factory: pytest.TempPathFactory) -> Choosin
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("postprocess", ["argmax", "topk:4"])
 def test_greedy_text_is_the_same(talking: Path, choosing: Choosing, postprocess: str) -> None:
     expected = generate(talking, PROMPTS, max_new_tokens=8).completions
     assert generate(choosing(postprocess), PROMPTS, max_new_tokens=8).completions == expected
 
 
+@pytest.mark.slow
 def test_sampled_text_is_the_same(talking: Path, choosing: Choosing) -> None:
     fields: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "seed": 5}
     expected = generate(talking, PROMPTS, max_new_tokens=8, **fields).completions
     assert generate(choosing("topk:4"), PROMPTS, max_new_tokens=8, **fields).completions == expected
 
 
+@pytest.mark.quick_rows("argmax-0")
 @pytest.mark.parametrize(("postprocess", "top_k"), [("argmax", 0), ("topk:4", 0), ("topk:4", 5)])
 def test_sampling_from_too_many_tokens_is_refused(choosing: Choosing, postprocess: str, top_k: int) -> None:
     with pytest.raises(UsageProblem, match="tokens to sample from"):
         generate(choosing(postprocess), PROMPTS, do_sample=True, top_k=top_k)
 
 
+@pytest.mark.slow_rows("{'repetition_penalty': 1.2}")
 @pytest.mark.parametrize("fields", [{"repetition_penalty": 1.2}, {"suppress_tokens": [15]}, {"num_beams": 2}], ids=str)
 def test_what_needs_all_logits_is_refused(choosing: Choosing, fields: dict[str, Any]) -> None:
     with pytest.raises(UsageProblem, match="all logits"):

@@ -34,6 +34,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_prompts_come_as_arguments_from_a_file_and_from_standard_input(talking: Path, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("ab\n\nhello\n")
     (tmp_path / "p.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "hello"}\n')
@@ -49,6 +50,7 @@ def test_prompts_come_as_arguments_from_a_file_and_from_standard_input(talking: 
     assert len({way.stdout for way in ways}) == 1 and len(ways[0].stdout.splitlines()) == 4
 
 
+@pytest.mark.slow
 def test_chats_of_a_file_are_written_in_a_template(talking: Path, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     (tmp_path / "own.jinja").write_text("{{ messages[0].role }}: {{ messages[0].content }}")
@@ -57,6 +59,7 @@ def test_chats_of_a_file_are_written_in_a_template(talking: Path, tmp_path: Path
     assert chat.exit_code == 0 and chat.stdout == text.stdout
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_and_gives_the_same_file(talking: Path, prompts: Path, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     options = ("--prompt-file", prompts, "--max-new-tokens", 5, "--batch-size", 3)
@@ -70,6 +73,7 @@ def test_a_killed_run_continues_and_gives_the_same_file(talking: Path, prompts: 
     assert cut.read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.slow
 def test_fields_of_a_prompt_are_copied_to_its_completion(talking: Path, tmp_path: Path) -> None:
     out, given = tmp_path / "o.jsonl", '{"id": 7, "prompt": "ab", "text": "kept out"}\n{"prompt": "c"}\n'
     assert run(talking, "--output-file", out, "--max-new-tokens", 2, stdin=given).exit_code == 0
@@ -78,6 +82,7 @@ def test_fields_of_a_prompt_are_copied_to_its_completion(talking: Path, tmp_path
     assert run(talking, "--output-file", out, "--max-new-tokens", 2, stdin=given.replace("7", "8")).exit_code == 3
 
 
+@pytest.mark.quick_rows("/dev/full-more1")
 @pytest.mark.parametrize(("device", "more"), [("/dev/null", ("--overwrite",)), ("/dev/full", ())])
 def test_a_device_is_not_accepted_as_an_output_file(talking: Path, device: str, more: tuple[str, ...]) -> None:
     result = run(talking, "ab", "--output-file", device, *more)
@@ -99,6 +104,7 @@ def test_a_finished_file_is_not_changed(talking: Path, prompts: Path, tmp_path: 
     assert result.exit_code == 0 and out.read_bytes() == before
 
 
+@pytest.mark.quick_rows("other2")
 @pytest.mark.parametrize("other", [["--max-new-tokens", "3"], ["--temperature", "1"], ["--prompt-prefix", "x"]])
 def test_other_options_are_refused_with_a_hint(talking: Path, prompts: Path, tmp_path: Path, other: list[str]) -> None:
     out = tmp_path / "out.jsonl"
@@ -111,6 +117,7 @@ def test_other_options_are_refused_with_a_hint(talking: Path, prompts: Path, tmp
     assert run(talking, *options, "--max-new-tokens", 2, *other, "--overwrite").exit_code == 0
 
 
+@pytest.mark.quick_rows("no prompts")
 @pytest.mark.parametrize(
     ("options", "prompt"),
     [
@@ -132,6 +139,7 @@ def test_overwrite_leaves_the_old_file_to_a_run_that_fails(
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_another_model_in_the_same_place_is_refused(talking: Path, prompts: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(talking, model)
@@ -181,6 +189,7 @@ def test_a_closed_pipe_ends_the_stream_quietly(talking: Path) -> None:
     writer.stderr.close()
 
 
+@pytest.mark.slow
 def test_the_cost_is_reported_per_batch_and_in_total(talking: Path) -> None:
     result = run(talking, "a", "bcd", "ef", "--batch-size", 2, "--max-new-tokens", 4, "--json")
     result_json = json.loads(result.stdout)
@@ -193,6 +202,7 @@ def test_the_cost_is_reported_per_batch_and_in_total(talking: Path) -> None:
     assert result.stderr.count("first token after") == 2 and "prompts took" in result.stderr
 
 
+@pytest.mark.slow
 def test_with_beams_the_rate_is_over_the_whole_time(talking: Path) -> None:
     cost = generate(talking, ["ab"], max_new_tokens=5, num_beams=2).total
     assert cost.first_seconds == cost.seconds and cost.rate == cost.new_tokens / cost.seconds
@@ -204,6 +214,7 @@ def test_fixed_sizes_of_the_session_are_named_when_a_batch_differs(talking: Path
     assert result.exit_code == 3 and "free dimensions are fixed to batch_size = 1" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "code"), [(129, 3), (128, 0)])
 def test_a_prompt_beyond_the_context_is_refused(talking: Path, length: int, code: int) -> None:
     result = run(talking, "a" * length, "--max-new-tokens", 5)
@@ -212,12 +223,14 @@ def test_a_prompt_beyond_the_context_is_refused(talking: Path, length: int, code
         assert "the prompt has 129 tokens, but the model's context is 128" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_length_that_leaves_no_room_is_refused(talking: Path) -> None:
     result = run(talking, "abcd", "--max-length", 4)
     assert result.exit_code == 3 and "the prompt has 4 tokens, but max_length is 4" in result.stderr
     assert "--max-new-tokens" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_text_ends_at_the_end_of_the_context(talking: Path) -> None:
     found = generate(talking, ["a" * 125], max_new_tokens=50).completions[0]
     assert (len(found.tokens), found.finish) == (4, "length")
@@ -257,6 +270,7 @@ def test_an_invalid_line_after_an_object_is_not_a_text(talking: Path) -> None:
     assert result.exit_code == 3 and "line 2 of the prompts is not valid JSON" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_tokenizer_of_the_graphs_needs_no_torch(talking: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from llmconv.generation import generate;"
@@ -266,6 +280,7 @@ def test_the_tokenizer_of_the_graphs_needs_no_torch(talking: Path, tmp_path: Pat
     assert found.stdout.split() == ["length", "False"]
 
 
+@pytest.mark.slow
 def test_a_folder_without_weights_still_runs_its_graphs(talking: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(talking, tmp_path / "model"))
     (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 3}))

@@ -54,6 +54,7 @@ def tokens_of(model: TextModel, prompts: list[list[int]], cache: Any = None, mos
     return found
 
 
+@pytest.mark.slow
 @BACKENDS
 def test_a_prompt_that_runs_in_pieces_gives_the_same_tokens(talking: Path, backend: str) -> None:
     model = counting(talking, backend)
@@ -63,6 +64,7 @@ def test_a_prompt_that_runs_in_pieces_gives_the_same_tokens(talking: Path, backe
     assert columns(model) == [7, 3, 3, 1]
 
 
+@pytest.mark.quick_rows("torch")
 @BACKENDS
 def test_a_prompt_that_stopped_half_way_is_continued(talking: Path, backend: str) -> None:
     model, conversation = counting(talking, backend), Conversation()
@@ -75,6 +77,7 @@ def test_a_prompt_that_stopped_half_way_is_continued(talking: Path, backend: str
     assert columns(model) == [3, 4, 7]
 
 
+@pytest.mark.slow
 @BACKENDS
 def test_the_next_turn_runs_only_new_tokens(talking: Path, backend: str) -> None:
     model, conversation = counting(talking, backend), Conversation()
@@ -84,6 +87,7 @@ def test_the_next_turn_runs_only_new_tokens(talking: Path, backend: str) -> None
     assert columns(model) == [5, 3, len(turn)]
 
 
+@pytest.mark.slow
 @BACKENDS
 def test_a_changed_conversation_runs_from_the_first_difference(talking: Path, backend: str) -> None:
     model, conversation = counting(talking, backend), Conversation()
@@ -93,6 +97,7 @@ def test_a_changed_conversation_runs_from_the_first_difference(talking: Path, ba
     assert columns(model) == [5, 3, 6]
 
 
+@pytest.mark.quick_rows("torch")
 @BACKENDS
 def test_an_abandoned_stream_leaves_a_conversation_that_continues(talking: Path, backend: str) -> None:
     model, conversation = counting(talking, backend), Conversation()
@@ -103,6 +108,7 @@ def test_an_abandoned_stream_leaves_a_conversation_that_continues(talking: Path,
     assert tokens_of(model, [turn], conversation) == tokens_of(model, [turn])
 
 
+@pytest.mark.quick_rows("llama-onnx")
 @BACKENDS
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_a_shared_prefix_is_run_once_and_changes_nothing(
@@ -118,6 +124,7 @@ def test_a_shared_prefix_is_run_once_and_changes_nothing(
     assert columns(model) == [9, 15, 24, 1, 10]
 
 
+@pytest.mark.slow
 def test_a_prefix_of_generate_is_part_of_the_prompts(talking: Path) -> None:
     found = generate(talking, ["ab", "c"], max_new_tokens=6, prompt_prefix="Once upon ")
     whole = generate(talking, ["Once upon ab", "Once upon c"], max_new_tokens=6)

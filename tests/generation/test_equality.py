@@ -38,6 +38,7 @@ def continued(model: TextModel, prompts: list[list[int]], **fields: object) -> l
     return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["onnx", "torch"])
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "llama", "gpt2"))
 def test_a_batch_of_random_prompts_is_greedily_continued_as_by_transformers(
@@ -50,6 +51,7 @@ def test_a_batch_of_random_prompts_is_greedily_continued_as_by_transformers(
     assert found == [expected(folder, prompt, max_new_tokens=14, do_sample=False) for prompt in prompts]
 
 
+@pytest.mark.quick_rows("{'min_new_tokens': 6, 'eos_token_id': [15, 41, 10, 64]}")
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 def test_other_fields_of_the_generation_config_are_as_in_transformers(
     talking: Path, expected: Expected, fields: dict[str, object]
@@ -60,6 +62,7 @@ def test_other_fields_of_the_generation_config_are_as_in_transformers(
     assert found == [expected(talking, prompt, max_new_tokens=12, do_sample=False, **fields) for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_max_length_counts_the_prompt(talking: Path, expected: Expected) -> None:
     model, prompts = TextModel.open(talking), [[5, 6, 7], [8] * 11]
     found = continued(model, prompts, max_length=12)
@@ -67,6 +70,7 @@ def test_max_length_counts_the_prompt(talking: Path, expected: Expected) -> None
     assert [len(tokens) for tokens in found] == [9, 1]
 
 
+@pytest.mark.slow
 def test_the_default_length_is_twenty_tokens(talking: Path, expected: Expected) -> None:
     found = continued(TextModel.open(talking), [[5, 6, 7]])
     assert found == [expected(talking, [5, 6, 7], do_sample=False, max_new_tokens=20)]

@@ -23,6 +23,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["generate", *map(str, arguments)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "seed": 7}], ids=str)
 def test_a_batch_gives_the_same_texts_as_its_prompts_alone(talking: Path, fields: dict[str, Any]) -> None:
     model = TextModel.open(talking)
@@ -31,6 +32,7 @@ def test_a_batch_gives_the_same_texts_as_its_prompts_alone(talking: Path, fields
     assert together.completions == alone
 
 
+@pytest.mark.slow
 def test_a_seed_gives_one_text_and_another_seed_another(talking: Path) -> None:
     texts = [
         generate(talking, PROMPTS[:1], max_new_tokens=16, do_sample=True, seed=seed).completions for seed in (1, 1, 2)
@@ -47,6 +49,7 @@ def with_end(talking: Path, folder: Path, file: str, end: int | list[int]) -> Pa
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
 @pytest.mark.parametrize("several", [True, False])
 def test_generation_stops_at_the_end_token(talking: Path, tmp_path: Path, file: str, several: bool) -> None:
@@ -82,6 +85,7 @@ def test_an_unknown_backend_is_a_usage_problem(talking: Path) -> None:
         generate(talking, ["a"], backend="tpu")
 
 
+@pytest.mark.slow
 def test_the_text_is_on_stdout_and_the_speed_on_stderr(talking: Path) -> None:
     text = generate(talking, PROMPTS[:1], max_new_tokens=5).completions[0].text
     result = run(talking, "--prompt", PROMPTS[0], "--max-new-tokens", 5)
@@ -89,16 +93,19 @@ def test_the_text_is_on_stdout_and_the_speed_on_stderr(talking: Path) -> None:
     assert "tokens/s" in result.stderr
 
 
+@pytest.mark.slow
 def test_streaming_prints_the_same_text(talking: Path) -> None:
     plain, stream = (run(talking, "--prompt", "abc", "--max-new-tokens", 6, *flag) for flag in ([], ["--stream"]))
     assert plain.stdout == stream.stdout != "\n"
 
 
+@pytest.mark.slow
 def test_several_streamed_prompts_follow_one_another(talking: Path) -> None:
     options = ("--prompt", "abc", "--prompt", "x", "--max-new-tokens", 6)
     assert run(talking, *options, "--stream").stdout == run(talking, *options).stdout
 
 
+@pytest.mark.slow
 def test_json_holds_every_completion(talking: Path) -> None:
     content = json.loads(run(talking, "--prompt", "a", "--prompt", "bc", "--max-new-tokens", 3, "--json").stdout)
     assert [item["prompt_tokens"] for item in content["completions"]] == [1, 2]

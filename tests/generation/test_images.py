@@ -60,6 +60,7 @@ def eager_tokens(folder: Path, text: str, pictures: list[Path], count: int) -> l
     return [int(token) for token in found[0, given["input_ids"].shape[1] :]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["onnx", "torch"])
 def test_the_text_is_that_of_the_eager_model(folder: Path, pictures: list[Path], backend: str) -> None:
     prompt = Prompt("Look:~ and ~?", images=tuple(pictures))
@@ -68,6 +69,7 @@ def test_the_text_is_that_of_the_eager_model(folder: Path, pictures: list[Path],
     assert found.prompt_tokens == len("Look: and ?") + 2 * 4
 
 
+@pytest.mark.slow
 def test_other_pixels_give_another_text(model: TextModel, pictures: list[Path]) -> None:
     texts = [generate(model, Prompt("Look:~", images=(one,)), **OPTIONS).completions[0].text for one in pictures]
     assert texts[0] != texts[1]
@@ -94,6 +96,7 @@ def test_each_prompt_of_a_batch_gives_the_text_that_it_gives_alone(model: TextMo
     ]
 
 
+@pytest.mark.slow
 def test_a_new_folder_has_the_processor(folder: Path, model: TextModel, pictures: list[Path], tmp_path: Path) -> None:
     made = export(folder, tmp_path / "new").folder
     prompt = Prompt("Look:~", images=(pictures[0],))
@@ -105,6 +108,7 @@ def run(*line: Any) -> Any:
     return CliRunner().invoke(main, ["generate", *(str(word) for word in line)])
 
 
+@pytest.mark.slow
 def test_the_command_takes_images(folder: Path, model: TextModel, pictures: list[Path]) -> None:
     result = run(folder, "Look:~", "--image", pictures[0], "--max-new-tokens", 8, "--temperature", 0)
     assert result.exit_code == 0, result.stderr
@@ -239,6 +243,7 @@ def processor_of(folder: Path, **changes: Any) -> Any:
     return transformers.LlavaImageProcessorPil.from_pretrained(folder, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["onnx", "torch"])
 def test_a_pipeline_takes_images_and_the_processor_of_the_caller(
     folder: Path, pictures: list[Path], backend: str, tmp_path: Path
@@ -260,6 +265,7 @@ def test_a_pipeline_takes_images_and_the_processor_of_the_caller(
     assert own != others
 
 
+@pytest.mark.slow
 def test_prompts_of_a_pipeline_with_and_without_images_run_together(folder: Path, pictures: list[Path]) -> None:
     prompts = ["Once", *(Prompt("Look:~", images=(one,)) for one in pictures), [{"role": "user", "content": "hi"}]]
     pipe = llmconv.pipeline("text-generation", model=folder, do_sample=False, max_new_tokens=4)
@@ -300,6 +306,7 @@ def test_the_pixels_are_those_of_the_processor_on_the_file_that_pillow_opens(mod
     assert np.array_equal(found, expected)
 
 
+@pytest.mark.quick_rows("empty.jpg-is empty")
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
@@ -333,6 +340,7 @@ def test_a_thin_image_is_refused_before_a_processor_makes_it_large(size: tuple[i
         open_image(thin)
 
 
+@pytest.mark.quick_rows("-1")
 @pytest.mark.parametrize("token", [-1, 4_000, 1 << 40])
 def test_a_placeholder_that_the_tokenizer_lacks_is_refused(
     folder: Path, pictures: list[Path], tmp_path: Path, token: int

@@ -35,6 +35,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [save_picture(home / "a.png"), save_picture(home / "b.jpg", seed=1, size=(9, 31))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["onnx", "torch"])
 def test_the_text_is_that_of_the_eager_model(folder: Path, pictures: list[Path], backend: str) -> None:
     for text, images in ((TWO, pictures), (f"{BOI}What is this?", pictures[1:])):
@@ -42,11 +43,13 @@ def test_the_text_is_that_of_the_eager_model(folder: Path, pictures: list[Path],
         assert found.tokens == eager_tokens(folder, text, images, 8)
 
 
+@pytest.mark.slow
 def test_images_precede_a_text_without_markers(folder: Path, pictures: list[Path]) -> None:
     found = generate(folder, Prompt("Look", images=tuple(pictures)), **OPTIONS).completions[0]
     assert found.tokens == eager_tokens(folder, f"{BOI}{BOI}Look", pictures, 8)
 
 
+@pytest.mark.slow
 def test_each_prompt_of_a_batch_gives_the_text_that_it_gives_alone(folder: Path, pictures: list[Path]) -> None:
     model = TextModel.open(folder)
     prompts: list[Any] = ["A text", Prompt(f"{BOI}Look", images=(pictures[0],)), Prompt(TWO, images=tuple(pictures))]
@@ -56,6 +59,7 @@ def test_each_prompt_of_a_batch_gives_the_text_that_it_gives_alone(folder: Path,
     ]
 
 
+@pytest.mark.slow
 def test_an_image_is_read_whole_where_texts_are_read_in_steps(folder: Path, pictures: list[Path]) -> None:
     model = TextModel.open(folder)
     assert model.images
@@ -66,6 +70,7 @@ def test_an_image_is_read_whole_where_texts_are_read_in_steps(folder: Path, pict
     assert [piece.token for piece in pieces] == eager_tokens(folder, TWO, pictures, 8)
 
 
+@pytest.mark.slow
 def test_a_request_that_marks_tokens_is_read_whole(folder: Path) -> None:
     model = TextModel.open(folder)
     kinds = {"token_type_ids": np.array([0, 1, 1, 1, 1, 0])}
@@ -89,11 +94,13 @@ def test_graphs_that_would_divide_an_image_refuse_it(folder: Path, pictures: lis
     assert generate(short, "A text", **OPTIONS).completions[0].tokens == eager_tokens(folder, "A text", [], 8)
 
 
+@pytest.mark.slow
 def test_a_start_of_an_image_without_an_image_is_refused(folder: Path) -> None:
     with pytest.raises(InputRefused, match="placeholder of an image, and no image"):
         generate(folder, f"Look:{BOI}", **OPTIONS)
 
 
+@pytest.mark.slow
 def test_the_processor_of_another_family_is_refused(folder: Path, pictures: list[Path], tmp_path: Path) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     shutil.copy(save_seeing(tmp_path / "llava") / "processor_config.json", copy)

@@ -24,6 +24,7 @@ class Late(InputMap):
         return super().positions(attention_mask, new_tokens) + 5
 
 
+@pytest.mark.slow
 def test_position_ids_follow_the_registered_row(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmconv.export.families.INPUT_MAPS", dict(INPUT_MAPS))
     register_input_map("llama", Late())

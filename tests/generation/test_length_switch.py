@@ -91,6 +91,7 @@ def test_a_short_chat_still_uses_its_cache_and_a_long_one_takes_none(model: Text
     assert pool.take([*ran, 1]) is conversation
 
 
+@pytest.mark.quick_rows("longrope")
 def test_a_shared_start_and_a_batch_change_no_text(model: TextModel) -> None:
     prompts = [PROMPT[:6], PROMPT[:20], PROMPT[:50]]
     alone = [continued(model, [prompt])[0] for prompt in prompts]
@@ -98,6 +99,7 @@ def test_a_shared_start_and_a_batch_change_no_text(model: TextModel) -> None:
     assert continued(model, prompts, SharedPrefix(PROMPT[:5], model.positions)) == alone
 
 
+@pytest.mark.quick_rows("dynamic")
 def test_beams_are_those_of_transformers(model: TextModel, expected: Expected) -> None:
     fields = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False, "eos_token_id": None}
     for tokens in (ORIGINAL - 4, 40):

@@ -34,6 +34,7 @@ def starting(talking: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.quick_rows("4", "9")
 @pytest.mark.parametrize("length", [3, 4, 9, 50])
 def test_a_prompt_is_cut_as_transformers_truncates_on_the_left(starting: Path, length: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(starting, truncation_side="left")
@@ -50,6 +51,7 @@ def test_a_length_without_room_for_text_is_refused(starting: Path) -> None:
         generate(starting, ["hello"], src_length=1)
 
 
+@pytest.mark.slow
 def test_special_tokens_are_left_out_on_request(starting: Path, talking: Path) -> None:
     plain, bare = generate(talking, ["hello"]), generate(starting, ["hello"], add_special_tokens=False)
     assert bare.completions == plain.completions != generate(starting, ["hello"]).completions
@@ -62,6 +64,7 @@ def test_cut_prompts_are_counted(talking: Path) -> None:
     assert result.exit_code == 0 and "1 of 2 prompts cut to their last 3 tokens" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_too_long_does_not_stop_the_others(talking: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     call = (talking, "a", "much too long", "b", "--max-length", 6, "--output-file", out)
@@ -79,6 +82,7 @@ def test_if_all_prompts_are_too_long_nothing_runs(talking: Path) -> None:
         generate(talking, ["too long", "this, too"], max_length=4)
 
 
+@pytest.mark.quick_rows("way1")
 @pytest.mark.parametrize("way", [(), ("--stream",)])
 def test_a_text_left_out_is_empty_on_stdout(talking: Path, way: tuple[str, ...]) -> None:
     result = run(talking, "much too long", "b", "--max-length", 5, "--null", *way)

@@ -67,17 +67,20 @@ def test_layers_are_replicated(adaptable: Path) -> None:
     assert exported.traced_layers < exported.num_layers
 
 
+@pytest.mark.slow
 def test_without_an_adapter_the_bits_are_those_of_the_base(talking: Path, adaptable: Path) -> None:
     expected = logits_of(OrtRunner.from_folder(talking))
     np.testing.assert_array_equal(logits_of(OrtRunner.from_folder(adaptable)), expected)
 
 
+@pytest.mark.slow
 def test_texts_continue_as_with_peft(adaptable: Path, adapter: Path) -> None:
     expected = peft_tokens(adaptable, adapter, PROMPTS)
     assert tokens_of(TextModel.open(adaptable, adapter=adapter)) == expected
     assert tokens_of(TextModel.open(adaptable)) != expected
 
 
+@pytest.mark.slow
 def test_adapters_of_several_ranks_share_one_set_of_graphs(adaptable: Path, adapter: Path, tmp_path: Path) -> None:
     other = save_lora(adaptable, tmp_path / "other", seed=5, r=7, target_modules=["v_proj", "gate_proj"])
     base = TextModel.open(adaptable)
@@ -88,6 +91,7 @@ def test_adapters_of_several_ranks_share_one_set_of_graphs(adaptable: Path, adap
     assert tokens_of(base) == before
 
 
+@pytest.mark.slow
 def test_a_file_has_the_same_factors_and_onnxruntime_itself_reads_it(
     adaptable: Path, adapter: Path, tmp_path: Path
 ) -> None:
@@ -148,6 +152,7 @@ REFUSED: list[tuple[dict[str, Any], type[LlmconvError], str]] = [
 ]
 
 
+@pytest.mark.slow_rows("settings2-InputRefused-no LoRA inputs for `lm_head`")
 @pytest.mark.parametrize(("settings", "error", "message"), REFUSED)
 def test_what_factors_cannot_express_is_refused(
     adaptable: Path, tmp_path: Path, settings: dict[str, Any], error: type[LlmconvError], message: str

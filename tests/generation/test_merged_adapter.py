@@ -34,6 +34,7 @@ def assert_same_weights(base: Path, adapter: Path, merged: Path) -> None:
     assert model.dtype == next(iter(expected.values())).dtype
 
 
+@pytest.mark.slow_rows("mlx/llama_lora")
 @pytest.mark.parametrize("case", CASES)
 def test_the_weights_are_those_that_merge_lora_writes(case: str, tmp_path: Path) -> None:
     merge_lora(base_of(case), [FIXTURES / case], tmp_path / "merged")
@@ -58,6 +59,7 @@ def test_adapters_of_converted_models_are_merged_in_memory(source: Path, adapter
     assert_same_weights(tmp_path / "base", adapter, tmp_path / "merged")
 
 
+@pytest.mark.slow
 def test_half_precision_is_rounded_once_as_by_merge_lora(tmp_path: Path) -> None:
     case = "litgpt/llama_lora"
     model = AutoModelForCausalLM.from_pretrained(base_of(case)).to(torch.bfloat16)
@@ -67,6 +69,7 @@ def test_half_precision_is_rounded_once_as_by_merge_lora(tmp_path: Path) -> None
     assert_same_weights(tmp_path / "base", FIXTURES / case, tmp_path / "merged")
 
 
+@pytest.mark.slow
 def test_texts_continue_as_with_the_merged_model(tmp_path: Path) -> None:
     case = "torchtune/llama_lora"
     merge_lora(base_of(case), [FIXTURES / case], tmp_path / "merged")

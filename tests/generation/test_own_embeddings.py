@@ -77,6 +77,7 @@ def test_torch_runs_the_same_prompt(folder: Path, model: TextModel) -> None:
     )
 
 
+@pytest.mark.quick_rows("On~~~ce")
 @pytest.mark.parametrize("text", ["On~ce", "On~~~ce"])
 def test_embeddings_take_the_places_of_a_placeholder(folder: Path, model: TextModel, text: str) -> None:
     import torch  # noqa: PLC0415
@@ -115,6 +116,7 @@ def test_a_tensor_in_bfloat16_is_accepted(model: TextModel) -> None:
     assert found.completions[0].tokens == expected.completions[0].tokens
 
 
+@pytest.mark.quick_rows(".safetensors")
 @pytest.mark.parametrize("ending", [".npy", ".safetensors"])
 def test_json_lines_refer_to_files_next_to_them(folder: Path, model: TextModel, tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"rows{ending}"

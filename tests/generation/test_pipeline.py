@@ -27,6 +27,17 @@ def both(talking: Path) -> tuple[Any, Any]:
     return ours, theirs
 
 
+@pytest.mark.quick_rows(
+    "{}-Once",
+    "{}-inputs1",
+    "{'return_full_text': False}-Once",
+    "{'return_full_text': False}-inputs1",
+    "{'return_full_text': False}-inputs2",
+    "{'repetition_penalty': 1.3}-Once",
+    "{'repetition_penalty': 1.3}-inputs1",
+    "{'repetition_penalty': 1.3}-inputs3",
+    "{'repetition_penalty': 1.3}-inputs5",
+)
 @pytest.mark.parametrize(
     "inputs",
     ["Once", ["Once"], ["Once", "upon a time"], CHAT, [CHAT, CHAT], [*CHAT, {"role": "assistant", "content": "H"}]],
@@ -62,6 +73,7 @@ def test_an_unknown_setting_is_refused_with_the_closest_name(both: tuple[Any, An
     assert both[0]("Once", max_new_tokens=3, do_sample=False, use_cache=True)
 
 
+@pytest.mark.quick_rows("pair", "config")
 @pytest.mark.parametrize("way", ["folder", "pair", "config", "hub name"])
 def test_a_model_is_given_in_four_ways(
     talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, both: tuple[Any, Any], way: str

@@ -53,6 +53,7 @@ def expected(talking: Path) -> str:
     return text(llmconv.pipeline(model=talking))
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_an_object_or_a_folder(bare: Path, talking: Path, tokenizer: Any, expected: str) -> None:
     with pytest.raises(InputRefused, match="has no tokenizer"):
         llmconv.pipeline(model=bare)
@@ -65,6 +66,7 @@ def test_a_tokenizer_is_an_object_or_a_folder(bare: Path, talking: Path, tokeniz
     assert made.completions[0].text == expected.removeprefix("Once")
 
 
+@pytest.mark.slow
 def test_the_call_of_mindformers_runs(bare: Path, tokenizer: Any) -> None:
     pipe = llmconv.pipeline(task="text_generation", model=bare, tokenizer=tokenizer)
     call = {"do_sample": False, "top_k": 1, "top_p": 1.0, "temperature": 1.0, "repetition_penalty": 1.0}
@@ -82,6 +84,7 @@ def test_a_streamer_prints_what_transformers_prints(talking: Path, tokenizer: An
     assert shown[0] == shown[1] and len(shown[0].splitlines()) == 2
 
 
+@pytest.mark.quick_rows("generate")
 @pytest.mark.parametrize("way", ["pipeline", "generate", "stream"])
 def test_an_iterator_gets_the_text_from_a_thread(talking: Path, tokenizer: Any, expected: str, way: str) -> None:
     streamer = TextIteratorStreamer(tokenizer, timeout=60)
@@ -127,6 +130,7 @@ def test_mistakes_are_told_when_the_pipeline_is_made(talking: Path, options: dic
         llmconv.pipeline(model=talking, **options)
 
 
+@pytest.mark.slow_rows("{'device': device(type='cpu')}", "{'dtype': 'auto'}")
 @pytest.mark.parametrize(
     "options",
     [

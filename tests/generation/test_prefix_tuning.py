@@ -60,6 +60,7 @@ def peft_tokens(base: Path, adapter: Path, prompt: Sequence[int], **fields: Any)
     return [int(token) for token in found[0, -(found.shape[1] - len(prompt)) :]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["onnx", "torch"])
 def test_every_prompt_of_a_batch_continues_as_with_peft(talking: Path, adapter: Path, backend: str) -> None:
     model = TextModel.open(talking, backend=backend, prefix_tuning=adapter)
@@ -68,6 +69,7 @@ def test_every_prompt_of_a_batch_continues_as_with_peft(talking: Path, adapter: 
     assert tokens_of(TextModel.open(talking, backend=backend), PROMPTS) != expected
 
 
+@pytest.mark.quick_rows("PromptTuning")
 @pytest.mark.parametrize("kind", ["PromptTuning", "PromptEncoder"])
 def test_a_soft_prompt_runs_on_the_eager_model(talking: Path, tiny: Tiny, tmp_path: Path, kind: str) -> None:
     soft = save_adapter(tiny("llama"), tmp_path, kind)
@@ -91,12 +93,14 @@ def test_caches_of_shared_starts_and_of_chats_contain_the_prefix_once(talking: P
         assert tokens_of(model, [prompt], conversation) == tokens_of(model, [prompt])
 
 
+@pytest.mark.slow
 def test_beams_continue_the_prefix(talking: Path, adapter: Path) -> None:
     model = TextModel.open(talking, prefix_tuning=adapter)
     expected = [peft_tokens(talking, adapter, prompt, num_beams=3) for prompt in PROMPTS[:2]]
     assert tokens_of(model, PROMPTS[:2], num_beams=3) == expected
 
 
+@pytest.mark.slow
 def test_logits_equal_those_of_graphs_with_the_prefix_in_them_bit_for_bit(
     talking: Path, adapter: Path, tmp_path: Path
 ) -> None:
@@ -150,6 +154,7 @@ def test_a_window_would_count_padding_after_the_prefix(talking_as: Tiny, tmp_pat
         tokens_of(model, PROMPTS)
 
 
+@pytest.mark.slow
 def test_pre_caches_continue_as_in_paddlenlp(tmp_path: Path) -> None:
     to_hf(PADDLE / "base", tmp_path / "hf")
     export(tmp_path / "hf")
@@ -173,6 +178,7 @@ def test_a_lora_is_not_a_prefix(talking: Path, tmp_path: Path) -> None:
     assert "merge-lora" in refusal.value.hint
 
 
+@pytest.mark.quick_rows("options0-InputRefused-has room for 5")
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -200,6 +206,7 @@ def test_a_model_with_states_refuses_a_prefix(talking_as: Tiny, adapter: Path) -
         TextModel.open(talking_as("mamba"), backend="torch", prefix_tuning=adapter)
 
 
+@pytest.mark.slow
 def test_the_prefix_takes_part_of_the_context(talking: Path, adapter: Path) -> None:
     usual, model = TextModel.open(talking), TextModel.open(talking, prefix_tuning=adapter)
     assert usual.context_length and model.context_length == usual.context_length - LENGTH
@@ -210,6 +217,7 @@ def test_an_open_model_takes_no_prefix(talking: Path, adapter: Path) -> None:
         generate(TextModel.open(talking), "a", prefix_tuning=adapter)
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_prefix(chatting: Path, tiny: Tiny, tmp_path: Path) -> None:
     prefix = save_adapter(chatting, tmp_path / "adapter", "PrefixTuning")
     call = ["generate", str(chatting), "hello", "--max-new-tokens", "4", "--prefix-tuning", str(prefix)]

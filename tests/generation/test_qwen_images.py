@@ -53,6 +53,7 @@ def eager_tokens(folder: Path, text: str, pictures: Sequence[Path]) -> list[int]
     return [int(token) for token in found[0, given["input_ids"].shape[1] :]]
 
 
+@pytest.mark.quick_rows("qwen2_vl-torch")
 @pytest.mark.parametrize("backend", ["onnx", "torch"])
 @pytest.mark.parametrize("model_type", slow_but(TEXT, "qwen2_vl"))
 def test_a_batch_gives_the_texts_of_the_eager_model(
@@ -71,6 +72,7 @@ def test_images_precede_a_text_without_placeholders(seeing_qwen: Seeing, picture
     assert found.tokens == eager_tokens(folder, f"{PLACEHOLDER}{PLACEHOLDER}Look", pictures)
 
 
+@pytest.mark.slow
 def test_a_chat_has_its_images_where_the_template_writes_them(seeing_qwen: Seeing, pictures: list[Path]) -> None:
     folder = seeing_qwen("qwen2_vl")
     found = generate(folder, Prompt("Look", images=(pictures[0],)), system="Be brief", **OPTIONS).completions[0]
@@ -105,6 +107,7 @@ def test_videos_are_refused(seeing_qwen: Seeing, pictures: list[Path], images: i
         generate(seeing_qwen("qwen2_vl"), Prompt(text, images=tuple(pictures[:images])), **OPTIONS)
 
 
+@pytest.mark.quick_rows("qwen3_vl_moe")
 @pytest.mark.parametrize("model_type", TEXT)
 def test_positions_are_those_of_transformers(model_type: str) -> None:
     import torch  # noqa: PLC0415

@@ -18,6 +18,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["generate", *map(str, arguments), "--max-new-tokens", "4"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [(), ("--stream",)])
 def test_several_texts_have_headings_and_a_single_one_has_none(talking: Path, way: tuple[str, ...]) -> None:
     first, second = (generate(talking, prompt, max_new_tokens=4).completions[0].text for prompt in ("ab", "c"))
@@ -31,6 +32,7 @@ def test_headings_count_the_texts_of_a_prompt(talking: Path) -> None:
     assert "==> 1 of 1, text 1 of 2 <==\n" in shown and "==> 1 of 1, text 2 of 2 <==\n" in shown
 
 
+@pytest.mark.slow
 def test_settings_and_latencies_are_printed(talking: Path) -> None:
     shown = run(talking, "ab", "--temperature", 0.5, "--seed", 3).stderr
     assert "settings: sampling, temperature 0.5, top_k 50, top_p 1.0, seed 3, max_new_tokens 4; onnx" in shown
@@ -39,6 +41,7 @@ def test_settings_and_latencies_are_printed(talking: Path) -> None:
     assert "settings: beam search, num_beams 2, max_new_tokens 4" in run(talking, "ab", "--num-beams", 2).stderr
 
 
+@pytest.mark.slow
 def test_json_has_the_settings_and_the_times_of_every_text(talking: Path) -> None:
     made = json.loads(run(talking, "ab", "cd", "e", "--json", "--batch-size", 2).stdout)
     assert made["settings"]["max_new_tokens"] == 4 and made["settings"]["batch_size"] == 2

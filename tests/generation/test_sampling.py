@@ -86,6 +86,7 @@ def test_a_low_temperature_sharpens() -> None:
     assert draws(drawing(temperature=0.1))[1] > 0.98
 
 
+@pytest.mark.slow
 def test_only_kept_tokens_are_sampled() -> None:
     assert draws(drawing(top_k=3, top_p=0.5))[[0, 2, 4]].tolist() == [0, 0, 0]
 

@@ -37,6 +37,7 @@ def test_equal_prompts_get_different_samples(model: TextModel) -> None:
     assert len(set(texts(model, ["Once", "Once", "Once"]))) == 3
 
 
+@pytest.mark.slow
 def test_neither_order_nor_batches_change_a_text(model: TextModel) -> None:
     first = dict(zip("abc", texts(model, ["a", "b", "c"], num_return_sequences=1), strict=True))
     again = dict(zip("cab", texts(model, ["c", "a", "b"], batch_size=1), strict=True))
@@ -67,6 +68,7 @@ def test_beams_are_the_best_ones_also_of_equal_prompts_and_small_batches(model: 
     assert texts(model, ["Once", "Once"], batch_size=1, **options) == [*best, *best] and best[0] != best[1]
 
 
+@pytest.mark.slow
 def test_the_output_file_has_a_line_per_text_and_continues_inside_a_prompt(talking: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     options = ["--temperature", "1", "--num-return-sequences", "2", "--max-new-tokens", "6", "--output-file", str(out)]

@@ -171,6 +171,7 @@ def test_settings_must_be_generation_settings(model: TextModel, settings: Any) -
         model.stream([[1]], settings)
 
 
+@pytest.mark.slow
 def test_a_system_message_turns_a_text_into_a_chat(model: TextModel) -> None:
     plain, briefed = (generate(model, "a", max_new_tokens=1, system=text) for text in ("", "Be brief"))
     assert briefed.completions[0].prompt_tokens > plain.completions[0].prompt_tokens + len("Be brief")

@@ -19,6 +19,7 @@ from tests.builders.talking import save_letters
 LETTERS = st.text(alphabet="ab#\n", max_size=12)
 
 
+@pytest.mark.slow
 @given(text=LETTERS, stops=st.lists(LETTERS.filter(bool), max_size=3), cuts=st.lists(st.integers(0, 12), max_size=5))
 def test_the_text_ends_before_the_first_stop_string_whatever_the_pieces(
     text: str, stops: list[str], cuts: list[int]
@@ -40,6 +41,7 @@ def test_the_possible_start_of_a_stop_string_is_held_back() -> None:
     assert stream.found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["onnx", "torch"])
 def test_generation_ends_at_a_stop_string_across_tokens(talking: Path, backend: str) -> None:
     whole = generate(talking, ["Once"], max_new_tokens=12).completions[0].text
@@ -49,6 +51,7 @@ def test_generation_ends_at_a_stop_string_across_tokens(talking: Path, backend: 
     assert len(found.tokens) == whole.index(stop) + 2
 
 
+@pytest.mark.slow
 @given(
     pieces=st.lists(st.tuples(st.sampled_from(["a", "b", "ab", "<>"]), st.booleans()), max_size=8),
     stops=st.lists(st.sampled_from(["<>", "a<>", "<>b", "b<>a", "ab"]), max_size=3),

@@ -56,12 +56,14 @@ def test_a_system_message_replaces_the_default(tokenizer: PreTrainedTokenizerFas
     assert text.startswith("Be brief. ") and "polite" not in text
 
 
+@pytest.mark.slow_rows("tokenizer")
 @pytest.mark.parametrize("name", [*EXPECTED, "tokenizer"])
 def test_an_unfinished_answer_is_continued(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     tokenizer.chat_template = OWN
     assert render_chat(tokenizer, [*HI, {"role": "assistant", "content": "Well,"}], name).endswith("Well,")
 
 
+@pytest.mark.slow
 def test_the_own_template_is_encoded_as_by_transformers(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = OWN
     ids = encode_chat(tokenizer, TURNS)
@@ -85,11 +87,13 @@ def test_null_with_tool_calls_reaches_the_template(tokenizer: PreTrainedTokenize
     assert render_chat(tokenizer, [*HI, call, *HI]) == "Hi.clock.Hi."
 
 
+@pytest.mark.slow
 def test_a_file_is_a_template(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("{{ messages[0].content }}!")
     assert render_chat(tokenizer, HI, str(tmp_path / "own.jinja")) == "Hi!"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["{{ ''.__class__.__mro__ }}", "{{ raise_exception('no') }}", "{{ messages.append(1) }}"]
 )
@@ -99,12 +103,14 @@ def test_a_template_that_fails_or_breaks_out_is_refused(tokenizer: PreTrainedTok
         render_chat(tokenizer, HI)
 
 
+@pytest.mark.slow
 def test_invalid_jinja_is_reported_with_its_line(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("a\n{% if %}")
     with pytest.raises(InputRefused, match="is not valid Jinja: line 2"):
         render_chat(tokenizer, HI, str(tmp_path / "own.jinja"))
 
 
+@pytest.mark.quick_rows("{% for i in range(90000) %}{{ 'a' * 100000 }}{% endfor %}")
 @pytest.mark.parametrize(
     "text",
     [
@@ -167,6 +173,7 @@ def in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("messages", [CHAT[1:2], CHAT, CHAT[:3]])
 def test_a_template_that_reads_parts_gets_parts(
     tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]
@@ -179,6 +186,7 @@ def test_a_template_that_reads_parts_gets_parts(
     assert render_chat(tokenizer, messages) == render_chat(tokenizer, in_parts(messages)) == wanted
 
 
+@pytest.mark.slow_rows("{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
 @pytest.mark.parametrize("name", [*EXPECTED, OWN])
 def test_a_template_that_reads_texts_gets_texts(tokenizer: PreTrainedTokenizerFast, name: str, tmp_path: Path) -> None:
     if name == OWN:
@@ -186,6 +194,7 @@ def test_a_template_that_reads_texts_gets_texts(tokenizer: PreTrainedTokenizerFa
     assert render_chat(tokenizer, in_parts(CHAT), name) == render_chat(tokenizer, CHAT, name)
 
 
+@pytest.mark.slow
 def test_each_message_gets_a_form_that_the_template_reads_in_its_role(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = LLAMA_VISION
     parts = in_parts(CHAT)
@@ -201,6 +210,7 @@ def test_a_prefix_goes_before_the_parts(tokenizer: PreTrainedTokenizerFast) -> N
     assert isinstance(messages, list) and "User: Please: Hi there<" in render_chat(tokenizer, messages)
 
 
+@pytest.mark.slow
 def test_a_template_that_writes_a_long_text_is_refused_before_all_of_it_becomes_tokens(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
@@ -210,6 +220,7 @@ def test_a_template_that_writes_a_long_text_is_refused_before_all_of_it_becomes_
     assert len(caught.value.beginning) < 40_000
 
 
+@pytest.mark.quick_rows("{% for m in turns %}{{ m.content }}{% endfor %}")
 @pytest.mark.parametrize("text", ["", " \n", "{% for m in turns %}{{ m.content }}{% endfor %}"])
 def test_a_template_that_writes_nothing_is_refused(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, text: str

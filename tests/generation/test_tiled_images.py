@@ -149,6 +149,7 @@ def test_a_processor_that_needs_a_missing_package_names_it(tmp_path: Path) -> No
     assert "install the torchvision" in str(found.value.hint)
 
 
+@pytest.mark.slow
 def test_the_processor_of_images_of_one_size_is_refused_for_tiles(pictures: list[Path], tmp_path: Path) -> None:
     save_tiled("llava_next", folder := tmp_path / "llava_next")
     export(folder)

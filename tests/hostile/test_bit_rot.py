@@ -14,6 +14,7 @@ from tests.hostile.honest import composer, meta, save
 FLIPS = 80
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["composer", "meta"])
 def test_a_changed_bit_is_refused_or_changes_nothing(tmp_path: Path, kind: str) -> None:
     (tmp_path / "in").mkdir()

@@ -136,6 +136,7 @@ def require_no_mark(folder: Path, done: subprocess.CompletedProcess[str]) -> Non
     assert "Traceback" not in done.stderr and done.returncode != 70, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in COMMANDS]
 )
@@ -154,6 +155,7 @@ def before_llmconv(start: list[str], code: str) -> set[str]:
     return set(json.loads(done.stdout))
 
 
+@pytest.mark.quick_rows("an empty element of PYTHONPATH")
 @pytest.mark.parametrize(
     ("start", "path"),
     [([sys.executable, "-m", "llmconv"], ""), ([str(Path(sys.executable).with_name("llmconv"))], os.pathsep)],

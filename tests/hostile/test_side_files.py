@@ -78,6 +78,21 @@ def few(name: str, found: list[Any]) -> list[Any]:
     return random.Random(seed).sample(found, min(QUICK, len(found)))
 
 
+@pytest.mark.slow_rows(
+    "megatron: megatron",
+    "state: torch",
+    "dialect: torchtune",
+    "adapter: peft",
+    "adapter: paddle's",
+    "foreign: mlx",
+    "foreign: litgpt",
+    "delta: exact",
+    "delta: one with new tensors",
+    "delta: extract",
+    "delta: extract with a rank",
+    "foreign delta: fastchat",
+    "code: delta",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_some_side_files_with_a_wrong_value_are_refused_or_make_no_difference(name: str, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
@@ -115,6 +130,7 @@ def refused_or_read(read: Callable[[Path], object], folder: Path, content: Any, 
     return refused
 
 
+@pytest.mark.quick_rows("graph_entries")
 @pytest.mark.parametrize("read", [read_manifest, graph_entries])
 def test_a_broken_manifest_is_refused(read: Callable[[Path], object], tmp_path: Path) -> None:
     assert refused_or_read(read, tmp_path, MANIFEST, "llmconv.json") > 60

@@ -59,6 +59,7 @@ def test_other_addresses_are_refused(text: str, message: str) -> None:
         parse_hub_address(text)
 
 
+@pytest.mark.slow
 def test_a_revision_and_a_folder_of_it_alone_are_downloaded(client: Client, model: Path, tmp_path: Path) -> None:
     repository = client.hub.repository("org/name", private=True)
     upload(repository, model, "inner/", "v1")
@@ -75,6 +76,7 @@ def test_a_revision_and_a_folder_of_it_alone_are_downloaded(client: Client, mode
     assert missing.returncode == 3 and "HF_HUB_OFFLINE is set" in missing.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["org/name", "hf://org/name/inner"])
 def test_inspect_reads_the_headers_of_weights_alone(client: Client, tmp_path: Path, name: str) -> None:
     """Each shard has 4 MB of zeros, and what is shown is that of the same folder on the disk."""
@@ -94,6 +96,7 @@ def test_inspect_reads_the_headers_of_weights_alone(client: Client, tmp_path: Pa
     assert offline.returncode == 0 and client.run("inspect", name).returncode == 3
 
 
+@pytest.mark.slow
 def test_inspect_uses_the_cache_where_it_has_all_files(client: Client, model: Path, tmp_path: Path) -> None:
     upload(client.hub.repository("org/name"), model)
     assert client.run("to-hf", "org/name", "-o", tmp_path / "out", "--dtype", "bfloat16").returncode == 0
@@ -103,6 +106,7 @@ def test_inspect_uses_the_cache_where_it_has_all_files(client: Client, model: Pa
     assert "snapshots" in json.loads(done.stdout)["path"]
 
 
+@pytest.mark.quick_rows("403")
 @pytest.mark.parametrize("status", [403, 404])
 def test_a_file_that_the_hub_refuses_is_one_line(client: Client, tmp_path: Path, status: int) -> None:
     save_large(tmp_path / "model")
@@ -131,6 +135,7 @@ def test_a_model_of_a_folder_is_converted_and_its_step_names_repository_and_comm
     assert steps[-1]["source"] == f"org/name@{repository.branches['main']}/inner"
 
 
+@pytest.mark.slow
 def test_a_missing_folder_and_a_missing_revision_are_named(client: Client, model: Path) -> None:
     upload(client.hub.repository("org/name"), model)
     done = client.run("inspect", "hf://org/name/nothing")
@@ -139,12 +144,14 @@ def test_a_missing_folder_and_a_missing_revision_are_named(client: Client, model
     assert done.returncode == 3 and "has no revision `v9`" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_gated_model_is_refused(client: Client) -> None:
     client.hub.repository("org/name").gated = True
     done = client.run("inspect", "hf://org/name")
     assert done.returncode == 3 and "gated" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_dataset_is_refused_by_a_command(client: Client) -> None:
     done = client.run("inspect", "hf://datasets/org/name")
     assert done.returncode == 3 and "is a dataset" in done.stderr and not client.hub.requests
@@ -161,6 +168,7 @@ def test_a_source_is_named_by_its_path_in_the_cache(tmp_path: Path, model: Path)
 ADAPTER = CHECKPOINT.parent / "adapter"
 
 
+@pytest.mark.slow
 def test_several_models_in_folders_are_listed_before_anything_is_downloaded(client: Client, model: Path) -> None:
     repository = client.hub.repository("org/name")
     for place in ("zoo/one/", "zoo/two/"):
@@ -180,6 +188,7 @@ def test_a_folder_of_checkpoints_next_to_one_is_a_checkpoint(client: Client, mod
     assert client.run("inspect", "org/name").returncode == 0
 
 
+@pytest.mark.slow
 def test_messages_name_the_address_and_not_the_cache(client: Client, model: Path) -> None:
     upload(client.hub.repository("org/name"), model, "inner/")
     done = client.run("generate", "hf://org/name/inner", "--prompt", "Once")
@@ -188,6 +197,7 @@ def test_messages_name_the_address_and_not_the_cache(client: Client, model: Path
     assert "run `llmconv export hf://org/name/inner -o OUT`" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_scheme_is_told_the_address(client: Client) -> None:
     done = client.run("inspect", "org/name/inner")
     assert done.returncode == 3 and "is `hf://org/name/inner`" in done.stderr and not client.hub.requests

@@ -96,6 +96,7 @@ def test_the_card_names_steps_verdict_and_how_to_run_it(client: Client, model: P
     assert "verified/report.json" in found
 
 
+@pytest.mark.slow
 def test_a_card_that_nobody_edited_is_replaced_with_the_model(client: Client, model: Path, tmp_path: Path) -> None:
     half = tmp_path / "half"
     to_hf(model, half, dtype="float16")
@@ -109,6 +110,7 @@ def test_a_card_that_nobody_edited_is_replaced_with_the_model(client: Client, mo
     assert repository.contents()["README.md"] == edited
 
 
+@pytest.mark.slow
 def test_a_report_from_before_the_last_change_is_not_told(client: Client, model: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(model, tmp_path / "mine"))
     (folder / "report.json").write_text(json.dumps(REPORT))

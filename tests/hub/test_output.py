@@ -14,6 +14,7 @@ from tests.hub.conftest import CHECKPOINT, SHARDS, Client, contents
 TO_HF = ("to-hf", CHECKPOINT, "--max-shard-size", SHARDS)
 
 
+@pytest.mark.slow
 def test_the_hub_gets_the_bytes_that_a_folder_would_have(client: Client, model: Path) -> None:
     done = client.run(*TO_HF, "-o", "hf://me/tiny")
     assert done.returncode == 0, done.stderr
@@ -24,6 +25,7 @@ def test_the_hub_gets_the_bytes_that_a_folder_would_have(client: Client, model: 
     assert not client.cache() and "wrote hf://me/tiny" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_disk_holds_one_shard(client: Client, model: Path) -> None:
     client.hub.hold = "POST /api/models/me/tiny/commit"
     process = client.start(*TO_HF, "-o", "hf://me/tiny")
@@ -115,6 +117,7 @@ def test_the_model_card_follows_the_model_unless_it_was_edited(client: Client) -
     assert repository.contents()["README.md"] == b"# by hand"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--overwrite",)])
 @pytest.mark.parametrize("name", ["model_safetensors", "config_json"])
 def test_a_model_of_others_is_never_replaced(client: Client, name: str, flags: tuple[str, ...]) -> None:
@@ -125,6 +128,7 @@ def test_a_model_of_others_is_never_replaced(client: Client, name: str, flags: t
     assert len(repository.commits) == 2 and not client.hub.puts
 
 
+@pytest.mark.slow
 def test_a_new_branch_has_this_model_alone(client: Client, model: Path) -> None:
     repository = client.hub.repository("me/tiny")
     repository.put(pytorch_model=b"of others", model_bin=b"of others")
@@ -176,6 +180,7 @@ def test_unchanged_shards_are_sent_from_where_they_are(client: Client, model: Pa
     assert all(found[path.name] == path.read_bytes() for path in model.glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_dry_run_needs_no_token_and_leaves_nothing(client: Client) -> None:
     del client.environment["HF_TOKEN"]
     done = client.run(*TO_HF, "-o", "hf://me/tiny", "--dry-run")
@@ -185,6 +190,7 @@ def test_a_dry_run_needs_no_token_and_leaves_nothing(client: Client) -> None:
     assert done.returncode == 3 and "not logged in" in done.stderr and not client.cache()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place", ["hf://me/tiny/folder", "hf://tiny", "hf://datasets/me/tiny", "hf://me/t@" + "a" * 40]
 )
@@ -193,6 +199,7 @@ def test_places_that_cannot_be_written_are_refused(client: Client, place: str) -
     assert done.returncode == 3 and not client.hub.repositories
 
 
+@pytest.mark.slow
 def test_two_runs_do_not_mix(client: Client) -> None:
     client.hub.hold = "PUT /_objects"
     first = client.start(*TO_HF, "-o", "hf://me/tiny")

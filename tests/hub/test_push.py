@@ -19,6 +19,7 @@ def folder(model: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(model, tmp_path / "mine"))
 
 
+@pytest.mark.slow
 def test_the_hub_has_the_bytes_of_the_folder_and_a_model_card(client: Client, model: Path) -> None:
     done = client.run("push", model, "me/tiny", "--verify-upload")
     assert done.returncode == 0, done.stderr
@@ -37,12 +38,14 @@ def test_the_result_in_json(client: Client, model: Path) -> None:
     assert set(told["files"]) == {*contents(model), "README.md"}
 
 
+@pytest.mark.slow
 def test_a_dry_run_writes_nothing(client: Client, model: Path) -> None:
     done = client.run("push", model, "me/tiny", "--dry-run")
     assert done.returncode == 0 and "would push" in done.stdout and "model.safetensors.index.json" in done.stdout
     assert not client.hub.repositories and not client.hub.puts
 
 
+@pytest.mark.slow
 def test_what_is_equal_is_not_committed_again(client: Client, model: Path) -> None:
     client.run("push", model, "me/tiny")
     sent = len(client.hub.puts)
@@ -51,6 +54,7 @@ def test_what_is_equal_is_not_committed_again(client: Client, model: Path) -> No
     assert len(client.hub.puts) == sent and len(client.hub.repositories["me/tiny"].commits) == 2
 
 
+@pytest.mark.slow
 def test_only_what_changed_is_sent_and_files_that_are_gone_are_deleted(
     client: Client, model: Path, tmp_path: Path
 ) -> None:
@@ -78,6 +82,7 @@ def test_a_branch_is_made_and_main_is_left_alone(client: Client, model: Path) ->
     }
 
 
+@pytest.mark.slow
 def test_a_branch_with_the_files_of_main_is_made(client: Client, model: Path) -> None:
     assert client.run("push", model, "me/tiny").returncode == 0
     repository = client.hub.repositories["me/tiny"]
@@ -89,6 +94,7 @@ def test_a_branch_with_the_files_of_main_is_made(client: Client, model: Path) ->
     assert "nothing to do" in client.run("push", model, "me/tiny", "--revision", "v2").stdout
 
 
+@pytest.mark.slow
 def test_a_pull_request_needs_no_write_access(client: Client, model: Path) -> None:
     client.hub.repository("you/tiny").read_only = True
     denied = client.run("push", model, "you/tiny")
@@ -103,6 +109,7 @@ def test_a_pull_request_needs_no_write_access(client: Client, model: Path) -> No
 # Killed, interrupted, refused
 
 
+@pytest.mark.slow
 def test_killed_before_the_commit_nothing_is_visible_and_nothing_is_sent_twice(client: Client, model: Path) -> None:
     client.hub.hold = "POST /api/models/me/tiny/commit"
     process = client.start("push", model, "me/tiny")
@@ -118,6 +125,7 @@ def test_killed_before_the_commit_nothing_is_visible_and_nothing_is_sent_twice(c
     assert contents(model).items() <= client.hub.repositories["me/tiny"].contents().items()
 
 
+@pytest.mark.slow
 def test_a_branch_that_moved_is_not_overwritten(client: Client, model: Path) -> None:
     repository = client.hub.repository("me/tiny")
     client.hub.hold = "POST /me/tiny.git/info/lfs"
@@ -130,6 +138,7 @@ def test_a_branch_that_moved_is_not_overwritten(client: Client, model: Path) -> 
     assert repository.contents() == {"README.md": b"# in the meantime"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [503, 0], ids=["busy", "cut"])
 def test_a_commit_that_gets_no_answer_fails_and_can_be_run_again(client: Client, model: Path, status: int) -> None:
     client.hub.faults = [Fault("commit/main", status)]
@@ -140,12 +149,14 @@ def test_a_commit_that_gets_no_answer_fails_and_can_be_run_again(client: Client,
     assert client.run("push", model, "me/tiny").returncode == 0 and len(client.hub.puts) == sent
 
 
+@pytest.mark.slow
 def test_a_busy_store_is_asked_again(client: Client, model: Path) -> None:
     client.hub.faults = [Fault("PUT /_objects")]
     done = client.run("push", model, "me/tiny")
     assert done.returncode == 0 and "signature" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_connection_that_breaks_while_a_file_is_sent_loses_only_that_file(client: Client, model: Path) -> None:
     client.hub.faults = [Fault("PUT /_objects", 0)]
     done = client.run("push", model, "me/tiny")
@@ -154,6 +165,7 @@ def test_a_connection_that_breaks_while_a_file_is_sent_loses_only_that_file(clie
     assert len(client.hub.puts) == len({*client.hub.puts}) == len([*model.glob("*.safetensors")])
 
 
+@pytest.mark.slow
 def test_a_terminated_push_can_be_run_again(client: Client, model: Path) -> None:
     client.hub.hold = "POST /api/models/me/tiny/commit"
     process = client.start("push", model, "me/tiny")
@@ -171,6 +183,7 @@ def test_a_gated_repository_is_refused(client: Client, model: Path) -> None:
     assert done.returncode == 3 and "gated" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_token_that_the_hub_does_not_know_is_refused(client: Client, model: Path) -> None:
     client.hub.token = "hf_another"
     done = client.run("push", model, "me/tiny", "-v")
@@ -183,6 +196,7 @@ def test_without_a_token_the_way_to_log_in_is_named(client: Client, model: Path)
     assert done.returncode == 3 and "not logged in" in done.stderr and "hf auth login" in done.stderr
 
 
+@pytest.mark.slow_rows("hf_\\xf6\\xe4\\xfc")
 @pytest.mark.parametrize("token", ["hf_öäü", "hf_a b", "hf_a\nb"])
 def test_a_token_that_cannot_be_one_is_not_shown(client: Client, model: Path, token: str) -> None:
     client.environment["HF_TOKEN"] = token
@@ -190,24 +204,28 @@ def test_a_token_that_cannot_be_one_is_not_shown(client: Client, model: Path, to
     assert done.returncode == 3 and token not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_hub_that_cannot_be_reached_is_a_failure(client: Client, model: Path) -> None:
     client.environment["HF_ENDPOINT"] = "http://127.0.0.1:9"
     done = client.run("push", model, "me/tiny", "-v")
     assert done.returncode == 4 and "cannot be reached" in done.stderr
 
 
+@pytest.mark.slow
 def test_no_network_is_asked_for_where_none_is_allowed(client: Client, model: Path) -> None:
     client.environment["HF_HUB_OFFLINE"] = "1"
     done = client.run("push", model, "me/tiny")
     assert done.returncode == 3 and "HF_HUB_OFFLINE is set" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_public_repository_does_not_get_what_is_to_be_private(client: Client, model: Path) -> None:
     client.hub.repository("me/tiny")
     done = client.run("push", model, "me/tiny", "--private")
     assert done.returncode == 3 and "is public" in done.stderr and not client.hub.puts
 
 
+@pytest.mark.slow
 def test_the_difference_is_found_where_the_hub_has_other_bytes(client: Client, model: Path) -> None:
     client.hub.corrupt = True
     done = client.run("push", model, "me/tiny", "--verify-upload")
@@ -217,6 +235,7 @@ def test_the_difference_is_found_where_the_hub_has_other_bytes(client: Client, m
 # The folder
 
 
+@pytest.mark.slow
 def test_damage_is_found_before_anything_is_sent(client: Client, folder: Path) -> None:
     shard = sorted(folder.glob("*.safetensors"))[0]
     content = bytearray(shard.read_bytes())
@@ -227,6 +246,7 @@ def test_damage_is_found_before_anything_is_sent(client: Client, folder: Path) -
     assert not client.hub.repositories
 
 
+@pytest.mark.quick_rows("short")
 @pytest.mark.parametrize("harm", ["missing", "short"])
 def test_an_incomplete_folder_is_refused(client: Client, folder: Path, harm: str) -> None:
     shard = sorted(folder.glob("*.safetensors"))[-1]
@@ -235,6 +255,7 @@ def test_an_incomplete_folder_is_refused(client: Client, folder: Path, harm: str
     assert done.returncode == 3 and shard.name in done.stderr and not client.hub.repositories
 
 
+@pytest.mark.slow
 def test_foreign_files_are_refused_and_hidden_ones_left_out(client: Client, folder: Path) -> None:
     (folder / ".env").write_text("secret")
     (folder / "README.md").write_text("# mine\n")
@@ -278,6 +299,7 @@ def test_a_link_in_the_folder_becomes_a_file_that_is_sent_once(client: Client, f
 # The repository
 
 
+@pytest.mark.slow
 def test_weights_of_others_are_not_mixed_with_these(client: Client, model: Path) -> None:
     client.hub.repository("me/tiny").files()  # a new one is accepted
     client.hub.repositories["me/tiny"].put(model_safetensors=b"of others")
@@ -286,6 +308,7 @@ def test_weights_of_others_are_not_mixed_with_these(client: Client, model: Path)
     assert not client.hub.puts
 
 
+@pytest.mark.slow
 def test_other_files_are_kept_but_not_replaced(client: Client, model: Path) -> None:
     repository = client.hub.repository("me/tiny")
     repository.put(README_md=b"# by hand")
@@ -298,6 +321,7 @@ def test_other_files_are_kept_but_not_replaced(client: Client, model: Path) -> N
     assert done.returncode == 3 and "contains another `config.json`" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_gitignore_of_a_repository_leaves_nothing_out(client: Client, model: Path) -> None:
     repository = client.hub.repository("me/tiny")
     repository.put(_gitignore=b"*.safetensors\n")
@@ -309,6 +333,7 @@ def test_the_gitignore_of_a_repository_leaves_nothing_out(client: Client, model:
     assert done.returncode == 3 and "`.gitignore` of `me/tiny` leaves out" in done.stderr
 
 
+@pytest.mark.quick_rows("words2-is not a repository that can be written", "words7-not a name that the Hub accepts")
 @pytest.mark.parametrize(
     ("words", "message"),
     [

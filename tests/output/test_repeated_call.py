@@ -51,6 +51,7 @@ def task(model: Path, tmp_path: Path) -> Iterator[Callable[..., dict[str, Any]]]
     work._calls.clear()
 
 
+@pytest.mark.slow
 def test_shards_of_a_run_share_a_plan(
     model: Path, names: list[str], plans: list[str], task: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -98,6 +98,7 @@ def test_no_credential_is_shown_or_kept_by_a_run_that_is_refused_or_succeeds(
     require_no_secret(objects(bucket))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), pytest.param(WORKERS, marks=pytest.mark.slow)], ids=["alone", "workers"])
 def test_no_credential_is_in_the_journal_or_a_command_line(
     options: tuple[str, ...], bucket: Bucket, tmp_path: Path
@@ -114,6 +115,7 @@ def test_no_credential_is_in_the_journal_or_a_command_line(
     require_no_secret(objects(bucket))
 
 
+@pytest.mark.slow
 def test_no_credential_is_in_the_tasks_of_workers(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,6 +46,7 @@ def test_a_file_of_which_nothing_is_left_is_gone() -> None:
     assert names(by_source(sized(c=1, d=1), FILES, 10)) == ["cd"]
 
 
+@pytest.mark.slow
 @given(
     tensors=st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 9)),
     files=st.dictionaries(st.sampled_from("abcdef"), st.sampled_from("123")),

@@ -89,6 +89,7 @@ def killing_at(step: int, work: Callable[[], object], *, after: bool) -> Callabl
     return patched
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("overwrite", slow_but([False, True], False), ids=["new", "overwrite"])
@@ -165,6 +166,7 @@ def test_resume_keeps_a_copy_that_is_whole_and_makes_others_again(
     assert files == write(tmp_path / "reference", checkpoint)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_resume_does_not_compute_finished_shards_again(tmp_path: Path) -> None:
     reads = tmp_path / "reads"
@@ -379,6 +381,7 @@ def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_file_size_limit_is_an_output_error_that_resume_completes(tmp_path: Path) -> None:
     large = sample()

@@ -52,6 +52,7 @@ def failed(run: Any) -> OutputFailed:
     return caught.value
 
 
+@pytest.mark.quick_rows("full1")
 @FULL
 def test_a_full_store_is_named_and_resume_goes_on_after_space_is_made(
     full: tuple[int, str], bucket: Bucket, tmp_path: Path
@@ -117,6 +118,7 @@ def test_credentials_that_are_revoked_while_a_source_is_read_fail_the_run(bucket
     assert "denied" in failed(lambda: store.read_range(head, 5, 10)).message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hold", "options"),
     [
@@ -212,6 +214,7 @@ def kill_overwrite(bucket: Bucket) -> None:
     assert "vocab.json" in bucket.files() and "llmconv.json" not in bucket.files()
 
 
+@pytest.mark.slow
 def test_a_killed_overwrite_is_completed_without_files_of_the_old_output(bucket: Bucket, tmp_path: Path) -> None:
     kill_overwrite(bucket)
     write(large(), f"{bucket}/out", resume=True)
@@ -219,6 +222,7 @@ def test_a_killed_overwrite_is_completed_without_files_of_the_old_output(bucket:
     assert bucket.files() == written(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_clean_also_deletes_what_a_killed_run_was_to_replace(bucket: Bucket) -> None:
     kill_overwrite(bucket)
     clean(f"{bucket}/out")

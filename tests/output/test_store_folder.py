@@ -106,6 +106,7 @@ def test_objects_of_others_are_never_replaced(bucket: Bucket) -> None:
     assert bucket.files() == {"notes.txt": b"mine"}
 
 
+@pytest.mark.slow
 def test_of_many_runs_at_once_one_publishes(bucket: Bucket, tmp_path: Path) -> None:
     def run(number: int) -> str:
         try:
@@ -163,6 +164,7 @@ def _put(bucket: Bucket, name: str, content: bytes) -> str:
     return ObjectStore(parse_address(str(bucket))).write(name, content, len(content))
 
 
+@pytest.mark.quick_rows("")
 @pytest.mark.parametrize("place", ["out", "out/", "out/inside", ""])
 def test_an_output_around_or_inside_its_input_is_refused_and_the_input_stays(
     place: str, bucket: Bucket, tmp_path: Path
@@ -239,6 +241,7 @@ def test_a_killed_run_is_completed_by_resume(at: int, bucket: Bucket, tmp_path: 
     assert bucket.files() == written(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_clean_ends_the_upload_that_a_killed_run_left_open(bucket: Bucket, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", LLAMA)
     bucket.set_faults(hold=4)
@@ -261,6 +264,7 @@ def test_clean_leaves_the_uploads_of_other_outputs_and_programs_alone(place: str
     assert bucket.uploads() == [key]
 
 
+@pytest.mark.slow
 def test_no_credential_is_in_any_output_or_object(bucket: Bucket, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", LLAMA)
     bucket.set_faults(busy=0.2)

@@ -47,6 +47,7 @@ def partial(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.llmconv-partial")
 
 
+@pytest.mark.slow
 @given(sizes=st.lists(st.integers(0, 100), min_size=1, max_size=30), count=st.integers(1, 12))
 def test_every_shard_is_in_exactly_one_part(sizes: list[int], count: int) -> None:
     dtype = BY_NAME["float32"]
@@ -74,6 +75,7 @@ def test_parts_in_any_order_and_a_finish_give_the_bytes_of_one_process(
     assert not partial(tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_parts_meet_in_a_bucket(model: Path, expected: dict[str, bytes], bucket: Bucket) -> None:
     for number in (1, 0):
         to_hf(model, f"{bucket}/out", max_shard_size=SIZE, work=Part(number, 2))
@@ -82,6 +84,7 @@ def test_parts_meet_in_a_bucket(model: Path, expected: dict[str, bytes], bucket:
     assert bucket.files() == expected
 
 
+@pytest.mark.quick_rows("local")
 @pytest.mark.parametrize("kind", ["local", "bucket"])
 def test_a_finish_names_what_is_missing_and_keeps_the_rest(
     kind: str, model: Path, expected: dict[str, bytes], bucket: Bucket, tmp_path: Path
@@ -133,6 +136,7 @@ def test_workers_give_the_bytes_of_one_process(
     assert (bucket.files() if kind == "bucket" else written(tmp_path / "out")) == expected
 
 
+@pytest.mark.slow
 def test_workers_import_nothing_from_the_current_folder(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +167,7 @@ def test_workers_do_not_repeat_warnings(model: Path, tmp_path: Path) -> None:
     assert done.returncode == 0 and len(warnings) == len({*warnings}) > 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_damaged_source_ends_all_workers_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.pt"
     damaged.write_bytes((Path(__file__).parents[2] / "examples/tiny-llama/ep4-ba2400-rank0.pt").read_bytes())
@@ -174,6 +179,7 @@ def test_a_damaged_source_ends_all_workers_and_leaves_nothing(model: Path, tmp_p
     assert not (tmp_path / "out").exists() and not partial(tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_costs_only_its_shard(model: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
     with start_to_hf(model, tmp_path / "out", SIZE, "--workers", "2") as process:
         while not (workers := workers_of(process)) and process.poll() is None:
@@ -184,6 +190,7 @@ def test_a_worker_that_is_killed_costs_only_its_shard(model: Path, expected: dic
     assert written(tmp_path / "out") == expected
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_workers_is_completed_by_resume(
     model: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -203,6 +210,7 @@ def test_a_part_of_a_merge_cannot_be_checked(model: Path, tmp_path: Path) -> Non
         merge_lora(model, tmp_path / "adapter", tmp_path / "out", check=True, work=Part(0, 2))
 
 
+@pytest.mark.quick_rows("options2")
 @pytest.mark.parametrize("options", [("--workers", "0"), ("--workers", "-1"), ("--part", "3/3")])
 def test_impossible_numbers_are_usage_errors(options: tuple[str, str], model: Path, tmp_path: Path) -> None:
     with start_to_hf(model, tmp_path / "out", SIZE, *options) as process:
@@ -210,12 +218,14 @@ def test_impossible_numbers_are_usage_errors(options: tuple[str, str], model: Pa
     assert process.returncode == 2 and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_part_finish_and_workers_exclude_each_other(model: Path, tmp_path: Path) -> None:
     with start_to_hf(model, tmp_path / "out", SIZE, "--workers", "2", "--finish") as process:
         _, stderr = process.communicate()
     assert process.returncode == 2 and "exclude each other" in stderr
 
 
+@pytest.mark.slow
 def test_workers_write_the_shards_of_a_training_checkpoint(model: Path, tmp_path: Path) -> None:
     from_hf(model, tmp_path / "alone", to="meta", shards=4)
     from_hf(model, tmp_path / "out", to="meta", shards=4, work=Workers(2))
@@ -241,6 +251,7 @@ def test_a_complete_output_is_not_that_of_an_older_file_which_took_the_place_of_
         to_hf(source, tmp_path / "out", dtype="float16", resume=True)
 
 
+@pytest.mark.slow
 def test_a_worker_plans_once_for_all_its_shards(model: Path, expected: dict[str, bytes], bucket: Bucket) -> None:
     to_hf(model, f"{bucket}/model", max_shard_size="1GB")
     bucket.set_faults()
@@ -249,6 +260,7 @@ def test_a_worker_plans_once_for_all_its_shards(model: Path, expected: dict[str,
     assert len(expected) > 10 and len([request for request in read if request.startswith("GET")]) <= 3
 
 
+@pytest.mark.slow
 def test_a_warning_of_the_shards_is_printed_once(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,6 +275,7 @@ def test_a_warning_of_the_shards_is_printed_once(
     assert capsys.readouterr().err.count("warning: `consolidated.00.pth` was saved without checksums") == 1
 
 
+@pytest.mark.slow
 def test_a_merge_in_workers_warns_once_and_is_checked_when_it_is_complete(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

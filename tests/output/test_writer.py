@@ -101,6 +101,7 @@ def test_the_library_reads_the_written_files(tmp_path: Path) -> None:
     assert loaded["t2"].shape == (0, 2)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6), limit=st.integers(1, 300), block=st.integers(1, 64))
 def test_any_layout_reads_back_as_the_same_tensors(
@@ -218,6 +219,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_read(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_peak_of_memory_follows_the_block_and_not_the_tensor(
     tmp_path: Path, measure_peak: Callable[[Callable[[], object]], int]
 ) -> None:

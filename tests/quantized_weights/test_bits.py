@@ -13,6 +13,7 @@ from llmconv.quantized_weights.methods.awq import pack_outputs, unpack_outputs
 from llmconv.quantized_weights.scaled import float8
 
 
+@pytest.mark.slow
 @given(st.sampled_from(WIDTHS), st.integers(1, 3), st.integers(1, 70), st.integers(0, 1 << 32))
 def test_numbers_come_back_from_words(bits: int, rows: int, columns: int, seed: int) -> None:
     numbers = np.random.default_rng(seed).integers(0, 1 << bits, (rows, columns), dtype=np.uint8)

@@ -57,6 +57,7 @@ def test_fp4_has_two_zeros_and_else_the_same_codes() -> None:
         assert np.array_equal(weight.requantized(weight.plain).plain.read(), weight.plain.read())
 
 
+@pytest.mark.slow_rows("nf4_nested")
 @pytest.mark.parametrize("name", BASES)
 def test_parts_that_are_quantized_again_do_not_depend_on_the_rows_that_are_asked_for(name: str) -> None:
     weight = opened(FOLDER / name).weights[DOWN]

@@ -150,6 +150,7 @@ def test_several_groups_that_may_be_meant_are_refused() -> None:
         schemes(Mine={"num_bits": 4}, Other={"num_bits": 8}).of("a.up")
 
 
+@pytest.mark.slow_rows("re:(a|a)*$")
 @pytest.mark.parametrize("pattern", ["re:(", "re:" + "a" * 2000, "re:(a|a)*$", 7])
 def test_patterns_that_are_invalid_or_take_too_long_are_refused(pattern: Any) -> None:
     config = {"config_groups": {"a": {"targets": [pattern], "weights": {"num_bits": 4}}}}

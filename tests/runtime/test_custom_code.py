@@ -86,6 +86,7 @@ def executed(folder: Path) -> bool:
     return bool(list(folder.rglob("ran")))
 
 
+@pytest.mark.slow_rows("verify")
 @pytest.mark.parametrize("command", ["export --overwrite", "verify", "generate --backend torch --prompt a"])
 def test_code_is_not_executed_without_consent(with_code: Callable[..., Path], command: str) -> None:
     folder = with_code("own", OWN)
@@ -105,12 +106,14 @@ def test_a_type_that_transformers_knows_is_built_by_transformers(with_code: Call
     assert not executed(folder)
 
 
+@pytest.mark.slow
 def test_the_option_prefers_the_code_of_the_folder(with_code: Callable[..., Path]) -> None:
     folder = with_code("llama", NATIVE)
     report = verify(folder, trust_remote_code=True)  # graphs of transformers' own class
     assert executed(folder) and report.exit_code == 1
 
 
+@pytest.mark.slow
 def test_trusted_code_is_exported_verified_and_run(
     with_code: Callable[..., Path], own_row: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +189,7 @@ def test_a_tokenizers_code_is_not_executed_without_consent(with_code: Callable[.
     assert "--trust-remote-code" in refused.value.hint and not executed(folder)
 
 
+@pytest.mark.slow
 def test_a_trusted_tokenizer_gives_the_tokens_of_the_same_tokenizer(
     with_code: Callable[..., Path], talking: Path
 ) -> None:
@@ -201,6 +205,7 @@ def test_code_from_elsewhere_is_refused(with_code: Callable[..., Path], own_row:
         export(folder, overwrite=True, trust_remote_code=True)
 
 
+@pytest.mark.slow_rows("verify-import flash_attention_of_long_ago", "verify-1 / 0")
 @pytest.mark.parametrize("code", ["import flash_attention_of_long_ago", "def", "1 / 0"])
 @pytest.mark.parametrize("command", ["export --overwrite", "verify"])
 def test_failing_code_gives_one_line(with_code: Callable[..., Path], own_row: None, code: str, command: str) -> None:
@@ -234,6 +239,7 @@ def test_a_missing_class_is_named(with_code: Callable[..., Path], own_row: None,
         export(with_code("own", OWN, code), overwrite=True, trust_remote_code=True)
 
 
+@pytest.mark.slow
 def test_code_that_fails_when_it_runs_gives_a_one_line_error(with_code: Callable[..., Path], own_row: None) -> None:
     folder = with_code("own", OWN, MODEL.replace("super().forward(", "others['no_such']("))
     result = run("verify", folder, "--trust-remote-code")

@@ -45,6 +45,7 @@ def continue_by_one(runner: Runner) -> tuple[Array, dict[str, Array]]:
     return step.logits, dict(step.present.arrays())
 
 
+@pytest.mark.slow
 def test_the_graphs_and_the_eager_model_agree(talking: Path) -> None:
     logits, cache = continue_by_one(OrtRunner.from_folder(talking))
     expected, exact = continue_by_one(EagerRunner(talking, "float64"))
@@ -53,6 +54,7 @@ def test_the_graphs_and_the_eager_model_agree(talking: Path) -> None:
     assert all(np.allclose(cache[name][:, :, 2:], exact[name][:, :, 2:], atol=1e-5) for name in cache)
 
 
+@pytest.mark.slow
 def test_a_cache_from_one_runner_continues_in_another(talking: Path) -> None:
     eager, graphs = EagerRunner(talking), OrtRunner.from_folder(talking)
     mask = np.ones((1, 4), dtype=np.int64)
@@ -61,6 +63,7 @@ def test_a_cache_from_one_runner_continues_in_another(talking: Path) -> None:
     assert np.allclose(graphs.decode(*inputs).logits, eager.decode(*inputs).logits, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_does_not_change_its_past(talking: Path) -> None:
     for runner in (EagerRunner(talking), OrtRunner.from_folder(talking)):
         past = runner.prefill(IDS, MASK, default_positions(MASK, 7)).present
@@ -71,6 +74,7 @@ def test_a_step_does_not_change_its_past(talking: Path) -> None:
         assert np.array_equal(past.arrays()["present.0.key"], before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [SessionSettings(1, True, "disable"), SessionSettings(2, False, "extended")])
 def test_session_settings_do_not_change_the_logits(talking: Path, settings: SessionSettings) -> None:
     logits, _ = continue_by_one(OrtRunner.from_folder(talking, settings))
@@ -84,6 +88,7 @@ def test_the_graph_declares_its_inputs(talking: Path) -> None:
     assert graph.present_names == [f"present.{i}.{part}" for i in range(4) for part in ("key", "value")]
 
 
+@pytest.mark.slow
 def test_a_failing_run_is_one_clear_error(talking: Path) -> None:
     ids = np.array([[10_000]])
     with pytest.raises(MalformedInput, match=r"`decode.onnx` fails in onnxruntime"):
@@ -140,6 +145,7 @@ def test_threads_of_a_stage_leave_the_cores_to_those_of_the_next(talking: Path, 
     assert not any(spins(graph) for graph in (runner._prefill, runner._decode))
 
 
+@pytest.mark.slow
 def test_torch_is_not_imported_for_the_graphs() -> None:
     code = "import sys, llmconv.runtime, llmconv.cli.generate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

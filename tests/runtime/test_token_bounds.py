@@ -59,6 +59,23 @@ TEXTS = {
 }
 
 
+@pytest.mark.quick_rows(
+    "short-characters",
+    "short-shrinking",
+    "short-merging",
+    "short-words",
+    "fits-characters",
+    "fits-shrinking",
+    "fits-merging",
+    "fits-words",
+    "a little too long-characters",
+    "a little too long-shrinking",
+    "a little too long-merging",
+    "a little too long-words",
+    "spaces-shrinking",
+    "spaces-merging",
+    "spaces-words",
+)
 @pytest.mark.parametrize("make", [characters, shrinking, merging, words])
 @pytest.mark.parametrize("name", TEXTS)
 def test_only_a_text_that_is_far_too_long_is_refused(make: Callable[[], Tokenizer], name: str) -> None:

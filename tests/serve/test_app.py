@@ -33,6 +33,7 @@ def events(client: TestClient, path: str = CHAT, **body: Any) -> list[Any]:
     return [json.loads(line) for line in data]
 
 
+@pytest.mark.slow
 def test_a_chat_answer_has_the_fields_of_openai(client: TestClient, model: TextModel) -> None:
     answer = ask(client)
     assert answer["id"].startswith("chatcmpl-")
@@ -102,6 +103,7 @@ def test_completions_have_sixteen_tokens_by_default(client: TestClient) -> None:
     assert response.json()["choices"][0]["finish_reason"] in ("length", "stop")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", ["TEXT", ["absent", "TEXT"]])
 def test_a_stop_text_ends_the_answer_and_is_not_in_it(client: TestClient, stop: str | list[str]) -> None:
     whole = ask(client)["choices"][0]["message"]["content"]
@@ -112,6 +114,7 @@ def test_a_stop_text_ends_the_answer_and_is_not_in_it(client: TestClient, stop: 
     assert choice["finish_reason"] == "stop"
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_answers_and_choices_differ(client: TestClient) -> None:
     first, again, other = (
         [c["message"]["content"] for c in ask(client, temperature=1.5, seed=seed, n=2, max_tokens=24)["choices"]]
@@ -121,11 +124,13 @@ def test_a_seed_gives_the_same_answers_and_choices_differ(client: TestClient) ->
     assert first[0] != first[1]
 
 
+@pytest.mark.slow
 def test_without_a_seed_answers_differ(client: TestClient) -> None:
     answers = {ask(client, temperature=2, max_tokens=24)["choices"][0]["message"]["content"] for _ in range(3)}
     assert len(answers) > 1
 
 
+@pytest.mark.slow
 def test_a_second_turn_runs_only_new_tokens(client: TestClient) -> None:
     answer = ask(client)
     content = answer["choices"][0]["message"]["content"]
@@ -135,6 +140,7 @@ def test_a_second_turn_runs_only_new_tokens(client: TestClient) -> None:
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+@pytest.mark.slow
 def test_a_kept_cache_changes_no_answer(clients: Any) -> None:
     longer = [*HELLO, {"role": "assistant", "content": "?"}, {"role": "user", "content": "And?"}]
     fresh = ask(clients(), messages=longer)
@@ -149,6 +155,7 @@ def test_content_may_come_in_parts(client: TestClient) -> None:
     assert ask(client, messages=parts)["choices"] == ask(client)["choices"]
 
 
+@pytest.mark.slow
 def test_a_developer_message_is_a_system_message(client: TestClient) -> None:
     answers = [
         ask(client, messages=[{"role": role, "content": "Be"}, *HELLO])["choices"] for role in ("system", "developer")
@@ -156,6 +163,7 @@ def test_a_developer_message_is_a_system_message(client: TestClient) -> None:
     assert answers[0] == answers[1] != ask(client)["choices"]
 
 
+@pytest.mark.slow
 def test_the_answer_ends_with_the_context(client: TestClient, model: TextModel) -> None:
     prompt = "a" * (CONTEXT - 3)
     answer = ask(client, "/v1/completions", prompt=prompt, max_tokens=3)
@@ -176,10 +184,12 @@ def test_models_and_health_name_the_model(client: TestClient) -> None:
     assert health == {"status": "ok", "model": "tiny-chat", **kinds, "active": 0, "waiting": 0}
 
 
+@pytest.mark.slow
 def test_the_model_may_be_omitted(client: TestClient) -> None:
     assert ask(client)["choices"] == ask(client, model="tiny-chat")["choices"]
 
 
+@pytest.mark.quick_rows("False")
 @pytest.mark.parametrize("chat", [True, False])
 def test_of_a_text_that_can_never_fit_only_the_beginning_becomes_tokens(
     client: TestClient, model: TextModel, monkeypatch: pytest.MonkeyPatch, chat: bool

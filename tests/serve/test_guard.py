@@ -33,6 +33,7 @@ def test_a_page_of_another_site_may_not_post(client: TestClient, origin: str) ->
     assert (response.status_code, response.json()["error"]["code"]) == (403, "foreign_origin")
 
 
+@pytest.mark.slow
 def test_the_own_page_may_post(client: TestClient) -> None:
     headers = {"Origin": "http://127.0.0.1:8000", "Host": "127.0.0.1:8000"}
     assert client.post(CHAT, json=BODY, headers=headers).status_code == 200

@@ -45,6 +45,7 @@ def ask(client: TestClient, *parts: Any) -> Any:
     return client.post(CHAT, json={"messages": [message(*parts)], "max_tokens": 6, "temperature": 0})
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_generate_and_never_of_another_image(
     clients: Callable[..., TestClient], seeing: TextModel, pictures: list[Path]
 ) -> None:
@@ -70,18 +71,21 @@ BAD: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_a_placeholder_without_an_image_is_refused(clients: Callable[..., TestClient], seeing: TextModel) -> None:
     question = [{"role": "user", "content": "What is ~?"}]
     answer = clients(served=seeing).post(CHAT, json={"messages": question})
     assert answer.status_code == 400 and "no image" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 def test_other_images_are_refused(clients: Callable[..., TestClient], seeing: TextModel, bad: Any) -> None:
     answer = ask(clients(served=seeing), bad)
     assert answer.status_code == 400, answer.text
 
 
+@pytest.mark.slow
 def test_too_many_images_are_refused(
     clients: Callable[..., TestClient], seeing: TextModel, pictures: list[Path]
 ) -> None:
@@ -89,6 +93,7 @@ def test_too_many_images_are_refused(
     assert (answer.status_code, "at most 8" in answer.text) == (400, True)
 
 
+@pytest.mark.slow
 def test_a_text_model_refuses_images(client: TestClient, pictures: list[Path]) -> None:
     answer = ask(client, part(pictures[0].read_bytes()))
     assert (answer.status_code, "takes no images" in answer.text) == (400, True)

@@ -155,6 +155,7 @@ def test_a_misspelled_field_is_refused_as_by_openai(client: TestClient) -> None:
     assert refusal(client, CHAT, {"messages": [USER], "stream_options": {"x": 1}})["param"] == "stream_options.x"
 
 
+@pytest.mark.slow
 def test_fields_without_effect_are_ignored(client: TestClient) -> None:
     neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logprobs": False, "logit_bias": {}, "tools": []}
     others = {"user": "me", "metadata": {}, "store": False, "stop": None, "response_format": {"type": "text"}}
@@ -174,6 +175,7 @@ def test_unsupported_fields_of_completions_are_refused_by_name(client: TestClien
     assert refusal(client, COMPLETIONS, {"prompt": "a", field: value})["param"] == field
 
 
+@pytest.mark.quick_rows("False")
 @pytest.mark.parametrize("stream", [True, False])
 def test_too_long_a_context_is_refused_before_anything_streams(client: TestClient, stream: bool) -> None:
     long = [{"role": "user", "content": "a" * CONTEXT}]
@@ -189,6 +191,7 @@ def test_messages_on_which_the_template_fails_are_refused(client: TestClient) ->
     assert "bad is refused" in refusal(client, CHAT, {"messages": [{"role": "user", "content": "bad"}]})["message"]
 
 
+@pytest.mark.slow
 def test_a_model_without_a_chat_template_still_completes(clients: Clients, plain: Path) -> None:
     client = clients(served=TextModel.open(plain))
     assert "chat template" in refusal(client, CHAT, {"messages": [USER]})["message"]
@@ -231,6 +234,7 @@ NAMES = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(NAMES, JSON))
 def test_no_json_makes_the_parser_fail_with_another_error(content: dict[str, Any]) -> None:

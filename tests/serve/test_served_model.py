@@ -55,6 +55,7 @@ def test_answers_in_turns_equal_answers_alone(chatting: Path, tmp_path: Path, ki
     assert len(set(alone)) == 3
 
 
+@pytest.mark.slow
 def test_a_long_prompt_does_not_block_other_answers(chatting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = ServedModel(TextModel.open(chatting), "tiny")
     choices = served.choices(completion_request({"prompt": "Once there was a clever dragon", "max_tokens": 2}))
@@ -69,6 +70,7 @@ def test_a_long_prompt_does_not_block_other_answers(chatting: Path, monkeypatch:
 SAMPLING = {"do_sample": True, "temperature": 0.3, "top_p": 0.8, "top_k": 7}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "limit", "expected"),
     [

@@ -78,6 +78,7 @@ def planned(file: Path, *options: str) -> dict[str, str]:
     return {step["name"]: step["reason"] for step in json.loads(result.stdout)["steps"]}
 
 
+@pytest.mark.slow
 def test_the_outputs_are_those_of_the_commands(finished: Path, tmp_path: Path) -> None:
     for line in (
         ["to-hf", finished.parent / "run.pt", "-o", tmp_path / "base"],
@@ -87,6 +88,7 @@ def test_the_outputs_are_those_of_the_commands(finished: Path, tmp_path: Path) -
     assert contents(finished.parent / "build") == contents(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_second_run_does_nothing(finished: Path) -> None:
     assert statuses(finished) == {"to-hf": "unchanged", "merge-lora": "unchanged"}
 
@@ -129,6 +131,7 @@ def test_what_changed_is_done_again(change: str, again: Path) -> None:
     assert (found["to-hf"] == first, second in found["merge-lora"]) == (True, True), found
 
 
+@pytest.mark.slow
 def test_options_that_changed_are_used(again: Path) -> None:
     assert statuses(again, "--set", "merge-lora.dtype=float16") == {"to-hf": "unchanged", "merge-lora": "done"}
     manifest = json.loads((again.parent / "build/merged/llmconv.json").read_text())
@@ -157,6 +160,7 @@ def test_after_a_failure_the_next_steps_are_not_run_and_the_next_run_continues(t
     assert statuses(file) == {"to-hf": "unchanged", "merge-lora": "done"}
 
 
+@pytest.mark.slow
 def test_a_folder_that_another_run_made_is_not_replaced(tmp_path: Path) -> None:
     file = prepared(tmp_path)
     done(file)
@@ -173,6 +177,7 @@ def test_another_output_that_another_run_made_is_not_replaced(again: Path) -> No
     assert contents(elsewhere) == before
 
 
+@pytest.mark.slow
 def test_an_output_that_was_named_before_is_replaced_when_it_is_named_again(again: Path) -> None:
     assert statuses(again, "--set", "merge-lora.output=build/other")["merge-lora"] == "done"
     assert (again.parent / "build/other").is_dir()
@@ -195,6 +200,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"run.pt", "adapter", "model.yaml"}
 
 
+@pytest.mark.slow
 def test_a_terminated_run_ends_its_step_and_is_continued(tmp_path: Path) -> None:
     file = prepared(tmp_path)
     line = [sys.executable, "-m", "llmconv", "run", str(file)]
@@ -209,6 +215,7 @@ def test_a_terminated_run_ends_its_step_and_is_continued(tmp_path: Path) -> None
     done(file)
 
 
+@pytest.mark.slow
 def test_a_step_that_outlives_a_killed_run_holds_its_lock(again: Path) -> None:
     sleeper = "import time; print('started', flush=True); time.sleep(60)"
     code = f"""
@@ -230,6 +237,7 @@ with run_lock(Path({str(again)!r})) as lock:
     assert statuses(again) == {"to-hf": "unchanged", "merge-lora": "unchanged"}
 
 
+@pytest.mark.slow
 def test_two_runs_of_a_file_at_a_time_are_refused(tmp_path: Path) -> None:
     file = prepared(tmp_path)
     line = [sys.executable, "-m", "llmconv", "run", str(file)]
@@ -293,6 +301,7 @@ def test_verification_is_a_step_with_a_verdict(again: Path) -> None:
     assert {step["status"] for step in run(again)["steps"][2:]} == {"done"}
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_made_again_by_hand_is_not_replaced(again: Path) -> None:
     base = again.parent / "build/base"
     shutil.rmtree(base)
@@ -303,6 +312,7 @@ def test_a_folder_that_was_made_again_by_hand_is_not_replaced(again: Path) -> No
     assert contents(base) == before
 
 
+@pytest.mark.slow
 def test_an_input_that_changes_while_its_step_runs_makes_it_run_again(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +332,7 @@ def test_an_input_that_changes_while_its_step_runs_makes_it_run_again(
     assert planned(file) == {"to-hf": "", "merge-lora": "`adapter/adapter_model.safetensors` changed"}
 
 
+@pytest.mark.slow
 def test_no_file_next_to_the_run_file_is_imported(tmp_path: Path) -> None:
     file = prepared(tmp_path)
     (tmp_path / "numpy.py").write_text("raise SystemExit(0)")
@@ -333,6 +344,7 @@ def test_no_file_next_to_the_run_file_is_imported(tmp_path: Path) -> None:
     assert (tmp_path / "build/merged/model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_without_its_record_a_run_adopts_no_output(again: Path) -> None:
     record(again.parent).unlink()
     (again.parent / "build/base/model.safetensors").write_bytes(b"damaged")
@@ -368,6 +380,7 @@ def test_an_input_that_is_reached_by_a_link_is_planned_as_it_is_done(again: Path
     assert found == {"to-hf": "options changed", "merge-lora": "reads `link/base`, which is new"}
 
 
+@pytest.mark.slow
 def test_a_step_that_failed_is_done_once_more_and_not_twice(tmp_path: Path) -> None:
     file = prepared(tmp_path)
     weights = tmp_path / "adapter/adapter_model.safetensors"
@@ -431,6 +444,7 @@ def prompts_of(file: Path) -> list[str]:
     return [json.loads(line)["prompt"] for line in (file.parent / "texts.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_texts_are_written_again_when_the_prompts_changed(texts: Path) -> None:
     assert planned(texts) == {"generate": ""}
     (texts.parent / "prompts.txt").write_text("The sea\nThe land\n")
@@ -446,6 +460,7 @@ def test_a_file_of_texts_that_no_run_of_this_file_made_is_kept(texts: Path) -> N
     assert prompts_of(texts) == ["The sea"]
 
 
+@pytest.mark.slow
 def test_a_generate_step_that_was_interrupted_starts_again_if_its_prompts_changed(texts: Path) -> None:
     begun = json.loads(record(texts.parent).read_text())
     begun["steps"]["generate"]["command"] = ""

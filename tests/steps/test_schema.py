@@ -34,17 +34,20 @@ WRONG = (
 )
 
 
+@pytest.mark.slow
 def test_it_is_a_schema_with_every_command() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     steps = SCHEMA["properties"]["steps"]["items"]["oneOf"]
     assert [next(key for key in step["properties"] if key != "name") for step in steps] == [*COMMANDS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", GOOD)
 def test_a_good_file_is_accepted(text: str) -> None:
     jsonschema.validate(yaml.safe_load(text), SCHEMA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", WRONG)
 def test_a_wrong_file_is_refused(text: str) -> None:
     with pytest.raises(jsonschema.ValidationError):

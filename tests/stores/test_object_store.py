@@ -63,6 +63,7 @@ def test_a_listing_without_an_end_is_refused(store: ObjectStore, monkeypatch: py
         [*store.list()]
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_process_that_used_a_store_is_refused_and_does_not_wait(store: ObjectStore, bucket: Bucket) -> None:
     assert store.head("x") is None
     if not (child := os.fork()):
@@ -99,6 +100,7 @@ def test_an_object_larger_than_expected_is_not_read(store: ObjectStore) -> None:
         store.read("x", 10)
 
 
+@pytest.mark.slow
 def test_requests_of_a_busy_store_are_repeated(store: ObjectStore, bucket: Bucket) -> None:
     bucket.set_faults(busy=0.2, cut=0.3)
     store.write("x", blocks(40), 40 * MEBIBYTE)

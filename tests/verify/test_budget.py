@@ -39,6 +39,7 @@ def compared(checks: list[Check]) -> set[str]:
     return {check.name for check in checks if check.is_measured and check.name in QUICK}
 
 
+@pytest.mark.slow
 def test_the_command_runs_the_core_and_lists_the_rest(exported: Tiny, tmp_path: Path) -> None:
     result = run(exported("llama"), "--budget", "0.001s", "--report", tmp_path)
     content = json.loads((tmp_path / "report.json").read_text())
@@ -51,6 +52,7 @@ def test_the_command_runs_the_core_and_lists_the_rest(exported: Tiny, tmp_path: 
     assert last.startswith("PASS: ") and f"{len(content['budget']['not_run'])} scenarios left out by the budget" in last
 
 
+@pytest.mark.slow
 def test_a_long_budget_leaves_nothing_out(exported: Tiny, eager: Callable[[str], Eager], clean_report: Report) -> None:
     report = verify(exported("llama"), eager=eager("llama"), budget=3600)
     assert report.budget and report.budget["not_run"] == []
@@ -63,6 +65,7 @@ def test_without_a_budget_the_report_has_none(clean_report: Report) -> None:
     assert "budget" not in content and "budget" not in content["settings"]
 
 
+@pytest.mark.slow
 def test_scaled_weights_are_skipped_and_named_as_unseen(exported: Tiny, eager: Callable[[str], Eager]) -> None:
     report = verify(exported("llama"), eager=eager("llama"), budget=AT_ONCE)
     skipped = {check.name for check in report.checks if check.verdict == "skip"}
@@ -81,6 +84,7 @@ def run_with(budget: Budget, folder: Path, known: Eager) -> list[Check]:
     return [check for checks in compared.run(known) for check in checks]
 
 
+@pytest.mark.slow
 def test_with_equal_times_two_runs_select_the_same(exported: Tiny, eager: Callable[[str], Eager]) -> None:
     first, second = (Budget(25, FakeClock(tick=1)) for _ in range(2))
     checks = run_with(first, exported("llama"), eager("llama"))
@@ -90,6 +94,7 @@ def test_with_equal_times_two_runs_select_the_same(exported: Tiny, eager: Callab
     assert first.left.keys() == {name for name in first.left if name not in compared(checks)}
 
 
+@pytest.mark.slow
 def test_a_fault_fails_under_any_budget(exported: Tiny, broken: Callable[[str, Mutant], Path]) -> None:
     mutant = next(mutant for mutant in MUTANTS if mutant.name.startswith("attention scale"))
     result = run(broken("llama", mutant), "--reference", exported("llama"), "--budget", "0.001", "--json")
@@ -113,6 +118,7 @@ def test_layer_by_layer_the_scenarios_are_chosen_before_the_run(exported: Tiny) 
     assert report.verdict == "pass"
 
 
+@pytest.mark.slow
 def test_layer_by_layer_with_enough_time_everything_runs(exported: Tiny) -> None:
     report = verify(exported("llama"), low_memory=True, budget=3600)
     assert report.budget and report.budget["not_run"] == []

@@ -21,6 +21,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["verify", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_a_correct_folder_exits_0_and_writes_the_report(exported: Callable[[str], Path], tmp_path: Path) -> None:
     result = run(exported("llama"), "--report", tmp_path / "report")
     assert result.exit_code == 0
@@ -33,6 +34,7 @@ def test_a_correct_folder_exits_0_and_writes_the_report(exported: Callable[[str]
     assert (tmp_path / "report" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_a_mutant_exits_1_with_the_location(broken: Callable[..., Path], exported: Callable[[str], Path]) -> None:
     mutant = next(mutant for mutant in MUTANTS if mutant.name.startswith("attention scale"))
     result = run(broken("llama", mutant), "--reference", exported("llama"), "--json")
@@ -50,12 +52,14 @@ def test_a_folder_without_graphs_is_refused(tiny: Callable[[str], Path]) -> None
 ONE = ("--scenario", "left padding")
 
 
+@pytest.mark.slow
 def test_quiet_prints_only_the_verdict(exported: Callable[[str], Path]) -> None:
     result = run(exported("llama"), *ONE, "-q")
     (line,) = result.stdout.splitlines()
     assert line.startswith("PASS: ") and not result.stderr
 
 
+@pytest.mark.slow
 def test_verbose_is_a_line_per_graph_and_kind_of_output(exported: Callable[[str], Path]) -> None:
     lines = run(exported("llama"), *ONE, "-v").stdout.splitlines()
     found = [line for line in lines if line.startswith("PASSED | left padding | ")]
@@ -111,6 +115,7 @@ def test_a_wrong_option_exits_2(options: list[str], tmp_path: Path) -> None:
     assert run(tmp_path, *options).exit_code == 2
 
 
+@pytest.mark.slow
 def test_one_scenario_is_run_alone(exported: Callable[[str], Path]) -> None:
     content = json.loads(run(exported("llama"), "--scenario", "left padding", "--json").stdout)
     ran = {check["name"] for check in content["checks"]} - {
@@ -130,6 +135,7 @@ def test_an_unknown_scenario_exits_2(exported: Callable[[str], Path]) -> None:
     assert "left padding" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_number_of_runs_is_recorded(exported: Callable[[str], Path]) -> None:
     result = run(exported("llama"), "--scenario", "left padding", "--repeat", "3", "--json")
     assert result.exit_code == 0

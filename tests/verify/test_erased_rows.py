@@ -79,6 +79,7 @@ def zero_output(tiny: Callable[[str], Path], target: Path, factor: float = 0.0) 
     return target
 
 
+@pytest.mark.quick_rows("a8w8-1e-38")
 @pytest.mark.parametrize("factor", slow_but([0.0, 1e-38, 1e-40], 1e-38))
 @pytest.mark.parametrize("quant", ["int4", "int8", "a8w8"])
 def test_a_matrix_of_zeros_passes(quant: str, factor: float, tiny: Callable[[str], Path], tmp_path: Path) -> None:
@@ -121,6 +122,7 @@ def test_a_changed_matrix_of_zeros_is_named(fault: str, tiny: Callable[[str], Pa
     assert DOWN in weights(verify(broken, reference=model, scenario=FIRST))
 
 
+@pytest.mark.slow
 def test_graphs_with_codes_that_the_manifest_does_not_record_fail(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     export(tiny("llama"), out := tmp_path / "out", incremental=True, quant="int4")
     manifest = json.loads((out / "llmconv.json").read_text())

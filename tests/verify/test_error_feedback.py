@@ -35,6 +35,7 @@ def four(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "out"
 
 
+@pytest.mark.slow
 def test_the_clean_folder_passes(model: Path, four: Path) -> None:
     report = verify(four, reference=model, scenario=["prefill, 7 tokens"])
     assert report.verdict == "pass", report.closing_lines()

@@ -66,6 +66,7 @@ def with_pair(source: Path, target: Path, value: str, down: float, up: float) ->
     return target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["floats", "int4", pytest.param("static", marks=pytest.mark.slow)])
 def test_a_rounding_that_erases_the_logits_of_steps_is_found(
     kind: str, model: Path, folders: Callable[[str], Path], tmp_path: Path
@@ -87,6 +88,7 @@ def test_a_rounding_that_is_restored_with_another_scale_is_found(
     assert "decode.onnx" in {check.graph for check in report.checks if check.verdict == "fail"}
 
 
+@pytest.mark.slow
 def test_a_graph_of_another_exporter_that_knows_nothing_of_the_model_is_found(
     model: Path, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -29,12 +29,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_layered("llama", tmp_path_factory.mktemp("method") / "llama")
 
 
+@pytest.mark.slow
 def test_a_small_model_is_run_whole(llama: Path) -> None:
     report = json.loads(run(llama, *ONE, "--json").stdout)
     assert (report["method"], report["verdict"]) == ("whole", "pass")
     assert "statements" not in report
 
 
+@pytest.mark.slow
 def test_a_large_model_is_shown_by_induction(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chosen, "WORTH_WAITING", 0.0)
     report = json.loads(run(llama, *ONE, "--json").stdout)
@@ -42,6 +44,7 @@ def test_a_large_model_is_shown_by_induction(llama: Path, monkeypatch: pytest.Mo
     assert any(note.startswith("by induction over layers: the whole model would take") for note in report["notes"])
 
 
+@pytest.mark.quick_rows("options1")
 @pytest.mark.parametrize("options", [("--bisect",), ("--repeat", "2"), ("--low-memory",)])
 def test_options_that_need_the_whole_model_run_it(
     options: tuple[str, ...], llama: Path, monkeypatch: pytest.MonkeyPatch
@@ -52,6 +55,7 @@ def test_options_that_need_the_whole_model_run_it(
     assert json.loads(result.stdout)["method"] == "whole"
 
 
+@pytest.mark.slow
 def test_structure_compares_no_numbers_and_says_so(llama: Path) -> None:
     result = run(llama, "--method", "structure", "--no-record")
     assert result.exit_code == 0, result.output

@@ -49,6 +49,7 @@ def title(options: dict[str, Any]) -> str:
     return " ".join(name if value is True else f"{name}={value}" for name, value in options.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "options"),
     [
@@ -104,6 +105,7 @@ def test_a_manifest_that_cannot_be_is_refused(tmp_path: Path, graph: dict[str, A
         verify(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "expected"), [("llama", False), ("qwen3_moe", True)])
 def test_the_likeliest_tokens_are_no_choice_of_experts(
     kind: str, expected: bool, tiny: Callable[[str], Path], tmp_path: Path

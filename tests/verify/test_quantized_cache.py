@@ -184,6 +184,7 @@ def choosing(talking_as: Callable[[str], Path], prose: Path, tmp_path_factory: p
     return folder
 
 
+@pytest.mark.slow
 def test_the_codes_behind_chosen_tokens_are_compared(
     choosing: Path, talking_as: Callable[[str], Path], prose: Path
 ) -> None:
@@ -201,6 +202,7 @@ def test_a_wrong_scale_behind_chosen_tokens_fails(
     assert "cache scales" in {check.name for check in report.checks if check.verdict == "fail"}
 
 
+@pytest.mark.slow
 def test_values_and_logits_of_zeros_pass(talking_as: Callable[[str], Path], prose: Path, tmp_path: Path) -> None:
     shutil.copytree(talking_as("llama"), model := tmp_path / "model")
     for name in ("model.layers.1.self_attn.v_proj.weight", "lm_head.weight"):

@@ -70,6 +70,7 @@ def failed(report: Report) -> set[str]:
     return {check.name for check in report.checks if check.verdict == "fail"}
 
 
+@pytest.mark.quick_rows("prefix")
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in KINDS])
 def test_codes_scenarios_and_cost_of_every_kind_are_compared(
     kind: str, model: Callable[[str], Path], made: Callable[..., Path]
@@ -90,6 +91,7 @@ def test_one_wrong_code_fails(
     assert "weights" in failed(verify(tmp_path / "mutant", reference=model("llama"), scenario=ONE))
 
 
+@pytest.mark.slow
 def test_limits_of_the_cost_apply_to_chosen_tokens(model: Callable[[str], Path], made: Callable[..., Path]) -> None:
     report = verify(made("llama", "argmax"), reference=model("llama"), scenario=ONE, max_divergence=1e-6)
     assert failed(report) == {"cost of quantization"}

@@ -94,6 +94,7 @@ def test_a_fault_of_a_quantizer_is_named(fault: str, model: Path, four: Path, tm
     assert any(DOWN in check.detail for check in report.checks if check.verdict == "fail" and check.name == "weights")
 
 
+@pytest.mark.slow
 def test_codes_of_another_layer_are_found(model: Path, four: Path, tmp_path: Path) -> None:
     stored = load_file(four / "quantized.safetensors")
     broken = four
@@ -103,6 +104,7 @@ def test_codes_of_another_layer_are_found(model: Path, four: Path, tmp_path: Pat
     assert verify(broken, reference=model).verdict == "fail"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("narrow", [np.float16, ml_dtypes.bfloat16])
 def test_a_scale_in_a_narrower_type_is_named(narrow: type, model: Path, four: Path, tmp_path: Path) -> None:
     def one_row(scales: Array) -> Array:
@@ -114,6 +116,7 @@ def test_a_scale_in_a_narrower_type_is_named(narrow: type, model: Path, four: Pa
     assert any("the scale of row 3, block 0" in check.detail for check in report.checks if check.verdict == "fail")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [None, 0, 2])
 def test_another_accuracy_level_is_named(level: int | None, model: Path, four: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(four, tmp_path / "broken")
@@ -135,6 +138,7 @@ def test_it_needs_the_model_before_quantization(four: Path) -> None:
         verify(four)
 
 
+@pytest.mark.slow
 def test_equal_graphs_run_once(model: Path, tmp_path: Path) -> None:
     export(model, tmp_path / "out", quant="int4")
     report = verify(tmp_path / "out", reference=model, scenario=["prefill, 7 tokens"])
@@ -147,6 +151,7 @@ def test_equal_graphs_run_once(model: Path, tmp_path: Path) -> None:
     assert {row["graph"] for row in report.quantization.weights} == {first}
 
 
+@pytest.mark.slow
 def test_limits_of_the_cost_apply(model: Path, four: Path) -> None:
     report = verify(four, reference=model, max_divergence=1e-6, scenario=["prefill, 7 tokens"])
     assert [check.name for check in report.checks if check.verdict == "fail"] == ["cost of quantization"]
@@ -164,6 +169,7 @@ def spoken(talking: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_cost_is_judged_by_plain_rounding_on_a_text_of_llmconv(talking: Path, spoken: Path) -> None:
     report = verify(spoken, reference=talking, scenario=["prefill, 7 tokens"])
     section = report.quantization
@@ -183,18 +189,21 @@ def test_the_cost_of_bfloat16_graphs_is_judged_by_plain_rounding(talking: Path, 
     assert report.verdict == "pass" and report.quantization and report.quantization.rounding
 
 
+@pytest.mark.slow
 def test_lines_of_the_cost_are_whole(talking: Path, spoken: Path) -> None:
     report = verify(spoken, reference=talking, scenario=["prefill, 7 tokens"])
     lines = [line for line in report.closing_lines()[:-1] if "perplexity" in line]
     assert len(lines) == 2 and all(re.search(r"\(x [0-9.]+ ± [0-9.]+\)$", line) for line in lines)
 
 
+@pytest.mark.slow
 def test_limits_of_the_user_replace_the_gate(talking: Path, spoken: Path) -> None:
     report = verify(spoken, reference=talking, scenario=["prefill, 7 tokens"], max_divergence=10)
     (check,) = (check for check in report.checks if check.name == "cost of quantization")
     assert check.verdict == "pass" and "plain rounding" not in check.detail
 
 
+@pytest.mark.slow
 def test_without_a_tokenizer_the_cost_is_not_judged(model: Path, four: Path) -> None:
     report = verify(four, reference=model, scenario=["prefill, 7 tokens"])
     assert not any(check.name == "cost of quantization" for check in report.checks)

@@ -55,6 +55,7 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_the_verdict_is_added_to_the_manifest(folder: Path, verified: Callable[..., Report]) -> None:
     before = manifest_of(folder)
     report = verified()
@@ -66,6 +67,7 @@ def test_the_verdict_is_added_to_the_manifest(folder: Path, verified: Callable[.
     assert (found["unseen"], found["versions"]) == (report.unseen, report.versions)
 
 
+@pytest.mark.slow
 def test_the_judged_files_are_identified(folder: Path, verified: Callable[..., Report]) -> None:
     verified()
     found = manifest_of(folder)["verified"]
@@ -76,6 +78,7 @@ def test_the_judged_files_are_identified(folder: Path, verified: Callable[..., R
     assert found["weights"] == {"model.safetensors": expected}, "an export in place has no sha256 of the weights"
 
 
+@pytest.mark.slow
 def test_a_compared_sha256_of_the_weights_is_recorded(folder: Path, tmp_path: Path) -> None:
     export(folder, tmp_path / "out", incremental=True)
     verify(tmp_path / "out", scenario=ONE)
@@ -83,6 +86,7 @@ def test_a_compared_sha256_of_the_weights_is_recorded(folder: Path, tmp_path: Pa
     assert found["sha256"] == digest(tmp_path / "out" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_equal_runs_give_equal_bytes_wherever_the_folder_is(
     folder: Path, verified: Callable[..., Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +109,7 @@ def test_a_difference_is_recorded_too(folder: Path, verified: Callable[..., Repo
     assert found.graphs["decode.onnx"] == digest(folder / "decode.onnx")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("--no-record",), ("--graph",)])
 def test_the_folder_stays_as_it_is_if_nothing_is_to_be_recorded(folder: Path, arguments: tuple[str, ...]) -> None:
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
@@ -121,6 +126,7 @@ def test_a_folder_without_a_manifest_gets_none(folder: Path, verified: Callable[
     assert not any("not recorded" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_unknown_keys_and_the_mode_of_the_manifest_are_kept(folder: Path, verified: Callable[..., Report]) -> None:
     path = folder / "llmconv.json"
     path.write_text(json.dumps({**manifest_of(folder), "reference": ".", "later": {"é": [1.5]}}))
@@ -178,6 +184,7 @@ def test_a_run_that_is_interrupted_while_it_records_leaves_the_old_manifest(
     assert (folder / "llmconv.json").read_bytes() == before and not list(folder.glob(".llmconv-*"))
 
 
+@pytest.mark.slow
 def test_what_a_killed_run_left_is_removed(folder: Path, verified: Callable[..., Report]) -> None:
     (folder / temporary_name()).write_text("half")
     verified()
@@ -204,6 +211,7 @@ def test_a_graph_that_changes_during_the_run_is_recorded_as_it_was(folder: Path)
     assert manifest_of(folder)["verified"]["graphs"]["decode.onnx"] == before
 
 
+@pytest.mark.slow
 def test_the_method_and_hashes_of_the_caller_are_recorded(folder: Path) -> None:
     hashed: dict[str, str] = {}
     report = report_of(folder)
@@ -214,6 +222,7 @@ def test_the_method_and_hashes_of_the_caller_are_recorded(folder: Path) -> None:
     assert (found.method, found.weights["model.safetensors"].sha256) == ("induction", "ab" * 32)
 
 
+@pytest.mark.slow
 def test_an_error_during_the_run_keeps_the_last_verdict(folder: Path, verified: Callable[..., Report]) -> None:
     verified()
     before = (folder / "llmconv.json").read_bytes()
@@ -225,6 +234,7 @@ def test_an_error_during_the_run_keeps_the_last_verdict(folder: Path, verified: 
     assert (folder / "llmconv.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_an_export_drops_the_verdict_and_a_resumed_one_that_writes_nothing_keeps_it(
     folder: Path, verified: Callable[..., Report]
 ) -> None:
@@ -246,6 +256,7 @@ def test_a_resumed_export_still_detects_a_changed_source(folder: Path, tmp_path:
         export(folder, tmp_path / "out", incremental=True, resume=True)
 
 
+@pytest.mark.slow
 def test_a_new_export_over_a_verified_folder_has_no_verdict(folder: Path, tmp_path: Path) -> None:
     export(folder, tmp_path / "out", incremental=True)
     verify(tmp_path / "out", scenario=ONE)
@@ -258,6 +269,7 @@ def test_no_record_of_a_single_graph_is_a_usage_error(folder: Path) -> None:
     assert done.exit_code == 2 and "`--no-record` applies to FOLDER only" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_passing_run_of_fewer_checks_keeps_the_verdict_of_more(folder: Path, eager: Callable[[str], Eager]) -> None:
     def run(*scenarios: str) -> Report:
         return verify(folder, eager=eager("llama"), scenario=scenarios)

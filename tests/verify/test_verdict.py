@@ -24,6 +24,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_correct_export_passes(
     model_type: str, exported: Callable[[str], Path], eager: Callable[[str], Eager]
@@ -33,6 +34,7 @@ def test_a_correct_export_passes(
     assert report.worst and 0.3 < report.worst.sigma < 2, "calibration has moved: see docs/verification-sigma.md"
 
 
+@pytest.mark.quick_rows("llama-last token of the vocabulary unknown")
 @pytest.mark.parametrize(("model_type", "mutant"), PAIRS)
 def test_every_mutant_is_caught(
     model_type: str,
@@ -77,6 +79,7 @@ def test_the_reference_shares_no_code_with_the_exporter() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_two_runs_give_one_report(exported: Callable[[str], Path]) -> None:
     first, second = (verify(exported("llama")).as_dict() for _ in range(2))
     assert first == second

@@ -54,6 +54,7 @@ def failures(report: Report) -> str:
     return "; ".join(check.detail for check in report.checks if check.verdict == "fail" and check.name == "weights")
 
 
+@pytest.mark.slow
 def test_columns_that_hardly_count_may_be_cut_off(model: Path, four: Path) -> None:
     stored, original = load_file(four / "quantized.safetensors"), open_weights(model)[GATE].read()
     scales = np.repeat(stored[GATE + ".scales"], 32, axis=1)[:, : original.shape[1]]

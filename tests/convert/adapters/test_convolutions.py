@@ -53,6 +53,7 @@ def built(kind: str) -> tuple[Any, Any]:
     return make(), targets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_dora", [False, True], ids=["plain", "DoRA"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_kind_equals_peft(kind: str, use_dora: bool, tmp_path: Path) -> None:
@@ -70,6 +71,7 @@ def test_the_bias_of_b_is_added(tmp_path: Path) -> None:
     assert_equal(tmp_path / "out", case.exact)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_rounded_once(tmp_path: Path) -> None:
     model, targets = built("one dimension")
     case = train(model.bfloat16(), tmp_path, target_modules=targets)
@@ -77,6 +79,7 @@ def test_bfloat16_is_rounded_once(tmp_path: Path) -> None:
     assert_equal(tmp_path / "out", case.exact)
 
 
+@pytest.mark.quick_rows("A-shape0-MalformedInput")
 @pytest.mark.parametrize(
     ("part", "shape", "error"), [("A", (4, 8, 5), MalformedInput), ("B", (16, 4, 3), UnsupportedInput)]
 )

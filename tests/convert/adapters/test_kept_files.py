@@ -125,6 +125,7 @@ def test_files_with_other_names_get_the_usual_ones(base: Path, adapter: Adapter,
     assert open_checkpoint(tmp_path / "out").keys() == open_checkpoint(base).keys()
 
 
+@pytest.mark.slow
 def test_a_head_that_is_untied_joins_the_last_file(
     tiny: Callable[[str], Path], adapter: Adapter, tmp_path: Path
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_head_that_is_untied_joins_the_last_file(
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").lm_head.weight.eq(0).all()
 
 
+@pytest.mark.slow
 def test_an_exact_delta_gives_the_files_of_the_base_back(base: Path, adapter: Adapter, tmp_path: Path) -> None:
     merge_lora(base, [adapter()], tmp_path / "tuned")
     extract_delta(base, tmp_path / "tuned", tmp_path / "delta")

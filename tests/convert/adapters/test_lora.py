@@ -77,6 +77,7 @@ def loaded(folder: Path) -> State:
     return cast(State, model.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_family_equals_peft(model_type: str, trained: Judged, tmp_path: Path) -> None:
     base, adapter, exact = trained(model_type, target_modules=FAMILIES[model_type])
@@ -86,6 +87,7 @@ def test_every_family_equals_peft(model_type: str, trained: Judged, tmp_path: Pa
     loaded(tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_half_precision_is_rounded_once(model_type: str, dtype: torch.dtype, trained: Judged, tmp_path: Path) -> None:
@@ -94,6 +96,7 @@ def test_half_precision_is_rounded_once(model_type: str, dtype: torch.dtype, tra
     assert_rounded_once(tmp_path / "out", exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -113,6 +116,7 @@ def test_a_config_field_means_what_it_means_to_peft(fields: dict[str, Any], trai
     assert_rounded_once(tmp_path / "out", exact)
 
 
+@pytest.mark.slow
 def test_lora_bias_is_scaled_and_added(trained: Judged, tmp_path: Path) -> None:
     base, adapter, exact = trained("qwen2", target_modules=ATTENTION, lora_bias=True, lora_alpha=3)
     merge = merge_lora(base, [adapter], tmp_path / "out")
@@ -120,6 +124,7 @@ def test_lora_bias_is_scaled_and_added(trained: Judged, tmp_path: Path) -> None:
     assert_rounded_once(tmp_path / "out", exact)
 
 
+@pytest.mark.slow
 def test_trained_biases_replace_the_bases(trained: Judged, tmp_path: Path) -> None:
     base, adapter, exact = trained("qwen2", target_modules=ATTENTION, bias="all")
     merge = merge_lora(base, [adapter], tmp_path / "out")
@@ -127,12 +132,14 @@ def test_trained_biases_replace_the_bases(trained: Judged, tmp_path: Path) -> No
     assert_rounded_once(tmp_path / "out", exact)
 
 
+@pytest.mark.slow
 def test_an_untied_embedding_is_adapted(trained: Judged, tmp_path: Path) -> None:
     base, adapter, exact = trained("llama", target_modules=["embed_tokens"])
     merge_lora(base, [adapter], tmp_path / "out")
     assert_rounded_once(tmp_path / "out", exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", [True, False])
 def test_square_conv1d_weights_do_not_trust_fan_in_fan_out(flag: bool, trained: Judged, tmp_path: Path) -> None:
     base, adapter, exact = trained("gpt2", target_modules=["attn.c_proj"])
@@ -142,6 +149,7 @@ def test_square_conv1d_weights_do_not_trust_fan_in_fan_out(flag: bool, trained: 
     assert_rounded_once(tmp_path / "out", exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen2", "gpt2"])
 def test_a_tied_head_is_untied_when_only_it_is_adapted(model_type: str, trained: Judged, tmp_path: Path) -> None:
     base, adapter, _ = trained(model_type, target_modules=["lm_head"])
@@ -156,6 +164,7 @@ def test_a_tied_head_is_untied_when_only_it_is_adapted(model_type: str, trained:
     assert torch.equal(after[embedding], before[embedding])
 
 
+@pytest.mark.slow
 def test_a_tied_head_keeps_its_weights_when_only_the_embedding_is_adapted(trained: Judged, tmp_path: Path) -> None:
     base, adapter, exact = trained("qwen2", target_modules=["embed_tokens"])
     merge_lora(base, [adapter], tmp_path / "out")
@@ -165,6 +174,7 @@ def test_a_tied_head_keeps_its_weights_when_only_the_embedding_is_adapted(traine
     torch.testing.assert_close(after["model.embed_tokens.weight"], expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_the_merged_model_computes_what_the_adapted_one_does(trained: Judged, tmp_path: Path) -> None:
     base, adapter, _ = trained("qwen2", target_modules=["embed_tokens", "q_proj"])
     merge_lora(base, [adapter], tmp_path / "out")
@@ -184,6 +194,7 @@ def test_ensure_weight_tying_changes_embedding_and_head_alike(trained: Judged, t
     torch.testing.assert_close(after["lm_head.weight"], after["model.embed_tokens.weight"], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_two_adapters_are_summed_with_their_weights(trained: Judged, tmp_path: Path) -> None:
     base, one, first = trained("llama", target_modules=ATTENTION, name="one")
     _, two, second = trained("llama", target_modules=["q_proj", "down_proj"], name="another", r=6)
@@ -195,6 +206,7 @@ def test_two_adapters_are_summed_with_their_weights(trained: Judged, tmp_path: P
     assert_rounded_once(tmp_path / "out", exact)
 
 
+@pytest.mark.slow
 def test_untouched_tensors_keep_their_bytes(trained: Judged, tmp_path: Path) -> None:
     base, adapter, _ = trained("llama", torch.bfloat16, target_modules=["q_proj"])
     merge = merge_lora(base, [adapter], tmp_path / "out")
@@ -202,6 +214,7 @@ def test_untouched_tensors_keep_their_bytes(trained: Judged, tmp_path: Path) -> 
     assert all(torch.equal(before[name], after[name]) for name in before if name not in merge.merged)
 
 
+@pytest.mark.slow
 def test_the_output_has_the_element_type_asked_for(trained: Judged, tmp_path: Path) -> None:
     base, adapter, exact = trained("llama", target_modules=["q_proj"])
     merge_lora(base, [adapter], tmp_path / "out", dtype="bfloat16")
@@ -211,6 +224,7 @@ def test_the_output_has_the_element_type_asked_for(trained: Judged, tmp_path: Pa
     assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
 
 
+@pytest.mark.slow
 def test_a_resized_vocabulary_changes_config_and_tokenizer(trained: Judged, tmp_path: Path) -> None:
     base, adapter, _ = trained("llama", target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
     weights = load_file(adapter / "adapter_model.safetensors")
@@ -229,6 +243,7 @@ def test_a_resized_vocabulary_changes_config_and_tokenizer(trained: Judged, tmp_
     assert loaded(tmp_path / "out")["lm_head.weight"].shape == (100, 64)
 
 
+@pytest.mark.slow
 def test_an_adapter_in_a_torch_file_is_read_too(trained: Judged, tmp_path: Path) -> None:
     base, adapter, exact = trained("llama", target_modules=["q_proj"])
     torch.save(load_file(adapter / "adapter_model.safetensors"), adapter / "adapter_model.bin")
@@ -237,6 +252,7 @@ def test_an_adapter_in_a_torch_file_is_read_too(trained: Judged, tmp_path: Path)
     assert_rounded_once(tmp_path / "out", exact)
 
 
+@pytest.mark.slow
 def test_names_that_differ_by_one_prefix_are_matched(trained: Judged, tmp_path: Path) -> None:
     base, adapter, exact = trained("gpt2", target_modules=["c_attn"])
     weights = load_file(base / "model.safetensors")
@@ -247,6 +263,7 @@ def test_names_that_differ_by_one_prefix_are_matched(trained: Judged, tmp_path: 
     assert_rounded_once(tmp_path / "out", {name: exact[f"transformer.{name}"] for name in found})
 
 
+@pytest.mark.slow
 def test_names_with_wrappers_are_matched(trained: Judged, tmp_path: Path) -> None:
     base, adapter, exact = trained("llama", target_modules=["q_proj"])
     file = adapter / "adapter_model.safetensors"
@@ -256,6 +273,7 @@ def test_names_with_wrappers_are_matched(trained: Judged, tmp_path: Path) -> Non
     assert_rounded_once(tmp_path / "out", exact)
 
 
+@pytest.mark.slow
 def test_the_manifest_continues_the_bases(trained: Judged, tmp_path: Path) -> None:
     base, adapter, _ = trained("llama", target_modules=["q_proj"])
     merge_lora(base, [adapter], tmp_path / "once")
@@ -271,6 +289,7 @@ def test_an_option_that_does_not_exist_is_named(tiny: Callable[[str], Path], tmp
         merge_lora(tiny("llama"), [tmp_path], tmp_path / "out", weight=[0.1], density=[0.3])  # type: ignore[call-arg]
 
 
+@pytest.mark.slow
 def test_a_base_that_is_not_whole_is_refused(trained: Judged, tmp_path: Path) -> None:
     base, adapter, _ = trained("llama", target_modules=["q_proj"])
     holed = shutil.copytree(base, tmp_path / "holed")
@@ -282,6 +301,7 @@ def test_a_base_that_is_not_whole_is_refused(trained: Judged, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_another_alpha_is_another_step_of_the_manifest(trained: Judged, tmp_path: Path) -> None:
     base, adapter, _ = trained("llama", target_modules=["q_proj"])
     louder = shutil.copytree(adapter, tmp_path / "louder" / adapter.name)

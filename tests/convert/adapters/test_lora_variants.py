@@ -32,6 +32,7 @@ def loaded(tiny: Callable[[str], Path]) -> Callable[..., Any]:
     return load
 
 
+@pytest.mark.quick_rows("BD-LoRA", "VeLoRA")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -55,6 +56,7 @@ def test_a_variant_means_what_it_means_to_peft(
     assert_equal(tmp_path / "out", case.exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
 def test_replicated_layers_equal_peft(model_type: str, loaded: Callable[..., Any], tmp_path: Path) -> None:
     modules = ["q_proj", "down_proj"]
@@ -83,6 +85,7 @@ def test_lists_of_layers_in_the_config_follow(loaded: Callable[..., Any], tmp_pa
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")(torch.arange(6)[None])
 
 
+@pytest.mark.slow
 def test_replicated_layers_are_exact(loaded: Callable[..., Any], tmp_path: Path) -> None:
     case = train(loaded(), tmp_path, target_modules=["q_proj"], layer_replication=[[0, 2], [1, 4]], merge=False)
     state = load_file(case.base / "model.safetensors")
@@ -141,6 +144,7 @@ def difference(trained: Path, initial: Path, scale: float) -> State:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
 def test_a_changed_base_is_exact_with_the_initial_adapter(init: str, started: Started, tmp_path: Path) -> None:
     case, initial, exact = started(init)
@@ -150,6 +154,7 @@ def test_a_changed_base_is_exact_with_the_initial_adapter(init: str, started: St
     assert_equal(tmp_path / "out", exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_it_is_what_training_ended_with(init: str, started: Started, tmp_path: Path) -> None:
     case, initial, _ = started(init)
@@ -164,6 +169,7 @@ def test_it_is_what_training_ended_with(init: str, started: Started, tmp_path: P
         torch.testing.assert_close(value.double(), expected[name], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_dora_over_a_changed_base_is_exact_too(started: Started, tmp_path: Path) -> None:
     case, initial, exact = started("pissa", use_dora=True)
     merge_lora(case.base, [case.adapter], tmp_path / "out", initial_adapters=[initial])
@@ -193,6 +199,7 @@ def refusal(base: Path, adapter: Path, out: Path, **options: Any) -> LlmconvErro
     return caught.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init", ["pissa", "loftq", "corda", "lora_ga"])
 def test_a_changed_base_without_the_initial_adapter_is_refused(init: str, started: Started, tmp_path: Path) -> None:
     case, _, _ = started("pissa")
@@ -203,6 +210,7 @@ def test_a_changed_base_without_the_initial_adapter_is_refused(init: str, starte
     assert ("quantized" if init == "loftq" else "--initial-adapter") in error.hint
 
 
+@pytest.mark.slow
 def test_loftq_is_refused_with_the_initial_adapter_too(started: Started, tmp_path: Path) -> None:
     case, initial, _ = started("pissa")
     config = json.loads((case.adapter / "adapter_config.json").read_text()) | {"init_lora_weights": "loftq"}
@@ -225,12 +233,19 @@ def test_an_initial_adapter_of_another_training_is_refused(change: str, started:
     assert isinstance(error, MalformedInput) and "layers.0" in error.message
 
 
+@pytest.mark.slow
 def test_as_many_initial_adapters_as_adapters_are_needed(started: Started, tmp_path: Path) -> None:
     case, initial, _ = started("pissa")
     error = refusal(case.base, case.adapter, tmp_path / "out", initial_adapters=[initial, initial])
     assert isinstance(error, UsageProblem)
 
 
+@pytest.mark.quick_rows(
+    "layer_replication-value2",
+    "use_bdlora-value4",
+    "use_bdlora-2",
+    "target_parameters-q_proj.weight",
+)
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -20,6 +20,7 @@ needs_compiler = pytest.mark.skipif(not compiled, reason="llmconv was installed 
 BITS = arrays.arrays(np.uint32, arrays.array_shapes(max_dims=2, max_side=9))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(bits=BITS)
 def test_bfloat16_is_rounded_as_torch_rounds_any_bits(bits: Array) -> None:
@@ -84,6 +85,7 @@ def test_what_cancels_and_what_lies_in_the_middle_is_the_float64_sum() -> None:
     assert np.array_equal(found, exact.astype(np.float32).astype(ml_dtypes.bfloat16))
 
 
+@pytest.mark.quick_rows("16-2048", "64-2048")
 @pytest.mark.parametrize(("rank", "columns"), [(16, 2048), (64, 2048), (512, 4096), (4, 131_080)])
 def test_large_products_made_in_parts_equal_the_formula(rank: int, columns: int) -> None:
     base, change, exact = random_case(19, columns, rank)
@@ -91,6 +93,7 @@ def test_large_products_made_in_parts_equal_the_formula(rank: int, columns: int)
     assert np.array_equal(found, exact.astype(np.float32).astype(ml_dtypes.bfloat16))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(cuts=st.lists(st.integers(1, 15).map(lambda part: part * 8), max_size=4, unique=True).map(sorted))
 def test_the_bytes_do_not_depend_on_how_rows_are_divided(cuts: list[int]) -> None:
@@ -137,6 +140,7 @@ def both_sums(base: Array, change: LoraProduct) -> tuple[bool, Array, Array]:
     return done, one, other
 
 
+@pytest.mark.slow
 @needs_compiler
 @settings(deadline=None, max_examples=100)
 @given(rows=st.integers(1, 70), columns=st.integers(1, 300), rank=st.integers(1, 40), transposed=st.booleans())

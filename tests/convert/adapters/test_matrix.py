@@ -49,6 +49,7 @@ def wrong(found: State, exact: State) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), [pair for pair in QUICK if makes_sense(*pair)])
 def test_what_is_merged_is_what_was_trained(family: str, kind: str, tmp_path: Path) -> None:
     judge(family, kind, tmp_path, torch.float32)
@@ -68,6 +69,7 @@ def test_narrow_types_are_rounded_once(family: str, kind: str, dtype: torch.dtyp
     judge(family, kind, tmp_path, dtype)
 
 
+@pytest.mark.slow
 def test_two_adapters_may_both_save_the_embedding_as_it_was(tmp_path: Path) -> None:
     one = train("llama, tied", "embedding", tmp_path / "one", torch.float32)
     two = tmp_path / "two"
@@ -78,6 +80,7 @@ def test_two_adapters_may_both_save_the_embedding_as_it_was(tmp_path: Path) -> N
     assert files[0] == files[1]
 
 
+@pytest.mark.slow
 def test_what_ties_an_adapter_keeps_the_head_tied(tmp_path: Path) -> None:
     trained = train("llama, tied", "head, tied", tmp_path, torch.float32)
     merge = merge_lora(trained.base, [trained.adapter], tmp_path / "out")
@@ -85,6 +88,7 @@ def test_what_ties_an_adapter_keeps_the_head_tied(tmp_path: Path) -> None:
     assert merge.plan.checkpoint.config["tie_word_embeddings"] is True
 
 
+@pytest.mark.slow
 def test_half_of_a_resized_vocabulary_is_refused(tmp_path: Path) -> None:
     trained = train("llama", "resized, both", tmp_path, torch.float32)
     file = trained.adapter / "adapter_model.safetensors"
@@ -93,6 +97,7 @@ def test_half_of_a_resized_vocabulary_is_refused(tmp_path: Path) -> None:
         merge_lora(trained.base, [trained.adapter], tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_base_of_another_family_is_told(tmp_path: Path) -> None:
     trained = train("llama, tied", "plain", tmp_path, torch.float32)
     other = FAMILIES["qwen2"].load(None, torch.float32)

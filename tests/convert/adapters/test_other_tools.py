@@ -45,6 +45,7 @@ def assert_merged_as_upstream(case: str, adapter: Path, output: Path, logits_of:
         assert np.abs(logits - reference["logits_base"]).max() > 0.1 * largest
 
 
+@pytest.mark.slow_rows("mlx/mixtral_lora", "torchtune/gemma_lora", "litgpt/gpt_neox_lora")
 @pytest.mark.parametrize("case", CASES)
 def test_the_merged_model_has_the_logits_of_the_adapted_one(case: str, tmp_path: Path, logits_of: Judge) -> None:
     assert_merged_as_upstream(case, FIXTURES / case, tmp_path / "merged", logits_of)
@@ -278,6 +279,7 @@ def test_to_hf_of_an_adapter_names_the_command_that_merges_it(case: str, tmp_pat
     assert "llmconv merge-lora BASE llama_lora -o OUT" in refused.value.hint
 
 
+@pytest.mark.slow
 def test_inspect_reads_an_adapter_of_mlx() -> None:
     found = inspect(FIXTURES / "mlx/llama_lora")
     assert (found.format, len(found.tensors)) == ("adapter", 28)

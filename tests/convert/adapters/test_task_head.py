@@ -40,6 +40,7 @@ def classifier(task: str, kind: str, fields: dict[str, Any], labels: int, folder
     return result
 
 
+@pytest.mark.quick_rows("TOKEN_CLS-llama-fields1-1")
 @pytest.mark.parametrize("labels", [1, 3])
 @pytest.mark.parametrize(
     ("task", "kind", "fields"),
@@ -88,6 +89,7 @@ def encoder_classifier(kind: str, targets: list[str], folder: Path) -> Any:
         return made.merge_and_unload()
 
 
+@pytest.mark.slow
 def test_a_head_of_several_layers_is_saved_whole(tmp_path: Path) -> None:
     exact = encoder_classifier("roberta", ["query", "value"], tmp_path).state_dict()
     merge_lora(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")

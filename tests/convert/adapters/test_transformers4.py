@@ -57,6 +57,7 @@ def test_on_its_own_base_it_gives_the_merge_of_that_version(model: Path, tmp_pat
     assert_equal(tmp_path / "out", exact(model))
 
 
+@pytest.mark.quick_rows("mixtral")
 def test_on_the_base_as_transformers_5_saves_it_the_same_model_comes_out(model: Path, tmp_path: Path) -> None:
     load(model / "base").save_pretrained(tmp_path / "base")
     merge_lora(tmp_path / "base", [model / "adapter"], tmp_path / "out")
@@ -65,6 +66,7 @@ def test_on_the_base_as_transformers_5_saves_it_the_same_model_comes_out(model: 
     assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
 
 
+@pytest.mark.quick_rows("mixtral")
 def test_the_base_in_the_names_that_transformers_5_has_in_memory_is_told_too(model: Path, tmp_path: Path) -> None:
     loaded = load(model / "base")
     (tmp_path / "base").mkdir()

@@ -52,6 +52,7 @@ def test_a_target_that_nobody_produced_is_an_error_that_counts_the_rest() -> Non
         require([f"t{number}" for number in range(7)], {}, "x")
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 1), st.data())
 def test_rows_of_a_concatenation_are_rows_of_the_whole(count: int, rows: int, dim: int, data: st.DataObject) -> None:
@@ -69,6 +70,7 @@ def test_parts_that_do_not_fit_are_an_error() -> None:
         concat([lazy(numbers(2, 3)), lazy(numbers(2, 4))], 0)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 1), st.data())
 def test_split_undoes_concat(count: int, size: int, dim: int, data: st.DataObject) -> None:
@@ -101,6 +103,7 @@ def test_a_size_that_does_not_divide_is_an_error(dim: int) -> None:
         split(lazy(numbers(3, 3)), dim, 2)
 
 
+@pytest.mark.slow
 @given(st.permutations(range(8)))
 def test_the_inverse_order_undoes_an_order(order: list[int]) -> None:
     array = numbers(16, 2)
@@ -117,6 +120,7 @@ def test_rope_rows_of_a_head_of_four() -> None:
     assert rope_order(4) == (0, 2, 1, 3)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.integers(1, 3), st.sampled_from([2, 4, 8]), st.data())
 def test_permuted_rows_equal_the_reshape_that_transformers_uses(heads: int, size: int, data: st.DataObject) -> None:

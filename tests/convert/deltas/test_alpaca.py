@@ -66,6 +66,7 @@ def state_of(folder: Path) -> State:
     return {name: torch.from_numpy(tensor.read()) for name, tensor in open_checkpoint(folder).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["float16", "float32"])
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_it_recovers_what_stanfords_script_does(
@@ -82,6 +83,7 @@ def test_it_recovers_what_stanfords_script_does(
         torch.testing.assert_close(value[24:], expected[name][24:], rtol=0, atol=1e-6)  # the order of the mean's sum
 
 
+@pytest.mark.slow
 def test_a_float32_delta_over_rows_of_zeros_is_known_by_its_new_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +101,7 @@ def test_a_float32_delta_over_rows_of_zeros_is_known_by_its_new_rows(
     assert max((found[name] - expected[name]).abs().max() for name in found) < 1e-6
 
 
+@pytest.mark.quick_rows("keep-False")
 @pytest.mark.parametrize("buffers", [False, True])
 @pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
 def test_the_checksum_beside_a_delta_is_compared(

@@ -78,6 +78,7 @@ def sums(base: Path, delta: Path) -> State:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("torch_file", [False, True], ids=["safetensors", "torch"])
 @pytest.mark.parametrize("dtype", ["keep", "float32", "bfloat16"])
 def test_a_delta_of_fastchat_is_added_with_one_rounding(dtype: str, torch_file: bool, tmp_path: Path) -> None:
@@ -92,6 +93,7 @@ def test_a_delta_of_fastchat_is_added_with_one_rounding(dtype: str, torch_file: 
     assert (tmp_path / "out/tokenizer.json").read_text() == '{"of": "tuned"}'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("torch_file", [False, True], ids=["safetensors", "torch"])
 def test_in_float16_the_bits_are_fastchats_whatever_the_base_is_stored_in(
@@ -106,6 +108,7 @@ def test_in_float16_the_bits_are_fastchats_whatever_the_base_is_stored_in(
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_larger_vocabulary_is_added_to_rows_of_zeros(
     tmp_path: Path, logits_of: Callable[..., Any], capsys: pytest.CaptureFixture[str]
@@ -121,6 +124,7 @@ def test_a_larger_vocabulary_is_added_to_rows_of_zeros(
     assert np.abs(logits_of(tmp_path / "out", ids) - logits_of(tuned, ids)).max() < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "kept"),
     [
@@ -207,6 +211,7 @@ def test_a_sum_too_large_for_its_type_is_refused(tmp_path: Path) -> None:
     apply_delta(base, delta, tmp_path / "out", dtype="bfloat16")
 
 
+@pytest.mark.slow
 def test_the_base_may_be_in_metas_shards(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "llama", "float16")
     delta = make_delta(base, moved(base, tmp_path / "tuned", torch.float16), tmp_path / "delta")

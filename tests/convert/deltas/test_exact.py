@@ -63,6 +63,7 @@ MODELS = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(MODELS)
 def test_any_two_models_have_a_delta_that_leads_from_one_to_the_other(models: Mapping[str, Any]) -> None:
@@ -120,6 +121,7 @@ def test_what_did_not_change_takes_no_room_and_small_moves_take_little(tmp_path:
     assert moved < 0.25 * base.nbytes and still < 500
 
 
+@pytest.mark.slow
 def test_the_bases_may_be_of_other_formats(tmp_path: Path) -> None:
     extract_delta(DELTA / "base", DELTA / "finetuned", tmp_path / "delta")
     to_hf(DELTA / "base", tmp_path / "base")
@@ -138,6 +140,7 @@ def test_a_models_own_shards_make_no_difference(tmp_path: Path) -> None:
     assert len(list((tmp_path / "delta").glob("*.zst"))) > 3
 
 
+@pytest.mark.slow
 def test_another_dtype_is_a_rounding_of_the_tuned_model(pair: tuple[Path, Path], tmp_path: Path) -> None:
     base, tuned = pair
     extract_delta(base, tuned, tmp_path / "delta")

@@ -70,6 +70,7 @@ def state_of(folder: Path) -> State:
     return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "gemma2", "gpt2", "bloom"])
 def test_at_full_rank_peft_makes_the_tuned_model(model_type: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     tuned = tune(tiny(model_type), tmp_path / "tuned", noise)
@@ -80,6 +81,7 @@ def test_at_full_rank_peft_makes_the_tuned_model(model_type: str, tiny: Callable
     assert made.captured_overall == pytest.approx(1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*ensure_weight_tying:UserWarning", "ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2"])
 def test_with_the_adapter_peft_gives_the_logits_of_the_base_plus_the_products(
@@ -106,6 +108,7 @@ def best_of_rank(change: torch.Tensor, rank: int) -> torch.Tensor:
     return torch.as_tensor((left[:, :rank] * values[:rank]) @ right[:rank])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_our_own_merge_of_it_is_the_best_approximation_of_that_rank(
     model_type: str, tiny: Callable[[str], Path], tmp_path: Path
@@ -120,6 +123,7 @@ def test_our_own_merge_of_it_is_the_best_approximation_of_that_rank(
         assert relative(found[name] - before[name], best_of_rank(change, 5)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2"])
 def test_our_own_merge_makes_the_tuned_model_too(model_type: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     tuned = tune(tiny(model_type), tmp_path / "tuned", noise)
@@ -129,6 +133,7 @@ def test_our_own_merge_makes_the_tuned_model_too(model_type: str, tiny: Callable
     assert max(relative(found[name], expected[name]) for name in expected) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_what_peft_merges_is_the_best_approximation_and_its_share_is_told(
     model_type: str, tiny: Callable[[str], Path], tmp_path: Path
@@ -274,6 +279,7 @@ def but_experts(name: str, value: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(value) if ".experts." in name else noise(name, value)
 
 
+@pytest.mark.slow
 def test_what_chooses_among_experts_is_saved_whole(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", "qwen3_moe", **SPARSE_EXPERTS)
     tuned = tune(base, tmp_path / "tuned", but_experts)
@@ -296,6 +302,7 @@ def test_what_transformers_knows_by_another_name_is_refused(
         extract_delta(base, tuned, tmp_path / "adapter", rank=4)
 
 
+@pytest.mark.slow
 def test_attention_alone_of_a_model_with_experts_has_an_adapter(tmp_path: Path) -> None:
     def change(name: str, value: torch.Tensor) -> torch.Tensor:
         return noise(name, value) if "self_attn" in name else torch.zeros_like(value)

@@ -130,6 +130,7 @@ def test_a_frame_that_gives_other_rows_is_noticed(pair: tuple[Path, Path], tmp_p
         apply_delta(base, tmp_path / "delta", tmp_path / "back")
 
 
+@pytest.mark.slow
 def test_truncated_at_any_place_it_is_refused_in_one_line(pair: tuple[Path, Path], tmp_path: Path) -> None:
     extract_delta(*pair, tmp_path / "delta")
     whole = frames(tmp_path / "delta").read_bytes()
@@ -140,6 +141,7 @@ def test_truncated_at_any_place_it_is_refused_in_one_line(pair: tuple[Path, Path
     assert not (tmp_path / "back").exists()
 
 
+@pytest.mark.slow
 def test_a_changed_byte_is_refused_or_has_no_effect(pair: tuple[Path, Path], tmp_path: Path) -> None:
     extract_delta(*pair, tmp_path / "delta")
     whole = frames(tmp_path / "delta").read_bytes()

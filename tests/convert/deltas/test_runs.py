@@ -98,6 +98,7 @@ print(step)
 """Dies before every write, fsync and rename in turn; OUT is whole then or not there, and a resumed run makes it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["extract", "apply"])
 def test_killed_at_any_step_it_leaves_nothing_and_resume_completes_it(
     way: str, pair: tuple[Path, Path], tmp_path: Path

@@ -35,6 +35,7 @@ def count_unlike(found: State, tuned: State) -> int:
     return sum(int((found[name].view(torch.int32) != tuned[name].view(torch.int32)).sum()) for name in tuned)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_what_fastchats_script_makes_is_counted_and_made_by_apply(dtype: str, tmp_path: Path) -> None:
     base, tuned = pair(tmp_path, dtype)
@@ -48,6 +49,7 @@ def test_what_fastchats_script_makes_is_counted_and_made_by_apply(dtype: str, tm
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.slow
 def test_fastchats_delta_has_the_files_that_its_low_memory_way_reads(tmp_path: Path) -> None:
     base, tuned = pair(tmp_path)
     extract_delta(base, tuned, tmp_path / "delta", to="fastchat", max_shard_size="10KB")
@@ -76,6 +78,7 @@ def test_a_token_that_fastchats_first_version_adds_counts_from_zeros(
     assert torch.equal(state_of(tmp_path / "out")[name][24:], state_of(tuned)[name][24:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_what_stanfords_script_recovers_is_counted_and_made_by_apply(dtype: str, tmp_path: Path) -> None:
     base, tuned = pair(tmp_path, dtype)
@@ -106,6 +109,7 @@ def test_a_trained_new_token_is_refused_for_alpaca(tmp_path: Path) -> None:
         extract_delta(base, tuned, tmp_path / "delta", to="alpaca")
 
 
+@pytest.mark.slow
 def test_the_tokenizer_of_the_delta_is_the_tuned_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, tuned = pair(tmp_path)
     (tuned / "tokenizer.json").write_text('{"of": "tuned"}')
@@ -114,6 +118,7 @@ def test_the_tokenizer_of_the_delta_is_the_tuned_one(tmp_path: Path, capsys: pyt
     assert "expects one token more, `[PAD]`" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_without_a_tokenizer_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, tuned = pair(tmp_path)
     (tuned / "tokenizer.json").unlink()
@@ -173,6 +178,7 @@ def fill_disk(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(os, "fsync", fsync)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_does_not_report_a_partial_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +195,7 @@ def test_a_resumed_run_does_not_report_a_partial_count(
         assert (tmp_path / "whole" / shard.name).read_bytes() == (tmp_path / "delta" / shard.name).read_bytes()
 
 
+@pytest.mark.quick_rows("alpaca")
 @pytest.mark.parametrize("to", ["fastchat", "alpaca", "accessory"])
 def test_a_delta_is_not_converted_as_a_model(to: str, tmp_path: Path) -> None:
     extract_delta(*pair(tmp_path), tmp_path / "delta", to=to)

@@ -35,6 +35,7 @@ def extracted(change: torch.Tensor, rank: int, save_tensors: Saver, folder: Path
     return extract_delta(base, tuned, folder, rank=rank).captured["a.weight"]
 
 
+@pytest.mark.quick_rows("shape2")
 @pytest.mark.parametrize("shape", [(900, 700), (1200, 1000), (1000, 1200)])
 def test_a_change_of_low_rank_is_held_down_to_its_small_singular_values(
     shape: tuple[int, int], save_tensors: Saver, tmp_path: Path
@@ -58,6 +59,7 @@ def spectrum(kind: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Te
     return left * values @ right.T, values.double() ** 2
 
 
+@pytest.mark.slow_rows("flat")
 @pytest.mark.parametrize("kind", ["flat", "falling", "of low rank"])
 def test_up_to_a_million_elements_the_product_is_the_best_there_is(
     kind: str, save_tensors: Saver, tmp_path: Path
@@ -67,6 +69,7 @@ def test_up_to_a_million_elements_the_product_is_the_best_there_is(
     assert share == pytest.approx(float(squares[:8].sum() / squares.sum()) ** 0.5, rel=1e-5)
 
 
+@pytest.mark.quick_rows("shape0-of low rank-1e-06")
 @pytest.mark.parametrize(("kind", "short"), [("flat", 3e-3), ("falling", 1e-4), ("of low rank", 1e-6)])
 @pytest.mark.parametrize("shape", [(1200, 1000), (1000, 1200)])
 def test_a_larger_one_holds_nearly_as_much_and_what_it_says_that_it_holds(
@@ -80,6 +83,7 @@ def test_a_larger_one_holds_nearly_as_much_and_what_it_says_that_it_holds(
     assert left_over**2 == pytest.approx(1 - share**2, abs=1e-6)
 
 
+@pytest.mark.quick_rows("0.0", "1e-20")
 @pytest.mark.parametrize("size", [0.0, 1e-35, 1e-20, 1e20, 1e34])
 def test_changes_of_any_size_have_a_product(size: float, save_tensors: Saver, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -90,6 +94,7 @@ def test_changes_of_any_size_have_a_product(size: float, save_tensors: Saver, tm
     assert (product_of(tmp_path / "out") - change).norm() <= 1e-5 * change.double().norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_adapter_of_a_merged_adapter_merges_to_the_same_within_one_rounding(
     dtype: torch.dtype, save_tensors: Saver, tmp_path: Path
@@ -114,6 +119,7 @@ def test_the_adapter_of_a_merged_adapter_merges_to_the_same_within_one_rounding(
     assert relative(found.double(), tuned.double()) < torch.finfo(dtype).eps / 4
 
 
+@pytest.mark.slow
 def test_a_matrix_of_many_blocks_is_factored_as_one(save_tensors: Callable[..., Path], tmp_path: Path) -> None:
     torch.manual_seed(0)
     for number, shape in enumerate([(9000, 130), (130, 9000)]):

@@ -63,6 +63,7 @@ CASES: dict[str, tuple[Path, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "options"), CASES.values(), ids=CASES.keys())
 def test_logits_are_those_of_the_upstream_model(
     tmp_path: Path, logits_of: Callable[..., Any], source: Path, options: dict[str, Any]
@@ -76,6 +77,7 @@ def test_logits_are_those_of_the_upstream_model(
         assert np.abs(long - reference["logits_long"]).max() < 1e-5 * np.abs(reference["logits_long"]).max()
 
 
+@pytest.mark.slow
 def test_logits_of_a_fine_tuned_model_are_its_own(tmp_path: Path, logits_of: Callable[..., Any]) -> None:
     to_hf(DELTA / "finetuned", tmp_path / "hf")
     with np.load(DELTA / "reference.npz") as reference:
@@ -83,6 +85,7 @@ def test_logits_of_a_fine_tuned_model_are_its_own(tmp_path: Path, logits_of: Cal
         assert np.abs(logits - reference["logits_finetuned"]).max() < 1e-5
 
 
+@pytest.mark.slow
 def test_a_lora_merged_in_bfloat16_is_off_by_its_rounding_only(tmp_path: Path, logits_of: Callable[..., Any]) -> None:
     source = FIXTURES / "llama_peft_normBiasLora_mp2"
     to_hf(source, tmp_path / "hf")
@@ -104,6 +107,7 @@ def test_ids_come_from_a_hugging_face_tokenizer_too() -> None:
     assert set(opened.side_files) == {"tokenizer.json", "tokenizer_config.json"}
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.sampled_from([2, 4]), st.sampled_from([0, 2]), st.sets(st.sampled_from(sorted(ROWS))))
 def test_any_number_of_shards_gives_the_same_tensors(

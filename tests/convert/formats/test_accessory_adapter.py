@@ -39,6 +39,7 @@ def test_it_equals_to_hf_with_the_base_bit_for_bit(base: Path, tmp_path: Path) -
     assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
 
 
+@pytest.mark.slow
 def test_the_merged_model_has_upstreams_logits(base: Path, tmp_path: Path, logits_of: Callable[..., Any]) -> None:
     merge_lora(base, [LEGACY / "epoch0"], tmp_path / "merged")
     with np.load(LEGACY / "reference.npz") as reference:

@@ -21,6 +21,7 @@ from tests.builders.tiny_models import contents, save_tiny
 from tests.convert.deltas.test_difference import moved, state_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "key"), [("float32", "logits_base_plus_delta"), ("float16", "logits")])
 def test_a_genuine_delta_over_metas_shards_gives_upstreams_logits(
     dtype: str, key: str, tmp_path: Path, logits_of: Callable[..., Any]
@@ -56,6 +57,7 @@ def difference(base: Any, tuned: Any) -> Any:
     return {name: (value - base[name] if name in base else value).half() for name, value in tuned.items()}
 
 
+@pytest.mark.slow_rows("4")
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_new_lora_and_biases_are_added_to_nothing(count: int, tmp_path: Path) -> None:
     before = accessory_llama()
@@ -163,6 +165,7 @@ def test_an_extracted_delta_equals_the_one_of_upstreams_own_tool(tmp_path: Path)
         assert all(torch.equal(found[name], value) for name, value in genuine.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_elements_that_upstreams_sum_loses_are_counted(count: int, tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "llama", "bfloat16")

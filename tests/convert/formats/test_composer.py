@@ -33,6 +33,7 @@ CASES = ["llama_full", "weights_only", "gpt2_full", "legacy_gpt2_0135"]
 FILE = "ep0-ba2-rank0.pt"
 
 
+@pytest.mark.quick_rows("llama_full", "weights_only")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_trained_model(
     composer: Path, tmp_path: Path, logits_of: Callable[..., Any], case: str
@@ -332,6 +333,7 @@ def test_a_layer_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
         open_training(save(tmp_path / "x.pt", model, {**CONFIG, "num_hidden_layers": 2}))
 
 
+@pytest.mark.quick_rows("roberta")
 @pytest.mark.parametrize("kind", ["bert", "roberta", "electra"])
 def test_a_model_for_masked_words_keeps_its_class_and_is_not_exported(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

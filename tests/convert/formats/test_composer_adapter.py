@@ -56,6 +56,7 @@ def test_the_merged_model_gives_the_logits_of_the_trained_one(
     assert error_of(composer, case, lambda ids, mask: logits_of(tmp_path / "hf", ids, mask)) < 1e-5
 
 
+@pytest.mark.quick_rows("llama_peft_adapter_only")
 @pytest.mark.parametrize("case", [WHOLE, ALONE])
 def test_model_and_adapter_apart_give_the_logits_of_the_trained_model(
     composer: Path, tmp_path: Path, case: str
@@ -145,6 +146,7 @@ def test_an_interruption_while_the_adapter_is_moved_can_be_resumed(
     assert len(load_file(tmp_path / "hf" / "adapter" / "adapter_model.safetensors")) == 12
 
 
+@pytest.mark.slow
 def test_a_dtype_rounds_the_merged_weights_once(composer: Path, tmp_path: Path) -> None:
     to_hf(composer / WHOLE / FILE, tmp_path / "hf", adapter="split")
     merge_lora(tmp_path / "hf", [tmp_path / "hf" / "adapter"], tmp_path / "merged", dtype="bfloat16")
@@ -182,6 +184,7 @@ def assert_equal_models(model: Any, folder: Path) -> None:
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
 @pytest.mark.parametrize("kind", (KINDS | APART).values(), ids=(KINDS | APART).keys())
 def test_merging_gives_the_result_of_peft(
@@ -200,6 +203,7 @@ BEFORE: dict[str, dict[str, Any]] = {
 """What changes the base before training: a run holds it as it was then."""
 
 
+@pytest.mark.quick_rows("pissa-merge")
 @pytest.mark.parametrize("adapter", ["merge", "split"])
 @pytest.mark.parametrize("kind", BEFORE.values(), ids=BEFORE.keys())
 def test_a_base_that_was_changed_before_training_is_not_changed_again(
@@ -214,6 +218,7 @@ def test_a_base_that_was_changed_before_training_is_not_changed_again(
         assert (logits(found) - logits(model)).abs().max() < 1e-5 * logits(model).abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BIASED.values(), ids=BIASED.keys())
 def test_merging_gives_the_result_of_peft_with_biases(
     tiny: Callable[[str], Path], tmp_path: Path, kind: dict[str, Any]
@@ -223,6 +228,7 @@ def test_merging_gives_the_result_of_peft_with_biases(
     assert_equal_models(model, tmp_path / "hf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", (KINDS | BIASED | APART).values(), ids=(KINDS | BIASED | APART).keys())
 def test_peft_loads_the_parts_and_computes_the_same(
     tiny: Callable[[str], Path], tmp_path: Path, kind: dict[str, Any]
@@ -233,6 +239,7 @@ def test_peft_loads_the_parts_and_computes_the_same(
     assert (logits(found) - logits(model)).abs().max() < 1e-5 * logits(model).abs().max()
 
 
+@pytest.mark.quick_rows("dora")
 @pytest.mark.parametrize("kind", (BIASED | APART).values(), ids=(BIASED | APART).keys())
 def test_the_parts_are_named_as_peft_names_them(
     tiny: Callable[[str], Path], tmp_path: Path, kind: dict[str, Any]
@@ -254,6 +261,7 @@ def test_all_biases_of_an_adapter_alone_are_merged(tiny: Callable[[str], Path], 
     assert_equal_models(model, tmp_path / "hf")
 
 
+@pytest.mark.slow
 def test_names_of_wrappers_are_removed(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     model = trained(tiny("llama"))
     state = {
@@ -265,6 +273,7 @@ def test_names_of_wrappers_are_removed(tiny: Callable[[str], Path], tmp_path: Pa
     assert_equal_models(model, tmp_path / "hf")
 
 
+@pytest.mark.slow
 def test_a_conv1d_model_is_merged_into_a_base_whose_names_lack_a_prefix(
     tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -298,6 +307,7 @@ def test_an_adapter_of_modules_that_the_files_call_otherwise_merges_as_peft_does
     assert all(torch.equal(found[name], exact[name].to(found[name].dtype)) for name in found)
 
 
+@pytest.mark.quick_rows("hrm_text")
 @pytest.mark.parametrize("kind", TARGETS)
 def test_missing_factors_of_such_modules_are_named(kind: str, tmp_path: Path) -> None:
     run, target = run_of(kind, tmp_path / "base"), TARGETS[kind][-1]

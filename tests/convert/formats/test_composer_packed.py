@@ -86,6 +86,7 @@ PACK = {
 }
 
 
+@pytest.mark.slow_rows("pt.xz")
 @pytest.mark.parametrize("end", PACK)
 def test_a_packed_checkpoint_is_the_same_model_under_its_own_name(composer: Path, tmp_path: Path, end: str) -> None:
     source, packed = composer / "weights_only" / FILE, tmp_path / f"ep0.{end}"
@@ -138,6 +139,7 @@ def test_a_packed_file_that_is_damaged_inside_is_refused_under_its_own_name(comp
         open_training(tmp_path / "x.pt.gz")
 
 
+@pytest.mark.slow
 def test_a_packed_conversion_leaves_nothing_in_the_temporary_folder(composer: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     source = composer / "compressed/ep0-ba2-rank0.pt.bz2"

@@ -36,6 +36,7 @@ def run(composer: Path) -> Path:
     return composer / "sharded_dcp" / "ep0-ba2"
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_the_trained_model(run: Path, tmp_path: Path, logits_of: Callable[..., Any]) -> None:
     to_hf(run, tmp_path / "hf")
     with np.load(run.parent / "reference.npz") as reference:
@@ -72,6 +73,7 @@ def test_dropped_parts_have_the_names_of_a_run_of_one_file(run: Path) -> None:
     assert not any(name in told for name in ("`timestamp`", "`run_name`", "`rank_zero_seed`"))
 
 
+@pytest.mark.slow
 def test_a_link_to_the_latest_folder_is_followed(run: Path, tmp_path: Path) -> None:
     (tmp_path / "latest-rank0.pt").symlink_to(run)
     assert len(open_training(tmp_path / "latest-rank0.pt")) == 21
@@ -86,6 +88,7 @@ def blank(run: Path, tree: Any) -> None:
                 file.write(bytes(place.length))
 
 
+@pytest.mark.slow
 def test_nothing_is_read_but_the_model_and_its_settings(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "x")
     tree = open_folder(run).tree

@@ -25,6 +25,7 @@ from tests.convert.formats.test_composer import CONFIG, state_dict
 FSDP = "pytorch_model_fsdp_0"
 
 
+@pytest.mark.quick_rows("pytorch_model_fsdp_0")
 @pytest.mark.parametrize("inside", ["", FSDP])
 def test_logits_of_a_sharded_model_are_those_it_had(
     dcp: Path, tmp_path: Path, logits_of: Callable[..., Any], inside: str

@@ -71,6 +71,7 @@ def test_every_tensor_has_the_bits_that_zero_to_fp32_gives(case: str) -> None:
     assert len(set(found) - set(expected)) == FROM_THE_MODULE.get(case, 0)
 
 
+@pytest.mark.slow_rows("z1_fp32_gpt2_tied", "z2_bf16_aligned")
 @pytest.mark.parametrize("case", PLACES)
 def test_logits_are_those_of_the_trained_model(tmp_path: Path, logits_of: Callable[..., Any], case: str) -> None:
     to_hf(FIXTURES / PLACES[case], tmp_path / "hf", config=CONFIG.get(case, ()))

@@ -51,6 +51,7 @@ def check(folder: Path, groups: Groups) -> None:
         assert tensor.read().tobytes() == np.concatenate(rows).tobytes() == expected[name].tobytes()
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(shapes=GROUPS, ranks=RANKS, trimmed=st.booleans())
 def test_stage_2_comes_back(shapes: list[list[tuple[int, ...]]], ranks: int, trimmed: bool) -> None:
@@ -58,6 +59,7 @@ def test_stage_2_comes_back(shapes: list[list[tuple[int, ...]]], ranks: int, tri
         check(save_zero_2(Path(folder), counted(shapes), ranks, trimmed), counted(shapes))
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(shapes=GROUPS, ranks=RANKS, per_flat=st.integers(1, 5))
 def test_stage_3_comes_back(shapes: list[list[tuple[int, ...]]], ranks: int, per_flat: int) -> None:
@@ -77,6 +79,7 @@ def flats(sizes: list[int]) -> list[LazyTensor]:
     return [in_memory(np.arange(start, stop, dtype=np.float32), FLOAT) for start, stop in pairwise(ends)]
 
 
+@pytest.mark.slow
 @given(sizes=st.lists(st.integers(0, 7), max_size=6), data=st.data())
 def test_a_cut_holds_the_elements_of_the_range(sizes: list[int], data: st.DataObject) -> None:
     start = data.draw(st.integers(0, sum(sizes)))
@@ -120,6 +123,7 @@ def test_torch_reads_a_sparse_checkpoint(tmp_path: Path) -> None:
     assert content["optimizer_state_dict"]["fp32_flat_groups"][0].tolist() == [0.0] * 8
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_30_gb_opens_and_a_block_of_it_reads(tmp_path: Path) -> None:
     shapes, config = deep(30e9)
     save(tmp_path / "run", shapes, config, ranks=8)

@@ -306,6 +306,7 @@ FIELDS = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_value_in_any_field_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
@@ -320,6 +321,7 @@ def test_any_value_in_any_field_is_read_or_refused(tmp_path_factory: pytest.Temp
     assert {"a.weight", "a.bias", "b.weight"} <= set(tensors)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_damaged_byte_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:

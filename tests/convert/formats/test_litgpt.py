@@ -40,6 +40,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow_rows("mixtral", "phi2")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_upstream_model(tmp_path: Path, logits_of: Callable[..., Any], case: str) -> None:
     to_hf(FOLDER / case, tmp_path / "hf")

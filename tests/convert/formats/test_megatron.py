@@ -56,6 +56,7 @@ def words(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow_rows("gpt2_tp2", "mixtral_torch_dist", "qwen3_moe_tp2_ep2")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_megatron(tmp_path: Path, words: Path, logits_of: Callable[..., Any], case: str) -> None:
     to_hf(FOLDER / case, tmp_path / "hf", config=[words])
@@ -130,6 +131,7 @@ def test_experts_in_two_matrices_give_the_same_bits(tmp_path: Path, grid: str) -
     assert_same_bits(opened(tmp_path, run), kept(shape, state))
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from([1, 2, 4]),

@@ -29,6 +29,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_upstream_model(
     meta: Path, tmp_path: Path, logits_of: Callable[..., Any], case: str
@@ -144,6 +145,7 @@ def contents(path: Path) -> dict[str, bytes]:
     return {name: tensor.read().tobytes() for name, tensor in open_training(path).items()}
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([0, 1]), st.sampled_from([1, 2, 4, 8]))
 def test_any_number_of_shards_gives_the_same_tensors(
@@ -188,6 +190,7 @@ def test_a_head_that_equals_the_embedding_is_tied(tmp_path: Path) -> None:
     assert checkpoint.config["tie_word_embeddings"] is True
 
 
+@pytest.mark.slow
 def test_a_llama_3_2_stretches_its_rope_by_32(tmp_path: Path) -> None:
     changes: dict[str, Any] = {
         "dim": 2048,

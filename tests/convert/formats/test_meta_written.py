@@ -30,6 +30,7 @@ def test_released_models_get_a_formula_that_gives_their_size(dim: int, sizes: tu
         assert len(str(fields.get("ffn_dim_multiplier", 1.5))) == 3  # one digit, as in Meta's own files
 
 
+@pytest.mark.slow
 @given(dim=st.integers(2, 20000), intermediate=st.integers(1, 100_000))
 def test_every_size_has_a_formula(dim: int, intermediate: int) -> None:
     fields = json.loads(json.dumps(feed_forward_of(dim, intermediate)))
@@ -54,6 +55,7 @@ def test_heads_that_are_copied_are_counted_as_metas_code_counts_them(tmp_path: P
     assert torch.equal(heads[0], heads[3]) and not torch.equal(heads[3], heads[4])
 
 
+@pytest.mark.slow
 def test_keys_that_happen_to_be_equal_are_no_copies(tmp_path: Path) -> None:
     plain = save_model(tmp_path / "plain", LLAMA)
     tensors = load_file(plain / "model.safetensors")
@@ -67,6 +69,7 @@ def test_keys_that_happen_to_be_equal_are_no_copies(tmp_path: Path) -> None:
 SCALING = {"rope_type": "llama3", "low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
 
 
+@pytest.mark.slow_rows("8.0-4.0")
 @pytest.mark.parametrize(("factor", "high"), [(8.0, 4.0), (32.0, 4.0), (16.0, 2.0)])
 def test_a_stretched_rope_comes_back(tmp_path: Path, factor: float, high: float) -> None:
     scaling = SCALING | {"factor": factor, "high_freq_factor": high}

@@ -46,6 +46,7 @@ def differ(ours: Any, theirs: Any) -> float:
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
+@pytest.mark.slow_rows("mf102_gpt2", "mf132_glm2")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_upstream_model(
     mindformers: Path, tmp_path: Path, logits_of: Callable[..., Any], case: str

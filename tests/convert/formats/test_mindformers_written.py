@@ -100,6 +100,7 @@ MODELS = st.fixed_dictionaries(
 DTYPES = st.sampled_from(["float32", "float16", "bfloat16"])
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(kind=st.sampled_from(["llama", "qwen2", "qwen3"]), model=MODELS, dtype=DTYPES, shards=st.sampled_from([1, 2, 4]))
 def test_a_decoder_and_back_is_the_same_model(
@@ -112,6 +113,7 @@ def test_a_decoder_and_back_is_the_same_model(
     assert identity(folder / "back") == identity(folder / "model")
 
 
+@pytest.mark.slow_rows("float32-bloom-4", "float32-gpt2-2", "bfloat16-bloom-4", "bfloat16-gpt2-2")
 @pytest.mark.parametrize(
     ("kind", "shards"), [("bloom", 1), ("bloom", 4), ("gpt2", 1), ("gpt2", 2), ("glm", 1), ("glm", 2)]
 )
@@ -247,6 +249,7 @@ def test_a_head_that_equals_the_embedding_is_written_and_reported(
 WRONG = ("hidden_size", "intermediate_size", "num_key_value_heads", "n_embd", "n_layer", "n_head", "vocab_size")
 
 
+@pytest.mark.slow_rows("qwen3-7")
 @pytest.mark.parametrize("value", [None, 7, "x", [2], -1, 1 << 40])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom", "glm", "qwen3"])
 def test_sizes_of_another_model_are_refused(tmp_path: Path, kind: str, value: Any) -> None:

@@ -174,6 +174,7 @@ def test_a_truncated_file_is_refused(mindspore: Path, tmp_path: Path, length: in
         read_ckpt(tmp_path / "x.ckpt")
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.lists(st.tuples(st.integers(0, 1200), st.integers(0, 255)), min_size=1, max_size=4))
 def test_flipped_bytes_are_refused_or_read_within_the_file(
@@ -340,6 +341,7 @@ def test_a_part_that_no_rank_holds_is_refused(tmp_path: Path, save_ckpt: Save, e
         open_parameters(tmp_path / "c")
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.lists(st.tuples(st.integers(0, 1491), st.integers(0, 255)), min_size=1, max_size=4))
 def test_flipped_bytes_of_a_strategy_are_refused_or_give_whole_tensors(

@@ -22,6 +22,7 @@ FOLDER = FIXTURES / "nanogpt"
 CASES = ["before_bias", "bias_free_compiled", "with_bias"]
 
 
+@pytest.mark.quick_rows("bias_free_compiled")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_upstream_model(tmp_path: Path, logits_of: Callable[..., Any], case: str) -> None:
     to_hf(FOLDER / case, tmp_path / "hf")

@@ -71,6 +71,7 @@ def _forget() -> None:
         del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_it_is_detected_and_converted(crate: Path, tmp_path: Path) -> None:
     assert llmconv("to-hf", crate, "-o", tmp_path / "hf").exit_code == 0
     converted = open_checkpoint(tmp_path / "hf")

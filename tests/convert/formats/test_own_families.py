@@ -86,6 +86,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 def test_a_paddle_llama_with_alibi_computes_the_same_as_a_baichuan(tmp_path: Path) -> None:
     state = llama_state()
     paddle = {name.replace("model.", "llama."): one for name, one in state.items()}
@@ -94,6 +95,7 @@ def test_a_paddle_llama_with_alibi_computes_the_same_as_a_baichuan(tmp_path: Pat
     torch.testing.assert_close(logits(loaded(tmp_path / "hf")), baichuan_logits(state), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.quick_rows("Baichuan13BV2ForCausalLM")
 @pytest.mark.parametrize("arch", ["Baichuan13BForCausalLM", "Baichuan13BV2ForCausalLM"])
 def test_a_mindformers_baichuan_computes_the_same(tmp_path: Path, save_ckpt: Callable[..., Path], arch: str) -> None:
     state, renamed = llama_state(), dict[str, torch.Tensor]()
@@ -107,6 +109,7 @@ def test_a_mindformers_baichuan_computes_the_same(tmp_path: Path, save_ckpt: Cal
     torch.testing.assert_close(logits(loaded(tmp_path / "hf")), baichuan_logits(state), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_paddle_chatglm_has_the_logits_of_its_code(tmp_path: Path) -> None:
     code = save_chatglm(tmp_path / "code")
     model = chatglm(code)

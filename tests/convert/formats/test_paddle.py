@@ -107,6 +107,7 @@ def test_inspect_names_the_format_and_what_it_becomes() -> None:
 # Checkpoints made here
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.sampled_from([2, 3, 4]))
 def test_any_grid_of_ranks_gives_the_same_tensors(

@@ -41,6 +41,7 @@ def write(path: Path, content: Any, protocol: int = 4) -> Path:
     return path
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.text(), ARRAYS, min_size=1, max_size=4), st.sampled_from([2, 3, 4, 5]))
 def test_arrays_of_any_protocol_read_as_numpy_has_them(
@@ -74,6 +75,7 @@ def test_large_arrays_stay_in_the_file(tmp_path: Path) -> None:
     assert (tensor.rows(3, 5) == 7).all()
 
 
+@pytest.mark.slow
 def test_any_range_of_an_array_spelled_as_text_is_read(tmp_path: Path) -> None:
     array = np.random.default_rng(0).integers(0, 256, (700_001, 3), np.uint8)
     tensor = open_pdparams(write(tmp_path / "x", {"w": array}, 2)).tensors["w"]

@@ -124,6 +124,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow_rows("another hidden size")
 @pytest.mark.parametrize(("change", "reason"), REFUSED.values(), ids=REFUSED.keys())
 def test_a_config_of_another_model_is_refused(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     folder = save_whole(tmp_path / "x", whole_model(), **change)

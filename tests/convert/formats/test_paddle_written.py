@@ -103,6 +103,7 @@ MODELS = st.fixed_dictionaries(
 DTYPES = st.sampled_from(["float32", "float16", "bfloat16"])
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     kind=st.sampled_from(["llama", "qwen2", "mistral"]), model=MODELS, dtype=DTYPES, shards=st.sampled_from([1, 2, 4])
@@ -117,6 +118,7 @@ def test_a_decoder_and_back_is_the_same_model(
     assert identity(folder / "back") == identity(folder / "model")
 
 
+@pytest.mark.slow_rows("float32-bloom-4", "float32-gpt2-2", "bfloat16-bloom-4")
 @pytest.mark.parametrize(("kind", "shards"), [("bloom", 1), ("bloom", 4), ("gpt2", 1), ("gpt2", 2), ("glm", 1)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_others_and_back_are_the_same_models(tmp_path: Path, kind: str, shards: int, dtype: str) -> None:
@@ -258,6 +260,7 @@ def test_a_config_of_another_model_is_refused(tmp_path: Path, field: str) -> Non
         from_hf(tmp_path / "model", tmp_path / "out", to="paddle")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "bloom", "glm"])
 def test_a_config_without_sizes_is_refused(tmp_path: Path, kind: str) -> None:
     file = save_tiny(tmp_path / "model", kind) / "config.json"

@@ -100,6 +100,7 @@ def assert_same(folder: Path, model: Any) -> None:
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.state_dict().items())
 
 
+@pytest.mark.slow_rows("bert, two shared tensors-save_state")
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("name", MODELS)
 def test_accelerates_files_become_the_same_model(tmp_path: Path, accelerator: Any, name: str, save: str) -> None:

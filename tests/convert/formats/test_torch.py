@@ -26,6 +26,7 @@ FOLDER = FIXTURES / "torch"
 CASES = ["gpt2_before_1_6", "llama_sharded", "opt"]
 
 
+@pytest.mark.slow_rows("opt")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_upstream_model(tmp_path: Path, logits_of: Callable[..., Any], case: str) -> None:
     to_hf(FOLDER / case, tmp_path / "hf")

@@ -136,6 +136,7 @@ def tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
     return {name: in_memory(random.random(shape, np.float32), BY_NAME["float32"]) for name, shape in shapes.items()}
 
 
+@pytest.mark.slow_rows("gpt_neo23")
 @pytest.mark.parametrize("number", range(len(CASES)), ids=IDS)
 def test_names_and_shapes_are_those_of_transformers(number: int) -> None:
     config, state, _ = built(number)
@@ -192,6 +193,7 @@ def doubled(found: dict[str, LazyTensor], name: str) -> None:
 CHANGES: list[Change] = [removed, renamed, longer, flat, integer, doubled]
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(number=st.integers(0, len(CASES) - 1), change=st.sampled_from(CHANGES), data=st.data())
 def test_any_one_tensor_removed_renamed_or_reshaped_is_missed(number: int, change: Change, data: st.DataObject) -> None:
@@ -271,6 +273,7 @@ def test_a_type_that_is_not_known_is_held_to_what_all_models_have() -> None:
             whole(tensors({one: shape for one, shape in saved.items() if one != name}), unknown, "x", [])
 
 
+@pytest.mark.slow
 def test_torch_is_not_imported() -> None:
     code = (
         "import sys; from llmconv.convert.models.blueprint.blueprint import blueprint; "

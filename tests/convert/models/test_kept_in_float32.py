@@ -75,6 +75,7 @@ def test_every_type_keeps_what_transformers_keeps(kind: str, dtype: str, tmp_pat
     assert planned(tmp_path / "base", dtype) == types_in(tmp_path / "loaded")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["to-hf", "merge-lora"])
 def test_the_bias_that_chooses_experts_is_not_rounded(command: str, tmp_path: Path) -> None:
     model = causal_lm("deepseek_v3", **DEEPSEEK)

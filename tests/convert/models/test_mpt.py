@@ -43,6 +43,7 @@ def test_its_own_code_computes_what_transformers_cannot(
     assert (found["attn_config"]["attn_impl"], found["init_device"]) == ("torch", "cpu")
 
 
+@pytest.mark.slow
 def test_a_genuine_one_gives_the_logits_of_the_trained_model(
     composer: Path, tmp_path: Path, logits_of: Callable[..., Any]
 ) -> None:
@@ -99,6 +100,7 @@ EXPRESSED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick_rows("softmax_scale", "norm_eps", "a narrow MLP", "hidden size instead of ratio")
 @pytest.mark.parametrize("config", EXPRESSED.values(), ids=EXPRESSED.keys())
 def test_transformers_computes_what_foundry_computes(
     tmp_path: Path, logits_of: Callable[..., Any], config: dict[str, Any]
@@ -109,6 +111,7 @@ def test_transformers_computes_what_foundry_computes(
     assert np.abs(logits_of(tmp_path / "hf", IDS) - expected).max() < 1e-5 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", [{"clip_qkv": 1}, {"softmax_scale": 1}])
 def test_options_that_are_carried_over_matter(attention: dict[str, Any]) -> None:
     state = random_state(CONFIG)
@@ -138,6 +141,7 @@ def test_fewer_key_heads_than_declared_are_refused(tmp_path: Path) -> None:
         open_training(save(tmp_path / "x.pt", random_state(EXPRESSED["multi-query"]), CONFIG))
 
 
+@pytest.mark.slow
 def test_an_untied_head_is_kept(tmp_path: Path, logits_of: Callable[..., Any]) -> None:
     config = config_with(tie_word_embeddings=False)
     state = random_state(config) | {"lm_head.weight": torch.randn(40, 24)}

@@ -70,6 +70,7 @@ def test_a_missing_part_is_named(base: str, part: str, attempt: Callable[..., In
     assert P in attempt(base, {part: None}).message
 
 
+@pytest.mark.slow_rows("gptq_4bit_sym", "nf4_nested")
 @pytest.mark.parametrize("base", BASES)
 def test_parts_of_other_shapes_or_types_are_refused(base: str, attempt: Callable[..., InputRefused]) -> None:
     for name, tensor in stored(FOLDER / base).items():
@@ -219,6 +220,7 @@ def test_settings_of_other_kinds_are_no_traceback(
         merge_lora(folder, [adapter(0.02)], tmp_path / "out", base_quant="dequantize")
 
 
+@pytest.mark.quick_rows("ct_float_channel", "int8")
 @pytest.mark.parametrize("base", BASES)
 def test_damaged_headers_and_settings_give_an_error_or_a_result_and_no_traceback(
     base: str, changed: Callable[..., Path], adapter: Callable[..., Path], tmp_path: Path

@@ -97,6 +97,7 @@ def test_results_that_are_quantized_again_have_the_same_tensors_and_config(
     )
 
 
+@pytest.mark.slow_rows("nf4_nested")
 @pytest.mark.parametrize("base", BASES)
 def test_retention_and_cosine_are_those_of_the_files_that_were_written(
     base: str, adapter: Callable[..., Path], tmp_path: Path

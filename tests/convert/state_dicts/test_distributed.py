@@ -150,6 +150,7 @@ def cut_out(whole: Any, chunk: Chunk) -> Any:
     return whole[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(tilings(), st.data())
 def test_any_tiling_reassembles_exactly(tiling: tuple[tuple[int, ...], list[Chunk]], data: st.DataObject) -> None:
@@ -163,6 +164,7 @@ def test_any_tiling_reassembles_exactly(tiling: tuple[tuple[int, ...], list[Chun
     assert np.array_equal(joined.rows(start, stop), whole[start:stop])
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(tilings(), st.data())
 def test_boxes_that_do_not_cover_each_element_once_are_no_tiling(
@@ -297,6 +299,7 @@ def test_a_value_in_place_of_a_tensor_is_refused(tmp_path: Path) -> None:
     assert "has no tensor" in refusal(change(path, swap), "w").message
 
 
+@pytest.mark.slow
 def test_every_truncation_of_the_metadata_is_refused(tmp_path: Path) -> None:
     path = small(tmp_path)
     data = (path / ".metadata").read_bytes()
@@ -306,6 +309,7 @@ def test_every_truncation_of_the_metadata_is_refused(tmp_path: Path) -> None:
             open_folder(path)
 
 
+@pytest.mark.slow
 def test_bytes_changed_anywhere_in_the_metadata_never_escape_as_another_error(tmp_path: Path) -> None:
     path, noise = small(tmp_path), np.random.default_rng(0)
     data = (path / ".metadata").read_bytes()

@@ -26,6 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow_rows("accessory-2")
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("kind", ["mindformers", "accessory", "paddle"])
 def test_a_tokenizer_and_its_template_come_back(model: Path, tmp_path: Path, kind: str, shards: int) -> None:
@@ -58,6 +59,7 @@ def test_a_tokenizer_that_is_given_goes_before_the_one_next_to_it(model: Path, t
     assert read_json(tmp_path / "back/generation_config.json") == GENERATION
 
 
+@pytest.mark.slow_rows("accessory")
 @pytest.mark.parametrize("kind", ["accessory", "meta", "mindformers", "paddle"])
 def test_a_sentencepiece_model_comes_back(model: Path, tmp_path: Path, kind: str) -> None:
     whole = tmp_path / "model"

@@ -35,6 +35,7 @@ def fast(content: dict[str, Any]) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(content))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(TEXTS)
 def test_ids_are_those_of_sentencepiece(text: str) -> None:
@@ -43,6 +44,7 @@ def test_ids_are_those_of_sentencepiece(text: str) -> None:
     assert converted.encode(text).ids == [original.bos_id(), *original.encode(text)]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(TEXTS)
 def test_ids_are_those_of_tiktoken(text: str) -> None:

@@ -44,6 +44,7 @@ def stateful(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_scenario_passes(stateful: Callable[[str], Path], model_type: str) -> None:
     report = verify(stateful(model_type), suite="quick" if model_type in QUICK else "full")
@@ -75,6 +76,7 @@ def test_a_lost_state_is_detected(stateful: Callable[[str], Path], tmp_path: Pat
     assert report.where and report.where.layer in {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", SHOWN)
 def test_a_padded_batch_equals_its_rows_alone(stateful: Callable[[str], Path], model_type: str) -> None:
     runner = OrtRunner.from_folder(stateful(model_type))

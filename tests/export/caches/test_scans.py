@@ -113,6 +113,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow_rows("65-DeltaRule")
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_scan_equals_its_recurrence(name: str, length: int) -> None:

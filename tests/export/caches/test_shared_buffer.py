@@ -50,6 +50,7 @@ def test_every_scenario_equals_the_eager_model(model_type: str, shared: Tiny) ->
     assert not any(check.verdict == "skip" for check in report.checks)
 
 
+@pytest.mark.slow
 def test_past_and_present_are_one_buffer_and_no_node_copies_it(shared: Tiny) -> None:
     graph = OrtGraph(shared("llama") / "model.onnx")
     assert graph.inputs["past_key_values.3.key"] == graph.outputs["present.3.key"] == ["batch_size", 2, MAX_LENGTH, 16]
@@ -64,6 +65,7 @@ def test_attention_without_an_attention_node_uses_standard_operators(shared: Tin
     assert users(model, "TensorScatter") and not users(model, "GroupQueryAttention")
 
 
+@pytest.mark.slow
 def test_a_length_that_is_one_too_small_is_caught(shared: Tiny, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(shared("llama"), tmp_path / "mutant"))
     model = graph_of(folder)
@@ -75,6 +77,7 @@ def test_a_length_that_is_one_too_small_is_caught(shared: Tiny, tmp_path: Path) 
     assert verify(folder, allow_changed=True).verdict == "fail"
 
 
+@pytest.mark.slow
 def test_a_buffer_that_is_too_small_is_replaced_by_a_larger_one(shared: Tiny) -> None:
     graph = OrtGraph(shared("llama") / "model.onnx")
     mask = np.ones((1, 100), dtype=np.int64)

@@ -25,6 +25,7 @@ def sharded(tiny: Callable[[str], Path], tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.slow
 def test_the_graphs_are_those_of_an_export_into_the_model_folder(sharded: Path, tmp_path: Path) -> None:
     export(sharded, tmp_path / "out", graphs_only=True)
     export(sharded)
@@ -32,6 +33,7 @@ def test_the_graphs_are_those_of_an_export_into_the_model_folder(sharded: Path, 
         assert (tmp_path / "out" / name).read_bytes() == (sharded / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_folder_has_everything_but_the_weights(sharded: Path, tmp_path: Path) -> None:
     files = {path.name for path in sharded.iterdir()} | {"prefill.onnx", "decode.onnx"}
     exported = export(sharded, tmp_path / "out", graphs_only=True)
@@ -40,12 +42,14 @@ def test_the_folder_has_everything_but_the_weights(sharded: Path, tmp_path: Path
     assert exported.weight_bytes_written == 0
 
 
+@pytest.mark.slow
 def test_the_graphs_are_right_once_the_weights_are_there(sharded: Path, tmp_path: Path) -> None:
     for name in export(sharded, tmp_path / "out", graphs_only=True).missing:
         shutil.copy(sharded / name, tmp_path / "out")
     assert verify(tmp_path / "out", scenario=["rows exchanged"])
 
 
+@pytest.mark.slow
 def test_the_manifest_records_the_files_that_belong_there(sharded: Path, tmp_path: Path) -> None:
     exported = export(sharded, tmp_path / "out", graphs_only=True)
     options = json.loads((tmp_path / "out/llmconv.json").read_text())["steps"][-1]["options"]
@@ -59,12 +63,14 @@ def test_the_command_says_what_to_put_there(tiny: Callable[[str], Path], tmp_pat
     assert "before they are run, put the model's weights next to them: `model.safetensors`" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_dry_run_writes_nothing(sharded: Path, tmp_path: Path) -> None:
     exported = export(sharded, tmp_path / "out", graphs_only=True, dry_run=True)
     assert "prefill.onnx" in exported.files and not any(name.endswith(".safetensors") for name in exported.files)
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_resume_accepts_a_complete_folder(sharded: Path, tmp_path: Path) -> None:
     export(sharded, tmp_path / "out", graphs_only=True)
     export(sharded, tmp_path / "out", graphs_only=True, resume=True)

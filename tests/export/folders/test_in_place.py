@@ -36,6 +36,7 @@ def require_untouched(victim: Path) -> None:
     assert victim.read_text() == "dear" and os.listdir(victim.parent) == [victim.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decode.onnx", "decode.onnx.part", "llmconv.json.part"])
 @pytest.mark.parametrize("make", [Path.symlink_to, Path.hardlink_to])
 def test_a_planted_link_does_not_redirect_a_graph(name: str, make: Any, model: Path, victim: Path) -> None:
@@ -77,6 +78,7 @@ def test_a_manifest_that_names_a_file_elsewhere_removes_nothing(model: Path, vic
     require_untouched(victim)
 
 
+@pytest.mark.slow
 def test_leftovers_of_a_killed_export_are_removed(model: Path) -> None:
     (model / temporary_name()).write_text("half")
     export(model, incremental=True)
@@ -99,6 +101,7 @@ def test_resume_with_other_options_is_refused(model: Path) -> None:
     assert (model / "decode.onnx").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_resume_makes_missing_graphs(model: Path) -> None:
     export(model)
     before = (model / "decode.onnx").read_bytes()
@@ -107,6 +110,7 @@ def test_resume_makes_missing_graphs(model: Path) -> None:
     assert (model / "decode.onnx").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_resume_of_a_complete_new_folder_reports_it(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +140,7 @@ def fill(disk: Path, leave: int) -> None:
     (disk / "other").write_bytes(bytes(free - leave))
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_for_the_graphs_is_refused_and_nothing_is_left(model: Path, small_disk: Path) -> None:
     folder = Path(shutil.copytree(model, small_disk / "model"))
     before = sorted(os.listdir(folder))

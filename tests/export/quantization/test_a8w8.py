@@ -43,6 +43,7 @@ def operators(folder: Path) -> Counter[str]:
     return Counter(node.op_type for node in onnx.load(folder / "decode.onnx", load_external_data=False).graph.node)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", *OTHERS])
 def test_verify_accepts_it(model_type: str, made: Callable[[str], tuple[Path, Path]]) -> None:
     model, folder = made(model_type)
@@ -77,6 +78,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.quick_rows("codes of the next input")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named(fault: str, made: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     model, folder = made("llama")
@@ -87,6 +89,7 @@ def test_a_fault_is_named(fault: str, made: Callable[[str], tuple[Path, Path]], 
     assert any("up_proj.weight" in check.detail for check in report.checks if check.verdict == "fail")
 
 
+@pytest.mark.slow
 def test_a_wrong_zero_point_is_found(made: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     model, folder = made("llama")
     broken = damaged(folder, tmp_path / "broken", UP + ".scales", lambda scales: scales)
@@ -100,6 +103,7 @@ def test_a_wrong_zero_point_is_found(made: Callable[[str], tuple[Path, Path]], t
     assert any(check.name == "weights" for check in report.checks if check.verdict == "fail")
 
 
+@pytest.mark.slow
 def test_a_loss_above_the_limit_of_the_preset_fails(
     talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +118,7 @@ def test_half_precision_is_refused(made: Callable[[str], tuple[Path, Path]], tmp
         export(made("llama")[0], tmp_path / "out", quant="a8w8", precision="float16")
 
 
+@pytest.mark.slow
 def test_two_exports_are_equal(made: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     model, folder = made("llama")
     export(model, tmp_path / "again", incremental=True, quant="a8w8")

@@ -87,6 +87,7 @@ def test_of_equal_errors_the_first_counts() -> None:
     assert least_error([ones, 2 * ones], [matrix], np.eye(32, dtype=np.float32)) is ones
 
 
+@pytest.mark.slow
 def test_verify_accepts_it(model: Path, folder: Path) -> None:
     report = verify(folder, reference=model)
     assert report.verdict == "pass", report.closing_lines()
@@ -138,6 +139,7 @@ def test_two_exports_are_equal_whatever_the_number_of_threads(model: Path, folde
     assert again.read_bytes() == (folder / "quantized.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [QUERY, GATE, NORM])
 def test_a_wrong_factor_is_named(name: str, model: Path, folder: Path, tmp_path: Path) -> None:
     broken = damaged(folder, tmp_path / "broken", name + SMOOTHING, partial(doubled, at=5))

@@ -97,6 +97,7 @@ def prose(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_calibrated_folder_verifies_and_has_other_codes(talking: Path, prose: Path, tmp_path: Path) -> None:
     for name, text in (("plain", None), ("calibrated", prose)):
         export(talking, tmp_path / name, quant="int4", calibrate=text, incremental=True)
@@ -106,6 +107,7 @@ def test_a_calibrated_folder_verifies_and_has_other_codes(talking: Path, prose: 
     assert verify(tmp_path / "calibrated", reference=talking).verdict == "pass"
 
 
+@pytest.mark.slow
 def test_a_short_text_is_refused(talking: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("ab")
     with pytest.raises(InputRefused, match="too short to measure anything"):
@@ -129,6 +131,7 @@ def test_rounding_to_nearest_takes_no_text(talking: Path, prose: Path, tmp_path:
         export(talking, tmp_path / "out", quant="int4", method="rtn", calibrate=prose)
 
 
+@pytest.mark.slow
 def test_the_word_default_is_the_text_that_ships_with_llmconv(talking: Path, tmp_path: Path) -> None:
     (tmp_path / "same.txt").write_text(calibration_text())
     export(talking, tmp_path / "word", quant="int4", calibrate=DEFAULT, incremental=True)

@@ -50,12 +50,14 @@ def test_codes_of_a_group_come_first_then_zeros_then_scales() -> None:
     assert list(side_by_side(tensors, [("q", "k")])) == ordered
 
 
+@pytest.mark.slow
 def test_queries_keys_and_values_are_one_product_in_every_layer(exported: Exported) -> None:
     found = products(exported("llama"))
     assert sum(name.count("_proj.weight.codes+") == 2 for name in found) == depth("llama")
     assert sum("gate_proj" in name and "up_proj" in name for name in found) == depth("llama")
 
 
+@pytest.mark.slow
 def test_a_joined_product_maps_the_codes_of_its_parts(exported: Exported) -> None:
     folder = exported("llama")
     stored = load_file(folder / "quantized.safetensors")
@@ -74,12 +76,14 @@ def test_biases_are_joined_with_their_products(exported: Exported) -> None:
     onnxruntime.InferenceSession(folder / "prefill.onnx", providers=["CPUExecutionProvider"])
 
 
+@pytest.mark.slow
 def test_a_matrix_of_other_bits_is_not_joined(exported: Exported) -> None:
     found = products(exported("llama", quant_bits=["v_proj=8"]))
     assert any("q_proj" in name and "k_proj" in name for name in found)
     assert all("+" not in name for name in found if "v_proj" in name)
 
 
+@pytest.mark.slow
 def test_parts_in_several_files_are_not_joined(exported: Exported) -> None:
     folder = exported("llama", max_shard_size="1KB")
     assert not any("+" in name for name in products(folder))

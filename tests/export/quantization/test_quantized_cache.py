@@ -93,6 +93,7 @@ def test_the_rotation_of_keys_is_found_in_the_graph(model_type: str, rotation: K
     assert len(found) == traced.num_layers and set(found.values()) == {rotation}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rotation", "shared"),
     [
@@ -115,6 +116,7 @@ def test_every_port_of_the_cache_is_int8_and_the_manifest_says_so(coded: Path) -
     assert '"kv_cache": "int8"' in (coded / "llmconv.json").read_text()
 
 
+@pytest.mark.slow
 def test_steps_continue_codes_and_choose_the_tokens_of_the_model(talking: Path, coded: Path) -> None:
     runner, model = OrtRunner.from_folder(coded), OrtRunner.from_folder(talking)
     ids = tokens_of(talking)[:, :40]
@@ -129,6 +131,7 @@ def test_steps_continue_codes_and_choose_the_tokens_of_the_model(talking: Path, 
         steps = [one.decode(tokens[0], *rest, step.present) for one, step in zip((runner, model), steps, strict=True)]
 
 
+@pytest.mark.slow
 def test_numbers_cannot_be_continued_as_codes(talking: Path, coded: Path) -> None:
     ids = tokens_of(talking)[:, :8]
     mask = np.ones_like(ids)
@@ -149,6 +152,7 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", CONTRADICTIONS)
 def test_options_that_cannot_keep_codes_are_refused(option: str, talking: Path, prose: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageProblem, match=option):
@@ -156,6 +160,7 @@ def test_options_that_cannot_keep_codes_are_refused(option: str, talking: Path, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_without_a_text_that_of_llmconv_is_used(talking: Path, tmp_path: Path) -> None:
     export(talking, tmp_path / "own", unified=True, kv_cache="int8")
     export(talking, tmp_path / "default", unified=True, kv_cache="int8", calibrate="default")
@@ -163,6 +168,7 @@ def test_without_a_text_that_of_llmconv_is_used(talking: Path, tmp_path: Path) -
     assert graphs[0] == graphs[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["optimum", "transformersjs"])
 def test_layouts_without_a_shared_buffer_are_refused(layout: str, talking: Path, prose: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageProblem, match=f"layout `{layout}` does not support"):

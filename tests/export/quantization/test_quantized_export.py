@@ -71,6 +71,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type",
     ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "gemma2", "mixtral", "bloom", "phi3"))],
@@ -117,12 +118,14 @@ def test_a_quantized_weight_is_stored_once(quantized: Quantized, models: Callabl
     assert not (folder / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_two_exports_are_equal(quantized: Quantized, models: Callable[[str], Path], tmp_path: Path) -> None:
     export(models("llama"), tmp_path / "again", incremental=True, quant="int4")
     again = (tmp_path / "again" / "quantized.safetensors").read_bytes()
     assert again == (quantized("llama") / "quantized.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_logits_of_the_last_position_are_those_of_all(quantized: Quantized, talking: Path, tmp_path: Path) -> None:
     texts = []
     for last in (False, True):
@@ -132,6 +135,7 @@ def test_logits_of_the_last_position_are_those_of_all(quantized: Quantized, talk
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_shards_have_a_name_of_their_own(models: Callable[[str], Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     export(models("llama"), out, quant="int4", max_shard_size="60KB")
@@ -140,6 +144,7 @@ def test_shards_have_a_name_of_their_own(models: Callable[[str], Path], tmp_path
     assert verify(out, reference=models("llama"), scenario=["prefill, 7 tokens"]).verdict == "pass"
 
 
+@pytest.mark.slow
 def test_the_options_are_recorded(quantized: Quantized) -> None:
     entry = json.loads((quantized("llama", quant="int8") / "llmconv.json").read_text())["graphs"]["decode"]
     assert entry["quant"] == "int8"
@@ -165,6 +170,7 @@ def test_a_dtype_that_rounds_only_what_has_no_codes_is_refused(models: Callable[
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_dtype_that_a_model_has_is_taken(models: Callable[[str], Path], tmp_path: Path) -> None:
     to_hf(models("llama"), tmp_path / "half", dtype="bfloat16")
     export(tmp_path / "half", tmp_path / "out", quant="int4", dtype="bfloat16")

@@ -72,6 +72,7 @@ def test_graphs_equal_the_model_of_their_codes(
     assert report.verdict == "pass", report.closing_lines()
 
 
+@pytest.mark.slow
 def test_codes_of_every_layer_differ_from_those_of_the_search(made: Callable[..., Path]) -> None:
     one, other = codes(made("llama")), codes(made("llama", "search"))
     assert one.keys() == other.keys()

@@ -74,6 +74,7 @@ def stored(folder: Path) -> dict[str, Array]:
     return load_file(folder / "quantized.safetensors")
 
 
+@pytest.mark.slow
 def test_verify_accepts_it(model: Path, folder: Path) -> None:
     report = verify(folder, reference=model)
     assert report.verdict == "pass", report.closing_lines()
@@ -88,6 +89,7 @@ def test_other_families_have_factors_and_pass(model_type: str, tmp_path: Path) -
     assert verify(made, reference=source).verdict == "pass"
 
 
+@pytest.mark.slow
 def test_factors_are_the_root_of_both_ranges_as_a_power_of_two(model: Path, stored: dict[str, Array]) -> None:
     eager = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     attention, largest = eager.model.layers[1].self_attn, torch.zeros(())
@@ -141,6 +143,7 @@ def test_a_norm_that_a_router_reads_is_left_alone(tmp_path: Path) -> None:
     assert NORM + SMOOTHING in made and OTHER + SMOOTHING not in made
 
 
+@pytest.mark.slow
 def test_a_product_that_stays_as_it_is_keeps_its_norm(model: Path, tmp_path: Path) -> None:
     export(model, tmp_path / "out", quant="a8w8", calibrate="default", quant_exclude=["1.self_attn.k_proj"])
     made = load_file(tmp_path / "out" / "quantized.safetensors")
@@ -154,12 +157,14 @@ def test_a_norm_that_adds_one_is_left_alone(tmp_path: Path, capsys: pytest.Captu
     assert "SmoothQuant does not fit this model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_weights_of_half_precision_keep_exact_quotients(model: Path, tmp_path: Path) -> None:
     to_hf(model, tmp_path / "half", dtype="bfloat16")
     export(tmp_path / "half", tmp_path / "out", incremental=True, quant="a8w8", calibrate="default")
     assert load_file(tmp_path / "out" / "quantized.safetensors")[NORM].dtype == np.float32
 
 
+@pytest.mark.slow
 def test_two_exports_are_equal(model: Path, folder: Path, tmp_path: Path) -> None:
     again = exported(model, tmp_path / "again") / "quantized.safetensors"
     assert again.read_bytes() == (folder / "quantized.safetensors").read_bytes()
@@ -178,12 +183,14 @@ def failures(report: Report) -> str:
     return "; ".join(check.detail for check in report.checks if check.verdict == "fail" and check.name == "weights")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [QUERY, GATE, NORM])
 def test_a_wrong_factor_is_named(name: str, model: Path, folder: Path, tmp_path: Path) -> None:
     broken = damaged(folder, tmp_path / "broken", name + SMOOTHING, partial(doubled, at=5))
     assert name in failures(verify(broken, reference=model, scenario=FIRST))
 
 
+@pytest.mark.slow
 def test_a_norm_that_was_not_divided_is_named(model: Path, folder: Path, tmp_path: Path) -> None:
     original = open_weights(model)[NORM].read()
     broken = damaged(folder, tmp_path / "broken", NORM, partial(replaced, other=original))

@@ -108,6 +108,7 @@ def test_verify_accepts_graphs_of_a_quantized_model(base: str, tmp_path: Path) -
     assert verify(tmp_path / "out", reference=FOLDER / base, scenario=CALLS).verdict == "pass"
 
 
+@pytest.mark.slow
 def test_columns_in_the_order_of_activations_are_gathered_before_the_product(tmp_path: Path) -> None:
     export(FOLDER / "gptq_4bit_act_order", tmp_path / "out")
     nodes = onnx.load(tmp_path / "out" / "decode.onnx", load_external_data=False).graph.node
@@ -144,6 +145,7 @@ def the_next_scale(scales: Array) -> Array:
     return scales
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "edit"), [(".codes", another_code), (".scales", another_scale), (".scales", the_next_scale)]
 )
@@ -169,6 +171,7 @@ def symmetric(changed: Callable[..., Path]) -> Path:
     return changed("ct_pack_4bit", dict.fromkeys(zeros), config_groups=groups(symmetric=True))
 
 
+@pytest.mark.slow
 def test_packed_codes_of_compressed_tensors_are_mapped_as_they_lie(symmetric: Path) -> None:
     before = (symmetric / "model.safetensors").read_bytes()
     done = export(symmetric, incremental=True)
@@ -190,6 +193,7 @@ def test_codes_are_not_quantized_again_on_demand(tmp_path: Path) -> None:
         export(FOLDER / "gptq_4bit_sym", tmp_path / "out", quant="int8")
 
 
+@pytest.mark.slow
 def test_codes_without_an_operator_may_be_quantized_as_the_user_likes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,6 +307,7 @@ def test_graphs_of_gptq_without_group_indices_have_a_partial_last_group(
     assert verify(tmp_path / "out", reference=folder, scenario=CALLS).verdict == "pass"
 
 
+@pytest.mark.quick_rows("ct_int8_channel-weight_scale")
 @pytest.mark.parametrize(
     ("base", "part"),
     [
@@ -339,6 +344,7 @@ def test_scales_that_make_values_infinite_are_not_mapped(symmetric: Path) -> Non
     assert not list(symmetric.glob("*.onnx"))
 
 
+@pytest.mark.quick_rows("10000000.0-a scale .* is too large")
 @pytest.mark.parametrize(
     ("factor", "problem"), [(1e-7, "the scales .* are too small"), (1e7, "a scale .* is too large")]
 )

@@ -48,6 +48,7 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_graphs_take_embeddings_and_map_the_language_model_alone(llava: Path) -> None:
     model = onnx.load(llava / "decode.onnx", load_external_data=False)
     assert model.graph.input[0].name == "inputs_embeds"
@@ -57,12 +58,14 @@ def test_the_graphs_take_embeddings_and_map_the_language_model_alone(llava: Path
     assert [port.name for port in (*table.graph.input, *table.graph.output)] == ["input_ids", "inputs_embeds"]
 
 
+@pytest.mark.slow
 def test_text_equals_the_eager_multi_modal_model(llava: Path) -> None:
     report = verify(llava)
     assert report.verdict == "pass", report.closing_lines()
     assert any(check.graph == "embeddings.onnx" and check.output for check in report.checks)
 
 
+@pytest.mark.slow
 def test_a_wrong_embedding_table_is_caught(llava: Path, tmp_path: Path) -> None:
     import shutil  # noqa: PLC0415
 
@@ -87,6 +90,7 @@ def test_static_graphs_take_embeddings_too(llava: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(found.logits, expected.logits, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_language_model_without_input_map_is_refused(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(INPUT_MAPS, "llama")
     with pytest.raises(UnsupportedInput, match="no input map"):

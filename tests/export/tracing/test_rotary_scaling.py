@@ -85,6 +85,7 @@ def test_the_frequencies_differ_beyond_the_original_context(kind: str, scaled: C
     assert not np.allclose(here, there, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_eager_model_forgets_the_lengths_of_earlier_prompts(scaled: Callable[[str], Path]) -> None:
     fresh, used = (EagerRunner(scaled("dynamic"), "float64") for _ in range(2))
     logits_of(used, 3 * ORIGINAL, 0)

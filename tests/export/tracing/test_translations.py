@@ -30,6 +30,7 @@ def run(x: Array) -> Array:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own use of torch.utils._pytree
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_expm1_is_exact_near_zero(dtype: type) -> None:

@@ -41,6 +41,7 @@ def test_an_unexpected_key_is_reported(llama: Path) -> None:
         export(llama)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("differs", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_head_of_its_own_where_the_config_ties_it_is_refused_if_it_differs(llama: Path, differs: bool) -> None:
     """The graph would read the embedding for both, while transformers 5 ties nothing."""
@@ -82,6 +83,7 @@ def test_code_in_a_config_is_never_loaded(llama: Path) -> None:
     assert export(llama, dry_run=True).num_layers == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16", "max_shard_size": "100KB"}], ids=["copied", "written"])
 def test_graphs_map_the_places_where_weights_are_written(llama: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     export(llama, tmp_path / "out", incremental=True, **options)
@@ -94,6 +96,7 @@ def test_graphs_map_the_places_where_weights_are_written(llama: Path, tmp_path: 
     }
 
 
+@pytest.mark.slow
 def test_sharded_weights_are_mapped_from_every_shard(llama: Path, tmp_path: Path) -> None:
     export(llama, tmp_path / "sharded", max_shard_size="500KB")
     shards = list((tmp_path / "sharded").glob("model-*.safetensors"))
@@ -103,6 +106,7 @@ def test_sharded_weights_are_mapped_from_every_shard(llama: Path, tmp_path: Path
     np.testing.assert_allclose(outputs["logits"], eager_logits(llama, inputs), atol=3e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_weights_are_cast_once_and_mapped(llama: Path, tmp_path: Path, dtype: str) -> None:
     result = export(llama, tmp_path / dtype, dtype=dtype)
@@ -114,6 +118,7 @@ def test_half_precision_weights_are_cast_once_and_mapped(llama: Path, tmp_path: 
     np.testing.assert_allclose(outputs["logits"], eager_logits(tmp_path / dtype, inputs), atol=3e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_rows_of_an_embedding_are_looked_up_before_they_are_cast(
     deep: Callable[[str], Path], tmp_path: Path, tied: bool
@@ -143,6 +148,7 @@ def test_linked_weights_are_copied_or_refused(llama: Path, tmp_path: Path) -> No
     assert not (tmp_path / "copied" / "model.safetensors").is_symlink()
 
 
+@pytest.mark.slow
 def test_a_new_folder_is_complete_and_not_replaced_silently(llama: Path, tmp_path: Path) -> None:
     export(llama, tmp_path / "new")
     names = {path.name for path in (tmp_path / "new").iterdir()}
@@ -158,6 +164,7 @@ def test_a_new_folder_inside_the_model_folder_is_refused(llama: Path) -> None:
         export(llama, llama / "new")
 
 
+@pytest.mark.slow
 def test_names_without_the_inner_model_are_found(deep: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(deep("gpt2"), tmp_path / "gpt2"))
     tensors = load_file(folder / "model.safetensors")

@@ -79,6 +79,7 @@ def test_a_composer_file_takes_two_requests(bucket: Bucket, tmp_path: Path) -> N
     assert bucket.requests() == [("HEAD", key), ("GET", key)]  # less than 2 MiB: the data comes with the pickle
 
 
+@pytest.mark.slow
 def test_a_folder_of_shards_takes_a_request_for_each_file(bucket: Bucket, shards: Path, tmp_path: Path) -> None:
     uri = put(bucket, shards)
     from_hf(uri, tmp_path / "out", to="meta", shards=2)
@@ -89,6 +90,7 @@ def test_a_folder_of_shards_takes_a_request_for_each_file(bucket: Bucket, shards
     assert contents(tmp_path / "out") == contents(tmp_path / "local")
 
 
+@pytest.mark.slow
 def test_large_files_take_a_request_per_end_and_per_chunk(bucket: Bucket, large: Path, tmp_path: Path) -> None:
     from_hf(put(bucket, large), tmp_path / "out", to="meta", shards=2)
     size = (large / "model.safetensors").stat().st_size
@@ -134,6 +136,7 @@ def test_inspect_of_a_large_file_fetches_no_data(bucket: Bucket, large: Path) ->
     assert Counter(bucket.requests())["GET", f"{large.parent.name}/large/model.safetensors"] == 1
 
 
+@pytest.mark.slow
 def test_a_merge_of_a_base_and_an_adapter(bucket: Bucket, shards: Path, tmp_path: Path) -> None:
     base, adapter = put(bucket, shards), put(bucket, EXAMPLE / "adapter")
     merge_lora(base, adapter, tmp_path / "out")
@@ -141,6 +144,7 @@ def test_a_merge_of_a_base_and_an_adapter(bucket: Bucket, shards: Path, tmp_path
     assert contents(tmp_path / "out") == contents(tmp_path / "local")
 
 
+@pytest.mark.slow
 def test_a_delta_of_two_models(bucket: Bucket, shards: Path, tmp_path: Path) -> None:
     merge_lora(shards, EXAMPLE / "adapter", tmp_path / "tuned")
     base, tuned = put(bucket, shards), put(bucket, tmp_path / "tuned")
@@ -151,12 +155,14 @@ def test_a_delta_of_two_models(bucket: Bucket, shards: Path, tmp_path: Path) -> 
     assert (tmp_path / "again/config.json").read_bytes() == (tmp_path / "tuned/config.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_inspect_fetches_headers_only(bucket: Bucket, shards: Path) -> None:
     found = inspect(put(bucket, shards))
     assert found.nbytes == inspect(shards).nbytes
     assert max(Counter(bucket.requests()).values()) == 1
 
 
+@pytest.mark.slow
 def test_faults_of_the_store_change_no_byte(faulty: Bucket, shards: Path, tmp_path: Path) -> None:
     merge_lora(put(faulty, shards), put(faulty, EXAMPLE / "adapter"), tmp_path / "out")
     merge_lora(shards, EXAMPLE / "adapter", tmp_path / "local")

@@ -42,12 +42,14 @@ def data(path: Path, start: int, stop: int) -> bytes:
     return bytes(buffer)
 
 
+@pytest.mark.slow
 def test_a_large_object_is_a_file_of_its_size_that_was_not_fetched(bucket: Bucket) -> None:
     path = local_path(bucket.put("sparse/x.pt", noise(LARGE)), in_parts=True)
     assert (path.name, path.stat().st_size) == ("x.pt", LARGE)
     assert bucket.requests() == [("HEAD", "sparse/x.pt")]
 
 
+@pytest.mark.slow
 def test_a_read_fetches_the_chunks_around_it(bucket: Bucket) -> None:
     content = noise(LARGE)
     path = local_path(bucket.put("chunks/x.pt", content), in_parts=True)
@@ -55,6 +57,7 @@ def test_a_read_fetches_the_chunks_around_it(bucket: Bucket) -> None:
     assert bucket.requests().count(("GET", "chunks/x.pt")) == 1
 
 
+@pytest.mark.slow
 def test_what_was_read_is_not_fetched_again(bucket: Bucket) -> None:
     content = noise(LARGE)
     path = local_path(bucket.put("again/x.pt", content), in_parts=True)
@@ -62,6 +65,7 @@ def test_what_was_read_is_not_fetched_again(bucket: Bucket) -> None:
     assert bucket.requests().count(("GET", "again/x.pt")) == 4
 
 
+@pytest.mark.slow
 def test_reading_in_order_fetches_ahead(bucket: Bucket) -> None:
     content = noise(LARGE)
     path = local_path(bucket.put("ahead/x.pt", content), in_parts=True)
@@ -95,6 +99,7 @@ def test_readers_that_need_more_chunks_than_the_limit_get_all_bytes(
         assert all(pool.map(lambda at: data(path, at, at + MEBIBYTE) == content[at : at + MEBIBYTE], places))
 
 
+@pytest.mark.slow
 def test_many_files_that_are_read_together_lose_no_chunk_in_use(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +121,7 @@ def test_a_fork_is_refused_what_its_parent_may_overwrite(bucket: Bucket, monkeyp
         data(path, 0, 10)
 
 
+@pytest.mark.slow
 def test_the_disk_space_is_given_back_with_the_last_file(bucket: Bucket) -> None:
     with fetching():
         path = local_path(bucket.put("disk/x.pt", noise(LARGE)), in_parts=True)
@@ -162,6 +168,7 @@ def one_tensor(size: int, padding: int = 0) -> bytes:
     return len(text).to_bytes(8, "little") + text + noise(size)
 
 
+@pytest.mark.slow
 def test_other_code_that_opens_a_file_finds_all_of_it(bucket: Bucket) -> None:
     content = noise(LARGE)
     path = local_path(bucket.put("guarded/x.pt", content), in_parts=True)
@@ -212,6 +219,7 @@ def test_an_object_that_does_not_exist_is_refused(bucket: Bucket, temporary: Pat
     assert not [*temporary.iterdir()]
 
 
+@pytest.mark.slow
 def test_an_object_that_changes_is_refused(bucket: Bucket) -> None:
     path = local_path(bucket.put("changed/x.pt", noise(LARGE)), in_parts=True)
     data(path, 0, 10)
@@ -228,6 +236,7 @@ def test_a_range_beyond_the_end_is_refused(bucket: Bucket) -> None:
         data(path, 10, 3 * MEBIBYTE + 1)
 
 
+@pytest.mark.slow
 def test_a_store_that_is_busy_and_breaks_off_changes_no_byte(faulty: Bucket) -> None:
     content = noise(LARGE)
     path = local_path(faulty.put("faults/x.pt", content), in_parts=True)

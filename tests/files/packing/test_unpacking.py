@@ -59,6 +59,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 SKIPPED = b"\x50\x2a\x4d\x18\x03\x00\x00\x00abc"
 
 
+@pytest.mark.slow_rows("xz", "lzma")
 @pytest.mark.parametrize("codec", COMPRESS)
 def test_a_compressed_file_is_unpacked_under_its_own_name(tmp_path: Path, codec: str) -> None:
     path = tmp_path / "a.pt.packed"
@@ -67,6 +68,7 @@ def test_a_compressed_file_is_unpacked_under_its_own_name(tmp_path: Path, codec:
     assert (found.name, found.read_bytes(), found.stat().st_size) == (path.name, CONTENT, len(CONTENT))
 
 
+@pytest.mark.slow_rows("xz", "lzma")
 @pytest.mark.parametrize("codec", ["none", *COMPRESS])
 def test_the_file_of_an_archive_is_unpacked(tmp_path: Path, codec: str) -> None:
     packed = tar(("composer_states.pt", CONTENT))
@@ -74,6 +76,7 @@ def test_the_file_of_an_archive_is_unpacked(tmp_path: Path, codec: str) -> None:
     assert unpacked(tmp_path / "a.tar").read_bytes() == CONTENT
 
 
+@pytest.mark.slow_rows("xz")
 @pytest.mark.parametrize("codec", sorted(COMPRESS.keys() - {"lzma"}))
 def test_frames_that_follow_each_other_are_one_file(tmp_path: Path, codec: str) -> None:
     compress = COMPRESS[codec]
@@ -87,12 +90,14 @@ def test_skippable_frames_are_skipped(tmp_path: Path, compress: Callable[[bytes]
     assert unpacked(tmp_path / "a").read_bytes() == CONTENT
 
 
+@pytest.mark.quick_rows("gzip")
 @pytest.mark.parametrize("codec", ["gzip", "xz"])
 def test_zeros_after_the_end_are_padding(tmp_path: Path, codec: str) -> None:
     (tmp_path / "a").write_bytes(COMPRESS[codec](CONTENT) + bytes(4096))
     assert unpacked(tmp_path / "a").read_bytes() == CONTENT
 
 
+@pytest.mark.slow_rows("compress2-random", "lzma_alone-random")
 @pytest.mark.parametrize("content", [b"", b"x", bytes(70_000), CONTENT], ids=["none", "one", "zeros", "random"])
 @pytest.mark.parametrize("compress", [*COMPRESS.values(), zstd_unsized])
 def test_the_declared_size_is_never_more_than_the_content(
@@ -186,6 +191,7 @@ def test_an_odd_archive_is_refused(
         unpacked(tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_no_byte_of_an_archive_header_makes_it_crash(tmp_path: Path) -> None:
     packed = tar(("a" * 150, CONTENT[:100]))
     for place in range(0, len(packed), 7):
@@ -200,6 +206,7 @@ def test_no_byte_of_an_archive_header_makes_it_crash(tmp_path: Path) -> None:
 # Damage
 
 
+@pytest.mark.slow_rows("0.2-xz", "0.2-lzma", "0.9-xz", "0.9-lzma", "0.9999-xz", "0.9999-lzma")
 @pytest.mark.parametrize("codec", COMPRESS)
 @pytest.mark.parametrize("kept", [0.2, 0.9, 0.9999])
 def test_a_truncated_file_is_refused(tmp_path: Path, codec: str, kept: float) -> None:
@@ -209,6 +216,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, codec: str, kept: float) ->
         unpacked(tmp_path / "a")
 
 
+@pytest.mark.slow_rows("xz", "lzma")
 @pytest.mark.parametrize("codec", COMPRESS)
 def test_bytes_after_the_end_are_refused(tmp_path: Path, codec: str) -> None:
     (tmp_path / "a").write_bytes(COMPRESS[codec](CONTENT) + b"tail")
@@ -216,6 +224,7 @@ def test_bytes_after_the_end_are_refused(tmp_path: Path, codec: str) -> None:
         unpacked(tmp_path / "a")
 
 
+@pytest.mark.slow_rows("xz")
 @pytest.mark.parametrize("codec", ["gzip", "bzip2", "xz", "zstd unsized"])
 def test_a_changed_byte_is_refused(tmp_path: Path, codec: str) -> None:
     packed = bytearray({**COMPRESS, "zstd unsized": zstd_unsized}[codec](CONTENT))
@@ -225,6 +234,7 @@ def test_a_changed_byte_is_refused(tmp_path: Path, codec: str) -> None:
         unpacked(tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_a_file_that_is_compressed_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(lzma.compress(gzip.compress(CONTENT)))
     with pytest.raises(UnsupportedInput, match="compressed again, with gzip"):
@@ -253,6 +263,7 @@ def small_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "temporary"
 
 
+@pytest.mark.quick_rows("lz4", "zstd")
 @pytest.mark.parametrize("codec", COMPRESS)
 def test_a_bomb_is_refused_and_leaves_nothing(tmp_path: Path, small_limits: Path, codec: str) -> None:
     (tmp_path / "bomb").write_bytes(COMPRESS[codec](bytes(30_000_000)))
@@ -274,6 +285,7 @@ def test_a_declared_size_beyond_the_disk_is_refused_before_a_byte_is_written(
     assert "TMPDIR" in refusal.value.hint
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_limits: Path) -> None:
     free = iter([1 << 30, 1 << 30, 1000])
     monkeypatch.setattr(unpack, "CHECK_BYTES", 1)
@@ -284,6 +296,7 @@ def test_a_disk_that_fills_up_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     assert not [*small_limits.iterdir()]
 
 
+@pytest.mark.quick_rows("6-compress")
 @pytest.mark.parametrize(("field", "compress"), [(6, lz4.frame.compress), (5, lzma_alone)])
 def test_a_frame_larger_than_it_declares_is_refused(
     tmp_path: Path, field: int, compress: Callable[[bytes], bytes]
@@ -295,6 +308,7 @@ def test_a_frame_larger_than_it_declares_is_refused(
         unpacked(tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_memory_follows_a_block_and_not_the_file(tmp_path: Path) -> None:
     assert max(unpack.BLOCK, unpack.BLOCK) <= 1 << 20
     (tmp_path / "a.zst").write_bytes(zstandard.compress(bytes(200_000_000)))
@@ -309,6 +323,7 @@ def test_memory_follows_a_block_and_not_the_file(tmp_path: Path) -> None:
     assert int(done.stdout) < 64
 
 
+@pytest.mark.quick_rows("1/0")
 @pytest.mark.parametrize("end", ["", "raise KeyboardInterrupt", "1/0", "os.kill(os.getpid(), 15)", "os._exit(3)"])
 def test_no_unpacked_byte_outlives_the_process(tmp_path: Path, end: str) -> None:
     (tmp_path / "temporary").mkdir()

@@ -35,6 +35,7 @@ class Command:
         return self.call
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(VALUES, st.sampled_from([4, 5]))
 def test_plain_values_read_as_python_reads_them(value: Any, protocol: int) -> None:
@@ -121,6 +122,7 @@ def test_hostile_pickles_are_refused(data: bytes, reason: str) -> None:
         read_pickle(data, "x.pt")
 
 
+@pytest.mark.slow
 def test_a_deep_tuple_as_key_does_not_overflow_the_stack() -> None:
     with pytest.raises(MalformedInput, match="nested deeper"):
         read_pickle(b"}" + b")" + b"\x85" * 200_000 + b"Ns.", "x.pt")

@@ -58,6 +58,7 @@ def test_a_tensor_is_known_before_it_is_read(tmp_path: Path) -> None:
         tensor.read()
 
 
+@pytest.mark.slow
 def test_every_truncation_is_a_refusal(tmp_path: Path) -> None:
     whole = save(tmp_path / "x.bin", {"a": torch.ones(3), "b": torch.zeros(2, 2)}).read_bytes()
     for size in range(16, len(whole)):

@@ -46,6 +46,7 @@ def write(folder: Path, tensors: Mapping[str, LazyTensor], **options: Any) -> Pa
     return folder / "x.pth"
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(kinds=st.lists(st.tuples(SHAPES, st.sampled_from(sorted(set(STORAGES.values())))), min_size=1, max_size=6))
 def test_torch_reads_the_same_tensors(

@@ -34,6 +34,7 @@ def test_a_device_that_torch_does_not_have_is_refused(talking: Path, device: str
         TextModel.open(talking, backend="torch", device=device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "value"), [("device", "cuda"), ("dtype", "float16")])
 def test_graphs_refuse_options_of_torch(talking: Path, option: str, value: str) -> None:
     options: Any = {option: value}
@@ -41,11 +42,13 @@ def test_graphs_refuse_options_of_torch(talking: Path, option: str, value: str) 
         TextModel.open(talking, **options)
 
 
+@pytest.mark.slow
 def test_an_unknown_dtype_is_refused(talking: Path) -> None:
     with pytest.raises(UsageProblem, match="unknown dtype `float8`"):
         TextModel.open(talking, backend="torch", dtype="float8")
 
 
+@pytest.mark.slow
 def test_the_command_runs_the_eager_model_in_bfloat16(talking: Path) -> None:
     given = ["generate", str(talking), "--backend", "torch", "--device", "cpu", "--dtype", "bfloat16"]
     result = CliRunner().invoke(main, [*given, "--prompt", "ab", "--max-new-tokens", "3"])

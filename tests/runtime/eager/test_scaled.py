@@ -10,6 +10,7 @@ from llmconv.runtime.eager.runner import EagerRunner
 from tools import tiny_models
 
 
+@pytest.mark.quick_rows("llama4")
 @pytest.mark.parametrize("model_type", ["qwen3_5", "llama4"])
 def test_the_text_model_of_a_composite_configuration_is_scaled(tmp_path: Path, model_type: str) -> None:
     tiny_models.save_tiny(model_type, tmp_path, 2 if model_type == "llama4" else 4)

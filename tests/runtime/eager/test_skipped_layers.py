@@ -24,6 +24,7 @@ def logits(runner: EagerRunner) -> np.ndarray:
     return runner.prefill(np.arange(12).reshape(2, 6), mask, default_positions(mask, 6)).logits
 
 
+@pytest.mark.slow
 def test_the_other_layers_compute_what_a_model_of_them_computes(tiny: Callable[[str], Path]) -> None:
     found = logits(EagerRunner(tiny("llama"), skipped=SKIPPED))
     shorter = EagerRunner(tiny("llama"))
@@ -39,6 +40,7 @@ def test_a_streamed_model_skips_the_same_layers(tiny: Callable[[str], Path]) -> 
     assert np.array_equal(wanted, logits(StreamedRunner(tiny("llama"), skipped=SKIPPED)))
 
 
+@pytest.mark.slow
 def test_skipped_layers_hold_no_weights(tiny: Callable[[str], Path]) -> None:
     model = EagerRunner(tiny("llama"), skipped=SKIPPED).model
     empty = {name for name, parameter in model.named_parameters() if parameter.is_meta}

@@ -76,6 +76,7 @@ def test_a_product_by_blocks_is_the_product(bias: torch.Tensor | None, monkeypat
     torch.testing.assert_close(linear_by_blocks(value, matrix, bias), wanted)
 
 
+@pytest.mark.quick_rows("float64")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_matrices_as_stored_give_the_results_of_the_whole_model(
     dtype: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

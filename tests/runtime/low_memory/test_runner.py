@@ -100,6 +100,7 @@ def outputs(step: Step) -> dict[str, Array]:
     return {"logits": step.logits, **step.present.arrays()}
 
 
+@pytest.mark.quick_rows("mamba-float32")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_results_are_those_of_the_whole_model(model_type: str, dtype: str, folder: Callable[[str], Path]) -> None:
@@ -111,12 +112,14 @@ def test_results_are_those_of_the_whole_model(model_type: str, dtype: str, folde
             assert np.array_equal(array, outputs(other)[name], equal_nan=True), name
 
 
+@pytest.mark.slow
 def test_half_precision_equals_the_whole_model(folder: Callable[[str], Path]) -> None:
     wanted = one_by_one(EagerRunner(folder("llama"), "bfloat16"))
     found = StreamedRunner(folder("llama"), "bfloat16", resident=0).run_all(planned())
     assert all(np.array_equal(one.logits, other.logits) for one, other in zip(wanted, found, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "mixtral"])
 def test_one_layer_is_in_memory_at_a_time(model_type: str, folder: Callable[[str], Path]) -> None:
     runner = StreamedRunner(folder(model_type), "float64", resident=0)
@@ -143,6 +146,7 @@ def test_each_layer_is_read_once_for_all_calls(folder: Callable[[str], Path]) ->
     assert order == sorted(order)
 
 
+@pytest.mark.slow
 def test_afterwards_no_layer_is_in_memory(folder: Callable[[str], Path]) -> None:
     runner = StreamedRunner(folder("llama"), "float32")
     runner.run_all(planned())

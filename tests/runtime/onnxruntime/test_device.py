@@ -42,6 +42,7 @@ def three_steps(runner: OrtRunner) -> tuple[list[Array], dict[str, Array]]:
     return found, dict(past.arrays())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_array_becomes_a_value_and_an_array_again(dtype: type) -> None:
     array: Array = np.arange(6).reshape(2, 3).astype(dtype)
@@ -50,6 +51,7 @@ def test_an_array_becomes_a_value_and_an_array_again(dtype: type) -> None:
         assert np.array_equal(as_array(value), array)
 
 
+@pytest.mark.slow
 def test_an_empty_value_of_bfloat16_has_its_shape() -> None:
     array = np.zeros((1, 2, 0, 4), ml_dtypes.bfloat16)
     assert as_array(Device().place(array)).shape == (1, 2, 0, 4)
@@ -65,12 +67,14 @@ def test_a_provider_that_does_not_start_is_refused_instead_of_replaced_by_the_cp
         OrtRunner.from_folder(buffered, SessionSettings(provider="cuda"))
 
 
+@pytest.mark.slow
 def test_an_array_outlives_the_value_that_it_was_read_from() -> None:
     expected = np.arange(60_000).reshape(3, 20_000).astype(np.float32)
     found = [as_array(Device().place(expected + number)) for number in range(4)]
     assert all(np.array_equal(array, expected + number) for number, array in enumerate(found))
 
 
+@pytest.mark.slow
 def test_a_device_is_that_of_the_provider() -> None:
     assert Device.of("CUDAExecutionProvider", {"device_id": "1"}) == Device("cuda", 1, copies=True)
     assert Device.of("CPUExecutionProvider", {"device_id": "1"}) == Device("cpu", 0, copies=False)
@@ -98,6 +102,7 @@ def test_a_provider_that_copies_its_inputs_gives_the_same_steps(
     assert len(bound["past_key_values.0.key"]) > 4
 
 
+@pytest.mark.slow
 def test_outputs_stay_where_they_are_asked_to(buffered: Path) -> None:
     export(buffered, cache="growing", overwrite=True)
     graph = OrtRunner.from_folder(buffered)._decode
@@ -110,6 +115,7 @@ def test_outputs_stay_where_they_are_asked_to(buffered: Path) -> None:
     assert all(np.array_equal(a.numpy(), b.numpy()) for a, b in zip(expected, found, strict=True))
 
 
+@pytest.mark.slow
 def test_products_of_float32_are_not_rounded_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
     assert SessionSettings(provider="cuda").providers()[0] == ("CUDAExecutionProvider", {"use_tf32": "0"})

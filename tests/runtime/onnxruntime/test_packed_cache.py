@@ -63,11 +63,13 @@ def entries(cache: Path) -> list[Path]:
     return sorted(path.parent for path in cache.glob("*/*/graph.onnx"))
 
 
+@pytest.mark.slow
 def test_packed_weights_of_a_file_give_bit_identical_logits(folder: Path, cache: Path) -> None:
     expected = logits(folder)
     assert all(np.array_equal(logits(folder, cache), expected) for _ in range(2))
 
 
+@pytest.mark.slow
 def test_the_second_session_writes_nothing(folder: Path, cache: Path) -> None:
     logits(folder, cache)
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
@@ -75,6 +77,7 @@ def test_the_second_session_writes_nothing(folder: Path, cache: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_the_second_session_reads_the_packed_weights(folder: Path, cache: Path) -> None:
     expected = logits(folder, cache)
     weights = entries(cache)[0] / "weights.data"
@@ -99,6 +102,7 @@ def test_weights_that_changed_in_place_are_packed_again_and_the_old_ones_removed
     assert len(entries(cache)) == 1 and entries(cache) != old
 
 
+@pytest.mark.slow
 def test_other_session_options_have_packed_weights_of_their_own(folder: Path, cache: Path) -> None:
     logits(folder, cache)
     (before,) = entries(cache)
@@ -107,6 +111,7 @@ def test_other_session_options_have_packed_weights_of_their_own(folder: Path, ca
     assert before not in entries(cache)
 
 
+@pytest.mark.quick_rows("graph.onnx")
 @pytest.mark.parametrize("name", ["graph.onnx", "weights.data"])
 def test_a_damaged_file_is_written_again(folder: Path, cache: Path, name: str) -> None:
     expected = logits(folder, cache)

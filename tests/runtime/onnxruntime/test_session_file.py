@@ -167,6 +167,7 @@ def keys_of_the_library() -> set[str]:
     return {name.decode() for name in found}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the library of Linux wheels")
 def test_no_key_that_names_a_file_is_allowed() -> None:
     keys = keys_of_the_library()

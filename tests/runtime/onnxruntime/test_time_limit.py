@@ -82,6 +82,7 @@ def test_a_constant_of_a_terabyte_is_refused(tmp_path: Path, build: Callable[[Pa
         load_guarded(build(tmp_path))
 
 
+@pytest.mark.slow
 def test_constants_are_not_doubled_without_end_when_a_graph_is_opened(tmp_path: Path) -> None:
     graph = OrtGraph(bombs.doubled(tmp_path, 40), SessionSettings(timeout=30))
     assert list(graph.outputs) == ["logits"]

@@ -54,11 +54,13 @@ def half(folder: Path, dtype: str = "bfloat16") -> Path:
     return cast_folder(save_tiny("llama", folder), dtype)
 
 
+@pytest.mark.slow
 def test_equal_graphs_share_one_session(talking: Path, opened: list[object]) -> None:
     OrtRunner.from_folder(talking)
     assert len(opened) == 1
 
 
+@pytest.mark.slow
 def test_equal_graphs_by_path_share_one_session(talking: Path, opened: list[object]) -> None:
     OrtRunner.from_files(talking / "prefill.onnx", talking / "decode.onnx")
     assert len(opened) == 1
@@ -111,6 +113,7 @@ def test_half_precision_weights_are_copied_once_in_float32(tmp_path: Path) -> No
     assert memory.copied == 2 * (memory.mapped - table.nbytes)  # rows of the embedding are looked up where they are
 
 
+@pytest.mark.slow
 def test_packed_codes_are_copied_and_the_embedding_is_not(tmp_path: Path) -> None:
     out = export(save_tiny("llama", tmp_path / "model"), tmp_path / "out", incremental=True, quant="int4").folder
     memory = WeightMemory.of([out / "decode.onnx"], SessionSettings())

@@ -122,6 +122,7 @@ TENSORS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=64), st.fixed_dictionaries({"kind": HEADERS, "tensors": HEADERS | st.lists(TENSORS)}))
 def test_no_bytes_lead_to_another_error(noise: bytes, header: dict[str, Any]) -> None:
     for content in (noise, encoded(header, noise), encoded(noise, noise), encoded(header)[: len(noise)]):

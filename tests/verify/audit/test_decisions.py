@@ -74,6 +74,7 @@ def triggered(exported: Tiny, tmp_path: Path) -> Callable[[Trigger], Path]:
     return folder
 
 
+@pytest.mark.slow_rows("position equal")
 @pytest.mark.parametrize("trigger", EVERY, ids=lambda trigger: trigger.name)
 def test_every_trigger_is_named(trigger: Trigger, triggered: Callable[[Trigger], Path]) -> None:
     check = audit(triggered(trigger))
@@ -107,6 +108,26 @@ def logits(folder: Path) -> Array:
     return found
 
 
+@pytest.mark.slow_rows(
+    "position equal",
+    "position above",
+    "new length equal",
+    "inside an if",
+    "by a range",
+    "by a token table",
+    "by a weight",
+    "position among data",
+    "token among data",
+    "batch among data",
+    "position among data rectified",
+    "small steps among data",
+    "axes that are summed up",
+    "subtracted in an if",
+    "a quotient of the batch",
+    "rows by a remainder",
+    "small tables",
+    "the value of a cosine",
+)
 @pytest.mark.parametrize("trigger", EVERY, ids=lambda trigger: trigger.name)
 def test_a_trigger_changes_nothing_in_an_ordinary_call(
     trigger: Trigger, triggered: Callable[[Trigger], Path], exported: Tiny
@@ -119,6 +140,7 @@ def test_the_detail_names_the_node_the_decision_and_the_number(triggered: Callab
     assert detail.startswith("`model.layers.0/Equal_") and detail.endswith("` decides on batch size by 77")
 
 
+@pytest.mark.slow
 def test_a_graph_that_only_the_audit_finds_fails(
     triggered: Callable[[Trigger], Path], exported: Tiny, eager: Callable[[str], Eager]
 ) -> None:
@@ -172,6 +194,7 @@ def test_weights_that_are_cast_to_float32_are_not_changed(dtype: str, tiny: Tiny
     audit_all(tmp_path / "half")
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_cast_to_float32_after_a_change_is_changed(tiny: Tiny, tmp_path: Path) -> None:
     folder = tmp_path / "half"
     export(tiny("llama"), folder, incremental=True, dtype="float16")
@@ -245,6 +268,7 @@ def test_a_window_of_another_size_is_not_a_number_of_the_model(exported: Tiny, t
     assert f"decides on length and place in the sequence by {window + 300}" in audit(folder).detail
 
 
+@pytest.mark.slow
 def test_a_missing_window_is_named(exported: Tiny, tmp_path: Path) -> None:
     folder = decode_only(exported("gemma2"), tmp_path / "dropped")
     model = onnx.load(folder / "decode.onnx", load_external_data=False)
@@ -273,6 +297,7 @@ def rotary_product(folder: Path, target: Path, rows: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_angles_from_an_outer_product_decide_nothing(exported: Tiny, tmp_path: Path) -> None:
     folder = rotary_product(exported("llama"), tmp_path / "outer", 1)
     assert verify(folder, scenario="left padding", allow_changed=True, record=False).verdict == "pass"
@@ -283,6 +308,7 @@ def test_a_matrix_product_of_more_terms_is_named(exported: Tiny, tmp_path: Path)
     assert "MatMul of position with a table of numbers" in audit(folder).detail
 
 
+@pytest.mark.slow
 def test_a_default_of_transformers_is_a_number_of_the_model(exported: Tiny, tmp_path: Path) -> None:
     """Older configs lack fields; what the model then has is what its class says."""
     folder = decode_only(exported("gpt2"), tmp_path / "bare")
@@ -305,6 +331,7 @@ def foreign(folder: Path, reference: Path, eager: Eager) -> tuple[list[Check], l
     return [check for check in report.checks if check.name == "decisions"], report.notes
 
 
+@pytest.mark.quick_rows("position equal-True")
 @pytest.mark.parametrize(("name", "fails"), [("position equal", True), ("total length above", False)])
 def test_in_another_exporter_s_graph_a_single_number_fails_and_a_limit_is_a_note(
     name: str, fails: bool, triggered: Callable[[Trigger], Path], exported: Tiny, eager: Callable[[str], Eager]
@@ -364,6 +391,7 @@ def test_the_config_of_custom_code_is_used_unchanged(tmp_path: Path) -> None:
     assert read_config(tmp_path) == {"stated": {"model_type": "its_own", "its_window": 77}, "default": {}}
 
 
+@pytest.mark.slow
 def test_the_length_of_an_unrecorded_prefix_is_not_a_number_of_the_model(optioned: Callable[..., Path]) -> None:
     folder = optioned("llama", prefix="PrefixTuning")
     model, config = load_guarded(folder / "prefill.onnx"), read_config(folder)

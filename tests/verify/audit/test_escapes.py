@@ -58,6 +58,7 @@ def context_is_full(graph: Nodes) -> None:
     graph.scale_hidden(graph.loud(graph.make("Equal", graph.total_length(), 128)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "name"),
     [(more_rows_than_tokens, "one-token prompt"), (context_is_full, "pasts of 30 to 1,022 tokens")],
@@ -169,6 +170,7 @@ def test_an_older_report_is_removed_when_a_run_begins(clean_report: Report, tmp_
     assert not [name for name in NAMES if (tmp_path / name).exists()]
 
 
+@pytest.mark.slow
 def test_the_summary_shows_that_only_some_scenarios_were_selected(
     exported: Tiny, eager: Callable[[str], Eager]
 ) -> None:
@@ -213,6 +215,7 @@ _SMALL_EXPERTS = {
 }
 
 
+@pytest.mark.slow
 def test_a_reused_reference_takes_the_dtype_of_the_graphs(exported: Tiny, tmp_path: Path) -> None:
     folder = faulty(exported("llama"), tmp_path / "faulty", scale_of_attention_a_thousandth_more)
     report = verify(folder, scenario=["prefill, 7 tokens"], eager=Eager(exported("llama"), "bfloat16"))
@@ -245,6 +248,7 @@ def rows_all_alike(graph: Nodes) -> None:
     graph.scale_hidden(graph.loud(graph.make("Greater", least, 0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [a_token_twice_in_a_row, rows_all_alike])
 def test_text_that_repeats_itself_and_beams_of_one_prompt_are_run(
     make: Make, exported: Tiny, eager: Callable[[str], Eager], tmp_path: Path

@@ -46,6 +46,7 @@ def test_graphs_as_they_were_exported_pass(folder: Path) -> None:
     assert notes == []
 
 
+@pytest.mark.slow
 def test_a_changed_graph_fails_although_it_computes_the_same(folder: Path, eager: Callable[[str], Eager]) -> None:
     changed(folder / "prefill.onnx")
     report = verify(folder, eager=eager("llama"), scenario=["prefill, 3 tokens"])
@@ -58,6 +59,7 @@ def test_a_changed_graph_fails_although_it_computes_the_same(folder: Path, eager
     assert report.exit_code == 1
 
 
+@pytest.mark.slow
 def test_an_allowed_change_of_a_graph_is_a_note_and_its_outputs_decide(
     folder: Path, eager: Callable[[str], Eager]
 ) -> None:
@@ -68,6 +70,7 @@ def test_an_allowed_change_of_a_graph_is_a_note_and_its_outputs_decide(
     assert note in report.notes
 
 
+@pytest.mark.slow
 def test_changed_weights_are_reported_as_weights(folder: Path) -> None:
     weights = folder / "model.safetensors"
     manifest = read_manifest(folder)
@@ -81,6 +84,7 @@ def test_changed_weights_are_reported_as_weights(folder: Path) -> None:
     assert not any("graph changed" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_the_scenarios_run_on_a_changed_graph_and_its_node_is_named(
     folder: Path, eager: Callable[[str], Eager]
 ) -> None:
@@ -118,6 +122,7 @@ def test_a_folder_without_a_manifest_is_a_note(folder: Path) -> None:
     assert audit(folder) == ([], ["no `llmconv.json`: changes of the graphs after their export cannot be detected"])
 
 
+@pytest.mark.slow
 def test_the_command_line_allows_a_changed_graph(folder: Path) -> None:
     changed(folder / "decode.onnx")
     asked = ["verify", str(folder), "--scenario", "prefill, 3 tokens"]

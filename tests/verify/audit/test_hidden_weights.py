@@ -66,6 +66,7 @@ def also_an_input(model: onnx.ModelProto, folder: Path) -> bool:
     return True
 
 
+@pytest.mark.quick_rows("branch")
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -83,6 +84,7 @@ def test_the_weight_audit_names(
     assert said in details(verify(folder, scenario=["prefill, 1 token"], eager=eager("llama")), "weights")
 
 
+@pytest.mark.slow
 def test_an_unlisted_graph_is_a_skipped_check_and_in_the_summary(
     exported: Tiny, eager: Callable[[str], Eager], tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ def test_many_are_counted() -> None:
     assert note.startswith("`a`, `b`, `c` and 2 more contain zeros only")
 
 
+@pytest.mark.slow
 def test_verify_reports_a_layer_of_zeros(exported: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(exported("llama"), tmp_path / "zeros"))
     tensor = open_weights(folder)["model.layers.1.mlp.up_proj.weight"]

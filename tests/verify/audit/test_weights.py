@@ -85,6 +85,7 @@ def drop_output(model: onnx.ModelProto) -> None:
     del model.graph.output[3]
 
 
+@pytest.mark.slow_rows("drop_output-outputs are not those of the model, in its order")
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -105,6 +106,7 @@ def test_a_wrong_signature_is_named(
     assert text in check.detail
 
 
+@pytest.mark.slow
 def test_a_graph_of_another_model_fails(
     exported: Callable[[str], Path], eager: Callable[[str], Eager], tmp_path: Path
 ) -> None:
@@ -121,6 +123,7 @@ def test_a_graph_of_another_model_fails(
     assert {check.graph for check in report.checks if check.verdict == "fail"} >= {"decode.onnx"}
 
 
+@pytest.mark.slow
 def test_a_weight_changed_since_the_manifest_fails_although_eager_reads_it_too(
     exported: Callable[[str], Path], tmp_path: Path
 ) -> None:

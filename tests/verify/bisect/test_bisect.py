@@ -159,6 +159,13 @@ FOUND = [
 ]
 
 
+@pytest.mark.quick_rows(
+    "llama-padding ignored",
+    "llama-positions off by one",
+    "llama-rotary base changed",
+    "llama-first side of a residual dropped",
+    "llama-untied head tied",
+)
 @pytest.mark.parametrize(
     ("model_type", "name", "where", "text"),
     [pytest.param(*row, marks=() if row[0] == "llama" else SLOW, id=f"{row[0]}-{row[1]}") for row in FOUND],
@@ -170,6 +177,7 @@ def test_a_fault_of_every_kind_is_named(
     assert found and text in found.text
 
 
+@pytest.mark.slow
 def test_the_node_its_module_and_its_layer_are_fields_of_the_report(broken: Broken, eager: References) -> None:
     folder = broken("llama", mutant_named("attention scale 1 % off in one layer"))
     found = searched(folder, eager("llama"), LAYER_2).where
@@ -181,6 +189,7 @@ def test_the_node_its_module_and_its_layer_are_fields_of_the_report(broken: Brok
     )
 
 
+@pytest.mark.slow
 def test_a_weight_that_the_audit_names_is_the_finding(
     broken: Broken, eager: References, exported: Callable[[str], Path]
 ) -> None:
@@ -198,6 +207,7 @@ def rename_nodes(folder: Path, name: Callable[[str], str]) -> None:
     onnx.save(model, folder / "decode.onnx")
 
 
+@pytest.mark.slow
 def test_node_names_of_other_exporters_are_recognized(broken: Broken, eager: References) -> None:
     folder = broken("llama", mutant_named("one norm's epsilon times ten"))
     rename_nodes(folder, lambda name: "/" + name.replace(".", "/").replace("layers/", "layers."))
@@ -236,6 +246,7 @@ def run(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+@pytest.mark.slow
 def test_on_a_folder_that_passes_there_is_nothing_to_find(exported: Callable[[str], Path], tmp_path: Path) -> None:
     folder = decode_only(exported("llama"), tmp_path / "passing")
     code, lines, _ = run(folder, "--bisect")
@@ -243,12 +254,14 @@ def test_on_a_folder_that_passes_there_is_nothing_to_find(exported: Callable[[st
     assert "NOTE | nothing to find: every check passed" in lines.splitlines()
 
 
+@pytest.mark.slow
 def test_quiet_prints_the_location_and_the_verdict(broken: Broken, exported: Callable[[str], Path]) -> None:
     folder = broken("llama", mutant_named("one norm's epsilon times ten"))
     code, text, _ = run(folder, "--reference", exported("llama"), "--bisect", "-q")
     assert (code, [line.split()[0] for line in text.splitlines()]) == (1, ["WHERE", "FAIL:"])
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_node_and_writes_the_piece(
     broken: Broken, exported: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ def kinds(nodes: list[UnmatchedNode]) -> set[tuple[str, str]]:
     return {(one.operator, one.scope.rpartition(".")[2]) for one in nodes}
 
 
+@pytest.mark.slow
 def test_a_correct_graph_has_only_steps_that_exporters_write_differently(
     listed: Callable[[Trigger | None], Report],
 ) -> None:
@@ -83,6 +84,7 @@ def test_graphs_of_other_exporters_are_listed_too(exported: Tiny, eager: Callabl
     assert ("Sigmoid", "act_fn") in kinds(report.unmatched["decode.onnx"])
 
 
+@pytest.mark.slow
 def test_a_graph_that_fills_buffers_is_a_note(
     optioned: Callable[..., Path], exported: Tiny, eager: Callable[[str], Eager]
 ) -> None:
@@ -92,5 +94,6 @@ def test_a_graph_that_fills_buffers_is_a_note(
     assert any("not listed for graphs that update fixed buffers in place" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_without_bisect_the_quick_suite_lists_nothing(exported: Tiny, eager: Callable[[str], Eager]) -> None:
     assert not verify(exported("llama"), eager=eager("llama"), scenario=CALLS).unmatched

@@ -44,6 +44,7 @@ def run_alone(folder: Path) -> np.ndarray:
     return np.asarray(found)
 
 
+@pytest.mark.quick_rows("causal mask too narrow-where3-ops3", "two pasts swapped-where4-ops4")
 @pytest.mark.parametrize(
     ("name", "where", "ops"),
     [
@@ -66,6 +67,7 @@ def test_the_piece_is_one_node_and_fails_from_its_folder_alone(
     assert difference > 3 * json.loads((folder / "piece.json").read_text())["noise"] / 10
 
 
+@pytest.mark.slow
 def test_the_readme_s_program_prints_sigma(
     minimized: Callable[[str, Where], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +91,7 @@ def test_nothing_is_left_next_to_the_folder(minimized: Callable[[str, Where], Pa
     assert not [path for path in folder.parent.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_exchanged_output_names_leave_no_piece(broken: Broken, eager: Callable[[str], Eager], tmp_path: Path) -> None:
     report: Report = searched(
         broken("llama", mutant_named("two present names swapped")), eager("llama"), MASKED, tmp_path / "piece"

@@ -171,6 +171,7 @@ def test_weights_are_compared_up_to_the_last_block(copied: Path, monkeypatch: py
     assert check(copied, "transformersjs").verdict == "fail"
 
 
+@pytest.mark.slow
 def test_a_recorded_graph_on_swapped_weights_fails(exported: Path, tmp_path: Path) -> None:
     folder = export(exported, tmp_path / "shards", max_shard_size="150KB", layout=JS).folder
     folder = Path(shutil.copytree(folder, tmp_path / "copied"))
@@ -232,6 +233,7 @@ def test_the_graph_that_optimum_prefers_is_compared(copied: Path) -> None:
     assert "`older/model.onnx`, which is not one of the verified graphs" in found.detail
 
 
+@pytest.mark.slow
 def test_an_unlisted_graph_for_optimum_fails(copied: Path, tmp_path: Path) -> None:
     pair = export(copied, tmp_path / "pair", prefill=True, incremental=True).folder
     assert check(pair, "optimum").verdict == "pass"

@@ -121,6 +121,7 @@ def test_end_tokens_that_are_no_numbers_are_refused(tmp_path: Path, given: objec
         end_tokens(tmp_path)
 
 
+@pytest.mark.quick_rows("genai--1-pass", "optimum--1-fail")
 @pytest.mark.parametrize(
     ("client", "end", "verdict"),
     [("genai", 0, "fail"), ("genai", -1, "pass"), ("optimum", -1, "fail"), ("optimum", None, "pass")],

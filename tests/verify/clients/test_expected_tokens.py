@@ -42,6 +42,7 @@ def greedy(folder: Path) -> list[list[int]]:
     return rows
 
 
+@pytest.mark.slow
 def test_the_tokens_of_transformers_are_right_and_others_are_not(folder: Path, source: LogitsSource) -> None:
     batch = PaddedBatch(PROMPTS, greedy(folder), "left")
     expected = source.logits(batch)
@@ -51,6 +52,7 @@ def test_the_tokens_of_transformers_are_right_and_others_are_not(folder: Path, s
     assert "new token 4" in judged(source.logits(other), other, source.title)[0]
 
 
+@pytest.mark.slow
 def test_the_first_token_follows_the_prompt_and_not_the_padding_after_it(folder: Path, source: LogitsSource) -> None:
     rows = greedy(folder)
     for side in ("left", "right"):

@@ -107,6 +107,7 @@ def test_export_refuses_a_token_that_is_no_number(value: Any) -> None:
         special_tokens(SimpleNamespace(vocab_size=8), {"eos_token_id": value})
 
 
+@pytest.mark.slow
 def test_verify_fails_without_the_client(exported: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(exported, tmp_path / "model")
     fields = json.loads((folder / "genai_config.json").read_text())

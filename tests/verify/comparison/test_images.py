@@ -34,6 +34,7 @@ def eager(folder: Path) -> Eager:
     return Eager(folder, "float32")
 
 
+@pytest.mark.slow
 def test_a_correct_tower_passes_up_to_the_logits(folder: Path, eager: Eager) -> None:
     features, answers = judged(folder, eager)
     made = [features, *answers]
@@ -41,6 +42,7 @@ def test_a_correct_tower_passes_up_to_the_logits(folder: Path, eager: Eager) -> 
     assert {"image_features", "logits", "present.0.key"} <= {check.output for check in made}
 
 
+@pytest.mark.slow
 def test_the_recorded_verdict_is_one_on_the_tower_unless_it_was_skipped(folder: Path, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(folder, tmp_path / "llava"))
     verify(copied, scenario=("left padding",))

@@ -45,6 +45,7 @@ def by_output(report: Report) -> dict[tuple[str, str, str], Check]:
     return {(check.name, check.graph, check.output): check for check in report.checks}
 
 
+@pytest.mark.slow
 def test_a_small_model_gets_the_same_report(exported: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmconv.verify.reference.eager.LEAST", 1 << 30)  # float64 call by call, as layer by layer
     streamed, usual = (verify(exported("llama"), scenario=PLAIN, low_memory=low) for low in (True, False))
@@ -52,6 +53,7 @@ def test_a_small_model_gets_the_same_report(exported: Tiny, monkeypatch: pytest.
     assert streamed.notes == usual.notes
 
 
+@pytest.mark.slow
 def test_noise_that_is_small_by_chance_is_measured_again(tmp_path: Path) -> None:
     to_hf(ROOT / "examples/tiny-llama/ep4-ba2400-rank0.pt", tmp_path / "model")
     export(tmp_path / "model")
@@ -59,6 +61,7 @@ def test_noise_that_is_small_by_chance_is_measured_again(tmp_path: Path) -> None
     assert report.verdict == "pass", report.summary()
 
 
+@pytest.mark.slow
 def test_graphs_with_lora_inputs_run_in_pieces(optioned: Callable[..., Path]) -> None:
     folder = optioned("llama", lora_inputs="all-linear")
     report = verify(folder, scenario=["left padding"], low_memory=True)
@@ -142,6 +145,7 @@ def test_a_graph_with_a_prefix_is_refused(optioned: Callable[..., Path]) -> None
         verify(optioned("llama", prefix="PrefixTuning"), low_memory=True)
 
 
+@pytest.mark.slow
 def test_the_command_takes_the_option(exported: Tiny) -> None:
     result = CliRunner().invoke(main, ["verify", str(exported("llama")), "--low-memory"])
     assert result.exit_code == 0, result.output

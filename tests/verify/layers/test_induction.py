@@ -65,11 +65,13 @@ def test_a_correct_graph_is_shown(shown: Report) -> None:
     assert "rounding errors that grow from layer to layer" in shown.summary()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gemma3_text", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_other_families_are_shown(model_type: str, layered: Layered) -> None:
     assert inducted(layered(model_type)).verdict == "pass"
 
 
+@pytest.mark.slow
 def test_names_and_order_of_nodes_do_not_change_the_verdict(copied: Layered, layered: Layered) -> None:
     folder = copied("llama")
     model = load(folder)
@@ -80,6 +82,7 @@ def test_names_and_order_of_nodes_do_not_change_the_verdict(copied: Layered, lay
     assert (report.verdict, report.method) == ("pass", "induction")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("choice", "layers"), [("all", ["0", "1", "2", "3"]), ("sampled:2", ["0", "1", "3"]), ("classes", ["0"])]
 )
@@ -99,6 +102,7 @@ def test_more_samples_than_layers_are_all_layers() -> None:
     assert LayerChoice("sampled:9").numbers(4, (0,)) == (0, 1, 2, 3)
 
 
+@pytest.mark.slow
 def test_a_changed_node_fails_in_its_layer_and_is_named(copied: Layered, layered: Layered) -> None:
     folder = copied("llama")
     model = load(folder)
@@ -109,6 +113,7 @@ def test_a_changed_node_fails_in_its_layer_and_is_named(copied: Layered, layered
     assert report.where.layer == 2 and node in report.where.text
 
 
+@pytest.mark.slow
 def test_a_past_that_comes_back_changed_fails_in_its_layer(copied: Layered, layered: Layered) -> None:
     folder = copied("llama")
     model = load(folder)
@@ -127,6 +132,7 @@ def test_a_past_that_comes_back_changed_fails_in_its_layer(copied: Layered, laye
     assert report.where and report.where.layer == 2
 
 
+@pytest.mark.slow
 def test_exchanged_weights_of_two_layers_are_named(copied: Layered, layered: Layered) -> None:
     folder = copied("llama")
     model = load(folder)
@@ -196,12 +202,14 @@ def test_two_layers_that_differ_are_run_whole(tmp_path: Path) -> None:
     assert "the whole model is run, without induction: no two of its layers are alike" in report.notes
 
 
+@pytest.mark.slow
 def test_a_scenario_that_does_not_apply_leaves_a_statement_open(layered: Layered) -> None:
     report = inducted(layered("llama"), scenario=("sliding window crossed",))
     assert [one.name for one in report.statements if not one.shown] == ["base"]
     assert (report.verdict, report.exit_code) == ("inconclusive", 5)
 
 
+@pytest.mark.slow
 def test_a_graph_that_no_scenario_ran_leaves_a_statement_open(layered: Layered) -> None:
     report = inducted(layered("llama"))
     report.checks = [check for check in report.checks if not check.is_measured or check.name.startswith("layers")]

@@ -58,6 +58,7 @@ def test_a_layer_without_a_mutant_is_put_back_as_it_was(llama: Path, layer: int)
     assert contents(graph.with_surgery(lambda model, folder: True, layer, 1, llama)) == contents(graph.model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layer"),
     [

@@ -40,6 +40,7 @@ def check(exported: Tiny, eager: Callable[[str], Eager]) -> Callable[..., Report
     return lambda path, **options: verify_graphs([path], reference=exported("llama"), eager=eager("llama"), **options)
 
 
+@pytest.mark.slow
 def test_the_node_of_a_graph_under_other_names_and_axes_is_named(
     check: Callable[..., Report], broken: Callable[[str, Mutant], Path], tmp_path: Path
 ) -> None:
@@ -54,12 +55,14 @@ def test_the_node_of_a_graph_under_other_names_and_axes_is_named(
     assert finding(report) == "layers.1.input_layernorm: epsilon 1e-05 in the graph, 1e-06 in the model"
 
 
+@pytest.mark.slow
 def test_the_node_of_a_later_step_is_named(check: Callable[..., Report], broken: Callable[[str, Mutant], Path]) -> None:
     graph = broken("llama", mutant_named("two pasts swapped")) / "decode.onnx"
     report = check(graph, scenario=["chunked prefill, every split of 9 tokens"], bisect=True)
     assert report.where and report.where.node and "the cache of layer" in report.where.finding
 
 
+@pytest.mark.slow
 def test_the_smallest_piece_of_an_external_graph_is_written(
     broken: Callable[[str, Mutant], Path], exported: Tiny, tmp_path: Path
 ) -> None:

@@ -55,6 +55,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["verify", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_a_graph_is_recognized_by_its_inputs_and_compared_in_all_scenarios(
     graph: Path, check: Callable[..., Report]
 ) -> None:
@@ -64,6 +65,7 @@ def test_a_graph_is_recognized_by_its_inputs_and_compared_in_all_scenarios(
     assert next(c.detail for c in report.checks if c.name == "structure") == "inputs and outputs named as by llmconv"
 
 
+@pytest.mark.slow
 def test_a_json_file_declares_other_names_and_axes(graph: Path, check: Callable[..., Report], tmp_path: Path) -> None:
     def change(model: onnx.ModelProto) -> None:
         transposed_cache(model)
@@ -74,6 +76,7 @@ def test_a_json_file_declares_other_names_and_axes(graph: Path, check: Callable[
     assert check(odd, input_map=str(tmp_path / "mine.json")).verdict == "pass"
 
 
+@pytest.mark.slow
 def test_a_registered_row_is_found_by_auto(
     graph: Path, check: Callable[..., Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +108,7 @@ def test_a_mask_of_another_rank_is_refused(graph: Path, check: Callable[..., Rep
         check(changed(graph, tmp_path / "wide.onnx", widen), input_map="llmconv")
 
 
+@pytest.mark.slow
 def test_a_mutant_is_caught_and_located(check: Callable[..., Report], broken: Callable[[str, Mutant], Path]) -> None:
     mutant = next(mutant for mutant in MUTANTS if mutant.name.startswith("attention scale"))
     report = check(broken("llama", mutant) / "decode.onnx")
@@ -160,6 +164,7 @@ def pack_gate_and_up(model: onnx.ModelProto) -> None:
     model.graph.node.insert(at + 1, split)
 
 
+@pytest.mark.slow
 def test_other_content_under_a_tensors_name_is_a_failure(
     graph: Path, check: Callable[..., Report], tmp_path: Path
 ) -> None:
@@ -187,6 +192,7 @@ def test_a_layer_without_a_cache_is_a_failure(graph: Path, check: Callable[..., 
     assert report.verdict == "fail"
 
 
+@pytest.mark.slow
 def test_fixed_batch_is_a_skip_and_not_a_failure(graph: Path, check: Callable[..., Report], tmp_path: Path) -> None:
     def fix(model: onnx.ModelProto) -> None:
         for port in model.graph.input:
@@ -235,6 +241,7 @@ def test_a_decode_graph_alone_is_refused(graph: Path, check: Callable[..., Repor
         check(changed(graph, tmp_path / "step.onnx", fix))
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_graph_instead_of_a_folder(graph: Path) -> None:
     result = run("--graph", graph, "--json")
     assert result.exit_code == 0

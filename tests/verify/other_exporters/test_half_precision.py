@@ -80,6 +80,7 @@ def failed(report: Report) -> tuple[bool, bool]:
     return len(wide) < len(found), bool(wide)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_half_precision_graph_passes_unchanged_and_as_a_float32_copy(
     dtype: str, half: Callable[[str, str], Path], check: Callable[..., Report]
@@ -95,6 +96,7 @@ def test_bfloat16_is_reported_as_emulated(half: Callable[[str, str], Path], chec
     assert any("no bfloat16 kernels" in note for note in check(half("llama", "bfloat16"), "bfloat16").notes)
 
 
+@pytest.mark.slow
 def test_a_float32_graph_has_no_float32_copy(exported: Tiny, eager: Callable[[str], Eager]) -> None:
     report = verify_graphs(
         [exported("llama") / "decode.onnx"], reference=exported("llama"), eager=eager("llama"), scenario=ONE
@@ -102,6 +104,7 @@ def test_a_float32_graph_has_no_float32_copy(exported: Tiny, eager: Callable[[st
     assert not any(check.name.endswith(IN_FLOAT32) for check in report.checks)
 
 
+@pytest.mark.slow
 def test_the_copy_shows_an_epsilon_that_half_precision_hides(
     rounded: Callable[[str, str], Path], check: Callable[..., Report], tmp_path: Path
 ) -> None:
@@ -130,6 +133,7 @@ def overflow(model: onnx.ModelProto) -> None:
         model.graph.node.append(helper.make_node(op, [values[at], "large"], [values[at + 1]], name=f"large/{at}"))
 
 
+@pytest.mark.slow
 def test_a_float32_folder_is_rounded_as_the_graph_is(exported: Tiny, tmp_path: Path) -> None:
     graph = to_half(exported("llama") / "decode.onnx", tmp_path / "decode.onnx", "float16")
     report = verify_graphs([graph], reference=exported("llama"), scenario=ONE)

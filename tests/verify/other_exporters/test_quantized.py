@@ -99,6 +99,7 @@ def test_a_text_gives_perplexities(quantized: Quantized, small: Small, tmp_path:
     assert cost["perplexity"]["ratio"] == pytest.approx(cost["perplexity"]["graph"] / cost["perplexity"]["model"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "said"),
     [(("--max-divergence", "1e-9"), "limit 1e-09"), (("--min-agreement", "1"), "limit 1")],
@@ -110,6 +111,7 @@ def test_a_limit_exceeded_is_a_failure(option: tuple[str, str], said: str, quant
     assert said in result.stdout
 
 
+@pytest.mark.slow
 def test_limits_that_hold_give_a_check_that_passes(quantized: Quantized, small: Small) -> None:
     options = ("--max-divergence", "1", "--min-agreement", "0.1")
     result = run("--graph", quantized("llama", FOUR), "--reference", small("llama"), *options)
@@ -130,6 +132,7 @@ def test_a_text_without_a_tokenizer_is_refused(quantized: Quantized, small: Smal
         verify_graphs([quantized("llama", FOUR)], reference=tmp_path, scenario=ONE, text=tmp_path / "text.txt")
 
 
+@pytest.mark.slow
 def test_a_folder_whose_graph_was_quantized_in_place_is_compared_with_its_own_weights(
     small: Small, quantized: Quantized, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ def test_matrices_quantized_by_onnxruntime_match_the_model(
     assert check.verdict == "pass", check.detail
 
 
+@pytest.mark.slow_rows("two layers exchanged")
 @pytest.mark.parametrize("mutant", QUANTIZED_MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_is_caught_and_named(
     mutant: QuantizedMutant, quantized: Quantized, small: Callable[[str], Path], tmp_path: Path

@@ -86,6 +86,7 @@ def test_dequantization_is_fused_in_one_layout(axis: int, block: int, transposed
     assert [note.startswith("1 DequantizeLinear are in a layout") for note in found] == ([] if is_fused else [True])
 
 
+@pytest.mark.slow
 def test_the_report_of_a_graph_has_them(small: Small, quantized: Callable[[str, str], Path]) -> None:
     graph = quantized("llama", "4 bits")
     report = verify_graphs([graph], reference=small("llama"), scenario=["prefill, 7 tokens"])

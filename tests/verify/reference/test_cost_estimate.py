@@ -73,6 +73,7 @@ def test_half_precision_counts_the_copies_of_onnxruntime(tmp_path: Path) -> None
     assert full.layered < full.whole
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_verified_layer_by_layer_with_a_note(
     exported: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def largest_difference(eager: Eager, name: str, chains: list[Chain]) -> float:
     return most
 
 
+@pytest.mark.quick_rows("llama-right padding", "llama-holes in the mask", "llama-batch of 3")
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_one_call_gives_what_the_calls_give(name: str, model_type: str, eager: Callable[[str], Eager]) -> None:
@@ -88,6 +89,7 @@ def test_a_chain_costs_one_call_of_the_float64_model(tmp_path: Path, monkeypatch
     assert seen == [7, 19]
 
 
+@pytest.mark.slow
 def test_the_first_chain_is_run_call_by_call_as_no_noise_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.verify.reference.other_roundings import SEEDS, nudged, other_roundings, rows_of, run_chain
@@ -15,6 +16,7 @@ IDS = np.arange(7)[None] + 3
 CALL = Call(IDS, np.ones_like(IDS), np.arange(7)[None])
 
 
+@pytest.mark.slow
 def test_a_single_prompt_has_runs_with_other_errors_of_the_same_size(tmp_path: Path) -> None:
     model, exact = (EagerRunner(save_tiny("llama", tmp_path), dtype) for dtype in ("float32", "float64"))
     truth = rows_of(run_chain(exact, [CALL])[0])["logits"]

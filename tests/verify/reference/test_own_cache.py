@@ -34,6 +34,7 @@ def test_an_encoder_differs_after_a_cache(encoder: Path) -> None:
     assert all(ENDING in check.detail for check in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_a_decoder_does_not(kind: str, tmp_path: Path) -> None:
     if kind == "bert":

@@ -245,6 +245,7 @@ def test_a_changed_constant_of_a_scoring_graph_fails(tiny: Callable[[str], Path]
     assert "logits" in failures(verify(folder, allow_changed=True))
 
 
+@pytest.mark.quick_rows("option2")
 @pytest.mark.parametrize(
     "option",
     [

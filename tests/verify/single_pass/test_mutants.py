@@ -172,6 +172,7 @@ def quick(cases: dict[str, Any]) -> list[Any]:
     return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", quick(SCORING))
 def test_a_fault_of_a_graph_of_logits_is_found_by_default(case: str, scoring: Path, tmp_path: Path) -> None:
     folder = faulty(scoring, "scoring.onnx", SCORING[case], tmp_path / "model")
@@ -187,6 +188,7 @@ def test_a_fault_of_a_graph_of_embeddings_is_found_by_default(case: str, embeddi
     assert report.exit_code == 1, report.summary()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", ["scoring", pytest.param("embedding", marks=pytest.mark.slow)])
 def test_the_unchanged_graph_passes_and_says_what_it_could_not_find(graph: str, request: pytest.FixtureRequest) -> None:
     report = verify(request.getfixturevalue(graph))

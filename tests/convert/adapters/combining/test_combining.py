@@ -95,6 +95,7 @@ def pair_of(left: Array, right: Array) -> tuple[Array, Array]:
     return left, right
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(
     method=st.sampled_from(sorted(METHODS)),
@@ -111,6 +112,7 @@ def test_neither_order_nor_the_division_into_rows_counts(method: str, order: lis
     assert np.concatenate(parts).tobytes() == one.read().tobytes()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(values=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=50), data=st.data())
 def test_the_kth_largest_is_that_of_the_sorted_magnitudes(values: list[float], data: Any) -> None:
@@ -155,6 +157,7 @@ def test_the_command_offers_every_method() -> None:
     assert list(METHODS) == COMBINATIONS
 
 
+@pytest.mark.slow_rows("magnitude_prune")
 @pytest.mark.parametrize("method", METHODS)
 def test_the_order_of_adapters_does_not_count(method: str, adapted: Any, tmp_path: Path) -> None:
     base, adapters, *_ = adapted

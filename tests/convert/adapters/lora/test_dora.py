@@ -38,6 +38,7 @@ def loaded(tiny: Callable[[str], Path]) -> Callable[..., Any]:
     return load
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_type", TARGETS)
 def test_every_family_equals_peft(
@@ -48,6 +49,7 @@ def test_every_family_equals_peft(
     assert_equal(tmp_path / "out", case.exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"use_rslora": True}, {"bias": "all"}, {"bias": "lora_only"}])
 def test_it_goes_with_the_other_fields(fields: dict[str, Any], loaded: Callable[..., Any], tmp_path: Path) -> None:
     case = train(loaded("qwen2"), tmp_path, use_dora=True, target_modules=["q_proj"], **fields)
@@ -61,6 +63,7 @@ def test_an_embedding_equals_peft(loaded: Callable[..., Any], tmp_path: Path) ->
     assert_equal(tmp_path / "out", case.exact)
 
 
+@pytest.mark.slow
 def test_old_names_of_the_magnitude_are_known(loaded: Callable[..., Any], tmp_path: Path) -> None:
     case = train(loaded("llama"), tmp_path, use_dora=True, target_modules=["q_proj"])
     file = case.adapter / "adapter_model.safetensors"
@@ -70,6 +73,7 @@ def test_old_names_of_the_magnitude_are_known(loaded: Callable[..., Any], tmp_pa
     assert_equal(tmp_path / "out", case.exact)
 
 
+@pytest.mark.slow
 def test_a_weight_scales_the_whole_change(loaded: Callable[..., Any], tmp_path: Path) -> None:
     case = train(loaded("llama"), tmp_path, use_dora=True, target_modules=["q_proj"])
     merge_lora(case.base, [case.adapter, case.adapter], tmp_path / "out", weights=[0.75, -0.5])

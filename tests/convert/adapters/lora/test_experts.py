@@ -91,6 +91,7 @@ def fused(state: State) -> State:
     return result
 
 
+@pytest.mark.quick_rows("olmoe")
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_family_equals_peft(model_type: str, trained: Callable[..., Case], tmp_path: Path) -> None:
     case = trained(model_type, lora_alpha=3, use_rslora=model_type == "olmoe")
@@ -98,6 +99,7 @@ def test_every_family_equals_peft(model_type: str, trained: Callable[..., Case],
     assert_equal(tmp_path / "out", case.exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", BOTH)
 def test_one_parameter_alone_is_not_taken_for_the_other(
     target: str, trained: Callable[..., Case], tmp_path: Path
@@ -114,6 +116,7 @@ def test_biases_of_experts_routers_and_attention_go_along(trained: Callable[...,
     assert_equal(tmp_path / "out", case.exact)
 
 
+@pytest.mark.slow
 def test_rank_and_alpha_patterns_name_parameters(trained: Callable[..., Case], tmp_path: Path) -> None:
     patterns = {"rank_pattern": {r".*\.gate_up_proj": 6}, "alpha_pattern": {r".*\.down_proj": 5}}
     case = trained("qwen3_moe", **patterns)
@@ -121,6 +124,7 @@ def test_rank_and_alpha_patterns_name_parameters(trained: Callable[..., Case], t
     assert_equal(tmp_path / "out", case.exact)
 
 
+@pytest.mark.slow
 def test_a_base_with_fused_experts_equals_one_without(trained: Callable[..., Case], tmp_path: Path) -> None:
     case = trained("mixtral")
     rewrite(case.base / "model.safetensors", fused)
@@ -128,6 +132,7 @@ def test_a_base_with_fused_experts_equals_one_without(trained: Callable[..., Cas
     assert_equal(tmp_path / "out", fused(case.exact))
 
 
+@pytest.mark.slow
 def test_fused_experts_in_bfloat16_are_rounded_once(trained: Callable[..., Case], tmp_path: Path) -> None:
     case = trained("llama4_text", torch.bfloat16)
     merge_lora(case.base, [case.adapter], tmp_path / "out")
@@ -148,6 +153,7 @@ def per_expert(base: Path, rank: int = 2) -> tuple[State, State]:
     return factors, exact
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_an_adapter_of_single_experts_fits_both_kinds_of_base(
     is_fused: bool, trained: Callable[..., Case], tmp_path: Path
@@ -162,6 +168,7 @@ def test_an_adapter_of_single_experts_fits_both_kinds_of_base(
     assert_equal(tmp_path / "out", fused(exact) if is_fused else exact)
 
 
+@pytest.mark.slow
 def test_unsloths_order_of_columns_is_told_by_its_mark(trained: Callable[..., Case], tmp_path: Path) -> None:
     case = trained("qwen3_moe")
 
@@ -190,6 +197,7 @@ def old_layout(state: State) -> State:
     return result
 
 
+@pytest.mark.quick_rows("True")
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_the_layout_of_old_versions_is_told_by_the_shapes(
     is_fused: bool, trained: Callable[..., Case], tmp_path: Path
@@ -205,6 +213,7 @@ def test_the_layout_of_old_versions_is_told_by_the_shapes(
 SQUARE = {"intermediate_size": 16}
 
 
+@pytest.mark.quick_rows("0.18.1-old_layout")
 @pytest.mark.parametrize(("version", "change"), [("0.18.1", old_layout), ("0.19.0", None)])
 def test_square_experts_are_told_by_the_version(
     version: str, change: Any, trained: Callable[..., Case], tmp_path: Path
@@ -217,6 +226,7 @@ def test_square_experts_are_told_by_the_version(
     assert_equal(tmp_path / "out", case.exact)
 
 
+@pytest.mark.slow
 def test_square_experts_are_told_by_the_other_parameter(trained: Callable[..., Case], tmp_path: Path) -> None:
     case = trained("mixtral", changes=SQUARE)
     rewrite(case.adapter / "adapter_model.safetensors", old_layout)
@@ -263,6 +273,7 @@ def test_wrappers_of_parameters_with_unknown_names_are_refused(trained: Callable
     assert "alpha, beta" in refusal(case, tmp_path / "out").message
 
 
+@pytest.mark.slow
 def test_lists_of_layers_as_unsloth_makes_of_gpt_oss_find_the_fused_experts(tmp_path: Path) -> None:
     model = causal_lm("gpt_oss", **{**PLAIN, **FAMILIES["gpt_oss"]})
     model.save_pretrained(tmp_path / "base")

@@ -43,6 +43,7 @@ READ_DIFFERENTLY = [*"{}[]", "{,}", "{e}", "{e<=1}", "[[", "[]a]", "[[:a:]]", "[
 """Syntax that has another meaning to `regex` than to `re`, or might have."""
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Possible")
 @given(st.lists(st.sampled_from([*PARTS, *READ_DIFFERENTLY, "*?", r"\w", ".*"]), max_size=8).map("".join), NAMES)
 def test_what_matches_is_what_python_matches(pattern: str, name: str) -> None:
@@ -65,6 +66,7 @@ def test_no_pattern_takes_long(pattern: str) -> None:
     assert time.process_time() - began < 2
 
 
+@pytest.mark.slow
 def test_a_pattern_that_takes_too_long_is_refused_by_name() -> None:
     with pytest.raises(MalformedInput, match="takes too long"):
         matches("(.*|.*)+.*?" * 40 + "[^j]", LONG)

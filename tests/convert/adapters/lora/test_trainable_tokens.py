@@ -30,6 +30,7 @@ def trained(tiny: Callable[[str], Path], tmp_path: Path) -> Callable[..., Case]:
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "fields"),
     [
@@ -73,6 +74,7 @@ def test_rows_keep_their_precision_in_a_wider_output(trained: Callable[..., Case
     assert torch.equal(found[IDS], rows)
 
 
+@pytest.mark.slow
 def test_trained_rows_and_factors_of_one_embedding_are_summed(trained: Callable[..., Case], tmp_path: Path) -> None:
     rows = trained("llama", trainable_token_indices=IDS)
     factors = trained("llama", name="factors", target_modules=["embed_tokens"])
@@ -108,6 +110,7 @@ def refusal(case: Case, out: Path, *others: Path, **fields: Any) -> LlmconvError
     return caught.value
 
 
+@pytest.mark.quick_rows("[1, 2]", "None")
 @pytest.mark.parametrize(
     "ids",
     [
@@ -128,6 +131,7 @@ def test_ids_that_do_not_fit_the_rows_are_refused(ids: Any, trained: Callable[..
     assert isinstance(refusal(case, tmp_path / "out", trainable_token_indices=ids), MalformedInput)
 
 
+@pytest.mark.slow
 def test_a_row_that_the_base_does_not_have_is_refused(trained: Callable[..., Case], tmp_path: Path) -> None:
     case = trained("llama", trainable_token_indices=IDS)
     assert "[96, 64]" in refusal(case, tmp_path / "out", trainable_token_indices=[3, 96, 17]).message
@@ -139,6 +143,7 @@ def test_two_adapters_that_replace_one_row_are_refused(trained: Callable[..., Ca
     assert "row 17" in refusal(case, tmp_path / "out", other.adapter).message
 
 
+@pytest.mark.slow
 def test_two_adapters_that_replace_different_rows_go_together(trained: Callable[..., Case], tmp_path: Path) -> None:
     one = trained("llama", trainable_token_indices=IDS)
     other = trained("llama", name="other", trainable_token_indices=[5])

@@ -107,6 +107,7 @@ def adapt(model: Any, folder: Path, without: Any = None) -> State:
     return load_file(folder / "exact/model.safetensors")
 
 
+@pytest.mark.quick_rows("step3p7")
 @pytest.mark.parametrize("kind", slow_but(TYPES, *QUICK))
 def test_an_adapter_of_everything_merges_as_peft_does(kind: str, tmp_path: Path) -> None:
     if kind in UNREACHED:
@@ -140,6 +141,7 @@ def test_adapters_of_weights_that_modules_share_are_refused_and_of_the_others_me
     check_merge(adapt(tiny_model(kind), tmp_path, SHARED[kind]), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_one_name_of_a_shared_weight_is_refused_where_merges_of_peft_are_another_model(tmp_path: Path) -> None:
     """All names that the adapter has are in the files."""

@@ -19,6 +19,7 @@ print("torch" in sys.modules)
 """
 
 
+@pytest.mark.quick_rows("gpt2")
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_plain_adapter_is_merged_without_torch(kind: str, tmp_path: Path) -> None:
     case = train(causal_lm(kind, **FIELDS[kind]), tmp_path, merge=False, target_modules="all-linear")

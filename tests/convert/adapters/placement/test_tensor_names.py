@@ -68,6 +68,7 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_names_of_the_running_model_find_those_of_the_files(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -86,6 +87,7 @@ def renamed(state: dict[str, torch.Tensor], *pairs: tuple[str, str]) -> dict[str
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["old adapter", "old base"])
 def test_old_and_new_names_of_a_multimodal_model_meet(direction: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -63,6 +63,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow_rows(
+    "oft-{'target_modules': ['linear', 'square', 'conv'], 'oft_block_size': 6, 'bias': 'oft_only'}",
+    "oft-{'target_modules': ['linear', 'square'], 'oft_block_size': 0, 'r': 2}",
+    "boft-{'target_modules': ['linear', 'square']}",
+)
 @pytest.mark.filterwarnings("ignore:Specified to not save vera_A")
 @pytest.mark.parametrize(("kind", "fields"), VARIANTS, ids=str)
 def test_every_variant_of_a_config_is_merged_as_peft_does(kind: str, fields: dict[str, Any], tmp_path: Path) -> None:
@@ -75,6 +80,7 @@ def test_every_variant_of_a_config_is_merged_as_peft_does(kind: str, fields: dic
     assert not wrong(tmp_path / "out", exact)
 
 
+@pytest.mark.slow_rows("fourierft-dtype1")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_half_precision_is_rounded_once(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -83,6 +89,7 @@ def test_half_precision_is_rounded_once(kind: str, dtype: torch.dtype, tmp_path:
     assert not wrong(tmp_path / "out", exact)
 
 
+@pytest.mark.quick_rows("ia3")
 @pytest.mark.parametrize("kind", ["adalora", "ia3", "vera", "fourierft"])
 def test_conv1d_weights_are_stored_the_other_way_round(kind: str, tiny: Any, tmp_path: Path) -> None:
     config = CONFIGS[kind](target_modules=["c_attn", "c_proj", "c_fc"])
@@ -91,6 +98,7 @@ def test_conv1d_weights_are_stored_the_other_way_round(kind: str, tiny: Any, tmp
     assert not wrong(tmp_path / "out", exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_model_with_biases_equals_peft(kind: str, tmp_path: Path) -> None:
     config = CONFIGS[kind](target_modules=["q_proj", "out_proj", "fc1", "fc2"])
@@ -99,6 +107,7 @@ def test_a_model_with_biases_equals_peft(kind: str, tmp_path: Path) -> None:
     assert not wrong(tmp_path / "out", exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_llama_equals_peft(kind: str, tiny: Any, tmp_path: Path) -> None:
     config = CONFIGS[kind](target_modules=["q_proj", "v_proj", "down_proj"])
@@ -107,6 +116,7 @@ def test_a_llama_equals_peft(kind: str, tiny: Any, tmp_path: Path) -> None:
     assert not wrong(tmp_path / "out", exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "norms"), [("llama", ["input_layernorm", "norm"]), ("gpt2", ["ln_1", "ln_f"])])
 def test_tuned_norms_replace_the_bases(model_type: str, norms: list[str], tiny: Any, tmp_path: Path) -> None:
     base, adapter, exact = train_causal(tiny(model_type), tmp_path, peft.LNTuningConfig(target_modules=norms))

@@ -38,6 +38,7 @@ def made(deep: Tiny, tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["growing", pytest.param("shared-buffer", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_output_equals_the_eager_model(model_type: str, cache: str, made: Callable[..., Path]) -> None:
