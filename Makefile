@@ -5,6 +5,7 @@
 # make setup TORCH_INDEX=URL       also look for the CPU build in that package index, such as PyTorch's own
 # make fuzz SECONDS=600            as long for each parser (default: 60)
 # make test WORKERS=8              as many processes (default: 2; 0: none but pytest itself)
+# make test ROOM=convert           the tests under tests/convert alone; also of test-slow
 
 PYTHON ?= python3
 TORCH ?=
@@ -30,11 +31,11 @@ $(READY): pyproject.toml setup.py constraints.txt tools/set_up.py convert/adapte
 demo: $(READY) ## the main job on a real checkpoint, from examples/ to text
 	@$(BIN)/python examples/demo.py
 
-test: $(READY) ## the quick tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow'
+test: $(READY) ## the quick tests, five minutes; with ROOM=convert those of a room
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' $(ROOM:%=tests/%)
 
 test-slow: $(READY) ## the slow tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(ROOM:%=tests/%)
 
 test test-slow: export HF_HUB_OFFLINE = 1
 
