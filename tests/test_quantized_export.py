@@ -14,6 +14,8 @@ from llmconv.quantized_export import described, export_again, is_quantized_expor
 from tests.builders.talking import save_letters
 from tools.tiny_models import save_tiny
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -25,7 +27,6 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "out"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -45,7 +46,6 @@ def test_commands_for_models_name_the_source(quantized: Path, tmp_path: Path, wo
     assert "(its manifest names `llama`): `llmconv export llama -o OUT --quant int4`" in result.stderr
 
 
-@pytest.mark.slow
 def test_the_hint_has_the_layout_that_was_asked_for(quantized: Path) -> None:
     result = CliRunner().invoke(main, ["export", str(quantized), "--layout", "genai"])
     assert result.exit_code == 3 and "`llmconv export llama -o OUT --quant int4 --layout genai`" in result.stderr

@@ -91,6 +91,7 @@ def test_graphs_of_a_model_folder_are_listed_with_its_weights(model: Path, tmp_p
     assert (found["format"], found["layouts"], found["quantization"]) == ("hf", ["genai"], None)
 
 
+@pytest.mark.slow
 def test_lora_inputs_are_listed(model: Path, tmp_path: Path) -> None:
     export(model, tmp_path / "out", incremental=True, lora_inputs="q_proj,down_proj")
     (graph,) = inspect(tmp_path / "out").graphs

@@ -129,6 +129,7 @@ def test_weights_of_another_dtype_are_written_once_in_the_precision(stored: Stor
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
 
 
+@pytest.mark.slow
 def test_a_weight_that_overflows_float16_is_refused(stored: Stored, tmp_path: Path) -> None:
     folder = stored("llama", "bfloat16")
     tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}  # not mapped

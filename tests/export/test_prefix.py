@@ -22,6 +22,8 @@ from llmconv.verify import verify
 from tests.builders.prefix_models import LENGTH, peft_logits, random_ids, save_adapter
 from tests.export.test_precision import cast_folder
 
+pytestmark = pytest.mark.slow
+
 PADDLE = Path(__file__).parents[1] / "fixtures/paddle/prefix_llama_bf16"
 KINDS = ("PrefixTuning", "PromptTuning", "PromptEncoder")
 Tiny = Callable[[str], Path]
@@ -59,7 +61,6 @@ def piecewise_logits(folder: Path, ids: np.ndarray[Any, Any], lengths: tuple[int
 OTHERS = ("gpt2", "bloom", "gemma2")
 
 
-@pytest.mark.quick_rows("llama-PromptEncoder")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model_type", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_prompt_and_steps_equal_peft(
@@ -71,7 +72,6 @@ def test_prompt_and_steps_equal_peft(
     np.testing.assert_allclose(piecewise_logits(folder, ids, (6, 1, 2)), expected, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_a_soft_prompt_comes_before_the_scale_of_half_precision_embeddings(tiny: Tiny, tmp_path: Path) -> None:
     folder = cast_folder(Path(shutil.copytree(tiny("gemma2"), tmp_path / "gemma2")), "bfloat16")
     adapter = save_adapter(folder, tmp_path / "adapter", "PromptTuning")
@@ -86,7 +86,6 @@ def test_the_cache_is_longer_by_the_prefix(prefixed: Callable[[str, str], tuple[
     assert step.present.length == LENGTH + 4
 
 
-@pytest.mark.slow
 def test_a_one_token_prompt_has_the_prefix_too(prefixed: Callable[[str, str], tuple[Path, Path]]) -> None:
     folder, adapter = prefixed("llama", "PrefixTuning")
     ids, mask = random_ids(1, 1), np.ones((1, 1), dtype=np.int64)
@@ -94,7 +93,6 @@ def test_a_one_token_prompt_has_the_prefix_too(prefixed: Callable[[str, str], tu
     np.testing.assert_allclose(logits, peft_logits(folder, adapter, ids), atol=1e-5)
 
 
-@pytest.mark.slow
 def test_a_projected_prefix_is_the_same_once_saved(tiny: Tiny, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny("llama"), tmp_path / "llama"))
     adapter = save_adapter(folder, tmp_path / "adapter", "PrefixTuning", prefix_projection=True, encoder_hidden_size=24)
@@ -103,7 +101,6 @@ def test_a_projected_prefix_is_the_same_once_saved(tiny: Tiny, tmp_path: Path) -
     np.testing.assert_allclose(piecewise_logits(folder, ids, (4, 1)), peft_logits(folder, adapter, ids), atol=1e-5)
 
 
-@pytest.mark.slow
 def test_pre_caches_equal_paddlenlp(tmp_path: Path) -> None:
     to_hf(PADDLE / "base", tmp_path / "hf")
     export(tmp_path / "hf", prefix=PADDLE / "prefix")

@@ -133,6 +133,7 @@ def test_prompts_longer_than_one_call_and_smaller_batches_give_the_same(static: 
     np.testing.assert_allclose(step.logits[1], alone.logits[0], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_cache_is_filled_in_place_and_a_fork_leaves_it_alone(static: Tiny) -> None:
     graph = OrtGraph(static("llama") / "decode.onnx")
     ids, mask, positions = prompt(1, 6)

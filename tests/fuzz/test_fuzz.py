@@ -46,6 +46,7 @@ def test_the_same_chance_gives_the_same_input() -> None:
     assert first == second and len(set(first)) > 25
 
 
+@pytest.mark.slow
 def test_a_run_ends_and_tells_how_many_inputs_it_tried() -> None:
     command = [sys.executable, "-m", "tests.fuzz.run", "--seconds", "0.5", "--seed", "1", "tiktoken"]
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)

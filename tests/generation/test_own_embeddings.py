@@ -21,6 +21,8 @@ from llmconv.generation.prompt_file import read_prompts
 from tests.builders.talking import save_letters
 from tests.conftest import DECODER, save_tiny
 
+pytestmark = pytest.mark.slow
+
 WIDTH = DECODER["hidden_size"]
 ROWS = np.random.default_rng(5).standard_normal((3, WIDTH)).astype(np.float32)
 
@@ -77,7 +79,6 @@ def test_torch_runs_the_same_prompt(folder: Path, model: TextModel) -> None:
     )
 
 
-@pytest.mark.quick_rows("On~~~ce")
 @pytest.mark.parametrize("text", ["On~ce", "On~~~ce"])
 def test_embeddings_take_the_places_of_a_placeholder(folder: Path, model: TextModel, text: str) -> None:
     import torch  # noqa: PLC0415
@@ -98,7 +99,6 @@ def test_each_prompt_of_a_batch_gives_the_text_that_it_gives_alone(model: TextMo
     assert [one.tokens for one in together] == [one.tokens for one in alone]
 
 
-@pytest.mark.slow
 def test_static_graphs_take_embeddings_in_pieces(folder: Path, model: TextModel, tmp_path: Path) -> None:
     sizes = {"shapes": "static", "max_seq_len": 32, "prompt_len": 2}
     static = export(folder, tmp_path / "static", embeds=True, **sizes).folder  # type: ignore[arg-type]
@@ -116,7 +116,6 @@ def test_a_tensor_in_bfloat16_is_accepted(model: TextModel) -> None:
     assert found.completions[0].tokens == expected.completions[0].tokens
 
 
-@pytest.mark.quick_rows(".safetensors")
 @pytest.mark.parametrize("ending", [".npy", ".safetensors"])
 def test_json_lines_refer_to_files_next_to_them(folder: Path, model: TextModel, tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"rows{ending}"

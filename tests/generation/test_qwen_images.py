@@ -20,6 +20,8 @@ from tests.builders.seeing import save_picture
 from tests.builders.seeing_qwen import IMAGE, PLACEHOLDER, TEXT, TOKENS, VIDEO, save_qwen
 from tests.builders.slow_rows import slow_but
 
+pytestmark = pytest.mark.slow
+
 Seeing = Callable[[str], Path]
 
 COUNT = 8
@@ -53,7 +55,6 @@ def eager_tokens(folder: Path, text: str, pictures: Sequence[Path]) -> list[int]
     return [int(token) for token in found[0, given["input_ids"].shape[1] :]]
 
 
-@pytest.mark.quick_rows("qwen2_vl-torch")
 @pytest.mark.parametrize("backend", ["onnx", "torch"])
 @pytest.mark.parametrize("model_type", slow_but(TEXT, "qwen2_vl"))
 def test_a_batch_gives_the_texts_of_the_eager_model(
@@ -72,7 +73,6 @@ def test_images_precede_a_text_without_placeholders(seeing_qwen: Seeing, picture
     assert found.tokens == eager_tokens(folder, f"{PLACEHOLDER}{PLACEHOLDER}Look", pictures)
 
 
-@pytest.mark.slow
 def test_a_chat_has_its_images_where_the_template_writes_them(seeing_qwen: Seeing, pictures: list[Path]) -> None:
     folder = seeing_qwen("qwen2_vl")
     found = generate(folder, Prompt("Look", images=(pictures[0],)), system="Be brief", **OPTIONS).completions[0]
@@ -107,7 +107,6 @@ def test_videos_are_refused(seeing_qwen: Seeing, pictures: list[Path], images: i
         generate(seeing_qwen("qwen2_vl"), Prompt(text, images=tuple(pictures[:images])), **OPTIONS)
 
 
-@pytest.mark.quick_rows("qwen3_vl_moe")
 @pytest.mark.parametrize("model_type", TEXT)
 def test_positions_are_those_of_transformers(model_type: str) -> None:
     import torch  # noqa: PLC0415
@@ -127,7 +126,6 @@ def test_positions_are_those_of_transformers(model_type: str) -> None:
     assert found.max() + 1 == len(where) + int(deltas)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_with_one_flat_config_gives_the_same_text(pictures: list[Path], tmp_path: Path) -> None:
     folder = save_qwen(tmp_path / "flat", "qwen2_vl")
     fields = json.loads((folder / "config.json").read_text())

@@ -27,6 +27,7 @@ def test_several_texts_have_headings_and_a_single_one_has_none(talking: Path, wa
     assert run(talking, "ab", "c", "-0", *way).stdout == f"{first}\0{second}\0"
 
 
+@pytest.mark.slow
 def test_headings_count_the_texts_of_a_prompt(talking: Path) -> None:
     shown = run(talking, "ab", "--temperature", 1, "--num-return-sequences", 2).stdout
     assert "==> 1 of 1, text 1 of 2 <==\n" in shown and "==> 1 of 1, text 2 of 2 <==\n" in shown

@@ -79,6 +79,7 @@ def test_a_stop_string_may_contain_a_special_token(tmp_path: Path, stop: str, en
     assert pieces[-1].finish == ("eos" if ends else "stop" if stop in written else "length")
 
 
+@pytest.mark.slow
 def test_a_special_token_is_a_stop_string_of_a_model(talking: Path) -> None:
     model = TextModel.open(talking, backend="torch")
     tokens = generate(model, ["Once"], max_new_tokens=12, eos_token_id=[]).completions[0].tokens

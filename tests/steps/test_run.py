@@ -93,6 +93,7 @@ def test_a_second_run_does_nothing(finished: Path) -> None:
     assert statuses(finished) == {"to-hf": "unchanged", "merge-lora": "unchanged"}
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_folder_is_unchanged(again: Path) -> None:
     assert planned(again) == {"to-hf": "", "merge-lora": ""}
 

@@ -53,6 +53,7 @@ def test_every_scenario_passes(stateful: Callable[[str], Path], model_type: str)
     assert any(output.startswith("present_") for output in outputs)
 
 
+@pytest.mark.slow_rows("mamba")
 @pytest.mark.parametrize("model_type", [family for family in FAMILIES if family.values[0] != "zamba2"])
 def test_layers_beyond_the_traced_ones_are_replicated(stateful: Callable[[str], Path], model_type: str) -> None:
     traced = read_manifest(stateful(model_type)).steps[-1]["options"]["layers_traced"]

@@ -80,6 +80,7 @@ def test_codes_of_every_layer_differ_from_those_of_the_search(made: Callable[...
     assert names and not any(np.array_equal(one[name], other[name]) for name in names)
 
 
+@pytest.mark.slow
 def test_all_other_tensors_are_those_of_the_search(made: Callable[..., Path]) -> None:
     one, other = codes(made("llama")), codes(made("llama", "search"))
     assert all(np.array_equal(one[name], other[name]) for name in one if ".layers." not in name or "norm" in name)

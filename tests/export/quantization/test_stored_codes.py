@@ -180,6 +180,7 @@ def test_packed_codes_of_compressed_tensors_are_mapped_as_they_lie(symmetric: Pa
     assert verify(symmetric).verdict == "pass"
 
 
+@pytest.mark.slow
 def test_codes_that_must_be_repacked_need_a_folder(tmp_path: Path) -> None:
     shutil.copytree(FOLDER / "gptq_4bit_sym", tmp_path / "model")
     with pytest.raises(InputRefused, match="as the model's files store it") as error:
@@ -344,7 +345,7 @@ def test_scales_that_make_values_infinite_are_not_mapped(symmetric: Path) -> Non
     assert not list(symmetric.glob("*.onnx"))
 
 
-@pytest.mark.quick_rows("10000000.0-a scale .* is too large")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factor", "problem"), [(1e-7, "the scales .* are too small"), (1e7, "a scale .* is too large")]
 )

@@ -12,8 +12,9 @@ from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export import export
 from llmconv.output.manifest import read_manifest
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_webgpu_computes_in_float16_without_grouped_query_attention(llama: Path, tmp_path: Path) -> None:
     export(llama, tmp_path / "out", target="ort-webgpu", incremental=True, strict_target=True)
     entry = read_manifest(tmp_path / "out").graphs["decode"]
@@ -22,7 +23,6 @@ def test_webgpu_computes_in_float16_without_grouped_query_attention(llama: Path,
     assert not {"GroupQueryAttention", "Attention"} & {node.op_type for node in graph.node}
 
 
-@pytest.mark.slow
 def test_directml_runs_every_node_of_a_llama(llama: Path, tmp_path: Path) -> None:
     export(llama, tmp_path / "out", target="ort-dml", incremental=True, strict_target=True)
     entry = read_manifest(tmp_path / "out").graphs["decode"]
@@ -30,13 +30,11 @@ def test_directml_runs_every_node_of_a_llama(llama: Path, tmp_path: Path) -> Non
     onnxruntime.InferenceSession(tmp_path / "out" / "decode.onnx", providers=["CPUExecutionProvider"])
 
 
-@pytest.mark.slow
 def test_an_explicit_precision_wins(llama: Path) -> None:
     export(llama, target="ort-dml", precision="float32", incremental=True)
     assert "precision" not in read_manifest(llama).graphs["decode"]
 
 
-@pytest.mark.slow
 def test_what_falls_back_is_listed_and_recorded(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export(llama, target="ort-dml", precision="float32", opset=23, incremental=True)
     assert "no kernel in `ort-dml` for `Attention` (float32): 8 nodes of decode.onnx" in capsys.readouterr().err

@@ -367,6 +367,7 @@ def test_a_regular_table_has_no_odd_row(table: Array) -> None:
     assert odd_row(changed) in (217, 218)
 
 
+@pytest.mark.slow
 def test_the_reference_of_a_changed_folder_is_its_own_config(exported: Tiny, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(exported("gemma2"), tmp_path / "copy"))
     assert audit(folder).verdict == "pass"

@@ -164,6 +164,7 @@ def test_weights_of_another_name_in_another_file_are_not_tensors_of_the_model(
     assert "`rows` maps `rows.bin`" in details(report, "weights")
 
 
+@pytest.mark.slow
 def test_an_older_report_is_removed_when_a_run_begins(clean_report: Report, tmp_path: Path) -> None:
     write_report(clean_report, tmp_path)
     require_writable(tmp_path, NAMES)

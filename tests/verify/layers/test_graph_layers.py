@@ -40,6 +40,7 @@ def test_names_and_order_of_nodes_do_not_matter(model_type: str, layered: Layere
         assert not found.odd_layers()
 
 
+@pytest.mark.slow_rows("gpt2")
 @pytest.mark.quick_rows("gpt2")
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_values_at_the_cuts_are_the_hidden_states_of_the_model(model_type: str, layered: Layered) -> None:

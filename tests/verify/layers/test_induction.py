@@ -58,6 +58,7 @@ def shown(layered: Layered) -> Report:
     return inducted(layered("llama"))
 
 
+@pytest.mark.slow
 def test_a_correct_graph_is_shown(shown: Report) -> None:
     assert (shown.verdict, shown.exit_code, shown.method) == ("pass", 0, "induction")
     assert [one.name for one in shown.statements] == ["structure", "weights", "composition", "base", "step"]
