@@ -241,7 +241,8 @@ def assert_shown(shown: str, seen: str) -> None:
 
 
 def without_digits(line: str) -> str:
-    """A line with every number as `#`, exponents included."""
+    """A line with every number as `#`, exponents included, and without the output that has the largest sigma."""
+    line = re.sub(r"(largest sigma \S+) \(.*?\)", r"\1", line)
     return re.sub(r"\d[\d.,]*(e-?\d+)?", "#", line)
 
 
