@@ -92,8 +92,9 @@ class ExpectedOutput:
         total_noise: RMS of the rounding error over all valid rows.
         max_noise: largest absolute rounding error per row, [batch, tokens].
         valid: bool [batch, tokens]; False for padding, which is not compared.
-        others: functions that compute the output in the graph's dtype again with other rounding, [batch, tokens,
-            features].
+        others: functions that compute the output in the graph's dtype again, [batch, tokens, features], by the same
+            calls with other rounding.
+        orders: the same, by the same tokens in other calls.
         excess: the measured noise relative to the usual noise of the output so far (the larger ratio of all rows and
             of the worst row), in units of the float32 gates; 0 without earlier measurements.
     """
@@ -104,6 +105,7 @@ class ExpectedOutput:
     max_noise: Array
     valid: Array
     others: Sequence[Callable[[], Array]] = field(default=(), compare=False, repr=False)
+    orders: Sequence[Callable[[], Array]] = field(default=(), compare=False, repr=False)
     excess: float = 0.0
 
     @property
@@ -127,28 +129,33 @@ class ExpectedOutput:
         """The last tokens only, for graphs that return logits of the last token, or runs of a part of the prompt."""
         noise, valid = self.noise[:, -count:], self.valid[:, -count:]
         total = max(rms(noise[valid]), 1e-300)
-        again = [partial(_last_rows, other, count) for other in self.others]
-        return ExpectedOutput(self.exact[:, -count:], noise, total, self.max_noise[:, -count:], valid, again)
+        others, orders = ([partial(_last_rows, run, count) for run in runs] for runs in (self.others, self.orders))
+        return ExpectedOutput(self.exact[:, -count:], noise, total, self.max_noise[:, -count:], valid, others, orders)
 
     def is_doubtful(self, found: Measure, gates: Gates) -> bool:
         """Whether the noise of one run may be small by chance; larger errors than `again` can explain are not."""
-        return bool(self.others) and found.sigma <= CHANCE * gates.aggregate and found.row_sigma <= CHANCE * gates.row
+        again = bool(self.others or self.orders)
+        return again and found.sigma <= CHANCE * gates.aggregate and found.row_sigma <= CHANCE * gates.row
 
     def again(self) -> ExpectedOutput:
         """The same output with the largest noise, row by row, of the measured run and of those that round otherwise.
 
-        A far larger difference is not noise: with rotary frequencies that depend on the length, the same tokens in
-        other calls are different computations.
+        A far larger difference in another order is not noise: with rotary frequencies that depend on the length, the
+        same tokens in other calls are different computations. The same calls are the same computations: a row that they
+        move far is one whose rounding is chaotic.
         """
-        noise, most = self.noise, self.max_noise
-        for other in self.others:
-            error = other().astype(np.float64) - self.exact
-            rows = rms_rows(error)
-            understated = (rows > noise) & (rows < CHANCE * self.noise)
-            noise = np.where(understated, rows, noise)
-            most = np.where(understated, np.maximum(np.abs(error).max(axis=-1, initial=0.0), most), most)
-        total = max(self.total_noise, rms(noise[self.valid & (noise > self.noise)]))
-        return replace(self, noise=noise, total_noise=total, max_noise=most, others=())
+        noise, most, usual = self.noise, self.max_noise, self.noise
+        for limit, runs in ((CHANCE, self.orders), (np.inf, self.others)):
+            for run in runs:
+                error = run().astype(np.float64) - self.exact
+                rows = rms_rows(error)
+                understated = (rows > noise) & (rows < limit * self.noise)
+                noise = np.where(understated, rows, noise)
+                usual = np.where(understated & (rows < CHANCE * self.noise), rows, usual)
+                most = np.where(understated, np.maximum(np.abs(error).max(axis=-1, initial=0.0), most), most)
+        raised = rms(usual[self.valid & (usual > self.noise)])
+        total = max(self.total_noise, raised, rms(noise[self.valid]))
+        return replace(self, noise=noise, total_noise=total, max_noise=most, others=(), orders=())
 
 
 def _last_rows(rows: Callable[[], Array], count: int) -> Array:

@@ -344,8 +344,13 @@ class Eager:
 
     def _with_others(self, truths: dict[str, ExpectedOutput], calls: Chain) -> dict[str, ExpectedOutput]:
         """Adds to the outputs of the last call runs that round otherwise."""
-        runs = other_roundings(self._rounded_model, self._repeating, calls)
-        return {name: replace(truth, others=[partial(run, name) for run in runs]) for name, truth in truths.items()}
+        orders, nudges = other_roundings(self._rounded_model, self._repeating, calls)
+        return {
+            name: replace(
+                truth, others=[partial(run, name) for run in nudges], orders=[partial(run, name) for run in orders]
+            )
+            for name, truth in truths.items()
+        }
 
     @property
     def _repeating(self) -> Runner:

@@ -65,11 +65,14 @@ Rows = dict[str, Array]
 """Outputs as rows, by name."""
 
 
-def other_roundings(model: EagerRunner, runner: Runner, calls: Chain) -> list[Callable[[str], Array]]:
-    """Functions from the name of an output of the last of `calls` to its rows in another run.
+Run = Callable[[str], Array]
+"""From the name of an output to its rows."""
 
-    One run has another order of operations, where one exists; in the others operators are nudged. Nothing is run before
-    its rows are asked for. `model` is in the graph's dtype, and `runner` runs calls with it.
+
+def other_roundings(model: EagerRunner, runner: Runner, calls: Chain) -> tuple[list[Run], list[Run]]:
+    """Runs of the last of `calls` in another order of operations, where one exists, and runs with nudged operators.
+
+    Nothing is run before its rows are asked for. `model` is in the graph's dtype, and `runner` runs calls with it.
     """
     order, new = another_order(calls, runner.extra_inputs), calls[-1].input_ids.shape[1]
 
@@ -86,11 +89,8 @@ def other_roundings(model: EagerRunner, runner: Runner, calls: Chain) -> list[Ca
     def rows(run: Callable[[], Rows], name: str) -> Array:
         return run()[name][:, -new:] if name == "logits" else run()[name]
 
-    runs: list[Callable[[], Rows]] = [
-        *([in_another_order] if order else []),
-        *(partial(after_a_nudge, seed) for seed in SEEDS),
-    ]
-    return [partial(rows, run) for run in runs]
+    nudges: list[Run] = [partial(rows, partial(after_a_nudge, seed)) for seed in SEEDS]
+    return [partial(rows, in_another_order)] if order else [], nudges
 
 
 class _Nudges(TorchDispatchMode):  # type: ignore[no-untyped-call]

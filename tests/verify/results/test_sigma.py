@@ -117,7 +117,7 @@ def understated(rows: int, other: float) -> tuple[ExpectedOutput, Array]:
     """An expected output of few rows with too small a noise, and an output with the noise of the other order."""
     truth, output = expected_and_output(rows)
     noise = (output - truth.exact) * other
-    return replace(truth, others=[lambda: truth.exact + noise[:, ::-1]]), truth.exact + noise
+    return replace(truth, orders=[lambda: truth.exact + noise[:, ::-1]]), truth.exact + noise
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -146,6 +146,20 @@ def test_the_noise_of_many_failing_rows_is_doubted_within_a_factor(error: int, p
 def test_another_order_with_another_result_is_not_noise() -> None:
     truth, output = understated(1, 1000)
     assert not with_checked_noise(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
+
+
+def test_a_row_that_a_nudge_moves_far_has_that_noise_and_no_other_row_has() -> None:
+    truth, output = expected_and_output(64)
+    far = output.copy()
+    far[0, 3] = truth.exact[0, 3] + 30 * (output - truth.exact)[0, 3]
+    chaotic = replace(truth, others=[lambda: far])
+    again = chaotic.again()
+    assert again.noise[0, 3] > 16 * truth.noise[0, 3]
+    assert np.delete(again.noise / truth.noise, 3, 1).max() < 2
+    elsewhere = output.copy()
+    elsewhere[0, 9] = truth.exact[0, 9] + 12 * (output - truth.exact)[0, 9]
+    for wrong, passes in ((far, True), (elsewhere, False)):
+        assert measure(again, wrong).passes(GATE) is passes
 
 
 def test_a_fault_fails_also_with_another_order() -> None:
