@@ -2,6 +2,11 @@
 
 Scales of an int8 cache, per channel: 1.1 * the largest magnitude on the text / 127. Channels of keys that a rotary
 embedding mixes share a scale (`caches.key_rotation`).
+
+KeyRotation: which channels of keys a rotary embedding mixes, and the range that they share.
+
+An embedding rotates pairs of channels by angles that grow with the position. On a long context each channel of a pair
+reaches the larger maximum of both.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -17,28 +23,20 @@ import onnx_ir as ir
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import InputRefused, UnsupportedInput
-from llmconv.export.caches.key_rotation import KeyRotation
 from llmconv.export.export_options import ExportOptions
-from llmconv.export.fixed_inputs import all_fixed
-from llmconv.export.folders.new_folder import file_tensors
-from llmconv.export.graph_spec import GROWING
+from llmconv.export.folders import file_tensors
+from llmconv.export.graph_spec import GROWING, all_fixed
 from llmconv.export.language_model import LanguageModel
-from llmconv.export.node_editor import NodeEditor, integers, producer
 from llmconv.export.quantization.activation_aware import measure_activation_aware
-from llmconv.export.quantization.activation_range import ActivationRange
-from llmconv.export.quantization.block_format import BlockFormat
+from llmconv.export.quantization.block_rounding import BlockFormat, ColumnFormat, WeightFormat
 from llmconv.export.quantization.calibration import column_importance, outputs_on_texts, reduced_inputs
-from llmconv.export.quantization.column_format import ColumnFormat, WeightFormat
-from llmconv.export.quantization.rounded_codes import Scratch
-from llmconv.export.quantization.selection import QuantizedWeight
+from llmconv.export.quantization.quantized_tensor import Scratch
+from llmconv.export.quantization.selection import ActivationRange, QuantizedWeight
 from llmconv.export.quantization.sequential_rounding import round_sequentially
-from llmconv.export.quantization.smoothing import Smoothing, measure_smoothing
-from llmconv.export.quantization.smoothing_groups import Graphs, smoothing_groups
-from llmconv.export.rewrite.ort_cpu.rotary import fuse_rotary
-from llmconv.export.traced_graph import TracedGraph
-from llmconv.export.weights.bind import bind, match_weights
-from llmconv.export.weights.experts import DOMAIN, GROUPED
-from llmconv.export.weights.parameter_sources import WeightSource, leaves
+from llmconv.export.quantization.smoothing import Graphs, Smoothing, measure_smoothing, smoothing_groups
+from llmconv.export.rewrite.ort_cpu import fuse_rotary
+from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, producer
+from llmconv.export.weights import DOMAIN, GROUPED, WeightSource, bind, leaves, match_weights
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.progress import say, warn
 from llmconv.runtime.cache_names import is_present, past_of
@@ -306,3 +304,22 @@ def _is_projected(value: ir.Value | None) -> bool:
         else:
             value = node.inputs[0] if node.op_type in MOVING else None
     return False
+
+
+class KeyRotation(Enum):
+    """Which channels of a head are mixed: none, i with i + half of the head, 2i with 2i + 1, or possibly any."""
+
+    NONE = "none"
+    HALVES = "halves"
+    NEIGHBORS = "neighbors"
+    UNKNOWN = "unknown"
+
+    def shared(self, maxima: Array) -> Array:
+        """Maxima [..., head_dim] of channels as the maxima of all channels that each is mixed with; the same shape."""
+        if self is KeyRotation.NONE:
+            return maxima
+        size = maxima.shape[-1]
+        groups = {KeyRotation.HALVES: (2, size // 2), KeyRotation.NEIGHBORS: (size // 2, 2)}.get(self, (1, size))
+        axis = -2 if self is KeyRotation.HALVES else -1
+        grouped = maxima.reshape(*maxima.shape[:-1], *groups)
+        return np.broadcast_to(grouped.max(axis=axis, keepdims=True), grouped.shape).reshape(maxima.shape)

@@ -13,42 +13,40 @@ from typing import Any
 from torch import nn
 
 from llmconv.checkpoint import INDEX, Checkpoint, own_file, read_json, read_small
-from llmconv.errors import InputRefused, UsageProblem
+from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export.calibration import Calibration, text_of
 from llmconv.export.clients import DEFAULT, Client, ClientFiles, ClientModel
-from llmconv.export.clients.image_model import Edits, ImageModel, edited
-from llmconv.export.export_options import ExportOptions
+from llmconv.export.clients.image_parts import Edits, ImageModel, edited
+from llmconv.export.export_options import EMBED, GENERATE, RERANK, SCORING, ExportOptions
 from llmconv.export.exported import Exported, ExportSizes
-from llmconv.export.fixed_inputs import refuse_option, with_fixed_inputs
-from llmconv.export.folders.in_place import InPlace
-from llmconv.export.folders.model_in_memory import checkpoint_in_memory, require_output
-from llmconv.export.folders.new_folder import NewFolder, OutputFolder, file_tensors, main_dtype, sources_of
-from llmconv.export.graph_files import GraphFiles, GraphPlan
+from llmconv.export.folders import (
+    InPlace,
+    NewFolder,
+    OutputFolder,
+    checkpoint_in_memory,
+    file_tensors,
+    main_dtype,
+    require_output,
+    sources_of,
+)
+from llmconv.export.graph_files import GraphFiles, GraphOptions, GraphPlan
 from llmconv.export.graph_names import graph_names
-from llmconv.export.graph_options import GraphOptions
-from llmconv.export.graph_spec import FLOAT32, GraphSpec, graph_specs
+from llmconv.export.graph_spec import FLOAT32, NO_CACHE, GraphSpec, graph_specs, refuse_option, with_fixed_inputs
 from llmconv.export.input_map import decoder_config
 from llmconv.export.language_model import LanguageModel, open_language_model
 from llmconv.export.option_checks import check_weight_options, require_exact, shape_options, warn_of_padding
-from llmconv.export.quantization.cache_options import require_kv_cache
-from llmconv.export.quantization.name_patterns import require_used
-from llmconv.export.quantization.product_groups import grouped
-from llmconv.export.quantization.quantized_sizes import QuantizedSizes
-from llmconv.export.quantization.selection import QuantizedWeight, select
-from llmconv.export.quantization.settings import QuantizationSettings
-from llmconv.export.quantization.smoothing import Smoothing
-from llmconv.export.quantization.smoothing_groups import Graphs
-from llmconv.export.quantization.stored_formats import StoredFormats
+from llmconv.export.quantization.products import grouped
+from llmconv.export.quantization.selection import QuantizedSizes, QuantizedWeight, StoredFormats, select
+from llmconv.export.quantization.settings import QuantizationSettings, require_kv_cache, require_used
+from llmconv.export.quantization.smoothing import Graphs, Smoothing
 from llmconv.export.rewrite.grouped_query import fits_grouped_query
 from llmconv.export.rewrite.lora_inputs import lora_targets
-from llmconv.export.rewrite.passes.postprocess import TokenChoice
-from llmconv.export.rewrite.passes.quantized_cache import require_grouped_query
-from llmconv.export.rewrite.pipeline_stages import first_layers, require_stages
+from llmconv.export.rewrite.pipeline_stages import first_layers, graph_parts, require_stages, stage_parts
+from llmconv.export.rewrite.postprocess import TokenChoice, require_grouped_query
+from llmconv.export.sentence_modules import MODULES, SentenceHead, SentenceModules, TokenScore, read_sentence_modules
 from llmconv.export.targets.presets import Preset, find_preset
-from llmconv.export.tasks import with_task
 from llmconv.export.tracing.fake_model import depth
-from llmconv.export.weights.bind import match_weights, require_one_copy
-from llmconv.export.weights.stage_parts import graph_parts, stage_parts
+from llmconv.export.weights import match_weights, require_one_copy
 from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.sources import local_path
@@ -56,8 +54,8 @@ from llmconv.model_code import code_of
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import Plan, json_bytes, plan_checkpoint
 from llmconv.output.writer import Place, destination_of, write_checkpoint
+from llmconv.progress import say, warn
 from llmconv.progress import step as progress_step
-from llmconv.progress import warn
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.custom_code import uses_custom_code
@@ -420,3 +418,83 @@ class GraphsOnly:
         planned = {name: text for name, text in plan_checkpoint(checkpoint).small_files.items() if name != INDEX}
         has_index = (checkpoint.path / INDEX).is_file()
         return planned | ({INDEX: read_small(own_file(checkpoint.path, INDEX))} if has_index else {})
+
+
+def with_task(
+    checkpoint: Checkpoint, model: LanguageModel, given: ExportOptions
+) -> tuple[Checkpoint, dict[str, GraphSpec]]:
+    """The checkpoint with the modules after the model, and the spec of the graph by its role; none to generate.
+
+    Raises:
+        UnsupportedInput: a model or a module that graphs without a cache do not compute.
+        InputRefused: the folder does not declare what the task needs.
+    """
+    task = given["task"]
+    if task == GENERATE and not given["no_cache"]:
+        _require_causal_attention(model)
+        return checkpoint, {}
+    if model.naming:
+        raise UnsupportedInput(
+            "graphs without a cache take tokens, and those of a multi-modal model take embeddings",
+            hint="leave out `--task` and `--no-cache`",
+        )
+    if task != GENERATE:
+        _require_decoder(model, task)
+    if extras := model.input_map.extra_inputs(model.config):
+        raise UnsupportedInput(
+            f"graphs without a cache take tokens alone, and this family has the input `{next(iter(extras))}`",
+            hint="leave out `--task` and `--no-cache`",
+        )
+    spec = GraphSpec(NO_CACHE, logits=given["logits_dtype"])
+    if task == GENERATE:
+        return checkpoint, {SCORING: spec}
+    modules = read_sentence_modules(checkpoint.path)
+    return _with_modules(checkpoint, modules), {task: replace(spec, task=task, head=_head(task, modules))}
+
+
+def _head(task: str, modules: SentenceModules | None) -> SentenceHead | TokenScore | None:
+    """What follows the model."""
+    if task == RERANK:
+        if modules is None or modules.score is None:
+            raise InputRefused(
+                f"`--task rerank` needs a `{MODULES}` with a LogitScore module, which names the tokens of yes and no",
+                hint="docs/embeddings.md has an example for Qwen3-Reranker; a classifier has `--task classify`",
+            )
+        return modules.score
+    if task == EMBED and (modules is None or modules.head is None):
+        say(f"no pooling module in `{MODULES}`: the graph returns `last_hidden_state` alone")
+    return modules.head if modules and task == EMBED else None
+
+
+def _with_modules(checkpoint: Checkpoint, modules: SentenceModules | None) -> Checkpoint:
+    if modules is None:
+        return checkpoint
+    places = {name: tensor.location for name, tensor in modules.tensors.items()}
+    return replace(
+        checkpoint,
+        tensors={**checkpoint.tensors, **modules.tensors},
+        side_files={**checkpoint.side_files, **modules.side_files},
+        files={**checkpoint.files, **places},
+    )
+
+
+def _require_causal_attention(model: LanguageModel) -> None:
+    """Refuses to generate with a model whose tokens attend to later ones."""
+    config = model.config
+    if (
+        getattr(config, "use_bidirectional_attention", None) in (True, "all")
+        or getattr(config, "is_causal", True) is False
+    ):
+        raise UnsupportedInput(
+            "tokens of this model attend to later tokens, so it cannot generate with a cache",
+            hint="`--task embed` exports it as an embedding model",
+        )
+
+
+def _require_decoder(model: LanguageModel, task: str) -> None:
+    """Refuses an encoder, whose positions and segments are not those of decoders."""
+    if getattr(model.config, "is_decoder", True) is False:
+        raise UnsupportedInput(
+            f"a {model.config.model_type} without `is_decoder` is an encoder, and `--task {task}` exports decoders",
+            hint="`optimum-cli export onnx` exports encoders",
+        )

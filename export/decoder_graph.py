@@ -13,16 +13,21 @@ import onnx_ir as ir
 
 from llmconv.export.graph_spec import FLOAT32, GROWING, GraphSpec
 from llmconv.export.input_map import InputMap
-from llmconv.export.node_editor import NodeEditor, integers, producer, value_named
-from llmconv.export.rewrite.gemm import rewrite_linear_layers
 from llmconv.export.rewrite.grouped_query import use_grouped_query_attention
-from llmconv.export.rewrite.node_names import name_everything
-from llmconv.export.rewrite.norms import fuse_norms
+from llmconv.export.rewrite.norms import fuse_norms, rewrite_linear_layers
 from llmconv.export.rewrite.ort_cpu import fuse_for_cpu
-from llmconv.export.rewrite.replicate import NotIsomorphic, replicate, warm_up
-from llmconv.export.traced_graph import TracedGraph
-from llmconv.export.tracing.fake_model import build, depth, period, refusing, shortened
-from llmconv.export.tracing.layer_kinds import factors, first_alike, layer_kinds
+from llmconv.export.rewrite.replicate import NotIsomorphic, name_everything, replicate, warm_up
+from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, producer, value_named
+from llmconv.export.tracing.fake_model import (
+    build,
+    depth,
+    factors,
+    first_alike,
+    layer_kinds,
+    period,
+    refusing,
+    shortened,
+)
 from llmconv.export.tracing.trace import trace, trace_embeddings
 from llmconv.progress import say
 from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES

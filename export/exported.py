@@ -11,7 +11,7 @@ from llmconv.errors import InputRefused
 from llmconv.output.writer import Place
 
 if TYPE_CHECKING:  # it needs torch, which an early refusal does without
-    from llmconv.export.quantization.quantized_sizes import QuantizedSizes
+    from llmconv.export.quantization.selection import QuantizedSizes
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from llmconv.export.option_checks import (
     roles_of_task,
     shape_options,
 )
-from llmconv.export.quantization.cache_options import with_kv_cache
-from llmconv.export.quantization.settings import QuantizationSettings
+from llmconv.export.quantization.settings import QuantizationSettings, with_kv_cache
 from llmconv.files.paths import Placed, output_place
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
 from llmconv.model_code import model_class

@@ -9,17 +9,19 @@ none            no such inputs and outputs           nowhere: one call is the wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llmconv.argument_checks import require_choice, require_least
 from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.export.clients import DEFAULT, Client
 from llmconv.export.input_map import Port
 from llmconv.export.sentence_modules import SentenceHead, TokenScore
 from llmconv.export.targets.presets import TARGETS
+from llmconv.progress import say
 from llmconv.runtime.cache_names import MAX_LENGTH, is_past, is_recurrent
-from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL
+from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL, ExtraInput
 from llmconv.runtime.onnxruntime.graph import is_token_input
 from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS, WRITE_INDICES
 
@@ -240,3 +242,54 @@ def _prompt_length(slots: int | None, asked: int | None) -> int:
             hint="make `--max-seq-len` a multiple of `--prompt-len`",
         )
     return length
+
+
+def all_fixed(extras: Mapping[str, ExtraInput], what: str, without: str) -> tuple[str, ...]:
+    """The names of all extra inputs, for graphs that take none of them.
+
+    A message says that `what` cannot feed them, and to leave out the option `without`.
+
+    Raises:
+        UnsupportedInput: an input has no constant default.
+    """
+    for name, extra in extras.items():
+        if callable(extra.default):
+            raise UnsupportedInput(
+                f"{what} cannot feed the input `{name}`, which has another value in each call",
+                hint=f"leave out `{without}`",
+            )
+    return tuple(extras)
+
+
+def with_fixed_inputs(
+    specs: Mapping[str, GraphSpec], extras: Mapping[str, ExtraInput], clients: Sequence[Client]
+) -> dict[str, GraphSpec]:
+    """The specs, by role, that all clients can feed; UnsupportedInput for an input without a constant default."""
+    if any(spec.cache != GROWING.cache for spec in specs.values()):
+        _require_parts(extras)
+    others = [client.name for client in clients if client.name != DEFAULT]
+    if not extras or not others:
+        return dict(specs)
+    fixed = all_fixed(extras, f"layout `{others[0]}`", f"--layout {others[0]}")
+    for name in fixed:
+        say(f"`{name}` is always {extras[name].default}: layout `{others[0]}` does not feed it")
+    return {role: replace(spec, fixed_inputs=fixed) for role, spec in specs.items()}
+
+
+def _require_parts(extras: Mapping[str, ExtraInput]) -> None:
+    """Refuses inputs of a whole call: graphs with a cache of fixed length run a prompt in several calls."""
+    for name, extra in extras.items():
+        if SEQUENCE not in extra.axes and (TOTAL in extra.axes or callable(extra.default)):
+            raise UnsupportedInput(
+                f"a cache of fixed length runs prompts in parts, and the input `{name}` has another value in each part",
+                hint="leave out `--shapes static` and `--cache shared-buffer`",
+            )
+
+
+def refuse_option(extras: Mapping[str, ExtraInput], option: str) -> None:
+    """Raises UnsupportedInput if the model has extra inputs, whose graphs do not have this option."""
+    if extras:
+        raise UnsupportedInput(
+            f"`{option}` does not support the input `{next(iter(extras))}` of this family",
+            hint=f"leave out `{option}`, or the input in its row of the input map",
+        )

@@ -19,24 +19,17 @@ from llmconv.export.input_map import InputMap
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.fake_model import (
     build,
+    conversions_of,
     embedding_size,
+    layers_name,
     load_config,
     period,
     refusing,
     shortened,
 )
-from llmconv.export.tracing.layer_kinds import layers_name
-from llmconv.export.tracing.multimodal import (
-    WITHOUT,
-    TensorNaming,
-    alone,
-    find_naming,
-)
-from llmconv.export.tracing.text_models import conversions_of
-from llmconv.export.vision.graph import build_vision
-from llmconv.export.vision.towers import VISION_TOWERS
-from llmconv.export.weights.bind import missing_key, require_shape
-from llmconv.export.weights.parameter_sources import expressions
+from llmconv.export.vision_graph import WITHOUT, TensorNaming, alone, build_vision, find_naming
+from llmconv.export.vision_towers import VISION_TOWERS
+from llmconv.export.weights import expressions, missing_key, require_shape
 from llmconv.progress import say
 from llmconv.runtime.eager.stored_tensors import kept_in_float32
 from llmconv.runtime.extra_inputs import ExtraInput

@@ -35,7 +35,7 @@ from transformers.models.auto.modeling_auto import (
 
 from llmconv.errors import LlmconvError
 from llmconv.export import INPUT_MAPS, InputMap, export, register_input_map
-from llmconv.export.families_not_exported import NOT_EXPORTED
+from llmconv.export.families import NOT_EXPORTED
 from llmconv.verify import verify
 from llmconv.verify.float_folder import METHODS
 from llmconv.verify.results import WHOLE, Report

@@ -1,4 +1,4 @@
-"""The kinds of caches that layers keep between calls. A kind is one file here and one row of `CACHE_KINDS`."""
+"""The kinds of caches that layers keep between calls. A kind is a `CacheKind` in a file here and one row of `CACHE_KINDS`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from llmconv.export.caches.kind import CacheKind
 
 CACHE_KINDS: dict[str, tuple[str, str] | None] = {
     "heads": None,
-    "convolution": ("convolution", "KIND"),
-    "selective_scan": ("selective_scan", "KIND"),
-    "state_space": ("state_space", "KIND"),
+    "convolution": ("state_space", "CONVOLUTION_KIND"),
+    "selective_scan": ("state_space", "SELECTIVE_SCAN_KIND"),
+    "state_space": ("state_space", "STATE_SPACE_KIND"),
     "delta_rule": ("delta_rule", "KIND"),
     "channel_delta_rule": ("delta_rule", "CHANNEL_KIND"),
 }

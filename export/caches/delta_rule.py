@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmconv.export.caches.convolution import CONVOLVE
 from llmconv.export.caches.kind import CacheKind, CacheState
-from llmconv.export.caches.scan_functions import CHUNKS, call
+from llmconv.export.caches.state_space import CONVOLVE
+from llmconv.export.caches.traced_layers import CHUNKS, call
 from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT
 
 NORM_EPSILON = 1e-6

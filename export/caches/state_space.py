@@ -1,4 +1,11 @@
-"""Mamba-2: a layer keeps the window of its convolution and one matrix per head."""
+"""Short causal convolutions (LFM2): a layer keeps the last columns of the input of its convolution.
+
+They are put in front of the new columns, so the convolution needs no padding and a prompt is handled like a step.
+
+Mamba: a layer keeps the window of its convolution and one state per channel.
+
+transformers' scan of several tokens starts from zeros even with a cache; the graph continues the state.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +14,117 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.activations import ACT2FN
 
-from llmconv.export.caches.convolution import CONVOLVE
 from llmconv.export.caches.kind import CacheKind, CacheState, first
-from llmconv.export.caches.scan_functions import CHUNKS, call
-from llmconv.export.caches.traced_layers import TracedCache
+from llmconv.export.caches.traced_layers import CHUNKS, RecordedStates, TracedCache, call
 from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT
 
-FUNCTION = (
+
+def convolve(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **unused: Any
+) -> Tensor:
+    """Depthwise convolution of `[batch, channels, kernel + sequence]`, which begins with the window.
+
+    Returns `[batch, channels, 1 + sequence]`, of which callers keep the last `sequence` columns. `weight` is
+    `[channels, kernel]`, `bias` `[channels]` or None, and `activation` a function's name or None.
+    """
+    result = F.conv1d(hidden_states.to(weight.dtype), weight.unsqueeze(1), bias, groups=weight.shape[0])
+    result = result if activation is None else ACT2FN[activation](result)
+    return result.to(hidden_states.dtype)
+
+
+def _states(config: Any) -> tuple[CacheState, ...]:
+    return (CacheState(CONVOLUTION, (config.hidden_size, config.conv_L_cache)),)
+
+
+CONVOLVE = {"causal_conv1d_fn": convolve}
+CONVOLUTION_KIND = CacheKind(_states, CONVOLVE)
+
+
+SELECTIVE_SCAN_FUNCTION = """
+SelectiveScan (x, dt, A, B, C, past) => (y, present)
+{
+    last = Constant <value_ints = [-1]> ()
+    one = Constant <value_ints = [1]> ()
+    present, y = Scan <
+        num_scan_inputs = 4, scan_input_axes = [2, 2, 1, 1], scan_output_axes = [2],
+        body = step (float[b, d, n] state, float[b, d] x_t, float[b, d] dt_t, float[b, n] B_t, float[b, n] C_t)
+            => (float[b, d, n] next, float[b, d] y_t)
+        {
+            dt_column = Unsqueeze (dt_t, last)
+            exponent = Mul (dt_column, A)
+            decay = Exp (exponent)
+            kept = Mul (state, decay)
+            dx_t = Mul (dt_t, x_t)
+            dx_column = Unsqueeze (dx_t, last)
+            B_row = Unsqueeze (B_t, one)
+            written = Mul (dx_column, B_row)
+            next = Add (kept, written)
+            C_column = Unsqueeze (C_t, last)
+            read = MatMul (next, C_column)
+            y_t = Squeeze (read, last)
+        }
+    > (past, x, dt, B, C)
+}
+"""
+"""Mamba's selective scan, token by token: each channel d has n states of its own, so chunks are not possible.
+
+    state = exp(dt A) state + dt x B      y = state C
+
+x, dt, y [b, d, L]; A [d, n]; B, C [b, L, n]; past, present [b, d, n]. arXiv:2312.00752, equation 2.
+"""
+
+
+def selective_scan(  # noqa: PLR0913 - transformers calls it
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **unused: Any,
+) -> tuple[Tensor, Tensor]:
+    """transformers' `mamba_selective_scan` as one node.
+
+    Returns the output `[batch, channels, sequence]` and the state `[batch, channels, states]`, both float32.
+
+    Args:
+        hidden_states: `[batch, channels, sequence]`.
+        dt: time step, `[batch, channels, sequence]`.
+        A: `[channels, states]`.
+        B: `[batch, states, sequence]`.
+        C: `[batch, states, sequence]`.
+        D: skip connection, `[channels]`, or None.
+        z: gate, `[batch, channels, sequence]`, or None.
+        delta_bias: bias of the time step, `[channels]`, or None.
+    """
+    dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
+    dt = F.softplus(dt) if delta_softplus else dt
+    past = RecordedStates.last_read
+    assert past is not None
+    inputs = [hidden_states, dt, A, B.transpose(1, 2), C.transpose(1, 2), past]
+    output, state = call("SelectiveScan", inputs, [hidden_states.shape, past.shape])
+    output = output.to(hidden_states.dtype)
+    output = output if D is None else output + hidden_states * D[None, :, None]
+    return (output if z is None else output * F.silu(z)), state
+
+
+def _scan_states(config: Any) -> tuple[CacheState, ...]:
+    channels = int(first(config, "mamba_expand", "expand") * config.hidden_size)
+    window = CacheState(CONVOLUTION, (channels, first(config, "mamba_d_conv", "conv_kernel")))
+    return (window, CacheState(RECURRENT, (channels, first(config, "mamba_d_state", "state_size"))))
+
+
+SELECTIVE_SCAN_KIND = CacheKind(
+    _scan_states, {**CONVOLVE, "mamba_selective_scan": selective_scan}, {"SelectiveScan": SELECTIVE_SCAN_FUNCTION}
+)
+
+
+STATE_SPACE_FUNCTION = (
     """
 StateSpace (x, dt, A, B, C, past) => (y, present)
 {"""
@@ -156,7 +266,7 @@ def _is_step() -> Tensor:
     return TracedCache.is_step
 
 
-def _states(config: Any) -> tuple[CacheState, ...]:
+def _space_states(config: Any) -> tuple[CacheState, ...]:
     heads = first(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
     size = first(config, "mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
     states = first(config, "mamba_d_state", "ssm_state_size", "state_size")
@@ -165,4 +275,6 @@ def _states(config: Any) -> tuple[CacheState, ...]:
     return CacheState(CONVOLUTION, window), CacheState(RECURRENT, (heads, size, states))
 
 
-KIND = CacheKind(_states, {**CONVOLVE, "mamba2_chunk_scan": chunk_scan}, {"StateSpace": FUNCTION})
+STATE_SPACE_KIND = CacheKind(
+    _space_states, {**CONVOLVE, "mamba2_chunk_scan": chunk_scan}, {"StateSpace": STATE_SPACE_FUNCTION}
+)

@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 
 from llmconv.errors import UnsupportedInput, UsageProblem
-from llmconv.export.clients.image_model import Edits, ImageModel
+from llmconv.export.clients.image_parts import Edits, ImageModel
 from llmconv.export.input_map import InputMap, Port
 from llmconv.files.safe_folder import Link
 from llmconv.plugins import plugins

@@ -17,17 +17,13 @@ import numpy as np
 import onnx_ir as ir
 
 from llmconv.background import prefetch
-from llmconv.export.node_editor import NodeEditor, integers
-from llmconv.export.quantization.block_format import BlockFormat
-from llmconv.export.quantization.block_rounding import NONE
+from llmconv.export.quantization.block_rounding import NONE, BlockFormat
 from llmconv.export.quantization.calibration import reduced_inputs
-from llmconv.export.quantization.column_factors import FLOAT32, multiplied
-from llmconv.export.quantization.quantized_tensor import QuantizedTensor, widened
+from llmconv.export.quantization.quantized_tensor import FLOAT32, QuantizedTensor, multiplied, widened
 from llmconv.export.quantization.selection import QuantizedWeight
-from llmconv.export.quantization.smoothing import Smoothing, exact_factors, require_finite
-from llmconv.export.quantization.smoothing_groups import SmoothingGroup
-from llmconv.export.traced_graph import TracedGraph
-from llmconv.export.weights.parameter_sources import WeightSource
+from llmconv.export.quantization.smoothing import Smoothing, SmoothingGroup, exact_factors, require_finite
+from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers
+from llmconv.export.weights import WeightSource
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.tensors import Array, DType, LazyTensor, in_memory
 

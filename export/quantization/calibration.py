@@ -15,11 +15,9 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from llmconv.errors import UnsupportedInput, first_line
-from llmconv.export.node_editor import NodeEditor, integers, producer, remove_unused
 from llmconv.export.quantization.selection import product_layout
-from llmconv.export.traced_graph import TracedGraph
-from llmconv.export.weights.bind import bind
-from llmconv.export.weights.parameter_sources import StoredRows, WeightSource, leaves
+from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, producer, remove_unused
+from llmconv.export.weights import StoredRows, WeightSource, bind, leaves
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.low_memory.graph_pieces import ValueTypes, cut_graph

@@ -1,19 +1,84 @@
-"""QuantizedTensor: a weight as lazy codes, scales and zero points, of which only a block of rows is in memory."""
+"""Scales in the type that a file stores them in: none overflows, and a matrix of small weights does not vanish."""
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from math import prod
+from pathlib import Path
+from typing import IO, Any
 
 import ml_dtypes
 import numpy as np
 
 from llmconv.errors import InputRefused
-from llmconv.export.quantization.block_format import BlockFormat
-from llmconv.export.quantization.block_rounding import NONE, block_codes, block_scales, block_values, pack
-from llmconv.export.quantization.stored_scales import require_kept, squares_lost, stored_scales
-from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
+from llmconv.export.quantization.block_rounding import (
+    LARGEST,
+    NONE,
+    BlockFormat,
+    block_codes,
+    block_scales,
+    block_values,
+    pack,
+)
+from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, in_memory
+from llmconv.transpose import transposed
+
+MOST_LOST = 1 / 16
+"""Root mean square of what rounding takes from the scales of a matrix, relative to theirs; float16 takes 1/5000."""
+
+WIDER = {"float16": "give `--precision bfloat16` or float32", "bfloat16": "give `--precision float32`"}
+"""Hints by the type that is too narrow."""
+
+
+def stored_scales(scales: Array, dtype: DType, name: str, *, kept: bool = False) -> Array:
+    """Float32 scales of the weight `name`, cast to `dtype`.
+
+    Of a checkpoint's own scales (`kept`) an error does not suggest `--quant-exclude`.
+
+    Raises:
+        InputRefused: a scale is too large for the type.
+    """
+    with np.errstate(over="ignore"):
+        stored: Array = scales.astype(dtype.numpy)
+    if not np.isfinite(stored.astype(np.float32)).all():
+        wider = bool(np.isfinite(scales).all())
+        raise InputRefused(f"a scale of `{name}` is too large for {dtype.name}", hint=_hint(dtype, wider, kept))
+    return stored
+
+
+def squares_lost(wanted: Array, stored: Array) -> Array:
+    """Float64 [rows, 2]: squares of what rounding takes from scales [rows, ...], and of the scales, summed by row.
+
+    `wanted` is float32, `stored` the same scales in another type, finite.
+    """
+    wide = wanted.astype(np.float64).reshape(len(wanted), -1)
+    lost = wide - stored.astype(np.float64).reshape(wide.shape)
+    return np.stack([np.sum(lost**2, axis=1), np.sum(wide**2, axis=1)], axis=1)
+
+
+def require_kept(squares: Array, dtype: DType, name: str, *, kept: bool = False) -> None:
+    """Refuses a matrix whose scales the type does not hold; a few small blocks among larger ones may vanish.
+
+    `squares` are those of `squares_lost`, of all rows.
+
+    Raises:
+        InputRefused: most scales are too small for the type.
+    """
+    lost, total = squares.sum(axis=0)
+    if lost > MOST_LOST**2 * total:
+        raise InputRefused(f"the scales of `{name}` are too small for {dtype.name}", hint=_hint(dtype, True, kept))
+
+
+def _hint(dtype: DType, wider: bool, kept: bool) -> str:
+    """What helps: a wider type, if one holds the scales, or floats, if the weights are not codes already."""
+    wide = WIDER.get(dtype.name) if wider else None
+    plain = None if kept else "leave the weight as it is: `--quant-exclude`"
+    return ", or ".join(filter(None, (wide, plain))) or "take the model it was quantized from"
+
 
 CODES, SCALES, ZEROS, ORDER = ".codes", ".scales", ".zeros", ".order"
 """Suffixes of the tensors' names."""
@@ -170,3 +235,161 @@ def widened(rows: Array) -> Array:
     if rows.dtype == BFLOAT16:  # a shift of the bits; `ml_dtypes` holds the interpreter lock
         return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return rows.astype(np.float32, copy=False)
+
+
+FLOAT32 = BY_NAME["float32"]
+SMOOTHING = ".smoothing"
+"""Suffix of the names of factors."""
+
+
+def multiplied(weight: LazyTensor, factors: Array) -> LazyTensor:
+    """A matrix in float32, multiplied block by block of its rows: [N, K] with factors [K], or [K, N] with [K, 1]."""
+
+    def rows(start: int, stop: int) -> Array:
+        mine = factors[start:stop] if factors.ndim > 1 else factors
+        product: Array = widened(weight.rows(start, stop)) * mine
+        return product
+
+    return LazyTensor(FLOAT32, weight.shape, rows)
+
+
+def stored_factors(name: str, factors: Array) -> dict[str, LazyTensor]:
+    """Factors of a tensor by the name that they are stored under."""
+    return {name + SMOOTHING: in_memory(factors, FLOAT32)}
+
+
+INT8 = BY_NAME["int8"]
+
+
+class ColumnTensor:
+    """A weight [N, K] or [experts, N, K], in `ColumnFormat`; matrices of a `transposed` one are stored as [K, N]."""
+
+    def __init__(self, name: str, weight: LazyTensor, *, transposed: bool = False) -> None:
+        self._name, self._weight, self._transposed = name, weight, transposed
+        *self._stack, rows, columns = weight.shape
+        self._inputs, self._outputs = (rows, columns) if transposed else (columns, rows)
+        self._lock = threading.Lock()
+        self._kept: Array | None = None
+
+    def tensors(self) -> dict[str, LazyTensor]:
+        """Codes int8 [K, N], scales float32 [N], by name; a stack has the axis of its experts in front."""
+        stack = self._stack
+        codes = LazyTensor(INT8, (*stack, self._inputs, self._outputs), self._stacked if stack else self._rows)
+        if not stack and not self._transposed:
+            codes = transposed(LazyTensor(INT8, self._weight.shape, self._columns))
+        scales = LazyTensor(FLOAT32, (*stack, self._outputs), lambda start, stop: self._scales()[start:stop])
+        return {self._name + CODES: codes, self._name + SCALES: scales}
+
+    def _rows(self, start: int, stop: int) -> Array:
+        """Codes of rows of a matrix that is stored as [K, N]."""
+        return _codes(self._read(start, stop), self._scales()[None])
+
+    def _columns(self, start: int, stop: int) -> Array:
+        """Codes of rows of a matrix that is stored as [N, K]."""
+        return _codes(self._read(start, stop), self._scales()[start:stop, None])
+
+    def _stacked(self, start: int, stop: int) -> Array:
+        values = self._read(start, stop)
+        values = values if self._transposed else values.swapaxes(1, 2)
+        return np.ascontiguousarray(_codes(values, self._scales()[start:stop, None, :]))
+
+    def _scales(self) -> Array:
+        """Scales of all outputs, read once."""
+        with self._lock:
+            if self._kept is None:
+                self._kept = _stored(self._extremes())
+            return self._kept
+
+    def _extremes(self) -> Array:
+        """The largest absolute value of every output."""
+        axis = -2 if self._transposed else -1
+        parts = [np.abs(self._read(*block)).max(axis=axis) for block in self._weight.blocks()]
+        if self._stack or not self._transposed:
+            return np.concatenate(parts)
+        found: Array = np.max(parts, axis=0)
+        return found
+
+    def _read(self, start: int, stop: int) -> Array:
+        wide = widened(self._weight.rows(start, stop))
+        if not np.isfinite(wide.sum(dtype=np.float64)) and not np.isfinite(wide).all():
+            raise InputRefused(
+                f"`{self._name}` contains infinite or NaN values, which have no code",
+                hint="look at the model with `llmconv inspect`; `--quant-exclude` leaves a weight as it is",
+            )
+        return wide
+
+
+def _stored(extremes: Array) -> Array:
+    """Scales; 1 for a column of zeros, as onnxruntime's `quantize_dynamic` has it."""
+    scales = extremes.astype(np.float32) / np.float32(LARGEST)
+    return np.where(scales > np.finfo(np.float32).tiny, scales, np.float32(1)).astype(np.float32)
+
+
+def _codes(values: Array, scales: Array) -> Array:
+    """The nearest codes."""
+    nearest = np.rint(values / scales)
+    codes: Array = np.clip(nearest, -LARGEST, LARGEST).astype(np.int8)
+    return codes
+
+
+@dataclass(frozen=True)
+class RoundedCodes:
+    """The codes of a weight [N, K], or of a stack [experts, N, K].
+
+    `parts` are arrays by suffix, as in `QuantizedTensor.tensors`, mapped from the scratch file.
+    """
+
+    parts: dict[str, Array]
+    scale_dtype: DType
+
+    def put(self, index: int | None, form: BlockFormat, codes: Array, scales: Array, zeros: Array) -> None:
+        """Stores codes uint8 [N, K] (K padded to whole blocks), scales float32 [N, blocks] and zeros uint8 [N, blocks].
+
+        `index` is of the matrix in a stack; None for a weight that is one matrix.
+        """
+        made = {
+            CODES: pack(codes.reshape(-1, form.size), form.bits).reshape(*scales.shape, form.block_bytes),
+            SCALES: scales.astype(self.scale_dtype.numpy),
+            ZEROS: pack(zeros, form.bits),
+        }
+        for suffix, array in self.parts.items():
+            array[slice(None) if index is None else index] = made[suffix]
+
+    def tensors(self, name: str) -> dict[str, LazyTensor]:
+        """The tensors by name, as `QuantizedTensor.tensors`."""
+        dtypes = {CODES: BY_NAME["uint8"], ZEROS: BY_NAME["uint8"], SCALES: self.scale_dtype}
+        return {name + suffix: _lazy(dtypes[suffix], array) for suffix, array in self.parts.items()}
+
+
+def _lazy(dtype: DType, array: Array) -> LazyTensor:
+    return LazyTensor(dtype, array.shape, lambda start, stop: np.ascontiguousarray(array[start:stop]))
+
+
+class Scratch:
+    """An unnamed file, open for reading and writing, which the system removes with the process."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._end = file, 0
+
+    @classmethod
+    @contextmanager
+    def beside(cls, output: Path) -> Iterator[Scratch]:
+        """Context with a scratch file in the file system of a folder that may not exist yet."""
+        home = next(folder for folder in output.absolute().parents if folder.is_dir())
+        with tempfile.TemporaryFile(dir=home) as file:
+            yield cls(file)
+
+    def codes(self, outer: tuple[int, ...], columns: int, form: BlockFormat, scale_dtype: DType) -> RoundedCodes:
+        """Room for the codes of a weight with K `columns` and the outer axes [N], or [experts, N]."""
+        blocks, bytes_ = form.blocks(columns), np.dtype(np.uint8)
+        parts = {CODES: self._array((*outer, blocks, form.block_bytes), bytes_)}
+        if not form.symmetric:
+            parts[ZEROS] = self._array((*outer, form.zero_bytes(columns)), bytes_)
+        parts[SCALES] = self._array((*outer, blocks), scale_dtype.numpy)
+        return RoundedCodes(parts, scale_dtype)
+
+    def _array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        start = -(-self._end // 8) * 8
+        self._end = start + prod(shape) * dtype.itemsize
+        self._file.truncate(self._end)
+        return np.memmap(self._file, dtype, "r+", start, shape)

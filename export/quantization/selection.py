@@ -1,33 +1,87 @@
-"""Which stored tensors can be quantized: those that the graphs only multiply with, or look up in a tied embedding."""
+"""ActivationRange: a range that is known before a graph runs, and the nodes that round a value in it.
+
+Toolchains for NPUs read `QuantizeLinear` and `DequantizeLinear` with constant scale and zero point (ONNX,
+docs/Operators.md); runtimes fuse them with the product that follows.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from llmconv.errors import InputRefused
-from llmconv.export.node_editor import MICROSOFT
-from llmconv.export.quantization.activation_range import ActivationRange
-from llmconv.export.quantization.block_format import BlockFormat
-from llmconv.export.quantization.block_rounding import NONE
-from llmconv.export.quantization.column_factors import multiplied, stored_factors
-from llmconv.export.quantization.column_format import ColumnFormat, WeightFormat
-from llmconv.export.quantization.column_tensor import ColumnTensor
-from llmconv.export.quantization.quantized_tensor import SCALES, QuantizedTensor
-from llmconv.export.quantization.repacked_weight import RepackedWeight
-from llmconv.export.quantization.rounded_codes import RoundedCodes
+from llmconv.export.quantization.block_rounding import BITS, NONE, BlockFormat, ColumnFormat, WeightFormat, pack
+from llmconv.export.quantization.quantized_tensor import (
+    CODES,
+    ORDER,
+    SCALES,
+    SMOOTHING,
+    ZEROS,
+    ColumnTensor,
+    QuantizedTensor,
+    RoundedCodes,
+    multiplied,
+    require_kept,
+    squares_lost,
+    stored_factors,
+    stored_scales,
+)
 from llmconv.export.quantization.settings import INT8, QuantizationSettings
-from llmconv.export.quantization.stored_formats import StoredFormats
-from llmconv.export.traced_graph import TracedGraph
-from llmconv.export.weights.experts import DOMAIN, GROUPED, output_parts
-from llmconv.export.weights.parameter_sources import StoredRows, WeightSource, element, leaves
-from llmconv.export.weights.stored_values import NAMES, ONNX_TYPES
+from llmconv.export.traced_graph import MICROSOFT, NodeEditor, TracedGraph, constant
+from llmconv.export.weights import (
+    DOMAIN,
+    GROUPED,
+    NAMES,
+    ONNX_TYPES,
+    StoredRows,
+    WeightSource,
+    element,
+    leaves,
+    output_parts,
+)
 from llmconv.files.safetensors_file import FileTensor
-from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
+from llmconv.quantized_export import described
+from llmconv.quantized_weights.packed_weight import IntegerCodes, tiled
+from llmconv.quantized_weights.quantized_checkpoint import QuantizedCheckpoint
+from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, in_memory
+
+STEPS = 255
+"""Between the smallest and the largest code of uint8."""
+
+
+@dataclass(frozen=True)
+class ActivationRange:
+    """A value is `(code - zero) * scale` (float32), with codes of 0 to 255; `zero` is the code of 0."""
+
+    scale: float
+    zero: int
+
+    @classmethod
+    def of(cls, low: float, high: float) -> ActivationRange:
+        """The range from `low` to `high`, extended to contain 0; scale 1 if that is all it contains."""
+        low, high = min(low, 0.0), max(high, 0.0)
+        scale = float(np.float32((high - low) / STEPS)) or 1.0
+        return cls(scale, int(np.clip(np.rint(-low / scale), 0, STEPS)))
+
+    def rounded(self, editor: NodeEditor, value: ir.Value, name: str) -> ir.Value:
+        """A float32 value, rounded in this range; all its readers share the nodes.
+
+        The constants are called `{name}.input_scale` and `{name}.input_zero`.
+        """
+        known = [node.outputs[0] for node, at in value.uses() if node.op_type == "QuantizeLinear" and at == 0]
+        if known:
+            return next(node.outputs[0] for node, _ in known[0].uses())
+        scale = constant(editor.graph, f"{name}.input_scale", np.array(self.scale, np.float32))
+        zero = constant(editor.graph, f"{name}.input_zero", np.array(self.zero, np.uint8))
+        return editor.one("DequantizeLinear", [editor.one("QuantizeLinear", [value, scale, zero]), scale, zero])
+
 
 POINTWISE = {
     *("Softmax", "Sigmoid", "Tanh", "Softplus", "Exp", "Log", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Transpose"),
@@ -240,3 +294,193 @@ def leads_to_choice(node: ir.Node) -> bool:
                     seen.add(user)
                     waiting.append(user)
     return False
+
+
+@dataclass(frozen=True, eq=False)
+class RepackedWeight:
+    """A weight of a quantized checkpoint: its codes as stored, and its layout in the new file.
+
+    `order` int32 [K] is the stored column of each column of codes, None where they are in their own order. If
+    `symmetric`, all zero points are the middle code.
+    """
+
+    integers: IntegerCodes
+    form: BlockFormat
+    order: Array | None
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the model's weight is [K, N]."""
+        return self.integers.turned
+
+    def tensors(self, name: str, scale_dtype: DType | None = None) -> dict[str, LazyTensor]:
+        """Codes, zero points, scales (None: as stored) and column order by name, as in `QuantizedTensor.tensors`."""
+        outer, form = self.integers.shape[:-1], self.form
+        columns, dtype = self.integers.shape[-1], scale_dtype or self.integers.scale_dtype
+        blocks = form.blocks(columns)
+        codes = LazyTensor(BY_NAME["uint8"], (*outer, blocks, form.block_bytes), self._codes)
+        made = {CODES: tiled(codes, prod(self.integers.shape[1:]))}
+        if not form.symmetric:
+            made[ZEROS] = LazyTensor(BY_NAME["uint8"], (*outer, form.zero_bytes(columns)), self._zeros)
+
+        def scales(start: int, stop: int) -> Array:
+            if start == 0 and dtype != self.integers.scale_dtype:
+                whole = self.integers.scales(0, outer[0])
+                require_kept(squares_lost(whole, stored_scales(whole, dtype, name, kept=True)), dtype, name, kept=True)
+            return stored_scales(self.integers.scales(start, stop)[..., self._block_groups], dtype, name, kept=True)
+
+        made[SCALES] = LazyTensor(dtype, (*outer, blocks), scales)
+        if self.order is not None:
+            made[ORDER] = in_memory(self.order, BY_NAME["int32"])
+        return {name + suffix: tensor for suffix, tensor in made.items()}
+
+    def in_file(self, name: str) -> dict[str, FileTensor] | None:
+        """The same tensors over the checkpoint's own bytes; None if those differ.
+
+        Raises:
+            MalformedInput: scales that are not finite, or so large that values are not.
+        """
+        known, form = self.integers.in_file, self.form
+        rows, columns = self.integers.shape[-2:]
+        fits = form.bits == self.integers.bits and columns % form.size == 0 and self.order is None
+        if not known or not fits or known[1].shape[-1] != form.blocks(columns):
+            return None
+        self.integers.scales(0, rows)  # graphs map them unread
+        shape = rows, form.blocks(columns), form.block_bytes
+        codes = FileTensor(known[0].path, known[0].offset, BY_NAME["uint8"], shape, known[0].record)
+        return {name + CODES: codes, name + SCALES: known[1]}
+
+    @property
+    def _block_groups(self) -> Array:
+        """The group of each block."""
+        return self._sorted_groups[:: self.form.size]
+
+    @property
+    def _sorted_groups(self) -> Array:
+        groups = self.integers.groups
+        return groups if self.order is None else groups[self.order]
+
+    def _codes(self, start: int, stop: int) -> Array:
+        codes, form = self.integers.codes(start, stop), self.form
+        if self.order is not None:
+            codes = codes[..., self.order]
+        padding = -codes.shape[-1] % form.size
+        padded = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, padding)])
+        return pack(padded.reshape(-1, form.size), form.bits).reshape(*codes.shape[:-1], -1, form.block_bytes)
+
+    def _zeros(self, start: int, stop: int) -> Array:
+        return np.ascontiguousarray(pack(zero_points(self.integers)[start:stop][:, self._block_groups], self.form.bits))
+
+
+def repacked(integers: IntegerCodes) -> RepackedWeight | None:
+    """The codes in blocks, or None if onnxruntime has no operator for groups like these."""
+    order = None if (np.diff(integers.groups) >= 0).all() else np.argsort(integers.groups, kind="stable")
+    if not integers.has_operator or (size := integers.block_size) is None:
+        return None
+    bits = next(bits for bits in BITS if bits >= integers.bits)
+    middle = 1 << (bits - 1)
+    symmetric = bits == integers.bits and (integers.zeros is None or bool((zero_points(integers) == middle).all()))
+    form = BlockFormat(bits, size, symmetric, search=False)
+    return RepackedWeight(integers, form, None if order is None else order.astype(np.int32))
+
+
+def zero_points(integers: IntegerCodes) -> Array:
+    """All zero points, uint8 [N, groups]."""
+    if integers.zeros is None:
+        return np.full((integers.shape[-2], int(integers.groups.max()) + 1), 1 << (integers.bits - 1), np.uint8)
+    return integers.zeros()
+
+
+@dataclass(frozen=True)
+class StoredFormats:
+    """The formats, by name, of the weights of a checkpoint quantized by `method`, such as `gptq`.
+
+    None for a weight whose codes onnxruntime has no operator for, which is quantized again to 8 bits.
+    """
+
+    method: str
+    weights: Mapping[str, RepackedWeight | None]
+
+    @classmethod
+    def of(cls, checkpoint: QuantizedCheckpoint) -> StoredFormats:
+        """The formats of all its quantized weights; reads zero points and orders of columns, but no codes."""
+        found = {name: weight.integers for name, weight in checkpoint.weights.items()}
+        return cls(checkpoint.method.name, {name: repacked(one) if one else None for name, one in found.items()})
+
+    @property
+    def without_operator(self) -> list[str]:
+        """The weights that are quantized again."""
+        return [name for name, weight in self.weights.items() if weight is None]
+
+    def format_of(self, name: str, parameter: str, layer: int | None, layers: int) -> BlockFormat | None:
+        """As `QuantizationSettings.format_of`."""
+        if name not in self.weights:
+            return None
+        weight = self.weights[name]
+        return weight.form if weight else INT8
+
+    def stored(self, name: str) -> RepackedWeight | None:
+        """The codes of a weight that are kept; None if it is quantized again."""
+        return self.weights.get(name)
+
+    def least_elements(self, total: int) -> float:
+        """As `QuantizationSettings.least_elements`: none is too small."""
+        return 0
+
+    def manifest_fields(self) -> dict[str, Any]:
+        """Fields of the manifest."""
+        return {"quant": self.method}
+
+
+@dataclass(frozen=True)
+class QuantizedSizes:
+    """Numbers of weights and bytes of a quantized export.
+
+    Attributes:
+        matrices: number of quantized tensors by bits and size of a block, which is 0 for one scale per column.
+        before: bytes of these tensors in the model.
+        after: bytes of their codes, scales and zero points.
+        plain: number of tensors that are stored as they are.
+        factors: bytes of factors of columns, which no graph reads: `verify` does.
+    """
+
+    matrices: Mapping[tuple[int, int], int]
+    before: int
+    after: int
+    plain: int
+    factors: int
+
+    @classmethod
+    def of(
+        cls,
+        quantized: Mapping[str, QuantizedWeight],
+        before: Mapping[str, LazyTensor],
+        after: Mapping[str, LazyTensor],
+    ) -> QuantizedSizes:
+        """The sizes of an export, by the tensors of the model (`before`) and those stored instead (`after`)."""
+        parts = [name + suffix for name in quantized for suffix in (CODES, ZEROS, SCALES, ORDER)]
+        return cls(
+            dict(Counter(_kind(weight.form) for weight in quantized.values()).most_common()),
+            sum(before[name].nbytes for name in quantized),
+            sum(after[name].nbytes for name in parts if name in after),
+            len(before.keys() - quantized.keys()),
+            sum(tensor.nbytes for name, tensor in after.items() if name.endswith(SMOOTHING)),
+        )
+
+    @property
+    def line(self) -> str:
+        """Everything in one line."""
+        sizes = f"{described(self.matrices)}, {self.after:,} bytes instead of {self.before:,}"
+        plain = f"{self.plain:,} tensor{'s' * (self.plain != 1)} as {'they are' if self.plain != 1 else 'it is'}"
+        factors = f"; {self.factors:,} bytes of factors, which only `verify` reads" if self.factors else ""
+        return f"quantized: {sizes}; {plain}{factors}"
+
+    def fields(self) -> dict[str, Any]:
+        """Fields of `export --json`."""
+        kinds = [{"bits": bits, "block": size, "count": count} for (bits, size), count in self.matrices.items()]
+        sizes = {"bytes_before": self.before, "bytes": self.after, "factor_bytes": self.factors}
+        return {"matrices": kinds, **sizes, "plain": self.plain}
+
+
+def _kind(form: WeightFormat) -> tuple[int, int]:
+    return form.bits, 0 if isinstance(form, ColumnFormat) else form.size

@@ -23,16 +23,18 @@ import onnxruntime as ort
 import torch
 
 from llmconv.errors import InputRefused
-from llmconv.export.node_editor import NodeEditor, producer, remove_unused
-from llmconv.export.quantization.block_format import BlockFormat
-from llmconv.export.quantization.block_rounding import HALF, block_scales
+from llmconv.export.quantization.block_rounding import HALF, BlockFormat, block_scales
 from llmconv.export.quantization.calibration import as_matrix, input_types, label_of, open_piece, start_values
-from llmconv.export.quantization.rounded_codes import RoundedCodes, Scratch
+from llmconv.export.quantization.quantized_tensor import (
+    RoundedCodes,
+    Scratch,
+    require_kept,
+    squares_lost,
+    stored_scales,
+)
 from llmconv.export.quantization.selection import QuantizedWeight, product_layout
-from llmconv.export.quantization.stored_scales import require_kept, squares_lost, stored_scales
-from llmconv.export.traced_graph import TracedGraph
-from llmconv.export.weights.bind import bind
-from llmconv.export.weights.parameter_sources import StoredRows, WeightSource, leaves
+from llmconv.export.traced_graph import NodeEditor, TracedGraph, producer, remove_unused
+from llmconv.export.weights import StoredRows, WeightSource, bind, leaves
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.runtime.low_memory.graph_pieces import GraphPiece, ValueTypes, cut_graph
 from llmconv.tensors import Array

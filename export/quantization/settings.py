@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
-from llmconv.errors import UsageProblem
-from llmconv.export.quantization.block_format import BITS, SIZES, BlockFormat
-from llmconv.export.quantization.column_format import ColumnFormat, WeightFormat
-from llmconv.export.quantization.name_patterns import matches, require_pattern
+from llmconv.errors import UnsupportedInput, UsageProblem, listing
+from llmconv.export.export_options import ExportOptions
+from llmconv.export.graph_spec import FLOAT32
+from llmconv.export.quantization.block_rounding import BITS, SIZES, BlockFormat, ColumnFormat, WeightFormat
 from llmconv.runtime.calibration_text import CalibrationText
+from llmconv.tensors import LazyTensor
+from llmconv.timed_patterns import MatchTime, PatternProblem, compiled, finds
 
 INT8 = BlockFormat(bits=8, symmetric=True, search=False)
 """8 bits need no search: its gain is below the rounding of activations to int8."""
@@ -238,3 +241,97 @@ def _pattern_bits(text: str) -> tuple[str, int]:
     if not pattern or bits not in map(str, BITS):
         raise UsageProblem(f"`--quant-bits` is {text!r}", hint="write it as `PATTERN=8` or `PATTERN=4`")
     return pattern, int(bits)
+
+
+SHARED, CPU_TARGET = "shared-buffer", "ort-cpu"
+
+
+def with_kv_cache(given: ExportOptions) -> ExportOptions:
+    """The options, with a shared buffer for a cache of codes; UsageProblem for options that contradict `kv_cache`."""
+    kind = given["kv_cache"]
+    if kind is None:
+        return given
+    contradictions = {
+        f"--cache {given['cache']}": given["cache"] not in (None, SHARED),
+        f"--shapes {given['shapes']}": given["shapes"] != "dynamic",
+        f"--target {given['target']}": given["target"] not in (None, CPU_TARGET),
+        f"--precision {given['precision']}": given["precision"] not in (None, FLOAT32),
+        "--stages": given["stages"] > 1,
+        "--prefix": given["prefix"] is not None,
+    }
+    if found := next((option for option, wrong in contradictions.items() if wrong), ""):
+        raise UsageProblem(
+            f"`--kv-cache {kind}` needs float32 graphs with a shared buffer for onnxruntime's CPU, not `{found}`",
+            hint=f"leave out `{found}`, or `--kv-cache`",
+        )
+    return {**given, "cache": SHARED}
+
+
+def require_kv_cache(given: ExportOptions, family: object, *, fits: bool) -> None:
+    """Refuses a model whose attention cannot read codes, and a precision that the target chose.
+
+    `given` are the options after the target's; `fits` is whether `GroupQueryAttention` can keep the model's cache.
+
+    Raises:
+        UnsupportedInput: the model does not fit.
+        UsageProblem: the graphs compute in another dtype than float32.
+    """
+    if not fits:
+        raise UnsupportedInput(
+            f"`{family}` has a cache that GroupQueryAttention cannot keep, the only operator for `--kv-cache int8`",
+            hint="leave out `--kv-cache`",
+        )
+    if given["precision"] not in (None, FLOAT32):
+        raise UsageProblem(
+            f"`--kv-cache {given['kv_cache']}` needs float32 graphs, and the target computes in {given['precision']}",
+            hint="add `--precision float32`",
+        )
+
+
+INDEX = re.compile(r"\.\d+\.")
+"""In the name of a tensor of a layer."""
+
+
+def require_pattern(option: str, pattern: str) -> None:
+    """Raises UsageProblem if the regular expression of an option is invalid, or nested too deeply."""
+    try:
+        compiled(pattern)
+    except PatternProblem as problem:
+        raise _refused(option, pattern, problem) from problem
+
+
+def matches(option: str, pattern: str, name: str, time: MatchTime | None = None) -> bool:
+    """Whether an option's regular expression is found anywhere in the name of a stored tensor.
+
+    Raises UsageProblem if that takes too long; several matches may share a `time` limit.
+    """
+    try:
+        return finds(compiled(pattern), name, time, anywhere=True)
+    except PatternProblem as problem:
+        raise _refused(option, pattern, problem) from problem
+
+
+def require_used(patterns: Mapping[str, Sequence[str]], tensors: Mapping[str, LazyTensor]) -> None:
+    """Raises UsageProblem for a pattern of an option that matches no stored tensor, or takes too long."""
+    time = MatchTime()
+    for option, given in patterns.items():
+        for pattern in given:
+            if not any([matches(option, pattern, name, time) for name in tensors]):
+                raise UsageProblem(f"`{option} {pattern}` matches no weight", hint=_near(pattern, tensors))
+
+
+def _near(pattern: str, tensors: Mapping[str, LazyTensor]) -> str:
+    """Names that were possibly meant; without such, those of an embedding, a head and a matrix of a layer."""
+    matrices = [name.removesuffix(".weight") for name, tensor in tensors.items() if len(tensor.shape) > 1]
+    parts = dict.fromkeys(part for name in matrices for part in name.split(".") if not part.isdecimal())
+    if found := get_close_matches(pattern, dict.fromkeys([*parts, *matrices]), n=3):
+        return f"close names: {listing(found)}"
+    outside = [name for name in matrices if not INDEX.search(name)]
+    return f"names are such as {listing([*outside[:2], *(name for name in matrices if INDEX.search(name))][:3])}"
+
+
+def _refused(option: str, pattern: str, problem: PatternProblem) -> UsageProblem:
+    return UsageProblem(
+        f"`{option}` has the regular expression {pattern[:80]!r}, {problem}",
+        hint="`lm_head` matches every name with it",
+    )

@@ -19,16 +19,16 @@ import onnx_ir as ir
 
 from llmconv.export.graph_spec import CACHE_RANK
 from llmconv.export.input_map import Port
-from llmconv.export.node_editor import (
+from llmconv.export.traced_graph import (
     MICROSOFT,
     NodeEditor,
+    TracedGraph,
     constant,
     integers,
     producer,
     remove_unused,
     replace_value,
 )
-from llmconv.export.traced_graph import TracedGraph
 from llmconv.runtime.extra_inputs import PAST
 
 HEAD_MULTIPLE = 8

@@ -14,9 +14,8 @@ import numpy as np
 import onnx_ir as ir
 
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.export.node_editor import MICROSOFT, NodeEditor, replace_uses
-from llmconv.export.traced_graph import TracedGraph, static_shape
-from llmconv.export.weights.parameter_sources import StoredRows, WeightSource
+from llmconv.export.traced_graph import MICROSOFT, NodeEditor, TracedGraph, replace_uses, static_shape
+from llmconv.export.weights import StoredRows, WeightSource
 from llmconv.runtime.onnxruntime.lora_names import factor_names
 
 ALL = "all-linear"

@@ -5,17 +5,22 @@
 Each input of a node of B must be related to the same input in A: the same value (shared), weights or past inputs whose
 names differ by the layer number (numbered), or a result of the period before (carried: the hidden state). Otherwise the
 periods are not isomorphic, and the caller traces all layers instead.
+
+Stable, readable names: a node is named after its module, such as `model.layers.7.self_attn.q_proj/Gemm`.
+
+The exporter numbers names over the whole trace, and its metadata contain stack traces with local paths, which would
+make the file differ between machines.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from llmconv.export.node_editor import producer, value_named
-from llmconv.export.traced_graph import TracedGraph, scopes
+from llmconv.export.traced_graph import TracedGraph, producer, scopes, value_named
 from llmconv.runtime.cache_names import CACHE_NAME, cache_order
 
 PROLOGUE, EPILOGUE = -1, 1 << 30
@@ -208,3 +213,36 @@ def _order_ports(graph: ir.Graph) -> None:
     """Sorts inputs and outputs: the cache last, layers in order, key before value, states after both."""
     for ports in (graph.inputs, graph.outputs):
         ports[:] = sorted(ports, key=lambda port: cache_order(port.name or ""))
+
+
+def name_everything(model: ir.Model) -> None:
+    """Names nodes, inner values and constants in graph order, and removes all metadata, in place."""
+    graph = model.graph
+    counts: Counter[str] = Counter()
+    outputs = set(graph.outputs)
+    for node in graph:
+        scope = next(reversed([name for name in scopes(node) if name and not name.startswith("_")]), "graph")
+        node.name = _unique(f"{scope}/{node.op_type}", counts)
+        for index, value in enumerate(node.outputs):
+            if value not in outputs:
+                value.name = f"{node.name}:{index}"
+            value.metadata_props.clear()
+        node.metadata_props.clear()
+        node.doc_string = None
+    for name, value in list(graph.initializers.items()):
+        graph.initializers.pop(name)
+        value.name = _unique("constant", counts)
+        graph.initializers[value.name] = value
+    _describe(model)
+
+
+def _unique(name: str, counts: Counter[str]) -> str:
+    counts[name] += 1
+    return name if counts[name] == 1 else f"{name}_{counts[name]}"
+
+
+def _describe(model: ir.Model) -> None:
+    model.producer_name, model.producer_version, model.domain, model.doc_string = "llmconv", None, None, None
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    model.graph.name, model.graph.doc_string = "decoder", None

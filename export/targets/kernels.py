@@ -1,4 +1,6 @@
-"""Which nodes of a graph a provider of onnxruntime has no kernel for; onnxruntime runs them on the CPU.
+"""The element type of every value of a graph, by the type constraints of its operators.
+
+Which nodes of a graph a provider of onnxruntime has no kernel for; onnxruntime runs them on the CPU.
 
 Only nodes that read floating-point numbers count. Providers leave computations on shapes, lengths and token ids to the
 CPU on purpose (CUDA's by `GetCpuPreferredNodes`, WebGPU's because it has no int64): they are small, and some of their
@@ -9,15 +11,164 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import onnx
+from onnx import TensorProto
+from onnx.inliner import inline_local_functions
 
-from llmconv.export.targets.element_types import FLOATS, TypedNode, typed_nodes
+FLOATS = frozenset(("float16", "bfloat16", "float32", "double"))
+
+
+@dataclass(frozen=True)
+class TypedNode:
+    """A node and its element types.
+
+    Attributes:
+        operator: such as `Attention` or `com.microsoft:GroupQueryAttention`.
+        version: the version that introduced the operator in this form.
+        inputs: element types of its inputs, those that are known.
+        bound: element types by type constraint (`T`) and by parameter (`shape`).
+    """
+
+    operator: str
+    name: str
+    version: int
+    inputs: tuple[str, ...]
+    bound: dict[str, set[str]]
+
+
+def typed_nodes(model: onnx.ModelProto) -> Iterator[TypedNode]:
+    """All nodes of a graph and of its inner graphs, functions inlined, in order."""
+    whole = inline_local_functions(model) if model.functions else model
+    opsets = {opset.domain: opset.version for opset in whole.opset_import}
+    yield from _nodes(whole.graph, opsets, {})
+
+
+def _nodes(graph: onnx.GraphProto, opsets: dict[str, int], outer: dict[str, str]) -> Iterator[TypedNode]:
+    types = outer | _declared(graph)
+    for node in graph.node:
+        signature = find_signature(node.domain, node.op_type, opsets.get(node.domain, 1))
+        bound = _bound(node, signature, types)
+        for name, found in zip(node.output, _outputs(node, signature, bound), strict=False):
+            if found and types.get(name) is None:
+                types[name] = found
+        for name, formal in signature.outputs_of(node.output):
+            bound.setdefault(formal.constraint, set()).update({types[name]} if name in types else ())
+        inputs = tuple(types[name] for name in node.input if name in types)
+        operator = f"{node.domain}:{node.op_type}".removeprefix(":")
+        yield TypedNode(operator, node.name, signature.version, inputs, bound)
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _nodes(inner, opsets, types)
+
+
+def _declared(graph: onnx.GraphProto) -> dict[str, str]:
+    """Element types of the values whose types the graph contains."""
+    values = [*graph.input, *graph.output, *graph.value_info]
+    found = {value.name: value.type.tensor_type.elem_type for value in values}
+    found |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    return {name: element_type(code) for name, code in found.items() if code}
+
+
+def _bound(node: onnx.NodeProto, signature: Signature, types: dict[str, str]) -> dict[str, set[str]]:
+    """Element types of the inputs by type constraint and by parameter."""
+    bound: dict[str, set[str]] = {}
+    for name, formal in signature.inputs_of(node.input):
+        for key in (formal.constraint, formal.name):
+            if name in types:
+                bound.setdefault(key, set()).add(types[name])
+    return bound
+
+
+def _outputs(node: onnx.NodeProto, signature: Signature, bound: dict[str, set[str]]) -> list[str]:
+    """Element types of the outputs; empty where the constraint leaves them open."""
+    stated = _stated(node)
+    found = []
+    for _, formal in signature.outputs_of(node.output):
+        same = bound.get(formal.constraint, set())
+        found.append(_fixed(formal.constraint) or stated or (next(iter(same)) if len(same) == 1 else ""))
+    return found
+
+
+def _fixed(constraint: str) -> str:
+    """The element type of a constraint such as `tensor(int64)`; empty for a variable such as `T`."""
+    name = constraint.removeprefix("tensor(").removesuffix(")")
+    return "" if name == constraint else "float32" if name == "float" else name
+
+
+def _stated(node: onnx.NodeProto) -> str:
+    """The element type that an attribute states: `to` of `Cast`, `value` of `Constant` and `ConstantOfShape`."""
+    attributes: dict[str, Any] = {attribute.name: attribute for attribute in node.attribute}
+    if node.op_type == "Cast":
+        return element_type(attributes["to"].i)
+    if node.op_type in ("Constant", "ConstantOfShape") and "value" in attributes:
+        return element_type(attributes["value"].t.data_type)
+    return ""
+
+
+@cache
+def element_type(code: int) -> str:
+    """onnx's number of an element type as llmconv's name, such as `float32`."""
+    return TensorProto.DataType.Name(code).lower() if code != TensorProto.FLOAT else "float32"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """An input or output of an operator: its name and its type constraint, such as `T` or `tensor(int64)`."""
+
+    name: str
+    constraint: str
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Inputs and outputs of an operator as of `version`; the last one may be repeated."""
+
+    version: int = 1
+    inputs: tuple[Parameter, ...] = ()
+    outputs: tuple[Parameter, ...] = ()
+
+    def inputs_of(self, names: Iterable[str]) -> Iterator[tuple[str, Parameter]]:
+        """The inputs of a node with their parameters, left out ones skipped."""
+        return _paired(names, self.inputs)
+
+    def outputs_of(self, names: Iterable[str]) -> Iterator[tuple[str, Parameter]]:
+        """The outputs of a node with their parameters; left out ones stay, with an empty name."""
+        return _paired(names, self.outputs, skip=False)
+
+
+def _paired(
+    names: Iterable[str], parameters: tuple[Parameter, ...], skip: bool = True
+) -> Iterator[tuple[str, Parameter]]:
+    for index, name in enumerate(names if parameters else ()):
+        if name or not skip:
+            yield name, parameters[min(index, len(parameters) - 1)]
+
+
+@cache
+def find_signature(domain: str, op_type: str, opset: int) -> Signature:
+    """The operator's signature in the imported `opset`; empty if neither onnx nor `signatures.json` defines it."""
+    try:
+        schema = onnx.defs.get_schema(op_type, opset, domain)
+    except onnx.defs.SchemaError:
+        inputs, outputs = _own().get(f"{domain}:{op_type}".removeprefix(":"), ([], []))
+        return Signature(1, tuple(map(Parameter, inputs, inputs)), tuple(map(Parameter, outputs, outputs)))
+    formal = [tuple(Parameter(p.name, p.type_str) for p in side) for side in (schema.inputs, schema.outputs)]
+    return Signature(schema.since_version, *formal)
+
+
+@cache
+def _own() -> dict[str, tuple[list[str], list[str]]]:
+    """Signatures of onnxruntime's own operators."""
+    found: dict[str, tuple[list[str], list[str]]] = json.loads((files(__package__) / "signatures.json").read_text())[
+        "kernels"
+    ]
+    return found
 
 
 @dataclass(frozen=True)

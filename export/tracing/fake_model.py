@@ -15,13 +15,21 @@ growing sequence needs none: the length of each call determines the frequencies.
     dynamic    base * (factor * length / original - (factor - 1)) ** (dim / (dim - 2)) beyond it
 
 Source: transformers modeling_rope_utils.py, `dynamic_rope_update`.
+
+Text models that transformers has only as a part of a model with images: here with a head for tokens.
+
+Their parameters have the names of other language models, `model.layers…` and `lm_head.weight`.
+
+Which layers of a model are alike, by their modules and the shapes of their parameters.
+
+Configs declare this in too many ways: experts from some layer on, attention to images in some, other head sizes.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,17 +37,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
 from llmconv.export.export_options import CLASSIFY
 from llmconv.export.input_map import decoder_config
 from llmconv.export.library_patches import fake_parameters
-from llmconv.export.tracing.text_models import TEXT_MODELS, TextWithHead
-from llmconv.export.weights.experts import DOMAIN, GROUPED
+from llmconv.export.weights import DOMAIN, GROUPED
 from llmconv.runtime.custom_code import custom_classes
+from llmconv.runtime.eager.runner import added_after_layers
 from llmconv.runtime.eager.stored_tensors import kept_in_float32
 from llmconv.runtime.images.family import embeds_in_layers
 
@@ -348,3 +365,99 @@ class _ModuleView:
 
     def __getattr__(self, name: str) -> Any:
         return self._replaced[name] if name in self._replaced else getattr(self._module, name)
+
+
+class TextWithHead(PreTrainedModel):  # type: ignore[misc]
+    """A text model and its head."""
+
+    base_model_prefix = "model"
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _supports_attention_backend = True
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = AutoModel.from_config(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        deepstack_embeds: Tensor | None = None,
+    ) -> CausalLMOutputWithPast:
+        """Logits of all tokens, and the cache.
+
+        Args:
+            input_ids: int64 `[batch, tokens]`; or `inputs_embeds`.
+            attention_mask: int64 `[batch, past + tokens]`.
+            position_ids: int64 `[3, batch, tokens]`.
+            inputs_embeds: `[batch, tokens, hidden]`.
+            deepstack_embeds: features of images that are added to the outputs of the first layers,
+                `[batch, tokens, layers * hidden]`; None for none.
+        """
+        with added_after_layers(self.model.layers, deepstack_embeds):
+            found = self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+            )
+        logits = self.lm_head(found.last_hidden_state)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=found.past_key_values)
+
+
+TEXT_MODELS = frozenset({"qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text"})
+"""Types of text models, by `model_type` of their config, that transformers has without a head."""
+
+
+def conversions_of(model: PreTrainedModel) -> list[Any]:
+    """How checkpoint tensors become parameters of a model; of a text model also what the whole one declares."""
+    own: list[Any] = get_model_conversion_mapping(model)
+    whole = str(model.config.model_type).removesuffix("_text")
+    declared = get_checkpoint_conversion_mapping(whole) if isinstance(model, TextWithHead) else None
+    return own + [one for one in declared or () if isinstance(one, WeightConverter)]
+
+
+def layer_kinds(model: PreTrainedModel) -> list[str]:
+    """A string for every layer, equal for layers that are alike except for numbers such as scales."""
+    return [_kind(layer) for layer in model.get_submodule(layers_name(model)).children()]
+
+
+def first_alike(kinds: Sequence[str], period: int) -> int:
+    """The first layer from which every layer is like the layer one period later."""
+    pairs = enumerate(zip(kinds, kinds[period:], strict=False))
+    return max((layer + 1 for layer, (kind, later) in pairs if kind != later), default=0)
+
+
+def factors(model: nn.Module) -> dict[str, float]:
+    """All float attributes of modules by name; they may differ in a shortened model."""
+    return {
+        f"{name}.{setting}": value
+        for name, module in model.named_modules()
+        for setting, value in vars(module).items()
+        if isinstance(value, float)
+    }
+
+
+def layers_name(model: PreTrainedModel) -> str:
+    """Name of the list of the decoder's layers (`model.layers`), not of an image encoder with as many layers."""
+    num_layers = depth(model.config)
+    decoder = model.get_decoder() if decoder_config(model.config) is not model.config else model
+    parts = set(decoder.modules())
+    named: Iterable[tuple[str, nn.Module]] = model.named_modules()
+    lists = [(name, part) for name, part in named if isinstance(part, nn.ModuleList) and part in parts]
+    return min((name for name, part in lists if len(part) == num_layers), key=len)
+
+
+def _kind(layer: nn.Module) -> str:
+    parts = [(name, type(part).__name__) for name, part in layer.named_modules()]
+    return repr((parts, [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]))

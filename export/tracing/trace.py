@@ -31,21 +31,16 @@ from transformers.masking_utils import create_causal_mask, sliding_window_overla
 from transformers.utils import logging as transformers_logging
 
 from llmconv.errors import UnsupportedInput
-from llmconv.export.caches.scan_functions import define_functions
-from llmconv.export.caches.shared_buffer import buffer_cache
-from llmconv.export.caches.traced_layers import TracedCache
+from llmconv.export.caches.traced_layers import TracedCache, define_functions
 from llmconv.export.graph_spec import FLOAT32, GROWING, NO_CACHE, GraphSpec
 from llmconv.export.input_map import InputMap, Port, decoder_config
 from llmconv.export.library_patches import TRANSLATIONS as LIBRARY
 from llmconv.export.library_patches import complex_as_pairs, exact_constants, fix_program, transformers_fixes
 from llmconv.export.traced_graph import TracedGraph
-from llmconv.export.tracing.attention import ATTENTION
-from llmconv.export.tracing.cache_probe import ports_of
-from llmconv.export.tracing.extra_tensors import ExtraTensors, extras_of, require_declared, require_fit
-from llmconv.export.tracing.fake_model import build, depth, unchanged_buffers
-from llmconv.export.tracing.layer_kinds import layers_name
+from llmconv.export.tracing.attention import ATTENTION, buffer_cache
+from llmconv.export.tracing.extra_tensors import ExtraTensors, extras_of, ports_of, require_declared, require_fit
+from llmconv.export.tracing.fake_model import build, conversions_of, depth, layers_name, unchanged_buffers
 from llmconv.export.tracing.single_pass import SinglePass, result_ports
-from llmconv.export.tracing.text_models import conversions_of
 from llmconv.runtime.cache_names import MAX_LENGTH, is_state
 from llmconv.runtime.extra_inputs import BATCH, FULL, PAST, SEQUENCE, SLIDING, TOTAL, ExtraInput
 from llmconv.runtime.library_patches import cache_parameter, masks_new_tokens

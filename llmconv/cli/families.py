@@ -24,8 +24,7 @@ def command(as_json: bool) -> None:
     In a terminal, types of transformers that are not exported follow on stderr, with the reason; in a pipe, only their
     number. With --json they are those with a `not_exported`.
     """
-    from llmconv.export.families import known_input_maps
-    from llmconv.export.families_not_exported import NOT_EXPORTED
+    from llmconv.export.families import NOT_EXPORTED, known_input_maps
     from llmconv.export.input_map import InputMap
     from llmconv.runtime.extra_inputs import POSITIONS
     from llmconv.runtime.images.families import IMAGE_FAMILIES

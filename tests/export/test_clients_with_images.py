@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import environments
 from llmconv.export import export
-from llmconv.export.clients.genai_images import IMAGE_MODELS
+from llmconv.export.clients.genai import IMAGE_MODELS
 from llmconv.export.export_options import ExportOptions
 from llmconv.generation import Prompt, generate
 from tests.builders.seeing import IMAGE_ID, IMAGE_TOKEN, SIZE, TOWERS, save_picture, save_seeing, save_tower

@@ -11,7 +11,7 @@ import pytest
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export import BATCH, PAST, SEQUENCE, TOTAL, ExtraInput, InputMap, export, register_input_map
 from llmconv.export.families import INPUT_MAPS
-from llmconv.export.fixed_inputs import refuse_option
+from llmconv.export.graph_spec import refuse_option
 from llmconv.verify import verify
 from tests.builders.spiced_models import FILLED, LANGUAGE, SPICE, WEIGHTS, save_spice, wrong_shape
 from tests.builders.tracing import trace_once

@@ -16,8 +16,7 @@ from llmconv.checkpoint import open_checkpoint
 from llmconv.cli import main
 from llmconv.errors import UnsupportedInput
 from llmconv.export import INPUT_MAPS, export
-from llmconv.export.families import find_input_map
-from llmconv.export.families_not_exported import NOT_EXPORTED
+from llmconv.export.families import NOT_EXPORTED, find_input_map
 from llmconv.export.tracing.trace import trace
 from llmconv.verify import verify
 from tools.tiny_models import depth, save_tiny, tiny_config

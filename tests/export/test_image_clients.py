@@ -15,13 +15,12 @@ from onnx import TensorProto, helper
 
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.export import export
-from llmconv.export.clients.genai_images import IMAGE_MODELS
-from llmconv.export.clients.image_model import ImageModel
-from llmconv.export.clients.image_parts import flatten_features, place_features, take_float32_pixels
-from llmconv.export.clients.transformersjs_images import edits, preprocessor
-from llmconv.export.vision.towers import VISION_TOWERS
-from llmconv.export.weights.parameter_sources import StoredRows
-from llmconv.export.weights.stage_parts import graph_parts
+from llmconv.export.clients.genai import IMAGE_MODELS
+from llmconv.export.clients.image_parts import ImageModel, flatten_features, place_features, take_float32_pixels
+from llmconv.export.clients.transformersjs import edits, preprocessor
+from llmconv.export.rewrite.pipeline_stages import graph_parts
+from llmconv.export.vision_towers import VISION_TOWERS
+from llmconv.export.weights import StoredRows
 from llmconv.progress import warnings_to
 from llmconv.runtime.onnxruntime.genai_guard import read_genai_config
 from tests.builders.seeing import IMAGE_ID, SIZE, TOWERS, save_picture, save_seeing, save_tower

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers.cache_utils import Cache
 
 from llmconv.export import library_patches
-from llmconv.export.complex_pairs import ComplexPair
+from llmconv.export.library_patches import ComplexPair
 
 PATCHED = [
     ("onnxscript.rewriter._matcher", "math"),

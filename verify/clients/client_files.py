@@ -202,8 +202,8 @@ def as_for_optimum(graph: onnx.ModelProto) -> Iterator[onnx.ModelProto]:
 
 def image_variants(graphs: Mapping[Path, onnx.ModelProto], model: Path) -> list[onnx.ModelProto]:
     """The variants of vision tower and embedding table among the graphs, for the placeholder token in `config.json`."""
-    from llmconv.export.clients.genai_images import image_graphs  # noqa: PLC0415 - only for `--client`
-    from llmconv.export.clients.transformersjs_images import variant  # noqa: PLC0415
+    from llmconv.export.clients.genai import image_graphs  # noqa: PLC0415 - only for `--client`
+    from llmconv.export.clients.transformersjs import variant  # noqa: PLC0415
 
     encoded = {path.name: graph.SerializeToString() for path, graph in graphs.items()}
     if VISION not in encoded or EMBEDDINGS not in encoded:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from llmconv.export.caches import CACHE_KINDS, cache_kind
-from llmconv.export.caches.scan_functions import DOMAIN, function_proto
+from llmconv.export.caches.traced_layers import DOMAIN, function_proto
 
 Arrays = dict[str, NDArray[Any]]
 

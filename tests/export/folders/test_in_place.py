@@ -156,7 +156,7 @@ def test_a_disk_that_fills_up_leaves_nothing_and_the_path_is_named(
     folder = Path(shutil.copytree(model, small_disk / "model"))
     before = sorted(os.listdir(folder))
     fill(small_disk, 8192)
-    monkeypatch.setattr("llmconv.export.folders.in_place.require_space", lambda *_, **__: None)
+    monkeypatch.setattr("llmconv.export.folders.require_space", lambda *_, **__: None)
     with pytest.raises(OutputFailed, match=r"No space left on device \(.*model/(prefill|decode)\.onnx\)"):
         export(folder)
     assert sorted(os.listdir(folder)) == before

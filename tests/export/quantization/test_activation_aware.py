@@ -20,8 +20,7 @@ from llmconv.errors import UsageProblem
 from llmconv.export import calibration, export
 from llmconv.export.export_options import DEFAULTS
 from llmconv.export.quantization.activation_aware import SampledMatrix, least_error, measure_activation_aware
-from llmconv.export.quantization.block_format import BlockFormat
-from llmconv.export.quantization.block_rounding import NONE
+from llmconv.export.quantization.block_rounding import NONE, BlockFormat
 from llmconv.export.quantization.settings import QuantizationSettings
 from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.tensors import BY_NAME, Array

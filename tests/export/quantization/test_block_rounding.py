@@ -10,8 +10,15 @@ import pytest
 from onnxruntime.capi._pybind_state import quantize_matmul_4bits, quantize_matmul_8bits
 
 from llmconv.export.quantization import block_rounding
-from llmconv.export.quantization.block_format import SIZES, BlockFormat
-from llmconv.export.quantization.block_rounding import NONE, block_codes, block_scales, compiled, pack
+from llmconv.export.quantization.block_rounding import (
+    NONE,
+    SIZES,
+    BlockFormat,
+    block_codes,
+    block_scales,
+    compiled,
+    pack,
+)
 from llmconv.tensors import Array
 
 FORMATS = [

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 from llmconv.checkpoint import open_checkpoint
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export import export
-from llmconv.export.folders.new_folder import file_tensors
+from llmconv.export.folders import file_tensors
 from llmconv.export.graph_spec import GROWING
 from llmconv.export.language_model import open_language_model
 from llmconv.export.quantization.calibration import column_importance
-from llmconv.export.weights.bind import match_weights
+from llmconv.export.weights import match_weights
 from llmconv.sample_texts import DEFAULT, calibration_text
 from llmconv.tensors import Array
 from llmconv.verify import verify

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmconv.errors import InputRefused
-from llmconv.export.quantization.column_tensor import ColumnTensor
+from llmconv.export.quantization.quantized_tensor import ColumnTensor
 from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory
 
 MATRIX = np.random.default_rng(0).standard_normal((10, 80)).astype(np.float32)

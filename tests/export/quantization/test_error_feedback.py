@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmconv.export.quantization.block_format import BlockFormat
-from llmconv.export.quantization.block_rounding import block_scales
+from llmconv.export.quantization.block_rounding import BlockFormat, block_scales
 from llmconv.export.quantization.sequential_rounding import DAMPING, inverse_factor, rounded_with_feedback
 from llmconv.tensors import Array
 

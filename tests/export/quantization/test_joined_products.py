@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from llmconv.export import export
-from llmconv.export.quantization.joined_products import side_by_side
+from llmconv.export.quantization.products import side_by_side
 from llmconv.verify import verify
 from tools.tiny_models import depth, save_tiny
 

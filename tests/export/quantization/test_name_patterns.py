@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from llmconv.cli import main
 from llmconv.errors import UsageProblem
-from llmconv.export.quantization.name_patterns import matches, require_used
+from llmconv.export.quantization.settings import matches, require_used
 from llmconv.tensors import BY_NAME, in_memory
 
 NAMES = ("model.embed_tokens.weight", "model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.up_proj.weight")

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 from llmconv.checkpoint import open_checkpoint
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export import export
-from llmconv.export.caches.key_rotation import KeyRotation
-from llmconv.export.calibration import key_rotations
+from llmconv.export.calibration import KeyRotation, key_rotations
 from llmconv.export.graph_spec import GROWING
 from llmconv.export.language_model import open_language_model
 from llmconv.runtime.array_cache import ArrayCache

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmconv.errors import InputRefused
-from llmconv.export.quantization.block_format import BlockFormat
+from llmconv.export.quantization.block_rounding import BlockFormat
 from llmconv.export.quantization.quantized_tensor import ELEMENTS, QuantizedTensor
 from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory
 

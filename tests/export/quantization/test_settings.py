@@ -8,8 +8,7 @@ import pytest
 
 from llmconv.errors import UsageProblem
 from llmconv.export.export_options import DEFAULTS
-from llmconv.export.quantization.block_format import BlockFormat
-from llmconv.export.quantization.column_format import ColumnFormat
+from llmconv.export.quantization.block_rounding import BlockFormat, ColumnFormat
 from llmconv.export.quantization.settings import INT8, QuantizationSettings
 
 LAYERS = 16

@@ -12,7 +12,7 @@ from onnx import numpy_helper
 
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export import export
-from llmconv.export.quantization.activation_range import ActivationRange
+from llmconv.export.quantization.selection import ActivationRange
 from tests.builders.talking import save_letters
 from tools.tiny_models import depth, save_tiny
 

@@ -19,9 +19,8 @@ from safetensors.torch import save_file
 from llmconv.checkpoint import open_checkpoint
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export import export
-from llmconv.export.quantization.block_format import BlockFormat
-from llmconv.export.quantization.repacked_weight import repacked
-from llmconv.export.quantization.stored_formats import StoredFormats
+from llmconv.export.quantization.block_rounding import BlockFormat
+from llmconv.export.quantization.selection import StoredFormats, repacked
 from llmconv.quantized_weights.packed_weight import IntegerCodes, PackedWeight
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from llmconv.tensors import BY_NAME, Array

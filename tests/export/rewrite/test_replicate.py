@@ -11,9 +11,8 @@ import pytest
 
 from llmconv.export import export
 from llmconv.export.families import find_input_map
-from llmconv.export.rewrite.gemm import rewrite_linear_layers
-from llmconv.export.rewrite.node_names import name_everything
-from llmconv.export.rewrite.replicate import NotIsomorphic, replicate, shift, warm_up
+from llmconv.export.rewrite.norms import rewrite_linear_layers
+from llmconv.export.rewrite.replicate import NotIsomorphic, name_everything, replicate, shift, warm_up
 from llmconv.export.tracing.fake_model import load_config, period
 from llmconv.export.tracing.trace import trace
 from tests.conftest import CONFIGS, save_tiny

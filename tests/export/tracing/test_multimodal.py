@@ -12,7 +12,7 @@ import pytest
 from llmconv.errors import UnsupportedInput
 from llmconv.export import export
 from llmconv.export.families import INPUT_MAPS
-from llmconv.export.vision.towers import VISION_TOWERS
+from llmconv.export.vision_towers import VISION_TOWERS
 from llmconv.runtime import OrtRunner, default_positions
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.verify import verify

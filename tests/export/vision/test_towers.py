@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmconv.export.vision.towers import VISION_TOWERS
+from llmconv.export.vision_towers import VISION_TOWERS
 from llmconv.runtime.images.families import IMAGE_FAMILIES
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from llmconv.checkpoint import open_checkpoint
 from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.export import export
-from llmconv.export.folders.new_folder import file_tensors
+from llmconv.export.folders import file_tensors
 from llmconv.output.manifest import read_manifest
 from tests.export.conftest import eager_logits, run_graph, tokens
 

@@ -15,15 +15,7 @@ from transformers.core_model_loading import (
 )
 
 from llmconv.errors import UnsupportedInput
-from llmconv.export.weights.parameter_sources import (
-    Concatenation,
-    Deinterleaved,
-    StoredRows,
-    Transposition,
-    element,
-    expressions,
-    leaves,
-)
+from llmconv.export.weights import Concatenation, Deinterleaved, StoredRows, Transposition, element, expressions, leaves
 
 EXPERTS = WeightConverter(
     source_patterns=["experts.*.w1.weight", "experts.*.w3.weight"],

@@ -8,8 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from llmconv.export.quantization.block_format import BlockFormat
-from llmconv.export.quantization.block_rounding import NONE, block_scales, block_values
+from llmconv.export.quantization.block_rounding import NONE, BlockFormat, block_scales, block_values
 from llmconv.tensors import Array
 from llmconv.verify.other_exporters.quantized.expected_scales import Blocks, scale_problem
 

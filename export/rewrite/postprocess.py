@@ -1,16 +1,93 @@
-"""`--opset`: the same graph for older or newer runtimes; operators of opset 23 are expanded into primitive ones."""
+"""`--postprocess`: the graph returns the most likely tokens and their log-probabilities instead of logits.
+
+A cache of integer codes: `GroupQueryAttention` rounds new keys and values, and attends over code * scale.
+
+Source: onnxruntime docs/ContribOperators.md (`k_scale`, `v_scale`, `k_quant_type`, `kv_cache_bit_width`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from llmconv.errors import UnsupportedInput
-from llmconv.export.node_editor import NodeEditor, constant, integers, replace_value, scalar
+from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.export.traced_graph import NodeEditor, constant, integers, replace_value, scalar, value_named
+from llmconv.runtime.cache_names import is_past
+from llmconv.tensors import Array
+
+TOKENS, SCORES = "tokens", "scores"
+"""Names of the outputs, see `choose_tokens`."""
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """Number of tokens that the graph chooses at every position: `argmax` or `topk:K`.
+
+    `count` is K, or None for `argmax`, whose outputs have no axis K.
+    """
+
+    text: str
+    count: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> TokenChoice:
+        """The choice described by `argmax` or `topk:K`; UsageProblem for any other text, or a K of 0."""
+        if text == "argmax":
+            return cls(text, None)
+        found = re.fullmatch(r"topk:(\d{1,9})", text)
+        if found and not int(found[1]):
+            raise UsageProblem(f"`--postprocess {text}` chooses no tokens", hint="give a K of 1 or more")
+        if not found:
+            raise UsageProblem(f"unknown `--postprocess {text}`", hint="give `argmax` or `topk:K`, such as `topk:40`")
+        return cls(text, int(found[1]))
+
+
+def choose_tokens(model: ir.Model, choice: TokenChoice) -> None:
+    """Replaces the output `logits` by `tokens` (int64) and `scores` (float32), in place.
+
+    Both are `[batch_size, sequence_length]` for `argmax`, usable as the next `input_ids`, and `[…, K]` for `topk:K`,
+    most likely first; of equally likely tokens the lower id first. A score is the natural logarithm of the token's
+    probability over the whole vocabulary: `logit - logsumexp(logits)`.
+
+    Raises:
+        UsageProblem: K is larger than the vocabulary.
+    """
+    graph = model.graph
+    logits = value_named(graph.outputs, "logits")
+    assert logits is not None and logits.shape is not None
+    *axes, vocabulary = logits.shape
+    if choice.count and isinstance(vocabulary, int) and choice.count > vocabulary:
+        raise UsageProblem(
+            f"`--postprocess {choice.text}` exceeds the vocabulary of {vocabulary} tokens",
+            hint="give a smaller K",
+        )
+    logits.name = "postprocess/logits"
+    editor = NodeEditor(graph, scope="postprocess")
+    best, tokens = _most_likely(editor, logits, choice.count)
+    total = editor.one("ReduceLogSumExp", [logits, integers(graph, -1)], {"keepdims": int(choice.count is not None)})
+    scores = editor.one("Sub", [best, total])
+    if choice.count is not None:
+        axes.append(choice.count)
+    for value, name, dtype in ((tokens, TOKENS, ir.DataType.INT64), (scores, SCORES, ir.DataType.FLOAT)):
+        value.name, value.shape, value.type = name, ir.Shape(axes), ir.TensorType(dtype)
+    logits.shape = logits.type = None
+    graph.outputs[:] = [tokens, scores, *(value for value in graph.outputs if value is not logits)]
+
+
+def _most_likely(editor: NodeEditor, logits: ir.Value, count: int | None) -> tuple[ir.Value, ir.Value]:
+    """The largest logits, and their tokens."""
+    if count is None:
+        best = editor.one("ReduceMax", [logits, integers(editor.graph, -1)], {"keepdims": 0})
+        return best, editor.one("ArgMax", [logits], {"axis": -1, "keepdims": 0})
+    best, tokens = editor.add("TopK", [logits, integers(editor.graph, count)], {"axis": -1}, outputs=2)
+    return best, tokens
+
 
 TO_THE_END = (1 << 63) - 1
 IR_VERSIONS = {21: 10, 23: 10, 24: 11}
@@ -178,3 +255,43 @@ def _refuse(node: ir.Node, problem: str) -> NoReturn:
     raise UnsupportedInput(
         f"`--opset`: the operator `{node.op_type}` of `{node.name}` {problem}", hint="export with `--opset 23`"
     )
+
+
+PAST = (3, 4)
+"""Indices of the inputs with past keys and values; the outputs 1 and 2 are the present ones."""
+
+SCALES = (12, 13)
+"""Indices of the inputs with scales of keys and of values."""
+
+TYPES, BITS = ("k_quant_type", "v_quant_type"), "kv_cache_bit_width"
+"""Attributes of the operator."""
+
+
+def quantize_cache(model: ir.Model, scales: Mapping[str, Array]) -> None:
+    """Makes every cache input and output of a graph with a shared buffer int8, in place.
+
+    Scales are float32 [1, kv_heads, 1, head_dim], by name of the cache input.
+    """
+    graph = model.graph
+    attention = [node for node in graph if node.op_type == "GroupQueryAttention"]
+    for node in attention:
+        node.resize_inputs(max(len(node.inputs), SCALES[-1] + 1))
+        for at, (past, scale) in enumerate(zip(PAST, SCALES, strict=True)):
+            port = node.inputs[past]
+            assert port is not None and port.name is not None
+            node.replace_input_with(scale, constant(graph, f"{port.name}.scale", scales[port.name]))
+            port.type = node.outputs[1 + at].type = ir.TensorType(ir.DataType.INT8)
+        node.attributes.update({name: ir.AttrString(name, "PER_CHANNEL") for name in TYPES})
+        node.attributes[BITS] = ir.AttrInt64(BITS, 8)
+
+
+def require_grouped_query(model: ir.Model, family: object) -> None:
+    """Raises UnsupportedInput if another operator than `GroupQueryAttention` reads the shared buffer."""
+    graph = model.graph
+    for port in graph.inputs:
+        read = [(use.node.op_type, use.idx) for use in port.uses()] if is_past(port.name or "") else []
+        if any(operator != "GroupQueryAttention" or at not in PAST for operator, at in read):
+            raise UnsupportedInput(
+                f"the attention of `{family}` is not a GroupQueryAttention, the only operator for `--kv-cache int8`",
+                hint="leave out `--kv-cache`",
+            )

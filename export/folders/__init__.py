@@ -1,1 +1,0 @@
-"""Where the graphs of an export go: the model folder, a new one, one without weights; and models in memory."""

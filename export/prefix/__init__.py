@@ -1,1 +1,0 @@
-"""Prefixes of prefix tuning and prompt tuning: read, computed, stored in one small file."""

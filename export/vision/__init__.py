@@ -1,1 +1,0 @@
-"""The vision tower and projector of multimodal models as a graph, `vision.onnx`."""

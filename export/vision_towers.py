@@ -1,0 +1,470 @@
+"""VisionTower: how the vision tower of one family is traced; the default takes images of one size.
+
+The towers of Qwen2-VL and later: patches of one image of any size to its features.
+
+Values that depend on the numbers of rows and columns of patches are inputs of the graph, which the runtime computes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+from transformers.models.pixtral import modeling_pixtral
+
+from llmconv.errors import UnsupportedInput
+from llmconv.export.input_map import Port
+from llmconv.export.library_patches import ComplexPair, complex_as_pairs, replaced_attributes
+from llmconv.runtime.images.anyres import NEWLINE
+from llmconv.runtime.images.family import DEEPSTACK_FEATURES, IMAGE_FEATURES, PIXEL_VALUES
+from llmconv.runtime.images.gemma4 import PLACES
+from llmconv.runtime.images.pixtral import unit_of
+from llmconv.runtime.images.qwen_vl import CELL_WEIGHTS, CELLS, PATCH_POSITIONS, WINDOW_IDS
+from llmconv.runtime.rotary_axes import DEEPSTACK_LAYERS
+
+IMAGES = "num_images"
+"""The symbolic axis of graphs of images of one size."""
+
+
+@dataclass(frozen=True)
+class TowerInput:
+    """One input of the graph, and its value in the trace, whose dynamic axes have sizes of 2 or more."""
+
+    port: Port
+    example: Tensor
+
+
+class ImageFeatures(nn.Module):
+    """The model's features of images of one size, up to the output of its projector."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Features [images, tokens, hidden] of `pixel_values` [images, channels, height, width]."""
+        features = projected(self.model, {"pixel_values": pixel_values})
+        return features.reshape(pixel_values.shape[0], -1, features.shape[-1])
+
+
+def pixels_of_one_size(config: Any, precision: str) -> tuple[TowerInput, ...]:
+    """The input of a tower for images of the size in `vision_config`; `precision` is the dtype of the pixels."""
+    size = config.vision_config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    shape = (int(getattr(config.vision_config, "num_channels", 3)), int(height), int(width))
+    example = torch.zeros((2, *shape), dtype=getattr(torch, precision))
+    return (TowerInput(Port(PIXEL_VALUES, precision, (IMAGES, *shape)), example),)
+
+
+@dataclass(frozen=True)
+class VisionTower:
+    """A family's tower.
+
+    Attributes:
+        alike: all of its layers are alike, so a few are traced and the others replicated.
+        module: a module around the whole model, whose attribute must be named `model`; it takes tensors in the order of
+            `inputs` and returns features, or a tuple of features and further outputs.
+        inputs: returns those of the graph, given the whole model's config and the graph's precision.
+        outputs: names of the graph's outputs, and the first axes of each: a symbol, a fixed size, or several symbols.
+    """
+
+    alike: bool = True
+    module: Callable[[PreTrainedModel], nn.Module] = ImageFeatures
+    inputs: Callable[[Any, str], Sequence[TowerInput]] = pixels_of_one_size
+    outputs: tuple[tuple[str, str | int | tuple[str, ...]], ...] = ((IMAGE_FEATURES, IMAGES),)
+
+
+PROJECTOR = "multi_modal_projector"
+
+
+class _Reached(Exception):
+    """Leaves the model's code after its projector."""
+
+
+class _Captured:
+    """Stands for the projector's output in the code that is left, which splits, reshapes or iterates it first."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _Reached
+
+    def __iter__(self) -> Iterator[Any]:
+        raise _Reached
+
+
+def projected(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
+    """The output of the projector of a whole model, for arguments of its `get_image_features`."""
+    found: list[Tensor] = []
+
+    def capture(module: nn.Module, arguments: Any, output: Tensor) -> _Captured:
+        found.append(output)
+        return _Captured()
+
+    hook = model.model.get_submodule(PROJECTOR).register_forward_hook(capture)
+    try:
+        with suppress(_Reached):
+            model.model.get_image_features(**given)
+    finally:
+        hook.remove()
+    return found[0]
+
+
+PIXTRAL_TOKENS, ROWS, COLUMNS = "image_tokens", "rows", "columns"
+
+
+@dataclass(frozen=True)
+class _Pixels:
+    """A size in pixels, which the model's code divides by that of a patch; the graph need not."""
+
+    patches: Any
+
+    def __floordiv__(self, patch: int) -> Any:
+        return self.patches
+
+
+class PixtralFeatures(nn.Module):
+    """The model's features of one image."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Features [rows * columns, hidden] of `pixel_values` [1, channels, rows, unit, columns, unit]."""
+        _, channels, rows, unit, columns, _ = pixel_values.shape
+        pixels = pixel_values.reshape(1, channels, rows * unit, columns * unit)
+        merge = self.model.config.spatial_merge_size
+        size = _Pixels(rows * merge), _Pixels(columns * merge)
+
+        def merged(grid: Tensor, kernel_size: int, stride: int) -> Tensor:
+            """`unfold` of squares that fill the grid."""
+            squares = grid.reshape(1, -1, rows, kernel_size, columns, kernel_size)
+            return squares.permute(0, 1, 3, 5, 2, 4).flatten(1, 3).flatten(2)
+
+        attention = replaced_attributes(modeling_pixtral, {"generate_block_attention_mask": _no_mask})
+        with attention, replaced_attributes(nn.functional, {"unfold": merged}):
+            return projected(self.model, {"pixel_values": pixels, "image_sizes": [size]})
+
+
+def _no_mask(*given: Any) -> None:
+    """Instead of the mask between images: there is one."""
+
+
+def squares_of_one_image(config: Any, precision: str) -> tuple[TowerInput, ...]:
+    """The input of the tower, with any number of rows and columns; `precision` is the dtype of the pixels."""
+    unit, channels = unit_of(config), int(config.vision_config.num_channels)
+    example = torch.zeros((1, channels, 3, unit, 5, unit), dtype=getattr(torch, precision))
+    return (TowerInput(Port(PIXEL_VALUES, precision, (1, channels, ROWS, unit, COLUMNS, unit)), example),)
+
+
+PIXTRAL = VisionTower(module=PixtralFeatures, inputs=squares_of_one_image, outputs=((IMAGE_FEATURES, PIXTRAL_TOKENS),))
+
+
+PATCHES, TOKENS = "num_patches", "num_tokens"
+"""Symbolic axes: patches of the image, and features, of which each is made of several patches."""
+
+
+class PatchFeatures(nn.Module):
+    """The features of one image, whose patches all attend to each other."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor, patch_positions: Tensor) -> Tensor:
+        """Features `[tokens, hidden]` of `pixel_values` `[patches, values of a patch]`, patches of a feature adjacent.
+
+        `patch_positions` are row and column of each patch, int64 `[patches, 2]`.
+        """
+        tower: Any = self.model.model.visual
+        hidden = embedded(tower, pixel_values)
+        positions = tower.rotary_pos_emb(hidden, patch_positions)
+        with attending(tower.blocks):
+            for block in tower.blocks:
+                hidden = block(hidden, cu_seqlens=None, position_embeddings=positions)
+        features: Tensor = tower.merger(hidden)
+        return features
+
+
+class WindowedFeatures(nn.Module):
+    """The features of one image, whose patches attend to those of their window in most layers."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor, patch_positions: Tensor, window_ids: Tensor) -> Tensor:
+        """Features `[tokens, hidden]`, with inputs as for `PatchFeatures` and `window_ids` int64 `[patches]`."""
+        tower: Any = self.model.model.visual
+        hidden = embedded(tower, pixel_values)
+        positions = tower.rotary_pos_emb(hidden, patch_positions)
+        other = window_ids[:, None] != window_ids[None]
+        windows = other.to(hidden.dtype) * torch.finfo(hidden.dtype).min
+        with attending(tower.blocks):
+            for number, block in enumerate(tower.blocks):
+                mask = None if number in tower.fullatt_block_indexes else windows[None, None]
+                hidden = block(hidden, cu_seqlens=mask, position_embeddings=positions)
+        features: Tensor = tower.merger(hidden)
+        return features
+
+
+class DeepstackedFeatures(nn.Module):
+    """The features of one image, and those after some of the layers, for the first layers of the decoder."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, pixel_values: Tensor, patch_positions: Tensor, cells: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Features `[tokens, hidden]`, and further ones `[tokens, layers * hidden]`; inputs as `PatchFeatures`.
+
+        `cells` are places in the table of position embeddings, int64 `[patches, 4]`, `weights` theirs `[patches, 4]`.
+        """
+        tower: Any = self.model.model.visual
+        hidden = embedded(tower, pixel_values) + (tower.pos_embed(cells) * weights[:, :, None]).sum(1)
+        positions = tower.rotary_pos_emb(hidden, patch_positions)
+        deep, chosen = [], list(tower.deepstack_visual_indexes)
+        with attending(tower.blocks):
+            for number, block in enumerate(tower.blocks):
+                hidden = block(hidden, cu_seqlens=None, position_embeddings=positions)
+                if number in chosen:
+                    deep.append(tower.deepstack_merger_list[chosen.index(number)](hidden))
+        return tower.merger(hidden), torch.cat(deep, dim=-1)
+
+
+def embedded(tower: Any, pixel_values: Tensor) -> Tensor:
+    """Embeddings `[patches, hidden]` of pixel values `[patches, values of a patch]`.
+
+    The convolution's kernel is as large as a patch, so it is a product.
+    """
+    convolution = tower.patch_embed.proj
+    return linear(pixel_values, convolution.weight.flatten(1), convolution.bias)
+
+
+@contextmanager
+def attending(blocks: Sequence[Any]) -> Iterator[None]:
+    """Context in which attention takes a mask as `cu_seqlens`, instead of lengths that it would loop over."""
+    for block in blocks:
+        block.attn.forward = partial(_attention, block.attn)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.attn.forward
+
+
+def _attention(
+    module: Any, hidden_states: Tensor, cu_seqlens: Tensor | None, position_embeddings: Any, **_: Any
+) -> Tensor:
+    """Attention of one image; `cu_seqlens` is added to the scores."""
+    code, count = sys.modules[type(module).__module__], hidden_states.shape[0]
+    query, key, value = module.qkv(hidden_states).reshape(count, 3, module.num_heads, -1).permute(1, 0, 2, 3).unbind(0)
+    query, key = code.apply_rotary_pos_emb_vision(query, key, *position_embeddings)
+    heads = [one.transpose(0, 1).unsqueeze(0) for one in (query, key, value)]
+    found, _weights = code.eager_attention_forward(module, *heads, attention_mask=cu_seqlens, scaling=module.scaling)
+    projected: Tensor = module.proj(found.reshape(count, -1))
+    return projected
+
+
+def patches(config: Any, precision: str) -> tuple[TowerInput, ...]:
+    """Patches and their positions; `precision` is the dtype of the pixels."""
+    vision = config.vision_config
+    size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels = torch.zeros((_example(config), size), dtype=getattr(torch, precision))
+    positions = torch.zeros((_example(config), 2), dtype=torch.int64)
+    return (
+        TowerInput(Port(PIXEL_VALUES, precision, (PATCHES, size)), pixels),
+        TowerInput(Port(PATCH_POSITIONS, "int64", (PATCHES, 2)), positions),
+    )
+
+
+def patches_in_windows(config: Any, precision: str) -> tuple[TowerInput, ...]:
+    """Patches, their positions and windows; arguments as for `patches`."""
+    ids = torch.zeros(_example(config), dtype=torch.int64)
+    return (*patches(config, precision), TowerInput(Port(WINDOW_IDS, "int64", (PATCHES,)), ids))
+
+
+def patches_with_cells(config: Any, precision: str) -> tuple[TowerInput, ...]:
+    """Patches, their positions and their places in the table; arguments as for `patches`.
+
+    Raises:
+        UnsupportedInput: another number of layers of the decoder gets features than in any released model.
+    """
+    if len(config.vision_config.deepstack_visual_indexes) != DEEPSTACK_LAYERS:
+        raise UnsupportedInput(
+            f"`deepstack_visual_indexes` does not have {DEEPSTACK_LAYERS} layers", hint="correct `config.json`"
+        )
+    cells, weights = (torch.zeros((_example(config), 4), dtype=getattr(torch, one)) for one in ("int64", precision))
+    return (
+        *patches(config, precision),
+        TowerInput(Port(CELLS, "int64", (PATCHES, 4)), cells),
+        TowerInput(Port(CELL_WEIGHTS, precision, (PATCHES, 4)), weights),
+    )
+
+
+def _example(config: Any) -> int:
+    """Number of patches in the trace, which is that of three features."""
+    return 3 * int(config.vision_config.spatial_merge_size) ** 2
+
+
+OF_PATCHES = ((IMAGE_FEATURES, TOKENS),)
+QWEN2_VL = VisionTower(module=PatchFeatures, inputs=patches, outputs=OF_PATCHES)
+QWEN2_5_VL = VisionTower(alike=False, module=WindowedFeatures, inputs=patches_in_windows, outputs=OF_PATCHES)
+QWEN3_VL = VisionTower(
+    alike=False,
+    module=DeepstackedFeatures,
+    inputs=patches_with_cells,
+    outputs=(*OF_PATCHES, (DEEPSTACK_FEATURES, TOKENS)),
+)
+
+
+class AnyresFeatures(nn.Module):
+    """The model's features of tiles, before it packs those of an image, and `image_newline`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Features [tiles, tokens, hidden] of `pixel_values` [tiles, channels, height, width], and [1, hidden]."""
+        features = projected(self.model, {"pixel_values": pixel_values, "image_sizes": []})
+        return features, self.model.model.image_newline[None]
+
+
+ANYRES = VisionTower(module=AnyresFeatures, outputs=((IMAGE_FEATURES, IMAGES), (NEWLINE, 1)))
+
+
+class TileFeatures(nn.Module):
+    """The model's features of tiles of one size without padding."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self._positions = positions_of(model.model.vision_model.embeddings)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Features [tiles, tokens, hidden] of `pixel_values` [tiles, channels, height, width]."""
+        tower = self.model.model.vision_model
+        patches = tower.embeddings.patch_embedding(pixel_values).flatten(2).transpose(1, 2)
+        embedded = patches + tower.embeddings.position_embedding(self._positions)
+        encoded = tower.encoder(inputs_embeds=embedded, attention_mask=None).last_hidden_state
+        features: Tensor = self.model.model.connector(tower.post_layernorm(encoded))
+        return features
+
+
+def positions_of(embeddings: Any) -> Tensor:
+    """Positions int64 [1, patches] of a tile without padding, as the model's code counts them; reads no parameters."""
+    side, found = int(embeddings.num_patches_per_side), list[Tensor]()
+
+    def record(positions: Tensor) -> Tensor:
+        found.append(positions)
+        return torch.zeros(1)
+
+    without_weights = SimpleNamespace(
+        **{name: value for name, value in vars(embeddings).items() if not name.startswith("_")},
+        patch_embedding=lambda pixels: torch.zeros(1, 1, side, side),
+        position_embedding=record,
+    )
+    size = side * int(embeddings.patch_size)
+    pixels, mask = torch.zeros(1, 1, size, size), torch.ones(1, side, side, dtype=torch.bool)
+    type(embeddings).forward(without_weights, pixel_values=pixels, patch_attention_mask=mask)
+    return found[0]
+
+
+IDEFICS3 = VisionTower(module=TileFeatures)
+
+
+class Llama4Features(nn.Module):
+    """The model's features of tiles, up to the output of its projector."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        found = model.vision_model.rotary_embedding.freqs_ci
+        self._rotations = ComplexPair(found.real.clone(), found.imag.clone())
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Features [tiles, tokens, hidden] of `pixel_values` [tiles, channels, height, width]."""
+        rotary = self.model.vision_model.rotary_embedding
+        with complex_as_pairs(), replaced_attributes(rotary, {"forward": lambda pixels: self._rotations}):
+            encoded = self.model.vision_model(pixel_values, return_dict=True).last_hidden_state
+        features: Tensor = self.model.multi_modal_projector(encoded)
+        return features
+
+
+LLAMA4 = VisionTower(module=Llama4Features)
+
+
+class Gemma4Features(nn.Module):
+    """The model's features of images without padding, whose patches are sorted by the squares that become features.
+
+    The encoder does not depend on the order of patches, so transformers' pooler, which looks for the patches of each
+    square, is a mean over neighbors.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor, image_position_ids: Tensor) -> Tensor:
+        """Features [images, tokens, hidden] of pixels [images, patches, numbers of a patch].
+
+        `image_position_ids` are columns and rows of the patches, int64 [images, patches, 2].
+        """
+        tower, config = self.model.model.vision_tower, self.model.config.vision_config
+        padding = torch.zeros(pixel_values.shape[:2], dtype=torch.bool)
+        embedded = tower.patch_embedder(pixel_values, image_position_ids, padding)
+        encoded = tower.encoder(embedded, None, pixel_position_ids=image_position_ids).last_hidden_state
+        squares = encoded.float().unflatten(1, (-1, config.pooling_kernel_size**2))
+        pooled = squares.mean(dim=2).to(encoded.dtype).float() * config.hidden_size**0.5
+        if config.standardize:
+            pooled = (pooled - tower.std_bias.float()) * tower.std_scale.float()
+        features: Tensor = self.model.model.embed_vision(pooled.to(embedded.dtype))
+        return features
+
+
+def patches_and_places(config: Any, precision: str) -> tuple[TowerInput, ...]:
+    """The inputs of the tower; `precision` is the dtype of the pixels."""
+    vision = config.vision_config
+    size, side = 3 * vision.patch_size**2, vision.pooling_kernel_size
+    pixels = torch.zeros((2, 2 * side**2, size), dtype=getattr(torch, precision))
+    places = torch.cartesian_prod(torch.arange(2 * side), torch.arange(side))[None].repeat(2, 1, 1)
+    return (
+        TowerInput(Port(PIXEL_VALUES, precision, (IMAGES, PATCHES, size)), pixels),
+        TowerInput(Port(PLACES, "int64", (IMAGES, PATCHES, 2)), places),
+    )
+
+
+GEMMA4 = VisionTower(module=Gemma4Features, inputs=patches_and_places, outputs=((IMAGE_FEATURES, (IMAGES, TOKENS)),))
+
+
+VISION_TOWERS: dict[str, VisionTower] = {
+    "aya_vision": VisionTower(),
+    "gemma3": VisionTower(),
+    "gemma4": GEMMA4,
+    "got_ocr2": VisionTower(alike=False),  # layers with windows between layers without
+    "idefics3": IDEFICS3,
+    "internvl": VisionTower(),
+    "llama4": LLAMA4,
+    "llava": VisionTower(),
+    "llava_next": ANYRES,
+    "llava_onevision": ANYRES,
+    "mistral3": PIXTRAL,
+    "qwen2_5_vl": QWEN2_5_VL,
+    "qwen2_vl": QWEN2_VL,
+    "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_moe": QWEN3_VL,
+    "smolvlm": IDEFICS3,
+    "vipllava": VisionTower(),
+}
+"""By `model_type`; `runtime.images.families.IMAGE_FAMILIES` has the same rows."""

@@ -1,1 +1,0 @@
-"""The weights of a graph: the stored tensors of each parameter, mapped in their files."""
