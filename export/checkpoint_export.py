@@ -41,8 +41,8 @@ from llmconv.export.quantization.settings import QuantizationSettings, require_k
 from llmconv.export.quantization.smoothing import Graphs, Smoothing
 from llmconv.export.rewrite.grouped_query import fits_grouped_query
 from llmconv.export.rewrite.lora_inputs import lora_targets
+from llmconv.export.rewrite.passes import TokenChoice, require_grouped_query
 from llmconv.export.rewrite.pipeline_stages import first_layers, graph_parts, require_stages, stage_parts
-from llmconv.export.rewrite.postprocess import TokenChoice, require_grouped_query
 from llmconv.export.sentence_modules import MODULES, SentenceHead, SentenceModules, TokenScore, read_sentence_modules
 from llmconv.export.targets.presets import Preset, find_preset
 from llmconv.export.tracing.fake_model import depth

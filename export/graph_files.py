@@ -21,8 +21,8 @@ from llmconv.export.quantization.products import QuantizedProducts
 from llmconv.export.quantization.selection import QuantizedWeight, StoredFormats
 from llmconv.export.quantization.settings import QuantizationSettings
 from llmconv.export.rewrite.lora_inputs import add_lora_inputs
+from llmconv.export.rewrite.passes import IR_VERSIONS, TokenChoice, choose_tokens, quantize_cache, to_opset
 from llmconv.export.rewrite.pipeline_stages import require_stages, split
-from llmconv.export.rewrite.postprocess import IR_VERSIONS, TokenChoice, choose_tokens, quantize_cache, to_opset
 from llmconv.export.targets.kernels import Fallback, TypedNode, fallbacks, typed_nodes
 from llmconv.export.targets.presets import TARGETS
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, ancestors, integers, value_named

@@ -1,8 +1,7 @@
 """VisionTower: how the vision tower of one family is traced; the default takes images of one size.
 
-The towers of Qwen2-VL and later: patches of one image of any size to its features.
-
-Values that depend on the numbers of rows and columns of patches are inputs of the graph, which the runtime computes.
+Pixtral's takes one image of any size, whose patches all attend to each other. Those of Qwen2-VL and later take patches
+of one image; values that depend on the numbers of rows and columns of patches are inputs that the runtime computes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Parameters of the model as expressions over the tensors that a checkpoint stores.
+"""Parameters of the model as expressions over the tensors that a checkpoint stores, bound to byte ranges of its files.
 
 transformers keeps experts stacked and some projections fused, while checkpoints store them one by one (or the reverse),
 as its conversion mapping declares (`transformers.conversion_mapping`). This module turns that mapping into expressions
 over stored tensors, so that a graph can map the stored bytes instead of a converted copy.
-
-Binds the weights of a graph to byte ranges of safetensors files, which the graph maps without a copy.
 
 An ONNX initializer may refer to any byte range of a file in the graph's folder (`location`, `offset`, `length`), and
 the data of a safetensors file are raw little-endian rows. Where the graph computes in another dtype, it casts them.

@@ -1,10 +1,7 @@
-"""Short causal convolutions (LFM2): a layer keeps the last columns of the input of its convolution.
+"""Short causal convolutions (LFM2), Mamba and Mamba 2: a window of the convolution, and one state per channel or head.
 
-They are put in front of the new columns, so the convolution needs no padding and a prompt is handled like a step.
-
-Mamba: a layer keeps the window of its convolution and one state per channel.
-
-transformers' scan of several tokens starts from zeros even with a cache; the graph continues the state.
+The window's columns are put in front of the new ones, so the convolution needs no padding and a prompt is handled like
+a step. transformers' scan of several tokens starts from zeros even with a cache; the graph continues the state.
 """
 
 from __future__ import annotations

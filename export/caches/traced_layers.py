@@ -1,11 +1,9 @@
 """The cache of the traced model: transformers' cache layers over tensors that are graph inputs.
 
-transformers updates the states of a layer in place, at fixed addresses; a trace needs new tensors instead.
-
-Scans as ONNX functions of standard operators, defined once per graph and called once per layer.
-
-They take any number of tokens and continue a given state, so one graph serves prompts, later turns and single steps.
-A runtime expands them when it loads the graph. The definitions in ONNX's text syntax are in the files of the kinds.
+transformers updates the states of a layer in place, at fixed addresses; a trace needs new tensors instead. Scans of
+states are ONNX functions of standard operators, defined once per graph and called once per layer. They take any number
+of tokens and continue a given state, so one graph serves prompts, later turns and single steps; a runtime expands them
+when it loads the graph. Their definitions in ONNX's text syntax are in the files of the kinds.
 """
 
 from __future__ import annotations

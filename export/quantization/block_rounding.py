@@ -1,9 +1,8 @@
-"""BlockFormat: how the rows of a matrix are stored as integer codes, in blocks with a scale and a zero point each.
+"""How rows of a matrix are stored as integer codes in blocks (`BlockFormat`) or columns, and how they are rounded.
 
-Rounds blocks of weights to integer codes: the scales and zero points with the least squared error, then the codes.
-
-Without a search the results are those of onnxruntime's `MatMulNBitsQuantizer`, bit for bit: symmetric scales come from
-the extreme value, others from the range, and ties are rounded away from zero. With a search, several ranges and zero
+The scales and zero points have the least squared error. Without a search the results are those of onnxruntime's
+`MatMulNBitsQuantizer`, bit for bit: symmetric scales come from the extreme value, others from the
+range, and ties are rounded away from zero. With a search, several ranges and zero
 points are tried; for each, the scale is the least-squares fit to the codes. Errors of a column count in proportion to
 its importance, the mean square of the activations that it is multiplied with. All arithmetic is float32, in a fixed
 order, so that the compiled code and numpy make the same bits.

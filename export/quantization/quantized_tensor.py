@@ -1,4 +1,7 @@
-"""Scales in the type that a file stores them in: none overflows, and a matrix of small weights does not vanish."""
+"""The tensors that a file stores for a quantized weight: codes, scales, zero points, and factors of columns.
+
+Scales are written in the file's type so that none overflows, and a matrix of small weights does not vanish.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ActivationRange: a range that is known before a graph runs, and the nodes that round a value in it.
+"""Which weights become codes, and how: by the settings, the layout of a stored code, and the ranges of activations.
 
 Toolchains for NPUs read `QuantizeLinear` and `DequantizeLinear` with constant scale and zero point (ONNX,
 docs/Operators.md); runtimes fuse them with the product that follows.

@@ -1,10 +1,9 @@
-"""The element type of every value of a graph, by the type constraints of its operators.
+"""Which nodes of a graph a provider of onnxruntime has no kernel for; onnxruntime runs them on the CPU.
 
-Which nodes of a graph a provider of onnxruntime has no kernel for; onnxruntime runs them on the CPU.
-
-Only nodes that read floating-point numbers count. Providers leave computations on shapes, lengths and token ids to the
-CPU on purpose (CUDA's by `GetCpuPreferredNodes`, WebGPU's because it has no int64): they are small, and some of their
-results are needed there anyway.
+Kernels depend on the element types of a node's values, found by the type constraints of the operators. Only nodes that
+read floating-point numbers count. Providers leave computations on shapes, lengths and token ids to the CPU on purpose
+(CUDA's by `GetCpuPreferredNodes`, WebGPU's because it has no int64): they are small, and some of their results are
+needed there anyway.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The shapes of a model's cache, determined by running the model on fake weights.
+"""The extra tensors of a traced call, and the shapes of a model's cache, found by running the model on fake weights.
 
-A config does not declare them reliably: families have many names for key/value heads, multi-head latent attention has
-values of another size than keys, and layers may share a cache or have different heads.
+A config does not declare the shapes reliably: families have many names for key/value heads, multi-head latent attention
+has values of another size than keys, and layers may share a cache or have different heads.
 """
 
 from __future__ import annotations

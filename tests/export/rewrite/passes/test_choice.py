@@ -8,7 +8,7 @@ import pytest
 from onnx import helper
 
 from llmconv.errors import UsageProblem
-from llmconv.export.rewrite.postprocess import TokenChoice, choose_tokens
+from llmconv.export.rewrite.passes import TokenChoice, choose_tokens
 from tests.export.rewrite.passes.graphs import graph, port, run
 
 ROWS = np.random.default_rng(1).normal(size=(2, 3, 7)).astype(np.float32) * 9

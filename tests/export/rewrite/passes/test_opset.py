@@ -10,7 +10,7 @@ import pytest
 from onnx import helper
 
 from llmconv.errors import UnsupportedInput
-from llmconv.export.rewrite.postprocess import to_opset
+from llmconv.export.rewrite.passes import to_opset
 from tests.export.rewrite.passes.graphs import INT64, graph, port, run
 
 RNG = np.random.default_rng(2)

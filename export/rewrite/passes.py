@@ -1,8 +1,7 @@
-"""`--postprocess`: the graph returns the most likely tokens and their log-probabilities instead of logits.
+"""Passes over a finished graph: tokens instead of logits (`--postprocess`), an older opset, a cache of integer codes.
 
-A cache of integer codes: `GroupQueryAttention` rounds new keys and values, and attends over code * scale.
-
-Source: onnxruntime docs/ContribOperators.md (`k_scale`, `v_scale`, `k_quant_type`, `kv_cache_bit_width`).
+`GroupQueryAttention` rounds new keys and values, and attends over code * scale (onnxruntime docs/ContribOperators.md:
+`k_scale`, `v_scale`, `k_quant_type`, `kv_cache_bit_width`).
 """
 
 from __future__ import annotations
