@@ -1,4 +1,4 @@
-"""The kinds of caches that layers keep between calls. A kind is a `CacheKind` in a file and one row of `CACHE_KINDS`."""
+"""The kinds of caches that layers keep between calls: each is a `CacheKind` in a file and one row of `CACHE_KINDS`."""
 
 from __future__ import annotations
 
