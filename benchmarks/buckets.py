@@ -11,7 +11,7 @@ from benchmarks import bucket_server, measure
 from benchmarks.measure import FOLDER, Measurement, Target, interleaved, llmconv, median, python, report, run, table
 from benchmarks.models import base
 from benchmarks.to_hf import checkpoint
-from llmconv.files.mirror.mirrored_file import AHEAD, CHUNK
+from llmconv.files.mirror import AHEAD, CHUNK
 
 ROUNDS = 3
 GIGABYTES = 30

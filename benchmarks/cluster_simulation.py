@@ -13,8 +13,7 @@ from typing import Any
 from benchmarks.cluster import Cluster, Outcome, Simulation, Sizes
 from benchmarks.measure import Target, report
 from benchmarks.scale_out import shards_of
-from llmconv.files.mirror.mirror_folder import REQUESTS_AT_ONCE
-from llmconv.files.mirror.mirrored_file import AHEAD, CHUNK, LIMIT
+from llmconv.files.mirror import AHEAD, CHUNK, LIMIT, REQUESTS_AT_ONCE
 from llmconv.output.plan import Shard
 from llmconv.output.work import Part
 from llmconv.stores.object_store import PARTS_AT_ONCE, SMALL_AT_ONCE, part_bytes

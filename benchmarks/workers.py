@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.measure import FOLDER, INSTALLED, SETTLE, Target, llmconv, remove, report
 from benchmarks.models import adapter, base
-from llmconv.files.system_calls import cores
+from llmconv.files.copying import cores
 
 WORKERS, SIZE, RANK = 2, "200MB", 64
 INTERVAL = 0.05

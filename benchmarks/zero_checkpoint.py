@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.models import CONFIG, shapes
 from llmconv.files.checksums import combine
-from llmconv.files.torch.reader import LOCAL_HEADER, PADDING, UINT32_MAX, usual_start
+from llmconv.files.torch_reader import LOCAL_HEADER, PADDING, UINT32_MAX, usual_start
 
 Shape = tuple[int, ...]
 TAG = "global_step1"

@@ -32,7 +32,7 @@ from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.safetensors_file import FileTensor, read_header
 from llmconv.files.source_file import open_source
 from llmconv.files.sources import fetching, files_under, local_path, reading_safely, with_addresses
-from llmconv.files.torch.reader import is_torch_file
+from llmconv.files.torch_reader import is_torch_file
 from llmconv.model_code import code_of
 from llmconv.not_a_model_folder import ONNX_ADAPTER
 from llmconv.quantized_export import is_quantized_export

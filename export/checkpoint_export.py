@@ -59,7 +59,7 @@ from llmconv.progress import step as progress_step
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.custom_code import uses_custom_code
-from llmconv.runtime.prefix.trained import open_prefix
+from llmconv.runtime.prefix import open_prefix
 from llmconv.tensors import Array
 
 

@@ -21,7 +21,7 @@ from llmconv.checkpoint import read_json
 from llmconv.errors import UnsupportedInput
 from llmconv.export.input_map import InputMap
 from llmconv.runtime.extra_inputs import BATCH, FULL, SEQUENCE, SLIDING, ExtraInput
-from llmconv.runtime.rotary_axes import DEEPSTACK, DEEPSTACK_LAYERS, ROTARY_AXES
+from llmconv.runtime.images.qwen_vl import DEEPSTACK, DEEPSTACK_LAYERS, ROTARY_AXES
 
 ENTRY_POINTS = "llmconv.input_maps"
 

@@ -30,7 +30,7 @@ from llmconv.export.weights import WeightSource, bind, mapped_bytes, match_weigh
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.progress import warn_all
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE
-from llmconv.runtime.prefix.trained import Prefix
+from llmconv.runtime.prefix import Prefix
 from llmconv.tensors import Array
 
 

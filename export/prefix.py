@@ -25,7 +25,7 @@ from llmconv.export.weights import WeightSource, bind, leaves, require_dtype
 from llmconv.files.safetensors_file import FileTensor, encode_header
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS
-from llmconv.runtime.prefix.trained import KeyValue, Prefix
+from llmconv.runtime.prefix import KeyValue, Prefix
 from llmconv.tensors import BY_NAME, Array, LazyTensor
 
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")

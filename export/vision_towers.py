@@ -23,12 +23,9 @@ from transformers.models.pixtral import modeling_pixtral
 from llmconv.errors import UnsupportedInput
 from llmconv.export.input_map import Port
 from llmconv.export.library_patches import ComplexPair, complex_as_pairs, replaced_attributes
-from llmconv.runtime.images.anyres import NEWLINE
+from llmconv.runtime.images.families import NEWLINE, PLACES, unit_of
 from llmconv.runtime.images.family import DEEPSTACK_FEATURES, IMAGE_FEATURES, PIXEL_VALUES
-from llmconv.runtime.images.gemma4 import PLACES
-from llmconv.runtime.images.pixtral import unit_of
-from llmconv.runtime.images.qwen_vl import CELL_WEIGHTS, CELLS, PATCH_POSITIONS, WINDOW_IDS
-from llmconv.runtime.rotary_axes import DEEPSTACK_LAYERS
+from llmconv.runtime.images.qwen_vl import CELL_WEIGHTS, CELLS, DEEPSTACK_LAYERS, PATCH_POSITIONS, WINDOW_IDS
 
 IMAGES = "num_images"
 """The symbolic axis of graphs of images of one size."""

@@ -8,8 +8,14 @@ from llmconv.version import __version__
 
 if TYPE_CHECKING:  # at run time each is loaded when it is first used
     from llmconv import bench, convert, embedding, errors, export, generation, output, push, runtime, serve, verify
-    from llmconv.generation.pipeline import pipeline
-    from llmconv.generation.tasks import check_task, get_task, register_model, register_task, supported_tasks
+    from llmconv.generation.pipeline import (
+        check_task,
+        get_task,
+        pipeline,
+        register_model,
+        register_task,
+        supported_tasks,
+    )
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime's wheels report to Microsoft, from the import on
 
@@ -44,7 +50,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module `llmconv` has no attribute `{name}`")
     if name in OF_PIPELINE:
         found = importlib.import_module("llmconv.generation.pipeline")  # which registers the tasks
-        tasks = importlib.import_module("llmconv.generation.tasks")
+        tasks = importlib.import_module("llmconv.generation.pipeline")
         return getattr(found if name == "pipeline" else tasks, name)
     return importlib.import_module(f"llmconv.{name}")
 

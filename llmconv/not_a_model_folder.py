@@ -14,7 +14,7 @@ from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.files.hub import TORCH_WEIGHTS
 from llmconv.files.pointer_files import refuse_git_lfs
 from llmconv.files.source_file import open_source
-from llmconv.files.torch.reader import is_torch_file
+from llmconv.files.torch_reader import is_torch_file
 from llmconv.quantized_export import is_quantized_export, refused_export
 
 OTHER_FILES = {

@@ -19,7 +19,7 @@ import pytest
 from onnx import numpy_helper
 
 from llmconv.errors import LlmconvError, MalformedInput
-from llmconv.generation.chat.templates import render_chat
+from llmconv.generation.chat_templates import render_chat
 from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.runtime.tokenizer import load_tokenizer
 from tests.hostile.advisories import CASES

@@ -16,7 +16,7 @@ import pytest
 
 from llmconv import requirements
 from llmconv.errors import UnsupportedInput
-from llmconv.files import system_calls
+from llmconv.files import copying
 
 ROOT = Path(__file__).parents[1]
 WINDOWS = """
@@ -210,11 +210,11 @@ def test_the_newest_tested_version_is_in_the_table() -> None:
 
 def test_peak_memory_is_in_bytes_on_macos_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert system_calls.peak_memory() >= 1024 * kib
+    assert copying.peak_memory() >= 1024 * kib
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert kib <= system_calls.peak_memory() < 1024 * kib
+    assert kib <= copying.peak_memory() < 1024 * kib
 
 
 def test_cores_are_counted_without_an_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    assert system_calls.cores() == os.cpu_count()
+    assert copying.cores() == os.cpu_count()

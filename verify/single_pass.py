@@ -30,8 +30,8 @@ from llmconv.runtime.eager.limit_margins import Float64Casts
 from llmconv.runtime.eager.stored_tensors import require_loaded
 from llmconv.runtime.extra_inputs import POSITIONS
 from llmconv.runtime.library_patches import reset_dynamic_rope, silence_kernel_hints, use_eager_experts
+from llmconv.runtime.onnxruntime.graph import SinglePassGraph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
-from llmconv.runtime.onnxruntime.single_pass import SinglePassGraph
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
 from llmconv.verify.audit.decisions import audit_decisions, read_config

@@ -19,10 +19,10 @@ from llmconv.convert.adapters.peft_tensors import CONFIG, plain_name, to_adapter
 from llmconv.convert.adapters.tuners import Tuner, by_peft_type
 from llmconv.convert.adapters.tuners.module_tensors import AdapterFields, ModuleTensors, invalid_field
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
-from llmconv.files.pickles.reader import TensorRef
+from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.pointer_files import refuse_git_lfs
 from llmconv.files.safetensors_file import read_header
-from llmconv.files.torch.reader import open_torch_file
+from llmconv.files.torch_reader import open_torch_file
 from llmconv.tensors import LazyTensor
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

@@ -24,7 +24,7 @@ from llmconv.convert.models.config_file import without_code
 from llmconv.convert.models.dtype import with_dtype
 from llmconv.convert.models.tied_head import find_embedding, find_head, is_tied
 from llmconv.errors import UnsupportedInput, listing
-from llmconv.files.torch.writer import torch_pieces
+from llmconv.files.torch_writer import torch_pieces
 from llmconv.output.plan import Plan, Shard, by_size, json_bytes, parse_size
 from llmconv.tensors import LazyTensor
 

@@ -49,9 +49,9 @@ from llmconv.convert.state_dicts.files import Sign
 from llmconv.convert.state_dicts.other_contents import phrases
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
-from llmconv.files.pickles.machine import Stub
-from llmconv.files.pickles.reader import Global, TensorRef
-from llmconv.files.torch.reader import is_torch_file, open_torch_file
+from llmconv.files.pickle_machine import Stub
+from llmconv.files.pickle_reader import Global, TensorRef
+from llmconv.files.torch_reader import is_torch_file, open_torch_file
 from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import LazyTensor
 

@@ -17,7 +17,7 @@ from llmconv.convert.peft_runs import OPTIONS, assembled_run
 from llmconv.convert.state_dicts.files import StateFile, has_hugging_face_names, open_state, peek_state
 from llmconv.convert.state_dicts.folders import is_bin_folder, is_shard, model_files, open_bin_folder
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.files.torch.reader import is_torch_file
+from llmconv.files.torch_reader import is_torch_file
 from llmconv.tensors import LazyTensor
 
 

@@ -27,8 +27,8 @@ from llmconv.convert.models.blueprint.names import model_names
 from llmconv.convert.models.config_file import architecture
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.files.paths import kind_of
-from llmconv.files.pickles.machine import Stub
-from llmconv.files.pickles.reader import TensorRef
+from llmconv.files.pickle_machine import Stub
+from llmconv.files.pickle_reader import TensorRef
 from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import LazyTensor
 

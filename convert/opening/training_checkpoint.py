@@ -21,11 +21,11 @@ from llmconv.convert.state_dicts.files import SUFFIXES
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder, training_file_kind, weight_files
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
-from llmconv.files.packing.unpack import unpacked
-from llmconv.files.pickles.machine import Stub
+from llmconv.files.packing import unpacked
+from llmconv.files.pickle_machine import Stub
 from llmconv.files.source_file import open_source
 from llmconv.files.sources import local_path, reading_safely
-from llmconv.files.torch.reader import explain_no_zip, is_torch_file, open_torch_file
+from llmconv.files.torch_reader import explain_no_zip, is_torch_file, open_torch_file
 from llmconv.model_code import AUTO_MAP, has_code
 from llmconv.not_a_model_folder import foreign_file, known_refusal
 from llmconv.quantized_export import is_quantized_export, refused_export

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, listing
-from llmconv.files.pickles.machine import Stub
-from llmconv.files.pickles.reader import TensorRef
-from llmconv.files.torch.reader import is_torch_file, open_torch_file
+from llmconv.files.pickle_machine import Stub
+from llmconv.files.pickle_reader import TensorRef
+from llmconv.files.torch_reader import is_torch_file, open_torch_file
 from llmconv.tensors import LazyTensor
 
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")

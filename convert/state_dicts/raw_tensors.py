@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from llmconv.errors import InputRefused
-from llmconv.files.pickles.reader import TensorRef
+from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.safetensors_file import read_header
-from llmconv.files.torch.reader import is_torch_file, open_torch_file
+from llmconv.files.torch_reader import is_torch_file, open_torch_file
 from llmconv.tensors import LazyTensor
 
 DEPTH = 4

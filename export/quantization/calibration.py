@@ -20,8 +20,8 @@ from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, produ
 from llmconv.export.weights import StoredRows, WeightSource, bind, leaves
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.memory import raise_if_out_of_memory
-from llmconv.runtime.low_memory.graph_pieces import ValueTypes, cut_graph
-from llmconv.runtime.onnxruntime.prepacked import WEIGHTS_FOLDER, followed
+from llmconv.runtime.low_memory.pieced_graph import ValueTypes, cut_graph
+from llmconv.runtime.onnxruntime.packed_cache import WEIGHTS_FOLDER, followed
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.tensors import Array
 

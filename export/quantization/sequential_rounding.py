@@ -36,7 +36,7 @@ from llmconv.export.quantization.selection import QuantizedWeight, product_layou
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, producer, remove_unused
 from llmconv.export.weights import StoredRows, WeightSource, bind, leaves
 from llmconv.files.safetensors_file import FileTensor
-from llmconv.runtime.low_memory.graph_pieces import GraphPiece, ValueTypes, cut_graph
+from llmconv.runtime.low_memory.pieced_graph import GraphPiece, ValueTypes, cut_graph
 from llmconv.tensors import Array
 
 LEAST = 16

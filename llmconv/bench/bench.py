@@ -12,11 +12,11 @@ from llmconv.argument_checks import checked, require_least, require_threads
 from llmconv.bench.measurement import BenchResult, Measurement, first_difference
 from llmconv.bench.runtimes import BenchCandidate, WorkerProcess
 from llmconv.errors import Inconclusive, UsageProblem
+from llmconv.files.copying import cores
 from llmconv.files.sources import fetches
-from llmconv.files.system_calls import cores
+from llmconv.runtime.calibration_text import random_prompts, usable_tokens
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.onnxruntime.session_settings import provider_name
-from llmconv.runtime.random_prompts import random_prompts, usable_tokens
 
 OWN = ("onnx", "packed")
 """Runtimes that use the onnxruntime of this process's environment."""

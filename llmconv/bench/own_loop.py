@@ -7,9 +7,9 @@ from typing import Any
 
 from llmconv.generation.model import TextModel
 from llmconv.generation.model_files import ModelFiles
-from llmconv.generation.positions import positions_of
+from llmconv.generation.row import positions_of
 from llmconv.generation.runners import load_runner
-from llmconv.generation.sampling.settings import GenerationSettings
+from llmconv.generation.sampling import GenerationSettings
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.tokenizer import TOKENIZER_FILES, load_tokenizer
 

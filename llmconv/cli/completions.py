@@ -39,7 +39,7 @@ def _writable_deltas() -> list[str]:
 
 
 def _templates() -> list[str]:
-    from llmconv.generation.chat.templates import TEMPLATES
+    from llmconv.generation.chat_templates import TEMPLATES
 
     return [*TEMPLATES]
 

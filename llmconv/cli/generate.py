@@ -151,8 +151,7 @@ def _prompts(
 ) -> list[Prompt]:
     """Prompts of the command line, of a file, or of standard input."""
     from llmconv.generation.generate import require_other_file
-    from llmconv.generation.prompt_file import read_prompts
-    from llmconv.generation.prompts import Prompt
+    from llmconv.generation.prompts import Prompt, read_prompts
 
     if texts and file:
         raise UsageProblem("prompts are given both as arguments and in a file", hint="give only one of them")
@@ -189,7 +188,7 @@ def _require_all(made: Generation) -> None:
 if TYPE_CHECKING:
     from llmconv.generation import TextPiece
     from llmconv.generation.prompt_run import PromptRun
-    from llmconv.generation.streaming import OrderedWriter
+    from llmconv.generation.row import OrderedWriter
 
 
 class TextPrinter:
@@ -205,7 +204,7 @@ class TextPrinter:
 
     def push(self, index: int, text: str, *, done: bool) -> None:
         """Prints the new part of the text with this index; `done` marks its end."""
-        from llmconv.generation.streaming import OrderedWriter
+        from llmconv.generation.row import OrderedWriter
 
         end = "\0" if self._null else "\n"
         if self._writer is None:

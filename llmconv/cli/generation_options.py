@@ -14,7 +14,7 @@ from llmconv.errors import UsageProblem
 
 if TYPE_CHECKING:
     from llmconv.generation import TextModel
-    from llmconv.generation.running_options import RunningOptions
+    from llmconv.generation.generate import RunningOptions
     from llmconv.runtime import SessionSettings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -179,7 +179,7 @@ def opener(model: str, given: Mapping[str, Any]) -> Callable[[], TextModel]:
 
     Of `given`, options other than those of `running` and `--trust-remote-code` are ignored.
     """
-    from llmconv.generation.running_options import opener
+    from llmconv.generation.generate import opener
 
     return opener(model, running_options(given))
 

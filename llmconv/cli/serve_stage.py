@@ -36,7 +36,7 @@ def command(folder: Path, number: int, listen: str, as_json: bool, **given: Any)
     Connections are neither authenticated nor encrypted: use a private network or an SSH tunnel. If the environment
     variable LLMCONV_STAGE_TOKEN is set, clients must have the same one.
     """
-    from llmconv.runtime.stages.serving import serve_stage
+    from llmconv.runtime.stages.staged_runner import serve_stage
 
     def on_ready(address: str, count: int) -> None:
         say(f"stage {number} of {count} listens on {address}; Ctrl-C stops")

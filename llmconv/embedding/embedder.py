@@ -15,9 +15,9 @@ from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.files.sources import local_path
 from llmconv.progress import warn
 from llmconv.runtime.context_length import context_length, language_config
+from llmconv.runtime.onnxruntime.graph import SinglePassGraph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, single_pass_entries
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.onnxruntime.single_pass import SinglePassGraph
 from llmconv.runtime.tokenizer import TooManyTokens, encode_prompt, load_tokenizer
 from llmconv.tensors import Array
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import MalformedInput
-from llmconv.files.mirror.mirrored_file import MirroredFile, find
+from llmconv.files.mirror import MirroredFile, find
 
 
 def open_source(path: Path) -> io.BufferedReader:

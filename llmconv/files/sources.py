@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from llmconv.errors import InputRefused, LlmconvError
+from llmconv.files import mirror
 from llmconv.files.hub import from_hub
-from llmconv.files.mirror import mirrored_file
-from llmconv.files.mirror.mirror_folder import make_mirror
+from llmconv.files.mirror import make_mirror
 from llmconv.files.paths import is_address, path_of, without_credentials
 from llmconv.files.pointer_files import TEXT_LIMIT, LocalTree, follow, follow_local
 from llmconv.files.temporary_folder import make_temporary_folder, remove_temporary_folder
@@ -138,7 +138,7 @@ def with_addresses(text: str) -> str:
 def remove_downloads(folders: set[Path] | None = None) -> None:
     """Removes temporary folders; by default all of this process, for when it ends."""
     for folder in set(_folders if folders is None else folders):
-        mirrored_file.remove(folder)
+        mirror.remove(folder)
         remove_temporary_folder(folder)
         _folders.discard(folder)
         for path in [path for path in list(_addresses) if Path(path).is_relative_to(folder)]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from llmconv.generation.chat.reused_cache import Conversation, SharedPrefix
-from llmconv.generation.completions import Completion, Generation
-from llmconv.generation.cost import GenerationCost
+from llmconv.generation.completions import Completion, Generation, GenerationCost
 from llmconv.generation.generate import generate
+from llmconv.generation.loop import Conversation, SharedPrefix
 from llmconv.generation.model import TextModel
 from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.prompts import Prompt
 from llmconv.generation.row import TextPiece
-from llmconv.generation.sampling.settings import GenerationSettings
+from llmconv.generation.sampling import GenerationSettings
 from llmconv.generation.wording import Wording
 from llmconv.runtime.stages.staged_runner import StageAddresses
 

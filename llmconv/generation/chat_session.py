@@ -9,11 +9,11 @@ from typing import Any
 from llmconv.argument_checks import checked
 from llmconv.errors import UsageProblem
 from llmconv.files.paths import kind_of
-from llmconv.generation.chat.reused_cache import Conversation
-from llmconv.generation.chat.templates import TOKENIZER, find_template, require_template
+from llmconv.generation.chat_templates import TOKENIZER, find_template, require_template
+from llmconv.generation.loop import Conversation
 from llmconv.generation.model import TextModel
 from llmconv.generation.row import TextPiece
-from llmconv.generation.sampling.settings import GenerationSettings
+from llmconv.generation.sampling import GenerationSettings
 
 ANSWER_TOKENS = 2048
 """Maximum number of tokens in an answer, unless a setting or the context gives a smaller one."""

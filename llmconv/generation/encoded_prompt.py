@@ -15,7 +15,7 @@ from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProb
 from llmconv.files.paths import kind_of
 from llmconv.files.safetensors_file import read_header
 from llmconv.generation.prompts import Prompt
-from llmconv.runtime.placed_embeddings import PromptEmbeddings
+from llmconv.runtime.runner import PromptEmbeddings
 from llmconv.tensors import Array
 
 

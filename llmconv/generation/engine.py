@@ -6,12 +6,10 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmconv.generation.chat.reused_cache import PrefixCache
-from llmconv.generation.loop import Batch, grow
-from llmconv.generation.positions import PositionRule
-from llmconv.generation.row import Row, RowStart, TextPiece
-from llmconv.generation.sampling.settings import GenerationSettings
-from llmconv.runtime.given_inputs import GivenInputs
+from llmconv.generation.loop import Batch, PrefixCache, grow
+from llmconv.generation.row import PositionRule, Row, RowStart, TextPiece
+from llmconv.generation.sampling import GenerationSettings
+from llmconv.runtime.extra_inputs import GivenInputs
 from llmconv.runtime.runner import Runner
 
 Decode = Callable[[Sequence[int]], str]
@@ -80,7 +78,10 @@ class LoopEngine:
             return [[]] * count
         from transformers import AutoConfig  # noqa: PLC0415 - takes seconds, and only beams need it
 
-        from llmconv.generation.sampling.logits_processors import GraphModel, search  # noqa: PLC0415 - imports torch
+        from llmconv.generation.logits_processors import (  # noqa: PLC0415 - imports torch
+            GraphModel,
+            search,
+        )
 
         config = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         vocabulary = int(config.get_text_config(decoder=True).vocab_size)
@@ -90,7 +91,7 @@ class LoopEngine:
     def _row(index: int, start: RowStart, settings: GenerationSettings, decode: Decode) -> Row:
         if not settings.needs_processors:
             return Row(index, start, settings, decode)
-        from llmconv.generation.sampling.logits_processors import processor  # noqa: PLC0415 - imports torch
+        from llmconv.generation.logits_processors import processor  # noqa: PLC0415 - imports torch
 
         tokens = len(start.prompt) - (start.embeddings.before if start.embeddings else 0)
         return Row(index, start, settings, decode, processor(settings, tokens, start.limit))

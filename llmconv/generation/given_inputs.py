@@ -10,8 +10,7 @@ import numpy as np
 
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import kind_of
-from llmconv.runtime.extra_inputs import BATCH, PAST, ExtraInput, ModelCall
-from llmconv.runtime.given_inputs import GivenInputs
+from llmconv.runtime.extra_inputs import BATCH, PAST, ExtraInput, GivenInputs, ModelCall
 from llmconv.tensors import BY_NAME, Array
 
 RequestInputs = Mapping[str, Any]

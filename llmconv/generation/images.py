@@ -17,7 +17,7 @@ from llmconv.errors import InputRefused, UsageProblem, first_line
 from llmconv.files.paths import kind_of
 from llmconv.generation.encoded_prompt import EncodedPrompt
 from llmconv.runtime.images.family import PROCESSOR_FILES, Features, Given, ImageFamily
-from llmconv.runtime.placed_embeddings import PromptEmbeddings
+from llmconv.runtime.runner import PromptEmbeddings
 from llmconv.runtime.tokenizer import token_ids
 from llmconv.tensors import Array
 

@@ -12,18 +12,29 @@ from llmconv.argument_checks import checked
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.files.sources import fetching, local_path
-from llmconv.generation.chat.reused_cache import PrefixCache
-from llmconv.generation.chat.templates import TOKENIZER, encode_chat, has_start, render_chat
+from llmconv.generation.chat_templates import TOKENIZER, encode_chat, has_start, render_chat
 from llmconv.generation.encoded_prompt import EncodedPrompt, require_size
 from llmconv.generation.engine import Decode, LoopEngine
 from llmconv.generation.genai import GenaiEngine
 from llmconv.generation.given_inputs import RequestInputs, inputs_of_prompts, prompt_names, require_together
 from llmconv.generation.images import ImageEncoder, with_images
+from llmconv.generation.loop import PrefixCache
 from llmconv.generation.model_files import ModelFiles
-from llmconv.generation.positions import PositionRule, positions_of
 from llmconv.generation.prompts import token_lists
-from llmconv.generation.row import Row, RowStart, TextPiece, pieces_of, refuse_shifted, row_starts
+from llmconv.generation.row import (
+    PositionRule,
+    Row,
+    RowStart,
+    TextPiece,
+    feed,
+    pieces_of,
+    positions_of,
+    refuse_shifted,
+    require_streamer,
+    row_starts,
+)
 from llmconv.generation.runners import (
+    TorchOptions,
     is_model,
     load_genai,
     load_images,
@@ -33,16 +44,12 @@ from llmconv.generation.runners import (
     refuse_stages,
     with_lora,
 )
-from llmconv.generation.sampling.settings import GenerationSettings, require_settings
-from llmconv.generation.streamers import feed, require_streamer
-from llmconv.generation.torch_options import TorchOptions
+from llmconv.generation.sampling import GenerationSettings, require_settings
 from llmconv.runtime.context_length import context_length, has_window
-from llmconv.runtime.given_inputs import GivenInputs
+from llmconv.runtime.extra_inputs import GivenInputs
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.placed_embeddings import PromptEmbeddings
-from llmconv.runtime.prefix.runner import PrefixedRunner, with_prefix
-from llmconv.runtime.prefix.trained import Prefix, open_prefix
-from llmconv.runtime.runner import TOKENS_ONLY, Runner, default_positions
+from llmconv.runtime.prefix import Prefix, PrefixedRunner, open_prefix, with_prefix
+from llmconv.runtime.runner import TOKENS_ONLY, PromptEmbeddings, Runner, default_positions
 from llmconv.runtime.stages.staged_runner import StageAddresses
 from llmconv.runtime.tokenizer import UNKNOWN, TokenDecoder, encode_prompt, find_tokenizer, require_text
 

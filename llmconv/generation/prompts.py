@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
-from llmconv.errors import UsageProblem
-from llmconv.files.paths import kind_of
-from llmconv.generation.chat.templates import is_message, require_contents
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.files.paths import kind_of, path_of
+from llmconv.files.strict_json import StrictJsonError, first_strict_error, parse_strictly
+from llmconv.generation.chat_templates import is_message, require_contents
 
 PromptContent = str | list[dict[str, Any]]
 """A text, or a chat as a list of messages."""
@@ -149,3 +152,245 @@ def shared_start(prompts: Sequence[Sequence[int]]) -> list[int]:
     first, last = min(map(list, prompts)), max(map(list, prompts))
     same = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
     return list(first[: min(same, min(map(len, prompts)) - 1)])
+
+
+TEXT_FIELDS = ("prompt", "instruction", "src")
+"""Fields of a JSON object that are a prompt: llmconv's own, Alpaca's and PaddleNLP's. `messages` is a chat."""
+
+FORMS = "give one text per line, an object with `prompt` or `messages` per line, or an array of these"
+EXAMPLE = 'write {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}, or name the field: --prompt-field'
+
+
+def read_prompts(source: str | Path | TextIO, prompt_field: str | None = None) -> list[Prompt]:
+    """Prompts of a file: one text per line, one JSON value per line, or one JSON array.
+
+    An object has `prompt`, `messages`, `instruction` or `src`; an array of messages is a chat, a string is a text. A
+    file is JSON if its name ends in `.jsonl` or `.json`, if its first line is an object or an array, or if it is one
+    JSON value as a whole. Empty lines are skipped. Relative paths in it begin in its folder, those on standard input in
+    the current one.
+
+    Args:
+        source: path of the file, or the file itself.
+        prompt_field: field of the objects that has the prompt, a text or a chat; None for the fields above.
+
+    Raises:
+        InputRefused: the file cannot be read, or has no prompt.
+        MalformedInput: an object has none of these fields, or several; or a file is not valid JSON.
+    """
+    base = Path(source).parent if isinstance(source, str | Path) else Path()
+    return [_found_from(base, prompt) for prompt in _read(source, prompt_field)]
+
+
+def _found_from(base: Path, prompt: Prompt) -> Prompt:
+    """The prompt with the paths in it found from a folder."""
+    rows = base / prompt.embeddings if prompt.embeddings else None
+    return replace(prompt, embeddings=rows, images=tuple(base / image for image in prompt.images))
+
+
+def _read(source: str | Path | TextIO, prompt_field: str | None) -> list[Prompt]:
+    text, is_json = _text(path_of(source, "source") if isinstance(source, str | Path) else source)
+    document = _document(text)
+    is_named = isinstance(source, str | Path) and Path(source).suffix == ".json"
+    if document is not None or (is_named and not _is_json(text.strip().partition("\n")[0])):
+        return _of_document(document, text, prompt_field)
+    lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    found = [Prompt(line) for _, line in lines]
+    if is_json or (lines and _is_json(lines[0][1])):
+        found = [_of_json(number, line, prompt_field) for number, line in lines]
+    elif prompt_field and lines:
+        raise MalformedInput(
+            "`--prompt-field` needs JSON objects, but the prompts are lines of text", hint="leave it out"
+        )
+    if not found:
+        raise InputRefused(
+            "no prompts",
+            hint="give `--prompt TEXT`, or `--prompt-file FILE` with one prompt per line",
+        )
+    return found
+
+
+def _text(source: Path | TextIO) -> tuple[str, bool]:
+    """The content, and whether the file is JSON by its name."""
+    try:
+        if isinstance(source, Path):
+            return source.read_text(encoding="utf-8-sig"), source.suffix in (".jsonl", ".ndjson")
+        return source.read(), False
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not valid UTF-8"
+        raise InputRefused(f"the prompts in `{source}` cannot be read: {reason}", hint="give a text file") from error
+
+
+def _is_json(line: str) -> bool:
+    """Whether a line is an object or an array."""
+    try:
+        return line.lstrip().startswith(("{", "[")) and isinstance(json.loads(line), dict | list)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _document(text: str) -> list[Any] | dict[str, Any] | None:
+    """The JSON array, or object over several lines, that a text is as a whole; None for a prompt per line.
+
+    Raises MalformedInput if the first line opens an array or object that is not valid JSON.
+    """
+    content = text.strip()
+    first = content.partition("\n")[0].strip()
+    if not content.startswith(("[", "{")) or (content != first and _is_json(first)):
+        return None
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        if first in ("[", "{", "[{"):
+            raise MalformedInput(f"the prompts are not valid JSON: {_reason(error)}", hint=FORMS) from error
+        return None
+    return value if isinstance(value, list) or (isinstance(value, dict) and content != first) else None
+
+
+def _of_document(document: Any, text: str, field: str | None) -> list[Prompt]:
+    """The prompts of a JSON document: an array, or one object with the fields of a prompt."""
+    try:
+        document = json.loads(text) if document is None else document
+        found_slip = first_strict_error(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedInput(f"the prompts are not valid JSON: {_reason(error)}", hint=FORMS) from error
+    if found_slip:
+        line, slip = found_slip
+        raise _slipped(f"the value that begins in line {line} of the prompts", slip)
+    if isinstance(document, list) and document and all(map(is_message, document)):
+        require_contents(document, "the prompts")
+        return [Prompt(document)]
+    if isinstance(document, dict) and not {field or "messages", *TEXT_FIELDS} & document.keys():
+        raise MalformedInput("the prompts are one JSON object without `prompt` or `messages`", hint=FORMS)
+    items = document if isinstance(document, list) else [document]
+    found = [_of_item(f"item {number}", item, field) for number, item in enumerate(items, start=1)]
+    if not found:
+        raise InputRefused("no prompts", hint="the array is empty")
+    return found
+
+
+def _of_item(name: str, item: Any, field: str | None) -> Prompt:
+    if isinstance(item, str):
+        return Prompt(item)
+    if _is_chat(item):
+        require_contents(item, f"{name} of the prompts")
+        return Prompt(item)
+    return _of_object(name, item, field)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at line {error.lineno}, column {error.colno}"
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def _of_json(number: int, line: str, field: str | None) -> Prompt:
+    try:
+        value = parse_strictly(line)
+    except StrictJsonError as slip:
+        raise _slipped(f"line {number} of the prompts", slip) from slip
+    except (ValueError, RecursionError) as error:
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise MalformedInput(
+            f"line {number} of the prompts is not valid JSON: {reason}", hint="one object per line"
+        ) from error
+    return _of_item(f"line {number}", value, field)
+
+
+def _slipped(where: str, slip: StrictJsonError) -> MalformedInput:
+    return MalformedInput(f"in {where}: {slip}", hint=slip.hint)
+
+
+def _of_object(name: str, value: Any, field: str | None) -> Prompt:
+    """The prompt of a JSON object; `name` is its line or item, for messages."""
+    given = value if isinstance(value, dict) else {}
+    if field is None:
+        content, used = _content(name, given)
+    else:
+        content, used = _chosen(name, given, field), {field}
+    fields = {key: value for key, value in given.items() if key not in used}
+    others = {**_embeddings(name, given), "inputs": _inputs(name, given)}
+    return Prompt(content, fields, **others, images=_images(name, given))
+
+
+def _inputs(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The field `inputs` of a JSON object: values of extra inputs; a text is a field of the caller's own."""
+    found = given.get("inputs", "")
+    if not isinstance(found, dict | str):
+        raise MalformedInput(
+            f"`inputs` in {name} of the prompts is {kind_of(found)}",
+            hint='write {"prompt": "…", "inputs": {"token_type_ids": [0, 0, 1]}}',
+        )
+    return found if isinstance(found, dict) else {}
+
+
+def _images(name: str, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The field `image`, or `images`, of a JSON object: a path or several."""
+    named = [name for name in ("image", "images") if given.get(name) is not None]
+    if len(named) > 1:
+        raise MalformedInput(f"{name} of the prompts has both `image` and `images`", hint="write one of them")
+    found = given[named[0]] if named else None
+    several = [] if found is None else [found] if isinstance(found, str) else found
+    if not isinstance(several, list) or not all(isinstance(one, str) and one and "\0" not in one for one in several):
+        raise MalformedInput(
+            f"`{named[0]}` in {name} of the prompts is not a path", hint="give the path of an image, or a list of paths"
+        )
+    return tuple(several)
+
+
+def _embeddings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields `embeddings` and `placeholder` of a JSON object."""
+    found = {key: given[key] for key in ("embeddings", "placeholder") if given.get(key) is not None}
+    for key, value in found.items():
+        if not isinstance(value, str) or not value or "\0" in value:
+            raise MalformedInput(
+                f"`{key}` in {name} of the prompts is not a text",
+                hint="`embeddings` is the path of a .npy or .safetensors, `placeholder` a token",
+            )
+    if found.keys() == {"placeholder"}:
+        raise MalformedInput(f"{name} of the prompts has a `placeholder` without `embeddings`", hint="leave it out")
+    return found
+
+
+def _content(name: str, given: Mapping[str, Any]) -> tuple[PromptContent, set[str]]:
+    """The prompt, and the fields that it is made of."""
+    messages: Any = given.get("messages")
+    if _is_chat(messages) and given.get("prompt") is None:
+        require_contents(messages, f"{name} of the prompts")
+        return list(messages), {"prompt", "messages"}
+    field = _text_field(name, given)
+    prompt, context = given[field], given.get("input")
+    if not isinstance(context, str):
+        return prompt, {field}
+    is_empty = not context.strip()  # as in most lines of Alpaca's data
+    return prompt if is_empty else [{"role": "user", "content": prompt, "input": context}], {field, "input"}
+
+
+def _text_field(name: str, given: Mapping[str, Any]) -> str:
+    """The field of `TEXT_FIELDS` that has the text; others may be metadata if there is a `prompt`."""
+    found = [field for field in TEXT_FIELDS if isinstance(given.get(field), str)]
+    if found and "prompt" in given:
+        found = found[: found[0] == "prompt"]
+    if not found or given.get("messages") is not None:
+        raise MalformedInput(
+            f"{name} of the prompts has neither a text `prompt` nor a chat in `messages`", hint=EXAMPLE
+        )
+    if len(found) > 1:
+        raise MalformedInput(
+            f"{name} of the prompts has `{found[0]}` and `{found[1]}`", hint="select one of them with `--prompt-field`"
+        )
+    return found[0]
+
+
+def _chosen(name: str, given: Mapping[str, Any], field: str) -> PromptContent:
+    """The text or chat in a field that the caller names."""
+    content: Any = given.get(field)
+    if _is_chat(content):
+        require_contents(content, f"{name} of the prompts")
+    elif not isinstance(content, str):
+        problem = f"has no `{field}`" if content is None else f"has {kind_of(content)} in `{field}`"
+        raise MalformedInput(f"{name} of the prompts {problem}", hint="give a `--prompt-field` that has a text or chat")
+    return content if isinstance(content, str) else list(content)
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(is_message, value))

@@ -1,4 +1,6 @@
-"""One sequence of a batch while it is generated: its tokens, and how the next one is picked.
+"""A model's rule for position ids, from the registry that the exporter also uses.
+
+One sequence of a batch while it is generated: its tokens, and how the next one is picked.
 
 transformers' filters in their order: repetition penalty, then (when sampling) temperature, top-k, top-p, min-p. A
 filter narrows `TokenCandidates` down; one uniform random number then picks among them in the order of the vocabulary,
@@ -8,19 +10,158 @@ so that a seed always gives the same text.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from importlib.metadata import entry_points
+from itertools import compress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
+from llmconv.checkpoint import read_json
 from llmconv.errors import MalformedInput, UsageProblem
-from llmconv.generation.sampling.settings import GenerationSettings
-from llmconv.generation.streaming import StopStrings, TextStream
-from llmconv.runtime.given_inputs import GivenInputs
-from llmconv.runtime.placed_embeddings import PromptEmbeddings
-from llmconv.runtime.runner import Step
+from llmconv.files.paths import kind_of
+from llmconv.generation.sampling import GenerationSettings
+from llmconv.runtime.extra_inputs import GivenInputs
+from llmconv.runtime.runner import Cache, PromptEmbeddings, Step, default_positions
 from llmconv.tensors import Array
+
+ENTRY_POINTS = "llmconv.input_maps"
+
+PositionRule = Callable[[Array, int], Array]
+"""Attention mask and number of new tokens to position ids, as `default_positions`."""
+
+
+def positions_of(folder: Path) -> PositionRule:
+    """The rule in the input map of the folder's `model_type`; the default rule if there is none.
+
+    All built-in families use the default rule, so the registry (which imports torch) is loaded only where an installed
+    package or the calling program may have added a family.
+    """
+    if "llmconv.export.families" not in sys.modules and not entry_points(group=ENTRY_POINTS):
+        return default_positions
+    from llmconv.export.families import known_input_maps  # noqa: PLC0415 - imports torch
+
+    path = folder / "config.json"
+    row = known_input_maps().get(read_json(path).get("model_type", "") if path.is_file() else "")
+    return row.positions if row else default_positions
+
+
+@dataclass(frozen=True)
+class Past:
+    """The cache of the first `tokens` columns of a batch, padding included."""
+
+    cache: Cache
+    tokens: int
+
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream:
+    """Turns a growing list of tokens into pieces of text.
+
+    A token may be part of a UTF-8 character, and its text may depend on the token before (a leading space). So each
+    piece is the difference between two decodings of a short window, held back while it ends in an incomplete character.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []  # the window
+        self._shown = 0  # how many of them are already in the output
+        self._text = ""  # the text of those
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes; empty while a character is incomplete."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        if text.endswith(INCOMPLETE) or len(text) <= len(self._text):
+            return ""
+        piece = text[len(self._text) :]
+        self._tokens = self._tokens[self._shown :]
+        self._shown = len(self._tokens)
+        self._text = self._decode(self._tokens)
+        return piece
+
+    def close(self) -> str:
+        """The text that was held back; an incomplete character becomes U+FFFD."""
+        piece = self._decode(self._tokens)[len(self._text) :]
+        self._tokens, self._shown, self._text = [], 0, ""
+        return piece
+
+
+class StopStrings:
+    """Passes text on up to the first stop string, which may span several pieces; ignores empty stop strings."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held, self._shown = "", b""  # the text, and for each of its characters whether it is passed on
+        self.found = False
+
+    def push(self, piece: str, shown: bool = True) -> str:
+        """The text that cannot be part of a stop string; nothing after a stop string.
+
+        A piece that is not `shown`, that of a special token, is only looked at.
+        """
+        if self.found or not self._stops:
+            return piece if shown and not self.found else ""
+        text, flags = self._held + piece, self._shown + bytes([shown]) * len(piece)
+        start = min((place for stop in self._stops if (place := text.find(stop)) >= 0), default=None)
+        if start is not None:
+            self.found, self._held, self._shown = True, "", b""
+            return _shown(text[:start], flags)
+        final = len(text) - max(_overlap(text, stop) for stop in self._stops)
+        self._held, self._shown = text[final:], flags[final:]
+        return _shown(text[:final], flags)
+
+    def close(self) -> str:
+        """The text that was held back as a possible start of a stop string."""
+        held, flags = self._held, self._shown
+        self._held, self._shown = "", b""
+        return _shown(held, flags)
+
+
+def _shown(text: str, flags: bytes) -> str:
+    """The characters whose flag is set."""
+    return "".join(compress(text, flags))
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Number of characters at the end of `text` that may be the start of `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+class OrderedWriter:
+    """Writes texts in order from index `start`, each between `heading(index)` and `end`; the first one as it grows."""
+
+    def __init__(
+        self,
+        write: Callable[[str], object],
+        start: int = 0,
+        end: str = "\n",
+        heading: Callable[[int], str] = lambda index: "",
+    ) -> None:
+        self._write, self._end, self._heading = write, end, heading
+        self._waiting: dict[int, str] = {}
+        self._done: set[int] = set()
+        self._current = start
+
+    def push(self, index: int, piece: str, done: bool) -> None:
+        """Adds a piece to text `index`; if it is the last (`done`), the end follows."""
+        begun = self._waiting.get(index)
+        self._waiting[index] = (self._heading(index) if begun is None else begun) + piece + self._end * done
+        if done:
+            self._done.add(index)
+        while text := self._waiting.get(self._current):
+            self._write(text)
+            self._waiting[self._current] = ""
+            if self._current not in self._done:
+                return
+            del self._waiting[self._current]
+            self._current += 1
 
 
 class RowStart(NamedTuple):
@@ -301,3 +442,37 @@ def softmax(scores: Array) -> Array:
     """Probabilities of one row of scores."""
     weights = np.exp(scores - scores.max())
     return np.asarray(weights / weights.sum())
+
+
+def is_streamer(value: Any) -> TypeGuard[Any]:
+    """Whether an object has the methods of transformers' `BaseStreamer`."""
+    return (
+        not isinstance(value, type) and callable(getattr(value, "put", None)) and callable(getattr(value, "end", None))
+    )
+
+
+def require_streamer(streamer: Any, prompts: int, settings: GenerationSettings | None = None) -> None:
+    """Raises UsageProblem if a streamer lacks a method, or for several texts or beams, which it cannot tell apart."""
+    if not is_streamer(streamer):
+        raise UsageProblem(
+            f"`streamer` is {kind_of(streamer)}, not a streamer", hint="give `TextStreamer(tokenizer)` of transformers"
+        )
+    if prompts != 1:
+        raise UsageProblem(f"a streamer takes one text at a time, not {prompts}", hint="give one prompt")
+    if settings and settings.num_beams > 1:
+        raise UsageProblem(
+            "a streamer takes no beam search, whose text is known only at its end", hint="leave out `num_beams`"
+        )
+
+
+def feed(streamer: Any, prompt: Sequence[int], pieces: Generator[TextPiece]) -> Generator[TextPiece]:
+    """Passes pieces on; gives the streamer the prompt's token ids, each new token, and the end, also after an error."""
+    try:
+        streamer.put(np.array([prompt], dtype=np.int64))
+        with closing(pieces):
+            for piece in pieces:
+                if piece.token is not None:
+                    streamer.put(np.array([piece.token], dtype=np.int64))
+                yield piece
+    finally:
+        streamer.end()

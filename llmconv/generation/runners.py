@@ -1,19 +1,19 @@
-"""Opening what runs a model: the graphs, the eager model, or ONNX Runtime GenAI."""
+"""TorchOptions: options of the eager model, which graphs do not take."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmconv.errors import InputRefused, UsageProblem
+from llmconv.files.paths import kind_of
 from llmconv.files.sources import local_path
 from llmconv.generation.genai import GenaiEngine
 from llmconv.generation.images import ImageEncoder, ImageFeatures
 from llmconv.generation.model_files import ModelFiles
-from llmconv.generation.torch_options import TorchOptions
 from llmconv.runtime.context_length import context_length, language_config, length_switch
 from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.images.families import family_in
@@ -25,9 +25,66 @@ from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph, has_vision
 from llmconv.runtime.onnxruntime.weight_memory import WeightMemory
-from llmconv.runtime.prefix.trained import Prefix
+from llmconv.runtime.prefix import Prefix
 from llmconv.runtime.runner import Runner
 from llmconv.runtime.stages.staged_runner import StageAddresses, StagedRunner
+
+DTYPES = ("float32", "float16", "bfloat16")
+"""Dtypes of the eager model."""
+
+
+@dataclass(frozen=True)
+class TorchOptions:
+    """Options of the eager model: an adapter for PEFT or `merge-lora`, torch's name of the device, one of `DTYPES`.
+
+    None means no adapter, the CPU, and the dtype of the weights.
+    """
+
+    adapter: str | Path | None = None
+    device: str | None = None
+    dtype: str | None = None
+
+    @classmethod
+    def of(cls, adapter: str | Path | None, device: Any, dtype: Any) -> TorchOptions:
+        """The options from values that transformers' pipeline accepts, too; raises UsageProblem for others.
+
+        A device is a name, torch's object, or the number of a GPU, -1 for the CPU; a dtype is a name, torch's object,
+        or `auto` for that of the weights.
+        """
+        if isinstance(device, int) and not isinstance(device, bool):
+            device = "cpu" if device < 0 else f"cuda:{device}"
+        for name, value in (("device", device), ("dtype", dtype)):
+            is_torch = type(value).__module__ == "torch"
+            if value is not None and not isinstance(value, str) and not is_torch:
+                raise UsageProblem(f"`{name}` is {kind_of(value)}", hint=f"give the name of a {name}")
+        dtype = None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
+        return cls(adapter, None if device is None else str(device), dtype)
+
+    def require_dtype(self) -> None:
+        """Raises UsageProblem unless `dtype` is one of `DTYPES`."""
+        if self.dtype not in (None, *DTYPES):
+            raise UsageProblem(f"unknown dtype `{self.dtype}`", hint=f"give one of: {', '.join(DTYPES)}")
+
+    def refuse(self) -> None:
+        """Raises UsageProblem if any option is given, for graphs."""
+        for name, (refusal, hint) in REFUSALS.items():
+            if getattr(self, name) is not None:
+                raise UsageProblem(refusal, hint=hint)
+
+
+REFUSALS = {
+    "adapter": (
+        "GenAI and stages in other processes take no adapter",
+        "leave out `--backend genai` or `--stage-at`; or merge it: `llmconv merge-lora BASE ADAPTER -o OUT`",
+    ),
+    "device": (
+        "`device` is for `--backend torch`",
+        'for graphs give `--provider cuda`, in Python `SessionSettings(provider="cuda")`',
+    ),
+    "dtype": ("`dtype` is for `--backend torch`", "graphs compute in the type of `llmconv export --precision`"),
+}
+"""Message and hint by option, for graphs."""
+
 
 if TYPE_CHECKING:
     from llmconv.runtime.eager.torch_runner import GivenModel
@@ -165,8 +222,11 @@ def load_images(
     if backend == "onnx":
         family = family_in(files.folder) if has_vision(files.folder) else None
         return ImageEncoder(files.folder, family, partial(_tower, files.folder, family, settings)) if family else None
-    from llmconv.runtime.eager.images import family_of, image_features  # noqa: PLC0415 - imports torch
     from llmconv.runtime.eager.runner import EagerRunner  # noqa: PLC0415
+    from llmconv.runtime.eager.torch_runner import (  # noqa: PLC0415 - imports torch
+        family_of,
+        image_features,
+    )
 
     if not isinstance(runner, EagerRunner) or not (family := family_of(runner)):
         return None

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.generation.chat.templates import TOKENIZER, find_template
+from llmconv.generation.chat_templates import TOKENIZER, find_template
 from llmconv.generation.encoded_prompt import EncodedPrompt, token_of, with_embeddings
 from llmconv.generation.model import TextModel
 from llmconv.generation.prompts import Prompt, PromptContent, as_chat, with_prefix
-from llmconv.generation.sampling.settings import GenerationSettings
-from llmconv.runtime.placed_embeddings import PromptEmbeddings
+from llmconv.generation.sampling import GenerationSettings
+from llmconv.runtime.runner import PromptEmbeddings
 from llmconv.runtime.tokenizer import TooManyTokens, token_ids
 
 MOST_CUT = 64

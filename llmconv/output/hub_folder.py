@@ -27,7 +27,7 @@ from llmconv.checkpoint import parse_object
 from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput
 from llmconv.files import source_file
 from llmconv.files.safe_folder import Folder, Link, NewFile, is_inner
-from llmconv.files.user_cache import user_cache
+from llmconv.files.temporary_folder import user_cache
 from llmconv.hub.address import HubAddress
 from llmconv.hub.repository import HubRepository, sent
 from llmconv.hub.state import FileDigest, digest_of, file_digest

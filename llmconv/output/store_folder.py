@@ -22,8 +22,7 @@ from typing import Any
 
 from llmconv.checkpoint import INDEX, parse_object
 from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput
-from llmconv.files import source_file
-from llmconv.files.mirror import mirrored_file
+from llmconv.files import mirror, source_file
 from llmconv.files.safe_folder import Link, is_inner
 from llmconv.files.source_file import open_source
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, is_file_entry, parse_manifest
@@ -190,7 +189,7 @@ class StoreFolder:
 
     def _require_apart(self, inputs: Sequence[Path]) -> None:
         """Refuses an output around or inside an input: `--overwrite` would delete what the run is to read."""
-        for place in filter(None, map(mirrored_file.address_of, inputs)):
+        for place in filter(None, map(mirror.address_of, inputs)):
             if place.is_within(self.address) or self.address.is_within(place):
                 where = "contains" if place.is_within(self.address) else "is inside"
                 raise InputRefused(

@@ -18,10 +18,9 @@ from typing import IO, Any
 
 from llmconv.background import LOOK_AHEAD, BackgroundQueue, prefetch
 from llmconv.errors import LlmconvError, MalformedInput, OutputFailed
-from llmconv.files.copying import copy_file
+from llmconv.files.copying import copy_file, flush_data
 from llmconv.files.safe_folder import FULL, NewFile
 from llmconv.files.safetensors_file import FileTensor, holds
-from llmconv.files.system_calls import flush_data
 from llmconv.output.plan import Shard
 from llmconv.tensors import LazyTensor, Piece, as_bytes
 

@@ -18,10 +18,9 @@ from typing import Any, Protocol
 
 from llmconv.checkpoint import parse_object
 from llmconv.errors import KEPT, InputRefused, OutputFailed
-from llmconv.files import source_file
+from llmconv.files import mirror, source_file
 from llmconv.files.checksums import checked_reading
-from llmconv.files.mirror import mirrored_file
-from llmconv.files.mirror.mirror_folder import WEIGHTS
+from llmconv.files.mirror import WEIGHTS
 from llmconv.files.safe_folder import Link
 from llmconv.hub.address import HubAddress
 from llmconv.output.hub_folder import HubFolder
@@ -222,7 +221,7 @@ def _changed_at(source: Path) -> int:
     Weights that were moved or copied here may be older themselves; of other files the content is compared, too.
     """
     found = source.stat()
-    if mirrored_file.address_of(source) or source.suffix not in WEIGHTS:
+    if mirror.address_of(source) or source.suffix not in WEIGHTS:
         return found.st_mtime_ns
     links = [path.lstat() for path in (source, source.parent) if path.is_symlink()]
     return max(time for each in (found, *links) for time in (each.st_mtime_ns, each.st_ctime_ns))
@@ -285,7 +284,7 @@ def _fingerprint(plan: Plan, steps: Sequence[dict[str, Any]], stats: Sequence[Id
 
 def _identity(source: Path) -> Identity:
     """What changes with a source: its time, and in a store its ETag."""
-    tag, found = mirrored_file.e_tag(source), source.stat()
+    tag, found = mirror.e_tag(source), source.stat()
     return source.name, found.st_size, found.st_mtime_ns, *([tag] if tag else [])
 
 

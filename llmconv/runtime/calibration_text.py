@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from llmconv.checkpoint import read_small
 from llmconv.errors import InputRefused
+from llmconv.runtime.context_length import language_config
 from llmconv.runtime.tokenizer import first_ids, load_tokenizer
 from llmconv.sample_texts import DEFAULT, calibration_text, is_default
 from llmconv.tensors import Array
@@ -76,3 +78,23 @@ class CalibrationText:
         size = min(PIECE, context or PIECE)
         pieces = [ids[None, start : start + size] for start in range(0, len(ids), size)]
         return [piece for piece in pieces if piece.shape[1] > 1]
+
+
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def random_prompts(tokens: Sequence[int], batch: int, length: int) -> list[list[int]]:
+    """Random prompts [batch, length], chosen from `tokens` with a fixed seed."""
+    found: list[list[int]] = np.random.default_rng([batch, length]).choice(tokens, (batch, length)).tolist()
+    return found
+
+
+def usable_tokens(folder: Path) -> list[int]:
+    """All tokens of a model's vocabulary except special ones; raises InputRefused without a `vocab_size`."""
+    config = language_config(folder)
+    size = config.get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise InputRefused(f"`{folder}` has no config.json with a vocab_size", hint="copy the model's config.json")
+    values = [config.get(name) for name in SPECIAL]
+    special = {token for value in values for token in (value if isinstance(value, list) else [value])}
+    return [token for token in range(size) if token not in special] or list(range(size))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from llmconv.errors import UnsupportedInput, UsageProblem, first_line
+from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem, first_line
 from llmconv.tensors import BY_NAME, Array
 
 BATCH, SEQUENCE, PAST, TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
@@ -248,3 +248,147 @@ def require_parameters(forward: Callable[..., Any], names: Collection[str]) -> N
                 f"the input map has the extra input `{name}`, which the model's `forward` does not take",
                 hint=f"is it `{close[0]}`?" if close else f"leave it out of the input map; {DOCUMENT}",
             )
+
+
+@dataclass(frozen=True)
+class ExtraValues:
+    """The values of the extra inputs in a call: those that the caller gives, and for the others their defaults.
+
+    Raises UsageProblem if a given array is of none of the (resolved) inputs, or of one that can only be computed.
+    """
+
+    inputs: Mapping[str, ExtraInput] = field(default_factory=dict)
+    given: Mapping[str, Array] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.given:
+            if name not in self.inputs:
+                known = ", ".join(self.inputs) or "none"
+                raise UsageProblem(f"the model has no extra input `{name}`", hint=f"its extra inputs: {known}")
+            if PAST in self.inputs[name].axes:
+                raise UsageProblem(f"`{name}` has an axis of past tokens and is computed", hint="leave it out")
+
+    def of(self, call: ModelCall, whole: ModelCall | None = None, start: int = 0) -> dict[str, Array]:
+        """The values of a call by name.
+
+        `call` is part of the call `whole` that the arrays were given for (default: all of it), from index `start` of
+        its new tokens. Raises as `ExtraInput.value`, and UsageProblem for an array of another dtype or shape.
+        """
+        return {name: self._value(name, extra, call, whole or call, start) for name, extra in self.inputs.items()}
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether tokens attend to each other in both directions, so that the call cannot be divided."""
+        return any(bool(self.inputs[name].both_ways) and bool(array.any()) for name, array in self.given.items())
+
+    def require_whole(self, most: int) -> None:
+        """Raises InputRefused for a call whose tokens attend to later ones; `most` is the number that run together."""
+        if self.both_ways:
+            raise InputRefused(
+                f"tokens of images attend to later ones, and these graphs read {most} tokens at a time",
+                hint="export again with `--shapes dynamic`, or give a shorter prompt",
+            )
+
+    def _value(self, name: str, extra: ExtraInput, call: ModelCall, whole: ModelCall, start: int) -> Array:
+        if name not in self.given:
+            return extra.value(call)
+        array = self.given[name]
+        if problem := extra.misfit(array, whole):
+            raise UsageProblem(f"the value of `{name}` is {problem}", hint=DOCUMENT)
+        return part(extra, array, call, start)
+
+
+def part(extra: ExtraInput, array: Array, call: ModelCall, start: int) -> Array:
+    """The values of an input in `call`, one of several consecutive calls, from those in all the calls together.
+
+    `start` is the index of its first new token among the new tokens of all calls.
+    """
+    sizes = call.sizes
+    cuts = {SEQUENCE: slice(start, start + sizes[SEQUENCE]), TOTAL: slice(sizes[TOTAL]), PAST: slice(sizes[PAST])}
+    every = slice(None)
+    found: Array = array[tuple([cuts.get(str(axis), every) for axis in extra.axes])]
+    return found
+
+
+def grown(extra: ExtraInput, array: Array, sizes: Mapping[str, int]) -> Array:
+    """The value of an input with larger symbolic axes: rows are copies of the first row, other places are 0."""
+    shape = [
+        sizes.get(axis, size) if isinstance(axis, str) else size
+        for axis, size in zip(extra.axes, array.shape, strict=True)
+    ]
+    if list(array.shape) == shape:
+        return array
+    result = np.zeros(shape, array.dtype)
+    result[tuple(map(slice, array.shape))] = array
+    if BATCH in extra.axes:
+        rows = np.moveaxis(result, extra.axes.index(BATCH), 0)
+        rows[array.shape[extra.axes.index(BATCH)] :] = rows[:1]
+    return result
+
+
+def with_past(inputs: Mapping[str, ExtraInput], values: Mapping[str, Array], past: int) -> dict[str, Array]:
+    """Values of new tokens after `past` in the cache, as transformers takes them.
+
+    Those of `both_ways` are for past tokens, too, and left out where all are 0.
+    """
+    found = dict(values)
+    for name in [name for name in values if inputs[name].both_ways]:
+        array = found.pop(name)
+        if array.any():
+            found[name] = np.pad(array, ((0, 0), (past, 0)))
+    return found
+
+
+@dataclass(frozen=True)
+class GivenInputs:
+    """The values of one prompt of `tokens` tokens: arrays by name, without the axis of the batch."""
+
+    tokens: int
+    values: Mapping[str, Array] = field(default_factory=dict)
+
+    @property
+    def content(self) -> tuple[tuple[str, tuple[int, ...], bytes], ...]:
+        """Equal for equal values."""
+        return tuple((name, array.shape, array.tobytes()) for name, array in sorted(self.values.items()))
+
+
+def batch_values(
+    rows: Sequence[GivenInputs], call: ModelCall, longest: int, known: Mapping[str, ExtraInput]
+) -> dict[str, Array]:
+    """The values in one call of a batch, of the inputs that any of its prompts gives.
+
+    `call` has a mask of all columns so far; `longest` is the number of columns of the padded prompts.
+    """
+    found = {}
+    for name in dict.fromkeys(name for row in rows for name in row.values):
+        found[name] = known[name].value(call).copy()
+        for at, row in enumerate(rows):
+            if name in row.values:
+                _place(known[name], found[name], at, row.values[name], (longest - row.tokens, longest), call)
+    return found
+
+
+def _place(extra: ExtraInput, target: Array, row: int, given: Array, prompt: tuple[int, int], call: ModelCall) -> None:
+    """Writes a prompt's value into its row; `prompt` is the range of its columns."""
+    inner = [axis for axis in extra.axes if axis != BATCH]
+    if BATCH in extra.axes:  # a slice, because an element is not a view
+        target = np.moveaxis(target, extra.axes.index(BATCH), -1)[..., row : row + 1]
+        given = given[..., None]
+    starts = {SEQUENCE: call.sizes[PAST], TOTAL: 0}
+    into, source = [slice(None)] * target.ndim, [slice(None)] * target.ndim
+    for at, axis in enumerate(inner):
+        if axis in starts:
+            start, length = starts[str(axis)], target.shape[at]
+            first, last = max(start, prompt[0]), min(start + length, prompt[1])
+            into[at] = slice(max(first - start, 0), max(last - start, 0))
+            source[at] = slice(max(first - prompt[0], 0), max(last - prompt[0], 0))
+    target[tuple(into)] = given[tuple(source)]
+    tokens = [at for at, axis in enumerate(inner) if axis in starts]
+    if (extra.repeats or extra.counts_on) and len(tokens) == 1:
+        at = tokens[0]
+        new = max(starts[str(inner[at])] - prompt[1], 0)
+        later = np.moveaxis(target, at, -1)[..., max(prompt[1] - starts[str(inner[at])], 0) :]
+        if extra.repeats:
+            later[...] = np.moveaxis(given, at, -1)[..., -1:]
+        else:
+            later[...] = given.max() + 1 + new + np.arange(later.shape[-1])

@@ -9,12 +9,12 @@ from typing import Any
 
 from llmconv.errors import InputRefused
 from llmconv.generation import Conversation, GenerationSettings, TextModel
-from llmconv.generation.chat.templates import TOKENIZER, find_template, require_valid
 from llmconv.generation.chat_session import ANSWER_TOKENS
+from llmconv.generation.chat_templates import TOKENIZER, find_template, require_valid
 from llmconv.generation.encoded_prompt import EncodedPrompt
 from llmconv.progress import warn
 from llmconv.runtime import Runner
-from llmconv.runtime.placed_embeddings import PromptEmbeddings
+from llmconv.runtime.runner import PromptEmbeddings
 from llmconv.runtime.tokenizer import TooManyTokens, token_ids
 from llmconv.serve.api_errors import ApiError
 from llmconv.serve.openai_schema import CompletionRequest, SamplingOptions

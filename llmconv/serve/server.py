@@ -32,7 +32,7 @@ from llmconv.argument_checks import checked
 from llmconv.errors import OutputFailed
 from llmconv.files.sources import remove_downloads
 from llmconv.generation import TextModel
-from llmconv.generation.chat.templates import TOKENIZER
+from llmconv.generation.chat_templates import TOKENIZER
 from llmconv.progress import warn
 from llmconv.serve.api_errors import ApiError
 from llmconv.serve.app import make_app

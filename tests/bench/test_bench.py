@@ -23,7 +23,7 @@ from llmconv.bench.table import table, write_csv
 from llmconv.cli import main
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export import export
-from llmconv.runtime.random_prompts import random_prompts
+from llmconv.runtime.calibration_text import random_prompts
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,7 +21,7 @@ import llmconv.push
 import llmconv.verify
 from llmconv.convert.adapters.merge_options import DEFAULTS as MERGE_DEFAULTS
 from llmconv.export.export_options import DEFAULTS as EXPORT_DEFAULTS
-from llmconv.generation.running_options import RunningOptions
+from llmconv.generation.generate import RunningOptions
 from llmconv.runtime.onnxruntime.session_file import SessionOptions
 from tests.cli.commands import LEAVES, command
 

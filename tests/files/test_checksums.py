@@ -18,7 +18,7 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.algebra.operations import slice_rows
 from llmconv.errors import MalformedInput
 from llmconv.files.checksums import ChecksummedRange, checked_reading, combine
-from llmconv.files.torch.reader import open_torch_file
+from llmconv.files.torch_reader import open_torch_file
 from llmconv.output.plan import plan_checkpoint
 from llmconv.output.writer import write_checkpoint
 from llmconv.tensors import LazyTensor

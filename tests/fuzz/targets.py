@@ -23,9 +23,9 @@ from llmconv.convert.state_dicts.distributed.metadata import TensorItem
 from llmconv.convert.state_dicts.raw_tensors import torch_tensors
 from llmconv.convert.tokenizers.sentencepiece_json import parse_sentencepiece, tokenizer_json
 from llmconv.convert.tokenizers.tiktoken_json import parse_tiktoken, tiktoken_json
-from llmconv.files.packing import unpack
-from llmconv.files.packing.unpack import RECORD, find_codec, is_tar
-from llmconv.files.pickles.reader import read_pickle
+from llmconv.files import packing
+from llmconv.files.packing import RECORD, find_codec, is_tar
+from llmconv.files.pickle_reader import read_pickle
 from llmconv.files.safetensors_file import read_header
 from llmconv.generation.encoded_prompt import read_embeddings
 from llmconv.generation.images import open_image
@@ -79,7 +79,7 @@ def unpack_file(path: Path) -> None:
         codec = find_codec(file, path.name)
         file.seek(0)
         if codec or is_tar(file.read(RECORD)):
-            unpack._unpack(path.name, file, codec, target)
+            packing._unpack(path.name, file, codec, target)
 
 
 def tensors_of(path: Path) -> None:

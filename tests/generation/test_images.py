@@ -21,7 +21,7 @@ from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export import export
 from llmconv.generation import Prompt, TextModel, generate
 from llmconv.generation.images import LARGEST_FILE, open_image
-from llmconv.generation.prompt_file import read_prompts
+from llmconv.generation.prompts import read_prompts
 from tests.builders.seeing import save_picture, save_seeing
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": ()}

@@ -83,8 +83,8 @@ def test_tasks_are_listed_and_checked() -> None:
 
 
 def test_a_task_and_a_model_are_registered(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmconv.generation.tasks._TASKS", {**llmconv.generation.tasks._TASKS})
-    monkeypatch.setattr("llmconv.generation.tasks._MODELS", {})
+    monkeypatch.setattr("llmconv.generation.pipeline._TASKS", {**llmconv.generation.pipeline._TASKS})
+    monkeypatch.setattr("llmconv.generation.pipeline._MODELS", {})
     llmconv.register_task("shout", lambda model, **given: lambda text: (str(model), text.upper(), given))
     llmconv.register_model("mine", talking)
     assert llmconv.pipeline("shout", model="mine", threads=1)("a") == (str(talking), "A", {"threads": 1})

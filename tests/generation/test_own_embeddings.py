@@ -17,7 +17,7 @@ from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProb
 from llmconv.export import export
 from llmconv.generation import Prompt, TextModel, generate
 from llmconv.generation.encoded_prompt import read_embeddings
-from llmconv.generation.prompt_file import read_prompts
+from llmconv.generation.prompts import read_prompts
 from tests.builders.talking import save_letters
 from tests.conftest import DECODER, save_tiny
 

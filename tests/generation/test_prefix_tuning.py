@@ -20,8 +20,7 @@ from llmconv.export import export
 from llmconv.generation import Conversation, SharedPrefix, TextModel, generate
 from llmconv.runtime import default_positions
 from llmconv.runtime.onnxruntime.runner import OrtRunner
-from llmconv.runtime.prefix.runner import with_prefix
-from llmconv.runtime.prefix.trained import open_prefix
+from llmconv.runtime.prefix import open_prefix, with_prefix
 from tests.builders.prefix_models import LENGTH, save_adapter
 
 PADDLE = Path(__file__).parents[1] / "fixtures/paddle/prefix_llama_bf16"

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from llmconv.cli import main
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.generation import generate
-from llmconv.generation.prompt_file import read_prompts
+from llmconv.generation.prompts import read_prompts
 
 FIELDS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "src": ('{"src": "a", "tgt": "b"}', "a", {"tgt": "b"}),

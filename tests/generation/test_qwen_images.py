@@ -15,7 +15,7 @@ from llmconv.errors import InputRefused
 from llmconv.export import export
 from llmconv.generation import Prompt, generate
 from llmconv.runtime.images.family import load_processor
-from llmconv.runtime.rotary_axes import positions_on_axes
+from llmconv.runtime.images.qwen_vl import positions_on_axes
 from tests.builders.seeing import save_picture
 from tests.builders.seeing_qwen import IMAGE, PLACEHOLDER, TEXT, TOKENS, VIDEO, save_qwen
 from tests.builders.slow_rows import slow_but

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from llmconv.cli import main
 from llmconv.generation import generate
-from llmconv.generation.cost import GenerationCost
+from llmconv.generation.completions import GenerationCost
 
 
 def run(*arguments: object) -> Result:

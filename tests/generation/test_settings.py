@@ -9,7 +9,7 @@ import pytest
 
 from llmconv.errors import MalformedInput
 from llmconv.generation import GenerationSettings
-from llmconv.generation.sampling.settings import settings_line
+from llmconv.generation.sampling import settings_line
 
 
 def with_config(folder: Path, **fields: object) -> Path:

@@ -16,8 +16,7 @@ from llmconv.cli import main
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.generation import GenerationSettings, ModelFiles, Prompt, TextModel, generate
 from llmconv.generation.chat_session import Chat
-from llmconv.generation.prompt_file import read_prompts
-from llmconv.generation.prompts import contents_of, token_lists
+from llmconv.generation.prompts import contents_of, read_prompts, token_lists
 from llmconv.runtime import SessionSettings
 
 CHECKPOINT = Path(__file__).parents[2] / "examples/tiny-llama/ep4-ba2400-rank0.pt"

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from llmconv.generation import GenerationSettings, TextModel, generate
-from llmconv.generation.row import Row, RowStart, pieces_of
-from llmconv.generation.streaming import StopStrings
+from llmconv.generation.row import Row, RowStart, StopStrings, pieces_of
 from llmconv.runtime.tokenizer import TokenDecoder
 from tests.builders.talking import save_letters
 

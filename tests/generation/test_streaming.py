@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from llmconv.generation.streaming import INCOMPLETE, OrderedWriter, TextStream
+from llmconv.generation.row import INCOMPLETE, OrderedWriter, TextStream
 
 
 def byte_tokens(tokens: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.generation.chat.templates import encode_chat, render_chat
+from llmconv.generation.chat_templates import encode_chat, render_chat
 from llmconv.generation.prompts import with_prefix
 from llmconv.runtime.tokenizer import TooManyTokens
 from tests.builders.talking import save_letters

@@ -17,7 +17,7 @@ from llmconv.convert.inspect import inspect
 from llmconv.convert.models.blueprint.names import model_folder
 from llmconv.convert.tokenizers.sentencepiece_json import parse_sentencepiece
 from llmconv.errors import LlmconvError, MalformedInput
-from llmconv.generation.sampling.settings import GenerationSettings
+from llmconv.generation.sampling import GenerationSettings
 from llmconv.output.manifest import read_manifest
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries

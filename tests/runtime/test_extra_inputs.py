@@ -15,11 +15,13 @@ from llmconv.runtime.extra_inputs import (
     SEQUENCE,
     TOTAL,
     ExtraInput,
+    ExtraValues,
     ModelCall,
+    grown,
+    part,
     require_parameters,
     resolved_inputs,
 )
-from llmconv.runtime.extra_values import ExtraValues, grown, part
 
 IDS = np.ones((2, 3), dtype=np.int64)
 CALL = ModelCall(IDS, np.ones((2, 8), dtype=np.int64), IDS)

@@ -26,11 +26,10 @@ import torch
 from llmconv.runtime.cache_names import is_state, past_of
 from llmconv.runtime.eager.cache import to_numpy
 from llmconv.runtime.extra_inputs import ModelCall
-from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES
 from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.runner import OrtRunner, after_prefix
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import TENSOR_DTYPES, SessionSettings
 from llmconv.runtime.runner import Cache, Runner
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import GraphProbe

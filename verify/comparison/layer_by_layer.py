@@ -42,13 +42,19 @@ from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import ScaleFactors
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
 from llmconv.runtime.low_memory.pieced_graph import PIECE_BYTES, DeclaredValue, PiecedGraph
-from llmconv.runtime.low_memory.precomputed import MAX_TOKENS, CallChain, KeyedCache, PrecomputedRunner, SpillFile
 from llmconv.runtime.low_memory.runner import StreamedRunner
-from llmconv.runtime.low_memory.weights import MatrixMemory
+from llmconv.runtime.low_memory.weights import (
+    MAX_TOKENS,
+    CallChain,
+    KeyedCache,
+    MatrixMemory,
+    PrecomputedRunner,
+    SpillFile,
+)
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry
 from llmconv.runtime.onnxruntime.guard import external_fields, graphs
-from llmconv.runtime.onnxruntime.process_heap import trim
+from llmconv.runtime.onnxruntime.packed_cache import trim
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import FixedSizes

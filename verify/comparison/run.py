@@ -19,8 +19,7 @@ from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS, INPUTS_EMBEDS, EmbeddingGraph
 from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
-from llmconv.runtime.placed_embeddings import PlacedEmbeddings
-from llmconv.runtime.runner import default_positions
+from llmconv.runtime.runner import PlacedEmbeddings, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.audit.structure import check_structure, check_tower_norms, name_problems
 from llmconv.verify.comparison.candidates import (

@@ -30,15 +30,19 @@ from llmconv.errors import LlmconvError, MalformedInput, OutOfMemory, Unsupporte
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.progress import status
 from llmconv.runtime.cache_names import is_past, is_present, is_state, layer_of, present_of
-from llmconv.runtime.extra_inputs import ExtraInput
-from llmconv.runtime.extra_values import ExtraValues
-from llmconv.runtime.low_memory.graph_pieces import ValueTypes, cut_graph, values_read_by
-from llmconv.runtime.low_memory.pieced_graph import DeclaredValue, open_piece, split_products
+from llmconv.runtime.extra_inputs import ExtraInput, ExtraValues
+from llmconv.runtime.low_memory.pieced_graph import (
+    DeclaredValue,
+    ValueTypes,
+    cut_graph,
+    open_piece,
+    split_products,
+    values_read_by,
+)
 from llmconv.runtime.low_memory.runner import StreamedRunner
-from llmconv.runtime.onnxruntime.device import INPUT_DTYPES
-from llmconv.runtime.onnxruntime.io_binding import as_input
-from llmconv.runtime.onnxruntime.process_heap import trim
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.onnxruntime.packed_cache import trim
+from llmconv.runtime.onnxruntime.session_settings import INPUT_DTYPES, SessionSettings
+from llmconv.runtime.onnxruntime.shared_buffers import as_input
 from llmconv.runtime.runner import Step, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import fold

@@ -21,8 +21,7 @@ from onnx import numpy_helper
 
 from llmconv.errors import LlmconvError, OutOfMemory, UsageProblem
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.placed_embeddings import PlacedEmbeddings
-from llmconv.runtime.runner import Cache, Extras, Runner, Step, refuse_placed
+from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step, refuse_placed
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.audit.weights import initializer_values
 from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, check_scenario, steady, unsteady

@@ -27,8 +27,7 @@ from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import ScaleFactors
 from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
-from llmconv.runtime.placed_embeddings import PlacedEmbeddings
-from llmconv.runtime.runner import Cache, Extras, Runner, Step, default_positions
+from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.reference.other_roundings import (
     LEAST,

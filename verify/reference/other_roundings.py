@@ -27,8 +27,7 @@ from llmconv.checkpoint import read_json
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.eager.limit_margins import ModelLimit
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.runtime.extra_inputs import SEQUENCE, TOTAL, ExtraInput
-from llmconv.runtime.extra_values import part
+from llmconv.runtime.extra_inputs import SEQUENCE, TOTAL, ExtraInput, part
 from llmconv.runtime.runner import Cache, Runner, Step
 from llmconv.tensors import Array
 from llmconv.verify.library_patches import TorchDispatchMode

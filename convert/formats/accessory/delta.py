@@ -24,7 +24,7 @@ from llmconv.convert.formats.accessory.write import small_files, split_ranks, wh
 from llmconv.convert.models.dtype import with_dtype
 from llmconv.convert.models.tied_head import settle_head
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
-from llmconv.files.torch.writer import torch_pieces
+from llmconv.files.torch_writer import torch_pieces
 from llmconv.output.plan import Plan, Shard
 from llmconv.tensors import DType, LazyTensor
 

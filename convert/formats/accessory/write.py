@@ -25,7 +25,7 @@ from llmconv.convert.formats.accessory.read import EXPERT, check_shapes
 from llmconv.convert.formats.meta.read import split_dim
 from llmconv.convert.models.model_config import refuse_shards
 from llmconv.convert.models.tied_head import with_head
-from llmconv.files.torch.writer import torch_pieces
+from llmconv.files.torch_writer import torch_pieces
 from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.tensors import LazyTensor
 

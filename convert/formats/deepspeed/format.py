@@ -28,8 +28,8 @@ from llmconv.convert.peft_runs import OPTIONS, opened_with_adapter
 from llmconv.convert.state_dicts.files import Sign
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
-from llmconv.files.pickles.reader import TensorRef
-from llmconv.files.torch.reader import open_torch_file
+from llmconv.files.pickle_reader import TensorRef
+from llmconv.files.torch_reader import open_torch_file
 from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import LazyTensor
 

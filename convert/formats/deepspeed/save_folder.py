@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
-from llmconv.files.pickles.machine import Stub
-from llmconv.files.pickles.reader import TensorRef
-from llmconv.files.torch.reader import open_torch_file
+from llmconv.files.pickle_machine import Stub
+from llmconv.files.pickle_reader import TensorRef
+from llmconv.files.torch_reader import open_torch_file
 from llmconv.tensors import BY_NAME, LazyTensor, cast
 
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")

@@ -20,9 +20,9 @@ import numpy as np
 
 from llmconv.convert.formats.deepspeed.save_folder import ModelStates, Save, refuse
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
-from llmconv.files.pickles.machine import Stub
-from llmconv.files.pickles.reader import TensorRef
-from llmconv.files.torch.reader import open_torch_file
+from llmconv.files.pickle_machine import Stub
+from llmconv.files.pickle_reader import TensorRef
+from llmconv.files.torch_reader import open_torch_file
 from llmconv.tensors import Array, DType, LazyTensor
 
 

@@ -19,7 +19,7 @@ from llmconv.convert.formats.megatron.save_folder import COMMON, RunState
 from llmconv.convert.state_dicts.distributed.folder import DistributedFolder, named_leaves, open_folder
 from llmconv.convert.state_dicts.distributed.metadata import TensorItem
 from llmconv.errors import MalformedInput
-from llmconv.files.torch.reader import open_torch_file
+from llmconv.files.torch_reader import open_torch_file
 from llmconv.tensors import LazyTensor
 
 OTHERS = re.compile(r"^(?:chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state_machine|lr_schedulers)\b")

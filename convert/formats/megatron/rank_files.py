@@ -18,9 +18,9 @@ from llmconv.convert.algebra.operations import first_missing
 from llmconv.convert.formats.megatron.names import IGNORED, LAYER, core_name, has_old_name
 from llmconv.convert.formats.megatron.save_folder import Save
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
-from llmconv.files.pickles.machine import Stub
-from llmconv.files.pickles.reader import Global, TensorRef
-from llmconv.files.torch.reader import TorchFile, open_torch_file
+from llmconv.files.pickle_machine import Stub
+from llmconv.files.pickle_reader import Global, TensorRef
+from llmconv.files.torch_reader import TorchFile, open_torch_file
 from llmconv.tensors import LazyTensor
 
 CHUNK = re.compile(r"model(\d{0,3})")

@@ -15,7 +15,7 @@ from typing import Any
 
 from llmconv.convert.state_dicts.distributed.folder import is_folder
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
-from llmconv.files.torch.reader import is_torch_file, open_torch_file
+from llmconv.files.torch_reader import is_torch_file, open_torch_file
 from llmconv.tensors import LazyTensor
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"

@@ -14,8 +14,8 @@ from typing import Any
 from llmconv.convert.algebra.operations import concat, first_missing, permute_rows, replicated, rope_order
 from llmconv.convert.formats.meta.config import kv_heads_of
 from llmconv.errors import MalformedInput, listing
-from llmconv.files.pickles.reader import TensorRef
-from llmconv.files.torch.reader import open_torch_file
+from llmconv.files.pickle_reader import TensorRef
+from llmconv.files.torch_reader import open_torch_file
 from llmconv.tensors import LazyTensor
 
 SHARD = re.compile(r"consolidated\.(\d+)\.pth")

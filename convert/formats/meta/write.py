@@ -24,7 +24,7 @@ from llmconv.convert.models.model_config import LlamaLikeConfig, read_decoder, r
 from llmconv.convert.models.tied_head import with_head
 from llmconv.convert.tokenizers.tiktoken_json import NUM_SPECIAL, is_tiktoken, tiktoken_of
 from llmconv.errors import MalformedInput, listing
-from llmconv.files.torch.writer import torch_pieces
+from llmconv.files.torch_writer import torch_pieces
 from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.tensors import LazyTensor
 

@@ -25,11 +25,11 @@ import numpy as np
 from llmconv.convert.algebra.operations import concat
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.files.file_problem import FileProblem
-from llmconv.files.pickles.encoder import PickledCall, PickledName, pickle_pieces
-from llmconv.files.pickles.machine import STRING_LIMIT, PickleHooks, PickleMachine, Stub, text
-from llmconv.files.pickles.reader import HOOKS, RANK_LIMIT, Global, interpret
+from llmconv.files.pickle_machine import STRING_LIMIT, PickleHooks, PickleMachine, Stub, text
+from llmconv.files.pickle_reader import HOOKS, RANK_LIMIT, Global, interpret
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.source_file import open_source, read_into
+from llmconv.files.torch_writer import PickledCall, PickledName, pickle_pieces
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, Piece
 
 KEPT_BYTES = 1024

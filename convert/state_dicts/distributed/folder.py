@@ -30,10 +30,10 @@ from llmconv.convert.state_dicts.distributed.metadata import (
     shown,
 )
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.files.pickles.reader import TensorRef
+from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.source_file import open_source
-from llmconv.files.torch.reader import TorchFile, open_torch_blob
+from llmconv.files.torch_reader import TorchFile, open_torch_blob
 from llmconv.tensors import Array, DType, LazyTensor
 
 SUFFIX = ".distcp"

@@ -15,8 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, NoReturn
 
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.files.pickles.machine import Stub
-from llmconv.files.pickles.reader import RANK_LIMIT, Global, read_pickle
+from llmconv.files.pickle_machine import Stub
+from llmconv.files.pickle_reader import RANK_LIMIT, Global, read_pickle
 from llmconv.files.source_file import open_source
 from llmconv.tensors import BY_NAME, DType
 

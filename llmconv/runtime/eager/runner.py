@@ -7,6 +7,11 @@ recurrent state, several tokens after a past are computed by running all tokens 
 transformers 5 builds every model on the meta device and then loads the weights. What is not among the weights (buffers
 that are not persistent, plain tensors, such as rotary tables) is left without content, except in transformers' own
 classes, which compute it again; `restore_computed_values` does so for a model's own code.
+
+Skipped layers: layers of an eager model that return their hidden state unchanged, and hold no weights.
+
+A model without most of its layers is small, and its remaining layers, their numbers, masks and caches are those of the
+whole model.
 """
 
 from __future__ import annotations
@@ -36,18 +41,25 @@ from transformers.utils import logging as transformers_logging
 
 from llmconv.causal_lm import require_causal
 from llmconv.checkpoint import INDEX, SINGLE, open_weights, read_json
-from llmconv.errors import InputRefused, LlmconvError, UsageProblem, first_line
+from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.not_a_model_folder import refused_model
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
 from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_numpy
 from llmconv.runtime.eager.limit_margins import Float64Casts, LimitMargins
-from llmconv.runtime.eager.skipped_layers import skip_layers
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, require_loaded, stored_tensors
-from llmconv.runtime.extra_inputs import PAST, ExtraInput, ModelCall, require_parameters, resolved_inputs
-from llmconv.runtime.extra_values import ExtraValues, with_past
+from llmconv.runtime.extra_inputs import (
+    PAST,
+    ExtraInput,
+    ExtraValues,
+    ModelCall,
+    require_parameters,
+    resolved_inputs,
+    with_past,
+)
 from llmconv.runtime.images.families import IMAGE_FAMILIES
 from llmconv.runtime.images.family import as_embedded, embeds_in_layers
+from llmconv.runtime.images.qwen_vl import DEEPSTACK, DEEPSTACK_LAYERS
 from llmconv.runtime.library_patches import (
     cache_parameter,
     continues_recurrent_state,
@@ -56,10 +68,8 @@ from llmconv.runtime.library_patches import (
     silence_kernel_hints,
     use_eager_experts,
 )
-from llmconv.runtime.onnxruntime.process_heap import trim
-from llmconv.runtime.placed_embeddings import PlacedEmbeddings
-from llmconv.runtime.rotary_axes import DEEPSTACK, DEEPSTACK_LAYERS
-from llmconv.runtime.runner import Cache, Extras, Runner, Step
+from llmconv.runtime.onnxruntime.packed_cache import trim
+from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step
 from llmconv.tensors import Array, LazyTensor
 
 SMALL_MODEL = 10_000_000
@@ -515,3 +525,54 @@ def deepstacked(model: Any, features: Tensor | None) -> AbstractContextManager[N
     transformers takes none after the tower.
     """
     return nullcontext() if features is None else added_after_layers(model.model.language_model.layers, features)
+
+
+HINT = "run `llmconv verify --method whole`"
+
+
+def skip_layers(layers: Mapping[str, torch.nn.Module], skipped: Collection[str]) -> None:
+    """Replaces the layers `skipped`, among which the first must not be, of a model in place.
+
+    The model raises UnsupportedInput when it runs if a layer returns no hidden state.
+    """
+    last = LastResult()
+    for name, layer in layers.items():
+        if name not in skipped:
+            last = LastResult.of(layer)
+            continue
+        layer.forward = SkippedLayer(name, last)
+        layer.to("meta")
+
+
+class LastResult:
+    """What a layer returned last, as the model that a skipped layer follows."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+    @classmethod
+    def of(cls, layer: torch.nn.Module) -> LastResult:
+        """Watches a layer."""
+        found = cls()
+        layer.register_forward_hook(found._keep)
+        return found
+
+    def _keep(self, layer: torch.nn.Module, args: Any, result: Any) -> None:
+        self.value = result
+
+
+class SkippedLayer:
+    """The forward pass of a skipped layer; returns the form of the `results` of the last layer that was not skipped."""
+
+    def __init__(self, name: str, results: LastResult) -> None:
+        self._name, self._results = name, results
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The hidden state, in the form in which other layers return it."""
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        last = self._results.value
+        if isinstance(hidden, torch.Tensor) and isinstance(last, torch.Tensor):
+            return hidden
+        if isinstance(hidden, torch.Tensor) and isinstance(last, tuple):
+            return (hidden, *last[1:])
+        raise UnsupportedInput(f"`{self._name}` returns no hidden state, and cannot be skipped", hint=HINT)

@@ -1,20 +1,335 @@
-"""The table of families of multimodal models whose images reach the graphs."""
+"""Mistral 3 (Pixtral): images of any size, one run of the vision graph each, and a feature for each merged patch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmconv.errors import InputRefused, MalformedInput, first_line
-from llmconv.runtime.images.anyres import AnyresImages, OneVisionImages
-from llmconv.runtime.images.family import CONTRASTS, PIXEL_VALUES, Features, Given, ImageFamily, embeds_in_layers
-from llmconv.runtime.images.gemma4 import Gemma4Images
-from llmconv.runtime.images.pixtral import PixtralImages
+from llmconv.runtime.images.family import (
+    CONTRASTS,
+    IMAGE_FEATURES,
+    PIXEL_VALUES,
+    Features,
+    Given,
+    ImageFamily,
+    embeds_in_layers,
+)
 from llmconv.runtime.images.qwen_vl import DeepstackedQwenImages, QwenImages, WindowedQwenImages
 from llmconv.tensors import Array
+
+IMAGE_SIZES = "image_sizes"
+
+
+class PixtralImages(ImageFamily):
+    """Images of any size; `pixel_values` are [images, channels, height, width], padded to the largest."""
+
+    def text_of_image(self, placeholder: str, processor: Any) -> str:
+        """The placeholder alone, as in the chat templates of these models."""
+        return placeholder
+
+    def runs(self, given: Given) -> Iterator[Given]:
+        """One run for each image, without its padding, cut into squares: [1, channels, rows, unit, columns, unit].
+
+        `given` has `pixel_values`, float [images, channels, height, width], and `image_sizes`, int [images, 2], height
+        and width. Raises InputRefused for a size that is not a multiple of the model's merged patches.
+        """
+        unit = unit_of(self.config)
+        for pixels, (height, width) in zip(given[PIXEL_VALUES], _sizes(given), strict=True):
+            if height % unit or width % unit:
+                raise InputRefused(
+                    f"the processor makes images of {height} × {width} pixels, and the model takes multiples of {unit}",
+                    hint="`patch_size` and `spatial_merge_size` of the processor are not those in `config.json`",
+                )
+            squares = (1, len(pixels), height // unit, unit, width // unit, unit)
+            yield {PIXEL_VALUES: pixels[:, :height, :width].reshape(squares)}
+
+    def examples(self, shape: Sequence[int | str], random: np.random.Generator) -> list[Given]:
+        """An image, two of different sizes, and others; see `ImageFamily.examples`."""
+        drawn = [([[2, 3]], 1.0), ([[3, 1], [2, 4]], 1.0)]
+        drawn += [(units, contrast) for contrast in CONTRASTS for units in ([[1, 2]], [[1, 5], [4, 2], [3, 3]])]
+        return [self._example(np.array(units), int(shape[1]), contrast, random) for units, contrast in drawn]
+
+    def _example(self, units: Array, channels: int, contrast: float, random: np.random.Generator) -> Given:
+        sizes = units.astype(np.int64) * unit_of(self.config)
+        pixels = random.standard_normal((len(sizes), channels, *sizes.max(axis=0))) * contrast
+        return {PIXEL_VALUES: pixels, IMAGE_SIZES: sizes}
+
+    def features_of(self, given: Given, graph_tokens: int) -> list[int]:
+        """Number of features of each image."""
+        unit = unit_of(self.config)
+        return [(height // unit) * (width // unit) for height, width in _sizes(given)]
+
+
+def _sizes(given: Given) -> list[list[int]]:
+    found: list[list[int]] = np.asarray(given[IMAGE_SIZES]).tolist()
+    return found
+
+
+def unit_of(config: Any) -> int:
+    """Side in pixels of the square that becomes one feature."""
+    return int(config.vision_config.patch_size) * int(config.spatial_merge_size)
+
+
+ANYRES_SIZES, NEWLINE, COUNTS = "image_sizes", "newline", "batch_num_images"
+
+
+class AnyresImages(ImageFamily):
+    """Images of any size; `pixel_values` are [images, tiles, channels, height, width], padded with tiles of zeros."""
+
+    def runs(self, given: Given) -> Iterator[Given]:
+        """One run for each image; raises InputRefused for fewer tiles than an image of this size has.
+
+        `given` has `pixel_values`, float [images, tiles, channels, height, width], and `image_sizes`, int [images, 2],
+        height and width.
+        """
+        for pixels, (height, width) in zip(self._tiles(given), self._grids(given), strict=True):
+            if len(pixels) < height * width + 1:
+                raise InputRefused(
+                    f"the processor makes {len(pixels)} tiles of an image, and the model takes {height * width + 1}",
+                    hint="`image_grid_pinpoints` of the processor are not those in `config.json`",
+                )
+            yield {PIXEL_VALUES: pixels[: height * width + 1]}
+
+    def rows(self, outputs: Sequence[Given], given: Given) -> Array:
+        """Features, float [tokens, hidden], in the order of their placeholder tokens."""
+        sizes = np.asarray(given[ANYRES_SIZES]).tolist()
+        packed = [
+            self.packed(one[IMAGE_FEATURES], one[NEWLINE][0], size, grid)
+            for one, size, grid in zip(outputs, sizes, self._grids(given), strict=True)
+        ]
+        return np.concatenate(packed)
+
+    def packed(self, tiles: Array, newline: Array, size: Sequence[int], grid: tuple[int, int]) -> Array:
+        """The features of one image, float [tokens, hidden]; transformers' `pack_image_features`.
+
+        Args:
+            tiles: features of the small copy of the image and of its tiles, float [tiles, tokens, hidden].
+            newline: what ends a row, float [hidden].
+            size: of the image, height and width.
+            grid: rows and columns of tiles; (0, 0) for the small copy alone.
+        """
+        if not any(grid):
+            return np.concatenate([tiles[0], newline[None]])
+        side = self._side(tiles.shape[1])
+        whole = tiles[1:].reshape(*grid, side, side, -1).transpose(0, 2, 1, 3, 4)
+        whole = whole.reshape(grid[0] * side, grid[1] * side, -1)
+        whole = self.shrunk(whole[unpadded(whole.shape[:2], size)], side)
+        ends = np.broadcast_to(newline, (len(whole), 1, len(newline)))
+        return np.concatenate([tiles[0], np.concatenate([whole, ends], axis=1).reshape(-1, len(newline))])
+
+    def shrunk(self, features: Array, side: int) -> Array:
+        """Features [rows, columns, hidden] of an image without padding, resized if the model limits their number.
+
+        `side` is the number of rows of a tile.
+        """
+        return features
+
+    def examples(self, shape: Sequence[int | str], random: np.random.Generator) -> list[Given]:
+        """An image, two of different sizes, and others; see `ImageFamily.examples`."""
+        size = [int(axis) for axis in shape[1:]]
+        sizes = self._example_sizes(size[1])
+        kinds = [sizes[:1], sizes[1:3], *(sizes[at : at + 1] for at in range(1, len(sizes)))]
+        contrasts = [1.0, 1.0, *CONTRASTS * len(sizes)]
+        return [self._example(of, size, contrast, random) for of, contrast in zip(kinds, contrasts, strict=False)]
+
+    def _example(self, sizes: list[list[int]], tile: list[int], contrast: float, random: np.random.Generator) -> Given:
+        given = {ANYRES_SIZES: np.array(sizes, np.int64)}
+        tiles = max(height * width + 1 for height, width in self._grids(given))
+        return {PIXEL_VALUES: random.standard_normal((len(sizes), tiles, *tile)) * contrast, **given}
+
+    def _example_sizes(self, tile: int) -> list[list[int]]:
+        """Heights and widths: two that fill a grid in part, each way, then those of all grids in the config."""
+        odd = [[2 * tile - 1, tile + 3], [tile // 2, 3 * tile - 2], [3 * tile + 1, tile + 1]]
+        return [*odd, *(list(one) for one in self.config.image_grid_pinpoints[:4])]
+
+    def features_of(self, given: Given, graph_tokens: int) -> list[int]:
+        """Number of features of each image."""
+        blank, newline = np.zeros((1, graph_tokens, 1)), np.zeros(1)
+        return [
+            len(self.packed(blank.repeat(grid[0] * grid[1] + 1, axis=0), newline, size, grid))
+            for size, grid in zip(np.asarray(given[ANYRES_SIZES]).tolist(), self._grids(given), strict=True)
+        ]
+
+    def _tiles(self, given: Given) -> Array:
+        pixels = given[PIXEL_VALUES]
+        return pixels if pixels.ndim == 5 else pixels[:, None]
+
+    def _grids(self, given: Given) -> list[tuple[int, int]]:
+        """Rows and columns of tiles of each image."""
+        tile = int(self.config.vision_config.image_size)
+        found = [best_resolution(size, self.config.image_grid_pinpoints) for size in given[ANYRES_SIZES].tolist()]
+        return [(height // tile, width // tile) for height, width in found]
+
+    def _side(self, tokens: int) -> int:
+        vision = self.config.vision_config
+        side = int(vision.image_size) // int(vision.patch_size)
+        if side**2 != tokens:
+            raise InputRefused(
+                f"a tile has {tokens} features, and not {side} rows of {side}",
+                hint="correct `vision_feature_select_strategy` in `config.json`",
+            )
+        return side
+
+
+class OneVisionImages(AnyresImages):
+    """Images of which each is tiles where the prompt has one image, and one tile where it has more; fewer features."""
+
+    def shrunk(self, features: Array, side: int) -> Array:
+        """Features [rows, columns, hidden], resized if they are of more than `anyres_max_N` tiles."""
+        height, width = features.shape[:2]
+        ratio = math.sqrt(height * width / (self._most_tiles() * side**2))
+        return resize_bilinear(features, int(height // ratio), int(width // ratio)) if ratio > 1.1 else features
+
+    def _most_tiles(self) -> int:
+        limit = str(self.config.vision_aspect_ratio)
+        if not limit.removeprefix("anyres_max_").isdecimal():
+            raise InputRefused(f"`vision_aspect_ratio` is `{limit}`, and not `anyres_max_N`", hint="see `config.json`")
+        return int(limit.removeprefix("anyres_max_"))
+
+    def _grids(self, given: Given) -> list[tuple[int, int]]:
+        counts = given.get(COUNTS, np.ones(len(given[ANYRES_SIZES]), int)).tolist()
+        alone = [count == 1 for count in counts for _ in range(count)]
+        return [grid if one else (0, 0) for grid, one in zip(super()._grids(given), alone, strict=True)]
+
+    def _example(self, sizes: list[list[int]], tile: list[int], contrast: float, random: np.random.Generator) -> Given:
+        given = super()._example(sizes, tile, contrast, random)
+        return {**given, COUNTS: np.array([len(sizes)], np.int64)}
+
+
+def resize_bilinear(features: Array, height: int, width: int) -> Array:
+    """Features [rows, columns, hidden] resized without aligned corners and without a filter to [height, width, hidden].
+
+    All float; `height` and `width` are 1 or more.
+    """
+    return _resized(_resized(features, 0, height), 1, width).astype(features.dtype)
+
+
+def _resized(features: Array, axis: int, size: int) -> Array:
+    """One axis resized: each point is between two, whose weights are the distances."""
+    old = features.shape[axis]
+    points = np.maximum((np.arange(size) + 0.5) * (old / size) - 0.5, 0)
+    first = np.minimum(points.astype(int), old - 1)
+    second = np.minimum(first + 1, old - 1)
+    shape = [1] * features.ndim
+    shape[axis] = size
+    weight = (points - first).reshape(shape)
+    found: Array = features.take(first, axis) * (1 - weight) + features.take(second, axis) * weight
+    return found
+
+
+def best_resolution(size: Sequence[int], grids: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """The (height, width) of `grids` that keeps most of an image, then wastes least; transformers' function.
+
+    `size` is the height and width of the image.
+    """
+
+    def merit(grid: Sequence[int]) -> tuple[int, int]:
+        scale = min(grid[1] / size[1], grid[0] / size[0])
+        kept = min(int(size[1] * scale) * int(size[0] * scale), size[0] * size[1])
+        return kept, kept - grid[0] * grid[1]
+
+    height, width = max(grids, key=merit)
+    return int(height), int(width)
+
+
+def unpadded(grid: Sequence[int], size: Sequence[int]) -> tuple[slice, slice]:
+    """The rows and columns of a grid that an image of `size` (height, width) fills; transformers' `unpad_image`."""
+    (rows, columns), (height, width) = grid, size
+    if width / height > columns / rows:
+        padding = (rows - int(round(height * (columns / width), 7))) // 2
+        return slice(padding, rows - padding), slice(None)
+    padding = (columns - int(round(width * (rows / height), 7))) // 2
+    return slice(None), slice(padding, columns - padding)
+
+
+PLACES = "image_position_ids"
+"""Column and row of each patch, int64 [images, patches, 2]; -1 for padding, which the graph does not take."""
+
+GEMMA4_KINDS = "mm_token_type_ids"
+"""Which tokens stand for features, 1 or 0, int64."""
+
+GRIDS = ((2, 1), (1, 2), (2, 2), (3, 1))
+"""Columns and rows of the features of random images."""
+
+
+class Gemma4Images(ImageFamily):
+    """Patches of images of any size, one feature for each square of patches."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.read_whole = config.get_text_config().use_bidirectional_attention == "vision"
+        self._side = int(config.vision_config.pooling_kernel_size)
+
+    def load_processor(self, folder: Path) -> Any:
+        """transformers' own, or the same for images alone: that of videos needs torchvision."""
+        if find_spec("torchvision"):
+            return super().load_processor(folder)
+        from llmconv.runtime.images.gemma4_processor import PatchProcessor  # noqa: PLC0415 - imports transformers
+
+        return PatchProcessor.of(folder)
+
+    def with_images_by(self, processor: Any, images: Any) -> Any:
+        """Ours has it under another name, see `ImageFamily.with_images_by`."""
+        from llmconv.runtime.images.gemma4_processor import PatchProcessor  # noqa: PLC0415 - imports transformers
+
+        if isinstance(processor, PatchProcessor):
+            return replace(processor, images=images)
+        return super().with_images_by(processor, images)
+
+    def text_of_image(self, placeholder: str, processor: Any) -> str:
+        """The placeholder alone, see `ImageFamily.text_of_image`."""
+        return placeholder
+
+    def runs(self, given: Given) -> Iterator[Given]:
+        """One image at a time, without padding, its patches sorted by squares, see `ImageFamily.runs`."""
+        for pixels, places in zip(given[PIXEL_VALUES], given[PLACES], strict=True):
+            order = np.lexsort((*(places // self._side).T,))
+            known = order[(places[order] != -1).all(axis=-1)]
+            yield {PIXEL_VALUES: pixels[None, known], PLACES: places[None, known].astype(np.int64)}
+
+    def rows(self, outputs: Sequence[Given], given: Given) -> Array:
+        """The features of all images, see `ImageFamily.rows`."""
+        return np.concatenate([one[IMAGE_FEATURES][0] for one in outputs])
+
+    def inputs(self, where: Array, features: Features, given: Given) -> dict[str, Array]:
+        """Which tokens belong to images, see `ImageFamily.inputs`."""
+        return {GEMMA4_KINDS: where.astype(np.int64)} if self.read_whole else {}
+
+    def examples(self, shape: Sequence[int | str], random: np.random.Generator) -> list[Given]:
+        """Images of several shapes with numbers from 0 to 1, see `ImageFamily.examples`."""
+        grids = [GRIDS[:1], GRIDS[1:3], *(GRIDS[:count] for _ in CONTRASTS for count in (1, 3)), GRIDS[3:]]
+        contrasts = [1.0, 1.0, *(contrast for contrast in CONTRASTS for _ in range(2)), 1.0]
+        most = max(columns * rows for columns, rows in GRIDS) * self._side**2
+        return [
+            {
+                PIXEL_VALUES: 0.5 + random.uniform(-0.5, 0.5, (len(one), most, int(shape[-1]))) * contrast,
+                PLACES: np.stack([self._places(*grid, most) for grid in one]),
+            }
+            for one, contrast in zip(grids, contrasts, strict=True)
+        ]
+
+    def _places(self, columns: int, rows: int, most: int) -> Array:
+        """The places of all patches of an image, and padding."""
+        across, down = np.meshgrid(np.arange(columns * self._side), np.arange(rows * self._side))
+        places = np.stack([across, down], axis=-1).reshape(-1, 2)
+        return np.pad(places, ((0, most - len(places)), (0, 0)), constant_values=-1)
+
+    def features_of(self, given: Given, graph_tokens: int) -> list[int]:
+        """Number of features of each image, see `ImageFamily.features_of`."""
+        return [int(count) // self._side**2 for count in (given[PLACES] != -1).all(axis=-1).sum(axis=-1)]
+
+    def model_inputs(self, where: Array, given: Given) -> dict[str, Array]:
+        """Patches, places and kinds of tokens, see `ImageFamily.model_inputs`."""
+        kinds = {GEMMA4_KINDS: where.astype(np.int64)} if self.read_whole else {}
+        return {PIXEL_VALUES: given[PIXEL_VALUES], PLACES: given[PLACES], **kinds}
+
 
 KINDS = "token_type_ids"
 """Which tokens stand for features, 1 or 0, int64."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import read_json
-from llmconv.runtime.tokenizer_template import require_small_template
+from llmconv.runtime.tokenizer import require_small_template
 from llmconv.tensors import Array
 
 PIXEL_VALUES, IMAGE_FEATURES = "pixel_values", "image_features"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer, Gemma4ImageProcessorPil
 
-from llmconv.runtime.tokenizer_template import require_small_template
+from llmconv.runtime.tokenizer import require_small_template
 from llmconv.tensors import Array
 
 COUNTS = "num_soft_tokens_per_image"

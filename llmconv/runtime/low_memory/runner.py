@@ -29,13 +29,17 @@ from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.eager.cache import EagerCache, keeps_states, to_numpy
 from llmconv.runtime.eager.runner import EagerRunner, layer_modules, single_torch_thread
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, StoredTensor, stored_tensors
-from llmconv.runtime.extra_inputs import SEQUENCE, ExtraInput
-from llmconv.runtime.extra_values import ExtraValues
+from llmconv.runtime.extra_inputs import SEQUENCE, ExtraInput, ExtraValues
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT, BarrierWork, PassScheduler
-from llmconv.runtime.low_memory.precomputed import PlannedCall
-from llmconv.runtime.low_memory.weights import LazyMatrices, MatrixMemory, MetaTensor, StreamedWeights, product_by_rows
-from llmconv.runtime.placed_embeddings import PlacedEmbeddings
-from llmconv.runtime.runner import Cache, Extras, Step, refuse_placed
+from llmconv.runtime.low_memory.weights import (
+    LazyMatrices,
+    MatrixMemory,
+    MetaTensor,
+    PlannedCall,
+    StreamedWeights,
+    product_by_rows,
+)
+from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Step, refuse_placed
 from llmconv.tensors import Array
 
 RESIDENT = 1 << 24

@@ -12,26 +12,29 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, first_line
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import is_past, is_present, is_state
-from llmconv.runtime.extra_inputs import POSITIONS, SYMBOLS, ExtraInput, ModelCall
-from llmconv.runtime.extra_values import ExtraValues
-from llmconv.runtime.onnxruntime.device import INPUT_DTYPES, TENSOR_DTYPES, as_array
+from llmconv.runtime.extra_inputs import POSITIONS, SYMBOLS, ExtraInput, ExtraValues, ModelCall
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
-from llmconv.runtime.onnxruntime.io_binding import as_input
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings, for_concurrent_use
+from llmconv.runtime.onnxruntime.session_settings import (
+    INPUT_DTYPES,
+    TENSOR_DTYPES,
+    SessionSettings,
+    as_array,
+    for_concurrent_use,
+)
 from llmconv.runtime.onnxruntime.shared_buffers import (
     EMBEDDINGS,
     INPUTS_EMBEDS,
     BufferedSession,
     EmbeddingGraph,
     FixedSizes,
+    as_input,
 )
 from llmconv.runtime.onnxruntime.staged_session import SessionChain
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG
-from llmconv.runtime.placed_embeddings import PlacedEmbeddings
-from llmconv.runtime.runner import Cache, Choices, Extras, Step
+from llmconv.runtime.runner import Cache, Choices, Extras, PlacedEmbeddings, Step, default_positions
 from llmconv.tensors import BY_NAME, Array
 
 
@@ -307,3 +310,35 @@ def require_known(shapes: Mapping[str, Sequence[int | str]], known: Mapping[str,
     """Raises UnsupportedInput, with the name, for a graph (`what`) with an input whose value nothing computes."""
     if unknown := [name for name in extra_names(shapes) if name not in known]:
         raise UnsupportedInput(f"`{what}` has the input `{unknown[0]}`, which no input map declares", hint=INSTALL)
+
+
+class SinglePassGraph:
+    """One graph without a cache; `inputs` and `outputs` are declared shapes by name; raises MalformedInput."""
+
+    def __init__(self, path: Path, settings: SessionSettings | None = None) -> None:
+        self._session = SessionChain([path], settings or SessionSettings(), joins=False)
+        self.inputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in self._session.get_inputs()}
+        self.outputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in self._session.get_outputs()}
+        self._path = path
+
+    def run(self, input_ids: Array, attention_mask: Array, position_ids: Array | None = None) -> Mapping[str, Array]:
+        """All outputs by name; the arguments are int64 [batch, tokens], the mask 0 for padding on either side.
+
+        Positions are counted from the mask if None. Raises InputRefused if onnxruntime cannot run the graph on these
+        tokens.
+        """
+        given = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if "position_ids" in self.inputs:
+            given["position_ids"] = (
+                default_positions(attention_mask, input_ids.shape[1]) if position_ids is None else position_ids
+            )
+        feeds = {name: as_input(np.ascontiguousarray(array, dtype=np.int64)) for name, array in given.items()}
+        try:
+            values = self._session.run_with_ort_values(list(self.outputs), feeds)
+        except Exception as error:  # onnxruntime's exceptions share no base class of their own
+            raise_if_out_of_memory(error, f"while `{self._path.name}` was run")
+            raise InputRefused(
+                f"`{self._path.name}` cannot run on these tokens: {first_line(error)}",
+                hint="are they of this model's tokenizer, and no more than its context length?",
+            ) from error
+        return {name: as_array(value) for name, value in zip(self.outputs, values, strict=True)}

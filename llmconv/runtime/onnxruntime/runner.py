@@ -16,8 +16,7 @@ from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry, graph_entries, single_pass_entries
 from llmconv.runtime.onnxruntime.lora_names import require_factors
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, WidenedWeights, for_concurrent_use
-from llmconv.runtime.placed_embeddings import PlacedEmbeddings
-from llmconv.runtime.runner import Cache, Extras, Runner, Step
+from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step
 from llmconv.tensors import Array
 
 

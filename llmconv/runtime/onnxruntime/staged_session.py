@@ -13,12 +13,18 @@ import onnxruntime as ort
 from llmconv.errors import LlmconvError, MalformedInput, UsageProblem, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import is_present
-from llmconv.runtime.onnxruntime.device import HOST, Device
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes, weight_bytes
 from llmconv.runtime.onnxruntime.lora_names import is_factor
-from llmconv.runtime.onnxruntime.packed_cache import discard, open_kept, packed_graph
-from llmconv.runtime.onnxruntime.prepacked import is_packed, join_projections, open_changed, open_packed
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings, provider_name
+from llmconv.runtime.onnxruntime.packed_cache import (
+    discard,
+    is_packed,
+    join_projections,
+    open_changed,
+    open_kept,
+    open_packed,
+    packed_graph,
+)
+from llmconv.runtime.onnxruntime.session_settings import HOST, Device, SessionSettings, provider_name
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG, LimitedSession, TimeLimit
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import onnxruntime as ort
 
-from llmconv.runtime.onnxruntime.device import HOST
+from llmconv.runtime.onnxruntime.session_settings import HOST
 
 TOO_LONG = "the graph may be hostile: export it again from a model that you trust, or give it more time (`--timeout`)"
 

@@ -9,10 +9,9 @@ import numpy as np
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
 from llmconv.output.manifest import read_manifest
 from llmconv.runtime.images.family import IMAGE_FEATURES, PIXEL_VALUES, Given
-from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES, as_array
 from llmconv.runtime.onnxruntime.graph_entry import VISION_ROLE
-from llmconv.runtime.onnxruntime.io_binding import as_input
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import TENSOR_DTYPES, SessionSettings, as_array
+from llmconv.runtime.onnxruntime.shared_buffers import as_input
 from llmconv.runtime.onnxruntime.staged_session import SessionChain
 from llmconv.tensors import Array
 

@@ -14,7 +14,7 @@ from llmconv.memory import available_memory
 from llmconv.progress import say
 from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION, half_precision
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, load_guarded, nodes
-from llmconv.runtime.onnxruntime.prepacked import is_packed
+from llmconv.runtime.onnxruntime.packed_cache import is_packed
 from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings, provider_name
 
 FLOATS = {onnx.TensorProto.FLOAT, *HALF_PRECISION.values()}

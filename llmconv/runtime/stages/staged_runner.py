@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import os
+import signal
 import socket
+import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any
 
 from llmconv.errors import (
     LlmconvError,
+    OutputFailed,
     StageFailed,
     UnsupportedInput,
     UsageProblem,
@@ -25,16 +29,13 @@ from llmconv.errors import (
 from llmconv.progress import say, warn
 from llmconv.ray_connection import connected
 from llmconv.runtime.array_cache import CacheEdit, RemoteCache
-from llmconv.runtime.extra_inputs import ModelCall
-from llmconv.runtime.extra_values import ExtraValues
+from llmconv.runtime.extra_inputs import ExtraValues, ModelCall
 from llmconv.runtime.onnxruntime.graph import extra_names, step_of
 from llmconv.runtime.onnxruntime.runner import after_prefix
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, short_provider
-from llmconv.runtime.placed_embeddings import PlacedEmbeddings
-from llmconv.runtime.runner import Cache, Extras, Runner, Step, refuse_placed
+from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step, refuse_placed
 from llmconv.runtime.stages.connection import TOKEN, Address, BadMessage, Connection, Message, introduce, token
-from llmconv.runtime.stages.local_stage import LocalStage, StagedExport, StageStep, is_cuttable
-from llmconv.runtime.stages.stage_server import StageServer
+from llmconv.runtime.stages.stage_server import LocalStage, StagedExport, StageServer, StageStep, is_cuttable
 from llmconv.tensors import Array
 
 REMOTE_SILENCE = 20.0
@@ -451,3 +452,56 @@ class RayStages:
 def _close(stages: weakref.ref[RayStages]) -> None:
     if found := stages():
         found.close()
+
+
+LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+def serve_stage(
+    folder: Path,
+    number: int,
+    listen: str,
+    settings: SessionSettings | None = None,
+    on_ready: Callable[[str, int], None] | None = None,
+) -> None:
+    """Serves a stage until SIGINT or SIGTERM.
+
+    Args:
+        folder: has llmconv.json, the graphs of the stage, and the weights that they map.
+        number: of the stage, from 1.
+        listen: HOST:PORT.
+        settings: session settings; those of the stage are taken from them.
+        on_ready: called with the address and the number of stages when clients are accepted.
+
+    Raises:
+        InputRefused: the folder has no graphs in stages, or files of the stage are missing or were changed.
+        OutputFailed: the address is not available.
+        UsageProblem: the stage does not exist, or the address is invalid.
+    """
+    address, export = Address.parse(listen, "--listen"), StagedExport.read(folder)
+    if address.host not in LOCAL and not token():
+        warn(f"anyone who can reach {address.host} can use the stage: set {TOKEN}, and use a private network")
+    if not export.knows_weights:
+        warn(NO_CHECKSUMS)
+    stopped = threading.Event()
+    with _listen(address) as listener:
+        server = StageServer(LocalStage(export, number, settings), export, token())
+        for sent in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(sent, lambda *_: stopped.set())
+        if on_ready:
+            on_ready(str(Address(*listener.getsockname()[:2])), export.count)
+        server.serve(listener, stopped.is_set)
+    if server.is_running:  # a step takes too long, and its thread cannot be stopped
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _listen(address: Address) -> socket.socket:
+    """A listening socket."""
+    try:
+        family, _, _, _, found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(found[:2], family=family, backlog=128)
+    except OSError as error:
+        raise OutputFailed(
+            f"cannot listen on {address}: {error.strerror or error}", hint="give another `--listen` (port 0 for any)"
+        ) from error

@@ -23,7 +23,7 @@ from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.errors import InputRefused
 from llmconv.files import safetensors_file
 from llmconv.files.source_file import read_into
-from llmconv.files.torch.reader import open_torch_file
+from llmconv.files.torch_reader import open_torch_file
 from llmconv.tensors import BY_NAME, cast
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepspeed"

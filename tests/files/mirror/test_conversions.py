@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from llmconv.cli import main
 from llmconv.convert import apply_delta, extract_delta, from_hf, inspect, merge_lora, to_hf
 from llmconv.export import export
-from llmconv.files.mirror.mirrored_file import CHUNK
+from llmconv.files.mirror import CHUNK
 from tests.builders.hf_models import LLAMA, save_model
 from tests.stores.reading_bucket import Bucket
 

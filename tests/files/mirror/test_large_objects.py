@@ -17,14 +17,14 @@ import pytest
 from benchmarks import zero_checkpoint
 from benchmarks.bucket_server import environment, requests, serving
 from benchmarks.sparse import save_composer
-from llmconv.files.mirror.mirrored_file import CHUNK
+from llmconv.files.mirror import CHUNK
 
 SIZE = 6 * 10**9
 LIMIT = 256 << 20
 """Bytes of temporary files in these tests."""
 
 PROGRAM = f"""
-from llmconv.files.mirror.mirrored_file import CHUNK_FILE
+from llmconv.files.mirror import CHUNK_FILE
 CHUNK_FILE.limit = {LIMIT}
 from llmconv.cli import main
 main()

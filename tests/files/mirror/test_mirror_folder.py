@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.files.mirror import mirrored_file
-from llmconv.files.mirror.mirrored_file import CHUNK, CHUNK_FILE
+from llmconv.files import mirror
+from llmconv.files.mirror import CHUNK, CHUNK_FILE
 from llmconv.files.safetensors_file import read_header
 from llmconv.files.source_file import open_source, read_into
 from llmconv.files.sources import fetching, local_path
@@ -104,7 +104,7 @@ def test_many_files_that_are_read_together_lose_no_chunk_in_use(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CHUNK_FILE, "limit", 0)
-    monkeypatch.setattr("llmconv.files.mirror.mirrored_file.AHEAD_OF_ALL", 1)
+    monkeypatch.setattr("llmconv.files.mirror.AHEAD_OF_ALL", 1)
     content = noise(LARGE)
     paths = [local_path(bucket.put(f"rank{rank}/x.pt", content), in_parts=True) for rank in range(6)]
     bucket.requests()
@@ -142,7 +142,7 @@ def temporary_files() -> list[str]:
 def test_the_header_of_a_shard_is_one_request_without_its_data(bucket: Bucket, tmp_path: Path) -> None:
     path = local_path(bucket.put("header/x.safetensors", one_tensor(5 * MEBIBYTE)), in_parts=True)
     assert list(read_header(path).tensors) == ["weight"]
-    assert mirrored_file.find(path)
+    assert mirror.find(path)
     assert bucket.requests() == [("HEAD", "header/x.safetensors"), ("GET", "header/x.safetensors")]
 
 
@@ -154,7 +154,7 @@ def test_a_long_header_is_one_request_more(bucket: Bucket) -> None:
 
 
 def test_headers_of_any_number_of_shards_are_fetched_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirrored_file, "FILES_WITH_EDGES", 1)
+    monkeypatch.setattr(mirror, "FILES_WITH_EDGES", 1)
     for name in "abc":
         bucket.put(f"many/{name}.safetensors", one_tensor(3 * MEBIBYTE))
     folder = local_path(bucket.uri("many"), in_parts=True)
@@ -190,7 +190,7 @@ def test_without_in_parts_everything_is_fetched(bucket: Bucket) -> None:
     content = noise(LARGE)
     bucket.put("whole/model.safetensors", content)
     folder = local_path(bucket.uri("whole"))
-    assert mirrored_file.find(folder / "model.safetensors") is None
+    assert mirror.find(folder / "model.safetensors") is None
     assert (folder / "model.safetensors").read_bytes() == content
 
 

@@ -20,8 +20,8 @@ import pytest
 import zstandard
 
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
-from llmconv.files.packing import unpack
-from llmconv.files.packing.unpack import find_codec, unpacked
+from llmconv.files import packing
+from llmconv.files.packing import find_codec, unpacked
 
 CONTENT = b"PK" + os.urandom(300_000) + bytes(5000)
 
@@ -257,7 +257,7 @@ def test_the_error_for_an_unsupported_compression_has_the_command_to_unpack_it(
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Bombs count from 1 MB on; the folder that temporary files go to."""
-    monkeypatch.setattr(unpack, "RATIO_FROM", 1_000_000)
+    monkeypatch.setattr(packing, "RATIO_FROM", 1_000_000)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     return tmp_path / "temporary"
@@ -278,8 +278,8 @@ def test_a_declared_size_beyond_the_disk_is_refused_before_a_byte_is_written(
     packed = bytearray(gzip.compress(CONTENT))
     packed[-4:] = (0xFFFFFFFF).to_bytes(4, "little")
     (tmp_path / "a.gz").write_bytes(packed)
-    monkeypatch.setattr(unpack._FreeSpace, "_free", lambda space: 1 << 30)
-    monkeypatch.setattr(unpack._FreeSpace, "write", lambda space, block: pytest.fail("wrote"))
+    monkeypatch.setattr(packing._FreeSpace, "_free", lambda space: 1 << 30)
+    monkeypatch.setattr(packing._FreeSpace, "write", lambda space, block: pytest.fail("wrote"))
     with pytest.raises(InputRefused, match=r"no space left to unpack `a\.gz` .*4,294,967,295 more bytes") as refusal:
         unpacked(tmp_path / "a.gz")
     assert "TMPDIR" in refusal.value.hint
@@ -288,8 +288,8 @@ def test_a_declared_size_beyond_the_disk_is_refused_before_a_byte_is_written(
 @pytest.mark.slow
 def test_a_disk_that_fills_up_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_limits: Path) -> None:
     free = iter([1 << 30, 1 << 30, 1000])
-    monkeypatch.setattr(unpack, "CHECK_BYTES", 1)
-    monkeypatch.setattr(unpack._FreeSpace, "_free", lambda space: next(free))
+    monkeypatch.setattr(packing, "CHECK_BYTES", 1)
+    monkeypatch.setattr(packing._FreeSpace, "_free", lambda space: next(free))
     (tmp_path / "a.bz2").write_bytes(bz2.compress(CONTENT * 20))
     with pytest.raises(InputRefused, match="no space left"):
         unpacked(tmp_path / "a.bz2")
@@ -310,7 +310,7 @@ def test_a_frame_larger_than_it_declares_is_refused(
 
 @pytest.mark.slow
 def test_memory_follows_a_block_and_not_the_file(tmp_path: Path) -> None:
-    assert max(unpack.BLOCK, unpack.BLOCK) <= 1 << 20
+    assert max(packing.BLOCK, packing.BLOCK) <= 1 << 20
     (tmp_path / "a.zst").write_bytes(zstandard.compress(bytes(200_000_000)))
     code = (
         "import resource, sys; from pathlib import Path; from llmconv.files.packing import unpack\n"
@@ -328,7 +328,7 @@ def test_memory_follows_a_block_and_not_the_file(tmp_path: Path) -> None:
 def test_no_unpacked_byte_outlives_the_process(tmp_path: Path, end: str) -> None:
     (tmp_path / "temporary").mkdir()
     (tmp_path / "a.gz").write_bytes(gzip.compress(CONTENT))
-    code = "import os, sys; from pathlib import Path; from llmconv.files.packing.unpack import unpacked\n"
+    code = "import os, sys; from pathlib import Path; from llmconv.files.packing import unpacked\n"
     code += f"print(len(unpacked(Path(sys.argv[1])).read_bytes()), flush=True)\n{end}"
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
     arguments = [sys.executable, "-c", code, str(tmp_path / "a.gz")]

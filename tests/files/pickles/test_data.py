@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 
 from llmconv.errors import MalformedInput
-from llmconv.files.pickles.machine import DEPTH_LIMIT, Stub
-from llmconv.files.pickles.reader import Global, read_pickle
+from llmconv.files.pickle_machine import DEPTH_LIMIT, Stub
+from llmconv.files.pickle_reader import Global, read_pickle
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**200), 2**200) | st.floats(allow_nan=False) | st.text()
 VALUES = st.recursive(

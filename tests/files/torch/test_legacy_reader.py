@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
-from llmconv.files.torch.reader import TorchFile, is_torch_file, open_torch_file
+from llmconv.files.torch_reader import TorchFile, is_torch_file, open_torch_file
 
 KINDS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.files.pickles.reader import TensorRef
-from llmconv.files.torch.reader import is_torch_file, open_torch_blob, open_torch_file
+from llmconv.files.pickle_reader import TensorRef
+from llmconv.files.torch_reader import is_torch_file, open_torch_blob, open_torch_file
 from llmconv.tensors import LazyTensor
 
 BASE = torch.arange(24, dtype=torch.float32).reshape(4, 6)

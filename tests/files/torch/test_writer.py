@@ -20,10 +20,9 @@ from hypothesis import given, settings
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UnsupportedInput
-from llmconv.files.pickles.encoder import PickledCall, PickledName, pickle_pieces
-from llmconv.files.pickles.reader import STORAGES
-from llmconv.files.torch.reader import open_torch_file
-from llmconv.files.torch.writer import ALIGNMENT, torch_pieces
+from llmconv.files.pickle_reader import STORAGES
+from llmconv.files.torch_reader import open_torch_file
+from llmconv.files.torch_writer import ALIGNMENT, PickledCall, PickledName, pickle_pieces, torch_pieces
 from llmconv.output.plan import Plan, Shard
 from llmconv.output.writer import write_checkpoint
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from llmconv.errors import UnsupportedInput
-from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.runtime.eager.skipped_layers import skip_layers
+from llmconv.runtime.eager.runner import EagerRunner, skip_layers
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.runtime.runner import default_positions
 

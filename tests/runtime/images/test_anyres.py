@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llmconv.errors import InputRefused
-from llmconv.runtime.images.anyres import AnyresImages, OneVisionImages, best_resolution, resize_bilinear
+from llmconv.runtime.images.families import AnyresImages, OneVisionImages, best_resolution, resize_bilinear
 from tests.builders.tiled import GRIDS
 
 SIZES = [(1, 1), (5, 90), (90, 5), (12, 12), (13, 40), (31, 9), (40, 38), (64, 65), (97, 33), (480, 641)]

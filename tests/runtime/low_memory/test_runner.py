@@ -12,8 +12,8 @@ import torch
 
 from llmconv.errors import UnsupportedInput
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.runtime.low_memory.precomputed import PlannedCall
 from llmconv.runtime.low_memory.runner import StreamedRunner
+from llmconv.runtime.low_memory.weights import PlannedCall
 from llmconv.runtime.runner import Cache, Step, default_positions
 from llmconv.tensors import Array
 from tests.builders.layered_models import LAYERED

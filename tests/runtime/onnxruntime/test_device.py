@@ -11,9 +11,8 @@ import pytest
 
 from llmconv.errors import UsageProblem
 from llmconv.export import export
-from llmconv.runtime.onnxruntime.device import Device, as_array, host_value
 from llmconv.runtime.onnxruntime.runner import OrtRunner
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import Device, SessionSettings, as_array, host_value
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
 from tests.conftest import save_tiny

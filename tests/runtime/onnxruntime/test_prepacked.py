@@ -13,7 +13,7 @@ import pytest
 from llmconv.export.exporter import export
 from llmconv.runtime import OrtRunner, SessionSettings, default_positions
 from llmconv.runtime.onnxruntime.guard import load_guarded
-from llmconv.runtime.onnxruntime.prepacked import join_projections
+from llmconv.runtime.onnxruntime.packed_cache import join_projections
 from llmconv.tensors import Array
 from tests.builders.tracing import trace_once
 

@@ -23,8 +23,7 @@ from llmconv.export.exporter import export
 from llmconv.generation import Conversation, SharedPrefix, TextModel
 from llmconv.runtime.runner import Runner, default_positions
 from llmconv.runtime.stages.connection import MAGIC, PREFIX, Address, Connection, Message, introduce
-from llmconv.runtime.stages.local_stage import StagedExport
-from llmconv.runtime.stages.stage_server import MAX_CLIENTS
+from llmconv.runtime.stages.stage_server import MAX_CLIENTS, StagedExport
 from llmconv.runtime.stages.staged_runner import StageAddresses
 from tests.builders.prefix_models import save_adapter
 from tests.builders.stage_process import ALONE, ServedStage, serving_stage, serving_stages

@@ -17,7 +17,7 @@ from transformers import configuration_utils
 
 from llmconv.export import export
 from llmconv.runtime.onnxruntime.guard import load_guarded
-from llmconv.runtime.onnxruntime.prepacked import WEIGHTS_FOLDER
+from llmconv.runtime.onnxruntime.packed_cache import WEIGHTS_FOLDER
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
 from llmconv.verify import Check, verify, verify_graphs

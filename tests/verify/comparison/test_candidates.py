@@ -11,8 +11,7 @@ import numpy as np
 
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.runner import OrtRunner
-from llmconv.runtime.placed_embeddings import PlacedEmbeddings
-from llmconv.runtime.runner import Cache, Extras, Runner, Step
+from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, check_scenario
 from llmconv.verify.reference.eager import Eager

@@ -14,8 +14,7 @@ from llmconv.cli import main
 from llmconv.convert import to_hf
 from llmconv.errors import UnsupportedInput
 from llmconv.export import export
-from llmconv.runtime.low_memory.graph_pieces import cut_graph, values_read_by
-from llmconv.runtime.low_memory.pieced_graph import PiecedGraph
+from llmconv.runtime.low_memory.pieced_graph import PiecedGraph, cut_graph, values_read_by
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.verify import Report, verify
 from llmconv.verify.reference.eager import Eager

@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from llmconv.export import export
-from llmconv.runtime.images import anyres
+from llmconv.runtime.images import families
 from llmconv.runtime.images.families import family_in
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
@@ -159,7 +159,7 @@ def test_features_that_are_packed_in_another_way_fail(seen: Seen, name: str, mon
     right = checks(seen.folder / VISION, seen.eager)
     examples = right._examples(0)
     monkeypatch.setattr(right.__class__, "_examples", lambda self, seed: examples)
-    monkeypatch.setattr(anyres, *PACKINGS[name])
+    monkeypatch.setattr(families, *PACKINGS[name])
     assert right.features().verdict == "fail"
 
 

@@ -15,11 +15,10 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llmconv.errors import UnsupportedInput, UsageProblem, first_line
-from llmconv.generation.positions import Past, PositionRule
-from llmconv.generation.sampling.settings import GenerationSettings
+from llmconv.generation.row import Past, PositionRule
+from llmconv.generation.sampling import GenerationSettings
 from llmconv.runtime.array_cache import rows_of
-from llmconv.runtime.extra_inputs import ModelCall
-from llmconv.runtime.given_inputs import GivenInputs, batch_values
+from llmconv.runtime.extra_inputs import GivenInputs, ModelCall, batch_values
 from llmconv.runtime.runner import Runner
 from llmconv.tensors import Array
 

@@ -1,1 +1,0 @@
-"""Mirrors of object stores: folders whose large files are fetched in parts, where a reader asks for them."""

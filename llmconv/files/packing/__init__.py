@@ -1,1 +1,0 @@
-"""Packed checkpoints: compressed files and tar archives, unpacked once to a temporary file."""

@@ -1,1 +1,0 @@
-"""Files of `torch.save`: read as data, and written as streams."""

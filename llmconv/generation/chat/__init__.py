@@ -1,1 +1,0 @@
-"""Chats: messages, chat templates, and reuse of the cache between turns."""

@@ -1,1 +1,0 @@
-"""Sampling: generation settings, logits processors, and the choice of the next token."""
