@@ -1,4 +1,4 @@
-"""System calls that not every Unix has, each with a fallback (macOS)."""
+"""Copies a file: clones it where the file system can share blocks, else copies inside the kernel or by hand (macOS)."""
 
 from __future__ import annotations
 

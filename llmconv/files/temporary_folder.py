@@ -1,4 +1,4 @@
-"""Temporary folders of fetched inputs: the next run removes those of a process that was killed."""
+"""The user's cache, and temporary folders of fetched inputs; the next run removes those of a killed process."""
 
 from __future__ import annotations
 

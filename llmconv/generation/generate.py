@@ -1,4 +1,4 @@
-"""RunningOptions: which runtime runs a model, and how; options of every function that opens one to generate text."""
+"""`generate`: texts from a model folder, and the options of which runtime runs it, and how."""
 
 from __future__ import annotations
 

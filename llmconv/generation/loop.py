@@ -1,4 +1,4 @@
-"""The loop of greedy search and sampling: a prefill, then one step of the model per token."""
+"""The loop of greedy search and sampling: a prefill, or an earlier cache, then one step of the model per token."""
 
 from __future__ import annotations
 

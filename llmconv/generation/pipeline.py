@@ -1,4 +1,4 @@
-"""The tasks of `pipeline` by name, and models by name: what `pipeline` runs, listed, checked and extended."""
+"""pipeline: the results of `transformers.pipeline("text-generation", …)`, from the graphs or the eager model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches: the texts of a run, one batch at a time."""
+"""PromptRun: all prompts of a call, encoded, and run in batches; completions are collected or appended to a file."""
 
 from __future__ import annotations
 

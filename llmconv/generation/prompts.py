@@ -1,4 +1,4 @@
-"""Prompts, which are texts or chats, as Python values; `prompt_file` reads them from files."""
+"""Prompts, which are texts or chats, as Python values and in files."""
 
 from __future__ import annotations
 

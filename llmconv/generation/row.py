@@ -1,6 +1,4 @@
-"""A model's rule for position ids, from the registry that the exporter also uses.
-
-One sequence of a batch while it is generated: its tokens, and how the next one is picked.
+"""One sequence of a batch while it is generated: its positions, how the next token is picked, and its text as it grows.
 
 transformers' filters in their order: repetition penalty, then (when sampling) temperature, top-k, top-p, min-p. A
 filter narrows `TokenCandidates` down; one uniform random number then picks among them in the order of the vocabulary,

@@ -1,4 +1,4 @@
-"""TorchOptions: options of the eager model, which graphs do not take."""
+"""Opening what runs a model: the graphs, the eager model (`TorchOptions`), or ONNX Runtime GenAI."""
 
 from __future__ import annotations
 

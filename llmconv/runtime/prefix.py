@@ -1,4 +1,4 @@
-"""TrainedPrefix: the trained tensor of prefix tuning or prompt tuning, read from its file.
+"""The trained tensor of prefix tuning or prompt tuning, read from its file, and the runner that begins with it.
 
     kind           file                                       content
     prefix_tuning  PEFT `adapter_model.safetensors`           `prompt_embeddings` [P, 2 * layers * kv_heads * size]

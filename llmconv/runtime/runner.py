@@ -1,4 +1,4 @@
-"""PlacedEmbeddings: embeddings in place of those of some tokens, such as the features of an image."""
+"""Runner: the protocol of what runs a model, and embeddings that take the places of some tokens (images)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Refuses a `tokenizer.json` whose template adds so many special tokens to a text that these take all memory.
+"""The tokenizer of a model folder, opened without running its code, and the checks that a `tokenizer.json` must pass.
 
-Source of the format: `TemplateProcessing` of tokenizers: pieces of the template, and the ids of each special token.
+A template that adds so many special tokens to a text that these take all memory is refused. Source of the format:
+`TemplateProcessing` of tokenizers: pieces of the template, and the ids of each special token.
 """
 
 from __future__ import annotations

@@ -8,10 +8,8 @@ transformers 5 builds every model on the meta device and then loads the weights.
 that are not persistent, plain tensors, such as rotary tables) is left without content, except in transformers' own
 classes, which compute it again; `restore_computed_values` does so for a model's own code.
 
-Skipped layers: layers of an eager model that return their hidden state unchanged, and hold no weights.
-
-A model without most of its layers is small, and its remaining layers, their numbers, masks and caches are those of the
-whole model.
+Skipped layers return their hidden state unchanged, and hold no weights: a model without most of its layers is small,
+and its remaining layers, their numbers, masks and caches are those of the whole model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Mistral 3 (Pixtral): images of any size, one run of the vision graph each, and a feature for each merged patch."""
+"""The families of models that take images: one row each, with the values that its vision graph is fed.
+
+Mistral 3 (Pixtral) and Gemma 4 take images of any size, one run of the vision graph each; LLaVA-NeXT's kind (`anyres`)
+divides an image into tiles.
+"""
 
 from __future__ import annotations
 

@@ -4,11 +4,9 @@ Graphs compute in float32 with weights of any dtype: they cast each initializer,
 opens a session. For a whole graph it would hold a float32 copy of every weight. A piece is opened, run for all calls,
 and closed. Cuts lie between nodes in the graph's order; a node that depends on weights only goes where it is used.
 
-PiecedGraph: runs a graph piece by piece, so that its weights are never all in memory; see `graph_pieces`.
-
-Products with large matrices are split into products with blocks of their rows, which fit into memory. The columns of a
-product are independent of each other, so the numbers are those of the whole product, up to the order in which a kernel
-sums.
+PiecedGraph runs the pieces. Products with large matrices are split into products with blocks of their rows, which fit
+into memory. The columns of a product are independent of each other, so the numbers are those of the whole product, up
+to the order in which a kernel sums.
 """
 
 from __future__ import annotations

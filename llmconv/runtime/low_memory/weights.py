@@ -1,6 +1,7 @@
-"""PrecomputedRunner: runs many planned calls together and keeps their results in a temporary file.
+"""StreamedWeights: a model on the meta device, whose weights are loaded only while they are needed.
 
-StreamedWeights: a model on the meta device, whose weights are loaded only while they are needed.
+PrecomputedRunner runs many planned calls together, so that each weight is loaded once, and keeps their results in a
+temporary file.
 
 transformers loads each part itself, so that experts are stacked and matrices split as in `from_pretrained`. Bytes are
 read with `pread`; no file stays mapped. Large matrices of `nn.Linear` that are stored as they are used are read as they

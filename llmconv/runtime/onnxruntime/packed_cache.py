@@ -1,6 +1,4 @@
-"""Memory of the process: returns freed memory to the system, and places packed weights in huge pages.
-
-Packed weights in files: the first session of a graph on a machine writes them, later ones map them.
+"""Packed weights in huge pages and in files: the first session of a graph writes them, later ones map them.
 
 onnxruntime copies weights into the layout of its kernels whenever it opens a graph. Here it saves that layout with the
 optimized graph (`session.save_external_prepacked_constant_initializers`), in a folder named after all that it depends

@@ -1,6 +1,4 @@
-"""Device: the memory in which an execution provider computes, and how arrays get there and back.
-
-SessionSettings: options with which onnxruntime opens a graph.
+"""SessionSettings: options with which onnxruntime opens a graph, and the memory in which its provider computes.
 
 WidenedWeights: float32 copies of half-precision weights, made once and shared by the sessions of different graphs.
 

@@ -1,6 +1,4 @@
-"""BoundSession: a session whose inputs and outputs keep their memory from run to run, which makes a step cheap.
-
-Graphs with shared cache buffers of a fixed length, filled in place: a step does not copy the past.
+"""Sessions whose inputs and outputs keep their memory from run to run, so that a step does not copy the past.
 
 Such a graph declares the same length for past and present. With both bound to the same memory, its `TensorScatter` or
 `GroupQueryAttention` nodes append new keys and values. Calls are adapted to the fixed sizes of a graph: the batch is

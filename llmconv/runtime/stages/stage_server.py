@@ -1,4 +1,4 @@
-"""LocalStage: one stage of a model in this process, of which only its own graphs and weights are opened."""
+"""One stage of a model, of which only its own graphs and weights are opened, and the server that runs it for others."""
 
 from __future__ import annotations
 
