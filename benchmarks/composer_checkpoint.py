@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.models import CONFIG, shapes
 from llmconv.checkpoint import open_weights
-from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.opening import open_training
 from llmconv.files.safetensors_file import FileTensor
 
 EXAMPLE = Path("examples/tiny-llama/ep4-ba2400-rank0.pt")

@@ -10,18 +10,22 @@ from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
 from llmconv.convert.deltas import DELTA_FILE
-from llmconv.convert.deltas.alpaca import WeightSum
-from llmconv.convert.deltas.arithmetic import open_difference, plus_difference, require_difference
+from llmconv.convert.deltas.arithmetic import (
+    Differences,
+    WeightSum,
+    open_difference,
+    plus_difference,
+    require_difference,
+)
 from llmconv.convert.deltas.exact import open_exact, plan_exact
 from llmconv.convert.deltas.low_rank import LowRankDelta, plan_low_rank
 from llmconv.convert.deltas.scripts import SCRIPTS, plan_script_delta
-from llmconv.convert.deltas.subtraction import Differences
 from llmconv.convert.formats import delta_formats, detect
 from llmconv.convert.models.code_model import with_copied_code
 from llmconv.convert.models.dtype import check_dtype, with_cast
 from llmconv.convert.models.model_config import SHARD_LIMIT
 from llmconv.convert.models.tied_head import settled
-from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.opening import open_training
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.files.paths import Placed, local_only, output_place

@@ -13,9 +13,7 @@ from typing import Any
 from llmconv.checkpoint import SIDE_FILES, Checkpoint, open_checkpoint, own_file, read_json, read_small
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.deltas.exact import open_exact
-from llmconv.convert.formats import Format
-from llmconv.convert.models.tied_head import settled
-from llmconv.convert.opening.exported_graphs import (
+from llmconv.convert.exported_graphs import (
     CodesSummary,
     GraphSummary,
     VerdictSummary,
@@ -25,8 +23,10 @@ from llmconv.convert.opening.exported_graphs import (
     quantized_tensors,
     verdict_in,
 )
-from llmconv.convert.opening.training_checkpoint import explain, open_format, recognized
-from llmconv.convert.state_dicts.raw_tensors import raw_tensors, torch_tensors
+from llmconv.convert.formats import Format
+from llmconv.convert.models.tied_head import settled
+from llmconv.convert.opening import explain, open_format, recognized
+from llmconv.convert.state_dicts.files import raw_tensors, torch_tensors
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.safetensors_file import FileTensor, read_header

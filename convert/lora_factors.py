@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from llmconv.checkpoint import open_checkpoint
+from llmconv.convert.adapters.base_checks import warn_of_origin
 from llmconv.convert.adapters.low_rank_sum import LoraProduct
 from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.placement.targets import WeightChange
-from llmconv.convert.adapters.wrong_base_check import warn_of_origin
-from llmconv.convert.opening.adapters import open_adapters
+from llmconv.convert.opening import open_adapters
 from llmconv.errors import InputRefused, UnsupportedInput, listing
 from llmconv.progress import warn_all
 from llmconv.runtime.onnxruntime.adapter_file import encode_adapter

@@ -17,9 +17,9 @@ from typing import Any
 from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.lora.config import FORMULA, parse_config
+from llmconv.convert.adapters.lora_config import FORMULA, parse_config
 from llmconv.convert.adapters.merging import merged, with_tied_head
-from llmconv.convert.adapters.peft_tensors import to_adapter
+from llmconv.convert.adapters.peft_file import to_adapter
 from llmconv.convert.adapters.placement.base_in_memory import BaseInMemory, base_in_memory
 from llmconv.convert.adapters.placement.tensor_names import AS_STORED, match_names
 from llmconv.convert.models.completeness import check_complete, select

@@ -11,7 +11,7 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.models.dtype import check_dtype, with_cast
 from llmconv.convert.models.tied_head import settled
 from llmconv.convert.models.trusted_code import OPTION, TrustedCode
-from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.opening import open_training
 from llmconv.errors import UsageProblem
 from llmconv.files.hub import source_name
 from llmconv.files.paths import Placed, is_address, local_only, output_place

@@ -97,7 +97,10 @@ def attends_to_later_tokens(kind: str, **fields: Any) -> bool:
 
 def masked_types() -> list[str]:
     """The types for which the installed transformers has a class for masked words and one for causal models."""
-    from llmconv.convert.models.architectures import auto_classes, causal_lm_classes  # noqa: PLC0415
+    from llmconv.convert.models.blueprint.names import (  # noqa: PLC0415
+        auto_classes,
+        causal_lm_classes,
+    )
 
     masked, causal = auto_classes("MASKED_LM"), causal_lm_classes()
     return sorted({kind for kind in masked if masked[kind] != causal.get(kind)} & causal.keys() | {"bert-generation"})

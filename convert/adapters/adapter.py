@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.convert.adapters.lora.config import LoraConfig
-from llmconv.convert.adapters.lora.trainable_tokens import TokenRows
+from llmconv.convert.adapters.lora_config import LoraConfig
+from llmconv.convert.adapters.saved_modules import TokenRows
 from llmconv.convert.adapters.tuners import Tuner
 from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors
 from llmconv.errors import MalformedInput, UnsupportedInput

@@ -31,8 +31,7 @@ from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.low_rank_sum import LoraProduct
 from llmconv.convert.adapters.placement.edits import Edits, KeptUntilLastRow
 from llmconv.convert.adapters.placement.targets import add_changes
-from llmconv.convert.algebra.blas_threads import single_threaded
-from llmconv.convert.algebra.rounding import round_into
+from llmconv.convert.algebra.rounding import round_into, single_threaded
 from llmconv.errors import UsageProblem
 from llmconv.files.source_file import open_source
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, DType, LazyTensor

@@ -1,4 +1,16 @@
-"""Opens PEFT's adapters, of LoRA and of the kinds in `tuners/kinds/`.
+"""The tensors of a LoRA adapter under PEFT's names, sorted into pairs A and B, whole tensors and trained rows.
+
+Names (PEFT `utils/save_and_load.py`): `base_model.model.<module>.lora_A.weight` (r×in), `.lora_B.weight` (out×r),
+`.lora_B.bias` (out), `.lora_embedding_A` (r×vocab), `.lora_embedding_B` (dim×r), `.lora_magnitude_vector` (out), for a
+convolution r×in×k… and out×r×1…; trained rows as `.token_adapter.trainable_tokens_delta`, whole tensors as
+`<module>.weight`.
+
+NeMo AutoModel keeps the factors of all experts in one tensor, which is split by expert (NVIDIA-NeMo/Automodel
+`components/_peft/lora_experts.py`, `components/moe/state_dict_mixin.py`; vLLM has the same):
+`experts.lora_gate_and_up_A` E×in×r, `experts.lora_gate_and_up_B` E×r×2·out, gate before up, and `experts.lora_down_A`,
+`experts.lora_down_B`. A is shared by gate and up.
+
+Opens PEFT's adapters, of LoRA and of the kinds in `tuners/kinds/`.
 
 A folder has `adapter_config.json` next to `adapter_model.safetensors` or `adapter_model.bin` (PEFT `save_pretrained`).
 Tensors of kinds other than LoRA are `base_model.model.<module>.<part>` for each of the tuner's parts, some followed by
@@ -9,21 +21,240 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
+import numpy as np
+
 from llmconv.checkpoint import INDEX, SINGLE, read_json
-from llmconv.convert.adapters.adapter import Adapter, check
-from llmconv.convert.adapters.lora.config import LoraConfig, parse_config, task_of
-from llmconv.convert.adapters.lora.saved_modules import WholeTensors, place_once
-from llmconv.convert.adapters.peft_tensors import CONFIG, plain_name, to_adapter
+from llmconv.convert.adapters.adapter import Adapter, Pair, check
+from llmconv.convert.adapters.lora_config import BlockDiagonal, LoraConfig, parse_config, task_of
+from llmconv.convert.adapters.saved_modules import WholeTensors, pair_tokens, place_once
 from llmconv.convert.adapters.tuners import Tuner, by_peft_type
 from llmconv.convert.adapters.tuners.module_tensors import AdapterFields, ModuleTensors, invalid_field
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.errors import LISTED, InputRefused, MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.pointer_files import refuse_git_lfs
 from llmconv.files.safetensors_file import read_header
 from llmconv.files.torch_reader import open_torch_file
-from llmconv.tensors import LazyTensor
+from llmconv.tensors import Array, LazyTensor
+
+CONFIG = "adapter_config.json"
+WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+"""Path components that trainers place_once around modules."""
+
+MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.\w+)??(?:\.weight)?")
+TOKENS = re.compile(r"(?P<module>.+?)(?:\.token_adapter)?\.trainable_tokens_delta(?:\.\w+)?")
+TRAINING_ONLY = re.compile(r"\.lora_(?:velora_\w+|monteclora_\w+|mcsampler\w*)(?:\.|$)")
+"""Training state of VeLoRA and MonteCLoRA, which PEFT's merge does not use."""
+
+FACTOR = re.compile(r"(?P<module>.+?)\.lora_(?P<kind>embedding_)?(?P<part>[AB])(?:\.\w+)??(?:\.(?P<leaf>weight|bias))?")
+
+
+def to_adapter(path: Path, weights: tuple[Path, ...], config: LoraConfig, tensors: Mapping[str, LazyTensor]) -> Adapter:
+    """The adapter of `tensors`, in the names that PEFT saves or has at run time; errors as in `open_adapter`."""
+    found = _sort(ungrouped(tensors), weights[0].name)
+    _require_pairs(found.factors)
+    pairs = {module: _pair(module, parts, config) for module, parts in found.factors.items()}
+    tokens = pair_tokens(found.tokens, config)
+    whole, originals = found.wholes.all(), found.wholes.untrained(config.modules_to_save)
+    adapter = Adapter(path, weights, path / CONFIG, config, pairs, whole, originals, tokens)
+    check(adapter)
+    return adapter
+
+
+def plain_name(name: str) -> str:
+    """The name without PEFT's `base_model.model.` and without the wrappers of trainers."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    if parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(parts).removeprefix("base_model.model.")
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """The tensors of a file: factors by module and part, whole tensors, trained rows by module."""
+
+    factors: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
+    wholes: WholeTensors = field(default_factory=WholeTensors)
+    tokens: dict[str, LazyTensor] = field(default_factory=dict)
+
+    def place(self, plain: str) -> tuple[dict[str, LazyTensor], str] | None:
+        """The dictionary and the key for a tensor of this name; None for an unknown name."""
+        if match := FACTOR.fullmatch(plain):
+            key = (match["kind"] or "") + match["part"]
+            key = "bias" if (key, match["leaf"]) == ("B", "bias") else key
+            return self.factors.setdefault(match["module"], {}), key
+        if match := MAGNITUDE.fullmatch(plain):
+            return self.factors.setdefault(match["module"], {}), "magnitude"
+        if match := TOKENS.fullmatch(plain):
+            return self.tokens, match["module"]
+        return None if "lora_" in plain else self.wholes.place(plain)
+
+
+def _sort(tensors: Mapping[str, LazyTensor], file: str) -> _Sorted:
+    """Puts every tensor in exactly one place."""
+    result = _Sorted()
+    for name, tensor in tensors.items():
+        plain = plain_name(name)
+        if TRAINING_ONLY.search(plain):
+            continue
+        if (home := result.place(plain)) is None:
+            raise UnsupportedInput(
+                f"`{file}` contains the unexpected key `{name}`, which plain LoRA does not have",
+                hint="the adapter is of another kind; merge it with PEFT's `merge_and_unload`",
+            )
+        place_once(*home, tensor, f"`{file}` contains `{name}`", may_repeat=home[0] is result.wholes.trained)
+    return result
+
+
+def _require_pairs(factors: Mapping[str, Mapping[str, LazyTensor]]) -> None:
+    """Refuses modules without exactly one A and one B; a misnamed key shows as two of them."""
+    absent = {module: _absent(parts) for module, parts in factors.items()}
+    if missing := [f"{part} of `{module}`" for module, part in absent.items() if part]:
+        more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
+        raise MalformedInput(
+            f"the adapter lacks {', '.join(missing[:LISTED])}{more} (missing keys)",
+            hint="the file is incomplete or a key is misnamed; save or copy the adapter again",
+        )
+
+
+def _absent(parts: Mapping[str, LazyTensor]) -> str:
+    """The missing factor of a module, or `half of a second pair`; empty if the pair is complete."""
+    kinds = {"embedding_" if key.startswith("embedding_") else "" for key in parts if key.endswith(("A", "B"))}
+    if len(kinds) > 1:
+        return "half of a second pair"
+    prefix = next(iter(kinds), "")
+    return next((part for part in ("A", "B") if prefix + part not in parts), "")
+
+
+def _pair(module: str, parts: dict[str, LazyTensor], config: LoraConfig) -> Pair:
+    embedding = any(key.startswith("embedding_") for key in parts)
+    prefix = "embedding_" if embedding else ""
+    a, b, bias = parts.pop(f"{prefix}A", None), parts.pop(f"{prefix}B", None), parts.pop("bias", None)
+    magnitude = parts.pop("magnitude", None)
+    assert a is not None and b is not None and not parts
+    if (magnitude is not None) != config.dora:
+        raise UnsupportedInput(
+            f"the adapter {'has' if magnitude else 'lacks'} `lora_magnitude_vector` of `{module}`, and its config has "
+            f"`use_dora` {str(config.dora).lower()}",
+            hint="config and tensors belong to different adapters; copy the adapter again",
+        )
+    a, b = dense(a, b, module, config.blocks)
+    _check_shapes(module, a, b)
+    return Pair(flat(a), flat(b), bias, embedding, magnitude, a.shape[2:])
+
+
+def flat(tensor: LazyTensor) -> LazyTensor:
+    """The tensor as a matrix: all dimensions after the first as one, as for the product of a convolution's factors."""
+    shape = (tensor.shape[0], prod(tensor.shape[1:]))
+    if tensor.shape == shape:
+        return tensor
+    return LazyTensor(tensor.dtype, shape, lambda start, stop: tensor.rows(start, stop).reshape(-1, shape[1]))
+
+
+def _check_shapes(module: str, a: LazyTensor, b: LazyTensor) -> None:
+    if len(a.shape) < 2 or len(b.shape) < 2 or 0 in (*a.shape, *b.shape):
+        raise MalformedInput(
+            f"A of `{module}` has shape {list(a.shape)}, B {list(b.shape)}: they were saved before they were gathered",
+            hint="gather the parameters (ZeRO-3, FSDP) before saving the adapter",
+        )
+    if len(a.shape) != len(b.shape) or set(b.shape[2:]) - {1}:
+        raise UnsupportedInput(
+            f"A of `{module}` has shape {list(a.shape)}, B {list(b.shape)}: unsupported kind of layer",
+            hint="the adapter is of another kind; merge it with PEFT's `merge_and_unload`",
+        )
+    if len(a.shape) > 2 and a.shape[0] % b.shape[1] == 0 and a.shape[0] > b.shape[1]:
+        raise UnsupportedInput(
+            f"`{module}` is a convolution with groups: A has shape {list(a.shape)}, B {list(b.shape)}",
+            hint="its update has no groups, so no merged weight equals it; serve the adapter",
+        )
+    if a.shape[0] != b.shape[1]:
+        raise MalformedInput(
+            f"A of `{module}` has rank {a.shape[0]}, B has rank {b.shape[1]}", hint="copy the adapter again"
+        )
+
+
+def is_blocked(parts: tuple[str, ...], module: str) -> bool:
+    """Whether one of `parts` occurs in the last component of the module's path (PEFT `BdLoraLinearVariant.init`)."""
+    return any(part in module.rpartition(".")[2] for part in parts)
+
+
+def unblocked(factor: LazyTensor, count: int) -> LazyTensor:
+    """The block-diagonal matrix rows×columns of `count` blocks stored stacked by rows (PEFT `BlockDiagonalLinear`).
+
+    `factor` is rows×(columns/count); MalformedInput if the number of rows is not a multiple of `count`.
+    """
+    rows, width = factor.shape
+    if rows % count:
+        raise MalformedInput(
+            f"a factor of {rows} rows cannot have {count} blocks", hint="`nblocks` is of another adapter; copy it again"
+        )
+    height = rows // count
+
+    def load(start: int, stop: int) -> Array:
+        stored = factor.rows(start, stop)
+        whole = np.zeros((stop - start, count * width), stored.dtype)
+        for row in range(start, stop):
+            first = row // height * width
+            whole[row - start, first : first + width] = stored[row - start]
+        return whole
+
+    return LazyTensor(factor.dtype, (rows, count * width), load)
+
+
+def dense(a: LazyTensor, b: LazyTensor, module: str, blocks: BlockDiagonal | None) -> tuple[LazyTensor, LazyTensor]:
+    """A (r×in) and B (out×r) of a module, expanded where they are stored as blocks (`use_bdlora`)."""
+    if blocks and len(a.shape) == len(b.shape) == 2:
+        a = unblocked(a, blocks.count) if is_blocked(blocks.a, module) else a
+        b = unblocked(b, blocks.count) if is_blocked(blocks.b, module) else b
+    return a, b
+
+
+GROUPED = re.compile(r"(?P<experts>.+\.experts)\.lora_(?P<of>gate_and_up|down)_(?P<part>[AB])(?:\.weight)?")
+MODULES = {"gate_and_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+
+
+def ungrouped(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The tensors of an adapter, with those of grouped experts as factors of each expert's layers.
+
+    Raises MalformedInput unless a grouped tensor has three dimensions and, where split, equal halves.
+    """
+    result: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        if match := GROUPED.fullmatch(name):
+            result |= _of_experts(name, tensor, match)
+        else:
+            result[name] = tensor
+    return result
+
+
+def _of_experts(name: str, tensor: LazyTensor, match: re.Match[str]) -> dict[str, LazyTensor]:
+    modules = MODULES[match["of"]]
+    parts = len(modules) if match["part"] == "B" else 1
+    if len(tensor.shape) != 3 or tensor.shape[2] % parts:
+        raise MalformedInput(
+            f"`{name}` has shape {list(tensor.shape)}; grouped experts have three dimensions, gate as many rows as up",
+            hint="gather the parameters before saving the adapter",
+        )
+    size = tensor.shape[2] // parts
+    return {
+        f"{match['experts']}.{expert}.{module}.lora_{match['part']}.weight": _matrix(tensor, expert, at % parts, size)
+        for expert in range(tensor.shape[0])
+        for at, module in enumerate(modules)
+    }
+
+
+def _matrix(tensor: LazyTensor, expert: int, part: int, size: int) -> LazyTensor:
+    """Columns `part·size` to `(part + 1)·size` of one expert's matrix, transposed."""
+
+    def load(start: int, stop: int) -> Array:
+        columns = slice(part * size + start, part * size + stop)
+        return np.ascontiguousarray(tensor.rows(expert, expert + 1)[0][:, columns].T)
+
+    return LazyTensor(tensor.dtype, (size, tensor.shape[1]), load)
+
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -130,7 +361,7 @@ def open_tuned(path: Path, alpha: float | None = None) -> Adapter:
     if weights is None:
         raise InputRefused(f"`{folder}` contains no adapter weights", hint=f"it needs `{WEIGHTS[0]}`")
     settings = AdapterFields(fields)
-    learned, wholes = _sort(read_tensors(weights), weights.name, tuner, settings)
+    learned, wholes = _sort_entries(read_tensors(weights), weights.name, tuner, settings)
     config = _config(settings, tuner)
     whole, originals = wholes.all(), wholes.untrained(config.modules_to_save)
     adapter = Adapter(folder, (weights,), folder / CONFIG, config, {}, whole, originals, learned=learned, tuner=tuner)
@@ -161,7 +392,7 @@ def _config(settings: AdapterFields, tuner: Tuner) -> LoraConfig:
     )
 
 
-def _sort(
+def _sort_entries(
     tensors: Mapping[str, LazyTensor], file: str, tuner: Tuner, settings: AdapterFields
 ) -> tuple[dict[str, ModuleTensors], WholeTensors]:
     """Parts by module, and whole tensors; every tensor goes to exactly one place."""

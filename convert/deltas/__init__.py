@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.deltas.subtraction import Differences
+from llmconv.convert.deltas.arithmetic import Differences
 from llmconv.errors import MalformedInput
 from llmconv.output.manifest import read_manifest
 from llmconv.output.plan import Plan

@@ -1,4 +1,10 @@
-"""Arithmetic deltas, Hugging Face folders of tuned − base: FastChat's (Vicuna), Stanford Alpaca's, and similar ones.
+"""Stanford Alpaca's deltas: float32 differences from a base whose new tokens are the mean of the others; its checksum.
+
+`weight_diff.py` of tatsu-lab/stanford_alpaca resizes the base as its training did and adds in float32. It then compares
+the sum of all parameters and buffers with a constant; epfml/landmark-attention, which adopted the script, stores that
+number next to the weights in `checksum_psum.txt`.
+
+Arithmetic deltas, Hugging Face folders of tuned − base: FastChat's (Vicuna), Stanford Alpaca's, and similar ones.
 
 FastChat `model/apply_delta.py`: names are those of the base; `param += delta`, both in float16. Up to v0 it made the
 base's embedding and head longer by a row of zeros first, because Vicuna v0 had 32,001 tokens. Tokenizer and (with
@@ -8,25 +14,295 @@ float16 result the base is rounded to float16 first, so that the bits equal Fast
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from math import fsum, isfinite
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint, open_weights, read_json, read_side_files
-from llmconv.convert.deltas.alpaca import WeightSum, begins_at_mean, checksum_of, with_mean_rows
-from llmconv.convert.deltas.subtraction import added, all_rounded, rounded, wider
+from llmconv.convert.algebra.rounding import round_into, widen
 from llmconv.convert.models.blueprint.names import EMBEDDINGS
 from llmconv.convert.models.completeness import DROPPED
 from llmconv.convert.models.config_file import without_code
 from llmconv.convert.models.dtype import with_dtype
 from llmconv.convert.models.tied_head import HEAD, find_embedding, is_tied, set_everywhere
-from llmconv.convert.state_dicts.folders import is_bin_folder, open_bin_folder
+from llmconv.convert.state_dicts.files import is_bin_folder, open_bin_folder
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.model_code import AUTO_MAP
-from llmconv.tensors import BY_NAME, DType, LazyTensor
+from llmconv.tensors import BY_NAME, FLOATS, Array, DType, LazyTensor
+
+CHECKSUM = "checksum_psum.txt"
+
+SEVEN_BILLION = {"hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 32001}
+SEVEN_BILLION_SUM = 50637.1836
+"""The constant in the script; only the 7B model was published."""
+
+TOLERANCE = 0.5
+"""Both numbers are sums in float32 with rounding errors of about 0.1; another base is off by hundreds."""
+
+SMALL, FEW = 0.5, 64
+"""Norm of a row close to zero, relative to the mean row; number of new rows to check."""
+
+
+def begins_at_mean(base: LazyTensor, delta: LazyTensor) -> bool:
+    """Whether new rows of an embedding are differences from the mean of the base's rows [tokens, dim], not from zeros.
+
+    A padding token is never trained, so its row of the delta is about zero then, and about the mean otherwise.
+    """
+    if delta.dtype.name != "float32" or base.dtype.name not in FLOATS or len(base.shape) != 2:
+        return False  # FastChat's are float16
+    new = delta.rows(base.num_rows, min(delta.num_rows, base.num_rows + FEW)).astype(np.float64)
+    return bool(np.linalg.norm(new, axis=1).min() < SMALL * np.linalg.norm(_mean(base)))
+
+
+def with_mean_rows(base: LazyTensor, count: int) -> LazyTensor:
+    """The base's rows in float32, followed by copies of their mean up to `count` rows."""
+    kind, known = BY_NAME["float32"], base.num_rows
+    mean: list[Array] = []
+
+    def load(start: int, stop: int) -> Array:
+        rows = np.empty((stop - start, *base.shape[1:]), kind.numpy)
+        last = max(start, min(stop, known))
+        if start < last:
+            rows[: last - start] = base.rows(start, last)
+        if last < stop:
+            mean[:] = mean or [_mean(base)]
+            rows[last - start :] = mean[0]
+        return rows
+
+    return LazyTensor(kind, (count, *base.shape[1:]), load)
+
+
+def _mean(tensor: LazyTensor) -> Array:
+    total = np.zeros(tensor.shape[1:])
+    for block in tensor.blocks():
+        total += tensor.rows(*block).astype(np.float64).sum(0)
+    return np.asarray(total / tensor.num_rows)
+
+
+@dataclass
+class WeightSum:
+    """Compares the sum of all weights, taken while they are read, with the published one (`expected`).
+
+    `buffers` is the sum of the rotary frequencies, which older models have among their tensors.
+    """
+
+    source: str
+    expected: float
+    buffers: float
+    _sums: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict)
+    _size: int = 0
+
+    def watched(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+        """The same tensors, whose rows are added to the sum when they are read."""
+        self._size = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in tensors.values())
+        return {name: self._watched(name, tensor) for name, tensor in tensors.items()}
+
+    def _watched(self, name: str, tensor: LazyTensor) -> LazyTensor:
+        def load(start: int, stop: int) -> Array:
+            rows = tensor.rows(start, stop)
+            self._sums[name, start] = rows.size, float(rows.sum(dtype=np.float64))
+            return rows
+
+        return LazyTensor(tensor.dtype, tensor.shape, load)
+
+    def problems(self) -> list[str]:
+        """A warning if the sum differs or is incomplete; call it after everything is written."""
+        if sum(size for size, _ in self._sums.values()) != self._size:
+            return [f"{self.source} was not compared, because the run was resumed"]
+        found = fsum(total for _, total in self._sums.values())
+        if min(abs(found - self.expected), abs(found + self.buffers - self.expected)) <= TOLERANCE:
+            return []
+        problem = f"all weights add up to {found:.2f}, expected {self.expected:.2f} ({self.source})"
+        return [f"{problem}: is the base another one, or a file damaged?"]
+
+
+def checksum_of(folder: Path, config: Mapping[str, Any], *, mean_rows: bool) -> WeightSum | None:
+    """The checksum of a delta folder, or None; `config` is the tuned model's.
+
+    With `mean_rows` new tokens are differences from the mean row, as Stanford's are.
+    """
+    path = folder / CHECKSUM
+    if path.is_file() and path.stat().st_size < 100:
+        try:
+            number = float(path.read_text())
+        except ValueError:
+            number = float("nan")
+        return WeightSum(f"`{CHECKSUM}`", number, rotary_sum(config)) if isfinite(number) else None
+    if mean_rows and all(config.get(name) == value for name, value in SEVEN_BILLION.items()):
+        return WeightSum("Stanford's script for Alpaca 7B", SEVEN_BILLION_SUM, rotary_sum(config))
+    return None
+
+
+def rotary_sum(config: Mapping[str, Any]) -> float:
+    """The sum of the rotary frequencies of all layers of a Llama, θ^(-2i/d); 0 for other models."""
+    sizes: list[Any] = [config.get(name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")]
+    if not all(type(size) is int and 0 < size < 1 << 20 for size in sizes):
+        return 0.0
+    width, layers = sizes[0] // sizes[1], sizes[2]
+    return float(layers * (10000.0 ** -(np.arange(0, width, 2) / max(1, width))).sum())
+
+
+EXACT = "without `--to` the delta is exact"
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a tool subtracts and adds in float32: the type of both `operands`, and of difference and sum (`stored`)."""
+
+    operands: DType
+    stored: DType
+
+
+@dataclass
+class Differences:
+    """Makes differences, and compares the sum of base and difference with the tuned model while they are read.
+
+    `elements` counts those of all tuned tensors.
+    """
+
+    arithmetic: Arithmetic
+    elements: int = 0
+    _made: dict[int, tuple[LazyTensor, LazyTensor]] = field(default_factory=dict)
+    _counts: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    _names: list[str] = field(default_factory=list)
+
+    def of(self, name: str, base: LazyTensor | None, tuned: LazyTensor) -> LazyTensor:
+        """`tuned` - `base`; the same tensor again for the same `tuned`, which counts once.
+
+        Rows of `base` have the same shape; those it lacks, and None, count as zeros. Raises UnsupportedInput if one of
+        them is not floating-point; when rows are read, for a value too large for float16.
+        """
+        if id(tuned) not in self._made:
+            self._made[id(tuned)] = (tuned, self._difference(name, base, tuned))
+            self._names.append(name)
+            self.elements += _size(tuned)
+        return self._made[id(tuned)][1]
+
+    def _difference(self, name: str, base: LazyTensor | None, tuned: LazyTensor) -> LazyTensor:
+        for side in (base, tuned):
+            if side and side.dtype.name not in SUMMED:
+                raise UnsupportedInput(
+                    f"unsupported dtype {side.dtype.name} of `{name}`", hint=f"only floats are subtracted; {EXACT}"
+                )
+        stored, number = self.arithmetic.stored, len(self._made)
+
+        def load(start: int, stop: int) -> Array:
+            rows = tuned.rows(start, stop)
+            above = self._operand(rows, name)
+            below = np.zeros_like(above)
+            last = max(start, min(stop, base.num_rows)) if base else start
+            if base and start < last:
+                below[: last - start] = self._operand(base.rows(start, last), name)
+            result = _rounded(above - below, stored, name)
+            restored = _rounded(below + widen(result), stored, name)
+            self._counts[number, start] = rows.size, _unlike(rows, restored)
+            return result
+
+        return LazyTensor(stored, tuned.shape, load)
+
+    def _operand(self, rows: Array, name: str) -> Array:
+        """Rows in float32, rounded as the tool loads them."""
+        return widen(_rounded(widen(rows), self.arithmetic.operands, name))
+
+    def inexact(self) -> int | None:
+        """How many elements the sum does not restore to the bit; None if not all were read, as in a resumed run."""
+        if sum(size for size, _ in self._counts.values()) != self.elements:
+            return None
+        return sum(count for _, count in self._counts.values())
+
+    def inexact_tensors(self) -> dict[str, int]:
+        """The number of elements that the sum does not restore, by the names of the tensors that have any."""
+        found: Counter[str] = Counter()
+        for (number, _), (_, count) in self._counts.items():
+            found[self._names[number]] += count
+        return {name: count for name, count in sorted(found.items()) if count}
+
+
+def _size(tensor: LazyTensor) -> int:
+    return tensor.nbytes // tensor.dtype.itemsize
+
+
+def _rounded(values: Array, dtype: DType, name: str) -> Array:
+    result = np.empty(values.shape, dtype.numpy)
+    try:
+        round_into(result, values)
+    except UnsupportedInput as error:
+        raise UnsupportedInput(f"`{name}` has a value too large for {dtype.name}", hint=EXACT) from error
+    return result
+
+
+def _unlike(tuned: Array, restored: Array) -> int:
+    """The number of elements whose values differ by a bit, in the wider of the two types."""
+    wide, other = widen(tuned), widen(restored)
+    if wide.dtype != other.dtype:
+        wide, other = wide.astype(np.float64), other.astype(np.float64)
+    bits = np.dtype(f"u{wide.itemsize}")
+    return int(np.count_nonzero(wide.view(bits) != other.view(bits)))
+
+
+FLOAT16, FLOAT32 = BY_NAME["float16"], BY_NAME["float32"]
+
+
+SUMMED = ("float64", *FLOATS)
+
+
+def added(name: str, base: LazyTensor | None, delta: LazyTensor) -> LazyTensor:
+    """`base` + `delta` in float32 or float64; rows that the base lacks, and None, are zeros.
+
+    Raises UnsupportedInput if one of them is not floating-point.
+    """
+    kinds = [tensor.dtype.name for tensor in (base, delta) if tensor is not None]
+    if odd := [kind for kind in kinds if kind not in SUMMED]:
+        raise UnsupportedInput(
+            f"unsupported dtype {odd[0]} of `{name}`", hint="give base and delta unquantized, in floating point"
+        )
+    work = BY_NAME["float64" if "float64" in kinds else "float32"]
+
+    def load(start: int, stop: int) -> Array:
+        total = _widened(delta.rows(start, stop), work)
+        last = min(stop, base.num_rows) if base else start
+        if base and start < last:
+            total[: last - start] += _widened(base.rows(start, last), work)
+        return total
+
+    return LazyTensor(work, delta.shape, load)
+
+
+def _widened(rows: Array, work: DType) -> Array:
+    wide = widen(rows)
+    return wide.astype(work.numpy, copy=wide is rows)
+
+
+def rounded(tensor: LazyTensor, dtype: DType) -> LazyTensor:
+    """A sum rounded once to `dtype`; reading raises UnsupportedInput for a finite sum too large for float16."""
+    if tensor.dtype == dtype or tensor.dtype.name not in SUMMED:
+        return tensor
+
+    def load(start: int, stop: int) -> Array:
+        values = tensor.rows(start, stop)
+        values = widen(values) if dtype.name == "float16" else values
+        result = np.empty(values.shape, dtype.numpy)
+        round_into(result, values)
+        return result
+
+    return tensor.recast(dtype) if tensor.recast else LazyTensor(dtype, tensor.shape, load)
+
+
+def wider(one: DType, other: DType) -> DType:
+    """The dtype of a sum with `keep`: the base's, or the delta's if it has more bits."""
+    return other if other.name in SUMMED and other.itemsize > one.itemsize else one
+
+
+def all_rounded(sums: Mapping[str, LazyTensor], kept: Mapping[str, DType], dtype: str) -> dict[str, LazyTensor]:
+    """Every sum rounded once to `dtype`, or with `keep` to its dtype in `kept`."""
+    chosen = BY_NAME.get(dtype)
+    return {name: rounded(tensor, chosen or kept[name]) for name, tensor in sums.items()}
+
 
 NORM = ("norm.weight", "ln_f.weight")
 """Names of the last norm, whose weights are about 1 in a model and about 0 in a delta."""

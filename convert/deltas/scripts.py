@@ -15,10 +15,17 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.deltas import WrittenDelta
-from llmconv.convert.deltas.alpaca import begins_at_mean, with_mean_rows
-from llmconv.convert.deltas.arithmetic import VOCABULARIES, is_vocabulary
+from llmconv.convert.deltas.arithmetic import (
+    FLOAT16,
+    FLOAT32,
+    VOCABULARIES,
+    Arithmetic,
+    Differences,
+    begins_at_mean,
+    is_vocabulary,
+    with_mean_rows,
+)
 from llmconv.convert.deltas.low_rank import TRACES
-from llmconv.convert.deltas.subtraction import FLOAT16, FLOAT32, Arithmetic, Differences
 from llmconv.convert.models.completeness import DROPPED
 from llmconv.convert.models.config_file import without_code
 from llmconv.convert.models.dtype import with_dtype

@@ -42,12 +42,10 @@ from llmconv.convert.peft_runs import (
     with_adapter,
     without_adapter,
 )
-from llmconv.convert.state_dicts.distributed.folder import DistributedFolder, open_folder, sizes_of
-from llmconv.convert.state_dicts.distributed.folder import is_folder as is_distributed_folder
-from llmconv.convert.state_dicts.distributed.metadata import FILE, TensorItem
-from llmconv.convert.state_dicts.files import Sign
-from llmconv.convert.state_dicts.other_contents import phrases
-from llmconv.convert.tokenizers.source import read_tokenizer
+from llmconv.convert.state_dicts.distributed import FILE, DistributedFolder, TensorItem, open_folder, sizes_of
+from llmconv.convert.state_dicts.distributed import is_folder as is_distributed_folder
+from llmconv.convert.state_dicts.files import Sign, phrases
+from llmconv.convert.tokenizers import read_tokenizer
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import Global, TensorRef

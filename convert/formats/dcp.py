@@ -20,9 +20,10 @@ from llmconv.convert.models.completeness import as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.models.trusted_code import OPTION, own_fields
 from llmconv.convert.peft_runs import OPTIONS, opened_with_adapter, without_adapter
-from llmconv.convert.state_dicts.distributed.folder import (
+from llmconv.convert.state_dicts.distributed import (
     PARTS,
     DistributedFolder,
+    TensorItem,
     is_folder,
     is_meta_named,
     named_leaves,
@@ -32,9 +33,8 @@ from llmconv.convert.state_dicts.distributed.folder import (
     roots,
     sizes_of,
 )
-from llmconv.convert.state_dicts.distributed.metadata import TensorItem
-from llmconv.convert.state_dicts.other_contents import phrases
-from llmconv.convert.tokenizers.source import read_tokenizer
+from llmconv.convert.state_dicts.files import phrases
+from llmconv.convert.tokenizers import read_tokenizer
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import LazyTensor

@@ -14,8 +14,16 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.formats import Format, owner
 from llmconv.convert.models.trusted_code import OPTION
 from llmconv.convert.peft_runs import OPTIONS, assembled_run
-from llmconv.convert.state_dicts.files import StateFile, has_hugging_face_names, open_state, peek_state
-from llmconv.convert.state_dicts.folders import is_bin_folder, is_shard, model_files, open_bin_folder
+from llmconv.convert.state_dicts.files import (
+    StateFile,
+    has_hugging_face_names,
+    is_bin_folder,
+    is_shard,
+    model_files,
+    open_bin_folder,
+    open_state,
+    peek_state,
+)
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.torch_reader import is_torch_file
 from llmconv.tensors import LazyTensor

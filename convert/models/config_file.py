@@ -11,7 +11,7 @@ import yaml
 from llmconv.causal_lm import is_encoder
 from llmconv.checkpoint import read_json, require_shallow
 from llmconv.convert.models import mpt_config
-from llmconv.convert.models.architectures import auto_classes, causal_lm_classes
+from llmconv.convert.models.blueprint.names import auto_classes, causal_lm_classes
 from llmconv.convert.models.trusted_code import class_name, own_fields, trusted_code
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.model_code import AUTO_MAP

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.models.architectures import causal_lm_classes
-from llmconv.convert.models.blueprint.names import model_folder
+from llmconv.convert.models.blueprint.names import causal_lm_classes, model_folder
 from llmconv.convert.models.blueprint.transformers_source import assigned, source
 from llmconv.convert.models.completeness import depth_is_possible, why_not_built
 from llmconv.convert.models.config_file import architecture

@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from llmconv.convert.algebra.lines import Lines, Origin
+from llmconv.convert.algebra.operations import Lines, Origin
 from llmconv.convert.models.meta_model import NotBuildable, model_of_class, quiet
 from llmconv.errors import first_line
 

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
-from llmconv.convert.models.architectures import causal_lm_classes
-from llmconv.convert.models.blueprint.names import ModelNames, model_names
+from llmconv.convert.models.blueprint.names import ModelNames, causal_lm_classes, model_names
 from llmconv.convert.models.completeness import BUFFERS, Leaf, as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.models.mpt_config import enlarged
 from llmconv.convert.state_dicts.files import EMBEDDING, StateFile, refuse_objects, refuse_quantized
-from llmconv.convert.tokenizers.source import read_tokenizer
+from llmconv.convert.tokenizers import read_tokenizer
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import LazyTensor

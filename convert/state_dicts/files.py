@@ -1,4 +1,10 @@
-"""State dicts in torch files: one file, or several that share one, with their names, tensors and other contents."""
+"""State dicts in torch files: one file, or several that share one, with their names, tensors and other contents.
+
+Hugging Face folders of torch files: `pytorch_model.bin`, or shards with or without an index.
+
+Layout (transformers `utils/hub.py`, `modeling_utils.py`): the index maps every name to a plain file name. torchtune's
+Hugging Face checkpointer wrote `hf_model_0001_0.pt` (shard, epoch) without one.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, listing
+from llmconv.checkpoint import INDEX, SINGLE, read_json
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import TensorRef
+from llmconv.files.safetensors_file import read_header
 from llmconv.files.torch_reader import is_torch_file, open_torch_file
 from llmconv.tensors import LazyTensor
 
@@ -158,3 +166,195 @@ def has_hugging_face_names(found: StateFile) -> bool:
     if all(ADAPTER_NAMES.search(name) for name in found.state):
         return False
     return any(EMBEDDING.search(name) for name in found.state)
+
+
+BINS = ("pytorch_model.bin", "pytorch_model_fsdp.bin")
+"""The whole model; a Trainer with FSDP writes the second."""
+
+RANK_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_.*\.pt|mp_rank_\d+_model_states\.pt")
+"""DeepSpeed's own files, in the folder or one level below: the format `deepspeed` reads their float32 weights."""
+
+SHARD = re.compile(r"(?:pytorch_)?model-(\d+)-of-(\d+)\.bin")
+TORCHTUNE_SHARD = re.compile(r"hf_model_(\d+)_(\d+)\.pt")
+INDEX_SUFFIX = ".bin.index.json"
+
+
+def is_bin_folder(folder: Path) -> bool:
+    """Whether `folder` contains torch files with Hugging Face's file names, and no safetensors model."""
+    names = sorted(entry.name for entry in folder.iterdir())
+    if SINGLE in names or INDEX in names or _has_rank_states(folder):
+        return False
+    return bool(model_files(folder)) or any(name.endswith(INDEX_SUFFIX) for name in names)
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files with the name of a whole model or of a shard, sorted."""
+    return sorted(
+        entry
+        for entry in folder.iterdir()
+        if entry.name in BINS or SHARD.fullmatch(entry.name) or TORCHTUNE_SHARD.fullmatch(entry.name)
+    )
+
+
+def _has_rank_states(folder: Path) -> bool:
+    return any(RANK_STATES.fullmatch(entry.name) for entry in [*folder.glob("*.pt"), *folder.glob("*/*.pt")])
+
+
+def is_shard(path: Path) -> bool:
+    """Whether a file has the name of one shard of several."""
+    match = SHARD.fullmatch(path.name)
+    return bool(match) and int(match[2]) > 1 if match else bool(TORCHTUNE_SHARD.fullmatch(path.name))
+
+
+def open_bin_folder(folder: Path) -> StateFile:
+    """The state dict of a folder; an index must list exactly the tensors in the shards (else MalformedInput).
+
+    Raises InputRefused if the folder contains several checkpoints.
+    """
+    indices = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(INDEX_SUFFIX))
+    if len(indices) > 1:
+        raise InputRefused(
+            f"`{folder}` contains {len(indices)} indices: {listing(indices)}", hint="keep the one to convert"
+        )
+    if indices:
+        return _open_indexed(folder, indices[0])
+    for name in BINS:
+        if (folder / name).is_file():
+            return union(folder, [_open(folder / name)])
+    return union(folder, [_open(file) for file in _numbered(folder)])
+
+
+def _open(file: Path) -> StateFile:
+    found = open_state(file)
+    if found is None:
+        raise MalformedInput(f"`{file.name}` contains no state dict", hint="it should contain tensors by name")
+    return found
+
+
+def _open_indexed(folder: Path, index: str) -> StateFile:
+    shards = []
+    for name, listed in indexed_shards(folder, index, lambda name: name.endswith(".bin")).items():
+        shards.append(_open(folder / name))
+        require_listed(name, shards[-1].state, listed, index)
+    return union(folder, shards)
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """The shards of a folder without an index, in order; MalformedInput if a number is missing.
+
+    Raises InputRefused if the shards belong to several checkpoints, or to several epochs of torchtune.
+    """
+    entries = sorted(folder.iterdir())
+    plain = {int(match[1]): entry for entry in entries if (match := SHARD.fullmatch(entry.name))}
+    totals = {int(match[2]) for entry in entries if (match := SHARD.fullmatch(entry.name))}
+    tuned = [(match, entry) for entry in entries if (match := TORCHTUNE_SHARD.fullmatch(entry.name))]
+    epochs = sorted({match[2] for match, _ in tuned}, key=int)
+    if len(epochs) > 1 or len(totals) > 1 or (plain and tuned):
+        raise InputRefused(
+            f"`{folder}` contains the shards of several checkpoints", hint="move those of one into a separate folder"
+        )
+    files = plain or {int(match[1]): entry for match, entry in tuned}
+    if not files:
+        raise MalformedInput(
+            f"`{folder}` contains no regular file with weights",
+            hint="a link, a pipe or a folder has its name; copy it again",
+        )
+    count = max(totals | {max(files)})
+    missing = next((number for number in range(1, count + 1) if number not in files), None)
+    if missing is not None:
+        raise MalformedInput(
+            f"`{folder}` has {len(files)} of {count} shards; number {missing} is missing",
+            hint="copy the folder again",
+        )
+    return [files[number] for number in sorted(files)]
+
+
+def indexed_shards(folder: Path, index: str, is_shard_name: Callable[[str], bool]) -> dict[str, set[str]]:
+    """Shard file to the names of its tensors, from the `weight_map` of an index.
+
+    Raises MalformedInput if there is none, or a shard is missing or has an invalid name.
+    """
+    weight_map = read_json(folder / index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise MalformedInput(f"`{index}` has no `weight_map`", hint="copy the folder again")
+    shards: dict[str, set[str]] = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or not is_shard_name(shard):
+            raise MalformedInput(
+                f"`{index}` has the invalid shard name {str(shard)[:80]!r}",
+                hint="shards are plain file names next to the index",
+            )
+        shards.setdefault(shard, set()).add(name)
+    for shard in shards:
+        if not (folder / shard).is_file():
+            raise MalformedInput(f"shard `{shard}` is missing from `{folder.name}`", hint="copy the folder again")
+    return dict(sorted(shards.items()))
+
+
+def require_listed(shard: str, found: Iterable[str], listed: set[str], index: str) -> None:
+    """Raises MalformedInput if the names in a shard are not those that the index lists for it."""
+    if different := sorted(listed ^ set(found)):
+        raise MalformedInput(
+            f"`{index}` and `{shard}` differ in {len(different)} tensors: {listing(different)}",
+            hint="shards of different models are mixed; copy the folder again",
+        )
+
+
+LISTED = 8
+"""Number of parts that are listed, the largest first; the rest is counted."""
+
+UNITS = ("bytes", "kB", "MB", "GB", "TB")
+
+
+def phrases(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """One phrase for each of the largest parts, with its size, and one with the number of smaller parts.
+
+    `sizes` are in bytes; 0 if a part has no tensors.
+    """
+    large = sorted(sizes, key=lambda name: -sizes[name])
+    more = (f"{len(large) - LISTED} smaller parts",) if len(large) > LISTED else ()
+    return tuple(f"{name} ({size_text(sizes[name])})" if sizes[name] else name for name in large[:LISTED]) + more
+
+
+def size_text(count: int) -> str:
+    """A readable size, such as `536 kB`."""
+    unit = min(len(UNITS) - 1, (len(str(count)) - 1) // 3)
+    return f"{count / 1000**unit:.3g} {UNITS[unit]}"
+
+
+DEPTH = 4
+"""Maximum nesting of dicts; deeper ones belong to optimizers."""
+
+
+def raw_tensors(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of a torch or safetensors file, or of a folder of them; reads only headers. InputRefused if none."""
+    entries = sorted(path.iterdir()) if path.is_dir() else [path]
+    files = {entry.name: _read(entry) for entry in entries if entry.suffix == ".safetensors" or is_torch_file(entry)}
+    if not files:
+        raise InputRefused(f"`{path}` contains no torch or safetensors file", hint="is the copy complete?")
+    return joined(files)
+
+
+def joined(files: Mapping[str, Mapping[str, LazyTensor]]) -> dict[str, LazyTensor]:
+    """The tensors of several files by unique names; with several files, a name contains that of the file."""
+    if len(files) == 1:
+        return dict(next(iter(files.values())))
+    return {f"{file}: {name}": tensor for file, tensors in files.items() for name, tensor in tensors.items()}
+
+
+def _read(path: Path) -> Mapping[str, LazyTensor]:
+    return read_header(path).tensors if path.suffix == ".safetensors" else torch_tensors(path)
+
+
+def torch_tensors(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of a plain torch file (else InputRefused): the state dict, or nested dicts in dotted names."""
+    file = open_torch_file(path)
+    return {name: file.tensor(name, ref) for name, ref in _leaves(file.content, "", 0)}
+
+
+def _leaves(value: object, name: str, depth: int) -> list[tuple[str, TensorRef]]:
+    if isinstance(value, TensorRef):
+        return [(name, value)]
+    if not isinstance(value, dict) or depth > DEPTH:
+        return []
+    return [leaf for key, item in value.items() for leaf in _leaves(item, f"{name}.{key}".lstrip("."), depth + 1)]

@@ -85,7 +85,7 @@ def _training_format(path: Path) -> str:
     has_config = (path.parent / CONFIG).is_file() and path.suffix == WEIGHTS  # a file of a model folder
     if path.suffix == ".onnx" or has_config or graph_entries(path) or single_pass_entries(path):
         return ""
-    from llmconv.convert.opening.training_checkpoint import recognized  # noqa: PLC0415 - as in `_export`
+    from llmconv.convert.opening import recognized  # noqa: PLC0415 - as in `_export`
 
     found = recognized(path)[1]
     return found.name if found else ""

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llmconv.checkpoint import open_checkpoint
+from llmconv.convert.adapters.base_checks import warn_of_origin
 from llmconv.convert.adapters.merging import merged
-from llmconv.convert.adapters.wrong_base_check import warn_of_origin
 from llmconv.convert.models.completeness import check_complete
-from llmconv.convert.opening.adapters import open_adapters
+from llmconv.convert.opening import open_adapters
 from llmconv.errors import LlmconvError, UnsupportedInput
 from llmconv.progress import warn_all
 from llmconv.tensors import LazyTensor

@@ -203,7 +203,7 @@ def _tuned(folder: Path, adapter: str | Path | None) -> dict[str, Any]:
     """What an adapter adds to the eager model: PEFT's layers around its own, or merged weights."""
     if adapter is None:
         return {}
-    from llmconv.convert.opening.adapters import is_for_peft  # noqa: PLC0415 - imports every format
+    from llmconv.convert.opening import is_for_peft  # noqa: PLC0415 - imports every format
     from llmconv.generation.merged_adapter import merged_weights  # noqa: PLC0415 - the same
 
     path = local_path(adapter)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.opening import open_training
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "accessory"
 DELTA = FIXTURES / "delta_full_mp2"

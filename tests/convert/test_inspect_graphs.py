@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from llmconv.cli import main
+from llmconv.convert import exported_graphs
 from llmconv.convert.inspect import inspect
-from llmconv.convert.opening import exported_graphs
 from llmconv.errors import MalformedInput
 from llmconv.export import export
 from llmconv.export.quantization import settings

@@ -10,19 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from llmconv.checkpoint import open_checkpoint, read_json
-from llmconv.convert.adapters.lora.config import parse_config
+from llmconv.convert.adapters.lora_config import parse_config
 from llmconv.convert.deltas.exact import open_exact
 from llmconv.convert.formats import formats
-from llmconv.convert.formats.mindformers.mindspore.ckpt_file import read_ckpt
-from llmconv.convert.formats.mindformers.mindspore.strategy import read_strategy
-from llmconv.convert.formats.paddle.pdparams import open_pdparams
+from llmconv.convert.formats.mindformers.mindspore import read_ckpt, read_strategy
+from llmconv.convert.formats.paddle.read import open_pdparams
 from llmconv.convert.inspect import inspect
 from llmconv.convert.models.config_file import read_config_file
-from llmconv.convert.state_dicts.distributed.folder import named_leaves, open_folder
-from llmconv.convert.state_dicts.distributed.metadata import TensorItem
-from llmconv.convert.state_dicts.raw_tensors import torch_tensors
-from llmconv.convert.tokenizers.sentencepiece_json import parse_sentencepiece, tokenizer_json
-from llmconv.convert.tokenizers.tiktoken_json import parse_tiktoken, tiktoken_json
+from llmconv.convert.state_dicts.distributed import TensorItem, named_leaves, open_folder
+from llmconv.convert.state_dicts.files import torch_tensors
+from llmconv.convert.tokenizers import parse_sentencepiece, parse_tiktoken, tiktoken_json, tokenizer_json
 from llmconv.files import packing
 from llmconv.files.packing import RECORD, find_codec, is_tar
 from llmconv.files.pickle_reader import read_pickle

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.lora.experts import fused_tensors, separate_tensors
-from llmconv.convert.adapters.lora.saved_modules import parts_from_saved
 from llmconv.convert.adapters.placement.edits import Edits
-from llmconv.convert.adapters.placement.targets import AdapterTargets, WeightChange
+from llmconv.convert.adapters.placement.targets import AdapterTargets, WeightChange, fused_tensors, separate_tensors
 from llmconv.convert.adapters.placement.tensor_names import Naming, has_same_end, prefix_fits
-from llmconv.convert.algebra.lines import Lines, Origin, gathered
+from llmconv.convert.adapters.saved_modules import parts_from_saved
+from llmconv.convert.algebra.operations import Lines, Origin, gathered
 from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS
 from llmconv.convert.models.completeness import may_be_built
 from llmconv.convert.models.tied_head import find_embedding, find_head

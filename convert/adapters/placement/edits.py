@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.lora.saved_modules import changed_originals, is_saved, same_values
-from llmconv.convert.adapters.lora.trainable_tokens import TokenRows, with_rows
 from llmconv.convert.adapters.low_rank_sum import LoraProduct, is_mirrored
 from llmconv.convert.adapters.placement.targets import AdapterTargets, WeightChange, add_changes, other_base
 from llmconv.convert.adapters.placement.tensor_names import AS_STORED, Naming, match_saved
+from llmconv.convert.adapters.saved_modules import TokenRows, changed_originals, is_saved, same_values, with_rows
 from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
 from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors
 from llmconv.convert.algebra.operations import equal

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from llmconv.convert.adapters.lora.saved_modules import parts_from_saved
+from llmconv.convert.adapters.saved_modules import parts_from_saved
 from llmconv.errors import MalformedInput
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")

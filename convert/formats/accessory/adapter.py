@@ -26,8 +26,15 @@ from llmconv.convert.adapters.other_tools import (
 )
 from llmconv.convert.algebra.operations import permute_rows, rename, rope_order
 from llmconv.convert.formats.accessory.config import ATTENTION, LINEAR, MLP, AccessoryParams, has_biases, table_of
-from llmconv.convert.formats.accessory.convert_tensors import zero_bias
-from llmconv.convert.formats.accessory.read import DELTA_FILE, SHARD, is_zero, join, open_shards, plugin_family
+from llmconv.convert.formats.accessory.read import (
+    DELTA_FILE,
+    SHARD,
+    is_zero,
+    join,
+    open_shards,
+    plugin_family,
+    zero_bias,
+)
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor, cast
 

@@ -16,11 +16,18 @@ from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.deltas import DeltaFormat, WrittenDelta
-from llmconv.convert.deltas.subtraction import FLOAT16, FLOAT32, Arithmetic, Differences, added, all_rounded, wider
+from llmconv.convert.deltas.arithmetic import FLOAT16, FLOAT32, Arithmetic, Differences, added, all_rounded, wider
 from llmconv.convert.formats.accessory.config import ATTENTION, MLP, AccessoryArgs, args_of, has_biases
-from llmconv.convert.formats.accessory.convert_tensors import to_hugging_face
-from llmconv.convert.formats.accessory.read import DELTA_FILE, join, leave_out, open_shards
-from llmconv.convert.formats.accessory.write import small_files, split_ranks, whole_tensors
+from llmconv.convert.formats.accessory.read import (
+    DELTA_FILE,
+    join,
+    leave_out,
+    open_shards,
+    small_files,
+    split_ranks,
+    to_hugging_face,
+    whole_tensors,
+)
 from llmconv.convert.models.dtype import with_dtype
 from llmconv.convert.models.tied_head import settle_head
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
@@ -105,7 +112,7 @@ def plus_accessory(base: Checkpoint, folder: Path, dtype: str) -> Checkpoint:
 
     Args:
         folder: the shards of the delta.
-        dtype: as in `llmconv.convert.deltas.subtraction.all_rounded`.
+        dtype: as in `llmconv.convert.deltas.arithmetic.all_rounded`.
 
     Raises:
         UnsupportedInput: Accessory does not have such a base, or transformers lacks parts of the delta.

@@ -23,9 +23,9 @@ from llmconv.convert.formats.accessory.config import (
     read_params,
     to_config,
 )
-from llmconv.convert.formats.accessory.convert_tensors import to_hugging_face
 from llmconv.convert.formats.accessory.read import (
     DELTA_FILE,
+    EXTRA_FILES,
     SHARD,
     check_shapes,
     differing_copies,
@@ -35,12 +35,13 @@ from llmconv.convert.formats.accessory.read import (
     open_shards,
     peek,
     plugin_family,
+    save,
+    to_hugging_face,
 )
-from llmconv.convert.formats.accessory.write import EXTRA_FILES, save
 from llmconv.convert.formats.meta.tokenizer import MetaTokenizer, find_tokenizer, tokenizer_for
 from llmconv.convert.models.config_file import without_code
 from llmconv.convert.state_dicts.safetensors_files import training_files_in
-from llmconv.convert.tokenizers.ids import special_ids
+from llmconv.convert.tokenizers import special_ids
 from llmconv.errors import InputRefused, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 

@@ -2,20 +2,57 @@
 
 Split (Accessory `util/tensor_parallel.py`, `model/peft.py`): column-parallel layers along dim 0 with their bias and
 `lora_b`; row-parallel layers and their `lora_a` along dim 1; embeddings along dim 1; all others are copied.
+
+Writes LLaMA2-Accessory's folder: `consolidated.NN-of-MM.model.pth`, configuration, tokenizer.
+
+Layout: Accessory `util/misc.py`, `save_checkpoint`; each rank of a Mixtral holds whole experts (`LLM/mixtral.py`, MoE).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import read_json
-from llmconv.convert.algebra.operations import concat, first_missing, slice_rows
-from llmconv.convert.formats.accessory.config import AccessoryParams
-from llmconv.convert.formats.meta.read import open_shard, split_dim
+import numpy as np
+
+from llmconv.checkpoint import Checkpoint, read_json
+from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products
+from llmconv.convert.algebra.operations import (
+    concat,
+    first_missing,
+    interleave_rows,
+    inverse_order,
+    inverted,
+    permute_rows,
+    pick_rows,
+    rename,
+    require,
+    rope_order,
+    slice_rows,
+    split,
+)
+from llmconv.convert.formats.accessory.config import (
+    ATTENTION,
+    INTERNLM,
+    LINEAR,
+    MLP,
+    AccessoryArgs,
+    AccessoryParams,
+    NameTable,
+    args_of,
+    has_biases,
+    table_of,
+)
+from llmconv.convert.formats.meta.read import SUFFIX, file_order, open_shard, split_dim
+from llmconv.convert.models.model_config import refuse_shards
+from llmconv.convert.models.tied_head import with_head
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.files.torch_writer import torch_pieces
+from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.tensors import LazyTensor
 from llmconv.transpose import transposed
 
@@ -267,3 +304,247 @@ def check_shapes(
             f"shape mismatch with the configuration for {len(wrong)} tensors of `{source}`: {listing(wrong)}",
             hint="the configuration belongs to another model, or a shard is missing",
         )
+
+
+def to_hugging_face(whole: dict[str, LazyTensor], params: AccessoryParams, source: str) -> dict[str, LazyTensor]:
+    """The tensors of a model in Hugging Face's names, in file order, with LoRA added and missing biases as zeros.
+
+    `whole` are joined tensors in Accessory's names; MalformedInput for wrong keys or shapes.
+    """
+    try:
+        return _with_zero_biases(_renamed(whole, params, source))
+    except ValueError as error:
+        raise MalformedInput(
+            f"the heads of `{source}` do not match its configuration: {error}",
+            hint="the configuration belongs to another model",
+        ) from error
+
+
+def _renamed(whole: dict[str, LazyTensor], params: AccessoryParams, source: str) -> dict[str, LazyTensor]:
+    if params.family == "internlm":
+        whole = _internlm_as_llama(whole, params)
+    if params.family == "falcon":
+        whole = _fuse_falcon(whole, params)
+    _check_layers(whole, params.layers, source)
+    table = table_of(params)
+    renamed = rename(dict.fromkeys(map(_owner, whole)), table, source)
+    expected = [target.format(layer) for target in table.values() if target for layer in range(params.layers)]
+    require(dict.fromkeys(expected), renamed, source)
+    order = rope_order(params.head_dim) if params.family in ("llama", "mixtral") else ()
+    tensors: dict[str, LazyTensor] = {}
+    for target, owner in sorted(renamed.items(), key=lambda pair: file_order(pair[0])):
+        parts = _parts(owner, whole, source)
+        if order and target.endswith((".q_proj.weight", ".k_proj.weight")):
+            parts = {kind: part if kind == "lora_a" else permute_rows(part, order) for kind, part in parts.items()}
+        tensors[target] = _with_lora(parts, owner, source)
+        if "bias" in parts:
+            tensors[target.removesuffix("weight") + "bias"] = parts["bias"]
+    return tensors
+
+
+def _owner(name: str) -> str:
+    """The name of the weight that a Llama's bias or LoRA matrix belongs to; any other name unchanged."""
+    suffix = SUFFIX.search(name)
+    layer = name[: suffix.start()] if suffix else ""
+    return f"{layer}.weight" if LINEAR.search(layer) else name
+
+
+def _check_layers(whole: dict[str, LazyTensor], layers: int, source: str) -> None:
+    """Refuses missing biases or LoRA matrices: upstream adds them to a linear layer of every block or of none."""
+    counts: dict[str, int] = {}
+    for name in whole:
+        if _owner(name) != name:
+            kind = re.sub(r"\.\d+\.", ".{}.", name, count=1)
+            counts[kind] = counts.get(kind, 0) + 1
+    if partial := [kind for kind, count in counts.items() if count != layers]:
+        raise MalformedInput(
+            f"missing keys: `{source}` has these only in some of its {layers} layers: {listing(partial)}",
+            hint="the checkpoint is incomplete; copy the folder again",
+        )
+
+
+def _parts(owner: str, whole: dict[str, LazyTensor], source: str) -> dict[str, LazyTensor]:
+    """`weight`, and if present `bias`, `lora_a` and `lora_b`, of one layer."""
+    if owner not in whole:
+        raise MalformedInput(
+            f"missing key `{owner}`: `{source}` holds a bias or LoRA of this weight, but not the weight itself",
+            hint="give the folder that training started from with `--base`",
+        )
+    layer = owner.removesuffix(".weight")
+    if not LINEAR.search(layer):
+        return {"weight": whole[owner]}
+    names = {"weight": owner, "bias": f"{layer}.bias"}
+    names |= {kind: f"{layer}.{kind}.weight" for kind in ("lora_a", "lora_b")}
+    return {kind: whole[name] for kind, name in names.items() if name in whole}
+
+
+def _with_lora(parts: dict[str, LazyTensor], owner: str, source: str) -> LazyTensor:
+    """W + B·A, rounded once; Accessory's LoRA has no alpha (`peft.py`, LoraColumnParallelLinear)."""
+    weight = parts["weight"]
+    if "lora_a" not in parts and "lora_b" not in parts:
+        return weight
+    a, b = (parts[kind].shape if kind in parts else () for kind in ("lora_a", "lora_b"))
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1] or (b[0], a[1]) != weight.shape:
+        raise MalformedInput(
+            f"shape mismatch for the LoRA of `{owner}` in `{source}`: {list(b)} times {list(a)} for "
+            f"{list(weight.shape)}",
+            hint="the base belongs to another model, or a matrix is missing; copy the folder again",
+        )
+    changes = [LoraProduct(parts["lora_a"], parts["lora_b"], 1.0)]
+    merged = add_products(weight, changes, weight.dtype)
+    return replace(merged, recast=lambda dtype: add_products(weight, changes, dtype))
+
+
+def _with_zero_biases(tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Adds zero biases to layers without one: `attention_bias` and `mlp_bias` of transformers apply to all layers."""
+    complete: dict[str, LazyTensor] = {}
+    wanted = {layer for layers in (ATTENTION, MLP) for layer in layers if has_biases(tensors, layers)}
+    for name, tensor in tensors.items():
+        complete[name] = tensor
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight" and layer.rpartition(".")[2] in wanted and f"{layer}.bias" not in tensors:
+            complete[f"{layer}.bias"] = zero_bias(tensor)
+    return complete
+
+
+def zero_bias(weight: LazyTensor) -> LazyTensor:
+    """A bias of zeros for a weight, [rows], in its dtype."""
+    return LazyTensor(
+        weight.dtype, weight.shape[:1], lambda start, stop: np.zeros(stop - start, dtype=weight.dtype.numpy)
+    )
+
+
+def _internlm_as_llama(whole: dict[str, LazyTensor], params: AccessoryParams) -> dict[str, LazyTensor]:
+    """Renames InternLM's tensors to a Llama's with half-split rope; `Wqkv` holds all rows of q, then k, then v."""
+    tensors: dict[str, LazyTensor] = {}
+    for name, tensor in whole.items():
+        match = re.fullmatch(r"(layers\.\d+\.)?(.+)\.(weight|bias)", name)
+        block, layer, kind = match.groups("") if match else ("", "", "")
+        if layer == "mixer.Wqkv" and tensor.num_rows == 3 * params.dim:
+            for number, part in enumerate(("wq", "wk", "wv")):
+                rows = slice_rows(tensor, number * params.dim, (number + 1) * params.dim)
+                tensors[f"{block}attention.{part}.{kind}"] = rows
+        else:
+            tensors[f"{block}{INTERNLM[layer]}.{kind}" if layer in INTERNLM else name] = tensor
+    return tensors
+
+
+def _fuse_falcon(whole: dict[str, LazyTensor], params: AccessoryParams) -> dict[str, LazyTensor]:
+    """Joins q, k and v into the one matrix that transformers has."""
+    tensors: dict[str, LazyTensor] = {}
+    for name, tensor in whole.items():
+        match = re.fullmatch(r"(layers\.\d+\.self_attention)\.w([qkv])\.(weight|bias)", name)
+        if not match:
+            tensors[name] = tensor
+            continue
+        trio = [whole.get(f"{match[1]}.w{letter}.{match[3]}") for letter in "qkv"]
+        if match[2] == "q" and trio[1] and trio[2]:
+            tensors[f"{match[1]}.query_key_value.{match[3]}"] = _interleave(tensor, trio[1], trio[2], params.head_dim)
+    return tensors
+
+
+def _interleave(query: LazyTensor, key: LazyTensor, value: LazyTensor, head_dim: int) -> LazyTensor:
+    """Joins query heads, key and value of each key/value head (transformers `modeling_falcon.py`, `_split_heads`).
+
+    Raises ValueError if the numbers of rows do not match.
+    """
+    groups = key.num_rows // head_dim
+    if not groups or key.num_rows % head_dim or query.num_rows % groups or value.shape != key.shape:
+        raise ValueError(f"{query.num_rows}, {key.num_rows} and {value.num_rows} rows for heads of size {head_dim}")
+    return interleave_rows((query, key, value), (query.num_rows // groups, head_dim, head_dim))
+
+
+QKV = re.compile(r"(.*\.self_attention)\.query_key_value\.(weight|bias)")
+ROTATED = re.compile(r"\.(?:wq|wk)\.(?:weight|bias)$")
+
+EXTRA_FILES = ("chat_template.jinja", "generation_config.json", "special_tokens_map.json")
+"""Files that upstream ignores, and that `to-hf` reads back."""
+
+
+def save(checkpoint: Checkpoint, shards: int) -> Plan:
+    """The files of an Accessory checkpoint; see `Format.save`."""
+    args = args_of(checkpoint)
+    ranks = split_ranks(checkpoint, args, shards)
+    container = partial(torch_pieces, inside=("model",))
+    files = [
+        Shard(f"consolidated.{number:02}-of-{shards:02}.model.pth", rank, container)
+        for number, rank in enumerate(ranks)
+    ]
+    return Plan(checkpoint, tuple(files), *small_files(checkpoint, args))
+
+
+def split_ranks(checkpoint: Checkpoint, args: AccessoryArgs, shards: int) -> list[dict[str, LazyTensor]]:
+    """The tensors of each rank in Accessory's names; UsageProblem if not divisible among `shards` ranks."""
+    refuse_shards(checkpoint.path.name, shards, args.shared)
+    ranks: list[dict[str, LazyTensor]] = [{} for _ in range(shards)]
+    for name, tensor in whole_tensors(checkpoint, args).items():
+        for number, part in _written_parts(name, tensor, args.params, shards).items():
+            ranks[number][f"llma.{name}"] = part
+    return ranks
+
+
+def small_files(checkpoint: Checkpoint, args: AccessoryArgs) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """Tokenizer, `config.json` and `meta.json`, and warnings."""
+    tokenizer, warnings = _tokenizer(checkpoint)
+    small = {"config.json": json_bytes(args.params.fields), "meta.json": json_bytes({"llama_type": args.plugin})}
+    return {**tokenizer, **small}, warnings
+
+
+def whole_tensors(checkpoint: Checkpoint, args: AccessoryArgs) -> dict[str, LazyTensor]:
+    """Whole tensors in Accessory's names and row order, with a tied head; MalformedInput for wrong keys or shapes."""
+    params, source = args.params, checkpoint.path.name
+    table = _with_biases(table_of(params), args.biases)
+    embedding = next(to for name, to in table.items() if to and name.endswith("_embeddings.weight"))
+    tensors = with_head(checkpoint, embedding, tied=params.family == "falcon")
+    expected = [target.format(layer) for target in table.values() if target for layer in range(params.layers)]
+    require(dict.fromkeys(expected), tensors, source)
+    renamed = rename(tensors, inverted(table), source)
+    check_shapes(tensors, params, args.settings, source)
+    whole: dict[str, LazyTensor] = {}
+    for name, target in renamed.items():
+        whole |= _converted(name, tensors[target], params)
+    return whole
+
+
+def _with_biases(table: NameTable, layers: Sequence[str]) -> NameTable:
+    """The table with the biases of `layers`, given by the last word of their Hugging Face names."""
+    biased = {
+        source.removesuffix("weight") + "bias": target.removesuffix("weight") + "bias"
+        for source, target in table.items()
+        if target and target.split(".")[-2] in layers
+    }
+    return {**table, **biased}
+
+
+def _converted(name: str, tensor: LazyTensor, params: AccessoryParams) -> dict[str, LazyTensor]:
+    """One tensor as Accessory stores it: rows in Meta's order; a fused matrix of Falcon's becomes three."""
+    if params.family == "falcon" and (fused := QKV.fullmatch(name)):
+        size, heads = params.head_dim, 1 if params.fields["multi_query"] else params.heads
+        counts = (params.heads // heads * size, size, size)
+        return {
+            f"{fused[1]}.w{letter}.{fused[2]}": pick_rows(tensor, sum(counts), sum(counts[:index]), counts[index])
+            for index, letter in enumerate("qkv")
+        }
+    if params.family != "falcon" and ROTATED.search(name):
+        return {name: permute_rows(tensor, inverse_order(rope_order(params.head_dim)))}
+    return {name: tensor}
+
+
+def _written_parts(name: str, tensor: LazyTensor, params: AccessoryParams, shards: int) -> Mapping[int, LazyTensor]:
+    """The part of a tensor for each rank that has one, by rank."""
+    if EXPERT.search(name):
+        number = int(name.split(".experts.")[1].partition(".")[0])
+        return {number // (params.experts // shards): tensor}
+    one_head = params.family == "falcon" and params.fields["multi_query"]
+    dim = split_dim(name, ("wk", "wv") if one_head else ())
+    return dict(enumerate([tensor] * shards if dim is None else split(tensor, dim, shards)))
+
+
+def _tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """The files that upstream reads (`tokenizer.model`, or a Hugging Face tokenizer), `EXTRA_FILES`, and warnings."""
+    files = checkpoint.side_files
+    extra_files = {name: files[name] for name in EXTRA_FILES if name in files}
+    for names in (("tokenizer.model",), ("tokenizer.json", "tokenizer_config.json")):
+        if all(name in files for name in names):
+            return {name: files[name] for name in names} | extra_files, ()
+    return extra_files, (f"`{checkpoint.path.name}` has no tokenizer that LLaMA2-Accessory reads",)

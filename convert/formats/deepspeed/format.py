@@ -26,7 +26,7 @@ from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.models.trusted_code import OPTION
 from llmconv.convert.peft_runs import OPTIONS, opened_with_adapter
 from llmconv.convert.state_dicts.files import Sign
-from llmconv.convert.tokenizers.source import read_tokenizer
+from llmconv.convert.tokenizers import read_tokenizer
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.torch_reader import open_torch_file

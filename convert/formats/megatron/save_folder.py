@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmconv.convert.state_dicts.distributed.folder import is_folder
+from llmconv.convert.state_dicts.distributed import is_folder
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.files.torch_reader import is_torch_file, open_torch_file
 from llmconv.tensors import LazyTensor

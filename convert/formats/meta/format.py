@@ -1,4 +1,6 @@
-"""Meta's model-parallel Llama: a folder of `consolidated.NN.pth` shards and `params.json`.
+"""Writes a Llama as Meta's folder: `consolidated.NN.pth`, `params.json`, `tokenizer.model`.
+
+Meta's model-parallel Llama: a folder of `consolidated.NN.pth` shards and `params.json`.
 
 Layout (meta-llama/llama `model.py` with fairscale's parallel layers; llama-models): column-parallel weights are split
 along dim 0, row-parallel ones along dim 1, the embedding along dim 1 (Llama 1, 2) or dim 0 (Llama 3), norms repeated.
@@ -7,20 +9,144 @@ along dim 0, row-parallel ones along dim 1, the embedding along dim 1 (Llama 1, 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
-from llmconv.convert.algebra.operations import rename, require
+from llmconv.convert.algebra.operations import (
+    inverse_order,
+    inverted,
+    permute_rows,
+    rename,
+    require,
+    rope_order,
+    slice_rows,
+    split,
+)
 from llmconv.convert.formats import Format
-from llmconv.convert.formats.meta.config import PARAMS, WeightSizes, is_scaled, read_params, to_config
-from llmconv.convert.formats.meta.read import LLAMA, SHARD, check_shapes, differing_norms, file_order, join, open_shards
-from llmconv.convert.formats.meta.tokenizer import MetaTokenizer, find_tokenizer, tokenizer_for
-from llmconv.convert.formats.meta.write import save
+from llmconv.convert.formats.meta.read import (
+    LLAMA,
+    PARAMS,
+    SHARD,
+    WeightSizes,
+    check_shapes,
+    config_of,
+    differing_norms,
+    file_order,
+    is_scaled,
+    join,
+    open_shards,
+    params_of,
+    read_params,
+    split_dim,
+    to_config,
+)
+from llmconv.convert.formats.meta.tokenizer import TOKENIZER, MetaTokenizer, find_tokenizer, tokenizer_for
 from llmconv.convert.models.config_file import without_code
+from llmconv.convert.models.model_config import LlamaLikeConfig, read_decoder, refuse_shards
+from llmconv.convert.models.tied_head import with_head
 from llmconv.convert.state_dicts.safetensors_files import training_files_in
-from llmconv.errors import listing
+from llmconv.convert.tokenizers import NUM_SPECIAL, is_tiktoken, tiktoken_of
+from llmconv.errors import MalformedInput, listing
+from llmconv.files.torch_writer import torch_pieces
+from llmconv.output.plan import Plan, Shard, json_bytes
+from llmconv.tensors import LazyTensor
+
+
+def save(checkpoint: Checkpoint, shards: int) -> Plan:
+    """The files of a Meta checkpoint; see `Format.save`."""
+    decoder = read_decoder(checkpoint)
+    params = params_of(decoder, shards)
+    tokenizer = _tokenizer(checkpoint, decoder)
+    embedding_by_rows = is_tiktoken(tokenizer) if tokenizer else decoder.theta == 5e5
+    _refuse_shards(decoder, shards)
+    ranks: list[dict[str, LazyTensor]] = [{} for _ in range(shards)]
+    for name, tensor in llama_tensors(checkpoint, decoder).items():
+        for rank, part in zip(
+            ranks, _parts(name, tensor, decoder, shards, embedding_by_rows=embedding_by_rows), strict=True
+        ):
+            rank[name] = part
+    files = tuple(Shard(f"consolidated.{number:02}.pth", rank, torch_pieces) for number, rank in enumerate(ranks))
+    small = ({TOKENIZER: tokenizer} if tokenizer else {}) | {"params.json": json_bytes(params)}
+    return Plan(checkpoint, files, small, _losses(decoder, params, tokenizer))
+
+
+def llama_tensors(checkpoint: Checkpoint, decoder: LlamaLikeConfig) -> dict[str, LazyTensor]:
+    """The whole tensors of a Llama in Meta's names and row order, with a tied head.
+
+    Raises MalformedInput for missing keys, unexpected keys, or a shape mismatch.
+    """
+    tensors = with_head(checkpoint, "model.embed_tokens.weight", tied=False)
+    shapes = decoder.shapes()
+    require(shapes, tensors, decoder.source)
+    renamed = rename(tensors, inverted(LLAMA), decoder.source)
+    check_written_shapes(tensors, shapes, decoder.source)
+    order, rotated = inverse_order(rope_order(decoder.head_dim)), (".wq.weight", ".wk.weight")
+    return {
+        name: permute_rows(tensors[target], order) if name.endswith(rotated) else tensors[target]
+        for name, target in renamed.items()
+    }
+
+
+def check_written_shapes(tensors: Mapping[str, LazyTensor], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Raises MalformedInput, which lists the tensors whose shape differs from the expected one."""
+    wrong = [f"{name} {list(tensors[name].shape)}" for name, shape in shapes.items() if tensors[name].shape != shape]
+    if wrong:
+        raise MalformedInput(
+            f"shape mismatch with `config.json` for {len(wrong)} tensors of `{source}`: {listing(wrong)}",
+            hint="the config belongs to another model; copy the folder again",
+        )
+
+
+def _refuse_shards(decoder: LlamaLikeConfig, shards: int) -> None:
+    """Every rank has whole heads; with more ranks than key/value heads, neighboring ranks hold copies of one."""
+    sizes = {
+        "hidden_size": decoder.hidden,
+        "intermediate_size": decoder.intermediate,
+        "num_attention_heads": decoder.heads,
+        "vocab_size": decoder.vocabulary,
+    }
+    refuse_shards(decoder.source, shards, sizes, {"num_key_value_heads": decoder.kv_heads})
+
+
+def _parts(
+    name: str, tensor: LazyTensor, decoder: LlamaLikeConfig, shards: int, *, embedding_by_rows: bool
+) -> Sequence[LazyTensor]:
+    """The part of a tensor for each rank."""
+    dim = split_dim(name)
+    if dim is None:
+        return [tensor] * shards
+    if name.startswith("tok_") and embedding_by_rows:
+        dim = 0
+    if name.endswith((".wk.weight", ".wv.weight")) and shards > decoder.kv_heads:
+        copies, size = shards // decoder.kv_heads, decoder.head_dim
+        return [slice_rows(tensor, rank // copies * size, (rank // copies + 1) * size) for rank in range(shards)]
+    return split(tensor, dim, shards)
+
+
+def _tokenizer(checkpoint: Checkpoint, decoder: LlamaLikeConfig) -> bytes | None:
+    """`tokenizer.model`, unchanged if there is one; Llama 3's can be made from `tokenizer.json`."""
+    files = checkpoint.side_files
+    if TOKENIZER in files or "tokenizer.json" not in files:
+        return files.get(TOKENIZER)
+    try:
+        content = json.loads(files["tokenizer.json"])
+    except (ValueError, RecursionError):
+        return None
+    made = tiktoken_of(content) if isinstance(content, dict) else None
+    return made if made and made.count(b"\n") + NUM_SPECIAL == decoder.vocabulary else None
+
+
+def _losses(decoder: LlamaLikeConfig, params: Mapping[str, Any], tokenizer: bytes | None) -> tuple[str, ...]:
+    """Warnings about content that Meta's folder cannot hold."""
+    losses = []
+    if tokenizer is None:
+        losses.append(f"`{decoder.source}` has no `{TOKENIZER}`, the only tokenizer that Meta's code reads")
+    read_back = config_of(params, decoder)["max_position_embeddings"]
+    if read_back != decoder.max_positions:
+        losses.append(f"`params.json` does not contain `max_position_embeddings`; `to-hf` will assume {read_back}")
+    return tuple(losses)
 
 
 def _detect(path: Path) -> bool:

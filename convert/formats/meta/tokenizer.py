@@ -8,19 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmconv.convert.tokenizers.sentencepiece_json import SentencePieceModel, parse_sentencepiece, tokenizer_json
-from llmconv.convert.tokenizers.source import read_tokenizer
-from llmconv.convert.tokenizers.tiktoken_json import (
+from llmconv.convert.tokenizers import (
     BOS,
     EOM,
     EOS,
     EOT,
     NUM_SPECIAL,
+    SentencePieceModel,
     is_tiktoken,
+    parse_sentencepiece,
     parse_tiktoken,
-    special_tokens,
+    read_tokenizer,
     tiktoken_json,
+    tokenizer_json,
 )
+from llmconv.convert.tokenizers import reserved_tokens as special_tokens
 
 TOKENIZER = "tokenizer.model"
 RELEASED_SENTENCEPIECE = (32000, 32016)

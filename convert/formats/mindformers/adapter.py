@@ -27,11 +27,9 @@ from llmconv.convert.adapters.other_tools import (
     sizes_of,
     unplaced,
 )
-from llmconv.convert.adapters.peft_tensors import CONFIG
+from llmconv.convert.adapters.peft_file import CONFIG
 from llmconv.convert.algebra.operations import interleave_rows, permute_rows
-from llmconv.convert.formats.mindformers.config import RunConfig, read_run_config
-from llmconv.convert.formats.mindformers.converted_model import LORA, Heads
-from llmconv.convert.formats.mindformers.names import (
+from llmconv.convert.formats.mindformers.config import (
     BLOOM,
     CORE,
     DENSE,
@@ -39,8 +37,12 @@ from llmconv.convert.formats.mindformers.names import (
     GLM,
     GPT2,
     LLAMA,
+    LORA,
     QWEN,
+    Heads,
+    RunConfig,
     layout_of,
+    read_run_config,
     split_qkv,
     unfuse,
 )

@@ -6,14 +6,19 @@ Source: mindformers `models/*/*_config.py` (names and defaults) and `configs/*/*
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products
+from llmconv.convert.algebra.operations import concat, interleave_rows, pick_rows, require
 from llmconv.convert.models.config_file import read_config_file
+from llmconv.convert.models.model_config import ModelSettings
 from llmconv.convert.models.trusted_code import OPTION
-from llmconv.errors import InputRefused, MalformedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.tensors import LazyTensor
 
 OPTIONS = ("qkv_layout", "strategy", OPTION)
 LAYER_LIMIT = 10_000
@@ -128,3 +133,412 @@ def _run_yaml(path: Path) -> tuple[str, dict[str, Any]]:
         if _section(_section(content, "model"), "model_config"):
             runs.append((file.name, content))
     return runs[0] if len(runs) == 1 else ("", {})
+
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def _llama_names(root: str, embedding: str, norm: str, gate: str, up: str) -> dict[str, str | None]:
+    """The table of one Llama-like model; the models differ in a few words only."""
+    layer, target = f"{root}.layers.{{}}", "model.layers.{}"
+    names: dict[str, str | None] = {
+        f"{root}.{embedding}.embedding_weight": EMBEDDING,
+        f"{root}.{embedding}.embedding_table": EMBEDDING,
+        f"{layer}.attention_norm.weight": f"{target}.input_layernorm.weight",
+        f"{layer}.ffn_norm.weight": f"{target}.post_attention_layernorm.weight",
+        f"{layer}.feed_forward.{gate}.weight": f"{target}.mlp.gate_proj.weight",
+        f"{layer}.feed_forward.{up}.weight": f"{target}.mlp.up_proj.weight",
+        f"{layer}.feed_forward.w2.weight": f"{target}.mlp.down_proj.weight",
+        f"{root}.{norm}.weight": "model.norm.weight",
+        "lm_head.weight": HEAD,
+    }
+    for kind in ("weight", "bias"):
+        names |= {f"{layer}.attention.w{part}.{kind}": f"{target}.self_attn.{part}_proj.{kind}" for part in "qkvo"}
+    return names
+
+
+LLAMA = _llama_names("model", "tok_embeddings", "norm_out", "w1", "w3")
+
+
+# Qwen computes w1(x)·silu(w3(x)): its gate is w3 (research/qwen/qwen_model.py, QwenFeedForward)
+QWEN = _llama_names("transformer", "wte", "ln_f", "w3", "w1")
+
+
+CORE: dict[str, str | None] = {
+    "embedding.word_embeddings.weight": EMBEDDING,
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": HEAD,
+    "decoder.layers.{}.input_layernorm.weight": "model.layers.{}.input_layernorm.weight",
+    "decoder.layers.{}.pre_mlp_layernorm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "decoder.layers.{}.self_attention.q_layernorm.weight": "model.layers.{}.self_attn.q_norm.weight",
+    "decoder.layers.{}.self_attention.k_layernorm.weight": "model.layers.{}.self_attn.k_norm.weight",
+    "decoder.layers.{}.mlp.gating.weight": "model.layers.{}.mlp.gate_proj.weight",
+    "decoder.layers.{}.mlp.hidden.weight": "model.layers.{}.mlp.up_proj.weight",
+    "decoder.layers.{}.mlp.linear_fc2.weight": "model.layers.{}.mlp.down_proj.weight",
+    **{
+        f"decoder.layers.{{}}.self_attention.linear_{source}.{kind}": f"model.layers.{{}}.self_attn.{part}_proj.{kind}"
+        for source, part in (("q", "q"), ("k", "k"), ("v", "v"), ("proj", "o"))
+        for kind in ("weight", "bias")
+    },
+}
+"""Names since 1.6, which are Megatron's (`toolkit/weight_convert/qwen3`)."""
+
+GLM_LAYER = "transformer.encoder.layers.{}"
+GLM: dict[str, str | None] = {
+    "transformer.embedding.embedding_weight": EMBEDDING,
+    "transformer.embedding.embedding_table": EMBEDDING,
+    "transformer.embedding.word_embeddings.embedding_weight": EMBEDDING,
+    "transformer.embedding.word_embeddings.embedding_table": EMBEDDING,
+    "transformer.encoder.final_layernorm.weight": "model.norm.weight",
+    "transformer.output_layer.weight": HEAD,
+    f"{GLM_LAYER}.input_layernorm.weight": "model.layers.{}.input_layernorm.weight",
+    f"{GLM_LAYER}.post_attention_layernorm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    f"{GLM_LAYER}.self_attention.dense.weight": "model.layers.{}.self_attn.o_proj.weight",
+    f"{GLM_LAYER}.mlp.dense_h_to_4h.weight": "model.layers.{}.mlp.gate_up_proj.weight",
+    f"{GLM_LAYER}.mlp.dense_left.weight": "model.layers.{}.mlp.gate_proj.weight",
+    f"{GLM_LAYER}.mlp.dense_right.weight": "model.layers.{}.mlp.up_proj.weight",
+    f"{GLM_LAYER}.mlp.dense_4h_to_h.weight": "model.layers.{}.mlp.down_proj.weight",
+}
+for _kind in ("weight", "bias"):
+    GLM[f"{GLM_LAYER}.self_attention.query_key_value.{_kind}"] = f"model.layers.{{}}.self_attn.query_key_value.{_kind}"
+    for _part in "qkv":
+        GLM[f"{GLM_LAYER}.self_attention.w{_part}.{_kind}"] = f"model.layers.{{}}.self_attn.{_part}_proj.{_kind}"
+
+DENSE = ("dense1", "dense2", "dense3")
+"""Queries, keys and values."""
+
+
+def _linear_names(root: str, modules: dict[str, str]) -> dict[str, str | None]:
+    """A table for modules that all have a weight and a bias (`gamma` and `beta` where they are norms)."""
+    names: dict[str, str | None] = {}
+    for source, target in modules.items():
+        pairs = (("gamma", "weight"), ("beta", "bias")) if "norm" in source or "ln_f" in source else ()
+        for old, new in pairs or (("weight", "weight"), ("bias", "bias")):
+            names[f"{root}{source}.{old}"] = f"{target}.{new}"
+    return names
+
+
+GPT2 = _linear_names(
+    "backbone.",
+    {
+        "blocks.{}.layernorm1": "transformer.h.{}.ln_1",
+        "blocks.{}.layernorm2": "transformer.h.{}.ln_2",
+        **{f"blocks.{{}}.attention.{part}": f"transformer.h.{{}}.attn.{part}" for part in DENSE},
+        "blocks.{}.attention.projection": "transformer.h.{}.attn.c_proj",
+        "blocks.{}.output.mapping": "transformer.h.{}.mlp.c_fc",
+        "blocks.{}.output.projection": "transformer.h.{}.mlp.c_proj",
+        "layernorm": "transformer.ln_f",
+    },
+) | {
+    "backbone.embedding.word_embedding.embedding_table": "transformer.wte.weight",
+    "backbone.embedding.position_embedding.embedding_table": "transformer.wpe.weight",
+}
+
+BLOOM = _linear_names(
+    "",
+    {
+        "embedding.norm": "transformer.word_embeddings_layernorm",
+        "blocks.{}.layernorm1": "transformer.h.{}.input_layernorm",
+        "blocks.{}.layernorm2": "transformer.h.{}.post_attention_layernorm",
+        **{f"blocks.{{}}.attention.{part}": f"transformer.h.{{}}.self_attention.{part}" for part in DENSE},
+        "blocks.{}.attention.projection": "transformer.h.{}.self_attention.dense",
+        "blocks.{}.output.mapping": "transformer.h.{}.mlp.dense_h_to_4h",
+        "blocks.{}.output.projection": "transformer.h.{}.mlp.dense_4h_to_h",
+        "ln_f": "transformer.ln_f",
+    },
+) | {"embedding.word_embedding.embedding_table": "transformer.word_embeddings.weight"}
+
+
+CHATGLM_6B: dict[str, str | None] = {
+    "transformer.word_embeddings.embedding_table": "transformer.word_embeddings.weight",
+    "transformer.word_embeddings.weight": "transformer.word_embeddings.weight",
+    "lm_head.weight": HEAD,
+    **{
+        f"transformer.{norm}.{old}": f"transformer.{norm}.{new}"
+        for norm in ("layers.{}.input_layernorm", "layers.{}.post_attention_layernorm", "final_layernorm")
+        for old, new in (("gamma", "weight"), ("beta", "bias"))
+    },
+    **{
+        name: name
+        for part in ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+        for name in (f"transformer.layers.{{}}.{part}.weight", f"transformer.layers.{{}}.{part}.bias")
+    },
+    "transformer.layers.{}.attention.rotary_emb.inv_freq": None,
+}
+"""ChatGLM-6B (`models/glm/convert_reversed.py`); the rotary frequencies are computed."""
+
+
+LAYOUTS = ("plain", "interleaved")
+
+
+FUSED = (
+    (re.compile(r"(.+\.attention)\.(?:w_qkv|w)\.(weight|bias)"), ("wq", "wk", "wv")),
+    (re.compile(r"(.+\.feed_forward)\.w_gate_hidden\.(weight|bias)"), ("w1", "w3")),
+    (re.compile(r"(.+\.self_attention)\.linear_qkv\.(weight|bias)"), ("linear_q", "linear_k", "linear_v")),
+    (re.compile(r"(.+\.mlp)\.linear_fc1\.(weight|bias)"), ("gating", "hidden")),
+)
+"""Names of the fused matrices, with those of their parts: queries, keys and values, or gate and up."""
+
+
+def unfuse(run: RunConfig, tensors: Mapping[str, LazyTensor], heads: Heads) -> dict[str, LazyTensor]:
+    """Splits the `FUSED` tensors, such as `w_qkv` (in 1.0 `w`) into `wq`, `wk` and `wv`; the others stay.
+
+    Until 1.4 the parts follow each other; since 1.5 each key/value head follows its queries, and gate and up rows
+    alternate (mindformers `utils/convert_utils.py`, `qkv_concat_hf2mg`, `ffn_concat_hf2mg`), under the same names. If
+    names do not decide, the run's `qkv_layout` does (else InputRefused); MalformedInput for a wrong number of rows.
+    """
+    result: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        found = next(((match, parts) for sign, parts in FUSED if (match := sign.fullmatch(name))), None)
+        if found is None:
+            result[name] = tensor
+            continue
+        match, parts = found
+        layout = layout_of(run, name)
+        try:
+            rows = split_qkv(tensor, heads, layout) if len(parts) == 3 else split_gate(tensor, layout)
+        except ValueError as error:
+            raise MalformedInput(
+                f"`{name}` of `{run.source}` cannot be split: {error}",
+                hint="the configuration belongs to another model",
+            ) from error
+        result |= {f"{match[1]}.{part}.{match[2]}": tensor for part, tensor in zip(parts, rows, strict=True)}
+    return result
+
+
+def layout_of(run: RunConfig, name: str) -> str:
+    """`plain` or `interleaved`, from names, the class of the model, or the user's `qkv_layout` (else InputRefused)."""
+    if ".linear_" in name:  # Megatron's names exist since 1.6 only
+        return "interleaved"
+    if ".attention.w." in name and run.arch:  # Llama's in 1.0 only; InternLM2 has its own order, which never changed
+        return "interleaved" if run.arch.startswith("InternLM2") else "plain"
+    asked = run.fields.get("qkv_layout")
+    if asked in LAYOUTS:
+        return str(asked)
+    raise InputRefused(
+        f"`{run.source}` holds fused matrices (`{name}`), and the file does not contain the order of their rows",
+        hint="give `--qkv-layout plain` if MindFormers up to 1.4 wrote it, `--qkv-layout interleaved` since 1.5",
+    )
+
+
+def split_qkv(tensor: LazyTensor, heads: Heads, layout: str) -> list[LazyTensor]:
+    """Queries, keys and values of a fused tensor [(queries + 2 keys) * dim, …]; ValueError for other sizes.
+
+    `layout` is one of `LAYOUTS`.
+    """
+    rows = [heads.queries * heads.dim, heads.keys * heads.dim, heads.keys * heads.dim]
+    if tensor.num_rows != sum(rows):
+        raise ValueError(f"expected {sum(rows)} rows, got {tensor.num_rows}")
+    counts = rows if layout == "plain" else [count // heads.keys for count in rows]
+    return [pick_rows(tensor, sum(counts), sum(counts[:part]), counts[part]) for part in range(3)]
+
+
+def split_gate(tensor: LazyTensor, layout: str) -> list[LazyTensor]:
+    """The gate and up rows of a fused matrix; ValueError if the number of rows is odd."""
+    count = tensor.num_rows // 2 if layout == "plain" else 1
+    return [pick_rows(tensor, 2 * count, part * count, count) for part in range(2)]
+
+
+def fuse(
+    tensors: dict[str, LazyTensor], parts: Sequence[str], whole: str, counts: Sequence[int] | None = None
+) -> dict[str, LazyTensor]:
+    """Joins the modules `parts` of each layer into `whole` (last components of names); the reverse of `unfuse`.
+
+    `counts` are the rows taken in turn from each part; None joins whole parts one after the other. Raises ValueError if
+    a part is missing, or the numbers of rows do not match.
+    """
+    ends = tuple(f".{part}.{kind}" for part in parts for kind in ("weight", "bias"))
+    fused = {name: tensor for name, tensor in tensors.items() if not name.endswith(ends)}
+    for name in tensors:
+        root, _, kind = name.rpartition(f".{parts[0]}.")
+        if root and kind in ("weight", "bias"):
+            found = [tensors.get(f"{root}.{part}.{kind}") for part in parts]
+            present = [tensor for tensor in found if tensor is not None]
+            if len(present) < len(parts):
+                raise ValueError(f"`{name}` is present without one of {', '.join(parts[1:])}")
+            fused[f"{root}.{whole}.{kind}"] = interleave_rows(present, counts) if counts else concat(present, 0)
+    return fused
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Number of query heads and of key/value heads, and the elements of each head."""
+
+    queries: int
+    keys: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class ConvertedModel:
+    """A model in Hugging Face names: tensors, content of `config.json`, and warnings for the user."""
+
+    tensors: dict[str, LazyTensor]
+    config: dict[str, Any]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MindFormersModel:
+    """A model in MindFormers' names: tensors, class of the model, and the fields of its `model_config`."""
+
+    tensors: dict[str, LazyTensor]
+    arch: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class MindFormersFamily:
+    """The conversion of one model family in both directions.
+
+    Attributes:
+        sign: matches a tensor name that only this family has.
+        build: MindFormers' tensors to Hugging Face's; raises where transformers has no exact equivalent.
+        store: back, by `model_type`: `store(settings, tensors, source)`; raises ValueError for a wrong shape.
+    """
+
+    sign: re.Pattern[str]
+    build: Callable[[RunConfig, dict[str, LazyTensor]], ConvertedModel]
+    store: Mapping[str, Callable[[ModelSettings, dict[str, LazyTensor], str], MindFormersModel]] = field(
+        default_factory=dict
+    )
+
+
+def heads_of(run: RunConfig, hidden: int) -> Heads:
+    """The head sizes in the configuration; MalformedInput if they contradict the hidden size."""
+    queries = run.integer("num_heads", "num_attention_heads")
+    keys = run.integer(
+        "n_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_query_groups", default=queries
+    )
+    dim = run.integer("head_dim", "kv_channels", default=max(1, hidden // queries))
+    if queries % keys or ("head_dim" not in run.fields and "kv_channels" not in run.fields and queries * dim != hidden):
+        raise MalformedInput(
+            f"{queries} heads and {keys} key/value heads do not match the hidden size {hidden} of `{run.source}`",
+            hint="the configuration belongs to another model; give the YAML file of the run with `--config`",
+        )
+    return Heads(queries, keys, dim)
+
+
+def finish(
+    run: RunConfig,
+    tensors: dict[str, LazyTensor],
+    shapes: dict[str, tuple[int, ...]],
+    config: dict[str, Any],
+    head: str,
+) -> ConvertedModel:
+    """Compares the tensors with the expected shapes (MalformedInput), and adds `tie_word_embeddings` to the config.
+
+    The run's `tie_word_embeddings` allows a missing output head (name: `head`). `shapes` has every tensor of the model,
+    in the order in which they are written.
+    """
+    tied = head not in tensors
+    if tied and not run.flag("tie_word_embeddings"):
+        raise MalformedInput(
+            f"`{run.source}` has no output head, and its configuration does not tie it to the embedding",
+            hint="if it was trained this way, give a configuration with `tie_word_embeddings: True`",
+        )
+    expected = {name: shape for name, shape in shapes.items() if name != head or not tied}
+    require(expected, tensors, run.source)
+    unexpected = [name for name in tensors if name not in expected]
+    mismatched = [name for name, shape in expected.items() if tensors[name].shape != shape]
+    if unexpected or mismatched:
+        raise MalformedInput(
+            f"{len(unexpected + mismatched)} tensors of `{run.source}` contradict its configuration: "
+            + _contradiction(tensors, expected, unexpected, mismatched),
+            hint="the configuration belongs to another model, or these are the shards of one rank",
+        )
+    settings = {**config, "tie_word_embeddings": tied or None}  # a head may be a second copy: its values decide
+    return ConvertedModel({name: tensors[name] for name in expected}, settings)
+
+
+def _contradiction(
+    tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]], unexpected: list[str], wrong: list[str]
+) -> str:
+    if not wrong:
+        return f"unexpected keys: {listing(unexpected)}"
+    name = wrong[0]
+    return f"shape mismatch for `{name}`: expected {list(expected[name])}, got {list(tensors[name].shape)}"
+
+
+def refuse_model(run: RunConfig, what: str, reason: str) -> UnsupportedInput:
+    """The error for a model (`what`) that transformers cannot express exactly; `reason` is the difference."""
+    return UnsupportedInput(
+        f"`{run.source}` is {what}, which has no exact equal in transformers: {reason}",
+        hint="convert it with MindFormers' own `convert_weight.py --reversed` and run it with the model's own code",
+    )
+
+
+def require_embedding(run: RunConfig, embedding: LazyTensor | None) -> LazyTensor:
+    """The word embedding, [vocabulary, hidden]; MalformedInput if there is none, or it is not a matrix."""
+    if embedding is None or len(embedding.shape) != 2:
+        raise MalformedInput(
+            f"`{run.source}` has no embedding", hint="the checkpoint is partial, or of one pipeline stage"
+        )
+    return embedding
+
+
+def check_embedding_sizes(run: RunConfig, embedding: LazyTensor) -> dict[str, int]:
+    """`vocab_size` and `hidden_size` from the shape of the embedding; MalformedInput if the configuration differs."""
+    sizes = dict(zip(("vocab_size", "hidden_size"), embedding.shape, strict=True))
+    for name, size in sizes.items():
+        if run.integer(name, default=size) != size:
+            raise MalformedInput(
+                f"shape mismatch for the embedding of `{run.source}`: it is {list(embedding.shape)}, the configuration "
+                f"declares `{name}` {run.integer(name)}",
+                hint="the configuration belongs to another model, or these are the shards of one rank",
+            )
+    return sizes
+
+
+LORA = re.compile(r"(.+)\.(?:mindpet_delta_|tk_delta_)?lora_([ab])(?:\.weight)?", re.IGNORECASE)
+
+
+IN_OUT = re.compile(r"\.(?:projection|mapping)\.weight$")
+"""Weights of gpt2 and bloom that are stored as [in, out]."""
+
+
+def merge_lora(run: RunConfig, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
+    """Adds `B·A·alpha/r` to the weights with LoRA pairs (mindpet `LoRADense`); returns weights, and a warning if any.
+
+    Raises InputRefused for only LoRA parameters or an unknown `lora_alpha`, MalformedInput for mismatched pairs.
+    """
+    pairs: dict[str, dict[str, LazyTensor]] = {}
+    for name, tensor in tensors.items():
+        if match := LORA.fullmatch(name):
+            pairs.setdefault(match[1] + ".weight", {})[match[2].lower()] = tensor
+    plain = {name: tensor for name, tensor in tensors.items() if not LORA.fullmatch(name)}
+    if not pairs:
+        return plain, ()
+    if not pairs.keys() & plain.keys():
+        raise InputRefused(
+            f"`{run.source}` holds LoRA parameters only ({len(pairs)} pairs), without the base weights",
+            hint="convert the full checkpoint of the run, which holds both, or merge them into the converted base: "
+            f"`llmconv merge-lora BASE {run.source} --alpha A -o OUT`",
+        )
+    if run.lora.get("lora_alpha") is None:
+        raise InputRefused(
+            f"`{run.source}` holds {len(pairs)} LoRA pairs, but its configuration has no `lora_alpha`",
+            hint='give the YAML file of the run with its `pet_config`, or a JSON file such as `{"lora_alpha": 16}`',
+        )
+    alpha = RunConfig(run.source, run.lora, "", {}).number("lora_alpha")
+    merged = {name: _merged(run, name, plain.get(name), pair, alpha) for name, pair in pairs.items()}
+    return {**plain, **merged}, (f"merged {len(pairs)} LoRA pairs with `lora_alpha` {alpha:g}",)
+
+
+def _merged(
+    run: RunConfig, name: str, base: LazyTensor | None, pair: Mapping[str, LazyTensor], alpha: float
+) -> LazyTensor:
+    a, b = pair.get("a"), pair.get("b")
+    if base is None or a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2 or IN_OUT.search(name):
+        raise MalformedInput(
+            f"the LoRA pair of `{name}` in `{run.source}` is incomplete or of an unsupported kind",
+            hint="merge it first with MindFormers' `transform_ckpt_lora.py`",
+        )
+    rank = a.shape[0]
+    if base.shape != (b.shape[0], a.shape[1]) or b.shape[1] != rank or run.lora.get("lora_rank") not in (None, rank):
+        raise MalformedInput(
+            f"shape mismatch for the LoRA pair of `{name}` in `{run.source}`: the weight is {list(base.shape)}, "
+            f"B·A is {list(b.shape)}·{list(a.shape)}",
+            hint="the pairs, or `lora_rank` of the configuration, belong to another run",
+        )
+    return add_products(base, [LoraProduct(a, b, alpha / rank)], base.dtype)

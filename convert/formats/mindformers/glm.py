@@ -11,18 +11,23 @@ import re
 from typing import Any
 
 from llmconv.convert.algebra.operations import concat, inverted, permute_rows, rename
-from llmconv.convert.formats.mindformers.config import RunConfig
-from llmconv.convert.formats.mindformers.converted_model import (
+from llmconv.convert.formats.mindformers.config import (
+    CHATGLM_6B,
+    EMBEDDING,
+    GLM,
+    HEAD,
     ConvertedModel,
     Heads,
     MindFormersModel,
+    RunConfig,
     check_embedding_sizes,
     finish,
+    fuse,
     heads_of,
     refuse_model,
     require_embedding,
+    split_qkv,
 )
-from llmconv.convert.formats.mindformers.names import CHATGLM_6B, EMBEDDING, GLM, HEAD, fuse, split_qkv
 from llmconv.convert.models.model_config import ModelSettings, refuse_settings
 from llmconv.convert.models.own_families import chatglm, needs_code
 from llmconv.convert.models.trusted_code import trusted_code

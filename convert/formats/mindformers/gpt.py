@@ -10,16 +10,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llmconv.convert.algebra.operations import concat, interleave_rows, inverted, pick_rows, rename, split
-from llmconv.convert.formats.mindformers.config import RunConfig
-from llmconv.convert.formats.mindformers.converted_model import (
+from llmconv.convert.formats.mindformers.config import (
+    BLOOM,
+    DENSE,
+    GPT2,
     ConvertedModel,
     MindFormersModel,
+    RunConfig,
     check_embedding_sizes,
     finish,
     refuse_model,
     require_embedding,
 )
-from llmconv.convert.formats.mindformers.names import BLOOM, DENSE, GPT2
 from llmconv.convert.models.model_config import ModelSettings, refuse, refuse_settings
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor

@@ -14,18 +14,24 @@ from typing import Any
 import numpy as np
 
 from llmconv.convert.algebra.operations import inverted, rename
-from llmconv.convert.formats.mindformers.config import RunConfig
-from llmconv.convert.formats.mindformers.converted_model import (
+from llmconv.convert.formats.mindformers.config import (
+    CORE,
+    EMBEDDING,
+    HEAD,
+    LLAMA,
+    QWEN,
     ConvertedModel,
     Heads,
     MindFormersModel,
+    RunConfig,
     check_embedding_sizes,
     finish,
+    fuse,
     heads_of,
     refuse_model,
     require_embedding,
+    unfuse,
 )
-from llmconv.convert.formats.mindformers.names import CORE, EMBEDDING, HEAD, LLAMA, QWEN, fuse, unfuse
 from llmconv.convert.models.model_config import ModelSettings, refuse, refuse_settings
 from llmconv.convert.models.own_families import baichuan, needs_code
 from llmconv.convert.models.trusted_code import trusted_code

@@ -9,10 +9,8 @@ from math import prod
 from pathlib import Path
 
 from llmconv.convert.algebra.operations import concat, first_missing
-from llmconv.convert.formats.mindformers.mindspore.ckpt_file import is_mindspore_ckpt, read_ckpt
-from llmconv.convert.formats.mindformers.mindspore.strategy import Strategy, find_strategy
-from llmconv.convert.state_dicts.files import without_duplicates
-from llmconv.convert.state_dicts.raw_tensors import joined
+from llmconv.convert.formats.mindformers.mindspore import Strategy, find_strategy, is_mindspore_ckpt, read_ckpt
+from llmconv.convert.state_dicts.files import joined, without_duplicates
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.safetensors_file import read_header
 from llmconv.tensors import LazyTensor

@@ -16,12 +16,11 @@ from typing import Any
 
 from llmconv.checkpoint import read_json
 from llmconv.convert.adapters.adapter import Adapter, Pair, check
-from llmconv.convert.adapters.lora.config import LoraConfig, parse_config
+from llmconv.convert.adapters.lora_config import LoraConfig, parse_config
 from llmconv.convert.adapters.other_tools import AdapterFormat, padded_columns
 from llmconv.convert.algebra.operations import concat
 from llmconv.convert.formats.paddle.config import number, to_config
-from llmconv.convert.formats.paddle.join_ranks import converted, numbered
-from llmconv.convert.formats.paddle.names import FAMILIES, PaddleFamily, TensorRule
+from llmconv.convert.formats.paddle.names import FAMILIES, PaddleFamily, TensorRule, converted, numbered
 from llmconv.convert.formats.paddle.read import open_rank_files
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor

@@ -21,24 +21,22 @@ from llmconv.convert.formats.paddle.config import (
     to_config,
     to_own_config,
 )
-from llmconv.convert.formats.paddle.join_ranks import apply_rules
-from llmconv.convert.formats.paddle.names import FAMILIES
-from llmconv.convert.formats.paddle.pdparams import is_pdparams
+from llmconv.convert.formats.paddle.names import FAMILIES, apply_rules
 from llmconv.convert.formats.paddle.read import (
     ADAPTER_FILES,
     has_pdparams,
+    is_pdparams,
     names_paddle,
     open_ranks,
     peek,
     weight_files,
 )
-from llmconv.convert.formats.paddle.tokenizer import read_paddle_tokenizer
-from llmconv.convert.formats.paddle.write import save
+from llmconv.convert.formats.paddle.write import read_paddle_tokenizer, save
 from llmconv.convert.models.config_file import with_architecture, without_code
 from llmconv.convert.models.own_families import baichuan, chatglm, needs_code
 from llmconv.convert.models.trusted_code import OPTION, trusted_code
 from llmconv.convert.state_dicts.safetensors_files import training_files_in
-from llmconv.convert.tokenizers.source import read_tokenizer
+from llmconv.convert.tokenizers import read_tokenizer
 from llmconv.errors import InputRefused, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 

@@ -1,4 +1,13 @@
-"""Opens the weight files of a PaddleNLP folder: one file, shards with an index, or one file per parallel rank.
+"""`.pdparams` files: one pickle of numpy arrays, read lazily and written as a stream.
+
+Layout (paddle `framework/io.py`, `framework/io_utils.py`): a dict of name to numpy array, of protocol 2 to 4, and under
+`StructuredToParameterName@@` a table of names that is not needed. bfloat16 is stored as uint16.
+
+Protocol 2 stores bytes as UTF-8 text (`_codecs.encode(text, "latin1")`), where those from 0x80 on take two, so
+positions are found by counting characters; counts are kept per chunk. Files are written as one pickle of protocol 4,
+whose arrays may have any size. numpy 1 and 2 both find `numpy.core.multiarray`.
+
+Opens the weight files of a PaddleNLP folder: one file, shards with an index, or one file per parallel rank.
 
 Names from paddlenlp `utils/env.py` and `transformers/model_utils.py`: `model_state.pdparams`,
 `model_state-00001-of-00005.pdparams` with an index, `model_state.tp00_pp00.pdparams`, and the safetensors ones:
@@ -7,21 +16,341 @@ Names from paddlenlp `utils/env.py` and `transformers/model_utils.py`: `model_st
 
 from __future__ import annotations
 
+import mmap
 import re
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import numpy as np
 
 from llmconv.checkpoint import INDEX, SINGLE
-from llmconv.convert.algebra.operations import replicated
+from llmconv.convert.algebra.operations import concat, replicated
 from llmconv.convert.formats.paddle.names import FAMILIES
-from llmconv.convert.formats.paddle.pdparams import as_bfloat16, is_pdparams, open_pdparams
-from llmconv.convert.state_dicts.folders import indexed_shards, require_listed
-from llmconv.convert.state_dicts.raw_tensors import joined
+from llmconv.convert.state_dicts.files import indexed_shards, joined, require_listed
 from llmconv.convert.state_dicts.safetensors_files import header_of, numbered, open_safetensors
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
-from llmconv.files.safetensors_file import read_header
-from llmconv.tensors import LazyTensor
+from llmconv.files.file_problem import FileProblem
+from llmconv.files.pickle_machine import STRING_LIMIT, PickleHooks, PickleMachine, Stub, text
+from llmconv.files.pickle_reader import HOOKS, RANK_LIMIT, Global, interpret
+from llmconv.files.safetensors_file import FileTensor, read_header
+from llmconv.files.source_file import open_source, read_into
+from llmconv.files.torch_writer import PickledCall, PickledName, pickle_pieces
+from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, Piece
+
+KEPT_BYTES = 1024
+"""Longer values are not read; only their position is kept."""
+
+HEAD_BYTES = 1 << 20
+PARAMETER_NAMES = "StructuredToParameterName@@"
+SPLIT_ARRAYS = "UnpackBigParamInfor@@"
+"""Before protocol 4 arrays over 2^30 - 1 bytes are split: `{name: {"OriginShape": sizes, "slices": [names]}}`."""
+
+TORCH_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
+
+NUMPY_CODES = {dtype.numpy.str[1:]: dtype for dtype in BY_NAME.values() if dtype.numpy.kind in "fiub"}
+NUMPY_CODES["u2"] = BY_NAME["bfloat16"]
+
+MARKS = (b"multiarray", b"_frombuffer")
+RECONSTRUCT = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
+FROM_BUFFER = ("numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer")
+
+
+@dataclass(frozen=True, eq=False)
+class BytesAt:
+    """A long value that was left in the file; `encoded` if it is UTF-8 text, one character per byte (protocol 2)."""
+
+    position: int
+    size: int
+    encoded: bool
+
+
+@dataclass(frozen=True)
+class PaddleFile:
+    """The content of a `.pdparams` file: its tensors, in file order, and the names of other values."""
+
+    tensors: dict[str, LazyTensor]
+    others: tuple[str, ...]
+
+
+class _FilePickleMachine(PickleMachine):
+    """A pickle machine over a mapped file that skips long values."""
+
+    def sized(self, count: int, decode: Callable[[bytes], Any], limit: int) -> Any:
+        if count <= KEPT_BYTES or limit < STRING_LIMIT:
+            return super().sized(count, decode, limit)
+        value = BytesAt(self.position, count, decode is text)
+        self.position += count
+        self.skipped += count
+        if self.position > len(self.data):
+            raise FileProblem(f"is truncated: it ends at byte {len(self.data)}")
+        return value
+
+
+def is_pdparams(path: Path) -> bool:
+    """Whether `path` is a pickle (protocol 2 to 5) with numpy arrays at its beginning."""
+    if not path.is_file():
+        return False
+    with open_source(path) as file:
+        head = file.read(HEAD_BYTES)
+    is_pickle = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
+    return is_pickle and not head.startswith(TORCH_MAGIC) and any(mark in head for mark in MARKS)
+
+
+def open_pdparams(path: Path) -> PaddleFile:
+    """The tensors of a file that `paddle.save` wrote; reads no tensor data.
+
+    Raises MalformedInput if it is truncated, hostile or contradictory, UnsupportedInput for an element type or byte
+    order that safetensors does not have.
+    """
+    content = _read(path)
+    if not isinstance(content, dict):
+        raise MalformedInput(
+            f"`{path.name}` is not a state dict", hint="save the model's `state_dict()` with `paddle.save`"
+        )
+    tensors: dict[str, LazyTensor] = {}
+    others: list[str] = []
+    for key, value in content.items():
+        name = key if isinstance(key, str) else f"({type(key).__name__})"
+        array = _named_array(value)
+        if array is not None:
+            tensors[name] = _tensor(path, name, array)
+        elif name not in (PARAMETER_NAMES, SPLIT_ARRAYS):
+            others.append(name)
+    return PaddleFile(_joined(path, tensors, content.get(SPLIT_ARRAYS, {})), tuple(others))
+
+
+def _read(path: Path) -> Any:
+    if path.stat().st_size == 0:
+        raise MalformedInput(f"`{path.name}` is empty", hint="copy it again from where it was saved")
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return interpret(_FilePickleMachine(data, PickleHooks(_name, _call, HOOKS.refer)), path.name)
+
+
+def _name(module: str, name: str) -> Any:
+    if (module, name) in (("builtins", "eval"), ("__builtin__", "eval")):
+        return Global(module, name)  # inert; `_call` checks its arguments
+    return HOOKS.name(module, name)
+
+
+def _call(function: Any, args: tuple[Any, ...]) -> Any:
+    """As `HOOKS.call`, plus the two calls with which paddle stores tensors inside other objects."""
+    match str(function) if isinstance(function, Global) else "", args:
+        case (("builtins.eval" | "__builtin__.eval"), ("data", {"data": Stub() as array})):
+            return array  # paddle's spelling of a static tensor: the array itself
+        case (("builtins.eval" | "__builtin__.eval"), _):
+            return HOOKS.name("builtins", "eval")  # raises
+        case (("builtins.tuple" | "__builtin__.tuple"), ((tuple() | list()) as items,)):
+            return tuple(items)
+        case "_codecs.encode", (BytesAt() as value, "latin1"):
+            return value
+    return HOOKS.call(function, args)
+
+
+def _named_array(value: Any) -> Stub | None:
+    """The array of a value that is an array, or (name, array) as in nested objects."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
+        value = value[1]
+    return value if _made_by(value) in (*RECONSTRUCT, *FROM_BUFFER) else None
+
+
+def _made_by(value: Any) -> str:
+    """The name of the function that a Stub would have called; empty for anything else."""
+    return str(value.function) if isinstance(value, Stub) and isinstance(value.function, Global) else ""
+
+
+def _tensor(path: Path, name: str, array: Stub) -> LazyTensor:
+    if _made_by(array) in FROM_BUFFER:
+        state = (*array.args, None, None, None)
+        data, kind, shape, column_major = state[0], state[1], state[2], state[3] == "F"
+    else:
+        match array.state:
+            case (_, shape, kind, column_major, data):
+                pass
+            case _:
+                _refuse(path, f"contains no data for `{name}`")
+    dtype = _dtype(path, name, kind)
+    if not isinstance(shape, tuple) or not _are_sizes(shape):
+        _refuse(path, f"has an invalid shape for `{name}`")
+    if column_major and len(shape) > 1:
+        raise UnsupportedInput(
+            f"`{name}` in `{path.name}` is stored in column-major order, which is unsupported",
+            hint="save it with `np.ascontiguousarray`",
+        )
+    return _tensor_of_data(path, name, data, dtype, shape)
+
+
+def _are_sizes(values: Any) -> bool:
+    return len(values) <= RANK_LIMIT and all(type(value) is int and 0 <= value < 1 << 48 for value in values)
+
+
+def _dtype(path: Path, name: str, kind: Any) -> DType:
+    code, order = None, "|"
+    if _made_by(kind) == "numpy.dtype" and kind.args:
+        code = kind.args[0]
+        order = kind.state[1] if isinstance(kind.state, tuple) and len(kind.state) > 1 else order
+    if not isinstance(code, str) or code not in NUMPY_CODES or order not in ("<", "|"):
+        shown = f"`{order}{code}`" if isinstance(code, str) and isinstance(order, str) else "a compound type"
+        raise UnsupportedInput(
+            f"`{name}` in `{path.name}` has an unsupported element type: {shown[:40]}",
+            hint="only little-endian floats, integers and bools can be converted",
+        )
+    return NUMPY_CODES[code]
+
+
+def _tensor_of_data(path: Path, name: str, data: Any, dtype: DType, shape: tuple[int, ...]) -> LazyTensor:
+    expected = prod(shape) * dtype.itemsize
+    if isinstance(data, str):
+        data = data.encode("latin1", "replace")
+    if isinstance(data, BytesAt) and data.encoded:
+        if not expected <= data.size <= 2 * expected:
+            _refuse(path, f"has {data.size} characters for `{name}`, expected {expected} bytes for its shape")
+        return Utf8Bytes(path, data.position, data.size).tensor(dtype, shape)
+    size = data.size if isinstance(data, BytesAt) else len(data) if isinstance(data, bytes) else -1
+    if size != expected:
+        _refuse(path, f"has {size} bytes for `{name}`, expected {expected} for its shape")
+    if isinstance(data, BytesAt):
+        return FileTensor(path, data.position, dtype, shape)
+    rows = np.frombuffer(data, dtype.numpy).reshape(shape or (1,))
+    return LazyTensor(dtype, shape, lambda start, stop: rows[start:stop])
+
+
+def _joined(path: Path, tensors: dict[str, LazyTensor], table: Any) -> dict[str, LazyTensor]:
+    """Joins the tensors that were split (`name@@.0`, `name@@.1`, …)."""
+    joined = dict(tensors)
+    for name, entry in table.items() if isinstance(table, dict) else ():
+        match entry:
+            case {"OriginShape": (tuple() | list()) as sizes, "slices": (tuple() | list()) as pieces} if _are_sizes(
+                sizes
+            ):
+                parts = [joined.pop(piece, None) for piece in pieces if isinstance(piece, str)]
+                joined[str(name)] = _reshaped(path, str(name), parts, tuple(sizes))
+            case _:
+                _refuse(path, f"has no valid description of the parts of `{name}`")
+    return joined
+
+
+def _reshaped(path: Path, name: str, parts: list[LazyTensor | None], shape: tuple[Any, ...]) -> LazyTensor:
+    present = [part for part in parts if part is not None and len(part.shape) == 1]
+    if not parts or len(present) != len(parts):
+        _refuse(path, f"lacks parts of `{name}`, which is split into {len(parts)}")
+    flat, row = concat(present, 0), prod(shape[1:])
+    if flat.shape[0] != prod(shape):
+        _refuse(path, f"has {flat.shape[0]} elements for `{name}`, expected {prod(shape)} for its shape")
+    return LazyTensor(
+        flat.dtype, shape, lambda start, stop: flat.rows(start * row, stop * row).reshape(stop - start, *shape[1:])
+    )
+
+
+def _refuse(path: Path, problem: str) -> NoReturn:
+    raise MalformedInput(f"`{path.name}` {problem}", hint="the file is damaged or hostile; copy it again")
+
+
+def as_bfloat16(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The tensors of a safetensors file; uint16 becomes bfloat16, as Paddle means it."""
+    bfloat16 = BY_NAME["bfloat16"]
+    return {
+        name: FileTensor(tensor.path, tensor.offset, bfloat16, tensor.shape)
+        if isinstance(tensor, FileTensor) and tensor.dtype.name == "uint16"
+        else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Utf8Bytes:
+    """The text: `size` bytes of UTF-8 from `position` of a file."""
+
+    path: Path
+    position: int
+    size: int
+
+    def tensor(self, dtype: DType, shape: tuple[int, ...]) -> LazyTensor:
+        """The bytes as a row-major tensor; their number is checked at the first read."""
+        row = prod(shape[1:]) * dtype.itemsize
+
+        def load(start: int, stop: int) -> Array:
+            if self._counts[-1] != prod(shape) * dtype.itemsize:
+                raise self._damaged()
+            flat = np.frombuffer(self._range(start * row, stop * row), dtype.numpy)
+            return flat.reshape(stop - start, *shape[1:])
+
+        return LazyTensor(dtype, shape, load)
+
+    @cached_property
+    def _counts(self) -> list[int]:
+        """Number of characters before each chunk, and in total."""
+        starts = range(0, self.size, CHUNK_BYTES)
+        return list(accumulate((_characters(self._chunk(start, start + CHUNK_BYTES)) for start in starts), initial=0))
+
+    def _range(self, start: int, stop: int) -> bytes:
+        """Bytes `start:stop` of the decoded text."""
+        if start == stop:
+            return b""
+        first = bisect_right(self._counts, start) - 1
+        last = bisect_right(self._counts, stop - 1)
+        raw = self._chunk(first * CHUNK_BYTES, last * CHUNK_BYTES + 1)
+        whole = raw[int(_continues(raw[:1])) : len(raw) - (last * CHUNK_BYTES < self.size and not _continues(raw[-1:]))]
+        try:
+            decoded = whole.decode().encode("latin1")
+        except ValueError as error:
+            raise self._damaged() from error
+        return decoded[start - self._counts[first] : stop - self._counts[first]]
+
+    def _chunk(self, start: int, stop: int) -> bytes:
+        buffer = bytearray(min(stop, self.size) - start)
+        read_into(self.path, memoryview(buffer), self.position + start)
+        return bytes(buffer)
+
+    def _damaged(self) -> MalformedInput:
+        return MalformedInput(
+            f"`{self.path.name}` has text at byte {self.position} that does not decode to the bytes of its tensor",
+            hint="the file is damaged or hostile; copy it again",
+        )
+
+
+def _characters(data: bytes) -> int:
+    """Number of characters that begin in `data`: all bytes except 0x80 to 0xBF."""
+    return int(np.count_nonzero((np.frombuffer(data, np.uint8) & 0xC0) != 0x80))
+
+
+def _continues(data: bytes) -> bool:
+    return bool(data) and data[0] & 0xC0 == 0x80
+
+
+CODES = {dtype.name: code for code, dtype in NUMPY_CODES.items() if not dtype.name.startswith("float8")}
+RECONSTRUCT_CALL = PickledName("numpy.core.multiarray", "_reconstruct")
+EMPTY_ARRAY = (PickledName("numpy", "ndarray"), (0,), b"b")
+VERSION = 1
+
+
+def pdparams_pieces(tensors: Mapping[str, LazyTensor]) -> Iterator[Piece]:
+    """The pieces of a `.pdparams` file, in order; UnsupportedInput if numpy (as paddle uses it) lacks a dtype."""
+    arrays = {name: _array(name, tensor) for name, tensor in tensors.items()}
+    # the table gives each parameter its name in the running program; only `paddle.load` reads it
+    return pickle_pieces({**arrays, PARAMETER_NAMES: {name: name for name in tensors}}, protocol=4)
+
+
+def _array(name: str, tensor: LazyTensor) -> PickledCall:
+    """A numpy array, as numpy pickles it: `(version, shape, dtype, column_major, bytes)`."""
+    if tensor.dtype.name not in CODES:
+        raise UnsupportedInput(
+            f"`{name}` is {tensor.dtype.name}, which is unsupported in Paddle's files", hint="give `--dtype bfloat16`"
+        )
+    order = "<" if tensor.dtype.itemsize > 1 else "|"
+    dtype = PickledCall(
+        PickledName("numpy", "dtype"), (CODES[tensor.dtype.name], False, True), (3, order, None, None, None, -1, -1, 0)
+    )
+    return PickledCall(RECONSTRUCT_CALL, EMPTY_ARRAY, (VERSION, tensor.shape, dtype, False, tensor))
+
 
 WHOLE = "model_state.pdparams"
 PADDLE_INDEX = "model_state.pdparams.index.json"

@@ -14,8 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from llmconv.convert.models.architectures import causal_lm_classes
-from llmconv.convert.models.blueprint.names import model_folder
+from llmconv.convert.models.blueprint.names import causal_lm_classes, model_folder
 from llmconv.convert.models.blueprint.torch_stand_ins import Buffer, Module, Tensor, Unreadable
 from llmconv.convert.models.blueprint.transformers_source import (
     ConfigStandIn,

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import merge_lora, to_hf
-from llmconv.convert.adapters.lora.config import REFUSED
+from llmconv.convert.adapters.lora_config import REFUSED
 from llmconv.convert.formats import adapter_format, adapter_formats
 from llmconv.convert.inspect import inspect
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem

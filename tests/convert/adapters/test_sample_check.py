@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from llmconv.cli import main
 from llmconv.convert import merge_lora
-from llmconv.convert.adapters.sample_check import SAMPLE, SampleCheck, _distances, check_written
+from llmconv.convert.adapters.base_checks import SAMPLE, SampleCheck, _distances, check_written
 from llmconv.errors import UsageProblem
 from tests.builders.tuned_models import train_layers
 

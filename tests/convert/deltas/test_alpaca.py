@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import apply_delta
-from llmconv.convert.deltas.alpaca import WeightSum, checksum_of
+from llmconv.convert.deltas.arithmetic import WeightSum, checksum_of
 from llmconv.tensors import BY_NAME, in_memory
 from tests.builders.tiny_models import save_tiny
 

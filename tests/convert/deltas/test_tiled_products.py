@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmconv.convert.deltas.singular_vectors import product, transposed_product
+from llmconv.convert.deltas.low_rank import product, transposed_product
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 63), (8, 64), (300, 1100), (129, 65)])

@@ -14,7 +14,7 @@ import torch
 from safetensors.numpy import load_file
 
 from llmconv.convert import merge_lora, to_hf
-from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "accessory"

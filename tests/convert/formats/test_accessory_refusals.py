@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from llmconv.cli import main
 from llmconv.convert import to_hf
-from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from tests.builders.accessory_models import (
     ARGS,

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from llmconv.cli import main
 from llmconv.convert import inspect, merge_lora, to_hf
-from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.opening import open_training
 from llmconv.errors import MalformedInput
 from tests.builders.peft_models import (
     adapter_config,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llmconv.convert import to_hf
-from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.opening import open_training
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from tests.builders.peft_models import (
     adapter_config,

@@ -21,9 +21,8 @@ from torch.distributed.checkpoint import _version
 from llmconv.convert import to_hf
 from llmconv.convert.inspect import inspect
 from llmconv.convert.models.tied_head import settled
-from llmconv.convert.opening.training_checkpoint import open_training
-from llmconv.convert.state_dicts.distributed.folder import named_leaves, open_folder
-from llmconv.convert.state_dicts.distributed.metadata import BytesItem
+from llmconv.convert.opening import open_training
+from llmconv.convert.state_dicts.distributed import BytesItem, named_leaves, open_folder
 from llmconv.errors import MalformedInput, UnsupportedInput
 from tests.builders.dcp_folders import change, save
 from tests.convert.formats.test_composer import CONFIG, prefixed, state_dict

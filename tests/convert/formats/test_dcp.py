@@ -17,7 +17,7 @@ from llmconv.convert.formats import formats
 from llmconv.convert.formats.meta.read import LLAMA
 from llmconv.convert.inspect import inspect
 from llmconv.convert.models.tied_head import settled
-from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from tests.builders.dcp_folders import save
 from tests.convert.formats.test_composer import CONFIG, state_dict

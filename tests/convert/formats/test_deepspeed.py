@@ -19,7 +19,7 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
 from llmconv.convert.inspect import inspect
-from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused
 from llmconv.files import safetensors_file
 from llmconv.files.source_file import read_into

@@ -17,7 +17,7 @@ from llmconv.convert import to_hf
 from llmconv.convert.formats import detect
 from llmconv.convert.formats.deepspeed.format import open_model
 from llmconv.convert.formats.deepspeed.save_folder import open_save
-from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 from tests.builders.zero_saves import TAG, save_zero_2, save_zero_3, write
 

@@ -11,7 +11,7 @@ import pytest
 
 from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
-from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from tests.builders.torch_states import FIXTURES, GPT2, gpt2_base_state, llama_state, prefixed, save
 

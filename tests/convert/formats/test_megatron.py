@@ -20,7 +20,7 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
 from llmconv.convert.inspect import inspect
-from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.opening import open_training
 from tests.builders.megatron_saves import (
     Shape,
     State,

@@ -13,7 +13,7 @@ import yaml
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.formats import formats
-from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, UnsupportedInput
 from tests.builders.dcp_folders import save
 from tests.builders.megatron_saves import (

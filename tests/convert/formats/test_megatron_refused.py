@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llmconv.convert import to_hf
-from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from tests.builders.megatron_saves import Shape, hugging_face_state, save_megatron, with_grouped_experts, with_old_names
 from tests.builders.torch_states import FIXTURES

@@ -18,7 +18,7 @@ from llmconv.checkpoint import open_checkpoint
 from llmconv.cli import main
 from llmconv.convert import to_hf
 from llmconv.convert.models.config_file import read_config_file
-from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
 
 Save = Callable[..., Path]

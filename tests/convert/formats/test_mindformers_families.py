@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.models.tied_head import settled
-from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput
 
 Save = Callable[..., Path]

@@ -10,8 +10,7 @@ import pytest
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import from_hf, to_hf
-from llmconv.convert.formats.mindformers.mindspore.ckpt_file import strategy_bytes
-from llmconv.convert.formats.mindformers.mindspore.strategy import ParallelLayout, read_strategy
+from llmconv.convert.formats.mindformers.mindspore import ParallelLayout, read_strategy, strategy_bytes
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem
 from tests.builders.tiny_models import contents, save_tiny
 

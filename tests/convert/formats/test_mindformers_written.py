@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from llmconv.convert.formats import formats
-from llmconv.convert.formats.mindformers.mindspore import ckpt_file
-from llmconv.convert.formats.mindformers.mindspore.ckpt_file import ckpt_pieces, read_ckpt, strategy_bytes
-from llmconv.convert.formats.mindformers.mindspore.strategy import read_strategy
+from llmconv.convert.formats.mindformers import mindspore
+from llmconv.convert.formats.mindformers.mindspore import ckpt_pieces, read_ckpt, read_strategy, strategy_bytes
 from llmconv.convert.from_hf import from_hf
-from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.opening import open_training
 from llmconv.convert.to_hf import to_hf
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
@@ -180,7 +179,7 @@ def test_a_large_tensor_is_cut_even_inside_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_ckpt: Any, chunk: int
 ) -> None:
     values = np.arange(5 * 16, dtype=np.int32).reshape(5, 16)
-    monkeypatch.setattr(ckpt_file, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(mindspore, "CHUNK_BYTES", chunk)
     written = joined({"a.weight": in_memory(values, BY_NAME["int32"])})
     assert written == save_ckpt(tmp_path / "x", {"a.weight": values}, chunk=chunk).read_bytes()
 

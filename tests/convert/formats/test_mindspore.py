@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from llmconv.convert.formats.mindformers.mindspore.ckpt_file import is_mindspore_ckpt, read_ckpt
-from llmconv.convert.formats.mindformers.mindspore.strategy import ParallelLayout, read_strategy
+from llmconv.convert.formats.mindformers.mindspore import ParallelLayout, is_mindspore_ckpt, read_ckpt, read_strategy
 from llmconv.convert.formats.mindformers.read import is_mindspore, open_parameters
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 
@@ -108,7 +107,7 @@ def test_the_checksum_of_a_large_file_is_left_with_a_warning(
     path = save_ckpt(tmp_path / "x", {"a.weight": np.zeros(1000)})
     path.write_bytes(path.read_bytes() + b"crc_num" + zlib.crc32(path.read_bytes()).to_bytes(10, "big"))
     assert read_ckpt(path).warnings == ()
-    monkeypatch.setattr("llmconv.convert.formats.mindformers.mindspore.ckpt_file.CRC_LIMIT", 100)
+    monkeypatch.setattr("llmconv.convert.formats.mindformers.mindspore.CRC_LIMIT", 100)
     assert "was not verified" in read_ckpt(path).warnings[0]
 
 

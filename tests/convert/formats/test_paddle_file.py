@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from llmconv.convert.formats.paddle.pdparams import is_pdparams, open_pdparams
+from llmconv.convert.formats.paddle.read import is_pdparams, open_pdparams
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "paddle"

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
-from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from tests.builders.paddle_models import CONFIG, FIXTURES, cut, save, save_whole, whole_model
 

@@ -14,9 +14,9 @@ import tiktoken
 from transformers import AutoTokenizer
 
 from llmconv.convert import to_hf
-from llmconv.convert.formats.paddle.tokenizer import GLM_SPECIAL, QWEN_PATTERN, QWEN_SPECIAL, read_paddle_tokenizer
-from llmconv.convert.opening.training_checkpoint import open_training
-from llmconv.convert.tokenizers.tiktoken_json import parse_tiktoken
+from llmconv.convert.formats.paddle.write import GLM_SPECIAL, QWEN_PATTERN, QWEN_SPECIAL, read_paddle_tokenizer
+from llmconv.convert.opening import open_training
+from llmconv.convert.tokenizers import parse_tiktoken
 from llmconv.errors import MalformedInput
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

@@ -16,7 +16,7 @@ from llmconv.checkpoint import read_json
 from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
 from llmconv.convert.inspect import inspect
-from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from tests.builders.torch_states import FIXTURES, prefixed, save
 

@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoConfig, logging
 
 from llmconv.convert.models import completeness
-from llmconv.convert.models.architectures import causal_lm_classes
 from llmconv.convert.models.blueprint.blueprint import blueprint
+from llmconv.convert.models.blueprint.names import causal_lm_classes
 from llmconv.convert.models.completeness import check_complete
 from llmconv.convert.models.meta_model import loading_gaps, meta_model
 from llmconv.errors import MalformedInput

@@ -20,8 +20,15 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as
 from torch.distributed.checkpoint import _version, metadata
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 
-from llmconv.convert.state_dicts.distributed.folder import DistributedFolder, assemble, is_tiled, open_folder
-from llmconv.convert.state_dicts.distributed.metadata import BlobLocation, BytesItem, Chunk
+from llmconv.convert.state_dicts.distributed import (
+    BlobLocation,
+    BytesItem,
+    Chunk,
+    DistributedFolder,
+    assemble,
+    is_tiled,
+    open_folder,
+)
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.files import safetensors_file
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmconv.convert.tokenizers.ids import special_ids
+from llmconv.convert.tokenizers import special_ids
 from llmconv.errors import MalformedInput
 
 NAMES = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}

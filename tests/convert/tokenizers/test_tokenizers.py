@@ -18,8 +18,15 @@ from transformers import AutoTokenizer
 
 from llmconv.convert import to_hf
 from llmconv.convert.formats.meta.tokenizer import load_tokenizer
-from llmconv.convert.tokenizers.sentencepiece_json import parse_sentencepiece, tokenizer_json
-from llmconv.convert.tokenizers.tiktoken_json import PATTERN, is_tiktoken, parse_tiktoken, special_tokens, tiktoken_json
+from llmconv.convert.tokenizers import (
+    PATTERN,
+    is_tiktoken,
+    parse_sentencepiece,
+    parse_tiktoken,
+    tiktoken_json,
+    tokenizer_json,
+)
+from llmconv.convert.tokenizers import reserved_tokens as special_tokens
 from llmconv.errors import MalformedInput
 
 META = Path(__file__).parents[2] / "fixtures" / "meta"

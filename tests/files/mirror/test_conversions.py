@@ -178,7 +178,7 @@ def test_a_source_that_changes_is_refused_with_exit_code_3(
         bucket.put("tiny-llama/ep4-ba2400-rank0.pt", CHECKPOINT.read_bytes()[::-1])
         return place
 
-    monkeypatch.setattr(sys.modules["llmconv.convert.opening.training_checkpoint"], "unpacked", changing)
+    monkeypatch.setattr(sys.modules["llmconv.convert.opening"], "unpacked", changing)
     result = CliRunner().invoke(main, ["to-hf", uri, "-o", str(tmp_path / "out")])
     assert result.exit_code == 3
     assert f"`{uri}` changed while it was read" in result.stderr

@@ -9,8 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
-from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange
-from llmconv.convert.adapters.tuners.torch_random import first_of_permutation
+from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange, first_of_permutation
 from llmconv.errors import MalformedInput
 from llmconv.tensors import Array
 

@@ -11,8 +11,13 @@ from collections.abc import Mapping, Sequence
 
 from llmconv.convert.adapters.low_rank_sum import thin_product
 from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
-from llmconv.convert.adapters.tuners.module_tensors import AdapterFields, ModuleTensors, RowChange, invalid_field
-from llmconv.convert.adapters.tuners.torch_random import TorchRandom
+from llmconv.convert.adapters.tuners.module_tensors import (
+    AdapterFields,
+    ModuleTensors,
+    RowChange,
+    TorchRandom,
+    invalid_field,
+)
 from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from llmconv.convert.adapters.lora.config import matches, require_few
+from llmconv.convert.adapters.lora_config import matches, require_few
 from llmconv.errors import MalformedInput
 from llmconv.timed_patterns import TOTAL_SECONDS, MatchTime
 

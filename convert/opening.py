@@ -1,25 +1,37 @@
-"""Opening a training checkpoint of any known format, in Hugging Face names: detect, open, check that it is complete."""
+"""Opening a training checkpoint of any known format, in Hugging Face names: detect, open, check that it is complete.
+
+Opens the adapters of a merge, whichever program wrote them, each with its initial adapter if there is one.
+
+PiSSA, OLoRA, CorDA and LoRA-GA subtract the initial adapter from the base and train on W − s·B₀·A₀, so the trained
+weight is W + s·(B·A − B₀·A₀) (PEFT `tuners/lora/model.py`, `subtract_mutated_init`).
+"""
 
 from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmconv.causal_lm import require_model_type
-from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
+from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
+from llmconv.convert.adapters.adapter import Adapter
+from llmconv.convert.adapters.peft_file import CONFIG, WEIGHTS, is_tuned, open_adapter, open_tuned, read_tensors
+from llmconv.convert.algebra.operations import equal
 from llmconv.convert.deltas import DELTA_FILE, is_recorded_delta
 from llmconv.convert.formats import Format, adapter_format, by_name, detect, formats
 from llmconv.convert.models.code_model import with_code
 from llmconv.convert.models.completeness import check_complete, check_folder, why_incomplete
 from llmconv.convert.models.config_file import CODE_FIELDS, merged_configs
 from llmconv.convert.models.trusted_code import OPTION, own_fields, trusted_code
+from llmconv.convert.peft_runs import saved_name
 from llmconv.convert.state_dicts.files import SUFFIXES
+from llmconv.convert.state_dicts.files import SUFFIXES as TORCH
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder, training_file_kind, weight_files
-from llmconv.convert.tokenizers.source import read_tokenizer
+from llmconv.convert.tokenizers import read_tokenizer
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.packing import unpacked
 from llmconv.files.pickle_machine import Stub
@@ -29,6 +41,7 @@ from llmconv.files.torch_reader import explain_no_zip, is_torch_file, open_torch
 from llmconv.model_code import AUTO_MAP, has_code
 from llmconv.not_a_model_folder import foreign_file, known_refusal
 from llmconv.quantized_export import is_quantized_export, refused_export
+from llmconv.tensors import LazyTensor, cast
 
 
 def open_training(
@@ -289,3 +302,179 @@ def _unknown(path: Path) -> LlmconvError:
 
 def _known() -> str:
     return f"known formats: {', '.join(formats())}; `llmconv formats` describes each"
+
+
+PREFIX = "base_model.model."
+SMALL = (".json", ".md", ".txt", ".jinja", ".model")
+"""Suffixes of the files next to the weights of an adapter."""
+
+ADAPTER_SUFFIXES = (".safetensors", *TORCH)
+"""Suffixes of files of weights."""
+
+OWN = re.compile(r"(?:adapter_model|README)\..*")
+"""PEFT's file in its two forms, of which it reads one."""
+
+WHOLE_MODEL = re.compile(r"(?:pytorch_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin)")
+"""The weights of a model in whose folder an adapter lies."""
+
+VALUE_HEAD = re.compile(r"(?:value|v)_head\..*")
+"""What reinforcement learning trains on top of a language model, which has no place for it."""
+
+
+def open_adapters(
+    adapters: Sequence[str | Path], initial: Sequence[str | Path], base: Checkpoint, alpha: float | None
+) -> list[Adapter]:
+    """Opens all adapters (folders, files or hub ids) of a merge, each with its state before training if given.
+
+    Args:
+        initial: one per adapter, `-` for none; or empty.
+        alpha: `lora_alpha` for adapters whose files do not contain it.
+
+    Raises:
+        UsageProblem: not as many initial adapters as adapters, or options that an adapter contradicts.
+        InputRefused: a file is missing; see also the openers of each kind.
+    """
+    if initial and len(initial) != len(adapters):
+        raise UsageProblem(
+            f"{len(initial)} initial adapters are given for {len(adapters)} adapters",
+            hint="give `--initial-adapter` once per adapter, `-` for one that needs none",
+        )
+    before = [None if str(path) == "-" else path for path in initial] or [None] * len(adapters)
+    opened = []
+    for path, start in zip(adapters, before, strict=True):
+        with _named(path, len(adapters)):
+            opened.append(_open_trained(path, start, base, alpha))
+    return opened
+
+
+@contextmanager
+def _named(path: str | Path, count: int) -> Iterator[None]:
+    """Adds the path to errors about one of several adapters, whose files have the same names."""
+    try:
+        yield
+    except LlmconvError as error:
+        if count > 1 and str(path) not in error.message:
+            error.message = f"in `{path}`: {error.message}"
+        raise
+
+
+def _open_trained(adapter: str | Path, initial: str | Path | None, base: Checkpoint, alpha: float | None) -> Adapter:
+    if initial is None:
+        return _open(adapter, base, alpha)
+    trained, before = (_open_initial(path, alpha) for path in (adapter, initial))
+    return with_initial(trained, before)
+
+
+def _open(adapter: str | Path, base: Checkpoint, alpha: float | None) -> Adapter:
+    with reading_safely(adapter):
+        path = local_path(adapter, in_parts=True)
+        if not is_plainly_peft(path) and (kind := adapter_format(path)):
+            return kind.open(path, base, alpha)
+        _refuse_whole_run(path, base)
+        opened = open_tuned(path, alpha) if is_tuned(path) else open_adapter(path, alpha)
+        return _with_all_weights(opened) if path.is_dir() else opened
+
+
+def _with_all_weights(adapter: Adapter) -> Adapter:
+    """The adapter of a folder in which no other file holds weights that were trained with it (else UnsupportedInput).
+
+    PEFT saves the adapter alone; what else a trainer changed (a vision tower, a projector, new embeddings) is next to
+    it, in a file of the trainer's own (LLaVA's `non_lora_trainables.bin`, LongLoRA's `trainable_params.bin`). A second
+    copy of the adapter does not count.
+    """
+    others = (file for file in sorted(adapter.path.iterdir()) if file.suffix in ADAPTER_SUFFIXES and file.is_file())
+    names = [file.name for file in others if not (OWN.fullmatch(file.name) or training_file_kind(file.name))]
+    if is_model_folder(adapter.path):
+        names = [name for name in names if not WHOLE_MODEL.fullmatch(name)]
+    names = [name for name in names if not _repeats(adapter.path / name, adapter.weights[0])]
+    heads = [name for name in names if VALUE_HEAD.fullmatch(name)]
+    if rest := [name for name in names if name not in heads]:
+        raise UnsupportedInput(
+            f"the folder of the adapter `{adapter.name}` contains other weights, which no merge would add: "
+            f"{listing(rest)}",
+            hint="were they trained with the adapter, put them into the base first; if not, move them elsewhere, or "
+            f"give the adapter's file alone: `{adapter.weights[0]}`",
+        )
+    if not heads:
+        return adapter
+    note = f"{listing(heads)} is left out: a language model has no value head"
+    return replace(adapter, config=replace(adapter.config, warnings=(*adapter.config.warnings, note)))
+
+
+def _repeats(file: Path, weights: Path) -> bool:
+    """Whether a file holds nothing but tensors of the adapter, as accelerate's `pytorch_model_fsdp.bin` may."""
+    try:
+        found = {saved_name(name)[0] or name: tensor for name, tensor in read_tensors(file).items()}
+        own = {saved_name(name)[0] or name: tensor for name, tensor in read_tensors(weights).items()}
+    except LlmconvError:
+        return False
+    return found.keys() <= own.keys() and all(_same(tensor, own[name]) for name, tensor in found.items())
+
+
+def _same(one: LazyTensor, other: LazyTensor) -> bool:
+    """Whether two tensors have the same values, but for a rounding of one of them."""
+    return equal(one, cast(other, one.dtype)) or equal(cast(one, other.dtype), other)
+
+
+def _refuse_whole_run(path: Path, base: Checkpoint) -> None:
+    """Refuses a checkpoint that has the adapter and its base together; `to-hf` merges the two."""
+    folder = path if path.is_dir() else path.parent
+    homes = [home for home in (folder, folder.parent) if (home / CONFIG).is_file()]
+    if not homes or any((folder / name).is_file() for name in WEIGHTS) or not (found := detect(path)):
+        return
+    raise InputRefused(
+        f"`{path}` is of the format `{found.name}`, with the adapter and the model that it was trained on",
+        hint=f"merge the two: `llmconv to-hf {path} --config {base.path / 'config.json'} -o OUT`",
+    )
+
+
+def is_plainly_peft(path: Path) -> bool:
+    """Whether a folder contains only PEFT's own files, safetensors in PEFT's names, and a config with a `peft_type`.
+
+    Then the formats of other tools need not be tried, which takes as long as planning a merge.
+    """
+    weights = path / WEIGHTS[0]
+    if not weights.is_file() or not (path / CONFIG).is_file() or not read_json(path / CONFIG).get("peft_type"):
+        return False
+    others = (file for file in path.iterdir() if file != weights)
+    return all(file.suffix in SMALL for file in others) and all(
+        name.startswith(PREFIX) for name in read_tensors(weights)
+    )
+
+
+def is_for_peft(path: Path) -> bool:
+    """Whether PEFT itself loads an adapter: its own files, with safetensors weights."""
+    named = (path / CONFIG).is_file() and (path / WEIGHTS[0]).is_file()
+    return named and (is_plainly_peft(path) or adapter_format(path) is None)
+
+
+def _open_initial(adapter: str | Path, alpha: float | None) -> Adapter:
+    """One of a pair: only PEFT has initializations that change the base."""
+    with reading_safely(adapter):
+        return open_adapter(local_path(adapter, in_parts=True), alpha, initial=True)
+
+
+def with_initial(trained: Adapter, initial: Adapter) -> Adapter:
+    """`trained` with the adapter it started from; MalformedInput if they are not of one training run.
+
+    Raises UnsupportedInput for parameters of fused experts, which these initializations do not support.
+    """
+    if trained.config.parameters or initial.config.parameters:
+        raise UnsupportedInput(
+            f"`{trained.name}` sets `target_parameters`, which no initial adapter goes with",
+            hint="no initialization changes such weights; leave out `--initial-adapter`",
+        )
+    for module in sorted(trained.pairs.keys() | initial.pairs.keys()):
+        after, before = trained.pairs.get(module), initial.pairs.get(module)
+        if after is None or before is None:
+            raise _unlike(trained, f"only {'the trained' if after else 'the initial'} one adapts `{module}`")
+        if (after.a.shape, after.b.shape) != (before.a.shape, before.b.shape):
+            raise _unlike(trained, f"`{module}` has rank {before.rank} in the initial one, {after.rank} in the trained")
+    return replace(trained, initial=initial)
+
+
+def _unlike(trained: Adapter, why: str) -> MalformedInput:
+    return MalformedInput(
+        f"the initial adapter is not the one that `{trained.name}` was trained from: {why}",
+        hint="give the adapter saved before the first step; an adapter that PEFT has converted needs none",
+    )

@@ -1,1 +1,0 @@
-"""LoRA as PEFT stores it: config, variants, and the layout of factors."""

@@ -1,0 +1,603 @@
+"""A reader for protocol buffers that yields the number and position of each field and leaves payloads in the file.
+
+Encoding (protobuf.dev "Encoding"): each field is a varint key `number << 3 | wire type`, then a varint (0), eight bytes
+(1), a varint length and that number of bytes (2), or four bytes (5); MindSpore does not use groups (3, 4).
+
+MindSpore's strategy files: how the ranks of a run divide each tensor.
+
+Layout (mindspore `node_strategy.proto`, `parallel/_parallel_serialization.py`, `parallel/_tensor.py`): a map of
+parameter name to device matrix, tensor map and optimizer sharding. `tensor_map[i] = k` divides axis i by
+`dev_matrix[-1 - k]`, -1 does not divide it; ranks count through the matrix row by row.
+
+MindSpore `.ckpt` files, read lazily (headers first, then each tensor by its position) and written as a stream.
+
+Layout (mindspore `train/checkpoint.proto`, `train/serialization.py`): a stream of `Checkpoint.value` messages, each a
+`tag` and a TensorProto of `dims`, `tensor_type` and raw little-endian `tensor_content`. Tensors over 512 MiB are split
+into messages of one tag and the same dims. `crc_check` appends `crc_num` and ten bytes, the CRC-32 of all before.
+MindSpore writes `dims` unpacked, and omits empty tensors. Strategy files (`strategy.py`) are written here, too.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+
+from llmconv.checkpoint import read_json
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
+from llmconv.files.safetensors_file import NAME_LIMIT, RANK_LIMIT, FileTensor
+from llmconv.files.source_file import fill, open_data, open_source
+from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, Piece
+
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+VARINT_BYTES = 10
+PACKED_BYTES = 64 * VARINT_BYTES
+WINDOW = 1024
+"""Bytes read at once: enough for a few fields with their names, and little of the skipped payload."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a message; the payload is at `start` to `stop` in the file.
+
+    Attributes:
+        wire: `VARINT`, `FIXED64`, `BYTES` or `FIXED32`.
+        value: the number of a `VARINT`, unsigned; 0 otherwise.
+    """
+
+    number: int
+    wire: int
+    value: int
+    start: int
+    stop: int
+
+    @property
+    def signed(self) -> int:
+        """The value as int32 or int64, which are both stored in 64 bits."""
+        return self.value - (1 << 64) if self.value >> 63 else self.value
+
+
+class ProtobufFile:
+    """A file of messages, read by position; no field may reach past the end of its message."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = path.stat().st_size
+        self._file = open_data(path)
+        self._window = b""
+        self._window_start = 0
+
+    def __enter__(self) -> ProtobufFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def bytes(self, start: int, stop: int) -> bytes:
+        """The bytes from `start` to `stop`; MalformedInput if the file ends before."""
+        low = start - self._window_start
+        if low < 0 or low + stop - start > len(self._window):
+            self._file.seek(start)
+            self._window = self._file.read(max(WINDOW, stop - start)) or b""
+            self._window_start, low = start, 0
+        if stop > self.size or low + stop - start > len(self._window):
+            self.refuse(f"ends at byte {self.size}, inside a field")
+        return self._window[low : low + stop - start]
+
+    def varint(self, start: int, stop: int) -> tuple[int, int]:
+        """The number at `start`, of at most 64 bits, and the position after it, at most `stop`; or MalformedInput."""
+        value = 0
+        for count, byte in enumerate(self.bytes(start, min(stop, start + VARINT_BYTES))):
+            value |= (byte & 0x7F) << 7 * count
+            if byte < 0x80 and value < 1 << 64:
+                return value, start + count + 1
+        return self.refuse(f"has an invalid number at byte {start}")
+
+    def fields(self, start: int, stop: int) -> Iterator[Field]:
+        """The fields of the message from `start` to `stop`, in file order; MalformedInput for an invalid one."""
+        while start < stop:
+            key, start = self.varint(start, stop)
+            number, wire = key >> 3, key & 7
+            value, end = 0, start
+            if wire == VARINT:
+                value, end = self.varint(start, stop)
+            elif wire == BYTES:
+                length, start = self.varint(start, stop)
+                end = start + length
+            elif wire in (FIXED64, FIXED32):
+                end = start + (8 if wire == FIXED64 else 4)
+            else:
+                self.refuse(f"has a field of unsupported wire type {wire} at byte {start}")
+            if end > stop:
+                self.refuse(f"has a field of {end - start} bytes at byte {start}, where {stop - start} bytes are left")
+            yield Field(number, wire, value, start, end)
+            start = end
+
+    def numbers(self, field: Field) -> list[int]:
+        """The values of one `repeated int32` or `int64` field: a single one, or all of them packed."""
+        if field.wire == VARINT:
+            return [field.signed]
+        if field.stop - field.start > PACKED_BYTES:
+            self.refuse(f"has a list of {field.stop - field.start} bytes at byte {field.start}, expected sizes")
+        values, start = [], field.start
+        while start < field.stop:
+            value, start = self.varint(start, field.stop)
+            values.append(value - (1 << 64) if value >> 63 else value)
+        return values
+
+    def text(self, field: Field, limit: int) -> str:
+        """The printable text of one field; MalformedInput if it is something else or longer than `limit` bytes."""
+        if field.wire != BYTES or field.stop - field.start > limit:
+            self.refuse(f"has no valid name at byte {field.start}")
+        try:
+            text = self.bytes(field.start, field.stop).decode()
+        except UnicodeDecodeError:
+            text = "\0"
+        if not text.isprintable():
+            self.refuse(f"has a name at byte {field.start} that is not text")
+        return text
+
+    def refuse(self, problem: str) -> NoReturn:
+        """Raises the MalformedInput for this file."""
+        raise MalformedInput(f"`{self.path.name}` {problem}", hint="the file is truncated or damaged; copy it again")
+
+
+FOLDER = "strategy"
+FILE = re.compile(r".*strategy.*\.(?:ckpt|json)")
+STAGE = re.compile(r"^\d+-")
+DEVICE_LIMIT = 1 << 20
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """How one tensor is divided among ranks.
+
+    Attributes:
+        devices: the device matrix.
+        axes: for each axis of the tensor, the dimensions of the matrix that divide it, counted from the last one.
+        step: number of ranks among which the model itself is divided, if the optimizer divides axis 0 further.
+        size: number of parts into which the optimizer divides axis 0; 0 if it does not.
+        uneven: whether the parts have different sizes, which is unsupported.
+    """
+
+    devices: tuple[int, ...]
+    axes: tuple[tuple[int, ...], ...]
+    step: int = 0
+    size: int = 0
+    uneven: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks in the matrix."""
+        return prod(self.devices)
+
+    def parts(self) -> tuple[int, ...]:
+        """Number of parts of each axis, by the model's parallelism alone."""
+        return tuple(prod(self.devices[-1 - k] for k in axis) for axis in self.axes)
+
+    def coordinates_of(self, rank: int) -> tuple[int, ...]:
+        """Index, along each axis, of the part that a rank holds, the optimizer's division of axis 0 included."""
+        if self.size:
+            first, *others = self._within(rank % self.step)
+            return (first * self.size + rank // self.step % self.size, *others)
+        coordinates = []
+        for count in reversed(self.devices):
+            rank, part = divmod(rank, count)
+            coordinates.append(part)
+        indices = []
+        for axis in self.axes:
+            part = 0
+            for k in axis:
+                part = part * self.devices[-1 - k] + coordinates[k]
+            indices.append(part)
+        return tuple(indices)
+
+    def _within(self, rank: int) -> list[int]:
+        """Index, along each axis, of a rank's part of the model, counted row by row."""
+        indices: list[int] = []
+        for count in reversed(self.parts()):
+            rank, part = divmod(rank, count)
+            indices.insert(0, part)
+        return indices
+
+    def grid(self) -> tuple[int, ...]:
+        """Number of parts of each axis in total."""
+        parts = self.parts()
+        return (parts[0] * self.size, *parts[1:]) if self.size and parts else parts
+
+    def is_sound(self) -> bool:
+        """Whether the numbers are consistent."""
+        inside = all(0 <= k < len(self.devices) for axis in self.axes for k in axis)
+        counts = all(count > 0 for count in self.devices) and self.ranks <= DEVICE_LIMIT
+        if not inside or not counts or not self.axes:
+            return inside and counts
+        return not self.size or self.step == prod(self.parts())
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Parameter name to layout, from the strategy file or folder `path`."""
+
+    path: Path
+    layouts: Mapping[str, ParallelLayout]
+
+
+def find_strategy(folder: Path, given: Path | None = None) -> Strategy | None:
+    """The layouts of all strategy files in or next to a folder of ranks; None if there are none.
+
+    `given` is a strategy file, of one rank or merged from all stages, or a folder of them, to use instead (InputRefused
+    if there is none). Raises MalformedInput if files are unreadable or contradict each other.
+    """
+    if given and given.is_file():
+        return Strategy(given, _layouts([given]))
+    places = (given, given / FOLDER) if given else (folder, folder / FOLDER, folder.parent / FOLDER, folder.parent)
+    for place in places:
+        files = sorted(entry for entry in place.iterdir() if FILE.fullmatch(entry.name)) if place.is_dir() else []
+        if files:
+            return Strategy(place, _layouts(files))
+    if given:
+        raise InputRefused(
+            f"`{given}` is not a strategy file, and contains none",
+            hint="give a `ckpt_strategy_rank_N.ckpt`, or a folder of them",
+        )
+    return None
+
+
+def _layouts(files: Sequence[Path]) -> dict[str, ParallelLayout]:
+    """The layouts of several files of one run, which must agree."""
+    layouts: dict[str, ParallelLayout] = {}
+    for file in files:
+        for name, layout in read_strategy(file).items():
+            if layouts.setdefault(name, layout) != layout:
+                raise MalformedInput(
+                    f"the strategy files in `{file.parent}` contradict each other for `{name}`",
+                    hint="keep those of this run only",
+                )
+    return layouts
+
+
+def read_strategy(path: Path) -> dict[str, ParallelLayout]:
+    """Parameter name to layout, from a strategy file (`.json` or protobuf); MalformedInput if it is inconsistent."""
+    try:
+        layouts = _read_json(path) if path.suffix == ".json" else _read_protobuf(path)
+        invalid = [name for name, layout in layouts.items() if not layout.is_sound()]
+    except (AttributeError, KeyError, TypeError, ValueError, LlmconvError) as error:
+        raise MalformedInput(
+            f"`{path.name}` is not a strategy file", hint="it should be a `ckpt_strategy_rank_N.ckpt` of the run"
+        ) from error
+    if invalid:
+        raise MalformedInput(
+            f"`{path.name}` has invalid layouts for {len(invalid)} tensors: {listing(invalid)}",
+            hint="copy the file again",
+        )
+    found: dict[str, ParallelLayout] = {}
+    for name, layout in layouts.items():
+        if found.setdefault(STAGE.sub("", name, count=1), layout) != layout:
+            raise MalformedInput(
+                f"the stages in `{path.name}` contradict each other for `{name}`", hint="merge those of one run"
+            )
+    return found
+
+
+def _read_protobuf(path: Path) -> dict[str, ParallelLayout]:
+    layouts: dict[str, ParallelLayout] = {}
+    with ProtobufFile(path) as source:
+        for item in source.fields(0, source.size):
+            if item.number == 3 and item.wire == BYTES:
+                parts = {field.number: field for field in source.fields(item.start, item.stop)}
+                layouts[source.text(parts[1], NAME_LIMIT)] = _layout(source, parts[2])
+    return layouts
+
+
+def _layout(source: ProtobufFile, message: Field) -> ParallelLayout:
+    """Numbers: dev_matrix 1, tensor_map 2, param_split_shape 3, indices_offset 4, field 5, step 6, size 7."""
+    fields = list(source.fields(message.start, message.stop))
+    lists = {number: [_dims(source, field) for field in fields if field.number == number] for number in (1, 2)}
+    single = {field.number: field.signed for field in fields if field.number in (5, 6, 7)}
+    split = any(_dims(source, field) for field in fields if field.number == 3)
+    devices = [size for dims in lists[1] for size in dims]
+    maps = lists[2] if len(lists[2]) > 1 else [[k] for dims in lists[2] for k in dims]
+    return _make(devices, maps, (single.get(5, 0), single.get(6, 0), single.get(7, 0)), split)
+
+
+def _dims(source: ProtobufFile, field: Field) -> list[int]:
+    return [value for dim in source.fields(field.start, field.stop) if dim.number == 1 for value in source.numbers(dim)]
+
+
+def _read_json(path: Path) -> dict[str, ParallelLayout]:
+    items = read_json(path)["parallel_layout_item"]
+    return {name: _json_layout(item) for name, item in items.items()}
+
+
+def _json_layout(item: Mapping[str, Any]) -> ParallelLayout:
+    maps = [axis if isinstance(axis, list) else [axis] for axis in item["tensor_map"]]
+    further = (item.get("field", 0), item.get("opt_weight_shard_step", 0), item.get("opt_weight_shard_size", 0))
+    return _make(item["dev_matrix"], maps, further, bool(item.get("param_split_shape")))
+
+
+def _make(devices: Sequence[int], maps: Sequence[Sequence[int]], further: Sequence[int], split: bool) -> ParallelLayout:
+    field, step, size = further
+    axes = tuple(tuple(k for k in axis if k != -1) for axis in maps)
+    nested = any(len(axis) > 1 for axis in axes) and size > 1
+    sharded = size > 1
+    return ParallelLayout(
+        tuple(devices), axes, step if sharded else 0, size if sharded else 0, uneven=field > 0 or split or nested
+    )
+
+
+TYPES = {
+    **{name: BY_NAME[name.lower()] for name in ("Float16", "Float32", "Float64", "BFloat16", "Bool")},
+    **{f"{kind}{bits}": BY_NAME[f"{kind.lower()}{bits}"] for kind in ("Int", "UInt") for bits in (8, 16, 32, 64)},
+}
+TEXT = "str"
+VALUES, BYTES_PER_VALUE = 20_000, 256
+"""Maximum number of messages: a constant, and one more for each `BYTES_PER_VALUE` bytes of the file."""
+
+CRC_TAG = b"crc_num"
+CRC_TAIL = len(CRC_TAG) + 10
+CRC_LIMIT = 64 << 20
+"""The checksum of files up to this size is verified; of larger ones not, since that would read them twice."""
+
+ENCRYPTED = {b"\xd8\x5e\x3a\x7f": "AES-GCM", b"\xd9\x5e\x3a\x7f": "AES-CBC or SM4-CBC"}
+"""First bytes of an encrypted file (mindspore `utils/crypto.cc`)."""
+
+HEAD = 64
+
+
+@dataclass(frozen=True)
+class TensorMessage:
+    """One message: name, dtype and shape of a tensor, and the position of its content (or a part of it)."""
+
+    tag: str
+    kind: str
+    dims: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class MindSporeFile:
+    """The tensors of a `.ckpt` in file order, and warnings for the user, one line each."""
+
+    tensors: dict[str, LazyTensor]
+    warnings: tuple[str, ...] = ()
+
+
+def is_mindspore_ckpt(path: Path) -> bool:
+    """Whether a file begins as `save_checkpoint` writes: a message with a tag and a tensor, or an encrypted block."""
+    if not path.is_file():
+        return False
+    with open_source(path) as file:
+        head = file.read(HEAD)
+    if head[:4] in ENCRYPTED:
+        return True
+    if not head.startswith(b"\x0a"):
+        return False
+    try:
+        with ProtobufFile(path) as source:
+            outer = next(source.fields(0, source.size))
+            tag, tensor = _first_two(source, outer)
+            is_tensor = tensor.number in (2, 3) and tensor.wire == BYTES
+            return (outer.number, tag.number) == (1, 1) and is_tensor and bool(source.text(tag, NAME_LIMIT))
+    except (MalformedInput, StopIteration):
+        return False
+
+
+def _first_two(source: ProtobufFile, outer: Field) -> tuple[Field, Field]:
+    inner = source.fields(outer.start, outer.stop)
+    return next(inner), next(inner)
+
+
+def read_ckpt(path: Path) -> MindSporeFile:
+    """Reads the headers of a `.ckpt`, but no tensor data (except for the checksum, see `CRC_LIMIT`).
+
+    Raises UnsupportedInput if it is encrypted, or safetensors lacks an element type, MalformedInput if it is truncated,
+    or lengths, shapes or the checksum contradict each other.
+    """
+    with open_source(path) as file:
+        head = file.read(4)
+    if head in ENCRYPTED:
+        raise UnsupportedInput(
+            f"`{path.name}` is encrypted ({ENCRYPTED[head]})",
+            hint="load it with `mindspore.load_checkpoint(..., dec_key=...)` and save it again without `enc_key`",
+        )
+    with ProtobufFile(path) as source:
+        end, warnings = _without_crc(source)
+        values = _values(source, end)
+        return MindSporeFile(_tensors(source, values), warnings)
+
+
+def _without_crc(source: ProtobufFile) -> tuple[int, tuple[str, ...]]:
+    """Position at which the messages end, and a warning if the checksum was not verified."""
+    end = source.size - CRC_TAIL
+    if end < 0 or not (tail := source.bytes(end, source.size)).startswith(CRC_TAG):
+        return source.size, ()
+    if end > CRC_LIMIT:
+        return end, (f"the checksum of `{source.path.name}` was not verified, as that would read the file twice",)
+    if zlib.crc32(source.bytes(0, end)) != int.from_bytes(tail[len(CRC_TAG) :], "big"):
+        source.refuse("has an invalid checksum")
+    return end, ()
+
+
+def _values(source: ProtobufFile, end: int) -> list[TensorMessage]:
+    values: list[TensorMessage] = []
+    for outer in source.fields(0, end):
+        if outer.number != 1 or outer.wire != BYTES or len(values) == VALUES + source.size // BYTES_PER_VALUE:
+            source.refuse(f"has a field at byte {outer.start} that is not a tensor")
+        values.append(_value(source, outer))
+    return values
+
+
+def _value(source: ProtobufFile, outer: Field) -> TensorMessage:
+    parts = {field.number: field for field in source.fields(outer.start, outer.stop)}
+    if 1 not in parts:
+        source.refuse(f"has a tensor without a name at byte {outer.start}")
+    tag = source.text(parts[1], NAME_LIMIT)
+    if 2 not in parts or parts[2].wire != BYTES:
+        raise UnsupportedInput(
+            f"`{tag}` in `{source.path.name}` is a hash map, which is unsupported",
+            hint="only models made of plain tensors can be converted",
+        )
+    dims: list[int] = []
+    kind, content = "", None
+    for field in source.fields(parts[2].start, parts[2].stop):
+        if field.number == 1:
+            dims += source.numbers(field)
+            if len(dims) > RANK_LIMIT:
+                source.refuse(f"has tensor `{tag}` with more than {RANK_LIMIT} axes")
+        elif field.number == 2:
+            kind = source.text(field, NAME_LIMIT)
+        elif field.number == 3 and field.wire == BYTES:
+            content = field
+    if content is None or not all(0 <= size < 1 << 62 for size in dims):
+        source.refuse(f"has tensor `{tag}` without content, or with an invalid shape")
+    # older writers store a scalar with the dims [0]; an empty tensor is not written at all
+    shape = () if dims == [0] and kind != TEXT else tuple(dims)
+    return TensorMessage(tag, kind, shape, content.start, content.stop)
+
+
+def _tensors(source: ProtobufFile, values: Sequence[TensorMessage]) -> dict[str, LazyTensor]:
+    """Name to tensor; consecutive messages with the same name are parts of one tensor."""
+    groups: list[list[TensorMessage]] = []
+    for value in values:
+        if value.kind == TEXT:
+            continue
+        if groups and groups[-1][0].tag == value.tag:
+            groups[-1].append(value)
+        else:
+            groups.append([value])
+    tensors: dict[str, LazyTensor] = {}
+    for group in groups:
+        if group[0].tag in tensors:
+            source.refuse(f"has a duplicate tensor name `{group[0].tag}`")
+        tensors[group[0].tag] = _tensor(source, group)
+    return tensors
+
+
+def _tensor(source: ProtobufFile, parts: Sequence[TensorMessage]) -> LazyTensor:
+    first = parts[0]
+    if first.kind not in TYPES:
+        raise UnsupportedInput(
+            f"tensor `{first.tag}` in `{source.path.name}` has the unsupported type `{first.kind[:40]}`",
+            hint="only plain float, integer and bool tensors can be converted; dequantize it first",
+        )
+    dtype = TYPES[first.kind]
+    stored, needed = sum(part.stop - part.start for part in parts), prod(first.dims) * dtype.itemsize
+    if stored != needed or any((part.kind, part.dims) != (first.kind, first.dims) for part in parts):
+        source.refuse(
+            f"has {stored} bytes in {len(parts)} parts for tensor `{first.tag}`, expected {needed} for its shape"
+        )
+    if len(parts) == 1:
+        return FileTensor(source.path, first.start, dtype, first.dims)
+    return _chunked(source.path, dtype, first.dims, [(part.start, part.stop) for part in parts])
+
+
+def _chunked(path: Path, dtype: DType, shape: tuple[int, ...], spans: Sequence[tuple[int, int]]) -> LazyTensor:
+    """A tensor whose bytes lie in several places of the file; a part may end inside a row."""
+    row_bytes = prod(shape[1:]) * dtype.itemsize
+
+    def load(start: int, stop: int) -> Array:
+        array = np.empty((stop - start) * row_bytes, dtype=np.uint8)
+        done, skip = 0, start * row_bytes
+        with open_data(path) as file:
+            for begin, end in spans:
+                count = min(max(0, end - begin - skip), len(array) - done)
+                if count:
+                    fill(file, array.data[done : done + count], begin + skip, path)
+                done, skip = done + count, max(0, skip - (end - begin))
+        return array.view(dtype.numpy).reshape(stop - start, *shape[1:])
+
+    return LazyTensor(dtype, shape, load)
+
+
+CHUNK_BYTES = 512 << 20
+"""Longer content is split into messages with the same tag and dims (`train/serialization.py`, `SLICE_SIZE`)."""
+
+KINDS = {dtype.name: kind for kind, dtype in TYPES.items()}
+WHOLE = -1
+
+
+def ckpt_pieces(tensors: Mapping[str, LazyTensor]) -> Iterator[Piece]:
+    """The pieces of a `.ckpt` file of the tensors, in order; UnsupportedInput if MindSpore lacks an element type."""
+    for name, tensor in tensors.items():
+        if tensor.dtype.name not in KINDS:
+            raise UnsupportedInput(
+                f"`{name}` is {tensor.dtype.name}, which is unsupported in a `.ckpt`", hint="give `--dtype bfloat16`"
+            )
+        for start in range(0, tensor.nbytes, CHUNK_BYTES):
+            stop = min(start + CHUNK_BYTES, tensor.nbytes)
+            yield _head(name, tensor, stop - start)
+            yield tensor if stop - start == tensor.nbytes else _bytes_of(tensor, start, stop)
+
+
+def _head(name: str, tensor: LazyTensor, size: int) -> bytes:
+    """A message up to its last field, the content of `size` bytes."""
+    dims = b"".join(number_field(1, dim) for dim in tensor.shape)
+    described = dims + bytes_field(2, KINDS[tensor.dtype.name].encode()) + _key(3, BYTES) + varint(size)
+    tag = bytes_field(1, name.encode())
+    inner = tag + _key(2, BYTES) + varint(len(described) + size) + described
+    return _key(1, BYTES) + varint(len(inner) + size) + inner
+
+
+def _bytes_of(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
+    """Bytes `start:stop` of a tensor's data, which may begin and end inside a row, as a uint8 tensor."""
+    row = tensor.nbytes // tensor.num_rows
+
+    def load(first: int, last: int) -> Array:
+        low, high = start + first, start + last
+        data = np.ascontiguousarray(tensor.rows(low // row, -(-high // row))).reshape(-1).view(np.uint8)
+        return data[low - low // row * row :][: high - low]
+
+    return LazyTensor(BY_NAME["uint8"], (stop - start,), load)
+
+
+def strategy_bytes(layouts: Mapping[str, ParallelLayout]) -> bytes:
+    """A strategy file (`ParallelStrategyMap`) of the first pipeline stage; the reverse of `strategy.read_strategy`.
+
+    Not supported: layouts that the optimizer divides further, or with several dimensions of the matrix on one axis.
+    """
+    items = (bytes_field(1, name.encode()) + bytes_field(2, _file_layout(layout)) for name, layout in layouts.items())
+    return number_field(1, 1) + b"".join(bytes_field(3, item) for item in items)
+
+
+def _file_layout(layout: ParallelLayout) -> bytes:
+    axes = [axis[0] if axis else WHOLE for axis in layout.axes]
+    rest = bytes_field(3, b"") + bytes_field(4, b"") + b"".join(number_field(number, 0) for number in (5, 6, 7))
+    return bytes_field(1, _file_dims(layout.devices)) + bytes_field(2, _file_dims(axes)) + rest
+
+
+def _file_dims(values: Iterable[int]) -> bytes:
+    return b"".join(number_field(1, value) for value in values)
+
+
+def number_field(number: int, value: int) -> bytes:
+    """An encoded integer field."""
+    return _key(number, VARINT) + varint(value)
+
+
+def bytes_field(number: int, content: bytes) -> bytes:
+    """An encoded text or message field."""
+    return _key(number, BYTES) + varint(len(content)) + content
+
+
+def _key(number: int, wire: int) -> bytes:
+    return varint(number << 3 | wire)
+
+
+def varint(value: int) -> bytes:
+    """An encoded number in as few bytes as possible; negative int32 and int64 take ten."""
+    value &= (1 << 64) - 1
+    text = bytearray()
+    while value > 0x7F:
+        text.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*text, value])

@@ -1,1 +1,0 @@
-"""MindSpore's file formats: `.ckpt`, and the strategy by which ranks divide tensors."""

@@ -1,1 +1,0 @@
-"""Torch Distributed Checkpoint (DCP): a folder of shards, read lazily and without torch."""

@@ -1,0 +1,455 @@
+"""Converts sentencepiece's `tokenizer.model` (BPE) to a `tokenizer.json` with the same ids.
+
+Formats: `sentencepiece_model.proto` (google/sentencepiece), read on the wire level; tokenizer.json of
+huggingface/tokenizers, with the pipeline that transformers' SpmConverter builds for Llama.
+
+Converts tiktoken's `tokenizer.model` (base64 token, space, rank per line) to a `tokenizer.json` with the same ids.
+
+Sources: meta-llama/llama3 `llama/tokenizer.py` and llama-models `models/llama3/tokenizer.py` (pattern, special tokens);
+the pipeline is that of transformers' TikTokenConverter.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import SIDE_FILES, read_side_files, read_small
+from llmconv.errors import InputRefused, MalformedInput
+
+BPE = 2
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+SPACE = "\u2581"
+PIECE = {1: bytes, 2: bytes, 3: int}
+"""Field number to its type on the wire: text, score, type."""
+TRAINER = {3: int, 35: int, 40: int, 41: int, 42: int}
+NORMALIZER = {2: bytes, 3: int, 4: int}
+
+SPLIT_LIMIT = 200_000_000
+"""Maximum sum of the squared lengths of all tokens: 1 million for 32,000 tokens, 10 million for Llama 3's."""
+
+
+@dataclass(frozen=True)
+class SentencePieceModel:
+    """The content of a `tokenizer.model`.
+
+    Attributes:
+        pieces: (text, score, type) by id.
+        is_bpe: pieces are joined by merges (otherwise it is a unigram model).
+        byte_fallback: unknown characters become bytes.
+        bos, eos, unk: ids; -1 if there is none.
+        charsmap: precompiled normalization; empty for `identity`.
+    """
+
+    pieces: tuple[tuple[str, float, int], ...]
+    is_bpe: bool
+    byte_fallback: bool
+    bos: int
+    eos: int
+    unk: int
+    charsmap: bytes
+    add_dummy_prefix: bool
+    remove_extra_whitespaces: bool
+
+
+def parse_sentencepiece(data: bytes) -> SentencePieceModel:
+    """Reads the ModelProto in `data`; MalformedInput if it is not a sentencepiece model."""
+    try:
+        fields = list(_fields(data))
+        trainer = _typed(next((value for number, value in fields if number == 2), b""), TRAINER)
+        normalizer = _typed(next((value for number, value in fields if number == 3), b""), NORMALIZER)
+        pieces = tuple(_piece(value) for number, value in fields if number == 1)
+    except (IndexError, struct.error, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise MalformedInput("`tokenizer.model` is not a sentencepiece model", hint="copy it again") from error
+    if max(_signed(trainer.get(field, default)) for field, default in ((40, 0), (41, 1), (42, 2))) >= len(pieces):
+        raise MalformedInput(
+            f"`tokenizer.model` has {len(pieces)} pieces, but special tokens with larger ids", hint="copy it again"
+        )
+    return SentencePieceModel(
+        pieces=pieces,
+        is_bpe=trainer.get(3, 1) == BPE,
+        byte_fallback=bool(trainer.get(35, 0)),
+        bos=_signed(trainer.get(41, 1)),
+        eos=_signed(trainer.get(42, 2)),
+        unk=_signed(trainer.get(40, 0)),
+        charsmap=normalizer.get(2, b""),
+        add_dummy_prefix=bool(normalizer.get(3, 1)),
+        remove_extra_whitespaces=bool(normalizer.get(4, 1)),
+    )
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """Field number and value (int, 4 or 8 raw bytes, or bytes) of each field of a protobuf message."""
+    position = 0
+    while position < len(data):
+        tag, position = _varint(data, position)
+        match tag & 7:
+            case 0:
+                value, position = _varint(data, position)
+                yield tag >> 3, value
+                continue
+            case 1:
+                size = 8
+            case 2:
+                size, position = _varint(data, position)
+            case 5:
+                size = 4
+            case _:
+                raise ValueError("unsupported wire type")
+        if position + size > len(data):
+            raise IndexError
+        yield tag >> 3, data[position : position + size]
+        position += size
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+    raise ValueError("number too long")
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _piece(data: bytes) -> tuple[str, float, int]:
+    fields = _typed(data, PIECE)
+    (score,) = struct.unpack("<f", fields.get(2, bytes(4)))
+    return fields.get(1, b"").decode("utf-8"), score, fields.get(3, 1)
+
+
+def _typed(data: Any, kinds: Mapping[int, type]) -> dict[int, Any]:
+    """The fields of a message with a known number; TypeError for a type that sentencepiece does not write."""
+    if not isinstance(data, bytes):
+        raise TypeError("not a message")
+    fields = {number: value for number, value in _fields(data) if number in kinds}
+    if any(not isinstance(value, kinds[number]) for number, value in fields.items()):
+        raise TypeError("field of the wrong type")
+    return fields
+
+
+def require_short(tokens: Iterable[str | bytes]) -> None:
+    """Refuses (MalformedInput) tokens whose splits would take too long to try: cost is the square of each length."""
+    if sum(len(token) ** 2 for token in tokens) > SPLIT_LIMIT:
+        raise MalformedInput("the tokens in `tokenizer.model` are far too long", hint="copy it again")
+
+
+def merges_of(model: SentencePieceModel) -> list[tuple[str, str]]:
+    """The merges of a BPE model, best first: all splits of a piece into two, in the order of the pieces' scores.
+
+    sentencepiece joins the pair whose result has the best score, so every split of a piece shares its rank.
+    """
+    require_short(text for text, _, _ in model.pieces)
+    ids = {text: index for index, (text, _, _) in enumerate(model.pieces)}
+    ranked: list[tuple[float, int, int, str, str]] = []
+    for text, score, kind in model.pieces:
+        if kind not in (UNKNOWN, CONTROL, USER_DEFINED):
+            splits = ((text[:at], text[at:]) for at in range(1, len(text)))
+            ranked += [
+                (-score, ids[left], ids[right], left, right) for left, right in splits if left in ids and right in ids
+            ]
+    return [(left, right) for *_, left, right in sorted(ranked)]
+
+
+def tokenizer_json(model: SentencePieceModel) -> dict[str, Any]:
+    """The content of `tokenizer.json`; encoding begins with bos."""
+    bos = model.pieces[model.bos][0]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            added_token(index, text, special=kind != USER_DEFINED)
+            for index, (text, _, kind) in enumerate(model.pieces)
+            if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": _normalizers(model)},
+        "pre_tokenizer": None,
+        "post_processor": bos_template(bos, model.bos),
+        "decoder": _decoder(model),
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": model.pieces[model.unk][0],
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": model.byte_fallback,
+            "ignore_merges": False,
+            "vocab": {text: index for index, (text, _, _) in enumerate(model.pieces)},
+            "merges": [list(pair) for pair in merges_of(model)],
+        },
+    }
+
+
+def _normalizers(model: SentencePieceModel) -> list[dict[str, Any]]:
+    steps: list[dict[str, Any]] = []
+    if model.charsmap:
+        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(model.charsmap).decode()})
+    if model.remove_extra_whitespaces:
+        steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    if model.add_dummy_prefix:
+        steps.append({"type": "Prepend", "prepend": SPACE})
+    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
+    return steps
+
+
+def _decoder(model: SentencePieceModel) -> dict[str, Any]:
+    steps: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}]
+    steps += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    if model.add_dummy_prefix:
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {"type": "Sequence", "decoders": steps}
+
+
+def added_token(index: int, text: str, *, special: bool) -> dict[str, Any]:
+    """One entry of `added_tokens`; decoding may skip a `special` token."""
+    return {
+        "id": index,
+        "content": text,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": special,
+    }
+
+
+def bos_template(bos: str, index: int) -> dict[str, Any]:
+    """The post-processor that begins each sequence with `bos`."""
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [
+            {"SpecialToken": {"id": bos, "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": bos, "type_id": 1}},
+            {"Sequence": {"id": "B", "type_id": 1}},
+        ],
+        "special_tokens": {bos: {"id": bos, "ids": [index], "tokens": [bos]}},
+    }
+
+
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+NUM_SPECIAL = 256
+BOS, EOS, EOM, EOT = 0, 1, 8, 9
+"""Special tokens, by their offset after the last rank."""
+
+NAMED = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
+NAMED_SINCE_3_1 = NAMED | {4: "finetune_right_pad_id", 8: "eom_id", 10: "python_tag"}
+
+
+def parse_tiktoken(data: bytes) -> dict[bytes, int]:
+    """Token to rank; ranks are 0 … n-1 (else MalformedInput)."""
+    try:
+        pairs = [line.split() for line in data.splitlines() if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except (ValueError, binascii.Error) as error:
+        raise MalformedInput("`tokenizer.model` is not a tiktoken vocabulary", hint="copy it again") from error
+    if sorted(ranks.values()) != list(range(len(pairs))) or not ranks:
+        raise MalformedInput("the ranks in `tokenizer.model` are not 0, 1, 2, …", hint="copy it again")
+    return ranks
+
+
+def is_tiktoken(data: bytes) -> bool:
+    """Whether the first line is base64, a space and a rank (sentencepiece starts with a binary tag)."""
+    token, _, rank = data[: 4 << 10].partition(b"\n")[0].partition(b" ")
+    try:
+        return bool(token) and base64.b64decode(token, validate=True) != b"" and rank.strip().isdigit()
+    except binascii.Error:
+        return False
+
+
+def reserved_tokens(*, since_3_1: bool) -> list[str]:
+    """The 256 special tokens in order of their ids, in Hugging Face's names."""
+    named = NAMED_SINCE_3_1 if since_3_1 else NAMED
+    reserved = (f"reserved_special_token_{number}" for number in range(NUM_SPECIAL))
+    return [f"<|{named[i] if i in named else next(reserved)}|>" for i in range(NUM_SPECIAL)]
+
+
+def tiktoken_merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """All splits of a token into two tokens, best first: tiktoken joins the pair whose result has the lowest rank."""
+    require_short(ranks)
+    merges: list[tuple[bytes, bytes]] = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        splits = [(token[:at], token[at:]) for at in range(1, len(token))]
+        known = [(left, right) for left, right in splits if left in ranks and right in ranks]
+        merges += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    return merges
+
+
+def byte_alphabet() -> list[str]:
+    """The visible character of each byte (GPT-2's `bytes_to_unicode`)."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = (chr(256 + number) for number in range(256))
+    return [chr(byte) if byte in visible else next(spare) for byte in range(256)]
+
+
+def tiktoken_json(ranks: dict[bytes, int], *, since_3_1: bool) -> dict[str, Any]:
+    """The content of `tokenizer.json`; encoding begins with `<|begin_of_text|>`."""
+    alphabet = byte_alphabet()
+    spelled = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
+    specials = reserved_tokens(since_3_1=since_3_1)
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [added_token(len(ranks) + i, text, special=True) for i, text in enumerate(specials)],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": bos_template(specials[BOS], len(ranks) + BOS),
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,  # tiktoken does not split a word that is a token
+            "vocab": {spelled[token]: rank for token, rank in ranks.items()},
+            "merges": [[spelled[left], spelled[right]] for left, right in tiktoken_merges(ranks)],
+        },
+    }
+
+
+def tiktoken_of(content: Mapping[str, Any]) -> bytes | None:
+    """The reverse of `tiktoken_json`: `tokenizer.model`, or None if `tokenizer.json` is that of another tokenizer."""
+    model, split = content.get("model"), json.dumps({"Regex": PATTERN})
+    if not isinstance(model, Mapping) or split not in json.dumps(content.get("pre_tokenizer")):
+        return None
+    vocabulary, merges = model.get("vocab"), model.get("merges")
+    if not isinstance(vocabulary, Mapping) or not isinstance(merges, list):
+        return None
+    byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
+    try:
+        ranks = {bytes(byte_of[character] for character in token): rank for token, rank in vocabulary.items()}
+        pairs = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
+        stored = [tuple(bytes(byte_of[character] for character in part) for part in pair) for pair in pairs]
+        expected = tiktoken_merges(ranks)
+    except (KeyError, TypeError, MalformedInput):
+        return None
+    if sorted(map(repr, ranks.values())) != sorted(map(repr, range(len(ranks)))) or stored != expected:
+        return None
+    lines = (base64.b64encode(token) + f" {ranks[token]}\n".encode() for token in sorted(ranks, key=ranks.__getitem__))
+    return b"".join(lines)
+
+
+def special_ids(files: Mapping[str, bytes]) -> tuple[int | None, int | None]:
+    """Ids of the tokens that begin and end a text; None if the files do not contain them.
+
+    `files` is content by name; `tokenizer_config.json` (or `special_tokens_map.json`) contains the tokens,
+    `tokenizer.json` their ids. Raises MalformedInput if a file is not JSON.
+    """
+    settings = {**_object(files, "special_tokens_map.json"), **_object(files, "tokenizer_config.json")}
+    ids = _ids(_object(files, "tokenizer.json"))
+    bos, eos = (ids.get(_text(settings.get(kind)) or "") for kind in ("bos_token", "eos_token"))
+    return bos, eos
+
+
+def special_tokens(files: Mapping[str, bytes]) -> dict[str, tuple[str, int | None]]:
+    """The tokens that begin, end and pad a text, by `bos_token`, `eos_token`, `pad_token`: text, and id where known.
+
+    `files` and errors as in `special_ids`.
+    """
+    settings = {**_object(files, "special_tokens_map.json"), **_object(files, "tokenizer_config.json")}
+    ids = {**_ids(_object(files, "tokenizer.json")), **_added(files)}
+    texts = {kind: text for kind in ("bos_token", "eos_token", "pad_token") if (text := _text(settings.get(kind)))}
+    return {kind: (text, ids.get(text)) for kind, text in texts.items()}
+
+
+def added_tokens(files: Mapping[str, bytes]) -> frozenset[str]:
+    """The tokens beyond a tokenizer's own vocabulary; MalformedInput if a file is not JSON."""
+    return frozenset(_added(files))
+
+
+def known_tokens(files: Mapping[str, bytes]) -> frozenset[str]:
+    """The tokens of `tokenizer.json` or `vocab.json`; MalformedInput if a file is not JSON."""
+    return frozenset({*_ids(_object(files, "tokenizer.json")), *_object(files, "vocab.json")})
+
+
+def _added(files: Mapping[str, bytes]) -> dict[str, int]:
+    """Token to id: `added_tokens.json`, `added_tokens_decoder` of the config, `added_tokens` of `tokenizer.json`."""
+    decoder = _object(files, "tokenizer_config.json").get("added_tokens_decoder")
+    rows = decoder.items() if isinstance(decoder, dict) else ()
+    pairs: list[tuple[Any, Any]] = [(_text(token), int(number)) for number, token in rows if str(number).isdecimal()]
+    listed = _object(files, "tokenizer.json").get("added_tokens")
+    tokens = [token for token in listed if isinstance(token, dict)] if isinstance(listed, list) else []
+    pairs += [(_text(token), token.get("id")) for token in tokens]
+    pairs += _object(files, "added_tokens.json").items()
+    return {text: number for text, number in pairs if isinstance(text, str) and type(number) is int}
+
+
+def vocabulary_size(files: Mapping[str, bytes]) -> int | None:
+    """One more than the highest id of a tokenizer; None if its files do not contain the ids, MalformedInput if damaged.
+
+    Read from `tokenizer.json`; or `vocab.json` and `added_tokens.json`; or `tokenizer.model`.
+    """
+    added = _object(files, "added_tokens.json")
+    ids = _ids(_object(files, "tokenizer.json")) or {**_object(files, "vocab.json"), **added}
+    numbers = [number for number in ids.values() if type(number) is int]
+    if not numbers and "tokenizer.model" in files:
+        pieces = parse_sentencepiece(files["tokenizer.model"]).pieces
+        numbers = [len(pieces) - 1, *(number for number in added.values() if type(number) is int)]
+    return max(numbers) + 1 if numbers else None
+
+
+def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    try:
+        content = json.loads(files.get(name, b"{}"))
+    except (ValueError, RecursionError) as error:
+        raise MalformedInput(f"`{name}` is not valid JSON: {error}", hint="repair or replace the tokenizer") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _text(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """Token to id: those of the model (a dict, or a list of pairs), overridden by added tokens."""
+    model = tokenizer.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(vocabulary, dict):
+        pairs = list(vocabulary.items())
+    elif isinstance(vocabulary, list):
+        pairs = [(row[0], index) for index, row in enumerate(vocabulary) if isinstance(row, list) and row]
+    added = tokenizer.get("added_tokens")
+    for token in added if isinstance(added, list) else []:
+        if isinstance(token, dict):
+            pairs.append((token.get("content"), token.get("id")))
+    return {text: number for text, number in pairs if isinstance(text, str) and isinstance(number, int)}
+
+
+def read_tokenizer(path: Path) -> dict[str, bytes]:
+    """The tokenizer files at `path`, by plain name; InputRefused if there is none."""
+    if path.is_dir():
+        files = {name: content for name, content in read_side_files(path).items() if name != "generation_config.json"}
+    else:
+        files = {path.name: read_small(path)} if path.is_file() and path.name in SIDE_FILES else {}
+    if not files:
+        raise InputRefused(
+            f"`{path}` contains no tokenizer",
+            hint="give a folder with `tokenizer.json` or `tokenizer.model`, or the file",
+        )
+    return files

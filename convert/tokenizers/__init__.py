@@ -1,1 +1,0 @@
-"""Tokenizer files: found, restored, and written as tokenizer.json."""
