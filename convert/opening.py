@@ -402,7 +402,7 @@ def _with_all_weights(adapter: Adapter) -> Adapter:
 
 
 def _repeats(file: Path, weights: Path) -> bool:
-    """Whether a file holds nothing but tensors of the adapter, as accelerate's `pytorch_model_fsdp.bin` may."""
+    """Whether a file contains only tensors of the adapter, as accelerate's `pytorch_model_fsdp.bin` may."""
     try:
         found = {saved_name(name)[0] or name: tensor for name, tensor in read_tensors(file).items()}
         own = {saved_name(name)[0] or name: tensor for name, tensor in read_tensors(weights).items()}

@@ -26,13 +26,20 @@ def pytest_collection() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Rows of parametrized tests are slow if `slow_rows` has their id, or `quick_rows` has those of others."""
+    unknown: dict[str, set[str]] = {}
     for item in items:
         row = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
         slow, quick = item.get_closest_marker("slow_rows"), item.get_closest_marker("quick_rows")
         if (slow and row in slow.args) or (quick and row not in quick.args):
             item.add_marker(pytest.mark.slow)
+        for mark in filter(None, (slow, quick)):
+            test = f"{item.nodeid.partition('[')[0]} {mark.name}"
+            unknown.setdefault(test, {*mark.args}).discard(row)
+    wrong = {test: ids for test, ids in unknown.items() if ids}
+    if wrong and not any("::" in str(given) for given in config.args):  # of some tests not all rows are collected
+        raise pytest.UsageError(f"no row has these ids: {wrong}")
 
 
 def pytest_collection_finish() -> None:

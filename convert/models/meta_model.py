@@ -143,7 +143,7 @@ def model_of_class(config: Mapping[str, Any], name: str, dtype: str = "float32")
     """A model of one of transformers' own classes, on the meta device; `dtype` as in `meta_model`.
 
     Of a model with several towers, a class of its language model takes that part of the config. Raises NotBuildable if
-    there is no such class, or it or transformers refuses the config.
+    the class does not exist, or refuses the config.
     """
     fields = without_fetching(constructor_fields(config))
     with building():

@@ -85,8 +85,8 @@ def settled(checkpoint: Checkpoint, *, sampled: bool = False) -> Checkpoint:
 def with_head(checkpoint: Checkpoint, embedding: str, *, tied: bool) -> dict[str, LazyTensor]:
     """The tensors, with the output head (`lm_head.weight`) added if it is tied to the embedding.
 
-    `tied` is transformers' default where the config does not decide it. Raises MalformedInput if there is no embedding,
-    or no head and it is not tied.
+    `tied` is transformers' default for configs without `tie_word_embeddings`. Raises MalformedInput without an
+    embedding, and without a head that is not tied.
     """
     tensors = dict(checkpoint.tensors)
     if HEAD in tensors:

@@ -144,7 +144,7 @@ def _made(home: Path, stack: ExitStack) -> Path:
 def _locked(folder: Path, *, needed: bool = True) -> Iterator[None]:
     """Holds the lock of a folder, which ends with the process; raises BlockingIOError if another process holds it.
 
-    Raises OSError if it is no folder of its own, or this disk does not lock folders and `needed` is set.
+    Raises OSError if it is a link or a file, or if `needed` is set and this disk cannot lock folders.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -335,7 +335,7 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Finding:
-    """A description such as `epsilon 1e-05 in the graph, 1e-06 in the model`, and the faulty node; None if none is."""
+    """A description, such as `epsilon 1e-05 in the graph, 1e-06 in the model`, and the node; None if none differs."""
 
     text: str
     node: onnx.NodeProto | None = None

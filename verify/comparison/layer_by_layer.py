@@ -38,6 +38,7 @@ from onnx import helper, numpy_helper
 from llmconv.checkpoint import open_weights, read_json
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput
 from llmconv.files.safetensors_file import FileTensor
+from llmconv.memory import trim
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import ScaleFactors
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
@@ -54,7 +55,6 @@ from llmconv.runtime.low_memory.weights import (
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry
 from llmconv.runtime.onnxruntime.guard import external_fields, graphs
-from llmconv.runtime.onnxruntime.packed_cache import trim
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import FixedSizes

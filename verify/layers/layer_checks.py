@@ -27,7 +27,7 @@ import onnxruntime as ort
 import torch
 
 from llmconv.errors import LlmconvError, MalformedInput, OutOfMemory, UnsupportedInput, first_line
-from llmconv.memory import raise_if_out_of_memory
+from llmconv.memory import raise_if_out_of_memory, trim
 from llmconv.progress import status
 from llmconv.runtime.cache_names import is_past, is_present, is_state, layer_of, present_of
 from llmconv.runtime.extra_inputs import ExtraInput, ExtraValues
@@ -40,7 +40,6 @@ from llmconv.runtime.low_memory.pieced_graph import (
     values_read_by,
 )
 from llmconv.runtime.low_memory.runner import StreamedRunner
-from llmconv.runtime.onnxruntime.packed_cache import trim
 from llmconv.runtime.onnxruntime.session_settings import INPUT_DTYPES, SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import as_input
 from llmconv.runtime.runner import Step, default_positions

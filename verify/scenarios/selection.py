@@ -99,7 +99,7 @@ class Named(Protocol):
 
 
 def parse_budget(text: str) -> float:
-    """Seconds of a time such as `60s`, `1.5h` or `90`; UsageProblem if it is no time, or not above zero."""
+    """Seconds of a time such as `60s`, `1.5h` or `90`; UsageProblem if it is not a time above zero."""
     match = re.fullmatch(r"([0-9]{1,300}(?:\.[0-9]{1,300})?)\s*([smh]?)", text.strip().lower())
     seconds = float(match[1]) * UNITS[match[2]] if match else 0.0
     if not 0 < seconds < inf:

@@ -44,7 +44,7 @@ class RunConfig:
     file_name: str = ""
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """The first of `names` that is set, a positive integer; InputRefused if none is, and there is no default."""
+        """The first of `names` that is set, a positive integer, else the default; InputRefused without either."""
         number = self.number(*names, default=default)
         limit = LAYER_LIMIT if names[0] == "num_layers" else 1 << 31
         if number != int(number) or not 0 < number < limit:

@@ -40,7 +40,7 @@ from transformers.utils import logging as transformers_logging
 from llmconv.causal_lm import require_causal
 from llmconv.checkpoint import INDEX, SINGLE, open_weights, read_json
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, first_line
-from llmconv.memory import raise_if_out_of_memory
+from llmconv.memory import raise_if_out_of_memory, trim
 from llmconv.not_a_model_folder import refused_model
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
 from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_numpy
@@ -66,7 +66,6 @@ from llmconv.runtime.library_patches import (
     silence_kernel_hints,
     use_eager_experts,
 )
-from llmconv.runtime.onnxruntime.packed_cache import trim
 from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step
 from llmconv.tensors import Array, LazyTensor
 

@@ -24,7 +24,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, first_line
-from llmconv.memory import raise_if_out_of_memory
+from llmconv.memory import raise_if_out_of_memory, trim
 from llmconv.runtime.cache_names import is_past, is_present, is_state, layer_of, past_of
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
 from llmconv.runtime.low_memory.weights import PlannedCall, PrecomputedRunner, SpillFile
@@ -32,7 +32,7 @@ from llmconv.runtime.onnxruntime.graph import LENGTH_AXIS, OrtCache, OrtGraph, s
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.guard import external_fields, is_external, load_guarded, nodes
 from llmconv.runtime.onnxruntime.lora_names import declared_factors
-from llmconv.runtime.onnxruntime.packed_cache import WEIGHTS_FOLDER, followed, trim
+from llmconv.runtime.onnxruntime.packed_cache import WEIGHTS_FOLDER, followed
 from llmconv.runtime.onnxruntime.session_settings import TENSOR_DTYPES, Device, GraphTransform, SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import as_input
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit

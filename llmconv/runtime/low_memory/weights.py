@@ -33,11 +33,11 @@ from torch.overrides import TorchFunctionMode
 
 from llmconv.errors import LlmconvError, OutputFailed, UnsupportedInput, first_line
 from llmconv.files.safetensors_file import read_exactly
+from llmconv.memory import trim
 from llmconv.runtime.eager.stored_tensors import StoredTensor
 from llmconv.runtime.extra_inputs import ModelCall
 from llmconv.runtime.library_patches import load_tensors, loaded_names
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
-from llmconv.runtime.onnxruntime.packed_cache import trim
 from llmconv.runtime.runner import Cache, Choices, Extras, PlacedEmbeddings, Runner, Step, refuse_placed
 from llmconv.tensors import Array
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmconv.runtime.onnxruntime import packed_cache
-from llmconv.runtime.onnxruntime.packed_cache import PAGE, huge_pages
+from llmconv import memory
+from llmconv.memory import PAGE, huge_pages
 
 SIZES = Path("/proc/self/smaps_rollup")
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -45,12 +45,10 @@ def available() -> None:
 
 
 @pytest.mark.usefixtures("available")
-@pytest.mark.parametrize(
-    ("size", "block"), [(60 << 20, packed_cache.BLOCK), (60 << 20, 8 << 20), (3 << 30, packed_cache.BLOCK)]
-)
+@pytest.mark.parametrize(("size", "block"), [(60 << 20, memory.BLOCK), (60 << 20, 8 << 20), (3 << 30, memory.BLOCK)])
 def test_blocks_are_contiguous_in_huge_pages(size: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_cache, "BLOCK", block)
-    packed_cache.trim()
+    monkeypatch.setattr(memory, "BLOCK", block)
+    memory.trim()
     before = megabytes("AnonHugePages")
 
     with huge_pages(size):
