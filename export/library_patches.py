@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+aten: Any = torch.ops.aten
+_fx_passes: Any = importlib.import_module("torch.onnx._internal.exporter._fx_passes")
 _matcher: Any = importlib.import_module("onnxscript.rewriter._matcher")
 _cache_utils: Any = importlib.import_module("transformers.cache_utils")
 try:
@@ -70,6 +72,82 @@ def exact_constants() -> AbstractContextManager[None]:
     """
     exact = SimpleNamespace(isclose=lambda a, b, **tolerances: a == b)
     return replaced_attributes(_matcher, {"math": exact})
+
+
+def decomposed_once() -> AbstractContextManager[None]:
+    """`torch.onnx.export` does not trace a program again that has nothing left to decompose (torch 2.10 to 2.13).
+
+    The second trace takes as long as the first.
+    """
+    again: Callable[..., torch.export.ExportedProgram] = _fx_passes.decompose_with_registry
+
+    def decompose(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
+        translated = {found[0].fx_target for found in registry.functions.values()}
+        if not _only_translated(program.graph_module, translated):
+            return again(program, registry)
+        outputs = program.graph.output_node().args[0]
+        for specification, output in zip(program.graph_signature.output_specs, outputs, strict=True):
+            specification.arg.name = output.name  # a removed cast may have been an output
+        return program
+
+    return replaced_attributes(_fx_passes, {"decompose_with_registry": decompose})
+
+
+CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default}
+UNCHANGED = {aten.contiguous.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
+RENAMED = {
+    aten.__and__.Tensor: aten.bitwise_and.Tensor,
+    aten.__or__.Tensor: aten.bitwise_or.Tensor,
+    aten.reshape.default: aten.view.default,  # of a contiguous copy, as a second trace makes it
+}
+OTHERWISE = {aten.chunk.default, aten.repeat_interleave.self_int, aten.repeat_interleave.self_Tensor}
+"""Operations with a translation that a second trace takes apart, to another graph."""
+
+
+def _only_translated(module: torch.fx.GraphModule, translated: set[Any]) -> bool:
+    """Whether every operation has a translation once casts are `_to_copy`; if so, they are, in place."""
+    known = (translated - OTHERWISE) | CASTS | UNCHANGED | RENAMED.keys()
+    called = {node.target for node in module.graph.nodes if node.op == "call_function"}
+    has_parts = any(isinstance(part, torch.fx.GraphModule) for part in module.children())
+    if has_parts or not called <= known or any(_changes_its_inputs(target) for target in called):
+        return False
+    for node in list(module.graph.nodes):
+        if node.target in CASTS:
+            _cast(node)
+        elif node.target in UNCHANGED:
+            _remove(node)
+        elif node.target in RENAMED:
+            if node.target is aten.reshape.default:
+                _copy_input(node)
+            node.target = RENAMED[node.target]
+    module.recompile()
+    return True
+
+
+def _cast(node: Any) -> None:
+    """Removes a cast to the dtype that its input has; any other becomes `_to_copy`, as a second trace makes it."""
+    before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype
+    if before == after:
+        _remove(node)
+    else:
+        node.target, node.args, node.kwargs = aten._to_copy.default, node.args[:1], {"dtype": after}
+
+
+def _copy_input(node: Any) -> None:
+    with node.graph.inserting_before(node):
+        copy = node.graph.call_function(aten.clone.default, node.args[:1], {"memory_format": torch.contiguous_format})
+    copy.meta.update(node.args[0].meta)
+    node.args = (copy, *node.args[1:])
+
+
+def _remove(node: Any) -> None:
+    node.replace_all_uses_with(node.args[0])
+    node.graph.erase_node(node)
+
+
+def _changes_its_inputs(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and schema.is_mutable
 
 
 def complex_as_pairs() -> AbstractContextManager[None]:

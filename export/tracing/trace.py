@@ -35,7 +35,13 @@ from llmconv.export.caches.traced_layers import TracedCache, define_functions
 from llmconv.export.graph_spec import FLOAT32, GROWING, NO_CACHE, GraphSpec
 from llmconv.export.input_map import InputMap, Port, decoder_config
 from llmconv.export.library_patches import TRANSLATIONS as LIBRARY
-from llmconv.export.library_patches import complex_as_pairs, exact_constants, fix_program, transformers_fixes
+from llmconv.export.library_patches import (
+    complex_as_pairs,
+    decomposed_once,
+    exact_constants,
+    fix_program,
+    transformers_fixes,
+)
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.attention import ATTENTION, buffer_cache
 from llmconv.export.tracing.extra_tensors import ExtraTensors, extras_of, ports_of, require_declared, require_fit
@@ -175,13 +181,14 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
             )
             program.constants.update({name: constants[name] for name in program.constants.keys() & constants.keys()})
             fix_program(program.graph_module)
-            onnx_program = torch.onnx.export(
-                program,
-                optimize=False,
-                opset_version=spec.opset,
-                verbose=False,
-                custom_translation_table=TRANSLATIONS,
-            )
+            with decomposed_once():
+                onnx_program = torch.onnx.export(
+                    program,
+                    optimize=False,
+                    opset_version=spec.opset,
+                    verbose=False,
+                    custom_translation_table=TRANSLATIONS,
+                )
     assert onnx_program is not None
     if spec.task:
         outputs = result_ports(spec, onnx_program.model)

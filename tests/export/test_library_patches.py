@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from llmconv.export import library_patches
 from llmconv.export.library_patches import ComplexPair
+from llmconv.export.tracing.trace import quiet_libraries
 
 PATCHED = [
     ("onnxscript.rewriter._matcher", "math"),
@@ -22,6 +23,7 @@ PATCHED = [
     ("torch", "view_as_complex"),
     ("torch", "view_as_real"),
     ("torch.nn", "Module.register_parameter"),
+    ("torch.onnx._internal.exporter._fx_passes", "decompose_with_registry"),
     ("transformers.exporters.exporter_onnx", "_ONNX_TRANSLATION_TABLE"),
     ("transformers.exporters.utils", "apply_patches"),
     ("transformers.exporters.utils", "apply_fx_node_fixes"),
@@ -40,7 +42,9 @@ def test_the_library_still_has_what_is_patched_or_used(module: str, path: str) -
     assert lookup(module, path) is not None
 
 
-@pytest.mark.parametrize("patch", ["exact_constants", "complex_as_pairs", "fake_parameters", "transformers_fixes"])
+@pytest.mark.parametrize(
+    "patch", ["exact_constants", "complex_as_pairs", "decomposed_once", "fake_parameters", "transformers_fixes"]
+)
 def test_a_patch_ends_with_its_context(patch: str) -> None:
     before = [lookup(module, path) for module, path in PATCHED] + [torch.Tensor.expand, torch.where]
     with getattr(library_patches, patch)():
@@ -104,3 +108,38 @@ def test_the_translations_are_functions_by_operation() -> None:
 
 def test_the_empty_layer_is_a_cache_layer() -> None:
     assert len(Cache(layers=[library_patches.EMPTY_LAYER()]).layers) == 1
+
+
+PROGRAMS = {
+    "a cast to the same dtype that is the output": lambda x: (x * 2).to(torch.float32),
+    "a cast to another dtype": lambda x: x.to(torch.int64) + 1,
+    "reshape": lambda x: x.transpose(0, 1).reshape(-1),
+    "and": lambda x: (x > 1) & (x < 2),
+    "chunk": lambda x: x.chunk(2, dim=-1)[1],
+    "repeat": lambda x: x.repeat_interleave(2, dim=-1),
+    "in place": lambda x: (x + 1).mul_(x),
+    "decomposed": lambda x: torch.square(x.contiguous()),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_one_trace_gives_the_graph_of_two(name: str) -> None:
+    class Program(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return PROGRAMS[name](x)  # type: ignore[no-untyped-call]
+
+    def graph() -> list[Any]:
+        dynamic = {0: torch.export.Dim.DYNAMIC}
+        program = torch.export.export(Program(), (torch.ones(4, 6),), dynamic_shapes=(dynamic,), strict=False)
+        made = torch.onnx.export(program, optimize=False, verbose=False)
+        assert made is not None
+        onnxscript.optimizer.optimize(made.model)
+        return [
+            (node.op_type, {key: str(value.value) for key, value in node.attributes.items()})
+            for node in made.model.graph
+        ]
+
+    with quiet_libraries():
+        twice = graph()
+        with library_patches.decomposed_once():
+            assert graph() == twice
