@@ -93,20 +93,24 @@ def decomposed_once() -> AbstractContextManager[None]:
     return replaced_attributes(_fx_passes, {"decompose_with_registry": decompose})
 
 
-CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default}
-UNCHANGED = {aten.contiguous.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
+CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout}
+UNCHANGED = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 RENAMED = {
     aten.__and__.Tensor: aten.bitwise_and.Tensor,
     aten.__or__.Tensor: aten.bitwise_or.Tensor,
     aten.reshape.default: aten.view.default,  # of a contiguous copy, as a second trace makes it
 }
-OTHERWISE = {aten.chunk.default, aten.repeat_interleave.self_int, aten.repeat_interleave.self_Tensor}
+ASSERTED = aten._assert_tensor_metadata.default  # the exporter removes it
+TAKEN_APART = {aten.chunk.default, aten.repeat_interleave.self_int, aten.repeat_interleave.self_Tensor}
 """Operations with a translation that a second trace takes apart, to another graph."""
 
 
 def _only_translated(module: torch.fx.GraphModule, translated: set[Any]) -> bool:
-    """Whether every operation has a translation once casts are `_to_copy`; if so, they are, in place."""
-    known = (translated - OTHERWISE) | CASTS | UNCHANGED | RENAMED.keys()
+    """Whether every operation has a translation after the changes that a second trace would make.
+
+    If so, they are made, in place; otherwise the program stays as it is.
+    """
+    known = (translated - TAKEN_APART) | CASTS | UNCHANGED | RENAMED.keys() | {ASSERTED}
     called = {node.target for node in module.graph.nodes if node.op == "call_function"}
     has_parts = any(isinstance(part, torch.fx.GraphModule) for part in module.children())
     if has_parts or not called <= known or any(_changes_its_inputs(target) for target in called):
