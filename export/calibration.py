@@ -34,7 +34,7 @@ from llmconv.export.quantization.quantized_tensor import Scratch
 from llmconv.export.quantization.selection import ActivationRange, QuantizedWeight
 from llmconv.export.quantization.sequential_rounding import round_sequentially
 from llmconv.export.quantization.smoothing import Graphs, Smoothing, measure_smoothing, smoothing_groups
-from llmconv.export.rewrite.ort_cpu import fuse_rotary
+from llmconv.export.rewrite.fused_operators import fuse_rotary
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, producer
 from llmconv.export.weights import DOMAIN, GROUPED, WeightSource, bind, leaves, match_weights
 from llmconv.files.safetensors_file import FileTensor

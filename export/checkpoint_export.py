@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
+import transformers
 from torch import nn
 
 from llmconv.checkpoint import INDEX, Checkpoint, own_file, read_json, read_small
@@ -160,7 +161,8 @@ def _make(
     if not given["dry_run"]:
         count = sum(prod(tensor.shape) for tensor in checkpoint.values()) if formats else None
         kept = {name: given[name] for name in ("dtype", "graphs_only", "embeds")}
-        done = step("export", source, **kept, layers_traced=traced_layers, parameters=count, **plan.manifest_options())
+        origin = {"transformers": transformers.__version__, "layers_traced": traced_layers, "parameters": count}
+        done = step("export", source, **kept, **origin, **plan.manifest_options())
         sizes = ExportSizes(files.nbytes, files.mapped, folder.write(files, done))
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
     made = {name: len(content) if isinstance(content, bytes) else 0 for name, content in files.files.items()}

@@ -13,9 +13,9 @@ import onnx_ir as ir
 
 from llmconv.export.graph_spec import FLOAT32, GROWING, GraphSpec
 from llmconv.export.input_map import InputMap
+from llmconv.export.rewrite.fused_operators import fuse_for_target
 from llmconv.export.rewrite.grouped_query import use_grouped_query_attention
 from llmconv.export.rewrite.norms import fuse_norms, rewrite_linear_layers
-from llmconv.export.rewrite.ort_cpu import fuse_for_cpu
 from llmconv.export.rewrite.replicate import NotIsomorphic, name_everything, replicate, warm_up
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, producer, value_named
 from llmconv.export.tracing.fake_model import (
@@ -107,8 +107,7 @@ def _rewrite(traced: TracedGraph, *, causal: bool) -> None:
     add_filled_length(traced)
     if traced.spec.cache == "shared-buffer" and causal:  # as the fused operator is
         use_grouped_query_attention(traced)
-    if traced.spec.target == "ort-cpu":
-        fuse_for_cpu(traced)
+    fuse_for_target(traced)
 
 
 NONPAD = 6

@@ -23,9 +23,9 @@ from llmconv.export.quantization.settings import QuantizationSettings
 from llmconv.export.rewrite.lora_inputs import add_lora_inputs
 from llmconv.export.rewrite.passes import IR_VERSIONS, TokenChoice, choose_tokens, quantize_cache, to_opset
 from llmconv.export.rewrite.pipeline_stages import require_stages, split
-from llmconv.export.targets.kernels import Fallback, TypedNode, fallbacks, typed_nodes
+from llmconv.export.targets.kernels import Fallback, TypedNode, fallbacks, find_signature, has_kernel, typed_nodes
 from llmconv.export.targets.presets import TARGETS
-from llmconv.export.traced_graph import NodeEditor, TracedGraph, ancestors, integers, value_named
+from llmconv.export.traced_graph import NodeEditor, TracedGraph, ancestors, integers, replace_value, value_named
 from llmconv.export.weights import WeightSource, bind, mapped_bytes, match_weights
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.progress import warn_all
@@ -247,6 +247,8 @@ class GraphPlan:
             self._change_outputs(model)
         if self.options.opset and self.options.opset != model.opset_imports[""]:
             to_opset(model, self.options.opset)
+        if traced.spec.precision == "bfloat16":
+            widen_without_kernels(model)
         whole = ir.to_proto(model)
         parts = [whole]
         if self.options.stages > 1:
@@ -422,6 +424,37 @@ def _refuse(problem: str) -> NoReturn:
 
 LINES = 8
 """Longest list of warnings."""
+
+
+def widen_without_kernels(model: ir.Model) -> None:
+    """Computes bfloat16 nodes that neither CUDA nor the CPU has a kernel for in float32, in place.
+
+    onnxruntime cannot open a graph with such a node. The functions of a graph stay as they are.
+    """
+    nodes = {node.name: node for node in typed_nodes(ir.to_proto(model)) if "bfloat16" in node.inputs}
+    for node in list(model.graph):
+        typed = nodes.get(node.name or "")
+        if typed is None or any(has_kernel(typed, target) for target in ("ort-cuda", "ort-cpu")):
+            continue
+        signature = find_signature(node.domain, node.op_type, model.opset_imports.get(node.domain, 1))
+        editor = NodeEditor(model.graph, node, typed.name, module_of=node)
+        for at, value in enumerate(node.inputs):
+            formal = signature.inputs[min(at, len(signature.inputs) - 1)]
+            if value is not None and "bfloat16" in typed.bound.get(formal.name, ()):
+                node.replace_input_with(at, editor.one("Cast", [value], {"to": ir.DataType.FLOAT}))
+        for value, formal in zip(node.outputs, signature.outputs, strict=False):
+            if "bfloat16" in typed.bound.get(formal.constraint, ()):
+                _narrow(model.graph, node, value)
+
+
+def _narrow(graph: ir.Graph, node: ir.Node, value: ir.Value) -> None:
+    """Makes an output of a node float32, and a `Cast` after it what others read."""
+    cast = ir.node("Cast", [value], {"to": ir.DataType.BFLOAT16}, name=f"{node.name}/Narrow")
+    cast.metadata_props.update(node.metadata_props)
+    graph.insert_after(node, cast)
+    replace_value(value, cast.outputs[0])
+    cast.replace_input_with(0, value)
+    value.name, value.dtype = f"{node.name}:wide", ir.DataType.FLOAT
 
 
 def find_fallbacks(model: onnx.ModelProto, target: str | None) -> list[Fallback]:

@@ -45,7 +45,10 @@ COMPILED = {
 }
 """Room and path of compiled modules; numpy computes the same bits without them."""
 
-SAME = {"onnxruntime": ("onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino")}
+SAME = {
+    "onnxruntime": ("onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino"),
+    "onnxruntime-genai": ("onnxruntime-genai-cuda", "onnxruntime-genai-directml"),
+}
 """Packages that provide the module of another one."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -107,8 +107,11 @@ class Session:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of llmconv and the libraries that take part in the verdict, by name."""
-    return {"llmconv": __version__, **{name: version(name) for name in LIBRARIES}}
+    """Versions of llmconv and the libraries that take part in the verdict, by name, as the modules say them.
+
+    `onnxruntime-gpu` is the module `onnxruntime`, and both packages may be installed.
+    """
+    return {"llmconv": __version__, **{name: str(import_module(name).__version__) for name in LIBRARIES}}
 
 
 def record_budget(report: Report, budget: Budget | None) -> None:

@@ -106,7 +106,9 @@ class WorkerProcess:
         answer = self._read()
         if "ready" not in answer:
             self.close()
-            raise InputRefused(f"`{candidate.name}` cannot be measured: {answer['error']}", hint=_hint(candidate))
+            raise InputRefused(
+                f"`{candidate.name}` cannot be measured: {answer['error']}", hint=answer.get("hint") or _hint(candidate)
+            )
         self.versions: dict[str, str] = answer["ready"]
 
     def run(self, prompts: Sequence[Sequence[int]], new: int, expected: Sequence[Sequence[int]] = ()) -> dict[str, Any]:

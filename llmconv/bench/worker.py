@@ -8,7 +8,7 @@ the same: greedy search without an end token.
     request     {"prompts": [[token, …], …], "new": n, "expected": [[token, …], …]}, prompts of one length; `expected`
                 are the tokens of the first candidate, among which GenAI's end token must not be
     answer      {"times": [seconds from the start to each token], "tokens": [[token, …], …], "peak": bytes}
-    or          {"error": text}
+    or          {"error": text, "hint": text}, the hint empty if there is none
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def serve(kind: str, folder: str, threads: int, provider: str, answer: Callable[
     try:
         run = opener(folder, threads, provider)
     except Exception as error:  # any library can raise anything
-        return answer({"error": _first_line(error)})
+        return answer({"error": _first_line(error), "hint": str(getattr(error, "hint", "") or "")})
     answer({"ready": {name: _version(name) for name in packages}})
     for line in sys.stdin:
         request = json.loads(line)
@@ -170,8 +170,10 @@ def _first_line(error: Exception) -> str:
 
 
 def _version(package: str) -> str:
+    """The version that the module says, since packages for other devices have other names; else the package's."""
     try:
-        return importlib.metadata.version(package)
+        module = sys.modules.get(package.replace("-", "_"))
+        return str(getattr(module, "__version__", None) or importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
         return "?"
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import transformers
 
 from llmconv.checkpoint import open_weights
 from llmconv.errors import InputRefused
@@ -345,7 +346,7 @@ def audit_graph_files(
 
     Returns:
         A check for each graph with a recorded sha256, a skipped check for each unlisted graph file, and notes on
-        allowed changes and on files without a sha256.
+        allowed changes, on files without a sha256, and on another version of transformers than that of the export.
     """
     table = {name: [folder / name] for name in (EMBEDDINGS, VISION) if name in models}
     files = {**{entry.name: entry.paths(folder) for entry in entries}, **table}
@@ -355,9 +356,10 @@ def audit_graph_files(
     skipped = [Check(NAME, name, "", verdict="skip", detail=UNLISTED) for name in unlisted]
     if not (folder / MANIFEST).is_file():
         return skipped, [f"no `{MANIFEST}`: changes of the graphs after their export cannot be detected"]
-    recorded = read_manifest(folder).files
+    manifest = read_manifest(folder)
+    recorded = manifest.files
     checks: list[Check] = []
-    notes: list[str] = []
+    notes = _other_version(manifest.steps)
     for graph, paths in files.items():
         changed = [path.name for path in paths if _is_changed(path, recorded)]
         unknown = [path.name for path in paths if not _sha256(path, recorded)]
@@ -373,6 +375,18 @@ def audit_graph_files(
         elif not unknown:
             checks.append(Check(NAME, graph, "", detail="sha256 as in the manifest"))
     return [*checks, *skipped], notes
+
+
+def _other_version(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A note if the graphs are of another version of transformers, whose code for this model may differ."""
+    options = [done.get("options") for done in steps if done.get("command") == "export"]
+    traced = next((str(found.get("transformers") or "") for found in options[::-1] if isinstance(found, dict)), "")
+    if traced in ("", transformers.__version__):
+        return []
+    here = f"the eager model is that of {transformers.__version__}"
+    return [
+        f"the graphs were traced from transformers {traced}, and {here}: the two may compute this model differently"
+    ]
 
 
 def _is_changed(path: Path, recorded: Mapping[str, Mapping[str, Any]]) -> bool:

@@ -325,11 +325,15 @@ def _misplaced(logits: ExpectedOutput, chosen: Array) -> int:
 
 
 def _expected_scores(logits: ExpectedOutput, chosen: Array) -> ExpectedOutput:
-    """Expected scores: logit minus log-sum-exp; both have the noise of the logits, and the sum its own rounding."""
+    """Expected scores: logit minus log-sum-exp; both have the noise of the logits, and the sum its own rounding.
+
+    A score is one logit of its row, whose error may be the largest of the row.
+    """
     top = logits.exact.max(axis=-1, keepdims=True)
     total = top + np.log(np.exp(logits.exact - top).sum(axis=-1, keepdims=True))
     rounding = ULP * np.abs(total[..., 0])
-    noise = np.hypot(2**0.5 * np.maximum(logits.noise, logits.total_noise), rounding)
+    one = np.maximum(2**0.5 * np.maximum(logits.noise, logits.total_noise), logits.max_noise)
+    noise = np.hypot(one, rounding)
     return replace(logits, exact=chosen - total, noise=noise, total_noise=rms(noise[logits.valid]) or 1e-300)
 
 

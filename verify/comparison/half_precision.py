@@ -135,6 +135,8 @@ def _round(model: onnx.ModelProto, half: int, values: set[str]) -> None:
     """Inserts casts to `half` and back after every node and every input that returns one of the values."""
     inputs = {info.name for info in model.graph.input} & values
     for graph in graphs(model.graph):
+        # a kernel need not compute an output that nothing reads: CUDA's norms leave theirs out
+        read = {name for node in graph.node for name in inner_inputs(node)} | {info.name for info in graph.output}
         nodes: list[onnx.NodeProto] = []
         renamed = {name: f"{name}:rounded" for name in inputs}
         if graph is model.graph:
@@ -147,7 +149,7 @@ def _round(model: onnx.ModelProto, half: int, values: set[str]) -> None:
             if node.op_type in COPYING and not node.domain:
                 continue
             for at, name in enumerate(node.output):
-                if name and name in values:
+                if name in values & read:
                     new.output[at] = f"{name}:exact"
                     nodes += _rounding_casts(new.output[at], name, half)
         del graph.node[:]

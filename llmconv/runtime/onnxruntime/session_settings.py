@@ -10,9 +10,12 @@ between sessions in C++ only (1.31).
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -267,14 +270,48 @@ class SessionSettings:
         """
         return Device.of(provider_name(self.provider), self.provider_options)
 
+    def start(self) -> None:
+        """Starts the provider, once in a process for the same options.
+
+        Raises:
+            UsageProblem: it does not start, and onnxruntime would compute on the CPU instead, which it only logs.
+        """
+        name, options = self.providers()[0]
+        if name != CPU:
+            _start(name, tuple(sorted((str(key), str(value)) for key, value in options.items())))
+
     def providers(self) -> list[Any]:
         """Execution providers, preferred first, in the form of `InferenceSession`.
 
         Raises:
-            UsageProblem: this build of onnxruntime does not have the provider.
+            UsageProblem: this build of onnxruntime does not have the provider, or an option that calls cannot have.
         """
         name = provider_name(self.provider)
+        if str(self.provider_options.get("enable_cuda_graph", "0")).lower() in ("1", "true"):
+            raise UsageProblem(
+                "`enable_cuda_graph` replays a call with the addresses and shapes of the first one, and each call here "
+                "has its own",
+                hint="leave it out",
+            )
         return [(name, {**EXACT.get(name, {}), **self.provider_options})] + [CPU] * (name != CPU)
+
+
+@cache
+def _start(provider: str, options: tuple[tuple[str, str], ...]) -> None:
+    """Opens a graph of one node; for CUDA, first loads its libraries from the packages that pip installed."""
+    if provider == "CUDAExecutionProvider":
+        with redirect_stdout(sys.stderr):
+            ort.preload_dlls()
+    port = [onnx.helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "start", port[:1], port[1:])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
+    ort.set_default_logger_severity(3)  # kernels of CUDA warn by this logger, in every call
+    session = ort.InferenceSession(model.SerializeToString(), providers=[(provider, dict(options)), CPU])
+    if provider not in session.get_providers():
+        raise UsageProblem(
+            f"onnxruntime could not start `{provider}` and would compute on the CPU",
+            hint="install the libraries that it needs (docs/targets.md); without `--provider` the CPU is used",
+        )
 
 
 NAMES = "names and values are those of onnxruntime's `SessionOptions` and session configuration keys"
@@ -312,14 +349,16 @@ def with_options(
 ) -> SessionSettings:
     """Settings (None for those of a new session) with a provider, threads or a timeout (seconds) that are not None.
 
-    Raises UsageProblem for an invalid one.
+    Raises UsageProblem for an invalid one, and for a provider that does not start.
     """
     require_threads(threads or 0)
     if timeout is not None and not 0 < timeout < inf:
         raise UsageProblem(f"`timeout` is {timeout}", hint="give a finite number of seconds above zero")
     given = {"provider": provider and provider_name(provider), "threads": threads, "timeout": timeout}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return replace(settings or SessionSettings(), **changes)
+    made = replace(settings or SessionSettings(), **changes)
+    made.start()
+    return made
 
 
 STORED: dict[int, np.dtype[Any]] = {

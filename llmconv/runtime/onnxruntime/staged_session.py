@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 import onnxruntime as ort
 
-from llmconv.errors import LlmconvError, MalformedInput, UsageProblem, first_line
+from llmconv.errors import LlmconvError, MalformedInput, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import is_present
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes, weight_bytes
@@ -24,7 +24,7 @@ from llmconv.runtime.onnxruntime.packed_cache import (
     open_packed,
     packed_graph,
 )
-from llmconv.runtime.onnxruntime.session_settings import HOST, Device, SessionSettings, provider_name
+from llmconv.runtime.onnxruntime.session_settings import HOST, Device, SessionSettings
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG, LimitedSession, TimeLimit
 
 
@@ -117,8 +117,9 @@ def _open(
     joins = joins and (settings.prepack or settings.packed_cache is not None)
     if settings.packed_cache or is_packed(model):
         settings = replace(settings, prepack=True)
+    settings.start()
     try:
-        session = _session(path, model, settings, limit, joins)
+        return _session(path, model, settings, limit, joins)
     except LlmconvError:
         raise
     except TimeoutError as error:
@@ -128,8 +129,6 @@ def _open(
         raise MalformedInput(
             f"onnxruntime cannot open `{path.name}`: {first_line(error)}", hint="run `llmconv export` again"
         ) from error
-    _require_provider(session, provider_name(settings.provider))
-    return session
 
 
 def _session(
@@ -149,12 +148,3 @@ def _session(
     if changed:
         return open_changed(path, model, options, providers, limit)
     return LimitedSession(path, options, providers, limit)
-
-
-def _require_provider(session: LimitedSession, provider: str) -> None:
-    """onnxruntime computes on the CPU if a provider does not start, and only logs it."""
-    if provider not in session.get_providers():
-        raise UsageProblem(
-            f"onnxruntime could not start `{provider}` and would compute on the CPU",
-            hint="install the libraries that it needs (docs/targets.md); without `--provider` the CPU is used",
-        )

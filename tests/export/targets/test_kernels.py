@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from llmconv.export.graph_files import report
+from llmconv.export.graph_files import report, widen_without_kernels
 from llmconv.export.targets.kernels import Fallback, fallbacks, kernel_table
 from llmconv.export.targets.presets import TARGETS
 from tools.target_tables import cpu_table
@@ -101,3 +102,15 @@ def test_nodes_of_functions_and_of_inner_graphs_count() -> None:
 def test_the_warning_has_nouns_in_the_right_number(count: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     report({"x.onnx": [Fallback("Attention", ("float32",), count, "attend")]}, "ort-dml", strict=False)
     assert f"{words} on the CPU, such as `attend`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("op_type", "casts"), [("Greater", 2), ("ReduceMax", 2), ("Add", 0)])
+def test_bfloat16_without_a_kernel_anywhere_is_computed_in_float32(op_type: str, casts: int) -> None:
+    """onnxruntime 1.31 with CUDA does not open a graph with such a node (seen with `Greater` of Mamba 2)."""
+    names = "x" if op_type == "ReduceMax" else "xy"
+    model = ir.from_proto(graph([helper.make_node(op_type, list(names), ["z"], "compute")], BRAIN, names))
+    widen_without_kernels(model)
+    made = ir.to_proto(model)
+    assert fallbacks(made, "ort-cuda") == []
+    assert len([node for node in made.graph.node if node.op_type == "Cast"]) == casts
+    assert made.graph.output[0].name == "z"

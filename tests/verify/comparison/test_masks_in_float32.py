@@ -1,4 +1,4 @@
-"""What hides a key in half precision hides it in the float32 copy, but only as a mask: a number stays what it is."""
+"""Copies that compute in float32: a mask still hides a key, a number stays what it is; what is rounded there."""
 
 from __future__ import annotations
 
@@ -82,3 +82,18 @@ def test_one_other_use_is_enough() -> None:
 
 def test_a_copy_that_rounds_keeps_the_number_which_would_be_infinite() -> None:
     assert lowest_after(*masked("scores", "mask"), rounded=True) == -65504
+
+
+def test_an_output_that_nothing_reads_is_not_rounded() -> None:
+    """CUDA's norms do not compute the statistics that they may return."""
+    outputs = ["y", "mean", "deviation", "sum"]
+    norm = helper.make_node("SkipSimplifiedLayerNormalization", ["x", "x", "scale"], outputs, domain="com.microsoft")
+    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, ["n"]) for name in ("x", "y")]
+    scale = numpy_helper.from_array(np.ones(4, np.float16), "scale")
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph([norm], "g", ports[:1], ports[1:], [scale])
+    model = helper.make_model(graph, opset_imports=opsets)
+    round_every_value(model, TensorProto.FLOAT16)
+    rounded = next(node for node in model.graph.node if node.op_type == norm.op_type)
+    assert rounded.output[0] != "y"
+    assert list(rounded.output[1:]) == outputs[1:]

@@ -1,7 +1,7 @@
-"""`--target ort-cpu`: replaces groups of nodes by single operators of onnxruntime's CPU provider.
+"""`--target ort-cpu` and `ort-cuda`: replaces groups of nodes by single operators of onnxruntime.
 
 Each pass rewrites the patterns that it recognizes and leaves other nodes unchanged. Operators:
-onnxruntime docs/ContribOperators.md; measurements: docs/benchmarks.md.
+onnxruntime docs/ContribOperators.md; measurements: docs/benchmarks.md, docs/targets.md.
 
 - Heads stay side by side around `GroupQueryAttention`, which takes and returns `[batch, sequence, heads * head_dim]`:
   the steps that move heads in front of tokens and back cancel out.
@@ -234,8 +234,9 @@ def _join(output: ir.Value, heads: ir.Value) -> None:
 
 
 def fuse_linear_layers(traced: TracedGraph) -> None:
-    """Rewrites every `Gemm` between two reshapes, in place."""
-    found = [match for node in traced.model.graph if (match := _between_reshapes(node)) is not None]
+    """Rewrites every `Gemm` between two reshapes, in place; on CUDA, where a bias costs a kernel, those without one."""
+    nodes = [node for node in traced.model.graph if traced.spec.target == "ort-cpu" or len(node.inputs) == 2]
+    found = [match for node in nodes if (match := _between_reshapes(node)) is not None]
     for source, gemm, last in found:
         editor = NodeEditor(traced.model.graph, last, module_of=gemm)
         attributes = {"transA": 0, "transB": 1, "alpha": 1.0}
@@ -399,11 +400,12 @@ class _SharedInputs:
         return self._edit.one(op_type, inputs, attributes)
 
 
-PASSES = (fuse_rotary, flatten_heads, rotate_in_attention, fuse_linear_layers, fuse_sums_before_norms)
-"""In order: a rotation becomes one node, then heads are flattened around it, then attention includes it."""
+ON_GPU = (fuse_rotary, flatten_heads, fuse_linear_layers, fuse_sums_before_norms)
+PASSES = {"ort-cpu": (fuse_rotary, flatten_heads, rotate_in_attention, *ON_GPU[2:]), "ort-cuda": ON_GPU}
+"""By target, in order: a rotation becomes one node, then heads are flattened around it, then attention includes it."""
 
 
-def fuse_for_cpu(traced: TracedGraph) -> None:
-    """Runs all passes, in place."""
-    for rewrite in PASSES:
+def fuse_for_target(traced: TracedGraph) -> None:
+    """Runs all passes of the graph's target, in place."""
+    for rewrite in PASSES.get(traced.spec.target or "", ()):
         rewrite(traced)
