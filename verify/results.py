@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from llmconv.runtime.cache_names import is_present
-from llmconv.verify.sigma import Evidence
+from llmconv.verify.sigma import Evidence, sigma_text
 
 WHOLE = "whole"
 """The method that runs whole models."""
@@ -267,7 +267,9 @@ class Report:
             sum(check.verdict == verdict for check in self.checks) for verdict in ("pass", "fail", "skip")
         )
         worst = self.worst
-        tail = f", largest sigma {worst.sigma:.2f} ({clean(worst.name)}, {clean(worst.output)})" if worst else ""
+        tail = (
+            f", largest sigma {sigma_text(worst.sigma)} ({clean(worst.name)}, {clean(worst.output)})" if worst else ""
+        )
         cost = (
             f"; quantization: {self.quantization.cost.summary}" if self.quantization and self.quantization.cost else ""
         )
@@ -319,7 +321,11 @@ def check_line(check: Check, what: str) -> str:
         name += f", step {check.step}"
     parts = [WORDS[check.verdict], name, f"{check.graph} {what}".strip()]
     if check.sigma or check.max_abs:
-        parts += [f"sigma {check.sigma:.2f}", f"worst row {check.row_sigma:.2f}", f"max abs {check.max_abs:.1e}"]
+        parts += [
+            f"sigma {sigma_text(check.sigma)}",
+            f"worst row {sigma_text(check.row_sigma)}",
+            f"max abs {check.max_abs:.1e}",
+        ]
     return " | ".join(clean(part) for part in [*parts, check.detail] if part)
 
 

@@ -28,6 +28,11 @@ SCALE = (
 """How to read sigma, for reports and documentation; measured values: docs/calibration.json."""
 
 
+def sigma_text(sigma: float) -> str:
+    """A sigma in a report: two decimals near the gates, fewer digits where it only says how large a fault is."""
+    return f"{sigma:.2f}" if sigma < 100 else f"{sigma:.0f}" if sigma < 10_000 else f"{sigma:.1e}"
+
+
 @dataclass(frozen=True)
 class Gates:
     """The largest sigma that passes.

@@ -368,8 +368,8 @@ def require_writable(folder: Path, names: Iterable[str]) -> None:
     """Checks before a run whether the files `names` of its report can be written in `folder`, which may be missing.
 
     An older report is removed: a run that fails before it writes its report would leave that of another run. Raises
-    InputRefused if the folder, or one above it, is a file, or a name in it is neither a file nor a link; OutputFailed
-    if the folder is not writable, or the disk is full.
+    InputRefused if the folder, or one above it, is a file, or a name in it is neither a file nor a link, or the folder
+    is a model's; OutputFailed if the folder is not writable, or the disk is full.
     """
     require_parents(folder)
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
@@ -382,6 +382,11 @@ def require_writable(folder: Path, names: Iterable[str]) -> None:
     except OSError as error:
         raise unwritable(folder, error) from error
     if existing == folder.absolute():
+        if (folder / "config.json").exists():
+            raise InputRefused(
+                f"`{folder}` is a model's folder: the files of a report would lie among the model's",
+                hint=f"give the report a folder of its own, such as `--report {folder / 'report'}`",
+            )
         with Folder.open(folder) as home:
             found = [*names]
             for name in found:
@@ -413,8 +418,8 @@ def require_parents(output: Path) -> None:
 def parents_made(output: Path) -> Iterator[None]:
     """The missing folders above a file or folder to write; those that were made are reported at the end.
 
-    If what is done with them fails, they are removed again, unless something is in them. Raises OSError if one cannot
-    be made.
+    If what is done with them fails, they are removed again, unless something is in them. Raises OutputFailed if one
+    cannot be made.
     """
     made: list[Path] = []
     try:
@@ -425,6 +430,11 @@ def parents_made(output: Path) -> Iterator[None]:
             except FileExistsError:  # another process made it, or it is `a/..`
                 if not folder.is_dir():
                     raise
+            except OSError as error:
+                raise OutputFailed(
+                    f"the folder `{folder}` cannot be made: {error.strerror}",
+                    hint=f"choose a path in a folder that can be written, or make `{folder}`",
+                ) from error
         yield
     except BaseException:
         _remove_empty(made)

@@ -49,9 +49,9 @@ def graphs_in_cache(folder: Path) -> Path | None:
         say(f"`{folder}` has no graphs; those of an earlier run are in `{made}`")
         return made
     if kind:
-        say(f"`{folder}` is a training checkpoint (`{kind}`): it is converted and exported once into `{made}`")
+        say(f"`{folder}` is a training checkpoint (`{kind}`): converting and exporting it once, into `{made}`")
     else:
-        say(f"`{folder}` has no graphs: they are exported once into `{made}`, which links the weights and copies none")
+        say(f"`{folder}` has no graphs: exporting them once, into `{made}`, which links the weights and copies none")
     try:
         entries.mkdir(parents=True, exist_ok=True, mode=0o700)
         with unfinished_folder(entries) as unfinished:

@@ -54,7 +54,7 @@ def test_a_plain_folder_is_exported_once_into_the_cache_and_stays_as_it_is(expor
     first, again, reference = generate(plain), generate(plain), generate(exported)
     assert first.exit_code == again.exit_code == reference.exit_code == 0, first.stderr
     assert first.stdout == again.stdout == reference.stdout
-    assert first.stderr.startswith(f"`{plain}` has no graphs: they are exported once into `")
+    assert first.stderr.startswith(f"`{plain}` has no graphs: exporting them once, into `")
     assert again.stderr.startswith(f"`{plain}` has no graphs; those of an earlier run are in `")
     assert {path.name: path.read_bytes() for path in plain.iterdir()} == before
     made = graphs_in_cache(plain)

@@ -21,6 +21,7 @@ from llmconv.files.paths import Written
 from llmconv.files.safe_folder import Folder, folder_made, require_writable, unwritable
 from llmconv.verify.report.html import render_html
 from llmconv.verify.results import LINE_LIMIT, NAME_LIMIT, SUMMARY_LIMIT, Check, Report, check_line, clean
+from llmconv.verify.sigma import sigma_text
 
 XML_ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 does not allow, section 2.2."""
@@ -113,7 +114,8 @@ def _add_case(suite: ElementTree.Element, check: Check) -> None:
         value = getattr(check, name)
         ElementTree.SubElement(properties, "property", name=name, value=str(value))
     if check.verdict == "fail":
-        message = f"step {check.step}, sigma {check.sigma:.2f}, worst row {check.row_sigma:.2f} {check.detail}"
+        sigmas = f"sigma {sigma_text(check.sigma)}, worst row {sigma_text(check.row_sigma)}"
+        message = f"step {check.step}, {sigmas} {check.detail}"
         ElementTree.SubElement(case, "failure", message=_xml(message))
     elif check.verdict == "skip":
         ElementTree.SubElement(case, "skipped", message=_xml(check.detail))
@@ -157,7 +159,7 @@ def _statements(report: Report) -> list[str]:
 
 
 def _row(check: Check) -> str:
-    numbers = [f"{check.sigma:.2f}", f"{check.row_sigma:.2f}", f"{check.max_abs:.1e}"]
+    numbers = [sigma_text(check.sigma), sigma_text(check.row_sigma), f"{check.max_abs:.1e}"]
     numbers = numbers if check.is_measured else [""] * 3
     cells = [check.verdict, check.name, check.graph, check.output, *numbers, check.detail]
     return f"| {' | '.join(map(_cell, cells))} |"

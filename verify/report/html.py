@@ -14,7 +14,7 @@ import numpy as np
 from llmconv.runtime.cache_names import layer_of
 from llmconv.tensors import Array
 from llmconv.verify.results import LINE_LIMIT, NAME_LIMIT, SUMMARY_LIMIT, Check, Report, UnmatchedNode, clean
-from llmconv.verify.sigma import GATES, LOWEST, PER_DECADE, SCALE, Evidence
+from llmconv.verify.sigma import GATES, LOWEST, PER_DECADE, SCALE, Evidence, sigma_text
 
 STYLE = """
 :root { color-scheme: light; }
@@ -205,7 +205,7 @@ def _wide(content: str) -> str:
 
 
 def _row(check: Check) -> str:
-    numbers = (str(check.step), f"{check.sigma:.2f}", f"{check.row_sigma:.2f}", f"{check.max_abs:.1e}")
+    numbers = (str(check.step), sigma_text(check.sigma), sigma_text(check.row_sigma), f"{check.max_abs:.1e}")
     numbers = numbers if check.is_measured else ("",) * 4
     cells = "".join(f"<td>{_text(text)}</td>" for text in (check.name, check.graph, check.output))
     pairs = zip(NUMBERS, numbers, strict=True)
@@ -286,7 +286,7 @@ def _column_labels(columns: int, width: float) -> str:
 
 
 def _cell(check: Check, x: float, y: int, width: float) -> str:
-    title = escape(f"{clean(check.name)}, {clean(check.output)}: sigma {check.sigma:.2f}, {check.verdict}")
+    title = escape(f"{clean(check.name)}, {clean(check.output)}: sigma {sigma_text(check.sigma)}, {check.verdict}")
     ink = "#fff" if check.verdict == "fail" else "#1c2430"
     figure = (
         f"{check.sigma:.2f}"
@@ -461,5 +461,5 @@ def _heat_cell(label: str, position: int, sigma: float, width: float, y: int) ->
         fill = f"hsl(4 75% {58 - 26 * min(1.0, log10(sigma) / 5):.0f}%)"
     return (
         f'<rect x="{MAP_LEFT + position * width:.1f}" y="{y}" width="{max(0.8, width - 0.5):.1f}" height="{CELL - 1}" '
-        f'fill="{fill}"><title>{escape(label)}, position {position}: sigma {sigma:.2f}</title></rect>'
+        f'fill="{fill}"><title>{escape(label)}, position {position}: sigma {sigma_text(sigma)}</title></rect>'
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmconv.verify.results import WORDS, Check, clean, lines_of
+from llmconv.verify.sigma import sigma_text
 
 
 class ScenarioLines:
@@ -53,7 +54,9 @@ def _line(checks: Sequence[Check], failed: int, *, several_graphs: bool) -> str:
     graphs = {check.graph for check in outputs}
     parts = [*sorted(graphs), *parts] if several_graphs and len(graphs) == 1 else parts
     sigma, row, most = (max(getattr(check, name) for check in outputs) for name in ("sigma", "row_sigma", "max_abs"))
-    parts += [f"sigma {sigma:.2f}", f"worst row {row:.2f}", f"max abs {most:.1e}"] if sigma or most else []
+    parts += (
+        [f"sigma {sigma_text(sigma)}", f"worst row {sigma_text(row)}", f"max abs {most:.1e}"] if sigma or most else []
+    )
     parts += [outputs[0].detail] if len(outputs) == 1 and not failed and outputs[0].detail else []
     return _joined("fail" if failed else "pass", checks[0].name, parts)
 

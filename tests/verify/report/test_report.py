@@ -60,9 +60,9 @@ def test_a_line_starts_with_the_verdict_and_names_step_and_sigma() -> None:
     assert lines[0] == (
         "PASSED | prefill, 7 tokens | decode.onnx logits | sigma 1.02 | worst row 1.50 | max abs 3.1e-07"
     )
-    assert lines[1].startswith("FAILED | decode chain, 16 steps, step 7 | decode.onnx present.1.key | sigma 2000.00")
+    assert lines[1].startswith("FAILED | decode chain, 16 steps, step 7 | decode.onnx present.1.key | sigma 2000")
     assert lines[2].startswith("WHERE | decode chain, 16 steps, decode.onnx, step 7: layer 1, keys only")
-    assert lines[-1].startswith("FAIL: 1 checks passed, 1 differ, 0 skipped, largest sigma 2000.00")
+    assert lines[-1].startswith("FAIL: 1 checks passed, 1 differ, 0 skipped, largest sigma 2000")
 
 
 def test_outputs_of_the_cache_share_a_line_while_they_pass() -> None:
