@@ -275,6 +275,11 @@ def _defined(weight: LazyTensor, changes: Sequence[LoraProduct]) -> ReadRows:
     return rows
 
 
+TIE = 2.0**-43
+"""A millionth of the last place of float32: where a result is nearer than that to the middle of two numbers, as one of
+some ten million is, the order of the sum in float64 decides; both are the exact result, rounded."""
+
+
 def _distances(found: Array, exact: Array) -> Array:
     """The number of elements per bin of `BINS`, by their distance from the exact ones."""
     if found.dtype.kind not in "fV":
@@ -282,7 +287,10 @@ def _distances(found: Array, exact: Array) -> Array:
     elif exact.dtype == np.float64:
         kind = np.dtype(np.float32) if found.dtype.itemsize == 8 else found.dtype
         with np.errstate(over="ignore"):
-            steps = np.abs(_ordered(found.astype(kind)) - _ordered(exact.astype(np.float32).astype(kind)))
+            places = _ordered(found.astype(kind))
+            steps = np.abs(places - _ordered(exact.astype(np.float32).astype(kind)))
+            for share in (1 - TIE, 1 + TIE) if (steps == 1).any() else ():
+                steps[(steps == 1) & (places == _ordered((exact * share).astype(np.float32).astype(kind)))] = 0
     else:
         steps = np.abs(_ordered(found) - _ordered(exact))
     edges = [low for low, _ in BINS]

@@ -101,6 +101,16 @@ def test_the_command_prints_one_sentence_and_no_table_of_zeros(tmp_path: Path) -
     assert " ULP" not in result.stdout and "every element" in result.stdout.splitlines()[-1]
 
 
+def test_both_neighbors_of_a_tie_are_exact_and_no_others() -> None:
+    """1 of 12 million elements of a float32 merge is so near to the middle that the order of the sum decides."""
+    low = np.float32(0.7)
+    high = np.nextafter(low, np.float32(1))
+    middle = (np.float64(low) + np.float64(high)) / 2
+    for exact, equal in ((middle * (1 + 2.0**-50), 2), (middle * (1 + 2.0**-40), 1)):
+        found = _distances(np.array([low, high]), np.array([exact, exact]))
+        assert found.tolist()[:2] == [equal, 2 - equal]
+
+
 def test_a_table_of_distances_is_printed_where_one_is_not_zero() -> None:
     lines = SampleCheck(1, 5, {"0": 4, "1": 1}, ("a.weight",)).lines()
     assert lines[1:] == ["     0 ULP               4", "     1 ULP               1", "differs: a.weight"]
