@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 from llmconv.argument_checks import checked, require_least, require_threads
-from llmconv.bench.measurement import BenchResult, Measurement, first_difference
+from llmconv.bench.results import BenchResult, Measurement, first_difference
 from llmconv.bench.runtimes import BenchCandidate, WorkerProcess
 from llmconv.errors import Inconclusive, UsageProblem
 from llmconv.files.copying import cores

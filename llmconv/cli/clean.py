@@ -31,7 +31,7 @@ def command(uri: str, dry_run: bool, as_json: bool) -> None:
     published output and files of others stay. Make sure that no run is writing there; to continue a run instead, give
     its command again with --resume.
     """
-    from llmconv.output.clean import clean
+    from llmconv.output.store_folder import clean
     from llmconv.stores.address import parse_address
 
     done = clean(uri, dry_run=dry_run)

@@ -60,10 +60,9 @@ def command(
 
     The exit code is that of the step that failed.
     """
-    from llmconv.steps import summary
+    from llmconv.steps import execution
     from llmconv.steps.execution import Execution
-    from llmconv.steps.inputs import read_checked
-    from llmconv.steps.schema import run_file_schema
+    from llmconv.steps.run_file import read_checked, run_file_schema
 
     group = ctx.find_root().command
     assert isinstance(group, click.Group)
@@ -78,25 +77,24 @@ def command(
     choices = {"force": force, "quiet": quiet, "github": github, "stdout": STDERR if as_json else None}
     outcomes = [*Execution(run_file, force=force).plan()] if dry_run else _run(run_file, report, **choices)
     if as_json:
-        options.print_json(summary.as_dict(file.name, outcomes))
+        options.print_json(execution.summary_dict(file.name, outcomes))
     else:
         _print(outcomes, dry_run)
-    ctx.exit(summary.exit_code(outcomes))
+    ctx.exit(execution.exit_code(outcomes))
 
 
 def _run(file: RunFile, report: Path | None, **choices: Any) -> list[Outcome]:
     """Does the steps and writes the report, as the only run of the file."""
     from llmconv.files.safe_folder import require_writable
-    from llmconv.steps import summary
-    from llmconv.steps.execution import REPORT_FILES, Execution
-    from llmconv.steps.run_lock import run_lock
+    from llmconv.steps import execution
+    from llmconv.steps.execution import REPORT_FILES, Execution, run_lock
 
     with run_lock(file.path) as lock:
         if report:
             require_writable(report, REPORT_FILES)
         outcomes = [*Execution(file, lock, **choices).run(partial(_announce, len(file.steps)))]
         if report:
-            summary.write(report, file.path.name, outcomes)
+            execution.write_summary(report, file.path.name, outcomes)
     return outcomes
 
 
@@ -113,9 +111,9 @@ def _announce(count: int, number: int, step: Step, reason: str) -> None:
 
 
 def _print(outcomes: list[Outcome], dry_run: bool) -> None:
-    from llmconv.steps.summary import table
+    from llmconv.steps.execution import summary_table
 
-    lines = table(outcomes)
+    lines = summary_table(outcomes)
     if not dry_run:
         click.echo("")
     for line in lines:

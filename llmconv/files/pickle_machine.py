@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any
 
-from llmconv.files.file_problem import FileProblem
+from llmconv.files.source_file import FileProblem
 
 NAME_LIMIT = 1_024
 

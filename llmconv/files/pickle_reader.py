@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from llmconv.files.file_problem import FileProblem, naming
 from llmconv.files.pickle_machine import COPY_AGAIN, NAME_LIMIT, PickleHooks, PickleMachine, Stub, make_dict, run
+from llmconv.files.source_file import FileProblem, naming
 from llmconv.tensors import BY_NAME, DType
 
 RANK_LIMIT = 16

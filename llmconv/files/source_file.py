@@ -1,18 +1,45 @@
 """Opens files that are read: local ones, and mirrored ones, of which only what is read is fetched.
 
 All code of llmconv that reads weights uses these functions; what opens a mirrored file otherwise fetches all of it.
+Problems found inside a file are raised without its name, which `naming` adds where the file is known.
 """
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from llmconv.errors import MalformedInput
 from llmconv.files.mirror import MirroredFile, find
+
+
+class FileProblem(Exception):
+    """A problem, worded to follow the name of its file, such as "is truncated".
+
+    `hint` is the way out; empty for the one that `naming` was given.
+    """
+
+    def __init__(self, problem: str, hint: str = "") -> None:
+        super().__init__(problem)
+        self.hint = hint
+
+
+@contextmanager
+def naming(subject: str, hint: str) -> Iterator[None]:
+    """Turns a FileProblem raised inside into MalformedInput, such as "`model.safetensors` is truncated".
+
+    `hint` is the way out, unless the problem has its own.
+    """
+    try:
+        yield
+        return
+    except FileProblem as problem:
+        named = MalformedInput(f"{subject} {problem}", hint=problem.hint or hint)
+    raise named  # here, where it does not hold the frames of the problem, and what they read
 
 
 def open_source(path: Path) -> io.BufferedReader:

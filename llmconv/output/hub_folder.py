@@ -29,8 +29,7 @@ from llmconv.files import source_file
 from llmconv.files.safe_folder import Folder, Link, NewFile, is_inner
 from llmconv.files.temporary_folder import user_cache
 from llmconv.hub.address import HubAddress
-from llmconv.hub.repository import HubRepository, sent
-from llmconv.hub.state import FileDigest, digest_of, file_digest
+from llmconv.hub.repository import FileDigest, HubRepository, digest_of, file_digest, sent
 from llmconv.output.local_folder import require_space
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, parse_manifest
 from llmconv.output.model_card import CARD, is_unedited, model_card

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from llmconv.errors import LlmconvError
-from llmconv.serve.api_errors import ApiError
+from llmconv.serve.openai_schema import ApiError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -16,8 +16,7 @@ from llmconv.progress import warn
 from llmconv.runtime import Runner
 from llmconv.runtime.runner import PromptEmbeddings
 from llmconv.runtime.tokenizer import TooManyTokens, token_ids
-from llmconv.serve.api_errors import ApiError
-from llmconv.serve.openai_schema import CompletionRequest, SamplingOptions
+from llmconv.serve.openai_schema import ApiError, CompletionRequest, SamplingOptions
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 """llmconv's reasons why a text ends to OpenAI's."""

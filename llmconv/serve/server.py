@@ -34,9 +34,8 @@ from llmconv.files.sources import remove_downloads
 from llmconv.generation import TextModel
 from llmconv.generation.chat_templates import TOKENIZER
 from llmconv.progress import warn
-from llmconv.serve.api_errors import ApiError
-from llmconv.serve.app import make_app
-from llmconv.serve.request_origin import AccessRules
+from llmconv.serve.app import AccessRules, make_app
+from llmconv.serve.openai_schema import ApiError
 from llmconv.serve.scheduler import Scheduler
 from llmconv.serve.served_model import ServedModel
 

@@ -1,4 +1,4 @@
-"""Runs the steps of a run file that are not done, each as a process of its own.
+"""Runs the steps of a run file that are not done, each as a process of its own, and sums up what was done.
 
 The record of a run, which steps are done and the stamps of the files that they read and wrote, lies next to the run
 file as `.FILE.llmconv-run`; without it every step is done again.
@@ -7,33 +7,212 @@ file as `.FILE.llmconv-run`; without it every step is done again.
       "record_version": 2,
       "steps": {"to-hf": {"llmconv": "0.1.0", "command": "<sha256>", "read": {…}, "written": {…}, "earlier": {…}}, …}
     }
+
+A stamp tells whether a file has changed, without reading it: of a local file its size and its time of change, as of
+`make`; of an object in a store its ETag; of a model on the Hub its commit.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmconv.errors import LlmconvError
-from llmconv.files.paths import is_address
+from llmconv.convert.models.config_file import YAML_LIMIT
+from llmconv.errors import LlmconvError, OutputFailed
+from llmconv.files.paths import is_address, without_credentials
+from llmconv.files.pointer_files import follow_local
 from llmconv.files.safe_folder import replace_file
+from llmconv.files.sources import PARTIAL, is_hub_id
+from llmconv.hub.address import HubAddress, hub_address, is_hub_address, parse_hub_address
 from llmconv.interpreters import child_environment
-from llmconv.output.manifest import read_manifest
-from llmconv.steps.inputs import taken_for_hub_models
-from llmconv.steps.places import overlap
-from llmconv.steps.run_file import RunFile
-from llmconv.steps.stamps import MANIFEST_STAMP, UNKNOWN, Stamps, stamps
+from llmconv.output.manifest import MANIFEST, read_manifest
+from llmconv.steps.run_file import RunFile, overlap, taken_for_hub_models
 from llmconv.steps.step import Step
+from llmconv.stores.address import is_store_address, parse_address
 from llmconv.version import __version__
+
+Stamps = dict[str, str]
+"""By path, relative to the folder of the run file, or by address. An empty stamp never equals another run's."""
+
+UNKNOWN = ""
+MANIFEST_STAMP = "manifest"
+"""Of every `llmconv.json`: each command adds to it, and what it lists has stamps of its own."""
+
+SIDE_FILES = {".json", ".yaml", ".yml", ".model", ".txt", ".tiktoken", ".jinja", ".ckpt", ".symlink"}
+"""Suffixes of the files that formats and adapters look for next to the named one."""
+
+ABOVE = {"config.json", "generation_config.json", "params.json", "tokenizer.json", "tokenizer.model"}
+"""What formats look for in the folder above a checkpoint."""
+
+STEPS = re.compile(r"^steps\s*:", re.MULTILINE)
+
+TAGS = ("ETag", "etag", "e_tag", "md5Hash", "LastModified", "mtime", "last_modified", "created")
+"""What file systems of fsspec call the property that changes with the content."""
+
+SECONDS = 30.0
+"""Timeout of the Hub."""
+
+
+def stamps(names: Iterable[str], home: Path, *, are_read: bool = False) -> Stamps:
+    """The stamps of all files of some inputs or outputs (paths, URIs or Hub ids); none of those that do not exist.
+
+    With `are_read`, they are inputs: files are read with others near them, and a name such as `org/name` that does not
+    exist here is a model on the Hub.
+    """
+    found: Stamps = {}
+    for name in names:
+        path = home / name
+        if is_address(name):
+            found |= _remote_stamps(name)
+        elif os.path.lexists(target := follow_local(path)):
+            near = _read_with(target) if are_read else ()
+            found |= {os.path.relpath(file, home): _stamp(file) for file in (*_files(target), *near, *_files(path))}
+        elif are_read and is_hub_id(name):
+            found[name] = _commit(hub_address(name))
+    return found
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """A file, or the files of a folder at any depth, also behind links to folders."""
+    if not path.is_dir():
+        yield from [path] if path.is_file() else ()
+        return
+    seen: set[str] = set()
+    for folder, below, names in os.walk(path, followlinks=True):
+        place = os.path.realpath(folder)
+        if place in seen or folder.endswith(PARTIAL):
+            below.clear()
+            continue
+        seen.add(place)
+        yield from (file for name in names if (file := Path(folder) / name).is_file())
+
+
+def _read_with(path: Path) -> list[Path]:
+    """The configurations and tokenizers that formats look for next to a path, and in the folder above it."""
+    near = [one for one in _plain(path.parent) if one.suffix in SIDE_FILES and path.is_file()]
+    above = path.parent if path.is_dir() else path.parent.parent
+    far = [one for one in _plain(above) if one.name in ABOVE or one.suffix in (".ckpt", ".symlink")]
+    return [one for one in {*near, *far} if one != path and not _is_run_file(one)]
+
+
+def _plain(folder: Path) -> Iterator[Path]:
+    """The files of a folder that are not hidden; none of a folder that cannot be read."""
+    with suppress(OSError):
+        yield from (one for one in folder.iterdir() if not one.name.startswith(".") and one.is_file())
+
+
+def _is_run_file(path: Path) -> bool:
+    """Whether a file has steps, and so is not read by one."""
+    if path.suffix not in (".yaml", ".yml") or path.stat().st_size > YAML_LIMIT:
+        return False
+    return bool(STEPS.search(path.read_text("utf-8", "replace")))
+
+
+def _stamp(file: Path) -> str:
+    if file.name == MANIFEST:
+        return MANIFEST_STAMP
+    status = file.stat()
+    return f"{status.st_size}:{status.st_mtime_ns}"
+
+
+def _remote_stamps(uri: str) -> Stamps:
+    """A stamp for each object below a URI; `UNKNOWN` if its store does not tell whether one has changed."""
+    shown = without_credentials(uri)
+    try:
+        if is_hub_address(uri):
+            return {shown: _commit(parse_hub_address(uri))}
+        listed = _in_store(uri) if is_store_address(uri) else _in_file_system(uri)
+        return {f"{shown}#{key}": stamp for key, stamp in listed}
+    except (LlmconvError, OSError, ImportError, ValueError):  # the step itself reports what is wrong
+        return {shown: UNKNOWN}
+
+
+def _commit(address: HubAddress) -> str:
+    """The commit that a revision is now."""
+    from huggingface_hub import HfApi  # noqa: PLC0415 - 0.3 s that a local path does not pay
+
+    try:
+        info = HfApi().model_info(address.repository, revision=address.revision or None, timeout=SECONDS)
+        return info.sha or UNKNOWN
+    except Exception as error:  # the class for "no connection" differs between versions
+        if isinstance(error, MemoryError):
+            raise
+        return UNKNOWN
+
+
+def _in_store(uri: str) -> Iterator[tuple[str, str]]:
+    from llmconv.stores.object_store import ObjectStore  # noqa: PLC0415 - an extra
+
+    address = parse_address(uri)
+    heads = [*ObjectStore(address).list()]
+    if not heads and address.key:
+        head = ObjectStore(address.parent).head(address.name)
+        heads = [head] if head else []
+    for head in heads:
+        is_manifest = head.key.rpartition("/")[2] == MANIFEST
+        yield head.key, MANIFEST_STAMP if is_manifest else head.e_tag or f"{head.size}:{head.modified}"
+
+
+def _in_file_system(uri: str) -> Iterator[tuple[str, str]]:
+    import fsspec  # noqa: PLC0415 - not needed for local paths
+
+    filesystem, place = fsspec.url_to_fs(uri)
+    found: dict[str, Any] = filesystem.find(place, detail=True) or {place: filesystem.info(place)}
+    for key, info in found.items():
+        tag = next((info[name] for name in TAGS if info.get(name)), None)
+        yield key.removeprefix(place), UNKNOWN if tag is None else f"{info.get('size')}:{tag}"
+
+
+LOCK_SUFFIX = ".llmconv-run.lock"
+"""Suffix of the lock file. The run file cannot be locked itself: editors and git replace it by a new file."""
+
+
+@contextmanager
+def run_lock(file: Path) -> Iterator[int]:
+    """Locks a file next to a run file with `flock(2)`; yields the descriptor that the processes of steps inherit.
+
+    Raises OutputFailed if another run, or a step of one, has the lock; OSError if the folder is not writable.
+    """
+    path = file.absolute().with_name(f".{file.name}{LOCK_SUFFIX}")
+    descriptor = _locked(path, file.name)
+    try:
+        yield descriptor
+    finally:
+        with suppress(FileNotFoundError):
+            path.unlink()
+        os.close(descriptor)
+
+
+def _locked(path: Path, name: str) -> int:
+    """The descriptor of the locked file, which is still at its path: the run before may have removed it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise OutputFailed(
+                f"another run of `{name}` is not finished",
+                hint="wait until it ends; a step of a run that was killed goes on to its end",
+            ) from error
+        except OSError:  # a file system without locks
+            return descriptor
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        os.close(descriptor)
+
 
 VERDICTS = {0: "pass", 1: "fail", 5: "inconclusive"}
 """Of `verify`, by its exit code."""
@@ -370,3 +549,59 @@ def _done(fields: Any) -> Done | None:
     texts = [version, command, *(text for one in both if isinstance(one, dict) for text in one.values())]
     is_sound = all(isinstance(one, dict) for one in both) and all(isinstance(text, str) for text in texts)
     return Done(version, command, *both) if is_sound else None
+
+
+COLUMNS = ("step", "status", "time", "why")
+
+
+def exit_code(outcomes: Sequence[Outcome]) -> int:
+    """That of the step that failed; 0 if none did."""
+    return next((one.exit_code for one in outcomes if one.status == FAILED), 0)
+
+
+def summary_dict(file: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """The content of `--json` and of `run.json`."""
+    steps = [
+        {
+            "name": one.step.name,
+            "command": one.step.line,
+            "status": one.status,
+            "reason": one.reason,
+            "seconds": round(one.seconds, 3),
+            "exit_code": one.exit_code,
+            **({"verdict": one.verdict} if one.verdict else {}),
+        }
+        for one in outcomes
+    ]
+    return {"llmconv": __version__, "file": file, "exit_code": exit_code(outcomes), "steps": steps}
+
+
+def summary_table(outcomes: Sequence[Outcome]) -> list[str]:
+    """A line for each step, in columns."""
+    rows = [COLUMNS, *(_row(one) for one in outcomes)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _row(one: Outcome) -> tuple[str, str, str, str]:
+    seconds = f"{one.seconds:.1f} s" if one.seconds else ""
+    failure = f"exit code {one.exit_code}" if one.status == FAILED else ""
+    verdict = f"verdict: {one.verdict}" if one.verdict and one.status != LEFT else ""
+    return one.step.name, one.status, seconds, "; ".join(filter(None, (failure or one.reason, verdict)))
+
+
+def markdown(file: str, outcomes: Sequence[Outcome]) -> str:
+    """The table and the commands, for the summary of a CI job."""
+    code = exit_code(outcomes)
+    rows = [COLUMNS, ("---",) * len(COLUMNS), *(_row(one) for one in outcomes)]
+    lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows]
+    commands = [one.step.line for one in outcomes]
+    result = f"failed with exit code {code}" if code else "all steps are done"
+    return "\n".join([f"# {file}: {result}", "", *lines, "", "```sh", *commands, "```", ""])
+
+
+def write_summary(folder: Path, file: str, outcomes: Sequence[Outcome]) -> None:
+    """Writes the files of `REPORT_FILES` into `folder`; `file` is the name of the run file."""
+    texts = json.dumps(summary_dict(file, outcomes), indent=2) + "\n", markdown(file, outcomes)
+    for name, text in zip(REPORT_FILES, texts, strict=True):
+        replace_file(folder / name, text.encode())

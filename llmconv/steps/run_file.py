@@ -1,4 +1,4 @@
-"""Run files: the commands of a job, in order, as YAML.
+"""Run files: the commands of a job, in order, as YAML; their schema, and the inputs and outputs of the steps.
 
     variables:
       adapter: runs/lora
@@ -32,9 +32,25 @@ import yaml
 
 from llmconv.convert.models.config_file import YAML_LIMIT, read_config_file
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem, listing
-from llmconv.files.paths import is_address
-from llmconv.steps.places import place_of
+from llmconv.files.paths import LOCAL_SCHEMES, is_address
+from llmconv.files.pointer_files import follow_local
+from llmconv.files.sources import is_hub_id
 from llmconv.steps.step import COMMANDS, NO_FILES, Step, find_command, make_step, option_problems, parameters, reads
+
+
+def place_of(name: str, home: Path) -> str:
+    """One text for each place: the path without links, relative to `home`, on this machine; an address as it is."""
+    scheme, separator, rest = name.partition("://")
+    if is_address(name) and not (separator and scheme.lower() in LOCAL_SCHEMES):
+        return name.rstrip("/")
+    return os.path.realpath(home / (rest if separator else name))
+
+
+def overlap(one: str, other: str, home: Path) -> bool:
+    """Whether one of two paths (relative to `home`) or addresses is, or contains, the other."""
+    places = [f"{place_of(name, home).rstrip('/')}/" for name in (one, other)]
+    return places[0].startswith(places[1]) or places[1].startswith(places[0])
+
 
 KEYS = {"variables", "steps"}
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
@@ -332,3 +348,132 @@ def _text_of(name: str, variables: Mapping[str, Any]) -> str:
 
 def _refuse(path: Path, problem: str, hint: str) -> NoReturn:
     raise MalformedInput(f"`{path.name}` {problem}", hint=hint)
+
+
+NEAR = 0.8
+"""Likeness of two names from which on one is a slip of the other, as of `difflib`."""
+
+DEFAULT = "default"
+"""Value of `calibrate` that selects the built-in text, not a file."""
+
+
+def read_checked(path: Path, changes: Mapping[str, str], group: click.Group) -> RunFile:
+    """Reads a run file like `read_run_file` and requires that inputs exist; all mistakes are reported together."""
+    file, problems = read_steps(path, changes, group)
+    raise_all(path.name, [*problems, *absent_inputs(file)])
+    return file
+
+
+def absent_inputs(file: RunFile) -> Iterator[InputRefused]:
+    """A refusal of each input that is nowhere and that no earlier step writes.
+
+    A name that may be of the Hub is one of the Hub, unless it is nearly what a step of the file writes: a slip in
+    `build/base` would be looked for there.
+    """
+    written: list[str] = []
+    for at, step in enumerate(file.steps):
+        for name in step.inputs:
+            if not is_absent(name, file.home) or _is_written(name, written, file.home):
+                continue
+            message = f"step `{step.name}`: input `{name}` does not exist, and no earlier step writes it"
+            if writer := next((one for one in file.steps[at:] if _is_output(name, one, file.home)), None):
+                yield InputRefused(message, hint=f"step `{writer.name}` writes it: put that step first")
+            elif near := _near(name, file.steps[:at]):
+                hub = f"; a model of the Hub is `hf://{name}`" if is_hub_id(name) else ""
+                output, writer = near
+                yield InputRefused(message, hint=f"is `{output}` meant, the output of step `{writer.name}`?{hub}")
+            elif not is_hub_id(name):
+                yield InputRefused(message, hint=f"relative paths begin at the run file's folder, `{file.home}`")
+        written += step.changes
+
+
+def _is_output(name: str, step: Step, home: Path) -> bool:
+    return step.is_complete and _is_written(name, [*step.outputs], home)
+
+
+def _near(name: str, steps: Sequence[Step]) -> tuple[str, Step] | None:
+    """What one of some steps writes and is spelled nearly like a name, and the step; None if nothing is."""
+    writers = {os.path.normpath(output): step for step in steps if step.is_complete for output in step.outputs}
+    near = get_close_matches(os.path.normpath(name), writers, n=1, cutoff=NEAR)
+    return (near[0], writers[near[0]]) if near else None
+
+
+def taken_for_hub_models(step: Step, written: list[str], home: Path) -> list[str]:
+    """The inputs of a step that are neither here nor `written` by earlier steps, and that may be models of the Hub."""
+    absent = [name for name in step.inputs if is_absent(name, home) and is_hub_id(name)]
+    return [name for name in absent if not _is_written(name, written, home)]
+
+
+def is_absent(name: str, home: Path) -> bool:
+    """Whether a name is a path that does not exist."""
+    return not is_address(name) and name != DEFAULT and not os.path.lexists(follow_local(home / name))
+
+
+def _is_written(name: str, written: list[str], home: Path) -> bool:
+    return any(overlap(name, one, home) for one in written)
+
+
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+VARIABLE_VALUE = {"type": "string", "pattern": r"\$\{"}
+"""A text with a variable may stand for any value."""
+
+
+def run_file_schema(group: click.Group) -> dict[str, Any]:
+    """The JSON schema of run files."""
+    return {
+        "$schema": DRAFT,
+        "title": "llmconv run file",
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["steps"],
+        "properties": {
+            "variables": {"type": "object", "description": "Values for ${name}; `--set name=value` replaces one."},
+            "steps": {
+                "type": "array",
+                "minItems": 1,
+                "items": {"oneOf": [_step_schema(group, name) for name in COMMANDS]},
+            },
+        },
+    }
+
+
+def _step_schema(group: click.Group, name: str) -> dict[str, Any]:
+    command = find_command(group, name)
+    known = parameters(command)
+    options = {
+        "type": ["object", "null"],
+        "description": command.get_short_help_str(200),
+        "additionalProperties": False,
+        "properties": {key: _value_schema(parameter) for key, parameter in known.items()},
+        "required": [key for key, parameter in known.items() if parameter.required],
+    }
+    named = {"name": {"type": "string", "pattern": f"^{NAME.pattern}$"}}
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "required": [name],
+        "properties": {**named, name: options},
+    }
+
+
+def _value_schema(parameter: click.Parameter) -> dict[str, Any]:
+    """The schema of one option."""
+    one = _one(parameter)
+    if parameter.multiple or parameter.nargs == -1:
+        one = {"anyOf": [one, {"type": "array", "items": one}]}
+    help_text = getattr(parameter, "help", None)
+    return {**({"description": help_text} if help_text else {}), **one}
+
+
+def _one(parameter: click.Parameter) -> dict[str, Any]:
+    if isinstance(parameter, click.Option) and parameter.is_flag:
+        return {"anyOf": [{"type": "boolean"}, VARIABLE_VALUE]}
+    kind = parameter.type
+    if type(kind) is click.Choice:
+        values = [*kind.choices]
+        return {"anyOf": [{"enum": values}, VARIABLE_VALUE]}
+    if isinstance(kind, click.types.IntParamType):
+        return {"anyOf": [{"type": "integer"}, VARIABLE_VALUE]}
+    if isinstance(kind, click.types.FloatParamType):
+        return {"anyOf": [{"type": "number"}, VARIABLE_VALUE]}
+    return {"type": ["string", "number"]}

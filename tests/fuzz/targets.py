@@ -32,8 +32,7 @@ from llmconv.runtime.onnxruntime.adapter_file import encode_adapter, read_adapte
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.guard import load_guarded, weight_bytes
 from llmconv.runtime.onnxruntime.session_file import read_session_file
-from llmconv.serve.api_errors import ApiError
-from llmconv.serve.openai_schema import chat_request, completion_request, parse_json
+from llmconv.serve.openai_schema import ApiError, chat_request, completion_request, parse_json
 from tests.fuzz.seeds import (
     GRAPH,
     LAYOUT,

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llmconv.output.clean import clean
-from llmconv.output.store_folder import DONE
+from llmconv.output.store_folder import DONE, clean
 from llmconv.output.work import Finish, Part
 from tests.builders.shard_outputs import five, large, write, written
 from tests.stores.bucket import Bucket

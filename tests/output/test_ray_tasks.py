@@ -14,7 +14,7 @@ import pytest
 from llmconv import ray_connection
 from llmconv.convert import to_hf
 from llmconv.errors import OutputFailed, UnsupportedInput, UsageProblem
-from llmconv.output import ray_tasks
+from llmconv.output import writer
 from llmconv.output.work import Call, Ray
 from tests.builders.hf_models import LLAMA, save_model
 from tests.builders.ray_cluster import RayCluster, ray_cluster
@@ -162,14 +162,14 @@ with connected("--engine ray") as ray:
 
 
 def test_a_node_with_another_version_refuses() -> None:
-    answer = ray_tasks.write_shard({"version": "0.0.1", "folder": "/", "shard": "a", "function": ["a", "b"]})
+    answer = writer.write_shard({"version": "0.0.1", "folder": "/", "shard": "a", "function": ["a", "b"]})
     assert answer["error"] == "UnsupportedInput" and "not 0.0.1 as the driver" in answer["message"]
 
 
 @pytest.mark.parametrize("uri", ["https://user:canary@host/model", "https://host/model?X-Signature=canary"])
 def test_a_uri_with_a_credential_is_not_sent_to_a_cluster(uri: str) -> None:
     with pytest.raises(UsageProblem, match="credential") as refusal:
-        ray_tasks.write_in_ray(Call(("a", "b"), {"adapters": ["a", uri]}), [], lambda count: None)
+        writer.write_in_ray(Call(("a", "b"), {"adapters": ["a", uri]}), [], lambda count: None)
     assert "canary" not in str(refusal.value)
 
 

@@ -13,8 +13,7 @@ import pytest
 
 from llmconv.convert import to_hf
 from llmconv.errors import LlmconvError, OutputFailed
-from llmconv.output.clean import clean
-from llmconv.output.store_folder import CLAIM
+from llmconv.output.store_folder import CLAIM, clean
 from llmconv.output.work import Finish, Part, Work, Workers
 from llmconv.stores.address import parse_address
 from llmconv.stores.object_store import ObjectStore

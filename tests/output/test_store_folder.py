@@ -17,8 +17,8 @@ import pytest
 
 from llmconv.convert import to_hf
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutputFailed
-from llmconv.output.clean import clean
 from llmconv.output.manifest import file_entry
+from llmconv.output.store_folder import clean
 from llmconv.output.work import Finish, Part
 from llmconv.stores.address import parse_address
 from llmconv.stores.object_store import ObjectStore

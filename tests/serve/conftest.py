@@ -10,8 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from llmconv.generation import TextModel
-from llmconv.serve.app import make_app
-from llmconv.serve.request_origin import AccessRules
+from llmconv.serve.app import AccessRules, make_app
 from llmconv.serve.scheduler import Scheduler
 from llmconv.serve.served_model import ServedModel
 

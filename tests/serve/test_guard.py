@@ -6,7 +6,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from llmconv.errors import UsageProblem
-from llmconv.serve.request_origin import AccessRules
+from llmconv.serve.app import AccessRules
 from tests.serve.conftest import Clients
 
 CHAT = "/v1/chat/completions"

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from llmconv.generation import TextModel
-from llmconv.serve.api_errors import ApiError
 from llmconv.serve.app import MAX_BODY_BYTES
-from llmconv.serve.openai_schema import chat_request, completion_request
+from llmconv.serve.openai_schema import ApiError, chat_request, completion_request
 from tests.builders.chatting import CONTEXT
 from tests.serve.conftest import Clients
 

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from llmconv.errors import InputRefused
-from llmconv.serve.api_errors import ApiError
+from llmconv.serve.openai_schema import ApiError
 from llmconv.serve.scheduler import Job, Scheduler
 
 

@@ -18,9 +18,8 @@ import pytest
 from click.testing import CliRunner
 
 from llmconv.cli import main
-from llmconv.steps.execution import Execution
+from llmconv.steps.execution import Execution, run_lock
 from llmconv.steps.run_file import read_run_file
-from llmconv.steps.run_lock import run_lock
 from llmconv.steps.step import Step
 from tests.hub.conftest import contents
 
@@ -222,7 +221,7 @@ def test_a_step_that_outlives_a_killed_run_holds_its_lock(again: Path) -> None:
     code = f"""
 import subprocess, sys
 from pathlib import Path
-from llmconv.steps.run_lock import run_lock
+from llmconv.steps.execution import run_lock
 with run_lock(Path({str(again)!r})) as lock:
     subprocess.run([sys.executable, "-c", {sleeper!r}], pass_fds=(lock,))
 """

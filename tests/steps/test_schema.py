@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from llmconv.cli import main
-from llmconv.steps.schema import run_file_schema
+from llmconv.steps.run_file import run_file_schema
 from llmconv.steps.step import COMMANDS
 
 SCHEMA: dict[str, Any] = run_file_schema(main)

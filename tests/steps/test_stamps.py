@@ -10,7 +10,7 @@ import fsspec
 import pytest
 
 from llmconv.output.manifest import MANIFEST
-from llmconv.steps.stamps import UNKNOWN, stamps
+from llmconv.steps.execution import UNKNOWN, stamps
 from tests.builders.fake_hub import serving as serving_hub
 from tests.stores.reading_bucket import Bucket, serving
 

@@ -11,7 +11,7 @@ import pytest
 from llmconv.convert import merge_lora, to_hf
 from llmconv.errors import InputRefused, OutputFailed
 from llmconv.export.exporter import export
-from llmconv.output.clean import clean
+from llmconv.output.store_folder import clean
 from llmconv.output.work import Finish, Part
 from tests.stores.azure import ENVIRONMENT, HOME, container, is_free
 

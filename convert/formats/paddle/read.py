@@ -35,11 +35,10 @@ from llmconv.convert.formats.paddle.names import FAMILIES
 from llmconv.convert.state_dicts.files import indexed_shards, joined, require_listed
 from llmconv.convert.state_dicts.safetensors_files import header_of, numbered, open_safetensors
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
-from llmconv.files.file_problem import FileProblem
 from llmconv.files.pickle_machine import STRING_LIMIT, PickleHooks, PickleMachine, Stub, text
 from llmconv.files.pickle_reader import HOOKS, RANK_LIMIT, Global, interpret
 from llmconv.files.safetensors_file import FileTensor, read_header
-from llmconv.files.source_file import open_source, read_into
+from llmconv.files.source_file import FileProblem, open_source, read_into
 from llmconv.files.torch_writer import PickledCall, PickledName, pickle_pieces
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, Piece
 

@@ -14,12 +14,13 @@ from llmconv.errors import InputRefused, MalformedInput, UsageProblem, listing
 from llmconv.files.paths import is_address
 from llmconv.files.sources import reading_safely
 from llmconv.hub.address import HUB_NAME, HubAddress, hub_address
-from llmconv.hub.repository import HubRepository
-from llmconv.hub.state import Commit, FileDigest, digest_of, file_digest
+from llmconv.hub.repository import Commit, FileDigest, HubRepository, digest_of, file_digest
 from llmconv.output.hub_folder import PAGES, foreign_files, replaced_files, require_own_weights
 from llmconv.output.manifest import MANIFEST, Manifest, read_manifest
 from llmconv.output.model_card import CARD, is_unedited, model_card
 from llmconv.progress import bytes_bar, say, warn
+
+__all__ = ["Push", "push"]
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
@@ -297,3 +298,8 @@ def _damaged(name: str, problem: str) -> MalformedInput:
         f"`{name}` is damaged or was edited: {problem}",
         hint="copy the folder again, or make it again; `hf upload` uploads a folder unchecked",
     )
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__
