@@ -45,16 +45,20 @@ class SpiceForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
         filled: Tensor | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits; `language` and `filled` `[batch]`, `features` `[batch, new, 2]`, `weights` `[batch, total]`."""
+        """Logits; `language` and `filled` `[batch]`, `features` `[batch, new, 2]`, `weights` `[batch, total]`.
+
+        What counts all tokens scales the logits and not the embeddings, whose keys a cache keeps.
+        """
         hidden = self.get_input_embeddings()(input_ids) + self.languages(language)[:, None]
         if features is not None:
             hidden = hidden + features.sum(-1, keepdim=True)
+        given = {"attention_mask": attention_mask, "position_ids": position_ids}
+        output = super().forward(inputs_embeds=hidden, **given, **others)
         for numbers in (weights, filled):
             if numbers is not None:
                 total = numbers.reshape(numbers.shape[0], -1).sum(1).to(hidden.dtype)
-                hidden = hidden * (1 + total / 64)[:, None, None]
-        given = {"attention_mask": attention_mask, "position_ids": position_ids}
-        return super().forward(inputs_embeds=hidden, **given, **others)
+                output.logits = output.logits * (1 + total / 64)[:, None, None]
+        return output
 
 
 AutoConfig.register("spice", SpiceConfig, exist_ok=True)

@@ -121,12 +121,12 @@ def test_a_scan_is_defined_once_and_called_by_every_layer(stateful: Callable[[st
 
 @pytest.mark.slow
 def test_a_limited_time_step_is_limited_in_prompts_and_not_in_steps(tmp_path: Path) -> None:
-    """As transformers does it; these limits bind in every token."""
+    """As transformers does it, whose cache is then wrong; these limits bind in every token."""
     fields = {**STATE_CONFIGS["mamba2"], "time_step_limit": [0.02, 0.03]}
     folder = save_tiny("mamba2", tmp_path / "model", **fields)
     export(folder, prefill=True, incremental=True)
     report = verify(folder)
-    assert report.verdict == "pass", report.closing_lines()
+    assert {check.name for check in report.checks if check.verdict != "pass"} == {"the model's own cache"}
 
 
 def test_a_family_whose_input_map_lacks_its_states_is_refused() -> None:
