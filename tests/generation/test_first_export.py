@@ -91,7 +91,9 @@ def test_a_training_checkpoint_is_converted_and_exported_once_into_the_cache(
     )
     assert [done.exit_code for done in (first, again, folder, reference)] == [0] * 4, first.stderr
     assert first.stdout == again.stdout == folder.stdout == reference.stdout
-    assert first.stderr.startswith(f"`{checkpoint}` is a training checkpoint (`composer`): it is converted")
+    assert first.stderr.startswith(
+        f"`{checkpoint}` is a training checkpoint (`composer`): converting and exporting it once, into `"
+    )
     assert again.stderr.startswith(f"`{checkpoint}` has no graphs; those of an earlier run are in `")
     assert [path.name for path in checkpoint.parent.iterdir()] == [checkpoint.name]
     old = graphs_in_cache(checkpoint)

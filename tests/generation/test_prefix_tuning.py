@@ -22,6 +22,9 @@ from llmconv.runtime import default_positions
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.prefix import open_prefix, with_prefix
 from tests.builders.prefix_models import LENGTH, save_adapter
+from tests.builders.talking import save_letters
+from tests.conftest import save_tiny
+from tools.state_configs import STATE_CONFIGS
 
 PADDLE = Path(__file__).parents[1] / "fixtures/paddle/prefix_llama_bf16"
 START = [20, 30, 40]
@@ -200,9 +203,10 @@ def test_graphs_with_a_prefix_in_them_refuse_a_second_one(talking: Path, adapter
 
 
 @pytest.mark.slow
-def test_a_model_with_states_refuses_a_prefix(talking_as: Tiny, adapter: Path) -> None:
+def test_a_model_with_states_refuses_a_prefix(adapter: Path, tmp_path: Path) -> None:
+    folder = save_letters(save_tiny("mamba", tmp_path / "mamba", **STATE_CONFIGS["mamba"]))
     with pytest.raises(UnsupportedInput, match="more than keys and values"):
-        TextModel.open(talking_as("mamba"), backend="torch", prefix_tuning=adapter)
+        TextModel.open(folder, backend="torch", prefix_tuning=adapter)
 
 
 @pytest.mark.slow
