@@ -12,7 +12,7 @@ import onnxruntime as ort
 
 from llmconv.errors import LlmconvError, MalformedInput, first_line
 from llmconv.memory import raise_if_out_of_memory
-from llmconv.runtime.cache_names import is_present
+from llmconv.runtime.cache_names import is_past, is_present
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes, weight_bytes
 from llmconv.runtime.onnxruntime.lora_names import is_factor
 from llmconv.runtime.onnxruntime.packed_cache import (
@@ -63,7 +63,7 @@ class SessionChain:
         return next(found, self._devices[0])
 
     def get_inputs(self) -> list[Any]:
-        """The declared inputs that no earlier session computes, each once."""
+        """The declared inputs that no earlier session computes, each once: the cache last."""
         produced: set[str] = set()
         inputs: dict[str, Any] = {}
         for session in self._sessions:
@@ -71,7 +71,7 @@ class SessionChain:
                 {arg.name: inputs.get(arg.name, arg) for arg in session.get_inputs() if arg.name not in produced}
             )
             produced |= {arg.name for arg in session.get_outputs()}
-        return list(inputs.values())
+        return sorted(inputs.values(), key=lambda arg: is_past(arg.name))
 
     def get_outputs(self) -> list[Any]:
         """The declared outputs that no session reads: the results first, then the cache."""
