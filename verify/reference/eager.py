@@ -403,16 +403,19 @@ def check_own_cache(eager: Eager, graphs: list[str]) -> list[Check]:
     """A failed check for each graph if the model's logits after a cache differ from those without; else none.
 
     All other checks compare a graph with the model on a cache of its own. A model whose tokens attend to later ones
-    agrees there with a graph, and both are wrong. The last call's logits are compared, which come from every cache
-    before it: an extra input of an earlier call may rightly depend on the number of its tokens.
+    agrees there with a graph, and both are wrong. Where an extra input is computed from each call, such as the number of
+    its tokens, earlier calls rightly differ from the whole text: only the last call's logits are compared.
     """
-    whole, pieces = own_cache_chains(eager.facts())
+    facts = eager.facts()
+    whole, pieces = own_cache_chains(facts)
     exact = eager.runners[0]
     if eager.is_layered:
         expected = run_chain(exact, whole)[0].logits
     else:
         expected = eager.eager_runners[0].without_cache(whole[0].tokens)
-    found = run_chain(exact, pieces)[-1].logits
+    steps = run_chain(exact, pieces)
+    computed = any(callable(extra.default) for extra in facts.extra_inputs.values())
+    found = np.concatenate([step.logits for step in (steps[-1:] if computed else steps)], axis=1)
     error = _relative(found, expected[:, -found.shape[1] :])
     detail = (
         f"the model's logits after a cache differ by {error:.2g} of their size from those without: tokens attend to "

@@ -34,6 +34,13 @@ def test_an_encoder_differs_after_a_cache(encoder: Path) -> None:
     assert all(ENDING in check.detail for check in found)
 
 
+def test_an_encoder_of_one_layer_differs_before_its_last_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its cache of embeddings is right, and its last token attends to all others: only earlier logits differ."""
+    monkeypatch.setattr(causal_lm, "ENCODERS", frozenset())
+    save_seeded(AutoConfig.for_model("bert", **{**BERT, "num_hidden_layers": 1}), tmp_path, TEXT)
+    assert [check.name for check in check_own_cache(Eager(tmp_path, "float32"), ["prefill.onnx"])] == [NAME]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_a_decoder_does_not(kind: str, tmp_path: Path) -> None:
