@@ -403,8 +403,8 @@ def check_own_cache(eager: Eager, graphs: list[str]) -> list[Check]:
     """A failed check for each graph if the model's logits after a cache differ from those without; else none.
 
     All other checks compare a graph with the model on a cache of its own. A model whose tokens attend to later ones
-    agrees there with a graph, and both are wrong. Where an extra input is computed from each call, such as the number of
-    its tokens, earlier calls rightly differ from the whole text: only the last call's logits are compared.
+    agrees there with a graph, and both are wrong. Where an extra input is computed from each call, such as the number
+    of its tokens, earlier calls rightly differ from the whole text: only the last call's logits are compared.
     """
     facts = eager.facts()
     whole, pieces = own_cache_chains(facts)
