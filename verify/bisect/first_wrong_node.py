@@ -320,7 +320,11 @@ def _unmatched_text(nodes: Sequence[UnmatchedNode], of: int) -> str:
 
 
 def localize(checks: Sequence[Check]) -> Where | None:
-    """The first failing scenario, its first failing step, and its first differing layer; None if all passed."""
+    """The first failing scenario, its first failing step, and its first differing layer; None if all passed.
+
+    A scenario in which a layer's cache fails comes before those in which only the logits do: the fault of an early
+    layer may be within the gate in the caches of a short scenario, and past it in the logits.
+    """
     failed = [check for check in checks if check.verdict == "fail"]
     if not failed:
         return None
@@ -329,7 +333,7 @@ def localize(checks: Sequence[Check]) -> Where | None:
     failed = [check for check in failed if check.output]
     if not failed:
         return _of_weights(audited[0], unrun) if audited else Where("", "", 0, None, "", unrun)
-    first = failed[0]
+    first = next((check for check in failed if layer_of(check.output) is not None), failed[0])
     place = (first.name, first.graph)
     same = [check for check in failed if (check.name, check.graph) == place]
     step = min(check.step for check in same)
