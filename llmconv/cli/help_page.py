@@ -111,10 +111,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("llmconv export model --shapes static --max-seq-len 2048", "fixed axes, as NPUs need them"),
     ),
     "onnx-adapter": (
-        (
-            "llmconv onnx-adapter base style -o style.onnx_adapter",
-            "base: `export --lora-inputs all-linear`",
-        ),
+        ("llmconv onnx-adapter base style -o style.onnx_adapter", "base: `export --lora-inputs all-linear`"),
         ("llmconv onnx-adapter base style -o style.onnx_adapter --alpha 16", "files without lora_alpha"),
         ("llmconv onnx-adapter base style -o style.onnx_adapter --dry-run", "names and shapes only"),
     ),

@@ -77,11 +77,7 @@ OF_FOLDER = ("low_memory", "allow_changed", "calibrate", "method", "layers", "re
 @click.option(
     "--repeat", type=click.IntRange(1), default=1, help="Number of runs of each call; all must give equal bits."
 )
-@click.option(
-    "--report",
-    type=options.Output(),
-    help="Write JSON, JUnit, Markdown and HTML reports to this folder.",
-)
+@click.option("--report", type=options.Output(), help="Write JSON, JUnit, Markdown and HTML reports to this folder.")
 @click.option("--github", is_flag=True, help="Also print failures as GitHub Actions annotations.")
 @click.option(
     "--bisect",
@@ -154,13 +150,7 @@ OF_FOLDER = ("low_memory", "allow_changed", "calibrate", "method", "layers", "re
 )
 @click.pass_context
 def command(
-    ctx: click.Context,
-    /,
-    folder: str | None,
-    graphs: tuple[Path, ...],
-    github: bool,
-    as_json: bool,
-    **choices: Any,
+    ctx: click.Context, /, folder: str | None, graphs: tuple[Path, ...], github: bool, as_json: bool, **choices: Any
 ) -> None:
     """Compare every output of the graphs in FOLDER with the eager model.
 
@@ -213,13 +203,7 @@ def _refuse_early(folder: str | None, choices: dict[str, Any]) -> None:
         recorded_reference(path)
 
 
-def _verified(
-    folder: str | None,
-    graphs: tuple[Path, ...],
-    choices: dict[str, Any],
-    *,
-    show: Show | None,
-) -> Report:
+def _verified(folder: str | None, graphs: tuple[Path, ...], choices: dict[str, Any], *, show: Show | None) -> Report:
     """The report; `choices` are the options that the library takes under the same names."""
     from llmconv.verify import verify, verify_graphs
 

@@ -278,11 +278,7 @@ def read_torch_zip(path: Path, start: int, size: int) -> tuple[bytes, dict[str, 
     The zip has `size` bytes from byte `start`. Raises UnsupportedInput for TorchScript, or a big-endian machine's file;
     MalformedInput for a damaged zip, or one whose parts contradict each other.
     """
-    with (
-        naming(f"`{path.name}`", NOT_BY_TORCH),
-        open_source(path) as whole,
-        _slice(whole, start, size) as file,
-    ):
+    with naming(f"`{path.name}`", NOT_BY_TORCH), open_source(path) as whole, _slice(whole, start, size) as file:
         try:
             with _open_zip(file) as archive:
                 members = _checked_members(path, archive, file, size, far=is_mirrored(path))

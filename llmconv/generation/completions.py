@@ -98,14 +98,7 @@ class Generation:
         if costs:
             total["time_to_first_token"] = costs[0]["time_to_first_token"]
         spent = {"too_long": self.too_long, "encode_seconds": round(self.encode_seconds, 4)}
-        return {
-            "backend": self.backend,
-            "settings": dict(self.settings),
-            **made,
-            "batches": costs,
-            **total,
-            **spent,
-        }
+        return {"backend": self.backend, "settings": dict(self.settings), **made, "batches": costs, **total, **spent}
 
     def summary(self) -> list[str]:
         """Lines for a person: what the file had before, tokens and memory, and where the time went."""

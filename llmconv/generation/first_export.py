@@ -66,8 +66,7 @@ def graphs_in_cache(folder: Path) -> Path | None:
                     raise
     except OSError as error:
         raise InputRefused(
-            f"`{folder}` has no graphs, and none can be made in `{entries}`: {first_line(error)}",
-            hint=instead,
+            f"`{folder}` has no graphs, and none can be made in `{entries}`: {first_line(error)}", hint=instead
         ) from error
     return made
 

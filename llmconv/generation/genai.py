@@ -87,11 +87,7 @@ class GenaiEngine:
         )
 
     def grow(
-        self,
-        starts: Sequence[RowStart],
-        settings: GenerationSettings,
-        decode: Callable[[Sequence[int]], str],
-        *_: Any,
+        self, starts: Sequence[RowStart], settings: GenerationSettings, decode: Callable[[Sequence[int]], str], *_: Any
     ) -> Generator[TextPiece]:
         """See `LoopEngine.grow`; GenAI has its own cache and takes a prompt at once."""
         _require_known(settings)

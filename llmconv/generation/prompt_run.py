@@ -180,11 +180,7 @@ class PromptRun:
         return [one for one in self.encoded if one.problem and one.sequence == 0]
 
     def run(
-        self,
-        output: Path | None = None,
-        overwrite: bool = False,
-        on_piece: OnPiece | None = None,
-        streamer: Any = None,
+        self, output: Path | None = None, overwrite: bool = False, on_piece: OnPiece | None = None, streamer: Any = None
     ) -> Generation:
         """Runs all prompts, or those that the file of completions `output` does not have yet; None returns them.
 

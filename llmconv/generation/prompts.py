@@ -202,10 +202,7 @@ def _read(source: str | Path | TextIO, prompt_field: str | None) -> list[Prompt]
             "`--prompt-field` needs JSON objects, but the prompts are lines of text", hint="leave it out"
         )
     if not found:
-        raise InputRefused(
-            "no prompts",
-            hint="give `--prompt TEXT`, or `--prompt-file FILE` with one prompt per line",
-        )
+        raise InputRefused("no prompts", hint="give `--prompt TEXT`, or `--prompt-file FILE` with one prompt per line")
     return found
 
 

@@ -165,11 +165,7 @@ class PlannedText:
 
 
 def encode_all(
-    model: TextModel,
-    prompts: Sequence[Prompt],
-    wording: Wording,
-    settings: GenerationSettings,
-    count: int = 1,
+    model: TextModel, prompts: Sequence[Prompt], wording: Wording, settings: GenerationSettings, count: int = 1
 ) -> list[PlannedText]:
     """The texts to generate: `count` per prompt, in the order of the prompts; raises as `Wording.cut`.
 

@@ -256,10 +256,7 @@ class HubRepository:
         infos = [UploadInfo(size=size, sample=b"", sha256=bytes.fromhex(name)) for name, size in objects.items()]
         with writing_to(self.address):
             found = post_lfs_batch_info(
-                upload_infos=infos,
-                token=None,
-                repo_type="model",
-                repo_id=self.address.repository,
+                upload_infos=infos, token=None, repo_type="model", repo_id=self.address.repository
             )[0]
         return {answer["oid"] for answer in found if answer.get("actions") is None}
 

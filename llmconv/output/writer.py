@@ -420,8 +420,7 @@ def _require_unchanged(sources: Stats) -> None:
     for source, before in sources.items():
         if (source.suffix in WEIGHTS or len(sources) == 1) and not (source.exists() and _identity(source) == before):
             raise InputRefused(
-                f"`{source.name}` changed while it was read",
-                hint="make sure that nothing writes to it, and run again",
+                f"`{source.name}` changed while it was read", hint="make sure that nothing writes to it, and run again"
             )
 
 

@@ -11,15 +11,7 @@ if TYPE_CHECKING:  # at run time each is loaded when it is first used: names and
     from llmconv.runtime.onnxruntime.session_settings import SessionSettings
     from llmconv.runtime.runner import Cache, Runner, Step, default_positions
 
-__all__ = [
-    "Cache",
-    "OrtGraph",
-    "OrtRunner",
-    "Runner",
-    "SessionSettings",
-    "Step",
-    "default_positions",
-]
+__all__ = ["Cache", "OrtGraph", "OrtRunner", "Runner", "SessionSettings", "Step", "default_positions"]
 
 _PLACES = {
     "OrtGraph": "llmconv.runtime.onnxruntime.graph",

@@ -20,11 +20,7 @@ CACHE_NAME = re.compile(
 )
 """Groups: prefix, layer index."""
 
-_PREFIXES = {
-    "past_key_values": "present",
-    "past_conv": "present_conv",
-    "past_recurrent": "present_recurrent",
-}
+_PREFIXES = {"past_key_values": "present", "past_conv": "present_conv", "past_recurrent": "present_recurrent"}
 _ORDER = ["present", "present_conv", "present_recurrent"]
 
 MAX_LENGTH = "max_sequence_length"

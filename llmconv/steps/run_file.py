@@ -448,12 +448,7 @@ def _step_schema(group: click.Group, name: str) -> dict[str, Any]:
         "required": [key for key, parameter in known.items() if parameter.required],
     }
     named = {"name": {"type": "string", "pattern": f"^{NAME.pattern}$"}}
-    return {
-        "type": "object",
-        "additionalProperties": False,
-        "required": [name],
-        "properties": {**named, name: options},
-    }
+    return {"type": "object", "additionalProperties": False, "required": [name], "properties": {**named, name: options}}
 
 
 def _value_schema(parameter: click.Parameter) -> dict[str, Any]:

@@ -181,11 +181,7 @@ def _zero_points(zeros: LazyTensor, name: str, outputs: int, scheme: WeightSchem
     return require_middle(found, 1 << (scheme.bits - 1), name) if scheme.symmetric else found
 
 
-METHOD = QuantizationMethod(
-    "compressed-tensors",
-    open_compressed,
-    ACTIVATIONS,
-)
+METHOD = QuantizationMethod("compressed-tensors", open_compressed, ACTIVATIONS)
 
 
 STRATEGIES = ("tensor", "channel", "group", "block")

@@ -114,8 +114,7 @@ def _bits(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any
         bits = words.shape[0] * 32 // max(1, tensors[stem + GROUPS].num_rows)
     if type(bits) is not int or bits not in WIDTHS:
         raise UnsupportedInput(
-            f"`{stem}` is GPTQ of {str(bits)[:20]} bits",
-            hint=f"supported: {', '.join(map(str, WIDTHS))}",
+            f"`{stem}` is GPTQ of {str(bits)[:20]} bits", hint=f"supported: {', '.join(map(str, WIDTHS))}"
         )
     return bits
 

@@ -340,11 +340,7 @@ class StreamedWeights:
     """
 
     def __init__(
-        self,
-        model: Any,
-        stored: Mapping[str, StoredTensor],
-        dtype: torch.dtype,
-        memory: MatrixMemory | None = None,
+        self, model: Any, stored: Mapping[str, StoredTensor], dtype: torch.dtype, memory: MatrixMemory | None = None
     ) -> None:
         if getattr(model.config, "quantization_config", None):
             raise UnsupportedInput("a quantized model cannot be streamed", hint=LOW_MEMORY_HINT)

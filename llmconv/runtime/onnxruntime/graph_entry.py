@@ -11,12 +11,7 @@ from llmconv.errors import MalformedInput
 from llmconv.output.manifest import read_manifest
 
 GRAPH_FILES = {"prefill": "prefill.onnx", "decode": "decode.onnx", "unified": "model.onnx"}
-SINGLE_PASS_FILES = {
-    "scoring": "scoring.onnx",
-    "embed": "model.onnx",
-    "classify": "model.onnx",
-    "rerank": "model.onnx",
-}
+SINGLE_PASS_FILES = {"scoring": "scoring.onnx", "embed": "model.onnx", "classify": "model.onnx", "rerank": "model.onnx"}
 """Files of graphs without a cache, by role."""
 
 EMBEDDINGS_ROLE = "embeddings"

@@ -182,10 +182,7 @@ def _check_range(path: Path, tensor: onnx.TensorProto, sizes: dict[str, int]) ->
     location = fields.get("location", "")
     folder, _, name = location.rpartition("/")
     if not _is_plain(name) or (folder and not (_is_plain(folder) and name.endswith(".safetensors"))):
-        _refuse(
-            path,
-            f"stores `{tensor.name[:80]}` in {location[:80]!r}, which is not a plain file name",
-        )
+        _refuse(path, f"stores `{tensor.name[:80]}` in {location[:80]!r}, which is not a plain file name")
     if location not in sizes:
         sizes[location] = _size_of(path, location)
     offset, length = fields.get("offset", "0"), fields.get("length", "0")

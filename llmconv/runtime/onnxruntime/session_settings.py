@@ -54,12 +54,7 @@ TENSOR_DTYPES = {
 }
 """numpy types by onnxruntime's names."""
 
-INPUT_DTYPES = {
-    **TENSOR_DTYPES,
-    "tensor(int64)": np.int64,
-    "tensor(int32)": np.int32,
-    "tensor(bool)": np.bool_,
-}
+INPUT_DTYPES = {**TENSOR_DTYPES, "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_}
 """The same for inputs."""
 
 

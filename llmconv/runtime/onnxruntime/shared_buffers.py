@@ -246,11 +246,7 @@ class BufferedSession:
         self._last_only = sizes.tokens != 1 and declared[results[0]][1] == 1
 
     def run(
-        self,
-        call: ModelCall,
-        values: ExtraValues,
-        past: Cache | None = None,
-        placed: PlacedEmbeddings | None = None,
+        self, call: ModelCall, values: ExtraValues, past: Cache | None = None, placed: PlacedEmbeddings | None = None
     ) -> tuple[list[Array], Cache]:
         """Continues `past` (None for an empty cache) by a call; returns one array per result name, and the cache.
 
