@@ -21,7 +21,7 @@ from benchmarks.step import THREADS
 from llmconv.bench import BenchCandidate, BenchResult, bench
 from llmconv.bench.own_loop import open_text_model
 from llmconv.generation import GenerationSettings
-from llmconv.runtime.calibration_text import random_prompts
+from llmconv.runtime.tokenizer import random_prompts
 
 LENGTHS, LONG = (128, 2048), 8192
 NEW, ROUNDS, LONG_ROUNDS = 64, 5, 2

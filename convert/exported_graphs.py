@@ -12,9 +12,8 @@ from typing import Any
 from llmconv.checkpoint import open_shards
 from llmconv.errors import MalformedInput
 from llmconv.files.safetensors_file import read_header
-from llmconv.output.manifest import Manifest, read_manifest
-from llmconv.output.recorded_verdict import RecordedVerdict, parse_verdict
-from llmconv.quantized_export import SINGLE, described
+from llmconv.not_a_model_folder import SINGLE, described
+from llmconv.output.manifest import Manifest, RecordedVerdict, parse_verdict, read_manifest
 from llmconv.tensors import LazyTensor
 
 INDEX = "quantized.safetensors.index.json"

@@ -34,8 +34,7 @@ from llmconv.files.source_file import open_source
 from llmconv.files.sources import fetching, files_under, local_path, reading_safely, with_addresses
 from llmconv.files.torch_reader import is_torch_file
 from llmconv.model_code import code_of
-from llmconv.not_a_model_folder import ONNX_ADAPTER
-from llmconv.quantized_export import is_quantized_export
+from llmconv.not_a_model_folder import ONNX_ADAPTER, is_quantized_export
 from llmconv.quantized_weights.quantized_checkpoint import method_name, quantized_checkpoint
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 
@@ -332,7 +331,7 @@ def is_adapter_factors(path: Path) -> bool:
 
 def factor_tensors(path: Path) -> dict[str, LazyTensor]:
     """The factors by the names of graph inputs, float32: A [rank, in] and B [out, rank]; MalformedInput if damaged."""
-    from llmconv.runtime.onnxruntime.adapter_file import read_adapter  # noqa: PLC0415 - imports onnxruntime
+    from llmconv.runtime.onnxruntime.lora_names import read_adapter  # noqa: PLC0415 - imports onnxruntime
 
     return {name: in_memory(array, BY_NAME["float32"]) for name, array in read_adapter(path).items()}
 

@@ -15,10 +15,15 @@ from llmconv.convert.adapters.placement.targets import WeightChange
 from llmconv.convert.opening import open_adapters
 from llmconv.errors import InputRefused, UnsupportedInput, listing
 from llmconv.progress import warn_all
-from llmconv.runtime.onnxruntime.adapter_file import encode_adapter
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.guard import load_guarded
-from llmconv.runtime.onnxruntime.lora_names import declared_factors, factor_names, module_of, require_factors
+from llmconv.runtime.onnxruntime.lora_names import (
+    declared_factors,
+    encode_adapter,
+    factor_names,
+    module_of,
+    require_factors,
+)
 from llmconv.tensors import Array
 
 MERGE = "merge it into a new folder: `llmconv merge-lora BASE ADAPTER -o OUT`"

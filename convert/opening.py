@@ -39,8 +39,7 @@ from llmconv.files.source_file import open_source
 from llmconv.files.sources import local_path, reading_safely
 from llmconv.files.torch_reader import explain_no_zip, is_torch_file, open_torch_file
 from llmconv.model_code import AUTO_MAP, has_code
-from llmconv.not_a_model_folder import foreign_file, known_refusal
-from llmconv.quantized_export import is_quantized_export, refused_export
+from llmconv.not_a_model_folder import foreign_file, is_quantized_export, known_refusal, refused_export
 from llmconv.tensors import LazyTensor, cast
 
 

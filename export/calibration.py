@@ -40,8 +40,8 @@ from llmconv.export.weights import DOMAIN, GROUPED, WeightSource, bind, leaves, 
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.progress import say, warn
 from llmconv.runtime.cache_names import is_present, past_of
-from llmconv.runtime.calibration_text import LONG, TOKENS, CalibrationText
 from llmconv.runtime.context_length import context_length
+from llmconv.runtime.tokenizer import LONG, TOKENS, CalibrationText
 from llmconv.tensors import Array
 
 

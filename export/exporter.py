@@ -30,10 +30,10 @@ from llmconv.export.quantization.settings import QuantizationSettings, with_kv_c
 from llmconv.files.paths import Placed, output_place
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
 from llmconv.model_code import model_class
+from llmconv.not_a_model_folder import is_quantized_export, refused_export
 from llmconv.output.manifest import read_manifest
 from llmconv.output.writer import destination_of
 from llmconv.progress import step, warn
-from llmconv.quantized_export import is_quantized_export, refused_export
 
 
 @runtime_checkable

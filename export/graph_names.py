@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import UsageProblem
+from llmconv.runtime.onnxruntime.graph import VISION
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, GRAPH_FILES, SINGLE_PASS_FILES, VISION_ROLE
 from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
-from llmconv.runtime.onnxruntime.vision import VISION
 
 FILES: Mapping[str, str] = {
     **GRAPH_FILES,

@@ -34,8 +34,8 @@ from llmconv.progress import say
 from llmconv.runtime.eager.stored_tensors import kept_in_float32
 from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.images.family import placeholders
-from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE
+from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION
 from llmconv.tensors import LazyTensor
 
 

@@ -7,15 +7,14 @@ import re
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from llmconv.errors import MalformedInput
 from llmconv.files.hub import snapshot_home
 from llmconv.files.pointer_files import refuse_git_lfs
 from llmconv.files.safetensors_file import FileTensor, read_header
-from llmconv.files.strict_json import StrictJsonError, unique_keys
 from llmconv.not_a_model_folder import refused_model
 from llmconv.tensors import LazyTensor
 
@@ -262,3 +261,71 @@ def require_shallow(content: Any, name: str) -> None:
         if not level:
             return
     raise MalformedInput(f"`{name}` is nested deeper than {DEPTH_LIMIT} levels", hint="repair or replace the file")
+
+
+SHOWN = 40
+"""Maximum characters of a key or number in a message."""
+
+
+class StrictJsonError(ValueError):
+    """JSON that Python accepts, but not with the meaning that its author intended; `hint` is the way out."""
+
+    def __init__(self, problem: str, hint: str) -> None:
+        super().__init__(problem)
+        self.hint = hint
+
+
+def parse_strictly(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises StrictJsonError for the first duplicate key or number that is not finite; ValueError for other invalid JSON;
+    RecursionError for too deep nesting.
+    """
+    return json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse, parse_float=_finite)
+
+
+def first_strict_error(text: str) -> tuple[int, StrictJsonError] | None:
+    """The first strict error in a JSON value (usually an array) that Python accepts; None if there is none.
+
+    It follows the line, counted from 1, in which the item with the error begins.
+    """
+    decoder = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=_refuse, parse_float=_finite)
+    text = text.rstrip()
+    begin = len(text) - len(text.lstrip())
+    is_array = text.startswith("[", begin)
+    position = begin + is_array
+    while True:
+        position = _skip_space(text, position, " \t\n\r," if is_array else " \t\n\r")
+        if position == len(text) or (is_array and text[position] == "]"):
+            return None
+        try:
+            position = decoder.raw_decode(text, position)[1]
+        except StrictJsonError as error:
+            return text.count("\n", 0, position) + 1, error
+
+
+def _skip_space(text: str, position: int, space: str) -> int:
+    while position < len(text) and text[position] in space:
+        position += 1
+    return position
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A dict of these fields, as `object_pairs_hook` of Python's parser; raises StrictJsonError for a duplicate key."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        seen: set[str] = set()
+        duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise StrictJsonError(f"duplicate key `{duplicate[:SHOWN]}`", "remove one of the two")
+    return fields
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not isfinite(value):
+        _refuse(number)
+    return value
+
+
+def _refuse(number: str) -> NoReturn:
+    raise StrictJsonError(f"the number `{number[:SHOWN]}` is not finite", "write a float64 number, or a string")

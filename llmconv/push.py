@@ -15,9 +15,16 @@ from llmconv.files.paths import is_address
 from llmconv.files.sources import reading_safely
 from llmconv.hub.address import HUB_NAME, HubAddress, hub_address
 from llmconv.hub.repository import Commit, FileDigest, HubRepository, digest_of, file_digest
-from llmconv.output.hub_folder import PAGES, foreign_files, replaced_files, require_own_weights
+from llmconv.output.hub_folder import (
+    CARD,
+    PAGES,
+    foreign_files,
+    is_unedited,
+    model_card,
+    replaced_files,
+    require_own_weights,
+)
 from llmconv.output.manifest import MANIFEST, Manifest, read_manifest
-from llmconv.output.model_card import CARD, is_unedited, model_card
 from llmconv.progress import bytes_bar, say, warn
 
 __all__ = ["Push", "push"]

@@ -1,10 +1,12 @@
-"""A transposed view of a matrix that streams: panels of columns are read, none larger than `PANEL_BYTES`."""
+"""Transposed weights: which ones transformers stores in×out, and a view of a matrix that streams panels of columns."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
@@ -90,3 +92,12 @@ def _read_columns(tensor: FileTensor, first: int, panel: Array) -> None:
         for row in range(tensor.shape[0]):
             place = tensor.offset + (row * tensor.shape[1] + first) * size
             fill(file, raw[row].data, place, tensor.path)
+
+
+MODULES = ("c_attn", "c_proj", "c_fc", "q_attn")
+TYPES = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+
+
+def is_conv1d(config: Mapping[str, Any], weight: str) -> bool:
+    """Whether the weight of this name, such as `h.0.attn.c_attn.weight`, is that of a `Conv1D`."""
+    return config.get("model_type") in TYPES and weight.split(".")[-2:-1] in [[module] for module in MODULES]

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from llmconv.cli import main
 from llmconv.export import export
-from llmconv.quantized_export import described, export_again, is_quantized_export
+from llmconv.not_a_model_folder import described, export_again, is_quantized_export
 from tests.builders.talking import save_letters
 from tools.tiny_models import save_tiny
 

@@ -19,7 +19,7 @@ import onnx
 
 from llmconv.export import export
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
+from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION
 from llmconv.verify import Report, verify
 from llmconv.verify.comparison import candidates
 from llmconv.verify.reference.eager import Eager

@@ -14,10 +14,15 @@ from onnx import numpy_helper
 from llmconv.checkpoint import INDEX, SINGLE, read_json
 from llmconv.errors import UsageProblem, first_line
 from llmconv.memory import raise_if_out_of_memory
-from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION, half_precision
 from llmconv.runtime.onnxruntime.graph import open_graph
 from llmconv.runtime.onnxruntime.guard import is_external
-from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings, provider_name
+from llmconv.runtime.onnxruntime.session_settings import (
+    CPU,
+    HALF_PRECISION,
+    SessionSettings,
+    half_precision,
+    provider_name,
+)
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 from llmconv.verify.audit.decisions import audit_decisions, read_config
 from llmconv.verify.audit.weights import WeightSource, audit_files, audit_graph_files, audit_weights, odd_weights

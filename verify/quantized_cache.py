@@ -33,13 +33,13 @@ from onnx import helper
 from llmconv.errors import LlmconvError, UnsupportedInput, UsageProblem
 from llmconv.output.manifest import read_manifest
 from llmconv.runtime.cache_names import past_of
-from llmconv.runtime.calibration_text import CalibrationText
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, load_guarded
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import GraphTransform, SessionSettings
 from llmconv.runtime.runner import Runner, Step, default_positions
+from llmconv.runtime.tokenizer import CalibrationText
 from llmconv.tensors import Array
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.cache_copies import (

@@ -17,12 +17,11 @@ from llmconv.output.manifest import MANIFEST, read_manifest
 from llmconv.quantized_weights.quantized_checkpoint import FIELD
 from llmconv.runtime.cache_names import is_past
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
 from llmconv.runtime.onnxruntime.graph import extra_names, open_graph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry
 from llmconv.runtime.onnxruntime.guard import nodes
 from llmconv.runtime.onnxruntime.runner import OrtRunner
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION, SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS, INPUTS_EMBEDS, WRITE_INDICES
 from llmconv.verify.audit.decisions import audit_foreign_decisions, read_config
 from llmconv.verify.audit.weights import NAME as GRAPH_FILE

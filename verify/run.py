@@ -19,21 +19,22 @@ from llmconv.errors import InputRefused, LlmconvError, UsageProblem, listing
 from llmconv.files.hub import source_name
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, is_remote, local_path
-from llmconv.output.manifest import MANIFEST, VERIFIED, read_manifest
-from llmconv.output.recorded_verdict import (
+from llmconv.output.manifest import (
+    MANIFEST,
+    VERIFIED,
     RecordedVerdict,
     WeightFile,
     graph_sha256,
     parse_verdict,
+    read_manifest,
     record_in_manifest,
     weight_file,
 )
-from llmconv.runtime.onnxruntime.float32_graph import half_precision
+from llmconv.runtime.onnxruntime.graph import VISION
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
 from llmconv.runtime.onnxruntime.lora_names import declared_factors, module_of, require_factors, without_inputs
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings, with_options
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings, half_precision, with_options
 from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
-from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.tensors import Array
 from llmconv.verify.arguments import CODES, require_folder, require_model
 from llmconv.verify.audit.weights import AS_RECORDED

@@ -31,7 +31,6 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.conv1d import is_conv1d
 from llmconv.convert.adapters.low_rank_sum import PRODUCT_LIMIT
 from llmconv.convert.algebra.operations import equal
 from llmconv.convert.algebra.rounding import single_threaded, widen
@@ -42,6 +41,7 @@ from llmconv.convert.models.tied_head import HEAD, find_embedding, is_tied
 from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.output.plan import Plan, plan_checkpoint
 from llmconv.tensors import BY_NAME, FLOATS, Array, LazyTensor, cast
+from llmconv.transpose import is_conv1d
 
 SPARE, DEPTH, GAIN = 8, 16, 1e-3
 """Additional columns of a block; maximum number of blocks; share of the captured norm that another block must add."""

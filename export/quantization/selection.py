@@ -47,7 +47,7 @@ from llmconv.export.weights import (
     output_parts,
 )
 from llmconv.files.safetensors_file import FileTensor
-from llmconv.quantized_export import described
+from llmconv.not_a_model_folder import described
 from llmconv.quantized_weights.packed_weight import IntegerCodes, tiled
 from llmconv.quantized_weights.quantized_checkpoint import QuantizedCheckpoint
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, in_memory

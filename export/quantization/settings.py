@@ -12,7 +12,7 @@ from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.export.export_options import ExportOptions
 from llmconv.export.graph_spec import FLOAT32
 from llmconv.export.quantization.block_rounding import BITS, SIZES, BlockFormat, ColumnFormat, WeightFormat
-from llmconv.runtime.calibration_text import CalibrationText
+from llmconv.runtime.tokenizer import CalibrationText
 from llmconv.tensors import LazyTensor
 from llmconv.timed_patterns import MatchTime, PatternProblem, compiled, finds
 

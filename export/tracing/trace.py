@@ -50,8 +50,8 @@ from llmconv.export.tracing.single_pass import SinglePass, result_ports
 from llmconv.runtime.cache_names import MAX_LENGTH, is_state
 from llmconv.runtime.extra_inputs import BATCH, FULL, PAST, SEQUENCE, SLIDING, TOTAL, ExtraInput
 from llmconv.runtime.library_patches import cache_parameter, masks_new_tokens
-from llmconv.runtime.onnxruntime.float32_graph import EXACT
 from llmconv.runtime.onnxruntime.graph import is_token_input
+from llmconv.runtime.onnxruntime.session_settings import EXACT
 from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS, WRITE_INDICES
 from llmconv.tensors import BY_NAME, Array
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from llmconv.bench.bench import bench
+from llmconv.bench.bench import BenchCandidate, bench
 from llmconv.bench.results import BenchResult, Measurement
-from llmconv.bench.runtimes import BenchCandidate
 
 __all__ = ["BenchCandidate", "Measurement", "BenchResult", "bench"]
 

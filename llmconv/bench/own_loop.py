@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.generation.model import TextModel
-from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.row import positions_of
-from llmconv.generation.runners import load_runner
+from llmconv.generation.runners import ModelFiles, load_runner
 from llmconv.generation.sampling import GenerationSettings
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.tokenizer import TOKENIZER_FILES, load_tokenizer

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmconv.cli import completions, options, plans
+from llmconv.cli import options
 from llmconv.cli.help_page import Command, Group
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ def apply(base: str, delta: str, as_json: bool, dry_run: bool, output: Path, **c
 
     done = apply_delta(base, delta, output, dry_run=dry_run, **choices)
     if as_json:
-        options.print_json({"kind": done.kind, **plans.as_result(done.plan, output, dry_run)})
+        options.print_json({"kind": done.kind, **options.as_result(done.plan, output, dry_run)})
     else:
-        plans.print_plan(done.plan, output, dry_run, f"; base + {done.kind} delta")
+        options.print_plan(done.plan, output, dry_run, f"; base + {done.kind} delta")
 
 
 @command.command(name="extract", cls=Command)
@@ -49,7 +49,7 @@ def apply(base: str, delta: str, as_json: bool, dry_run: bool, output: Path, **c
 @click.option(
     "--to",
     metavar="FORMAT",
-    shell_complete=completions.deltas,
+    shell_complete=options.deltas,
     help="Write the delta of another tool: accessory, alpaca or fastchat.",
 )
 @click.option(
@@ -74,10 +74,10 @@ def extract(base: str, tuned: str, as_json: bool, dry_run: bool, output: Path, *
 
     done = extract_delta(base, tuned, output, dry_run=dry_run, **choices)
     if as_json:
-        options.print_json({**plans.as_result(done.plan, output, dry_run), **_delta_fields(done)})
+        options.print_json({**options.as_result(done.plan, output, dry_run), **_delta_fields(done)})
         return
     size = f"; {done.nbytes:,} bytes as {done.kind} delta" if done.nbytes is not None else f" as {done.kind} delta"
-    plans.print_plan(done.plan, output, dry_run, size)
+    options.print_plan(done.plan, output, dry_run, size)
     for name, share in done.captured.items():
         click.echo(f"  {share:7.2%}  {name}")
     if done.captured_overall is not None:

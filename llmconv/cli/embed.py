@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from llmconv.cli import generation_options, options
-from llmconv.cli.file_names import refuse_file_name
 from llmconv.cli.help_page import Command
+from llmconv.cli.options import refuse_file_name
 from llmconv.errors import UsageProblem
 
 

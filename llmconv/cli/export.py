@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import click
 
-from llmconv.cli import completions, options
+from llmconv.cli import options
 from llmconv.cli.help_page import Command
 from llmconv.cli.verdict import print_report, printer, require_verifiable, say_it_stays, verify_export
 from llmconv.errors import LlmconvError
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     "--layout",
     multiple=True,
     metavar="CLIENT",
-    shell_complete=completions.layouts,
+    shell_complete=options.layouts,
     help="Client that will open the folder: onnxruntime (default), genai, optimum or transformersjs. May be repeated.",
 )
 @click.option(

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from llmconv.cli import completions, options, plans
+from llmconv.cli import options
 from llmconv.cli.help_page import Command
 
 
@@ -19,7 +19,7 @@ from llmconv.cli.help_page import Command
     "--to",
     metavar="FORMAT",
     required=True,
-    shell_complete=completions.formats,
+    shell_complete=options.formats,
     help="Training format to write; see `llmconv formats`.",
 )
 @click.option("--shards", type=click.IntRange(1), default=1, show_default=True, help="Number of tensor-parallel parts.")
@@ -38,6 +38,6 @@ def command(model: str, as_json: bool, dry_run: bool, output: Path, to: str, **c
 
     plan = from_hf(model, output, to=to, dry_run=dry_run, **choices)
     if as_json:
-        options.print_json({"format": to, **plans.as_result(plan, output, dry_run)})
+        options.print_json({"format": to, **options.as_result(plan, output, dry_run)})
     else:
-        plans.print_plan(plan, output, dry_run)
+        options.print_plan(plan, output, dry_run)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmconv.cli import completions, generation_options, options
-from llmconv.cli.file_names import is_file, refuse_file_name
+from llmconv.cli import generation_options, options
 from llmconv.cli.help_page import Command
+from llmconv.cli.options import is_file, refuse_file_name
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.progress import say
 
@@ -75,7 +75,7 @@ def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None)
     "--template",
     default="",
     metavar="NAME",
-    shell_complete=completions.templates,
+    shell_complete=options.templates,
     help="As --chat, in alpaca, v1_2, vicuna, or a Jinja file.",
 )
 @click.option("--system", default="", metavar="TEXT", help="System message at the start of each chat.")
@@ -187,7 +187,7 @@ def _require_all(made: Generation) -> None:
 
 if TYPE_CHECKING:
     from llmconv.generation import TextPiece
-    from llmconv.generation.prompt_run import PromptRun
+    from llmconv.generation.generate import PromptRun
     from llmconv.generation.row import OrderedWriter
 
 

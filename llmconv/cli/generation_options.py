@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from llmconv.cli import completions
+from llmconv.cli import options
 from llmconv.cli.options import ElementType
 from llmconv.errors import UsageProblem
 
@@ -26,7 +26,7 @@ template = click.option(
     default="tokenizer",
     show_default=True,
     metavar="NAME",
-    shell_complete=completions.templates,
+    shell_complete=options.templates,
     help="Chat template: tokenizer (its own), alpaca, v1_2, vicuna, or a Jinja file.",
 )
 

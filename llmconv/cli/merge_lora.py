@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmconv.cli import options, plans
+from llmconv.cli import options
 from llmconv.cli.help_page import Command
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, 
     if as_json:
         check = {"check": merge.check.as_result()} if merge.check else {}
         retention = {"retention": merge.retention.summary()} if merge.retention else {}
-        options.print_json({**plans.as_result(merge.plan, output, dry_run), **_fates(merge), **retention, **check})
+        options.print_json({**options.as_result(merge.plan, output, dry_run), **_fates(merge), **retention, **check})
     else:
         _print(merge, output, dry_run)
     if merge.check and merge.check.differing:
@@ -95,7 +95,7 @@ def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, 
 
 def _print(merge: Merge, output: Path, dry_run: bool) -> None:
     counts = f"; tensors: {len(merge.merged)} merged, {len(merge.replaced)} replaced, {len(merge.added)} added"
-    plans.print_plan(merge.plan, output, dry_run, counts, lambda name: _fate(merge, name))
+    options.print_plan(merge.plan, output, dry_run, counts, lambda name: _fate(merge, name))
     if merge.check:
         click.echo("\n".join(merge.check.lines()))
 

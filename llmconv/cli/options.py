@@ -1,16 +1,19 @@
-"""Options with the same spelling in every command."""
+"""What several commands share: options, completions of the shell, texts that are file names, the printed plan."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
 from llmconv.argument_checks import ELEMENT_TYPES
+from llmconv.errors import UsageProblem, printable
 from llmconv.files.paths import output_path, output_place
 from llmconv.hub.address import HubAddress
 from llmconv.progress import set_quiet
@@ -254,3 +257,114 @@ def _with(command: Command, shard_size: Callable[[Command], Command]) -> Command
 def print_json(content: dict[str, Any]) -> None:
     """Prints the result of the command as one JSON object."""
     click.echo(json.dumps(content, indent=2))
+
+
+FILE_OF_TEXTS = re.compile(r"\S+\.(?:txt|jsonl?|csv)", re.IGNORECASE)
+"""A text that is most likely a file name given by mistake."""
+
+
+def is_file(text: str) -> bool:
+    """Whether a text has a suffix and is the name of a file."""
+    with suppress(OSError, ValueError):  # too long for a name, or with an invalid character
+        return bool(Path(text).suffix) and Path(text).is_file()
+    return False
+
+
+def refuse_file_name(text: str, kind: str, option: str, otherwise: str = "") -> None:
+    """Raises UsageProblem if a text of the command line is the name of a file.
+
+    `kind` is what it should be (a prompt, a text), `option` reads the texts of a file, `otherwise` ends the hint.
+    """
+    if is_file(text) or FILE_OF_TEXTS.fullmatch(text):
+        raise UsageProblem(
+            f"the {kind} `{text}` is the name of a file{'' if is_file(text) else ', which does not exist'}",
+            hint=f"give `{option} {text}` to read its {kind}s{otherwise}",
+        )
+
+
+Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+"""As click's `shell_complete`: from the beginning of a value to the values."""
+
+LAYOUTS = ("onnxruntime", "genai", "optimum", "transformersjs")
+CLIENTS = LAYOUTS[1:]
+"""The modules with these take seconds to import, which is too long for a key; a test compares them."""
+
+
+def completed(names: Callable[[], Iterable[str]], *, paths: bool = False) -> Complete:
+    """A completion from all `names`; with `paths`, a value that begins none of them is completed as a path."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        found = [CompletionItem(name) for name in names() if name.startswith(incomplete)]
+        return found or ([CompletionItem(incomplete, type="file")] if paths else [])
+
+    return complete
+
+
+def _writable_formats() -> list[str]:
+    from llmconv.convert.formats import formats
+
+    return [name for name, one in formats().items() if one.save is not None]
+
+
+def _writable_deltas() -> list[str]:
+    from llmconv.convert.deltas.scripts import SCRIPTS
+    from llmconv.convert.formats import delta_formats
+
+    return [*(name for name, one in delta_formats().items() if one.save is not None), *SCRIPTS]
+
+
+def _templates() -> list[str]:
+    from llmconv.generation.chat_templates import TEMPLATES
+
+    return [*TEMPLATES]
+
+
+layouts = completed(lambda: LAYOUTS)
+clients = completed(lambda: CLIENTS)
+formats = completed(_writable_formats)
+deltas = completed(_writable_deltas)
+templates = completed(_templates, paths=True)
+
+
+if TYPE_CHECKING:
+    from llmconv.output.plan import Plan
+
+
+def as_result(plan: Plan, output: Path, dry_run: bool) -> dict[str, Any]:
+    """The fields that all these commands have in their JSON."""
+    return {
+        "model_type": plan.checkpoint.config.get("model_type"),
+        "output": str(output),
+        "tensors": sum(len(shard.tensors) for shard in plan.shards),
+        "bytes": plan.nbytes,
+        "files": [shard.name for shard in plan.shards],
+        "copied": [shard.name for shard in plan.shards if shard.copy_of],
+        "written": not dry_run and not plan.found,
+        **({"part": plan.part} if plan.part else {}),
+    }
+
+
+def print_plan(
+    plan: Plan, output: Path, dry_run: bool, more: str = "", fate: Callable[[str], str] | None = None
+) -> None:
+    """Prints one line about the written folder, ending with `more`; in a dry run also every tensor with its `fate`."""
+    from llmconv.output.writer import space_needed
+
+    count = sum(len(shard.tensors) for shard in plan.shards)
+    copied = sum(shard.nbytes for shard in plan.shards if shard.copy_of)
+    sizes = f"{count} tensors, {plan.nbytes:,} bytes in {len(plan.shards)} file(s)"
+    sizes += f", {copied:,} of them copied unchanged" if copied else ""
+    verb = "would write" if dry_run else "found" if plan.found else "wrote"
+    verb += f" part {plan.part} of" if plan.part else ""
+    click.echo(f"{verb} {output}: {printable(plan.checkpoint.kind)}, {sizes}{more}")
+    if not dry_run:
+        return
+    click.echo(f"disk needed: {space_needed(plan, output):,} bytes")
+    for shard in plan.shards:
+        made = f"to copy from {shard.copy_of.name}" if shard.copy_of else "to write"
+        click.echo(f"  {shard.name}  {made}  {len(shard.tensors)} tensors  {shard.nbytes:,} bytes")
+        for name, tensor in shard.tensors.items():
+            place = f"{shard.name}  " if len(plan.shards) > 1 else ""
+            click.echo(
+                f"  {place}{name}  {tensor.dtype.name}  {list(tensor.shape)}" + (f"  {fate(name)}" if fate else "")
+            )

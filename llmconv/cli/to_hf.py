@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from llmconv.cli import options, plans
+from llmconv.cli import options
 from llmconv.cli.help_page import Command
 
 
@@ -64,6 +64,6 @@ def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: 
     plan = to_hf(source, output, dry_run=dry_run, **choices)
     if as_json:
         detected = {"format": plan.checkpoint.format, "source_type": plan.checkpoint.source_type or None}
-        options.print_json({**detected, **plans.as_result(plan, output, dry_run)})
+        options.print_json({**detected, **options.as_result(plan, output, dry_run)})
     else:
-        plans.print_plan(plan, output, dry_run)
+        options.print_plan(plan, output, dry_run)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmconv.cli import completions, options
+from llmconv.cli import options
 from llmconv.cli.help_page import Command
 from llmconv.cli.verdict import Show, print_report, printer
 from llmconv.errors import UsageProblem
@@ -120,7 +120,7 @@ OF_FOLDER = ("low_memory", "allow_changed", "calibrate", "method", "layers", "re
     "clients",
     multiple=True,
     metavar="NAME",
-    shell_complete=completions.clients,
+    shell_complete=options.clients,
     help="Also generate with this client, and compare its tokens: genai, optimum or transformersjs. May be repeated.",
 )
 @click.option(

@@ -17,9 +17,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from llmconv.errors import UnsupportedInput, UsageProblem, first_line
 from llmconv.generation.row import Past, PositionRule
 from llmconv.generation.sampling import GenerationSettings
-from llmconv.runtime.array_cache import rows_of
 from llmconv.runtime.extra_inputs import GivenInputs, ModelCall, batch_values
-from llmconv.runtime.runner import Runner
+from llmconv.runtime.runner import Runner, rows_of
 from llmconv.tensors import Array
 
 NEED_THE_MODEL = frozenset({"guidance_scale", "dola_layers", "penalty_alpha", "token_healing", "max_time"})

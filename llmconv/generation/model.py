@@ -13,13 +13,17 @@ from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.files.sources import fetching, local_path
 from llmconv.generation.chat_templates import TOKENIZER, encode_chat, has_start, render_chat
-from llmconv.generation.encoded_prompt import EncodedPrompt, require_size
-from llmconv.generation.engine import Decode, LoopEngine
+from llmconv.generation.encoded_prompt import (
+    EncodedPrompt,
+    RequestInputs,
+    inputs_of_prompts,
+    prompt_names,
+    require_size,
+    require_together,
+)
 from llmconv.generation.genai import GenaiEngine
-from llmconv.generation.given_inputs import RequestInputs, inputs_of_prompts, prompt_names, require_together
 from llmconv.generation.images import ImageEncoder, with_images
-from llmconv.generation.loop import PrefixCache
-from llmconv.generation.model_files import ModelFiles
+from llmconv.generation.loop import Decode, LoopEngine, PrefixCache
 from llmconv.generation.prompts import token_lists
 from llmconv.generation.row import (
     PositionRule,
@@ -34,6 +38,7 @@ from llmconv.generation.row import (
     row_starts,
 )
 from llmconv.generation.runners import (
+    ModelFiles,
     TorchOptions,
     is_model,
     load_genai,

@@ -13,9 +13,8 @@ from llmconv.embedding import TextFeatures
 from llmconv.errors import UsageProblem, listing
 from llmconv.files.paths import kind_of, path_of
 from llmconv.generation.encoded_prompt import EncodedPrompt
-from llmconv.generation.generate import RunningOptions, opener, options_of
+from llmconv.generation.generate import BATCH_SIZE, Batches, RunningOptions, opener, options_of, require_count
 from llmconv.generation.model import TextModel
-from llmconv.generation.prompt_run import BATCH_SIZE, Batches, require_count
 from llmconv.generation.prompts import Prompt
 from llmconv.generation.row import TextPiece, is_streamer, require_streamer
 from llmconv.generation.runners import TorchOptions, is_model

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from llmconv.checkpoint import StrictJsonError, first_strict_error, parse_strictly
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.files.paths import kind_of, path_of
-from llmconv.files.strict_json import StrictJsonError, first_strict_error, parse_strictly
 from llmconv.generation.chat_templates import is_message, require_contents
 
 PromptContent = str | list[dict[str, Any]]

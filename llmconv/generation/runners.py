@@ -1,33 +1,126 @@
-"""Opening what runs a model: the graphs, the eager model (`TorchOptions`), or ONNX Runtime GenAI."""
+"""Opening what runs a model: its files, and the graphs, the eager model (`TorchOptions`), or ONNX Runtime GenAI."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import onnx
+
+from llmconv.causal_lm import require_causal_folder
+from llmconv.checkpoint import INDEX, SINGLE
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.files.paths import kind_of
-from llmconv.files.sources import local_path
+from llmconv.files.hub import cached
+from llmconv.files.paths import kind_of, path_of
+from llmconv.files.sources import is_hub_id, local_path
 from llmconv.generation.genai import GenaiEngine
 from llmconv.generation.images import ImageEncoder, ImageFeatures
-from llmconv.generation.model_files import ModelFiles
+from llmconv.hub.address import hub_address
+from llmconv.memory import available_memory
+from llmconv.not_a_model_folder import refused_model
+from llmconv.output.manifest import MANIFEST, read_manifest
+from llmconv.progress import say
 from llmconv.runtime.context_length import context_length, language_config, length_switch
 from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.images.families import family_in
 from llmconv.runtime.images.family import ImageFamily
-from llmconv.runtime.onnxruntime.adapter_file import SUFFIX, read_adapter
+from llmconv.runtime.onnxruntime.graph import VISION, VisionGraph, has_vision
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries
-from llmconv.runtime.onnxruntime.lora_names import without_inputs
+from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, load_guarded, nodes
+from llmconv.runtime.onnxruntime.lora_names import SUFFIX, read_adapter, without_inputs
+from llmconv.runtime.onnxruntime.packed_cache import is_packed
 from llmconv.runtime.onnxruntime.runner import OrtRunner
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph, has_vision
-from llmconv.runtime.onnxruntime.weight_memory import WeightMemory
+from llmconv.runtime.onnxruntime.session_settings import (
+    CPU,
+    HALF_PRECISION,
+    SessionSettings,
+    half_precision,
+    provider_name,
+)
 from llmconv.runtime.prefix import Prefix
 from llmconv.runtime.runner import Runner
 from llmconv.runtime.stages.staged_runner import StageAddresses, StagedRunner
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files and folders of a model.
+
+    Attributes:
+        folder: has the configuration and, for the eager model, the weights.
+        prefill: the prefill graph; None for the graphs in the folder's manifest.
+        decode: the decode graph; None for `prefill` itself.
+        tokenizer: folder of the tokenizer; None for `folder`.
+        generation_config: folder of `generation_config.json`; None for `folder`.
+    """
+
+    folder: Path
+    prefill: Path | None = None
+    decode: Path | None = None
+    tokenizer: Path | None = None
+    generation_config: Path | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None or field.name == "folder":
+                object.__setattr__(self, field.name, path_of(value, field.name))
+
+    @classmethod
+    def find(cls, model: Any) -> ModelFiles:
+        """The files of a folder, a graph, a pair of graphs, or a name in the Hub's cache.
+
+        Raises:
+            InputRefused: there is no such file, folder or name.
+            UsageProblem: `model` is something else.
+        """
+        if isinstance(model, ModelFiles):
+            return model
+        if isinstance(model, tuple | list):
+            return cls._of_graphs(list(model))
+        path = path_of(model, "model")
+        if is_hub_id(model):
+            kept = cached(hub_address(str(model)))
+            path = kept if kept and (kept / "config.json").is_file() else local_path(model)
+        elif not path.exists():
+            path = local_path(model)
+        if path.is_dir():
+            _require_runnable(path)
+            return cls(path)
+        return cls._of_graphs([path])
+
+    @classmethod
+    def _of_graphs(cls, paths: list[Any]) -> ModelFiles:
+        """Graphs by their paths; all other files are next to the first graph."""
+        graphs = [path_of(path, "model") for path in paths]
+        if len(graphs) == 2 and graphs[0].is_dir():
+            raise UsageProblem(
+                f"`{graphs[0]}` is a folder, which has its own decode graph",
+                hint="give the folder alone, or the paths of two .onnx files",
+            )
+        if not 1 <= len(graphs) <= 2:
+            raise UsageProblem(
+                f"{len(graphs)} graphs are not a model", hint="give the prefill graph and the decode graph"
+            )
+        for path in graphs:
+            if path.suffix != ".onnx" or not path.is_file():
+                raise refused_model(path)
+        return cls(graphs[0].parent, *graphs)
+
+
+def _require_runnable(folder: Path) -> None:
+    """Refuses a folder without graphs and weights, and models that are not causal language models."""
+    require_causal_folder(folder)
+    if (folder / MANIFEST).is_file() and read_manifest(folder).graphs:
+        return  # whose graphs may be on other hosts
+    if not any(folder.glob("*.onnx")) and not any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        raise refused_model(folder)
+
 
 DTYPES = ("float32", "float16", "bfloat16")
 """Dtypes of the eager model."""
@@ -286,3 +379,100 @@ def _refuse_session(settings: SessionSettings | None) -> None:
             f"`{odd[0]}` is a setting of onnxruntime, which `backend` torch does not use",
             hint="leave it out and give `device`; or leave out `backend`",
         )
+
+
+FLOATS = {onnx.TensorProto.FLOAT, *HALF_PRECISION.values()}
+
+WORTH_SAYING = 256 << 20
+"""Copies of fewer bytes are not mentioned."""
+
+GB = 1e9
+MAPPED_FLOATS = "`llmconv export MODEL -o OUT --dtype float32` writes weights that the graphs map without a copy"
+MAPPED_PACKED = "`--packed-cache` writes packed weights to a file once, and maps it from then on"
+LOOKUPS = {"Gather", "GatherBlockQuantized"}
+"""Operators that read rows of a table where it is."""
+
+
+@dataclass(frozen=True)
+class WeightMemory:
+    """The memory that the weights of some graphs take in onnxruntime.
+
+    Attributes:
+        mapped: bytes of weights in files, which the system reads and discards on demand.
+        copied: bytes that onnxruntime or llmconv copies to memory of the process.
+        other_way: how to do without the copies.
+    """
+
+    mapped: int
+    copied: int
+    other_way: str = MAPPED_FLOATS
+
+    @classmethod
+    def of(cls, paths: Iterable[Path], settings: SessionSettings) -> WeightMemory:
+        """The memory for graphs by their paths; graphs with the same content share it. Raises MalformedInput."""
+        contents = {path.read_bytes(): path for path in paths if path.is_file()}
+        models = [(path, load_guarded(path)) for path in contents.values()]
+        weights = [_weights(path, model) for path, model in models]
+        distinct = {place: tensor for found in weights for place, tensor in found.items()}
+        mapped = sum(length for _, _, length in distinct)
+        if provider_name(settings.provider) != CPU or settings.packed_cache:
+            return cls(mapped, 0)
+        copied, shared, packs = 0, set[Place](), False
+        for (_, model), found in zip(models, weights, strict=True):
+            if settings.prepack or is_packed(model):
+                copied, packs = copied + _packed_bytes(model, found), True  # in each session
+            else:
+                shared |= set(_widened(model, found))
+        copied += sum(4 * prod(distinct[place].dims) for place in shared)
+        return cls(mapped, copied, MAPPED_PACKED if packs else MAPPED_FLOATS)
+
+    def announce(self) -> None:
+        """Prints what copies will be held, if they are large; raises InputRefused if they do not fit into memory."""
+        have = available_memory()
+        if have is not None and self.copied > have:
+            raise InputRefused(
+                f"the weights take {self.copied / GB:.1f} GB of memory, and {have / GB:.1f} GB are available",
+                hint=self.other_way,
+            )
+        if self.copied > WORTH_SAYING:
+            copies = f"{self.copied / GB:.1f} GB of copies in memory"
+            say(f"weights: {self.mapped / GB:.1f} GB mapped, {copies}; {self.other_way}")
+
+
+Place = tuple[Path, int, int]
+"""File, offset and length in bytes."""
+
+
+def _weights(path: Path, model: onnx.ModelProto) -> dict[Place, onnx.TensorProto]:
+    """The external weights of a graph by their place."""
+    found = {}
+    for tensor in external_tensors(model):
+        fields = external_fields(tensor)
+        file, offset = (path.parent / fields["location"]).resolve(), int(fields.get("offset") or 0)
+        length = int(fields.get("length") or 0) or file.stat().st_size - offset  # optional: up to the end
+        found[file, offset, length] = tensor
+    return found
+
+
+def _packed_bytes(model: onnx.ModelProto, weights: dict[Place, onnx.TensorProto]) -> int:
+    """Bytes of a packed copy: floats in float32, codes as stored, nothing of tables that rows are looked up in."""
+    multiplied = {
+        name for node in nodes(model) for at, name in enumerate(node.input) if at or node.op_type not in LOOKUPS
+    }
+    return sum(
+        4 * prod(tensor.dims) if tensor.data_type in FLOATS else length
+        for (_, _, length), tensor in weights.items()
+        if tensor.name in multiplied
+    )
+
+
+def _widened(model: onnx.ModelProto, weights: dict[Place, onnx.TensorProto]) -> list[Place]:
+    """The weights that the CPU holds in float32: those that a Cast follows, and all of a bfloat16 graph."""
+    cast = {node.input[0] for node in model.graph.node if node.op_type == "Cast"}
+    is_bfloat16 = half_precision(model) == "bfloat16"
+    halves = {*HALF_PRECISION.values()}
+    return [
+        place
+        for place, tensor in weights.items()
+        if tensor.data_type in halves and (is_bfloat16 or tensor.name in cast)
+    ]

@@ -4,26 +4,44 @@
       "manifest_version": 1,
       "steps":  [{"command": "to-hf", "llmconv": "0.1.0", "source": "ep0-ba2-rank0.pt", "options": {…}}, …],
       "files":  {"model.safetensors": {"bytes": 123, "sha256": "…"}, …},
-      "graphs": {"prefill": {"file": "prefill.onnx", …}, …},           # once exported
-      "verified": {"verdict": "pass", …}                               # once verified, see `recorded_verdict`
+      "graphs": {"prefill": {"file": "prefill.onnx", …}, …},   # once exported
+      "verified": {                                            # once verified: the verdict of the last `llmconv verify`
+        "verdict": "pass",                                     # or fail, inconclusive
+        "method": "whole",
+        "suite": "quick",
+        "only": ["batch of 3"],                                # if scenarios were selected
+        "checks":   {"passed": 415, "failed": 0, "skipped": 0},
+        "unseen":   [],
+        "reference": "merged",
+        "versions": {"llmconv": "0.1.0", "onnxruntime": "1.31.0", …},
+        "graphs":   {"decode.onnx": "<sha256>", …},
+        "weights":  {"model.safetensors": {"bytes": 123, "header_sha256": "…", "sha256": "…"}, …}
+      }
     }
 
-It contains no time, host or absolute path, so the same input gives the same bytes.
+It contains no time, host or absolute path, so the same input gives the same bytes. `sha256` of a verified weight file
+is there only if all of the file was compared with it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import stat
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
 from llmconv.checkpoint import own_file, parse_object, read_json
-from llmconv.errors import MalformedInput
+from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.hub import source_name
-from llmconv.files.safe_folder import is_inner
+from llmconv.files.safe_folder import Folder, is_inner
+from llmconv.files.safetensors_file import HEADER_LIMIT
+from llmconv.files.source_file import open_source
+from llmconv.not_a_model_folder import MANIFEST_BYTES
 from llmconv.version import __version__
 
 MANIFEST = "llmconv.json"
@@ -143,3 +161,260 @@ def is_file_entry(value: object) -> TypeGuard[dict[str, Any]]:
         return False
     size, digest = value["bytes"], value["sha256"]
     return type(size) is int and isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) is not None
+
+
+VERDICTS = ("pass", "fail", "inconclusive")
+COUNTS = ("passed", "failed", "skipped")
+SHA256 = re.compile("[0-9a-f]{64}")
+WORD = re.compile(r"[a-z][a-z0-9_-]{0,39}")
+TEXT_LIMIT = 1000
+ITEM_LIMIT = 10_000
+NUMBER_LIMIT = 2**53
+"""Larger integers are not exact in every JSON reader."""
+
+
+@dataclass(frozen=True)
+class RecordedVerdict:
+    """The verdict of a run of `verify`, and the files that it judged, with the fields of the module's docstring.
+
+    `only` is empty if all scenarios of the suite were run; `checks` counts those that passed, failed and were skipped;
+    `unseen` are kinds of faults that the run could not show; `reference` is the model that the graphs were compared
+    with.
+    """
+
+    verdict: str
+    method: str
+    suite: str
+    only: tuple[str, ...]
+    checks: Mapping[str, int]
+    unseen: tuple[str, ...]
+    reference: str
+    versions: Mapping[str, str]
+    graphs: Mapping[str, str]
+    weights: Mapping[str, WeightFile]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The entry in the manifest; equal for equal runs."""
+        return {
+            "verdict": self.verdict,
+            "method": self.method,
+            "suite": self.suite,
+            **({"only": list(self.only)} if self.only else {}),
+            "checks": {name: self.checks[name] for name in COUNTS},
+            "unseen": list(self.unseen),
+            "reference": self.reference,
+            "versions": dict(self.versions),
+            "graphs": dict(sorted(self.graphs.items())),
+            "weights": {name: file.as_dict() for name, file in sorted(self.weights.items())},
+        }
+
+    def contains(self, other: RecordedVerdict) -> bool:
+        """Whether another verdict says less of the same files: both pass, and its run made some of the checks."""
+        same = ("verdict", "reference", "versions", "graphs")
+        if self.verdict != "pass" or any(getattr(self, name) != getattr(other, name) for name in same):
+            return False
+        files = self.weights.keys() == other.weights.keys() and all(
+            one in (self.weights[name], WeightFile(self.weights[name].bytes, self.weights[name].header_sha256))
+            for name, one in other.weights.items()
+        )
+        chosen = not self.only or {*other.only} <= {*self.only} != set()
+        return files and chosen and other.checks["passed"] < self.checks["passed"]
+
+    def changed_files(self, folder: Path) -> list[str]:
+        """Names of judged files that are missing or have changed; of weights only size and header are compared."""
+        graphs = [name for name, digest in self.graphs.items() if graph_sha256(folder / name) != digest]
+        weights = [name for name, file in self.weights.items() if not _is_same(weight_file(folder / name), file)]
+        return graphs + weights
+
+
+def _is_same(found: WeightFile | None, recorded: WeightFile) -> bool:
+    return found is not None and (found.bytes, found.header_sha256) == (recorded.bytes, recorded.header_sha256)
+
+
+def parse_verdict(content: object) -> RecordedVerdict:
+    """The verdict in the value of `verified`; ignores unknown keys; raises MalformedInput for another form."""
+    entry = _object(content, "verified")
+    if entry.get("verdict") not in VERDICTS:
+        _refuse_verdict("verdict")
+    checks = _map(entry, "checks", _is_number)
+    if checks.keys() != {*COUNTS}:
+        _refuse_verdict("checks")
+    weights = _map(entry, "weights", lambda value: isinstance(value, dict), ".safetensors")
+    return RecordedVerdict(
+        entry["verdict"],
+        _word(entry, "method"),
+        _word(entry, "suite"),
+        _texts(entry, "only"),
+        checks,
+        _texts(entry, "unseen"),
+        _text(entry.get("reference"), "reference"),
+        _map(entry, "versions", _is_text),
+        _map(entry, "graphs", _is_sha256, ".onnx"),
+        {name: _weight_file(value) for name, value in weights.items()},
+    )
+
+
+def _weight_file(value: dict[str, Any]) -> WeightFile:
+    size, header, whole = value.get("bytes"), value.get("header_sha256"), value.get("sha256")
+    if not _is_number(size) or not _is_sha256(header):
+        _refuse_verdict("weights")
+    if whole is None:
+        return WeightFile(size, header)
+    return WeightFile(size, header, whole) if _is_sha256(whole) else _refuse_verdict("weights")
+
+
+def _object(value: object, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or len(value) > ITEM_LIMIT:
+        _refuse_verdict(name)
+    return value
+
+
+def _map(entry: dict[str, Any], name: str, fits: Callable[[Any], bool], suffix: str = "") -> dict[str, Any]:
+    """A map of names to values that fit; the names of files, which end with `suffix`, are plain."""
+    found = _object(entry.get(name), name)
+    if not all(_is_text(key) and fits(value) for key, value in found.items()):
+        _refuse_verdict(name)
+    may_nest = suffix == ".safetensors"  # `2_Dense/model.safetensors`, a module after the model
+    if suffix and not all(_is_plain_file(key, may_nest) and key.endswith(suffix) for key in found):
+        _refuse_verdict(name)
+    return found
+
+
+def _texts(entry: dict[str, Any], name: str) -> tuple[str, ...]:
+    found = entry.get(name, [])
+    if not isinstance(found, list) or len(found) > ITEM_LIMIT:
+        _refuse_verdict(name)
+    return tuple(_text(value, name) for value in found)
+
+
+def _text(value: Any, name: str) -> str:
+    return value if _is_text(value) else _refuse_verdict(name)
+
+
+def _word(entry: dict[str, Any], name: str) -> str:
+    value = entry.get(name)
+    return value if isinstance(value, str) and WORD.fullmatch(value) else _refuse_verdict(name)
+
+
+def _is_text(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and len(value) <= TEXT_LIMIT
+
+
+def _is_number(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value <= NUMBER_LIMIT
+
+
+def _is_sha256(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and SHA256.fullmatch(value) is not None
+
+
+def _is_plain_file(name: str, may_nest: bool) -> bool:
+    return is_inner(name) and (may_nest or "/" not in name) and name.isprintable()
+
+
+def _refuse_verdict(name: str) -> NoReturn:
+    raise MalformedInput(f"invalid `{name}` in the recorded verdict", hint="run `llmconv verify` again")
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """What identifies a safetensors file without its data.
+
+    Attributes:
+        bytes: size of the file.
+        header_sha256: sha256 of the 8 bytes of the header's length and of the header.
+        sha256: of the whole file; empty if it was not computed.
+    """
+
+    bytes: int
+    header_sha256: str
+    sha256: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The entry in the manifest."""
+        whole = {"sha256": self.sha256} if self.sha256 else {}
+        return {"bytes": self.bytes, "header_sha256": self.header_sha256, **whole}
+
+
+def graph_sha256(path: Path) -> str:
+    """The sha256 of a file; empty if it is not a regular file, or cannot be read."""
+    try:
+        if not path.is_file():
+            return ""
+        with open_source(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+def weight_file(path: Path, sha256: str = "") -> WeightFile | None:
+    """Identity of a safetensors file, whose sha256 may be known; None if it has no header, or cannot be read."""
+    try:
+        if not path.is_file():
+            return None
+        size = path.stat().st_size
+        with open_source(path) as file:
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or length > min(HEADER_LIMIT, size - 8):
+                return None
+            return WeightFile(size, hashlib.sha256(prefix + file.read(length)).hexdigest(), sha256)
+    except OSError:
+        return None
+
+
+WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
+TICK = 1000
+"""How much younger the new file is, in ns."""
+
+
+def record_in_manifest(folder: Path, key: str, value: dict[str, Any]) -> str:
+    """Sets `key` in the manifest of `folder`, in one step; a file that already has the value is not written.
+
+    Returns the reason why the manifest is as before, empty if it has the value.
+    """
+    try:
+        with Folder.open(folder) as home:
+            return _recorded(home, key, value)
+    except OSError as error:
+        return error.strerror or str(error)
+    except InputRefused as problem:
+        return problem.message
+
+
+def _recorded(home: Folder, key: str, value: dict[str, Any]) -> str:
+    found = home.find(MANIFEST)
+    if found is None or not stat.S_ISREG(found.st_mode):
+        return "it is not a regular file"
+    if not found.st_mode & WRITABLE:
+        return "it is write-protected"
+    old = home.read(MANIFEST, MANIFEST_BYTES)
+    if old is None:
+        return "it cannot be read"
+    new = (json.dumps({**parse_object(old, MANIFEST), key: value}, indent=2) + "\n").encode()
+    if len(new) > MANIFEST_BYTES:
+        return "it would be too large"
+    return "" if new == old else _replaced(home, new, found)
+
+
+def _replaced(home: Folder, content: bytes, found: os.stat_result) -> str:
+    home.sweep()
+    with home.begin(MANIFEST) as new:
+        new.write(content)
+        os.fchmod(new.file.fileno(), stat.S_IMODE(found.st_mode))
+        # `--resume` and `push` compare the age of the manifest with that of other files; copying tools see a new file
+        os.utime(new.file.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns + TICK))
+        new.sync()
+        if not _is_unchanged(home.find(MANIFEST), found):
+            return "another process changed it meanwhile"
+        new.place()
+    home.sync()
+    return ""
+
+
+def _is_unchanged(now: os.stat_result | None, before: os.stat_result) -> bool:
+    return (
+        now is not None
+        and os.path.samestat(now, before)
+        and (now.st_mtime_ns, now.st_size) == (before.st_mtime_ns, before.st_size)
+    )

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.conv1d import is_conv1d
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.quantized_weights.methods import QuantizationMethod, methods
 from llmconv.quantized_weights.packed_weight import IntegerCodes, PackedWeight
 from llmconv.tensors import Array, LazyTensor
-from llmconv.transpose import transposed
+from llmconv.transpose import is_conv1d, transposed
 
 FIELD = "quantization_config"
 

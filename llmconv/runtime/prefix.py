@@ -23,10 +23,19 @@ import numpy as np
 from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.files.safetensors_file import read_header
-from llmconv.runtime.array_cache import TOKEN_AXIS, ArrayCache, RemoteCache
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.extra_inputs import PAST, POSITIONS, TOTAL, ExtraInput
-from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step, default_positions
+from llmconv.runtime.runner import (
+    TOKEN_AXIS,
+    ArrayCache,
+    Cache,
+    Extras,
+    PlacedEmbeddings,
+    RemoteCache,
+    Runner,
+    Step,
+    default_positions,
+)
 from llmconv.tensors import Array
 
 PRE_CACHES = "pre_caches.npy"

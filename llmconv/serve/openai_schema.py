@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any, TypeVar
 
+from llmconv.checkpoint import StrictJsonError, parse_strictly
 from llmconv.errors import LlmconvError, StageFailed
-from llmconv.files.strict_json import StrictJsonError, parse_strictly
 
 KINDS = {
     401: "authentication_error",

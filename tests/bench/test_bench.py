@@ -21,7 +21,7 @@ from llmconv.bench.results import first_difference, table, write_csv, write_plot
 from llmconv.cli import main
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export import export
-from llmconv.runtime.calibration_text import random_prompts
+from llmconv.runtime.tokenizer import random_prompts
 
 ROOT = Path(__file__).parents[2]
 

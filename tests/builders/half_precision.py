@@ -14,7 +14,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper, shape_inference
 
 from llmconv.files.safetensors_file import read_header
-from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
+from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION
 from llmconv.tensors import Array
 from llmconv.verify.other_exporters.half_precision import NUMPY
 

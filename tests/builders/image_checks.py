@@ -11,9 +11,8 @@ import onnx
 
 from llmconv.export.families import extra_inputs_of
 from llmconv.runtime.images.families import family_in
-from llmconv.runtime.onnxruntime.graph import OrtGraph
+from llmconv.runtime.onnxruntime.graph import VISION, OrtGraph, VisionGraph
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
 from llmconv.verify import Check
 from llmconv.verify.comparison.images import ImageChecks
 from llmconv.verify.reference.eager import Eager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from llmconv.cli import completions, main
+from llmconv.cli import main, options
 from llmconv.export.clients import known_clients
 from llmconv.verify.clients.comparison import CLIENTS
 
@@ -33,5 +33,5 @@ def test_the_shell_completes_commands_options_values_and_paths(words: str, compl
 
 
 def test_the_names_that_the_shell_completes_are_those_of_the_clients() -> None:
-    assert {*completions.LAYOUTS} == {*known_clients()}
-    assert tuple(CLIENTS) == completions.CLIENTS
+    assert {*options.LAYOUTS} == {*known_clients()}
+    assert tuple(CLIENTS) == options.CLIENTS

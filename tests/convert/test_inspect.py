@@ -19,8 +19,7 @@ from llmconv.convert.inspect import inspect
 from llmconv.errors import MalformedInput
 from llmconv.files import safetensors_file
 from llmconv.files.source_file import read_into
-from llmconv.runtime.onnxruntime.adapter_file import encode_adapter
-from llmconv.runtime.onnxruntime.lora_names import factor_names
+from llmconv.runtime.onnxruntime.lora_names import encode_adapter, factor_names
 from tests.convert.conftest import FIXTURES
 
 GENUINE: dict[str, tuple[str, int]] = {

@@ -22,7 +22,7 @@ from llmconv.export.rewrite.pipeline_stages import graph_parts
 from llmconv.export.vision_towers import VISION_TOWERS
 from llmconv.export.weights import StoredRows
 from llmconv.progress import warnings_to
-from llmconv.runtime.onnxruntime.genai_guard import read_genai_config
+from llmconv.runtime.onnxruntime.session_file import read_genai_config
 from tests.builders.seeing import IMAGE_ID, SIZE, TOWERS, save_picture, save_seeing, save_tower
 
 PARTS = ("decoder_model_merged", "embed_tokens", "vision_encoder")

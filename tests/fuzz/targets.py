@@ -28,9 +28,9 @@ from llmconv.generation.encoded_prompt import read_embeddings
 from llmconv.generation.images import open_image
 from llmconv.model_code import collect_code
 from llmconv.output.manifest import read_manifest
-from llmconv.runtime.onnxruntime.adapter_file import encode_adapter, read_adapter
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.guard import load_guarded, weight_bytes
+from llmconv.runtime.onnxruntime.lora_names import encode_adapter, read_adapter
 from llmconv.runtime.onnxruntime.session_file import read_session_file
 from llmconv.serve.openai_schema import ApiError, chat_request, completion_request, parse_json
 from tests.fuzz.seeds import (

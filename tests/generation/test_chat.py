@@ -21,7 +21,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from llmconv.cli import main
-from llmconv.cli.terminal import visible
+from llmconv.cli.chat import visible
 from llmconv.errors import InputRefused
 from llmconv.generation import GenerationSettings, TextModel
 from llmconv.generation.chat_session import Chat, answer_settings, continued

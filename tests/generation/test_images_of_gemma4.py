@@ -11,7 +11,7 @@ import pytest
 from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.export import export
 from llmconv.generation import Prompt, TextModel, generate
-from llmconv.runtime.images.gemma4_processor import PatchProcessor
+from llmconv.runtime.images.families import PatchProcessor
 from tests.builders.seeing import save_picture
 from tests.builders.seeing_gemma4 import BOI, EOI, IMAGE_ID, IMAGE_TOKEN, save_gemma4
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import transformers
 
-from llmconv.bench.runtimes import RUNTIMES
+from llmconv.bench.bench import RUNTIMES
 from llmconv.cli import main
 from llmconv.verify.clients.comparison import CLIENTS
 from tests.builders.lora_models import train

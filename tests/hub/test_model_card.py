@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from llmconv.convert import to_hf
+from llmconv.output.hub_folder import model_card
 from llmconv.output.manifest import Manifest
-from llmconv.output.model_card import model_card
 from tests.hub.conftest import Client
 
 BASE = "org/base@" + "a" * 40

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmconv.errors import MalformedInput
-from llmconv.output.recorded_verdict import graph_sha256, parse_verdict, weight_file
+from llmconv.output.manifest import graph_sha256, parse_verdict, weight_file
 
 HASH = "0123456789abcdef" * 4
 ENTRY: dict[str, Any] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from llmconv.bench import runtimes as bench_runtimes
+from llmconv.bench.bench import RUNTIMES as KNOWN_RUNTIMES
 from llmconv.cli import main
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem
 from llmconv.steps.run_file import RunFile, read_run_file
@@ -246,4 +246,4 @@ def test_a_step_that_would_read_standard_input_is_refused(step: str, tmp_path: P
 
 
 def test_the_runtimes_of_bench_are_known() -> None:
-    assert {*RUNTIMES} == {*bench_runtimes.RUNTIMES}
+    assert {*RUNTIMES} == {*KNOWN_RUNTIMES}

@@ -18,7 +18,7 @@ from llmconv.cli import main
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.export import export
 from llmconv.files.safe_folder import NewEntry, temporary_name
-from llmconv.output.recorded_verdict import parse_verdict
+from llmconv.output.manifest import parse_verdict
 from llmconv.verify import Report, verify
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.reference.eager import Eager

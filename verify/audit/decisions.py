@@ -27,8 +27,8 @@ from onnx.inliner import inline_local_functions
 from llmconv.checkpoint import read_json
 from llmconv.errors import first_line
 from llmconv.runtime.cache_names import is_present, layer_of, past_of
-from llmconv.runtime.onnxruntime.float32_graph import half_precision
 from llmconv.runtime.onnxruntime.guard import is_external
+from llmconv.runtime.onnxruntime.session_settings import half_precision
 from llmconv.verify.audit.config_numbers import ConfigNumbers, DecisionJudge, window_of
 from llmconv.verify.audit.derived_values import DerivedValues
 from llmconv.verify.audit.lookups import Lookups

@@ -26,11 +26,11 @@ from llmconv.checkpoint import open_weights
 from llmconv.errors import InputRefused
 from llmconv.files.safetensors_file import FileTensor, read_exactly, read_header
 from llmconv.output.manifest import MANIFEST, read_manifest
+from llmconv.runtime.onnxruntime.graph import VISION
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, single_pass_entries
 from llmconv.runtime.onnxruntime.guard import external_fields, inner_tensors, is_external
 from llmconv.runtime.onnxruntime.lora_names import is_factor
 from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
-from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.results import Check
 

@@ -27,11 +27,11 @@ from llmconv.checkpoint import read_json
 from llmconv.errors import MalformedInput, listing
 from llmconv.output.manifest import MANIFEST, read_manifest
 from llmconv.runtime.context_length import language_config
-from llmconv.runtime.onnxruntime.genai_guard import CONFIG, named_files, read_genai_config
+from llmconv.runtime.onnxruntime.graph import VISION
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
+from llmconv.runtime.onnxruntime.session_file import CONFIG, named_files, read_genai_config
 from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
-from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.results import Check
 
@@ -229,7 +229,7 @@ JS_SUFFIXES = {"fp32": "", "q8": "_quantized"} | {
 
 
 def opened_graphs(client: str, folder: Path) -> list[Path]:
-    """The files that a client opens as graphs, missing ones left out; MalformedInput if `genai_guard` refuses."""
+    """The files that a client opens as graphs, missing ones left out; MalformedInput if `session_file` refuses."""
     return [path for path in OPENED[client](folder) if path.exists()]
 
 

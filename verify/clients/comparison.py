@@ -21,13 +21,13 @@ import numpy as np
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.interpreters import child_environment, parse_interpreters, script_command
-from llmconv.runtime.calibration_text import random_prompts, usable_tokens
 from llmconv.runtime.context_length import context_length, language_config
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.low_memory.runner import StreamedRunner
-from llmconv.runtime.onnxruntime.genai_guard import CONFIG, read_genai_config
-from llmconv.runtime.onnxruntime.vision import VISION
+from llmconv.runtime.onnxruntime.graph import VISION
+from llmconv.runtime.onnxruntime.session_file import CONFIG, read_genai_config
 from llmconv.runtime.runner import Runner, Step, default_positions
+from llmconv.runtime.tokenizer import random_prompts, usable_tokens
 from llmconv.tensors import Array
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.clients.client_files import ClientFiles, padding_checks

@@ -22,8 +22,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper, shape_inference
 
-from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION, compute_in_float32, exact_number
 from llmconv.runtime.onnxruntime.guard import graphs
+from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION, compute_in_float32, exact_number
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import inner_inputs
 from llmconv.verify.results import Check

@@ -13,9 +13,8 @@ from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.torch_runner import image_features, image_token, positions_after_images, prefill_images
 from llmconv.runtime.extra_inputs import POSITIONS, ExtraInput, GivenInputs, batch_values
 from llmconv.runtime.images.family import DEEPSTACK_FEATURES, IMAGE_FEATURES, Features, Given, ImageFamily
-from llmconv.runtime.onnxruntime.graph import OrtGraph
+from llmconv.runtime.onnxruntime.graph import VISION, OrtGraph, VisionGraph
 from llmconv.runtime.onnxruntime.runner import OrtRunner
-from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
 from llmconv.runtime.runner import Extras, PlacedEmbeddings, Runner, Step, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import Candidate, fold, with_checked_noise

@@ -41,10 +41,10 @@ from llmconv.files.safetensors_file import FileTensor
 from llmconv.memory import trim
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import ScaleFactors
-from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
 from llmconv.runtime.low_memory.pieced_graph import PIECE_BYTES, DeclaredValue, PiecedGraph
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.runtime.low_memory.weights import (
+    LOW_MEMORY_HINT,
     MAX_TOKENS,
     CallChain,
     KeyedCache,

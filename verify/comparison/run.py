@@ -13,12 +13,11 @@ import onnx
 from llmconv.checkpoint import read_json
 from llmconv.errors import LlmconvError, OutOfMemory, UnsupportedInput
 from llmconv.runtime.images.families import family_in
-from llmconv.runtime.onnxruntime.graph import OrtGraph
+from llmconv.runtime.onnxruntime.graph import VISION, EmbeddingGraph, OrtGraph, VisionGraph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS, INPUTS_EMBEDS, EmbeddingGraph
-from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
+from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS, INPUTS_EMBEDS
 from llmconv.runtime.runner import PlacedEmbeddings, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.audit.structure import check_structure, check_tower_norms, name_problems

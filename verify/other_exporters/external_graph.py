@@ -18,9 +18,9 @@ from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutOfMemo
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import cache_order
 from llmconv.runtime.extra_inputs import ExtraValues
+from llmconv.runtime.onnxruntime.graph import SessionChain
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.onnxruntime.staged_session import SessionChain
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG
 from llmconv.runtime.runner import Cache, Extras, Step
 from llmconv.tensors import Array

@@ -19,7 +19,7 @@ from onnx import helper, inliner
 from safetensors.numpy import save_file
 
 from llmconv.checkpoint import read_json
-from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
+from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.comparison.half_precision import (
     IN_FLOAT32,

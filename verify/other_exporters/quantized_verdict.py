@@ -15,9 +15,9 @@ from pathlib import Path
 import onnx
 
 from llmconv.errors import LlmconvError, UnsupportedInput
-from llmconv.runtime.calibration_text import CalibrationText
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.runner import Runner
+from llmconv.runtime.tokenizer import CalibrationText
 from llmconv.verify.other_exporters.comparison import ExternalComparison, external_candidates
 from llmconv.verify.other_exporters.external_graph import ExternalGraph, GraphFile
 from llmconv.verify.other_exporters.half_precision import rounding_copy

@@ -17,9 +17,8 @@ from llmconv.checkpoint import open_weights, read_json
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, local_path
-from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
 from llmconv.runtime.onnxruntime.guard import nodes
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings, with_options
+from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION, SessionSettings, with_options
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.audit.decisions import audit_foreign_decisions, read_config
 from llmconv.verify.audit.state import MASK, POSITION, TOKEN

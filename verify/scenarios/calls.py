@@ -16,10 +16,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from llmconv.runtime.array_cache import TOKEN_AXIS
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.extra_inputs import BATCH, SEQUENCE, TOTAL, ExtraInput, ModelCall
-from llmconv.runtime.runner import Cache, default_positions
+from llmconv.runtime.runner import TOKEN_AXIS, Cache, default_positions
 from llmconv.tensors import BY_NAME, Array
 
 GARBAGE = 1e6

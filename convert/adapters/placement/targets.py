@@ -25,7 +25,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from llmconv.conv1d import is_conv1d
 from llmconv.convert.adapters.adapter import Adapter, Pair
 from llmconv.convert.adapters.lora_config import LoraConfig
 from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products, add_products_to_rows
@@ -33,6 +32,7 @@ from llmconv.convert.adapters.placement.tensor_names import AS_STORED, Naming, m
 from llmconv.convert.algebra.rounding import round_into
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import Array, DType, LazyTensor
+from llmconv.transpose import is_conv1d
 
 PARTS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from llmconv.runtime.images.family import (
     embeds_in_layers,
 )
 from llmconv.runtime.images.qwen_vl import DeepstackedQwenImages, QwenImages, WindowedQwenImages
+from llmconv.runtime.tokenizer import require_small_template
 from llmconv.tensors import Array
 
 IMAGE_SIZES = "image_sizes"
@@ -275,14 +276,10 @@ class Gemma4Images(ImageFamily):
         """transformers' own, or the same for images alone: that of videos needs torchvision."""
         if find_spec("torchvision"):
             return super().load_processor(folder)
-        from llmconv.runtime.images.gemma4_processor import PatchProcessor  # noqa: PLC0415 - imports transformers
-
         return PatchProcessor.of(folder)
 
     def with_images_by(self, processor: Any, images: Any) -> Any:
         """Ours has it under another name, see `ImageFamily.with_images_by`."""
-        from llmconv.runtime.images.gemma4_processor import PatchProcessor  # noqa: PLC0415 - imports transformers
-
         if isinstance(processor, PatchProcessor):
             return replace(processor, images=images)
         return super().with_images_by(processor, images)
@@ -464,3 +461,42 @@ def family_in(folder: Path) -> ImageFamily | None:
             hint="copy `config.json` of the original model again",
         ) from error
     return image_family(config)
+
+
+SOFT_TOKENS = "num_soft_tokens_per_image"
+
+
+@dataclass(frozen=True)
+class PatchProcessor:
+    """Expands the placeholder of each image, as in transformers' processing_gemma4.py; `images` makes patches."""
+
+    images: Any
+    tokenizer: Any
+
+    @classmethod
+    def of(cls, folder: Path) -> PatchProcessor:
+        """The processor of the model in a folder."""
+        from transformers import AutoTokenizer, Gemma4ImageProcessorPil  # noqa: PLC0415 - imports torch
+
+        require_small_template(folder)
+        options = {"local_files_only": True, "trust_remote_code": False}
+        images = Gemma4ImageProcessorPil.from_pretrained(folder, local_files_only=True)
+        return cls(images, AutoTokenizer.from_pretrained(folder, **options))
+
+    def __call__(
+        self, text: Sequence[str], images: Sequence[Sequence[Any]], return_tensors: str = "np", **options: Any
+    ) -> dict[str, Array]:
+        """Tokens, patches and their places of one text and its images (of Pillow).
+
+        `return_tensors` is `np`; `options` are passed to the tokenizer. Raises ValueError unless the text has a
+        placeholder for each image.
+        """
+        given = dict(self.images(list(images[0]), return_tensors="np"))
+        counts, token = given.pop(SOFT_TOKENS), self.tokenizer.image_token
+        first, *others = text[0].split(token)
+        if len(others) != len(counts):
+            raise ValueError(f"{len(others)} placeholders and {len(counts)} images")
+        start, end = self.tokenizer.boi_token, self.tokenizer.eoi_token
+        parts = [f"{start}{token * int(count)}{end}{part}" for count, part in zip(counts, others, strict=True)]
+        ids = self.tokenizer(first + "".join(parts), **options)["input_ids"]
+        return {"input_ids": np.array([ids], dtype=np.int64), **given}

@@ -26,8 +26,7 @@ from onnx import TensorProto, helper
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, first_line
 from llmconv.memory import raise_if_out_of_memory, trim
 from llmconv.runtime.cache_names import is_past, is_present, is_state, layer_of, past_of
-from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
-from llmconv.runtime.low_memory.weights import PlannedCall, PrecomputedRunner, SpillFile
+from llmconv.runtime.low_memory.weights import LOW_MEMORY_HINT, PlannedCall, PrecomputedRunner, SpillFile
 from llmconv.runtime.onnxruntime.graph import LENGTH_AXIS, OrtCache, OrtGraph, step_of
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.guard import external_fields, is_external, load_guarded, nodes

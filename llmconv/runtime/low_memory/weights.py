@@ -37,9 +37,10 @@ from llmconv.memory import trim
 from llmconv.runtime.eager.stored_tensors import StoredTensor
 from llmconv.runtime.extra_inputs import ModelCall
 from llmconv.runtime.library_patches import load_tensors, loaded_names
-from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
 from llmconv.runtime.runner import Cache, Choices, Extras, PlacedEmbeddings, Runner, Step, refuse_placed
 from llmconv.tensors import Array
+
+LOW_MEMORY_HINT = "run `llmconv verify` without `--low-memory`"
 
 MAX_TOKENS = 2048
 """Maximum number of tokens, past ones included, of the calls that run together; their results are held in memory."""

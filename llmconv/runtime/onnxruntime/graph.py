@@ -1,4 +1,4 @@
-"""OrtGraph: one exported graph in onnxruntime; its cache stays in onnxruntime's memory between calls."""
+"""The graphs of a folder in onnxruntime, whole or in stages: of a decoder, of one pass, of embeddings, of images."""
 
 from __future__ import annotations
 
@@ -10,16 +10,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, first_line
 from llmconv.memory import raise_if_out_of_memory
+from llmconv.output.manifest import read_manifest
 from llmconv.runtime.cache_names import is_past, is_present, is_state
 from llmconv.runtime.extra_inputs import POSITIONS, SYMBOLS, ExtraInput, ExtraValues, ModelCall
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
+from llmconv.runtime.images.family import IMAGE_FEATURES, PIXEL_VALUES, Given
+from llmconv.runtime.onnxruntime.graph_entry import VISION_ROLE, GraphEntry
+from llmconv.runtime.onnxruntime.guard import load_guarded, nodes, weight_bytes
+from llmconv.runtime.onnxruntime.lora_names import is_factor
+from llmconv.runtime.onnxruntime.packed_cache import (
+    discard,
+    is_packed,
+    join_projections,
+    open_changed,
+    open_kept,
+    open_packed,
+    packed_graph,
+)
 from llmconv.runtime.onnxruntime.session_settings import (
+    HOST,
     INPUT_DTYPES,
     TENSOR_DTYPES,
+    Device,
     SessionSettings,
     as_array,
     for_concurrent_use,
@@ -28,14 +44,134 @@ from llmconv.runtime.onnxruntime.shared_buffers import (
     EMBEDDINGS,
     INPUTS_EMBEDS,
     BufferedSession,
-    EmbeddingGraph,
     FixedSizes,
     as_input,
 )
-from llmconv.runtime.onnxruntime.staged_session import SessionChain
-from llmconv.runtime.onnxruntime.time_limit import TOO_LONG
+from llmconv.runtime.onnxruntime.time_limit import TOO_LONG, LimitedSession, TimeLimit
 from llmconv.runtime.runner import Cache, Choices, Extras, PlacedEmbeddings, Step, default_positions
 from llmconv.tensors import BY_NAME, Array
+
+
+class SessionChain:
+    """The sessions of a graph's stages, in order; one session for a graph in one file.
+
+    `op_types` are the graph's operators; with `joins` and `settings.prepack`, projections are joined before they are
+    packed. Raises MalformedInput if `guard` or onnxruntime refuses a file, UsageProblem for settings of a stage that
+    does not exist.
+    """
+
+    def __init__(self, paths: Sequence[Path], settings: SessionSettings, *, joins: bool = True) -> None:
+        settings.require_stages(len(paths))
+        every = [settings.of_stage(number) for number in range(1, len(paths) + 1)]
+        models = [load_guarded(path) for path in paths]
+        limits = [TimeLimit(weight_bytes(model), settings.timeout) for model in models]
+        opened = zip(paths, models, every, limits, strict=True)
+        self._devices = [one.device for one in every]
+        self._sessions = [_open(path, model, own, limit, joins) for path, model, own, limit in opened]
+        self.op_types = {node.op_type for model in models for node in nodes(model)}
+        self._results = self.get_outputs()
+        self._names = [  # onnxruntime builds these lists anew for every request
+            ([arg.name for arg in session.get_inputs()], [arg.name for arg in session.get_outputs()])
+            for session in self._sessions
+        ]
+        self._defaults = [[arg.name for arg in session.get_overridable_initializers()] for session in self._sessions]
+
+    @property
+    def last(self) -> LimitedSession:
+        """The last session, the only one of a graph in one file."""
+        return self._sessions[-1]
+
+    def device_of(self, name: str) -> Device:
+        """The device of the first session that reads the input `name`."""
+        found = (device for device, (inputs, _) in zip(self._devices, self._names, strict=True) if name in inputs)
+        return next(found, self._devices[0])
+
+    def get_inputs(self) -> list[Any]:
+        """The declared inputs that no earlier session computes, each once: the cache last."""
+        produced: set[str] = set()
+        inputs: dict[str, Any] = {}
+        for session in self._sessions:
+            inputs.update(
+                {arg.name: inputs.get(arg.name, arg) for arg in session.get_inputs() if arg.name not in produced}
+            )
+            produced |= {arg.name for arg in session.get_outputs()}
+        return sorted(inputs.values(), key=lambda arg: is_past(arg.name))
+
+    def get_outputs(self) -> list[Any]:
+        """The declared outputs that no session reads: the results first, then the cache."""
+        read = {arg.name for session in self._sessions for arg in session.get_inputs()}
+        outputs = [arg for session in self._sessions for arg in session.get_outputs() if arg.name not in read]
+        return sorted(outputs, key=lambda arg: arg.name.startswith("present"))
+
+    def get_factors(self) -> list[Any]:
+        """The declared inputs for LoRA factors, which have a default."""
+        optional = (arg for session in self._sessions for arg in session.get_overridable_initializers())
+        return [arg for arg in optional if is_factor(arg.name)]
+
+    def run_with_ort_values(self, names: Sequence[str], feeds: Mapping[str, ort.OrtValue]) -> list[ort.OrtValue]:
+        """The values of the outputs `names` of any session; `feeds` are all inputs by name, factors optional.
+
+        The results lie in the host's memory; the cache stays on the device of its stage, and so does what one session
+        passes to the next if all have the same device.
+        """
+        values = dict(feeds)
+        every = zip(self._sessions, self._devices, self._names, self._defaults, strict=True)
+        for session, device, (inputs, outputs), defaults in every:
+            feeds = {name: values[name] for name in (*inputs, *(name for name in defaults if name in values))}
+            made = (
+                session.run_with_ort_values(outputs, feeds)
+                if device.memory == HOST
+                else session.run_on_device(self._places(outputs, device), feeds, device.index)
+            )
+            values.update(zip(outputs, made, strict=True))
+        return [values[name] for name in names]
+
+    def _places(self, outputs: Sequence[str], device: Device) -> dict[str, str]:
+        """The memory of each output."""
+        results = {arg.name for arg in self._results if not is_present(arg.name)}
+        passed = len(set(self._devices)) > 1  # through the host
+        return {
+            name: HOST if name in results or (passed and not is_present(name)) else device.memory for name in outputs
+        }
+
+
+def _open(
+    path: Path, model: onnx.ModelProto, settings: SessionSettings, limit: TimeLimit, joins: bool
+) -> LimitedSession:
+    joins = joins and (settings.prepack or settings.packed_cache is not None)
+    if settings.packed_cache or is_packed(model):
+        settings = replace(settings, prepack=True)
+    settings.start()
+    try:
+        return _session(path, model, settings, limit, joins)
+    except LlmconvError:
+        raise
+    except TimeoutError as error:
+        raise MalformedInput(f"`{path.name}` cannot be opened: {error}", hint=TOO_LONG) from error
+    except Exception as error:  # onnxruntime's exceptions share no base class of their own
+        raise_if_out_of_memory(error, f"while `{path.name}` was opened")
+        raise MalformedInput(
+            f"onnxruntime cannot open `{path.name}`: {first_line(error)}", hint="run `llmconv export` again"
+        ) from error
+
+
+def _session(
+    path: Path, model: onnx.ModelProto, settings: SessionSettings, limit: TimeLimit, joins: bool
+) -> LimitedSession:
+    options, providers = settings.options(), settings.providers()
+    changed = settings.prepare(path, model, options)
+    if joins and options.graph_optimization_level != ort.GraphOptimizationLevel.ORT_DISABLE_ALL:
+        join_projections(model.graph)  # onnxruntime joins the matrices when it folds constants
+    if settings.packed_cache and (packed := packed_graph(path, model, settings, limit)):
+        try:
+            return open_kept(packed, settings, limit)
+        except Exception:  # a damaged file; onnxruntime's exceptions share no base class of their own
+            discard(packed)
+    if joins:
+        return open_packed(path, model, options, providers, limit)
+    if changed:
+        return open_changed(path, model, options, providers, limit)
+    return LimitedSession(path, options, providers, limit)
 
 
 @dataclass(frozen=True)
@@ -312,6 +448,19 @@ def require_known(shapes: Mapping[str, Sequence[int | str]], known: Mapping[str,
         raise UnsupportedInput(f"`{what}` has the input `{unknown[0]}`, which no input map declares", hint=INSTALL)
 
 
+class EmbeddingGraph:
+    """Maps `input_ids` to `inputs_embeds`; raises MalformedInput if `guard` or onnxruntime refuses the file."""
+
+    def __init__(self, path: Path, settings: SessionSettings | None = None) -> None:
+        self._session = SessionChain([path], settings or SessionSettings(), joins=False).last
+
+    def run(self, input_ids: Array) -> Array:
+        """Embeddings, float [batch, tokens, hidden], of `input_ids` int64 [batch, tokens]."""
+        ids = np.ascontiguousarray(input_ids, dtype=np.int64)
+        (embedded,) = self._session.run_with_ort_values([INPUTS_EMBEDS], {"input_ids": as_input(ids)})
+        return as_array(embedded)
+
+
 class SinglePassGraph:
     """One graph without a cache; `inputs` and `outputs` are declared shapes by name; raises MalformedInput."""
 
@@ -342,3 +491,68 @@ class SinglePassGraph:
                 hint="are they of this model's tokenizer, and no more than its context length?",
             ) from error
         return {name: as_array(value) for name, value in zip(self.outputs, values, strict=True)}
+
+
+VISION = "vision.onnx"
+
+
+def has_vision(folder: Path) -> bool:
+    """Whether the manifest of a folder lists the graph of a vision tower, or the folder has one and no manifest."""
+    listed = read_manifest(folder).graphs
+    return VISION_ROLE in listed if listed else (folder / VISION).is_file()
+
+
+class VisionGraph:
+    """Maps `pixel_values`, and in some families their sizes, to `image_features`.
+
+    `shape` is that of `pixel_values` as declared, [images, channels, height, width] for images of one size; `tokens`
+    the number of features of one image, 0 if that depends on the image. Raises MalformedInput for another kind of
+    graph, or if `guard` or onnxruntime refuses it.
+    """
+
+    def __init__(self, path: Path, settings: SessionSettings | None = None) -> None:
+        self._session = SessionChain([path], settings or SessionSettings(), joins=False).last
+        self._inputs = {arg.name: arg for arg in self._session.get_inputs()}
+        outputs = {arg.name: arg for arg in self._session.get_outputs()}
+        if PIXEL_VALUES not in self._inputs or IMAGE_FEATURES not in outputs:
+            raise MalformedInput(
+                f"`{path.name}` is not a graph of `{PIXEL_VALUES}` to `{IMAGE_FEATURES}`",
+                hint="run `llmconv export` again",
+            )
+        self.shape: tuple[int | str, ...] = tuple(self._inputs[PIXEL_VALUES].shape)
+        declared = outputs[IMAGE_FEATURES].shape
+        self.tokens = int(declared[1]) if len(declared) == 3 and isinstance(declared[1], int) else 0
+        self._name, self._results = path.name, list(outputs)
+
+    def run(self, given: Given) -> dict[str, Array]:
+        """The outputs by name; floats among the inputs are cast to the dtype of the graph.
+
+        Raises InputRefused for images of another shape, MalformedInput if onnxruntime cannot run the graph on these
+        inputs.
+        """
+        if given.keys() != self._inputs.keys():
+            raise MalformedInput(
+                f"`{self._name}` takes {', '.join(self._inputs)}, and not {', '.join(given)}",
+                hint="run `llmconv export` again",
+            )
+        feeds = {name: as_input(self._fitted(name, array)) for name, array in given.items()}
+        try:
+            results = self._session.run_with_ort_values(self._results, feeds)
+        except LlmconvError:
+            raise
+        except Exception as error:  # onnxruntime's exceptions share no base class of their own
+            raise MalformedInput(
+                f"`{self._name}` fails in onnxruntime: {first_line(error)}", hint="run `llmconv verify` on the folder"
+            ) from error
+        return {name: as_array(value) for name, value in zip(self._results, results, strict=True)}
+
+    def _fitted(self, name: str, array: Array) -> Array:
+        """An input in the graph's dtype, its shape checked."""
+        declared = self._inputs[name]
+        axes = list(zip(declared.shape, array.shape, strict=False))
+        if array.ndim != len(declared.shape) or any(isinstance(axis, int) and axis != size for axis, size in axes):
+            raise InputRefused(
+                f"`{self._name}` takes `{name}` {list(declared.shape)}, not {list(array.shape)}",
+                hint="the processor in the folder prepares images of another size than `config.json` has",
+            )
+        return np.ascontiguousarray(array, dtype=TENSOR_DTYPES.get(declared.type, array.dtype))

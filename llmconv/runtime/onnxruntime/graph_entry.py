@@ -18,7 +18,7 @@ EMBEDDINGS_ROLE = "embeddings"
 """The role in a manifest of a separate embedding graph, see `EmbeddingGraph`."""
 
 VISION_ROLE = "vision"
-"""The role in a manifest of the graph of a vision tower, see `vision`."""
+"""The role in a manifest of the graph of a vision tower, see `VisionGraph`."""
 
 
 @dataclass(frozen=True)

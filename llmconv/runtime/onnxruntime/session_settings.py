@@ -1,10 +1,11 @@
 """SessionSettings: options with which onnxruntime opens a graph, and the memory in which its provider computes.
 
-WidenedWeights: float32 copies of half-precision weights, made once and shared by the sessions of different graphs.
-
-onnxruntime folds the Cast after a weight separately in every session. Here the copies are made first, and every session
-gets the same memory (`SessionOptions.add_initializer`). Prepacked weights cannot be shared: onnxruntime shares those
-between sessions in C++ only (1.31).
+A half-precision graph may be rewritten in memory so that it computes in float32, with the same weights: onnxruntime's
+CPU provider has almost no bfloat16 kernels, and `verify` compares half-precision graphs in float32, too. Weights in
+external files stay as stored; a Cast follows each, which onnxruntime folds when it opens the graph, separately in every
+session. WidenedWeights makes the float32 copies first, and every session gets the same memory
+(`SessionOptions.add_initializer`). Prepacked weights cannot be shared: onnxruntime shares those between sessions in C++
+only (1.31).
 """
 
 from __future__ import annotations
@@ -24,14 +25,89 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnx import TensorProto
+from onnx import TensorProto, helper, numpy_helper
 
 from llmconv.argument_checks import require_threads
 from llmconv.errors import UsageProblem, first_line
 from llmconv.runtime.extra_inputs import ExtraInput
-from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION, compute_in_float32, half_precision
-from llmconv.runtime.onnxruntime.guard import external_fields, is_external
+from llmconv.runtime.onnxruntime.guard import external_fields, graphs, is_external
 from llmconv.tensors import BLOCK_BYTES, Array
+
+HALF_PRECISION: Mapping[str, int] = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
+
+EXACT = "llmconv.exact"
+"""Metadata of a half-precision constant: the number of which it is the rounding."""
+
+TYPE_ATTRIBUTES = {"to", "dtype", "stash_type", "output_dtype", "softmax_precision"}
+"""Attributes that contain an element type."""
+
+
+def exact_number(tensor: onnx.TensorProto) -> Array | None:
+    """The recorded number behind a half-precision scalar; None without one, or if the scalar is not its rounding."""
+    stored: Array = numpy_helper.to_array(tensor)
+    for entry in tensor.metadata_props:
+        if entry.key == EXACT and stored.size == 1:
+            number = np.full(stored.shape, _number(entry.value), np.float32)
+            return number if np.array_equal(number.astype(stored.dtype), stored) else None
+    return None
+
+
+def _number(text: str) -> float:
+    """NaN, which equals no constant, for a text that is not a number in the range of float32."""
+    try:
+        number = float(text)
+    except ValueError:
+        return float("nan")
+    return number if abs(number) <= np.finfo(np.float32).max else float("nan")
+
+
+def half_precision(model: onnx.ModelProto) -> str:
+    """The half-precision dtype of a graph's inputs and outputs, `float16` or `bfloat16`; empty if they have none."""
+    kinds = {port.type.tensor_type.elem_type for port in (*model.graph.input, *model.graph.output)}
+    return next((name for name, kind in HALF_PRECISION.items() if kind in kinds), "")
+
+
+def compute_in_float32(
+    model: onnx.ModelProto, half: int, constant: Callable[[onnx.TensorProto], Array] = numpy_helper.to_array
+) -> None:
+    """Replaces the half-precision element type `half` by float32, in place; another half-precision type stays.
+
+    External weights may be left out. `constant` gives the values of an inline tensor of that type.
+    """
+    for graph in graphs(model.graph):
+        del graph.value_info[:]
+        for info in [*graph.input, *graph.output]:
+            kind = info.type.tensor_type
+            kind.elem_type = TensorProto.FLOAT if kind.elem_type == half else kind.elem_type
+        _widen_weights(graph, half)
+        for tensor in graph.initializer:
+            _widen_tensor(tensor, half, constant)
+        for node in graph.node:
+            for attribute in node.attribute:
+                if attribute.type == onnx.AttributeProto.INT and attribute.name in TYPE_ATTRIBUTES:
+                    attribute.i = TensorProto.FLOAT if attribute.i == half else attribute.i
+                elif attribute.type == onnx.AttributeProto.TENSOR:
+                    _widen_tensor(attribute.t, half, constant)
+
+
+def _widen_tensor(tensor: onnx.TensorProto, half: int, constant: Callable[[onnx.TensorProto], Array]) -> None:
+    if tensor.data_type == half and not is_external(tensor):
+        values = constant(tensor).astype("float32")
+        tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+
+
+def _widen_weights(graph: onnx.GraphProto, half: int) -> None:
+    """Adds a Cast after every external weight."""
+    weights = [tensor for tensor in graph.initializer if tensor.data_type == half and is_external(tensor)]
+    casts = []
+    for tensor in weights:
+        name, tensor.name = tensor.name, f"{tensor.name}:stored"
+        casts.append(helper.make_node("Cast", [tensor.name], [name], name=f"{name}:wide", to=TensorProto.FLOAT))
+    if casts:
+        nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in (*casts, *graph.node)]
+        del graph.node[:]
+        graph.node.extend(nodes)
+
 
 HOST = "cpu"
 """onnxruntime's name of the host's memory."""
@@ -119,7 +195,7 @@ GraphTransform = Callable[[Path, onnx.ModelProto], None]
 WITHOUT_KERNELS = ("bfloat16",)
 """Dtypes for which onnxruntime's CPU provider has almost no kernels: such graphs compute in float32 there."""
 
-EXACT = {"CUDAExecutionProvider": {"use_tf32": "0"}}
+PROVIDER_DEFAULTS = {"CUDAExecutionProvider": {"use_tf32": "0"}}
 """Defaults of providers: products of float32 are not rounded to TF32's 10 bits, as in torch."""
 
 LEVELS = {
@@ -288,7 +364,7 @@ class SessionSettings:
                 "has its own",
                 hint="leave it out",
             )
-        return [(name, {**EXACT.get(name, {}), **self.provider_options})] + [CPU] * (name != CPU)
+        return [(name, {**PROVIDER_DEFAULTS.get(name, {}), **self.provider_options})] + [CPU] * (name != CPU)
 
 
 @cache

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,9 @@ from llmconv.runtime.onnxruntime.session_settings import (
     INPUT_DTYPES,
     TENSOR_DTYPES,
     Device,
-    SessionSettings,
     as_array,
     host_value,
 )
-from llmconv.runtime.onnxruntime.staged_session import SessionChain
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession
 from llmconv.runtime.runner import Cache, PlacedEmbeddings
 from llmconv.tensors import Array
@@ -350,16 +347,3 @@ def padded(array: Array, rows: int, columns: int) -> Array:
 
 EMBEDDINGS = "embeddings.onnx"
 INPUTS_EMBEDS = "inputs_embeds"
-
-
-class EmbeddingGraph:
-    """Maps `input_ids` to `inputs_embeds`; raises MalformedInput if `guard` or onnxruntime refuses the file."""
-
-    def __init__(self, path: Path, settings: SessionSettings | None = None) -> None:
-        self._session = SessionChain([path], settings or SessionSettings(), joins=False).last
-
-    def run(self, input_ids: Array) -> Array:
-        """Embeddings, float [batch, tokens, hidden], of `input_ids` int64 [batch, tokens]."""
-        ids = np.ascontiguousarray(input_ids, dtype=np.int64)
-        (embedded,) = self._session.run_with_ort_values([INPUTS_EMBEDS], {"input_ids": as_input(ids)})
-        return as_array(embedded)

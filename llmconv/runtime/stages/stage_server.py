@@ -19,7 +19,6 @@ from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProb
 from llmconv.memory import reporting_out_of_memory
 from llmconv.output.manifest import MANIFEST, Manifest, read_manifest
 from llmconv.progress import say
-from llmconv.runtime.array_cache import EDITS, CacheEdit, can_be_cut
 from llmconv.runtime.cache_names import is_past, is_present, is_state
 from llmconv.runtime.onnxruntime.graph import LENGTH_AXIS, OrtCache, OrtGraph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries
@@ -29,7 +28,7 @@ from llmconv.runtime.onnxruntime.session_settings import (
     WidenedWeights,
     for_concurrent_use,
 )
-from llmconv.runtime.runner import Cache
+from llmconv.runtime.runner import EDITS, Cache, CacheEdit, can_be_cut
 from llmconv.runtime.stages.connection import DTYPES, BadMessage, Connection, Message, Refused, as_number, greet
 from llmconv.tensors import Array
 

@@ -28,12 +28,11 @@ from llmconv.errors import (
 )
 from llmconv.progress import say, warn
 from llmconv.ray_connection import connected
-from llmconv.runtime.array_cache import CacheEdit, RemoteCache
 from llmconv.runtime.extra_inputs import ExtraValues, ModelCall
 from llmconv.runtime.onnxruntime.graph import extra_names, step_of
 from llmconv.runtime.onnxruntime.runner import after_prefix
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, short_provider
-from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step, refuse_placed
+from llmconv.runtime.runner import Cache, CacheEdit, Extras, PlacedEmbeddings, RemoteCache, Runner, Step, refuse_placed
 from llmconv.runtime.stages.connection import TOKEN, Address, BadMessage, Connection, Message, introduce, token
 from llmconv.runtime.stages.stage_server import LocalStage, StagedExport, StageServer, StageStep, is_cuttable
 from llmconv.tensors import Array

@@ -18,9 +18,8 @@ from llmconv.export import export
 from llmconv.export.calibration import KeyRotation, key_rotations
 from llmconv.export.graph_spec import GROWING
 from llmconv.export.language_model import open_language_model
-from llmconv.runtime.array_cache import ArrayCache
 from llmconv.runtime.onnxruntime.runner import OrtRunner
-from llmconv.runtime.runner import default_positions
+from llmconv.runtime.runner import ArrayCache, default_positions
 from llmconv.runtime.tokenizer import load_tokenizer
 from llmconv.tensors import Array
 from tools.tiny_models import depth, save_tiny

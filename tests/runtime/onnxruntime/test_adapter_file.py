@@ -9,7 +9,7 @@ import onnxruntime as ort
 import pytest
 
 from llmconv.errors import MalformedInput
-from llmconv.runtime.onnxruntime.adapter_file import encode_adapter, read_adapter
+from llmconv.runtime.onnxruntime.lora_names import encode_adapter, read_adapter
 
 FACTORS = {
     "a.lora_A.weight": np.arange(12, dtype=np.float32).reshape(3, 4),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmconv.errors import MalformedInput
-from llmconv.runtime.onnxruntime.genai_guard import read_genai_config
+from llmconv.runtime.onnxruntime.session_file import read_genai_config
 
 
 def save(folder: Path, **decoder: Any) -> Path:

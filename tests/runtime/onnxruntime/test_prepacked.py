@@ -75,7 +75,7 @@ def test_joined_products_give_bit_identical_logits(
 ) -> None:
     settings = SessionSettings(threads=1, prepack=True)
     joined = said(folder(model_type), settings)
-    monkeypatch.setattr("llmconv.runtime.onnxruntime.staged_session.join_projections", lambda graph: None)
+    monkeypatch.setattr("llmconv.runtime.onnxruntime.graph.join_projections", lambda graph: None)
     apart = said(folder(model_type), settings)
 
     assert all(np.array_equal(one, other) for one, other in zip(joined, apart, strict=True))

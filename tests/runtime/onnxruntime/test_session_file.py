@@ -12,8 +12,7 @@ import onnxruntime as ort
 import pytest
 
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
-from llmconv.runtime.onnxruntime.genai_guard import ENTRIES
-from llmconv.runtime.onnxruntime.session_file import read_session_file
+from llmconv.runtime.onnxruntime.session_file import ENTRIES, read_session_file
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, StageOptions, provider_name, with_options
 
 INI = """

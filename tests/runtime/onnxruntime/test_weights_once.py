@@ -13,12 +13,11 @@ import pytest
 from llmconv.errors import InputRefused
 from llmconv.export import export
 from llmconv.files.safetensors_file import read_header
-from llmconv.generation import TextModel
-from llmconv.runtime.onnxruntime import session_settings, weight_memory
-from llmconv.runtime.onnxruntime.float32_graph import EXACT, exact_number
+from llmconv.generation import TextModel, runners
+from llmconv.generation.runners import WeightMemory
+from llmconv.runtime.onnxruntime import session_settings
 from llmconv.runtime.onnxruntime.runner import OrtRunner
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.onnxruntime.weight_memory import WeightMemory
+from llmconv.runtime.onnxruntime.session_settings import EXACT, SessionSettings, exact_number
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
 from tests.builders.talking import save_letters
@@ -127,7 +126,7 @@ def test_copies_that_exceed_the_memory_are_refused_with_the_way_out(
 ) -> None:
     folder = save_letters(half(tmp_path / "model"))
     export(folder)
-    monkeypatch.setattr(weight_memory, "available_memory", lambda: 1000)
+    monkeypatch.setattr(runners, "available_memory", lambda: 1000)
     with pytest.raises(InputRefused, match="GB of memory") as caught:
         TextModel.open(folder)
     assert "--dtype float32" in caught.value.hint

@@ -16,9 +16,8 @@ from llmconv.export import export
 from llmconv.export.families import extra_inputs_of
 from llmconv.runtime.images.families import family_in
 from llmconv.runtime.images.qwen_vl import CELLS, DEEPSTACK, PATCH_POSITIONS, WINDOW_IDS
-from llmconv.runtime.onnxruntime.graph import OrtGraph
+from llmconv.runtime.onnxruntime.graph import VISION, OrtGraph, VisionGraph
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
 from llmconv.verify import verify
 from llmconv.verify.comparison.images import ImageChecks
 from llmconv.verify.reference.eager import Eager

@@ -14,8 +14,7 @@ import pytest
 from llmconv.export import export
 from llmconv.runtime.images import families
 from llmconv.runtime.images.families import family_in
-from llmconv.runtime.onnxruntime.graph import OrtGraph
-from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
+from llmconv.runtime.onnxruntime.graph import VISION, OrtGraph, VisionGraph
 from llmconv.tensors import Array
 from llmconv.verify import verify
 from llmconv.verify.comparison.images import ImageChecks
