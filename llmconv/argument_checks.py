@@ -20,14 +20,12 @@ from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar, Union, Unpack, 
 from llmconv.errors import UsageProblem
 from llmconv.files.paths import PLACED, WRITTEN, kind_of, output_path, output_place, path_of
 
-OWN = "checked by the function itself"
-"""In `Annotated`: a parameter that is not checked here."""
+OWN = "checked by the function itself"  # in `Annotated`: a parameter that is not checked here
 
 ELEMENT_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """Short names of element types, as other tools spell them."""
 
-TYPED = {"dtype", "precision", "logits_dtype"}
-"""Parameters that are the name of an element type."""
+TYPED = {"dtype", "precision", "logits_dtype"}  # parameters that are the name of an element type
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -202,8 +200,7 @@ def require_least(value: int, least: int, name: str) -> int:
     return value
 
 
-MOST_THREADS = 1024
-"""Of one computation; runtimes start any number, which takes hours and all memory."""
+MOST_THREADS = 1024  # of one computation; runtimes start any number, which takes hours and all memory
 
 
 def require_threads(threads: int) -> int:

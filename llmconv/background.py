@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-LOOK_AHEAD = 8
-"""Results in flight: enough for the cores, few enough to stay small."""
+LOOK_AHEAD = 8  # results in flight: enough for the cores, few enough to stay small
 
 
 def prefetch(jobs: Iterable[Callable[[], T]], depth: int = LOOK_AHEAD) -> Iterator[T]:

@@ -22,8 +22,7 @@ JSON_BYTES = 32 << 20
 SMALL_BYTES = 256 << 20
 """Ten times the largest known index of shards and tokenizer; parsed JSON takes up to twenty times as much memory."""
 
-DEPTH_LIMIT = 100
-"""Maximum nesting of a JSON file; those of models have fewer than ten levels."""
+DEPTH_LIMIT = 100  # maximum nesting of a JSON file; those of models have fewer than ten levels
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -54,33 +53,23 @@ SIDE_FILES = (
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint(Mapping[str, LazyTensor]):
-    """Tensors by Hugging Face name, in file order, read lazily.
+    """Tensors by Hugging Face name, in file order, read lazily."""
 
-    Attributes:
-        path: the file or folder it was opened from.
-        format: of the source, such as `hf`, `composer`, `meta`.
-        config: the content of `config.json`.
-        side_files: content of tokenizer and generation files, by plain file name.
-        warnings: for the user, one line each.
-        version: the writer of the files, such as `composer 0.32.1`; empty if unknown.
-        shards: number of files with weights.
-        dropped: content of the files that is not in `tensors`, one phrase each, such as `the optimizer's state`.
-        source_type: the writer's name of the `model_type`, such as `chatglm_v2`.
-        adapter: a separate PEFT adapter of this model: its tensors, and `adapter_config.json` as its `config`.
-        files: for a Hugging Face folder, name of a tensor to the name of its file.
-    """
-
-    path: Path
-    format: str
+    path: Path  # the file or folder it was opened from
+    format: str  # of the source, such as `hf`, `composer`, `meta`
     tensors: Mapping[str, LazyTensor]
-    config: dict[str, Any]
+    config: dict[str, Any]  # the content of `config.json`
+    # content of tokenizer and generation files, by plain file name
     side_files: Mapping[str, bytes] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
-    version: str = ""
-    shards: int = 1
+    warnings: tuple[str, ...] = ()  # for the user, one line each
+    version: str = ""  # the writer of the files, such as `composer 0.32.1`; empty if unknown
+    shards: int = 1  # number of files with weights
+    # content of the files that is not in `tensors`, one phrase each, such as `the optimizer's state`
     dropped: tuple[str, ...] = ()
-    source_type: str = ""
+    source_type: str = ""  # the writer's name of the `model_type`, such as `chatglm_v2`
+    # a separate PEFT adapter of this model: its tensors, and `adapter_config.json` as its `config`
     adapter: Checkpoint | None = None
+    # for a Hugging Face folder, name of a tensor to the name of its file
     files: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> LazyTensor:
@@ -263,8 +252,7 @@ def require_shallow(content: Any, name: str) -> None:
     raise MalformedInput(f"`{name}` is nested deeper than {DEPTH_LIMIT} levels", hint="repair or replace the file")
 
 
-SHOWN = 40
-"""Maximum characters of a key or number in a message."""
+SHOWN = 40  # maximum characters of a key or number in a message
 
 
 class StrictJsonError(ValueError):

@@ -54,21 +54,13 @@ SAME = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes:
-        group: heading that it belongs to.
-        name: of a package, module or device.
-        status: `ok`, `missing`, `out of range` or `not installed`; empty for a line about the machine.
-        found: what is there, such as a version.
-        note: the supported range, or what it is for.
-    """
-
-    group: str
-    name: str
-    status: str
-    found: str
-    note: str
+    group: str  # heading that it belongs to
+    name: str  # of a package, module or device
+    status: str  # `ok`, `missing`, `out of range` or `not installed`; empty for a line about the machine
+    found: str  # what is there, such as a version
+    note: str  # the supported range, or what it is for
 
     @property
     def is_problem(self) -> bool:

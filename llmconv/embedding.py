@@ -182,19 +182,12 @@ PROMPTS_FILE, LENGTH_FILE = "config_sentence_transformers.json", "sentence_bert_
 
 @dataclass(frozen=True)
 class TextRules:
-    """The rules of one folder; none without the files of sentence-transformers.
+    """The rules of one folder; none without the files of sentence-transformers."""
 
-    Attributes:
-        prompts: texts to put in front, by name.
-        default: name of the prompt for texts without one; None for no prompt.
-        max_tokens: maximum number of tokens of a text; None for that of the tokenizer.
-        lower_case: texts are converted to lower case first.
-    """
-
-    prompts: dict[str, str] = field(default_factory=dict)
-    default: str | None = None
-    max_tokens: int | None = None
-    lower_case: bool = False
+    prompts: dict[str, str] = field(default_factory=dict)  # texts to put in front, by name
+    default: str | None = None  # name of the prompt for texts without one; None for no prompt
+    max_tokens: int | None = None  # maximum number of tokens of a text; None for that of the tokenizer
+    lower_case: bool = False  # texts are converted to lower case first
 
     @classmethod
     def of(cls, folder: Path) -> TextRules:

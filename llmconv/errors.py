@@ -16,11 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-SHOWN = 500
-"""Maximum characters of a message, since names in a file may be longer."""
-
-LISTED = 5
-"""Names that a message shows before it counts the rest."""
+SHOWN = 500  # maximum characters of a message, since names in a file may be longer
+LISTED = 5  # names that a message shows before it counts the rest
 
 
 def printable(text: str) -> str:
@@ -31,8 +28,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
 
 
-KEPT = "finished files stay for `--resume`"
-"""Note of an interrupt that left something to resume."""
+KEPT = "finished files stay for `--resume`"  # note of an interrupt that left something to resume
 
 
 class LlmconvError(Exception):

@@ -141,11 +141,8 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 LARGEST, NEVER, BLOCK = 2**31 - 1, -1, 1 << 30
 """Bytes: maximum value for `mallopt`, no trimming, and size of one allocation."""
 
-USUAL_MMAP, USUAL_TRIM = 32 << 20, 64 << 20
-"""The values that glibc chooses after a block of 32 MiB was freed."""
-
-PAGE = 2 << 20
-"""Bytes of a huge page on x86-64 and ARM."""
+USUAL_MMAP, USUAL_TRIM = 32 << 20, 64 << 20  # the values that glibc chooses after a block of 32 MiB was freed
+PAGE = 2 << 20  # bytes of a huge page on x86-64 and ARM
 
 
 def trim() -> None:

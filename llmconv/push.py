@@ -32,8 +32,7 @@ __all__ = ["Push", "push"]
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
 
-Contents = Mapping[str, Path | bytes]
-"""Files to upload, by path in the repository."""
+Contents = Mapping[str, Path | bytes]  # files to upload, by path in the repository
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from typing import Any
 
 from llmconv.errors import OutputFailed, UnsupportedInput
 
-SECONDS = 30
-"""For the head of a cluster to answer."""
+SECONDS = 30  # for the head of a cluster to answer
 
 
 @contextmanager

@@ -13,8 +13,7 @@ from llmconv.progress import warn
 OLDEST, NEWEST = (5, 16), (6,)
 """Supported versions of transformers, the second exclusive; the same as in pyproject.toml."""
 
-TESTED = (5, 24)
-"""The newest minor version of transformers that was tested (docs/versions.md)."""
+TESTED = (5, 24)  # the newest minor version of transformers that was tested (docs/versions.md)
 
 RANGE = f"transformers {'.'.join(map(str, OLDEST))} or newer, below {'.'.join(map(str, NEWEST))}"
 

@@ -24,17 +24,11 @@ BLOCK_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class DType:
-    """One element type under its three names.
+    """One element type under its three names."""
 
-    Attributes:
-        name: the name torch and Hugging Face configs use, such as `bfloat16`.
-        code: the name in a safetensors header, such as `BF16`.
-        numpy: the numpy (or `ml_dtypes`) type of its arrays.
-    """
-
-    name: str
-    code: str
-    numpy: np.dtype[Any]
+    name: str  # the name torch and Hugging Face configs use, such as `bfloat16`
+    code: str  # the name in a safetensors header, such as `BF16`
+    numpy: np.dtype[Any]  # the numpy (or `ml_dtypes`) type of its arrays
 
     @property
     def itemsize(self) -> int:
@@ -66,18 +60,14 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor whose rows (slices of dim 0) are computed or read on demand.
-
-    Attributes:
-        shape: sizes; `()` is a scalar.
-        load: `load(start, stop)` returns rows `start:stop` as a C-contiguous array of shape
-            `(stop - start, *shape[1:])`; a scalar is loaded with `(0, 1)` and has shape `(1,)`.
-        recast: for computed values, returns the tensor rounded once to another dtype instead of this one.
-    """
+    """A tensor whose rows (slices of dim 0) are computed or read on demand."""
 
     dtype: DType
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # sizes; `()` is a scalar
+    # `load(start, stop)` returns rows `start:stop` as a C-contiguous array of shape `(stop - start, *shape[1:])`; a
+    # scalar is loaded with `(0, 1)` and has shape `(1,)`
     load: Callable[[int, int], Array]
+    # for computed values, returns the tensor rounded once to another dtype instead of this one
     recast: Callable[[DType], LazyTensor] | None = None
 
     @property

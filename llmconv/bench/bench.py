@@ -158,13 +158,11 @@ def _hint(candidate: BenchCandidate) -> str:
     return f"`pip install {packages[kind]}` here, or give `--python {kind}=PATH` of a Python that has it{layout}"
 
 
-OWN = ("onnx", "packed")
-"""Runtimes that use the onnxruntime of this process's environment."""
+OWN = ("onnx", "packed")  # runtimes that use the onnxruntime of this process's environment
 
 LENGTHS = (128, 512, 2048, 8192)
 NEW_TOKENS, REPEAT = 32, 3
-PAUSE = 0.1
-"""Seconds between two candidates, since the threads of the previous one busy-wait for a while."""
+PAUSE = 0.1  # seconds between two candidates, since the threads of the previous one busy-wait for a while
 
 
 @fetches

@@ -25,8 +25,7 @@ from llmconv.requirements import require_platform, require_transformers, unusabl
 from llmconv.stores import hung_calls
 from llmconv.version import __version__
 
-BUG_EXIT_CODE = 70
-"""Exit code of an unexpected error, a bug: `EX_SOFTWARE` of sysexits.h."""
+BUG_EXIT_CODE = 70  # exit code of an unexpected error, a bug: `EX_SOFTWARE` of sysexits.h
 
 MEMORY_HINT = "close other programs, or use smaller batches, shorter lengths or, in `verify`, `--low-memory`"
 INTERRUPTED_HINT = "run the same command again"
@@ -36,13 +35,11 @@ PRINT_ONLY = ("inspect", "formats", "families", "doctor")
 """Commands that only print: if the reader of stdout closes early (`| head`), their exit code is still 0."""
 
 REPORTS_VERSIONS = "doctor"
-EARLY = "_interrupted"
-"""Name of the function in `__main__.py` that ends the program on Ctrl-C before a command begins."""
+EARLY = "_interrupted"  # name of the function in `__main__.py` that ends the program on Ctrl-C before a command begins
 
 HELP = {"-h", "--help"}
 
-READER_LEFT = 141
-"""Exit code of the other commands if the reader of stdout closes early: 128 + SIGPIPE, as in shells."""
+READER_LEFT = 141  # exit code of the other commands if the reader of stdout closes early: 128 + SIGPIPE, as in shells
 
 GC_THRESHOLDS = (100_000, 50, 100)
 """Imports and traces make millions of long-lived objects: by default, garbage collection took 6 % of an export."""
@@ -205,8 +202,7 @@ IN_A_FILE = "settings are options or in generation_config.json; `llmconv run FIL
 NAMES = ("--model_name_or_path", "--name_or_path", "--pretrained_path", "--load_checkpoint", "--model_dir")
 """How other programs call the model."""
 
-TALKING = ("generate", "chat", "serve")
-"""Commands that run a model."""
+TALKING = ("generate", "chat", "serve")  # commands that run a model
 
 STAGES = (
     "`llmconv export --stages N` divides the graphs, and `--stage-at` and `[stage N]` of `--session-config` place them"

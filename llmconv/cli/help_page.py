@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-MANY = 15
-"""Number of options from which on they are shown under headings."""
+MANY = 15  # number of options from which on they are shown under headings
 
 OTHER, MESSAGES = "Options", "Messages"
 

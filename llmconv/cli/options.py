@@ -21,11 +21,8 @@ from llmconv.stores.address import StoreAddress
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-VERBOSE = "llmconv.verbose"
-"""Key in click's `Context.meta` under which a command stores `-v` for the group."""
-
-NO_PATHS = {"texts"}
-"""Arguments that are texts; all others are paths or model names."""
+VERBOSE = "llmconv.verbose"  # key in click's `Context.meta` under which a command stores `-v` for the group
+NO_PATHS = {"texts"}  # arguments that are texts; all others are paths or model names
 
 
 def refuse_empty_paths(command: click.Command) -> click.Command:

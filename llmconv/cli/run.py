@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from llmconv.steps.step import Step
 
 
-STDERR = 2
-"""Descriptor: with `--json` the lines of the steps go there."""
+STDERR = 2  # descriptor: with `--json` the lines of the steps go there
 
 
 @click.command("run", cls=Command)

@@ -24,28 +24,21 @@ try:
 except ImportError:  # no wheel for this platform
     from zlib import crc32 as crc32
 
-POLYNOMIAL = 0xEDB88320
-"""Of CRC-32, with reflected bits, as in zlib."""
+POLYNOMIAL = 0xEDB88320  # of CRC-32, with reflected bits, as in zlib
 
 READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class ChecksummedRange:
-    """A range of a file with its stored checksum.
-
-    Attributes:
-        start: position of the first byte.
-        size: bytes.
-        crc: CRC-32 of the range; None if the writer left it out.
-        refusal: makes the error for a mismatch; None: the file is damaged.
-    """
+    """A range of a file with its stored checksum."""
 
     path: Path
     name: str
-    start: int
-    size: int
-    crc: int | None
+    start: int  # position of the first byte
+    size: int  # bytes
+    crc: int | None  # CRC-32 of the range; None if the writer left it out
+    # makes the error for a mismatch; None: the file is damaged
     refusal: Callable[[], InputRefused] | None = field(default=None, compare=False, repr=False)
 
     def was_read(self, begin: int, data: memoryview) -> None:

@@ -56,8 +56,7 @@ FICLONE = 0x40049409
 COPY_BYTES = 8 << 20
 """Bytes per `copy_file_range(2)`: the hasher finds them still in the cache; larger is slower (measured)."""
 
-READ_BYTES = 256 << 10
-"""Bytes per read and write where the kernel cannot copy."""
+READ_BYTES = 256 << 10  # bytes per read and write where the kernel cannot copy
 
 
 def can_clone(source: Path, folder: Path) -> bool:

@@ -25,8 +25,7 @@ MARKS = ("config.json", "adapter_config.json", "llmconv.json", "params.json")
 WEIGHTS = re.compile(r".*\.(?:safetensors|bin|pth?|ckpt|pdparams|distcp|npz|tar|t?gz|zip|zst|msgpack|gguf)")
 """Files that may contain weights."""
 
-SECONDS = 10
-"""Timeout of the hub, after which the cache is used."""
+SECONDS = 10  # timeout of the hub, after which the cache is used
 
 SMALL = re.compile(r"[^/]+\.(?:json|jinja|txt|model|py|yaml|yml|md)")
 """Configuration, tokenizer and code at the top of a repository."""
@@ -169,8 +168,7 @@ def needed(files: Iterable[str]) -> list[str]:
     return listed
 
 
-WAIT_SECONDS = 30
-"""Timeout of one answer."""
+WAIT_SECONDS = 30  # timeout of one answer
 
 WHOLE, PART = 200, 206
 """Status of an answer with all of a file, from a server that knows no ranges, and of one with the range."""

@@ -23,21 +23,13 @@ from llmconv.files.pointer_files import TEXT_LIMIT, follow
 from llmconv.stores.address import StoreAddress, parse_address
 from llmconv.stores.object_store import Head, ObjectStore
 
-SMALL = 2 << 20
-"""Bytes of an object that is fetched by one request, its header and its data together."""
-
-HEADER = 128 << 10
-"""Bytes for the header of a safetensors file: more than 97 % of them have."""
-
-PICKLE = 1 << 20
-"""Bytes at either end of other files: the pickle of a torch file, and the directory of its zip."""
-
-WITHOUT_EDGES = ".distcp"
-"""Suffix of files whose metadata lies in another file."""
+SMALL = 2 << 20  # bytes of an object that is fetched by one request, its header and its data together
+HEADER = 128 << 10  # bytes for the header of a safetensors file: more than 97 % of them have
+PICKLE = 1 << 20  # bytes at either end of other files: the pickle of a torch file, and the directory of its zip
+WITHOUT_EDGES = ".distcp"  # suffix of files whose metadata lies in another file
 
 
-FILES_WITH_EDGES = 64
-"""Torch files whose ends stay in memory; a folder may have those of a thousand ranks."""
+FILES_WITH_EDGES = 64  # torch files whose ends stay in memory; a folder may have those of a thousand ranks
 
 
 class Blocks(Protocol):
@@ -163,15 +155,12 @@ class MirroredFile:
         os.utime(path, ns=(self.head.modified, self.head.modified))
 
 
-_recent: deque[MirroredFile] = deque()
-"""Files whose ends were fetched, the oldest first."""
+_recent: deque[MirroredFile] = deque()  # files whose ends were fetched, the oldest first
 
 
-_files: dict[str, MirroredFile] = {}
-"""By real path."""
+_files: dict[str, MirroredFile] = {}  # by real path
 
-_addresses: dict[str, StoreAddress] = {}
-"""What each mirror shows, by the real path of its file or folder."""
+_addresses: dict[str, StoreAddress] = {}  # what each mirror shows, by the real path of its file or folder
 
 
 def add(file: MirroredFile) -> None:
@@ -241,8 +230,7 @@ def _complete_before_open(event: str, arguments: tuple[Any, ...]) -> None:
         file.fetch_whole()
 
 
-CHUNK = 8 << 20
-"""Bytes per request, at multiples of it: what S3 recommends for ranges ("Performance guidelines")."""
+CHUNK = 8 << 20  # bytes per request, at multiples of it: what S3 recommends for ranges ("Performance guidelines")
 
 LIMIT = 1 << 30
 """Bytes on the disk, and `LEAST` chunks more for every file: few enough that most stay in memory that is used again,
@@ -257,23 +245,14 @@ WRITE_BYTES = 256 << 10
 
 @dataclass(eq=False)
 class Chunk:
-    """A place in the file for `CHUNK` bytes.
+    """A place in the file for `CHUNK` bytes."""
 
-    Attributes:
-        home: where its object finds it by its number, until the place is taken for another.
-        number: position in the object, in chunks.
-        place: position in the file, in chunks.
-        fetched: ends when the content is there, or could not be fetched.
-        users: its fetch and its readers; at 0 its place may be taken.
-        is_kept: it may be read again.
-    """
-
-    home: dict[int, Chunk]
-    number: int
-    place: int
-    fetched: Future[None] = field(default_factory=Future)
-    users: int = 1
-    is_kept: bool = True
+    home: dict[int, Chunk]  # where its object finds it by its number, until the place is taken for another
+    number: int  # position in the object, in chunks
+    place: int  # position in the file, in chunks
+    fetched: Future[None] = field(default_factory=Future)  # ends when the content is there, or could not be fetched
+    users: int = 1  # its fetch and its readers; at 0 its place may be taken
+    is_kept: bool = True  # it may be read again
 
 
 class ChunkFile:
@@ -381,11 +360,9 @@ AHEAD, AHEAD_OF_ALL = 8, 16
 """Chunks that are requested before they are needed, once a file is read in order; at most, and of all files that are
 read at the same time, but at least one of each."""
 
-Fetch = Callable[[int, int], Iterable[memoryview]]
-"""Returns bytes `start:stop` of the object, in blocks."""
+Fetch = Callable[[int, int], Iterable[memoryview]]  # returns bytes `start:stop` of the object, in blocks
 
-CHUNK_FILE = ChunkFile()
-"""The chunks of this process."""
+CHUNK_FILE = ChunkFile()  # the chunks of this process
 
 
 class ChunkCache:
@@ -443,11 +420,8 @@ class ChunkCache:
         CHUNK_FILE.release(self._chunks)
 
 
-REQUESTS_AT_ONCE = 16
-"""Of one mirror: a connection to a store carries about 90 MB/s."""
-
-SMALL_FILE = 8 << 20
-"""Bytes up to which files that are not known as weights are fetched at once."""
+REQUESTS_AT_ONCE = 16  # of one mirror: a connection to a store carries about 90 MB/s
+SMALL_FILE = 8 << 20  # bytes up to which files that are not known as weights are fetched at once
 
 SIDE_FILES = frozenset((".json", ".jsonl", ".txt", ".md", ".jinja", ".model", ".py", ".yaml", ".yml", ".tiktoken"))
 """Suffixes of files that are fetched at once: other libraries read them."""
@@ -549,7 +523,8 @@ class StoreTree:
         return [head] if head else []
 
     def _folder(self, key: str) -> list[Head]:
-        return [one for one in self.store.list(key) if _is_file(one)]
+        # consoles make empty objects as folders
+        return [one for one in self.store.list(key) if not one.key.endswith("/")]
 
     def exists(self, path: str) -> bool:
         """Whether an object or a folder exists."""
@@ -570,8 +545,3 @@ class StoreTree:
         bucket = StoreAddress(place.scheme, place.bucket)
         yield str(bucket)
         yield from (str(bucket / "/".join(parts[:count])) for count in range(1, len(parts) + 1))
-
-
-def _is_file(head: Head) -> bool:
-    """Consoles of stores make empty objects as folders."""
-    return not head.key.endswith("/")

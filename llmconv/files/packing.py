@@ -43,11 +43,8 @@ from llmconv.files.source_file import open_source
 from llmconv.files.temporary_folder import make_temporary_folder, remove_temporary_folder
 from llmconv.progress import bytes_bar
 
-HEAD = 32
-"""Bytes that contain the part of a frame's header read here."""
-
-DECODER_MEMORY = 512 << 20
-"""Memory limit of an xz or lzma decoder; `xz -9` needs 65 MiB."""
+HEAD = 32  # bytes that contain the part of a frame's header read here
+DECODER_MEMORY = 512 << 20  # memory limit of an xz or lzma decoder; `xz -9` needs 65 MiB
 
 INDEX_LIMIT = 1 << 20
 
@@ -66,25 +63,17 @@ class FrameDecoder(Protocol):
 
 @dataclass(frozen=True)
 class Codec:
-    """One compression format.
+    """One compression format."""
 
-    Attributes:
-        name: for messages.
-        magic: the first bytes of a frame.
-        decoder: makes a decoder of one frame.
-        frame_size: from the first `HEAD` bytes of a frame to its unpacked size; None if not declared.
-        least: from a file and its size to the minimum unpacked size that it declares; 0 if none.
-        fed: compressed bytes per call of the decoder.
-        padded: whether zeros may follow a frame.
-    """
-
-    name: str
-    magic: bytes
-    decoder: Callable[[], FrameDecoder]
+    name: str  # for messages
+    magic: bytes  # the first bytes of a frame
+    decoder: Callable[[], FrameDecoder]  # makes a decoder of one frame
+    # from the first `HEAD` bytes of a frame to its unpacked size; None if not declared
     frame_size: Callable[[bytes], int | None] = lambda head: None
+    # from a file and its size to the minimum unpacked size that it declares; 0 if none
     least: Callable[[BinaryIO, int], int] = lambda file, size: 0
-    fed: int = 64 << 10
-    padded: bool = False
+    fed: int = 64 << 10  # compressed bytes per call of the decoder
+    padded: bool = False  # whether zeros may follow a frame
 
     def begins(self, data: bytes) -> bool:
         """Whether `data` begins with a frame."""
@@ -227,14 +216,9 @@ CODECS = (
 )
 
 
-DESCRIPTORS = Path("/proc/self/fd")
-"""Links to all open files, `proc(5)`."""
-
-CHECK_BYTES = 64 << 20
-"""Bytes between two checks of the free space."""
-
-RESERVE = 256 << 20
-"""Bytes of the disk to leave free; at most a twentieth of the free space."""
+DESCRIPTORS = Path("/proc/self/fd")  # links to all open files, `proc(5)`
+CHECK_BYTES = 64 << 20  # bytes between two checks of the free space
+RESERVE = 256 << 20  # bytes of the disk to leave free; at most a twentieth of the free space
 
 RATIO_LIMIT = 200
 RATIO_FROM = 1 << 30
@@ -361,8 +345,7 @@ class _FreeSpace:
 RECORD = 512
 BLOCK = 1 << 20
 HEADER_LIMIT = 1000
-EXTENDED_LIMIT = 1 << 20
-"""Bytes of the data of an extended header, such as a long name."""
+EXTENDED_LIMIT = 1 << 20  # bytes of the data of an extended header, such as a long name
 
 EXTENDED = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
 NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.XGLTYPE)
@@ -498,8 +481,7 @@ class TarArchive:
         )
 
 
-SKIPPABLE = range(0x184D2A50, 0x184D2A60)
-"""Magic numbers of frames that zstd and lz4 skip (`pzstd` begins with one)."""
+SKIPPABLE = range(0x184D2A50, 0x184D2A60)  # magic numbers of frames that zstd and lz4 skip (`pzstd` begins with one)
 
 LZOP_MAGIC = b"\x89LZO\x00\r\n\x1a\n"
 LZ4_LEGACY_MAGIC = b"\x02\x21\x4c\x18"

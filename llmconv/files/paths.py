@@ -33,8 +33,7 @@ COPY_TOOLS = {
 }
 """Scheme to the command that copies a folder to such a store."""
 
-LOCAL_SCHEMES = ("file", "local")
-"""Schemes of this machine's files."""
+LOCAL_SCHEMES = ("file", "local")  # schemes of this machine's files
 
 
 def without_credentials(text: str) -> str:
@@ -51,8 +50,7 @@ def without_credentials(text: str) -> str:
 
 
 WRITTEN = "a path to write"
-Written = Annotated[str | Path, WRITTEN]
-"""A parameter with a file or folder to write; see `output_path`."""
+Written = Annotated[str | Path, WRITTEN]  # a parameter with a file or folder to write; see `output_path`
 
 
 PLACED = "a path or an address to write"

@@ -20,8 +20,7 @@ NAME_LIMIT = 1_024
 MEMORY, MEMORY_PER_BYTE = 48 << 20, 32
 """Limit in bytes of containers: a constant, plus this many per byte of the pickle (optimizer states need 15)."""
 
-MEMOS, BYTES_PER_MEMO = 200_000, 3
-"""Limit of memoized objects: a constant, plus one per this many bytes of the pickle."""
+MEMOS, BYTES_PER_MEMO = 200_000, 3  # limit of memoized objects: a constant, plus one per this many bytes of the pickle
 
 CONTAINERS = frozenset({tuple, list, dict, set, frozenset})
 COPY_AGAIN = "the file is damaged or hostile; copy it again from where it was saved"
@@ -46,17 +45,11 @@ class Stub:
 
 @dataclass(frozen=True)
 class PickleHooks:
-    """The meaning of names; each hook returns the value to push on the stack.
+    """The meaning of names; each hook returns the value to push on the stack."""
 
-    Attributes:
-        name: called with module and name of a global.
-        call: called with a function, as `name` returned it, and its arguments.
-        refer: called with a persistent id.
-    """
-
-    name: Callable[[str, str], Any]
-    call: Callable[[Any, tuple[Any, ...]], Any]
-    refer: Callable[[Any], Any]
+    name: Callable[[str, str], Any]  # called with module and name of a global
+    call: Callable[[Any, tuple[Any, ...]], Any]  # called with a function, as `name` returned it, and its arguments
+    refer: Callable[[Any], Any]  # called with a persistent id
 
 
 class PickleMachine:

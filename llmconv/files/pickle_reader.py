@@ -206,14 +206,9 @@ RECORDS: dict[str, Callable[..., Any]] = {
 HOOKS = PickleHooks(_name, _record, _storage)
 
 
-TREE, TREE_PER_PART = 1_000_000, 2
-"""Limit of parts in the tree: a constant, plus this many per part in memory."""
-
-DEPTH_LIMIT, OBJECT_DEPTH_LIMIT = 200, 5_000
-"""Nesting of containers, and of objects: code that walks them is recursive."""
-
-CHARACTERS = 64
-"""Characters of a text that count as one part."""
+TREE, TREE_PER_PART = 1_000_000, 2  # limit of parts in the tree: a constant, plus this many per part in memory
+DEPTH_LIMIT, OBJECT_DEPTH_LIMIT = 200, 5_000  # nesting of containers, and of objects: code that walks them is recursive
+CHARACTERS = 64  # characters of a text that count as one part
 
 KINDS = frozenset({dict, list, tuple, set, frozenset, Stub})
 COUNTED = KINDS | {str, bytes}

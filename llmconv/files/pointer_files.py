@@ -16,8 +16,7 @@ from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 
 SUFFIX = ".symlink"
 HOPS = 8
-TEXT_LIMIT = 1024
-"""Maximum bytes of an object's name, that of S3."""
+TEXT_LIMIT = 1024  # maximum bytes of an object's name, that of S3
 
 PLAIN_NAME = re.compile(r"[\w.+@=-]{1,255}")
 

@@ -28,11 +28,8 @@ from llmconv.progress import say
 TEMPORARY = re.compile(r"\.llmconv-[0-9a-f]{16}\.part")
 """Names of files being written; a killed run leaves them, and the next run removes them."""
 
-NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
-"""Platforms without it rely on comparing the entry after it is opened."""
-
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a full disk."""
+NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # platforms without it rely on comparing the entry after it is opened
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk
 
 
 @dataclass(frozen=True)
@@ -337,8 +334,7 @@ def _kind(mode: int) -> str:
     return kinds.get(stat.S_IFMT(mode), "a device or socket")
 
 
-NAME_MAX = 255
-"""Maximum bytes of a file's name."""
+NAME_MAX = 255  # maximum bytes of a file's name
 
 
 def replace_file(path: Path, content: WritableContent) -> None:
@@ -358,8 +354,7 @@ def is_inner(name: str) -> bool:
     return len(parts) <= 2 and is_short and not {"", ".", ".."} & {*parts} and "\0" not in name
 
 
-PROBE = 4 << 20
-"""Bytes of free space that a report must have; the reports of the largest models are almost as large."""
+PROBE = 4 << 20  # bytes of free space that a report must have; the reports of the largest models are almost as large
 
 HINT = "give another folder to `--report`"
 

@@ -28,25 +28,19 @@ from llmconv.tensors import BY_CODE, Array, DType, LazyTensor, Piece
 HEADER_LIMIT = 100_000_000
 NAME_LIMIT = 1024
 RANK_LIMIT = 16
-ALIGNMENT = 64
-"""The data section starts at a multiple of this, so that mapped weights are aligned for vector loads."""
+ALIGNMENT = 64  # the data section starts at a multiple of this, so that mapped weights are aligned for vector loads
 
 DAMAGED = "the file is damaged or was not written by a safetensors library; copy or download it again"
 
 
 class FileTensor(LazyTensor):
-    """A tensor that lies contiguously, row-major and little-endian, in a file.
-
-    Attributes:
-        offset: position of the first byte in the file.
-        record: the record of the file that contains it; code that reads the file without `rows` must notify it.
-        location: of the file in the model's folder: its name, or `folder/name` for a module after the model.
-    """
+    """A tensor that lies contiguously, row-major and little-endian, in a file."""
 
     path: Path
-    offset: int
+    offset: int  # position of the first byte in the file
+    # the record of the file that contains it; code that reads the file without `rows` must notify it
     record: ChecksummedRange | None
-    location: str
+    location: str  # of the file in the model's folder: its name, or `folder/name` for a module after the model
 
     def __init__(
         self,

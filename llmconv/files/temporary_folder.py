@@ -19,8 +19,7 @@ from llmconv.stores import hung_calls
 
 PREFIX = "llmconv-fetched-"
 
-YOUNG = 60
-"""Seconds after which a folder that nobody has locked is one of a process that ended."""
+YOUNG = 60  # seconds after which a folder that nobody has locked is one of a process that ended
 
 _locks: dict[Path, int] = {}
 """The folder of this process in each temporary directory that it has used, and the descriptor that locks it."""
@@ -95,8 +94,7 @@ hung_calls.before_exit(_remove_all)
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-UNFINISHED = "unfinished-"
-"""Prefix of folders that are being made; each is locked by the process that makes it."""
+UNFINISHED = "unfinished-"  # prefix of folders that are being made; each is locked by the process that makes it
 
 
 def user_cache(name: str) -> Path:

@@ -114,11 +114,9 @@ def _scalar(value: Any) -> bytes:
 
 
 ALIGNMENT = 64
-FLAGS = 0x0808
-"""A data descriptor follows; names are UTF-8."""
+FLAGS = 0x0808  # a data descriptor follows; names are UTF-8
 VERSION, VERSION_ZIP64 = 20, 45
-FULL, FULL_COUNT = 0xFFFFFFFF, 0xFFFF
-"""Placeholders of numbers that only a zip64 record can represent."""
+FULL, FULL_COUNT = 0xFFFFFFFF, 0xFFFF  # placeholders of numbers that only a zip64 record can represent
 
 LOCAL = struct.Struct("<4s5H3L2H")
 CENTRAL = struct.Struct("<4s6H3L5H2L")

@@ -15,10 +15,8 @@ from llmconv.generation.model import TextModel
 from llmconv.generation.row import TextPiece
 from llmconv.generation.sampling import GenerationSettings
 
-ANSWER_TOKENS = 2048
-"""Maximum number of tokens in an answer, unless a setting or the context gives a smaller one."""
-MAX_SHIFT = 16
-"""Maximum difference in tokens between an answer and its text when that is tokenized again."""
+ANSWER_TOKENS = 2048  # maximum number of tokens in an answer, unless a setting or the context gives a smaller one
+MAX_SHIFT = 16  # maximum difference in tokens between an answer and its text when that is tokenized again
 
 
 class Chat:

@@ -33,8 +33,7 @@ from llmconv.errors import InputRefused, UsageProblem, first_line
 from llmconv.files.paths import kind_of
 from llmconv.runtime.tokenizer import require_text, token_ids
 
-TOKENIZER = "tokenizer"
-"""The name of the tokenizer's own template."""
+TOKENIZER = "tokenizer"  # the name of the tokenizer's own template
 
 SYSTEM = """\
 {%- if messages and messages[0].role == 'system' -%}
@@ -251,8 +250,7 @@ NOT_JINJA = "is not valid Jinja"
 SECONDS, MEMORY, CHARACTERS = 5, 512 << 20, 16 << 20
 """CPU seconds, bytes beyond the memory of the process, and bytes of text: a thousand times what templates need."""
 
-WAIT = 60.0
-"""Wall-clock seconds, for a child that gets little CPU time."""
+WAIT = 60.0  # wall-clock seconds, for a child that gets little CPU time
 
 SUCCEEDED, FAILED = b"+", b"-"
 
@@ -332,11 +330,9 @@ def _read(reader: int) -> bytes:
     return b""
 
 
-NEEDLE = "zq7w3k"
-"""Text of the messages that are tried."""
+NEEDLE = "zq7w3k"  # text of the messages that are tried
 
-Render = Callable[[Sequence[Mapping[str, Any]]], str]
-"""Messages to text; raises an exception where the template fails."""
+Render = Callable[[Sequence[Mapping[str, Any]]], str]  # messages to text; raises an exception where the template fails
 
 
 class ContentForms:

@@ -21,8 +21,7 @@ from llmconv.files.safe_folder import Folder, parents_made, require_parents, req
 from llmconv.generation.prompts import Prompt
 from llmconv.output.streaming import write_fully
 
-TOO_LONG = "too_long"
-"""`finish` of a prompt that leaves no room for new tokens, or is longer than the context."""
+TOO_LONG = "too_long"  # `finish` of a prompt that leaves no room for new tokens, or is longer than the context
 
 
 @dataclass(frozen=True)

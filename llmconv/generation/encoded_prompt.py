@@ -45,8 +45,7 @@ def rows_of(embeddings: Any) -> Any:
 
 FORM = "give an array of floats [tokens, hidden]"
 
-LARGEST = 1 << 30
-"""Maximum number of bytes of the embeddings of one prompt, in float32."""
+LARGEST = 1 << 30  # maximum number of bytes of the embeddings of one prompt, in float32
 
 
 def as_embeddings(value: Any, name: str = "`embeddings`") -> Array:

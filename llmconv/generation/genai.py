@@ -22,31 +22,22 @@ from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings
 
 OTHER = "give `--backend onnx`"
 LAYOUT = "--layout genai"
-SEEDS = 2**31
-"""Exclusive upper bound of GenAI's seeds."""
+SEEDS = 2**31  # exclusive upper bound of GenAI's seeds
 
 
 @dataclass(frozen=True)
 class GenaiEngine:
-    """A folder with `genai_config.json`, opened by GenAI; keeps no cache: every turn runs its whole prompt.
-
-    Attributes:
-        context_length: tokens of prompt and new text together; None if unknown.
-        ends: end tokens of `genai_config.json`, at which GenAI stops whatever the settings are.
-        padding: its padding token, which GenAI takes for padding anywhere in a batch.
-        vocabulary: size of the logits.
-        has_window: the model has a sliding window, in which padding after a prompt would count.
-        has_last_logits: the graphs return logits of the last column, which is padding after a shorter prompt.
-        length_switch: as in `Runner`; a longer row of a batch would change the frequencies of a shorter one.
-    """
+    """A folder with `genai_config.json`, opened by GenAI; keeps no cache: every turn runs its whole prompt."""
 
     model: Any
-    context_length: int | None
-    ends: frozenset[int]
-    padding: int
-    vocabulary: int
-    has_window: bool
+    context_length: int | None  # tokens of prompt and new text together; None if unknown
+    ends: frozenset[int]  # end tokens of `genai_config.json`, at which GenAI stops whatever the settings are
+    padding: int  # its padding token, which GenAI takes for padding anywhere in a batch
+    vocabulary: int  # size of the logits
+    has_window: bool  # the model has a sliding window, in which padding after a prompt would count
+    # the graphs return logits of the last column, which is padding after a shorter prompt
     has_last_logits: bool = False
+    # as in `Runner`; a longer row of a batch would change the frequencies of a shorter one
     length_switch: LengthSwitch | None = None
     runs_last_token = True
 
@@ -179,8 +170,7 @@ def search_options(settings: GenerationSettings, vocabulary: int) -> dict[str, A
     return options
 
 
-PASSED_ON = {"no_repeat_ngram_size"}
-"""Fields of `generation_config.json` that have the same name in GenAI."""
+PASSED_ON = {"no_repeat_ngram_size"}  # fields of `generation_config.json` that have the same name in GenAI
 
 
 def _require_known(settings: GenerationSettings) -> None:

@@ -132,8 +132,7 @@ def _numbered(on_piece: OnPiece | None, start: int) -> OnPiece | None:
 
 
 BATCH_SIZE = 8
-NEW_TOKENS = 64
-"""Maximum number of new tokens, unless an option or `generation_config.json` gives another."""
+NEW_TOKENS = 64  # maximum number of new tokens, unless an option or `generation_config.json` gives another
 
 MODEL_FILES = ("*.onnx", "*.safetensors", "tokenizer.json")
 """Files whose size and time show whether a model is still the one that an output file was begun with."""
@@ -142,15 +141,6 @@ MODEL_FILES = ("*.onnx", "*.safetensors", "tokenizer.json")
 @dataclass
 class PromptRun:
     """The prompts of one call, and their completions and costs so far.
-
-    Attributes:
-        count: continuations per prompt.
-        tuned: `adapter`, `prefix_tuning`, `decode` and `tokenizer`; a file is only continued with the same.
-        encoded: the texts to generate: `count` per prompt.
-        encode_seconds: the time that encoding them took.
-        skipped: number of texts that the file had before.
-        output: the file; None where completions are collected.
-        talks: print the settings, and the cost of each batch.
 
     Raises:
         InputRefused: a prompt has no tokens, or all of them are too long.
@@ -162,15 +152,16 @@ class PromptRun:
     settings: GenerationSettings
     wording: Wording = field(default_factory=Wording)
     batch_size: int = BATCH_SIZE
-    count: int = 1
+    count: int = 1  # continuations per prompt
+    # `adapter`, `prefix_tuning`, `decode` and `tokenizer`; a file is only continued with the same
     tuned: Mapping[str, str] = field(default_factory=dict)
-    encoded: list[PlannedText] = field(init=False)
-    encode_seconds: float = field(init=False)
+    encoded: list[PlannedText] = field(init=False)  # the texts to generate: `count` per prompt
+    encode_seconds: float = field(init=False)  # the time that encoding them took
     completions: list[Completion] = field(default_factory=list)
     costs: list[GenerationCost] = field(default_factory=list)
-    skipped: int = 0
-    output: Path | None = None
-    talks: bool = False
+    skipped: int = 0  # number of texts that the file had before
+    output: Path | None = None  # the file; None where completions are collected
+    talks: bool = False  # print the settings, and the cost of each batch
 
     def __post_init__(self) -> None:
         require_count(self.count, self.settings)
@@ -270,38 +261,24 @@ def require_count(count: int, settings: GenerationSettings) -> None:
 
 
 class RunningOptions(SessionOptions, total=False):
-    """Which runtime runs a model, and how: those of sessions, and these, with the names of the command line.
+    """Which runtime runs a model, and how: those of sessions, and these, with the names of the command line."""
 
-    Attributes:
-        backend: `onnx` (the graphs, the default), `torch` (the eager model) or `genai` (ONNX Runtime GenAI).
-        decode: the decode graph, if the model is the prefill graph.
-        tokenizer: a tokenizer of transformers, or the folder of one; None for the model's own.
-        adapter: an adapter, for `torch`, see `TextModel.open`.
-        prefix_tuning: tuned prefix before every prompt, see `TextModel.open`.
-        device: torch's name of the device, for `torch`; None for the CPU.
-        dtype: `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights.
-        trust_remote_code: run the code in the folder: of the tokenizer and, for `torch`, of the model.
-        stage_at: addresses of stages in other processes, `[N=]HOST:PORT` or `ray`.
-        stage_timeout: seconds without a heartbeat after which a stage is lost (default: 20).
-    """
-
-    backend: str
-    decode: str | Path | None
-    tokenizer: Any
-    adapter: str | Path | None
-    prefix_tuning: str | Path | None
-    device: Any
-    dtype: Any
-    trust_remote_code: bool
-    stage_at: Sequence[str]
-    stage_timeout: float | None
+    backend: str  # `onnx` (the graphs, the default), `torch` (the eager model) or `genai` (ONNX Runtime GenAI)
+    decode: str | Path | None  # the decode graph, if the model is the prefill graph
+    tokenizer: Any  # a tokenizer of transformers, or the folder of one; None for the model's own
+    adapter: str | Path | None  # an adapter, for `torch`, see `TextModel.open`
+    prefix_tuning: str | Path | None  # tuned prefix before every prompt, see `TextModel.open`
+    device: Any  # torch's name of the device, for `torch`; None for the CPU
+    dtype: Any  # `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights
+    trust_remote_code: bool  # run the code in the folder: of the tokenizer and, for `torch`, of the model
+    stage_at: Sequence[str]  # addresses of stages in other processes, `[N=]HOST:PORT` or `ray`
+    stage_timeout: float | None  # seconds without a heartbeat after which a stage is lost (default: 20)
 
 
 PASSED_ON = ("backend", "decode", "tokenizer", "adapter", "prefix_tuning", "device", "dtype", "trust_remote_code")
 """Options that are passed to `TextModel.open` unchanged."""
 
-OF_SESSION = ("session", "provider", "session_config", "prepack", "packed_cache")
-"""Options that only onnxruntime has."""
+OF_SESSION = ("session", "provider", "session_config", "prepack", "packed_cache")  # options that only onnxruntime has
 
 
 def opener(model: Any, options: RunningOptions) -> Callable[[], TextModel]:
@@ -350,8 +327,7 @@ def _refuse_for_open(model: TextModel, given: Mapping[str, Any]) -> None:
             )
 
 
-Prompts = Annotated[str | Prompt | Sequence[PromptContent | Prompt] | None, OWN]
-"""Validated by `prompts_of`."""
+Prompts = Annotated[str | Prompt | Sequence[PromptContent | Prompt] | None, OWN]  # validated by `prompts_of`
 
 
 @checked

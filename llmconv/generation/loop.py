@@ -232,8 +232,7 @@ def common_length(sequences: Sequence[Sequence[int]], most: int) -> int:
     return same
 
 
-Decode = Callable[[Sequence[int]], str]
-"""Tokens to text."""
+Decode = Callable[[Sequence[int]], str]  # tokens to text
 
 
 @dataclass(frozen=True)
@@ -241,13 +240,12 @@ class LoopEngine:
     """llmconv's own loop: a prefill, then one step of the model (graphs or eager) per token.
 
     Attributes:
-        folder: has `config.json`, read for the size of the logits in a beam search.
         runs_last_token: whether the last new token also needs room in the context.
     """
 
     runner: Runner
     positions: PositionRule
-    folder: Path
+    folder: Path  # has `config.json`, read for the size of the logits in a beam search
     runs_last_token = False
 
     def grow(

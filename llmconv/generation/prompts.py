@@ -15,8 +15,7 @@ from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.files.paths import kind_of, path_of
 from llmconv.generation.chat_templates import is_message, require_contents
 
-PromptContent = str | list[dict[str, Any]]
-"""A text, or a chat as a list of messages."""
+PromptContent = str | list[dict[str, Any]]  # a text, or a chat as a list of messages
 
 
 @dataclass(frozen=True)

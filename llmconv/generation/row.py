@@ -326,8 +326,7 @@ def pieces_of(row: Row, tokens: Sequence[int]) -> Iterator[TextPiece]:
         yield TextPiece(row.index, row.rest(), None, row.finish)
 
 
-BINS, BINS_PER_E = 2048, 16
-"""Number of bins of scores, and bins per power of e."""
+BINS, BINS_PER_E = 2048, 16  # number of bins of scores, and bins per power of e
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,7 @@ def _require_runnable(folder: Path) -> None:
         raise refused_model(folder)
 
 
-DTYPES = ("float32", "float16", "bfloat16")
-"""Dtypes of the eager model."""
+DTYPES = ("float32", "float16", "bfloat16")  # dtypes of the eager model
 
 
 @dataclass(frozen=True)
@@ -383,29 +382,21 @@ def _refuse_session(settings: SessionSettings | None) -> None:
 
 FLOATS = {onnx.TensorProto.FLOAT, *HALF_PRECISION.values()}
 
-WORTH_SAYING = 256 << 20
-"""Copies of fewer bytes are not mentioned."""
+WORTH_SAYING = 256 << 20  # copies of fewer bytes are not mentioned
 
 GB = 1e9
 MAPPED_FLOATS = "`llmconv export MODEL -o OUT --dtype float32` writes weights that the graphs map without a copy"
 MAPPED_PACKED = "`--packed-cache` writes packed weights to a file once, and maps it from then on"
-LOOKUPS = {"Gather", "GatherBlockQuantized"}
-"""Operators that read rows of a table where it is."""
+LOOKUPS = {"Gather", "GatherBlockQuantized"}  # operators that read rows of a table where it is
 
 
 @dataclass(frozen=True)
 class WeightMemory:
-    """The memory that the weights of some graphs take in onnxruntime.
+    """The memory that the weights of some graphs take in onnxruntime."""
 
-    Attributes:
-        mapped: bytes of weights in files, which the system reads and discards on demand.
-        copied: bytes that onnxruntime or llmconv copies to memory of the process.
-        other_way: how to do without the copies.
-    """
-
-    mapped: int
-    copied: int
-    other_way: str = MAPPED_FLOATS
+    mapped: int  # bytes of weights in files, which the system reads and discards on demand
+    copied: int  # bytes that onnxruntime or llmconv copies to memory of the process
+    other_way: str = MAPPED_FLOATS  # how to do without the copies
 
     @classmethod
     def of(cls, paths: Iterable[Path], settings: SessionSettings) -> WeightMemory:
@@ -439,8 +430,7 @@ class WeightMemory:
             say(f"weights: {self.mapped / GB:.1f} GB mapped, {copies}; {self.other_way}")
 
 
-Place = tuple[Path, int, int]
-"""File, offset and length in bytes."""
+Place = tuple[Path, int, int]  # file, offset and length in bytes
 
 
 def _weights(path: Path, model: onnx.ModelProto) -> dict[Place, onnx.TensorProto]:

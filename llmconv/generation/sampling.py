@@ -18,8 +18,7 @@ from llmconv.files.paths import kind_of, path_of
 from llmconv.runtime.context_length import language_config
 
 GENERATION_CONFIG = "generation_config.json"
-DEFAULT_NEW_TOKENS = 20
-"""transformers' default if neither `max_new_tokens` nor `max_length` is set."""
+DEFAULT_NEW_TOKENS = 20  # transformers' default if neither `max_new_tokens` nor `max_length` is set
 
 NEUTRAL: dict[str, Any] = {
     "min_length": 0,
@@ -42,8 +41,7 @@ NEUTRAL: dict[str, Any] = {
 }
 """Fields that change the text, with their neutral value; None is neutral for all of them."""
 
-BEAMS_ONLY = frozenset({"early_stopping", "length_penalty"})
-"""Fields of `NEUTRAL` that have no effect without beams."""
+BEAMS_ONLY = frozenset({"early_stopping", "length_penalty"})  # fields of `NEUTRAL` that have no effect without beams
 
 NO_NEUTRAL = frozenset(
     [
@@ -362,8 +360,7 @@ def _read(path: Path) -> dict[str, Any]:
     return {name: value for name, value in read_json(path).items() if value is not None} if path.is_file() else {}
 
 
-SHORT = reprlib.Repr()
-"""Values on a line: of a list that a model folder brings, only the beginning."""
+SHORT = reprlib.Repr()  # values on a line: of a list that a model folder brings, only the beginning
 SHORT.maxlist = SHORT.maxdict = 8
 SHORT.maxstring = SHORT.maxother = 60
 

@@ -16,8 +16,7 @@ from llmconv.generation.sampling import GenerationSettings
 from llmconv.runtime.runner import PromptEmbeddings
 from llmconv.runtime.tokenizer import TooManyTokens, token_ids
 
-MOST_CUT = 64
-"""A prompt that `src_length` cuts may be so many times as long as the context."""
+MOST_CUT = 64  # a prompt that `src_length` cuts may be so many times as long as the context
 
 
 @dataclass(frozen=True)
@@ -141,27 +140,18 @@ def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class PlannedText:
-    """A text to generate: a prompt, and which of its continuations.
+    """A text to generate: a prompt, and which of its continuations."""
 
-    Attributes:
-        content: the prompt as given, a text or a chat.
-        tokens: what the model continues.
-        embeddings: computes embeddings in place of those of some tokens; None for none.
-        cut_tokens: number of tokens that were cut from the prompt.
-        sequence: which continuation of this prompt, from 0.
-        sample: number of its random generator among those of equal prompts; in a beam search, the rank of its beam.
-        problem: why the prompt is too long; None if it fits.
-        inputs: values of the model's extra inputs by name.
-    """
-
-    content: PromptContent
-    tokens: list[int]
+    content: PromptContent  # the prompt as given, a text or a chat
+    tokens: list[int]  # what the model continues
+    # computes embeddings in place of those of some tokens; None for none
     embeddings: Callable[[], PromptEmbeddings] | None = None
-    cut_tokens: int = 0
-    sequence: int = 0
+    cut_tokens: int = 0  # number of tokens that were cut from the prompt
+    sequence: int = 0  # which continuation of this prompt, from 0
+    # number of its random generator among those of equal prompts; in a beam search, the rank of its beam
     sample: int = 0
-    problem: InputRefused | None = None
-    inputs: Mapping[str, Any] = field(default_factory=dict)
+    problem: InputRefused | None = None  # why the prompt is too long; None if it fits
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # values of the model's extra inputs by name
 
 
 def encode_all(

@@ -20,28 +20,20 @@ PARTS = re.compile(
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
-HUB_NAME = re.compile(rf"{NAME.pattern}(?:@[\w./+-]+)?", re.ASCII)
-"""`[org/]name[@revision]`."""
+HUB_NAME = re.compile(rf"{NAME.pattern}(?:@[\w./+-]+)?", re.ASCII)  # `[org/]name[@revision]`
 
 REVISION = re.compile(r"[\w./+-]+")
 
-COMMIT = re.compile(r"[0-9a-f]{40}")
-"""A commit, which nothing can be added to."""
+COMMIT = re.compile(r"[0-9a-f]{40}")  # a commit, which nothing can be added to
 
 
 @dataclass(frozen=True)
 class HubAddress:
-    """A model repository on the Hub, or a folder or file in it.
+    """A model repository on the Hub, or a folder or file in it."""
 
-    Attributes:
-        repository: `org/name`, or the bare name of one of the oldest models.
-        revision: a branch, tag or commit; empty for `main`.
-        folder: path of a folder or file in the repository; empty for all of it.
-    """
-
-    repository: str
-    revision: str = ""
-    folder: str = ""
+    repository: str  # `org/name`, or the bare name of one of the oldest models
+    revision: str = ""  # a branch, tag or commit; empty for `main`
+    folder: str = ""  # path of a folder or file in the repository; empty for all of it
 
     def __str__(self) -> str:
         return f"hf://{self.short}"

@@ -32,17 +32,11 @@ READ_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class FileDigest:
-    """A file as the Hub identifies it.
+    """A file as the Hub identifies it."""
 
-    Attributes:
-        size: in bytes.
-        sha256: of its content, by which LFS objects are named.
-        blob: git's sha1 of it, by which small files are named; empty for large ones.
-    """
-
-    size: int
-    sha256: str
-    blob: str = ""
+    size: int  # in bytes
+    sha256: str  # of its content, by which LFS objects are named
+    blob: str = ""  # git's sha1 of it, by which small files are named; empty for large ones
 
 
 def digest_of(content: bytes) -> FileDigest:
@@ -70,17 +64,11 @@ def _digest(size: int, blocks: Iterable[bytes]) -> FileDigest:
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file on the Hub.
+    """A file on the Hub."""
 
-    Attributes:
-        size: in bytes.
-        blob: git's sha1 of it, or of its LFS pointer.
-        sha256: of its content if it is an LFS object, else empty.
-    """
-
-    size: int
-    blob: str
-    sha256: str = ""
+    size: int  # in bytes
+    blob: str  # git's sha1 of it, or of its LFS pointer
+    sha256: str = ""  # of its content if it is an LFS object, else empty
 
     def is_same(self, file: FileDigest) -> bool:
         """Whether it has the same content."""
@@ -89,23 +77,14 @@ class HubFile:
 
 @dataclass(frozen=True)
 class HubState:
-    """What a branch contained when it was looked at.
+    """What a branch contained when it was looked at."""
 
-    Attributes:
-        exists: the repository exists.
-        head: its commit, which the next one must follow; of `main` if there is no such branch; empty if unknown.
-        has_branch: the branch exists.
-        private: who has no access does not see the repository.
-        changed: when its last commit was made, in ns since 1970.
-        files: by path.
-    """
-
-    exists: bool = False
-    head: str = ""
-    has_branch: bool = False
-    private: bool = False
-    changed: int = 0
-    files: Mapping[str, HubFile] = field(default_factory=dict)
+    exists: bool = False  # the repository exists
+    head: str = ""  # its commit, which the next one must follow; of `main` if there is no such branch; empty if unknown
+    has_branch: bool = False  # the branch exists
+    private: bool = False  # who has no access does not see the repository
+    changed: int = 0  # when its last commit was made, in ns since 1970
+    files: Mapping[str, HubFile] = field(default_factory=dict)  # by path
 
     def differing(self, files: Mapping[str, FileDigest]) -> list[str]:
         """The names among `files` that the branch does not have, or with other content."""
@@ -319,14 +298,9 @@ def _require_writable(address: HubAddress) -> None:
         raise InputRefused(f"`{address.revision}` is a commit, which does not change", hint="give a branch")
 
 
-MOVED = (409, 412)
-"""Statuses of a commit whose parent is no longer the latest commit of its branch."""
-
-TOKEN = re.compile(r"[!-~]+")
-"""Characters that a header can contain."""
-
-CLIENTS = ("httpx", "httpcore", "requests", "urllib3")
-"""Libraries whose errors mean that there was no answer."""
+MOVED = (409, 412)  # statuses of a commit whose parent is no longer the latest commit of its branch
+TOKEN = re.compile(r"[!-~]+")  # characters that a header can contain
+CLIENTS = ("httpx", "httpcore", "requests", "urllib3")  # libraries whose errors mean that there was no answer
 
 NO_ANSWER = (ConnectionError, TimeoutError)
 

@@ -304,8 +304,7 @@ def replaced_files(repository: HubRepository, names: Collection[str]) -> list[st
     return sorted({*old, *inherited} - {*names})
 
 
-JOURNAL_BYTES = 64 << 20
-"""Largest size, in bytes, of a journal that is read."""
+JOURNAL_BYTES = 64 << 20  # largest size, in bytes, of a journal that is read
 
 
 def uploads_folder() -> Path:

@@ -124,11 +124,8 @@ def require_space(output: Path, needed: int, home: Path | None = None) -> None:
 
 
 JOURNAL = "journal.jsonl"
-JOURNALS = "journal*.jsonl"
-"""The journal of a run, and those of the processes that work for one."""
-
-SIGNATURE = "signature"
-"""Field of a journal entry: what identifies the file on this machine without reading it."""
+JOURNALS = "journal*.jsonl"  # the journal of a run, and those of the processes that work for one
+SIGNATURE = "signature"  # field of a journal entry: what identifies the file on this machine without reading it
 
 LOCK = "lock"
 LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | NOFOLLOW
@@ -151,8 +148,7 @@ class StagedFolder:
         OutputFailed: another run has locked the folder, or any I/O fails (finished files stay for `--resume`).
     """
 
-    lock_kind = fcntl.LOCK_EX
-    """`flock(2)`: one run at a time."""
+    lock_kind = fcntl.LOCK_EX  # `flock(2)`: one run at a time
 
     def __init__(
         self, output: Path, *, key: str, overwrite: bool, resume: bool, trusts: Callable[[Path], object] | None = None

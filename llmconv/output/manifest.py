@@ -45,27 +45,20 @@ from llmconv.not_a_model_folder import MANIFEST_BYTES
 from llmconv.version import __version__
 
 MANIFEST = "llmconv.json"
-VERIFIED = "verified"
-"""Key of the recorded verdict."""
+VERIFIED = "verified"  # key of the recorded verdict
 
 
 @dataclass
 class Manifest:
-    """The content of `llmconv.json`, as in the module's docstring.
-
-    Attributes:
-        found: the folder was complete before the run, which wrote nothing; not stored in the file.
-        verified: the recorded verdict as it is in the file, unchecked; None without one.
-        unfinished: only a part was written, and nothing is published; not stored in the file.
-    """
+    """The content of `llmconv.json`, as in the module's docstring."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     graphs: dict[str, dict[str, Any]] = field(default_factory=dict)
     manifest_version: int = 1
-    found: bool = False
-    unfinished: bool = False
-    verified: Any = None
+    found: bool = False  # the folder was complete before the run, which wrote nothing; not stored in the file
+    unfinished: bool = False  # only a part was written, and nothing is published; not stored in the file
+    verified: Any = None  # the recorded verdict as it is in the file, unchecked; None without one
 
     def encode(self) -> bytes:
         """The file's bytes: stable key order, so equal manifests are equal files."""
@@ -169,8 +162,7 @@ SHA256 = re.compile("[0-9a-f]{64}")
 WORD = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 TEXT_LIMIT = 1000
 ITEM_LIMIT = 10_000
-NUMBER_LIMIT = 2**53
-"""Larger integers are not exact in every JSON reader."""
+NUMBER_LIMIT = 2**53  # larger integers are not exact in every JSON reader
 
 
 @dataclass(frozen=True)
@@ -318,17 +310,11 @@ def _refuse_verdict(name: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class WeightFile:
-    """What identifies a safetensors file without its data.
+    """What identifies a safetensors file without its data."""
 
-    Attributes:
-        bytes: size of the file.
-        header_sha256: sha256 of the 8 bytes of the header's length and of the header.
-        sha256: of the whole file; empty if it was not computed.
-    """
-
-    bytes: int
-    header_sha256: str
-    sha256: str = ""
+    bytes: int  # size of the file
+    header_sha256: str  # sha256 of the 8 bytes of the header's length and of the header
+    sha256: str = ""  # of the whole file; empty if it was not computed
 
     def as_dict(self) -> dict[str, Any]:
         """The entry in the manifest."""
@@ -364,8 +350,7 @@ def weight_file(path: Path, sha256: str = "") -> WeightFile | None:
 
 
 WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
-TICK = 1000
-"""How much younger the new file is, in ns."""
+TICK = 1000  # how much younger the new file is, in ns
 
 
 def record_in_manifest(folder: Path, key: str, value: dict[str, Any]) -> str:

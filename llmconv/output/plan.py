@@ -14,31 +14,21 @@ from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.files.safetensors_file import NAME_LIMIT, file_of, safetensors_pieces
 from llmconv.tensors import Container, LazyTensor
 
-MODEL = "model"
-"""Beginning of the names of weight files in a Hugging Face folder."""
-
-DEFAULT_SIZE = "5GB"
-"""Default size of a shard, as in huggingface_hub."""
+MODEL = "model"  # beginning of the names of weight files in a Hugging Face folder
+DEFAULT_SIZE = "5GB"  # default size of a shard, as in huggingface_hub
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file to write.
-
-    Attributes:
-        tensors: in order.
-        container: the format of the file.
-        copy_of: an existing file with exactly these tensors, which is copied instead.
-        prefix: of the names of its tensors outside of the file, such as `2_Dense.` for a module after the model.
-    """
+    """One file to write."""
 
     name: str
-    tensors: Mapping[str, LazyTensor]
-    container: Container = safetensors_pieces
-    copy_of: Path | None = None
-    prefix: str = ""
+    tensors: Mapping[str, LazyTensor]  # in order
+    container: Container = safetensors_pieces  # the format of the file
+    copy_of: Path | None = None  # an existing file with exactly these tensors, which is copied instead
+    prefix: str = ""  # of the names of its tensors outside of the file, such as `2_Dense.` for a module after the model
 
     def __repr__(self) -> str:
         return f"<Shard {self.name}: {len(self.tensors)} tensors, {self.nbytes:,} bytes>"
@@ -193,8 +183,7 @@ def json_bytes(content: Any) -> bytes:
         return (json.dumps(content, indent=2) + "\n").encode()
 
 
-KEEP = "keep"
-"""Instead of a size: keep the files of the source."""
+KEEP = "keep"  # instead of a size: keep the files of the source
 
 Group = dict[str, LazyTensor]
 

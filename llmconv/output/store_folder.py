@@ -35,28 +35,19 @@ from llmconv.stores.object_store import ObjectStore, abort_uploads, open_uploads
 JOURNAL = ".llmconv"
 CLAIM = f"{JOURNAL}/claim.json"
 
-SMALL = 64 << 20
-"""Largest size, in bytes, of a manifest, configuration or journal entry that is read."""
-
-TRIES = 5
-"""How often a claim that vanishes between two requests, because its run has just ended, is asked for again."""
+SMALL = 64 << 20  # largest size, in bytes, of a manifest, configuration or journal entry that is read
+TRIES = 5  # how often a claim that vanishes between two requests, because its run has just ended, is asked for again
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Who writes an output, and what of it.
+    """Who writes an output, and what of it."""
 
-    Attributes:
-        key: fingerprint of sources and options.
-        files: names of all files that will be written except the manifest, by which `llmconv clean` finds them.
-        replaced: names of the files of the output that `--overwrite` replaces.
-        old: sha256 of the manifest that is replaced; empty if there is none.
-    """
-
-    key: str
+    key: str  # fingerprint of sources and options
+    # names of all files that will be written except the manifest, by which `llmconv clean` finds them
     files: tuple[str, ...] = ()
-    replaced: tuple[str, ...] = ()
-    old: str = ""
+    replaced: tuple[str, ...] = ()  # names of the files of the output that `--overwrite` replaces
+    old: str = ""  # sha256 of the manifest that is replaced; empty if there is none
 
     def replaces(self, manifest: bytes) -> bool:
         """Whether this manifest will be replaced, rather than being the one that the claim's run has published."""
@@ -119,8 +110,7 @@ def _taken(store: ObjectStore, way: str) -> OutputFailed:
 
 DONE = f"{JOURNAL}/done"
 
-COPY_BYTES = 8 << 20
-"""Bytes per block of an unchanged file."""
+COPY_BYTES = 8 << 20  # bytes per block of an unchanged file
 
 GATES = ("config.json", INDEX, MANIFEST)
 """Files by which readers know a model; the first that go when an output is replaced, in this order.
@@ -128,8 +118,7 @@ GATES = ("config.json", INDEX, MANIFEST)
 The manifest is the last of them: as long as it is there, a later run knows that the others may be, too.
 """
 
-LAST = (INDEX, "config.json")
-"""The last files that come before the manifest."""
+LAST = (INDEX, "config.json")  # the last files that come before the manifest
 
 
 @dataclass(frozen=True)
@@ -236,26 +225,17 @@ class StoreFolder:
 
 @dataclass
 class UnfinishedObjects:
-    """An output in a store that is being made; a context manager.
-
-    Attributes:
-        key: fingerprint of sources and options.
-        files: names of all files that will be written, by which `llmconv clean` finds them.
-        overwrite: an existing output is deleted first.
-        joins: a claim with the same key is no other run: this one goes on after it, or at the same time.
-        mine: names of the shards that this process writes while others have the same key; None: it is alone.
-        owns: no other run has joined the claim, as far as this one knows; always so if it has put the claim.
-        finished: manifest entries of finished files, by name.
-    """
+    """An output in a store that is being made; a context manager."""
 
     target: StoreFolder
-    key: str
-    files: Sequence[str] = ()
-    overwrite: bool = False
-    joins: bool = False
+    key: str  # fingerprint of sources and options
+    files: Sequence[str] = ()  # names of all files that will be written, by which `llmconv clean` finds them
+    overwrite: bool = False  # an existing output is deleted first
+    joins: bool = False  # a claim with the same key is no other run: this one goes on after it, or at the same time
+    # names of the shards that this process writes while others have the same key; None: it is alone
     mine: frozenset[str] | None = None
-    owns: bool = False
-    finished: dict[str, dict[str, Any]] = field(default_factory=dict)
+    owns: bool = False  # no other run has joined the claim, as far as this one knows; always so if it has put the claim
+    finished: dict[str, dict[str, Any]] = field(default_factory=dict)  # manifest entries of finished files, by name
     _small: dict[str, bytes] = field(default_factory=dict)
     _tags: dict[str, str] = field(default_factory=dict)
     _claim: Claim = field(init=False, repr=False)

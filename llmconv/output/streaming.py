@@ -24,14 +24,12 @@ from llmconv.files.safetensors_file import FileTensor, holds
 from llmconv.output.plan import Shard
 from llmconv.tensors import LazyTensor, Piece, as_bytes
 
-FLUSH_BYTES = 32 << 20
-"""Written bytes are flushed in steps of this size, so that the last fsync has little left to do."""
+FLUSH_BYTES = 32 << 20  # written bytes are flushed in steps of this size, so that the last fsync has little left to do
 
 WRITE_BYTES = 256 << 10
 """Bytes per system call: with 4 MB the kernel allocates huge pages in the cache, which takes three times as long."""
 
-FALLOC_FL_KEEP_SIZE = 1
-"""Reserves blocks without changing the length of the file (`linux/falloc.h`)."""
+FALLOC_FL_KEEP_SIZE = 1  # reserves blocks without changing the length of the file (`linux/falloc.h`)
 
 
 class ShardContent:

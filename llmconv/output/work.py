@@ -49,15 +49,10 @@ MOST_WORKERS = 256
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the shards; nothing is published.
+    """One part of the shards; nothing is published."""
 
-    Attributes:
-        number: from 0, below `count`.
-        count: number of parts.
-    """
-
-    number: int
-    count: int
+    number: int  # from 0, below `count`
+    count: int  # number of parts
 
     def __post_init__(self) -> None:
         _require_integers(number=self.number, count=self.count)
@@ -105,13 +100,9 @@ class Finish:
 
 @dataclass(frozen=True)
 class Workers:
-    """All shards, in processes of this machine, and publishes them.
+    """All shards, in processes of this machine, and publishes them."""
 
-    Attributes:
-        count: number of processes.
-    """
-
-    count: int
+    count: int  # number of processes
 
     def __post_init__(self) -> None:
         _require_integers(count=self.count)
@@ -210,11 +201,8 @@ COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from llmconv.output.work impo
 """Python of a worker, whose arguments are the module search path of this process: with `-m`, Python would also import
 from the current folder, which may be that of an untrusted model."""
 
-TRIES = 3
-"""How often a shard is given to a worker that dies of it."""
-
-JOIN = hung_calls.GRACE + 4
-"""Seconds that a worker gets to end by itself, and to end its upload."""
+TRIES = 3  # how often a shard is given to a worker that dies of it
+JOIN = hung_calls.GRACE + 4  # seconds that a worker gets to end by itself, and to end its upload
 
 
 def write_in_workers(call: Call, shards: Sequence[Shard], work: Workers, advance: Callable[[int], None]) -> None:
@@ -373,11 +361,9 @@ def _nothing_to_say() -> None:
     """The process that stops a worker reports it."""
 
 
-Task = dict[str, Any]
-"""`function` and `arguments` of a command, see `Call`, and the name of a `shard`."""
+Task = dict[str, Any]  # `function` and `arguments` of a command, see `Call`, and the name of a `shard`
 
-Answer = dict[str, Any]
-"""Of a shard: its `warnings`, if there are any; or an error's `as_fields`."""
+Answer = dict[str, Any]  # of a shard: its `warnings`, if there are any; or an error's `as_fields`
 
 
 def repeat(task: Task, next_name: Callable[[], str | None], answer: Callable[[Answer], None]) -> None:
@@ -453,8 +439,7 @@ class RepeatedCall:
             self._answers.put(error)
 
 
-_calls: dict[str, RepeatedCall] = {}
-"""The call of this process by its run; at most one."""
+_calls: dict[str, RepeatedCall] = {}  # the call of this process by its run; at most one
 
 
 def answer_to(task: Task) -> Answer:

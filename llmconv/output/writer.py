@@ -55,14 +55,9 @@ from llmconv.ray_connection import connected
 from llmconv.stores.address import StoreAddress
 from llmconv.version import __version__
 
-NETWORK = "llmconv_nic"
-"""Custom resource of a node: how many tasks it runs at once, for `ray start --resources`."""
-
-CPUS = 2
-"""Of a task on a node without that resource: one computes and writes, one hashes."""
-
-PATIENCE = 30
-"""Seconds for tasks to end that were stopped."""
+NETWORK = "llmconv_nic"  # custom resource of a node: how many tasks it runs at once, for `ray start --resources`
+CPUS = 2  # of a task on a node without that resource: one computes and writes, one hashes
+PATIENCE = 30  # seconds for tasks to end that were stopped
 
 
 def write_in_ray(call: Call, shards: Sequence[Shard], advance: Callable[[int], None]) -> None:
@@ -186,13 +181,11 @@ CONFIG = "config.json"
 UNCHECKED = "`{}` was saved without checksums, so damage to it cannot be detected"
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-HEAP_BYTES = 256 << 20
-"""Freed memory that glibc may keep (`mallopt(3)`); a block is far smaller."""
+HEAP_BYTES = 256 << 20  # freed memory that glibc may keep (`mallopt(3)`); a block is far smaller
 
 
 Identity = tuple[str | int, ...]
-Stats = Mapping[Path, Identity]
-"""The sources of an output, and what they were when it was planned."""
+Stats = Mapping[Path, Identity]  # the sources of an output, and what they were when it was planned
 
 Place = Path | StoreAddress | HubAddress
 """Where an output can be made: a local folder, one in an object store, or a repository on the Hugging Face Hub."""

@@ -18,19 +18,12 @@ from llmconv.transpose import transposed
 
 @dataclass(frozen=True)
 class Packing:
-    """The layout of codes in the words of a weight.
+    """The layout of codes in the words of a weight."""
 
-    Attributes:
-        outputs: number of outputs per row of words, after transposing.
-        unpack: words (rows×columns) to codes (rows·outputs×inputs), uint8.
-        pack: the reverse.
-        inputs_first: the file has inputs in rows, so the words are transposed.
-    """
-
-    outputs: int
-    unpack: Callable[[Array], Array]
-    pack: Callable[[Array], Array]
-    inputs_first: bool = True
+    outputs: int  # number of outputs per row of words, after transposing
+    unpack: Callable[[Array], Array]  # words (rows×columns) to codes (rows·outputs×inputs), uint8
+    pack: Callable[[Array], Array]  # the reverse
+    inputs_first: bool = True  # the file has inputs in rows, so the words are transposed
 
     def by_outputs(self, words: LazyTensor) -> LazyTensor:
         """The words in the file transposed to outputs in rows, or the reverse."""
@@ -45,18 +38,15 @@ class GroupedWeight(PackedWeight):
         words, scales: names of the tensors of codes and of scales.
         read_scales, read_zeros: read scales and zero points as stored, both out×groups; no zero points if all are the
             middle code.
-        groups: the group of every input.
-        packing: layout of the codes in the words.
-        levels: number of values of a code.
     """
 
     words: str
     scales: str
     read_scales: Callable[[], Array]
     read_zeros: Callable[[], Array] | None
-    groups: Array
-    packing: Packing
-    levels: int
+    groups: Array  # the group of every input
+    packing: Packing  # layout of the codes in the words
+    levels: int  # number of values of a code
     by_rows: LazyTensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,8 +122,7 @@ def _grid(read: Callable[[], Array]) -> Array:
     return read()
 
 
-WHOLE_ROW = -1
-"""The `group_size` of one group per row."""
+WHOLE_ROW = -1  # the `group_size` of one group per row
 
 
 def group_size(config: Mapping[str, Any], *names: str) -> int | None:

@@ -17,23 +17,16 @@ from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
 
 FLOAT32 = BY_NAME["float32"]
 INFINITE = "has scales so large that its values are infinite"
-TILE_ELEMENTS = 1 << 18
-"""Values computed at once: a megabyte in float32, which fits into the cache."""
+TILE_ELEMENTS = 1 << 18  # values computed at once: a megabyte in float32, which fits into the cache
 
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight(ABC):
-    """A weight that is stored as codes with scales, and possibly zero points or tables.
+    """A weight that is stored as codes with scales, and possibly zero points or tables."""
 
-    Attributes:
-        name: name of the plain weight.
-        parts: its tensors in the files, by name.
-        shape: of the plain weight.
-    """
-
-    name: str
-    parts: Mapping[str, LazyTensor]
-    shape: tuple[int, ...]
+    name: str  # name of the plain weight
+    parts: Mapping[str, LazyTensor]  # its tensors in the files, by name
+    shape: tuple[int, ...]  # of the plain weight
 
     @abstractmethod
     def values(self, start: int, stop: int) -> Array:
@@ -174,37 +167,26 @@ def refuse(name: str, problem: str) -> NoReturn:
     )
 
 
-MOST_BITS = 8
-"""Of a code of onnxruntime's products."""
+MOST_BITS = 8  # of a code of onnxruntime's products
 SIZES = (128, 64, 32, 16)
 """Blocks of onnxruntime's products; in larger ones activations would be rounded to int8 too coarsely."""
 
 
 @dataclass(frozen=True)
 class IntegerCodes:
-    """value = (code - zero point of its group) * scale of its group.
+    """value = (code - zero point of its group) * scale of its group."""
 
-    Attributes:
-        shape: [N, K], or [experts, N, K]; columns of K share a scale in groups.
-        bits: of a code.
-        groups: int64 [K], the group of each column.
-        codes: `codes(start, stop)` returns those of rows `start:stop` of the first axis, uint8 [rows, …, K].
-        scales: `scales(start, stop)` returns theirs, [rows, …, groups], finite.
-        zeros: `zeros()` returns all zero points, uint8 [N, groups]; None if all are the middle code.
-        scale_dtype: element type of the scales.
-        turned: the plain weight is [..., K, N].
-        in_file: the tensors with the codes and scales if their bytes are these codes, the first in the low bits, and
-            these scales.
-    """
-
-    shape: tuple[int, ...]
-    bits: int
-    groups: Array
+    shape: tuple[int, ...]  # [N, K], or [experts, N, K]; columns of K share a scale in groups
+    bits: int  # of a code
+    groups: Array  # int64 [K], the group of each column
+    # `codes(start, stop)` returns those of rows `start:stop` of the first axis, uint8 [rows, …, K]
     codes: Callable[[int, int], Array]
-    scales: Callable[[int, int], Array]
+    scales: Callable[[int, int], Array]  # `scales(start, stop)` returns theirs, [rows, …, groups], finite
+    # `zeros()` returns all zero points, uint8 [N, groups]; None if all are the middle code
     zeros: Callable[[], Array] | None
-    scale_dtype: DType
-    turned: bool = False
+    scale_dtype: DType  # element type of the scales
+    turned: bool = False  # the plain weight is [..., K, N]
+    # the tensors with the codes and scales if their bytes are these codes, the first in the low bits, and these scales
     in_file: tuple[FileTensor, FileTensor] | None = None
 
     @property

@@ -18,19 +18,12 @@ FIELD = "quantization_config"
 
 @dataclass(frozen=True)
 class QuantizedCheckpoint:
-    """A checkpoint with quantized weights.
+    """A checkpoint with quantized weights."""
 
-    Attributes:
-        stored: the checkpoint as stored in the files.
-        method: its quantization method.
-        weights: the quantized weights, by their plain names.
-        plain: the checkpoint with plain names and values; quantized weights are in float32, not yet rounded.
-    """
-
-    stored: Checkpoint
-    method: QuantizationMethod
-    weights: Mapping[str, PackedWeight]
-    plain: Checkpoint
+    stored: Checkpoint  # the checkpoint as stored in the files
+    method: QuantizationMethod  # its quantization method
+    weights: Mapping[str, PackedWeight]  # the quantized weights, by their plain names
+    plain: Checkpoint  # the checkpoint with plain names and values; quantized weights are in float32, not yet rounded
 
 
 def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:

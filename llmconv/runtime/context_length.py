@@ -36,8 +36,7 @@ ORIGINAL = "original_max_position_embeddings"
 LIKE_PHI3 = ("phi3", "phi4_multimodal", "phimoe")
 """Families that transformers' `generate` reads again from the start when a text outgrows the original context."""
 
-LONGEST = 1 << 40
-"""Maximum in tokens; larger numbers are not context lengths."""
+LONGEST = 1 << 40  # maximum in tokens; larger numbers are not context lengths
 
 
 WINDOW = re.compile(r"(?!max_)\w*(window(s|_size|_sizes|_len)?|attention_chunk_size|local_attention)")
@@ -71,15 +70,10 @@ def length_of(config: Mapping[str, Any]) -> int | None:
 
 @dataclass(frozen=True)
 class LengthSwitch:
-    """Where the rotary frequencies of all tokens of a call change with the length of the sequence.
+    """Where the rotary frequencies of all tokens of a call change with the length of the sequence."""
 
-    Attributes:
-        tokens: length of the longest sequence with the original frequencies.
-        reads_again: a text that outgrows it while it is generated is read again from the start.
-    """
-
-    tokens: int
-    reads_again: bool = False
+    tokens: int  # length of the longest sequence with the original frequencies
+    reads_again: bool = False  # a text that outgrows it while it is generated is read again from the start
 
 
 def length_switch(config: Mapping[str, Any]) -> LengthSwitch | None:

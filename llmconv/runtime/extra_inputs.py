@@ -16,8 +16,7 @@ from llmconv.tensors import BY_NAME, Array
 BATCH, SEQUENCE, PAST, TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
 """The only symbolic axes, with the names that clients (transformers.js, ORT-GenAI) expect."""
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-"""transformers' types of layers with attention."""
+FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' types of layers with attention
 
 SYMBOLS = (BATCH, SEQUENCE, PAST, TOTAL)
 DTYPES = ("int64", "int32", "bool", "float32")
@@ -64,11 +63,9 @@ class ModelCall:
         return {BATCH: rows, SEQUENCE: new, PAST: total - new, TOTAL: total}
 
 
-Hook = Callable[[ModelCall], Array]
-"""Computes the value of an input for a call; of the input's dtype and axes."""
+Hook = Callable[[ModelCall], Array]  # computes the value of an input for a call; of the input's dtype and axes
 
-OfConfig = int | str | Callable[[Any], int]
-"""A number, the name of a field of the config, or a function of the config."""
+OfConfig = int | str | Callable[[Any], int]  # a number, the name of a field of the config, or a function of the config
 
 
 @dataclass(frozen=True)

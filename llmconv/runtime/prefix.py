@@ -43,25 +43,17 @@ EMBEDDINGS = "prompt_embeddings"
 KINDS = {"PREFIX_TUNING": "prefix_tuning", "PROMPT_TUNING": "soft_prompt", "P_TUNING": "soft_prompt"}
 """PEFT's `peft_type` to the kind in the table above."""
 
-KeyValue = tuple[Array, Array]
-"""Key and value of one layer, float32 `[kv_heads, P, head_dim]`."""
+KeyValue = tuple[Array, Array]  # key and value of one layer, float32 `[kv_heads, P, head_dim]`
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """Virtual tokens before every prompt.
+    """Virtual tokens before every prompt."""
 
-    Attributes:
-        kind: as in the table of the module's docstring.
-        content: the trained tensor, float32, in its stored shape.
-        length: number of virtual tokens.
-        first_position: position of the first token of a prompt.
-    """
-
-    kind: str
-    content: Array
-    length: int
-    first_position: int
+    kind: str  # as in the table of the module's docstring
+    content: Array  # the trained tensor, float32, in its stored shape
+    length: int  # number of virtual tokens
+    first_position: int  # position of the first token of a prompt
 
     def keys_and_values(self, shapes: list[tuple[int, int]]) -> list[KeyValue]:
         """Keys and values by layer, for kinds other than `soft_prompt`, which needs the model to compute them.

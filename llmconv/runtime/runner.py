@@ -21,22 +21,15 @@ from llmconv.tensors import Array
 
 @dataclass(frozen=True)
 class PromptEmbeddings:
-    """Embeddings in place of those of some tokens of one prompt.
+    """Embeddings in place of those of some tokens of one prompt."""
 
-    Attributes:
-        at: positions of these tokens in the prompt, int64 [count], ascending.
-        rows: their embeddings, float32 [count, hidden].
-        before: number of them that precede the prompt and stand for no token; penalties do not count these.
-        inputs: values of extra inputs of the model that belong to them, for all tokens of the prompt, by name, without
-            the axis of the batch.
-        read_whole: the prompt is read in one run, because some tokens attend to later ones.
-    """
-
-    at: Array
-    rows: Array
-    before: int = 0
+    at: Array  # positions of these tokens in the prompt, int64 [count], ascending
+    rows: Array  # their embeddings, float32 [count, hidden]
+    before: int = 0  # number of them that precede the prompt and stand for no token; penalties do not count these
+    # values of extra inputs of the model that belong to them, for all tokens of the prompt, by name, without the axis
+    # of the batch
     inputs: Mapping[str, Array] = field(default_factory=dict)
-    read_whole: bool = False
+    read_whole: bool = False  # the prompt is read in one run, because some tokens attend to later ones
 
 
 @dataclass(frozen=True)
@@ -75,8 +68,7 @@ class PlacedEmbeddings:
         return result
 
 
-Extras = Mapping[str, Array]
-"""Values of extra inputs by name."""
+Extras = Mapping[str, Array]  # values of extra inputs by name
 
 TOKENS_ONLY = "export it again with `llmconv export --embeds`"
 
@@ -230,8 +222,7 @@ def default_positions(attention_mask: Array, new_tokens: int) -> Array:
     return positions[:, positions.shape[1] - new_tokens :]
 
 
-TOKEN_AXIS = 2
-"""The token axis of keys and values."""
+TOKEN_AXIS = 2  # the token axis of keys and values
 
 
 @dataclass(frozen=True)
@@ -248,17 +239,11 @@ class ArrayCache:
 
 @dataclass(frozen=True)
 class CacheEdit:
-    """A change of a cache by `rows_of`, `cut` or `moved_right`.
+    """A change of a cache by `rows_of`, `cut` or `moved_right`."""
 
-    Attributes:
-        kind: one of `EDITS`.
-        numbers: the rows, the length, or the shifts.
-        virtual: number of first tokens that are not shifted.
-    """
-
-    kind: str
-    numbers: tuple[int, ...]
-    virtual: int = 0
+    kind: str  # one of `EDITS`
+    numbers: tuple[int, ...]  # the rows, the length, or the shifts
+    virtual: int = 0  # number of first tokens that are not shifted
 
     def applied(self, cache: Cache) -> Cache:
         """The changed cache."""
@@ -334,5 +319,4 @@ def _moved(array: Array, edit: CacheEdit) -> Array:
     return moved
 
 
-EDITS = {"rows": _rows, "cut": _cut, "moved": _moved}
-"""What changes each array, by kind."""
+EDITS = {"rows": _rows, "cut": _cut, "moved": _moved}  # what changes each array, by kind

@@ -34,11 +34,9 @@ MAX_SPECIAL, MAX_TEXTS = 1024, 8
 """Maximum number of special tokens, and of places for a text, in one template; models have up to 5 and 2."""
 
 FILE = "tokenizer.json"
-MAX_PLACES = 8
-"""Maximum number of post-processors in one file, which has one."""
+MAX_PLACES = 8  # maximum number of post-processors in one file, which has one
 TEMPLATE = re.compile(r'"post_processor"\s*:\s*')
-HIDDEN = re.compile(r"\\u00[2-7][0-9a-fA-F]", re.IGNORECASE)
-"""A letter written as an escape, as no program writes one."""
+HIDDEN = re.compile(r"\\u00[2-7][0-9a-fA-F]", re.IGNORECASE)  # a letter written as an escape, as no program writes one
 
 
 def require_small_template(folder: Path) -> None:
@@ -116,14 +114,12 @@ def _piece(piece: Any, kind: str) -> str | None:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "spiece.model")
 
-HEAD = 64
-"""Number of first bytes that identify a Git LFS pointer."""
+HEAD = 64  # number of first bytes that identify a Git LFS pointer
 
 CHARACTERS, LEAST_CHARACTERS = 4, 1 << 14
 """Characters of the first beginning of a long text: a usual number per token of the maximum, and at least so many."""
 
-UNKNOWN = 1 << 20
-"""Maximum number of tokens for a model that declares no context."""
+UNKNOWN = 1 << 20  # maximum number of tokens for a model that declares no context
 
 SLACK = 256
 """Tokens that a beginning may have more than the same characters of the whole text: of the word in which it ends."""
@@ -317,8 +313,7 @@ def _backend(tokenizer: Any) -> Any:
 TOKENS, PIECE, LEAST = 4096, 512, 256
 """Tokens of the text that are used, per call, and at least. More than 4,096 tokens gain little."""
 
-LONG, TEXT_BYTES = 1 << 20, 64 << 20
-"""Tokens that are used where every token counts, and maximum size of a text file."""
+LONG, TEXT_BYTES = 1 << 20, 64 << 20  # tokens that are used where every token counts, and maximum size of a text file
 
 HINT = "`--calibrate` takes a plain text file, or the word `default` for the text that ships with llmconv"
 

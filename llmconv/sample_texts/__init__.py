@@ -11,8 +11,7 @@ from pathlib import Path
 
 from llmconv.errors import UsageProblem
 
-DEFAULT = "default"
-"""The word for the calibration text, in place of a file."""
+DEFAULT = "default"  # the word for the calibration text, in place of a file
 
 
 def calibration_text() -> str:

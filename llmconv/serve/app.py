@@ -66,18 +66,13 @@ HEADERS = {
 class AccessRules:
     """Which requests the server accepts.
 
-    Attributes:
-        hosts: host names of this server, in addition to `localhost` and IP addresses.
-        origins: other sites whose pages may send requests, such as `https://chat.example`.
-        api_key: key that every request must have; empty for none.
-
     Raises:
         UsageProblem: an invalid origin.
     """
 
-    hosts: Sequence[str] = ()
-    origins: Sequence[str] = ()
-    api_key: str = ""
+    hosts: Sequence[str] = ()  # host names of this server, in addition to `localhost` and IP addresses
+    origins: Sequence[str] = ()  # other sites whose pages may send requests, such as `https://chat.example`
+    api_key: str = ""  # key that every request must have; empty for none
 
     def __post_init__(self) -> None:
         for origin in self.origins:
@@ -160,16 +155,12 @@ log = logging.getLogger("llmconv.serve")
 
 Result = TypeVar("Result")
 
-MAX_BODY_BYTES = 4 << 20
-"""Maximum size of a request: about a million tokens of text."""
+MAX_BODY_BYTES = 4 << 20  # maximum size of a request: about a million tokens of text
 DISCARDED_BYTES = 64 << 20
 """Of a body that is too large, this many are read and discarded: most clients read no answer until all is sent."""
-SMALL_BODY = 1 << 16
-"""Larger requests are parsed in a thread, so that others do not wait."""
-BODY_SECONDS = 30
-"""Maximum time to receive a request."""
-KEEP_ALIVE_SECONDS = 15
-"""A stream without new text for this long gets a comment, to keep the connection alive."""
+SMALL_BODY = 1 << 16  # larger requests are parsed in a thread, so that others do not wait
+BODY_SECONDS = 30  # maximum time to receive a request
+KEEP_ALIVE_SECONDS = 15  # a stream without new text for this long gets a comment, to keep the connection alive
 
 
 @dataclass
@@ -371,8 +362,7 @@ def make_app(served: ServedModel, scheduler: Scheduler, access: AccessRules | No
 
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": waiting\n\n"
-"""A comment, so that no proxy closes a connection without traffic."""
+KEEP_ALIVE = b": waiting\n\n"  # a comment, so that no proxy closes a connection without traffic
 
 
 def event(content: dict[str, Any]) -> bytes:

@@ -81,8 +81,7 @@ MAX_IMAGES = 8
 MAX_PROMPTS = 16
 MAX_STOPS = 4
 MAX_TOKENS = 1_000_000
-COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens` for completions; chat answers have none."""
+COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions; chat answers have none
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Role of a message to the role in chat templates."""
@@ -112,46 +111,34 @@ class SamplingOptions:
     """Sampling fields of a request; None for the model's default.
 
     Attributes:
-        max_tokens: maximum number of new tokens per choice.
-        choices: answers per prompt, 1 to 4.
-        stop: texts that end an answer.
         top_k, min_p, repetition_penalty: not OpenAI's fields, but common in other servers of open models.
     """
 
-    max_tokens: int | None
+    max_tokens: int | None  # maximum number of new tokens per choice
     temperature: float | None
     top_p: float | None
     top_k: int | None
     min_p: float | None
     repetition_penalty: float | None
     seed: int | None
-    stop: tuple[str, ...]
-    choices: int
+    stop: tuple[str, ...]  # texts that end an answer
+    choices: int  # answers per prompt, 1 to 4
 
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A request to either endpoint.
+    """A request to either endpoint."""
 
-    Attributes:
-        model: model name; None if the request has none.
-        messages: role and content of a chat; empty for a completion. Content is a text, or a list of parts:
-            `{"type": "image"}` stands for the next of `images`.
-        prompts: texts or token ids of a completion; empty for a chat.
-        stream: send the answer in pieces.
-        include_usage: end the stream with token counts.
-        echo: begin a completion with its prompt.
-        images: image files of the chat, in order.
-    """
-
-    model: str | None
+    model: str | None  # model name; None if the request has none
+    # role and content of a chat; empty for a completion. Content is a text, or a list of parts: `{"type": "image"}`
+    # stands for the next of `images`
     messages: tuple[Mapping[str, Any], ...]
-    prompts: tuple[str | tuple[int, ...], ...]
+    prompts: tuple[str | tuple[int, ...], ...]  # texts or token ids of a completion; empty for a chat
     sampling: SamplingOptions
-    stream: bool
-    include_usage: bool
-    echo: bool = False
-    images: tuple[bytes, ...] = ()
+    stream: bool  # send the answer in pieces
+    include_usage: bool  # end the stream with token counts
+    echo: bool = False  # begin a completion with its prompt
+    images: tuple[bytes, ...] = ()  # image files of the chat, in order
 
     @property
     def is_chat(self) -> bool:
@@ -397,8 +384,7 @@ class Fields:
 
 DATA = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
 
-DETAILS = ("auto", "low", "high")
-"""Values of `detail`, which has no effect: the model's processor decides."""
+DETAILS = ("auto", "low", "high")  # values of `detail`, which has no effect: the model's processor decides
 
 
 def image_of(part: dict[str, Any], where: str) -> bytes:

@@ -19,10 +19,8 @@ Result = TypeVar("Result")
 
 log = logging.getLogger("llmconv.serve")
 
-MAX_RETRY_AFTER = 60
-"""Maximum of `Retry-After`, in seconds."""
-LAST_STEP_SECONDS = 10
-"""Time for the last step when the server stops."""
+MAX_RETRY_AFTER = 60  # maximum of `Retry-After`, in seconds
+LAST_STEP_SECONDS = 10  # time for the last step when the server stops
 
 
 class ShuttingDown(ApiError):

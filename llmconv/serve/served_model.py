@@ -18,11 +18,8 @@ from llmconv.runtime.runner import PromptEmbeddings
 from llmconv.runtime.tokenizer import TooManyTokens, token_ids
 from llmconv.serve.openai_schema import ApiError, CompletionRequest, SamplingOptions
 
-FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
-"""llmconv's reasons why a text ends to OpenAI's."""
-
-PROMPT_STEP = 256
-"""Prompt tokens per step; after each step the next answer has its turn."""
+FINISH = {"eos": "stop", "stop": "stop", "length": "length"}  # llmconv's reasons why a text ends to OpenAI's
+PROMPT_STEP = 256  # prompt tokens per step; after each step the next answer has its turn
 
 
 @dataclass(frozen=True)
@@ -40,21 +37,13 @@ class CompletionChoice:
 
 @dataclass(frozen=True)
 class ChoiceDelta:
-    """What one step adds to an answer.
+    """What one step adds to an answer."""
 
-    Attributes:
-        choice: index of the answer.
-        text: new text; may be empty.
-        tokens: number of new tokens, 0 or 1.
-        finish: empty, `stop` or `length`.
-        cached: tokens of the prompt that were in a cache.
-    """
-
-    choice: int
-    text: str
-    tokens: int
-    finish: str
-    cached: int = 0
+    choice: int  # index of the answer
+    text: str  # new text; may be empty
+    tokens: int  # number of new tokens, 0 or 1
+    finish: str  # empty, `stop` or `length`
+    cached: int = 0  # tokens of the prompt that were in a cache
 
 
 class ServedModel:
@@ -144,7 +133,7 @@ class ServedModel:
             CompletionChoice(
                 tuple(prompt.ids),
                 self._settings(request, len(prompt.ids), number),
-                self._echo(request, prompt.ids),
+                self.model.decode(prompt.ids) if request.echo else "",
                 prompt.embeddings,
             )
             for prompt in prompts
@@ -192,9 +181,6 @@ class ServedModel:
         if any(not 0 <= token < most for token in prompt):
             raise ApiError(f"`prompt` has a token id outside the model's vocabulary of {most}", parameter="prompt")
         return EncodedPrompt(list(prompt))
-
-    def _echo(self, request: CompletionRequest, ids: Sequence[int]) -> str:
-        return self.model.decode(ids) if request.echo else ""
 
     def _settings(self, request: CompletionRequest, prompt_tokens: int, number: int) -> GenerationSettings:
         wanted = request.sampling

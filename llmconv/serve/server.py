@@ -39,8 +39,7 @@ from llmconv.serve.openai_schema import ApiError
 from llmconv.serve.scheduler import Scheduler
 from llmconv.serve.served_model import ServedModel
 
-SLACK = 5
-"""Seconds after the grace period in which connections may still close by themselves."""
+SLACK = 5  # seconds after the grace period in which connections may still close by themselves
 
 
 @dataclass(frozen=True)
@@ -180,11 +179,9 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-MAX_CONNECTIONS = 900
-"""Below the default limit of 1024 open files per process."""
+MAX_CONNECTIONS = 900  # below the default limit of 1024 open files per process
 MAX_PER_ADDRESS = 600
-MAX_IDLE = 256
-"""Connections without a request; beyond that the one that has been idle longest is closed."""
+MAX_IDLE = 256  # connections without a request; beyond that the one that has been idle longest is closed
 HEADER_SECONDS = 10.0
 """Maximum time from the connection, or from the first byte of a further request, to the end of the headers."""
 

@@ -46,8 +46,7 @@ Stamps = dict[str, str]
 """By path, relative to the folder of the run file, or by address. An empty stamp never equals another run's."""
 
 UNKNOWN = ""
-MANIFEST_STAMP = "manifest"
-"""Of every `llmconv.json`: each command adds to it, and what it lists has stamps of its own."""
+MANIFEST_STAMP = "manifest"  # of every `llmconv.json`: each command adds to it, and what it lists has stamps of its own
 
 SIDE_FILES = {".json", ".yaml", ".yml", ".model", ".txt", ".tiktoken", ".jinja", ".ckpt", ".symlink"}
 """Suffixes of the files that formats and adapters look for next to the named one."""
@@ -60,8 +59,7 @@ STEPS = re.compile(r"^steps\s*:", re.MULTILINE)
 TAGS = ("ETag", "etag", "e_tag", "md5Hash", "LastModified", "mtime", "last_modified", "created")
 """What file systems of fsspec call the property that changes with the content."""
 
-SECONDS = 30.0
-"""Timeout of the Hub."""
+SECONDS = 30.0  # timeout of the Hub
 
 
 def stamps(names: Iterable[str], home: Path, *, are_read: bool = False) -> Stamps:
@@ -214,36 +212,24 @@ def _locked(path: Path, name: str) -> int:
         os.close(descriptor)
 
 
-VERDICTS = {0: "pass", 1: "fail", 5: "inconclusive"}
-"""Of `verify`, by its exit code."""
-
-REPORT_FILES = ("run.json", "run.md")
-"""Files of the report of a run, which may lie in the folder of a step's report."""
+VERDICTS = {0: "pass", 1: "fail", 5: "inconclusive"}  # of `verify`, by its exit code
+REPORT_FILES = ("run.json", "run.md")  # files of the report of a run, which may lie in the folder of a step's report
 
 DONE, UNCHANGED, FAILED, LEFT, PLANNED = "done", "unchanged", "failed", "not run", "to do"
 
-GRACE = 30
-"""Seconds that an interrupted step has to end."""
+GRACE = 30  # seconds that an interrupted step has to end
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step.
-
-    Attributes:
-        status: `done`, `unchanged`, `failed`, `not run`, or in a plan `to do`.
-        reason: why it was done; empty if it was not.
-        seconds: that it took.
-        exit_code: of its process; 0 if it had none.
-        verdict: of `verify`; empty for other commands.
-    """
+    """What became of a step."""
 
     step: Step
-    status: str
-    reason: str = ""
-    seconds: float = 0.0
-    exit_code: int = 0
-    verdict: str = ""
+    status: str  # `done`, `unchanged`, `failed`, `not run`, or in a plan `to do`
+    reason: str = ""  # why it was done; empty if it was not
+    seconds: float = 0.0  # that it took
+    exit_code: int = 0  # of its process; 0 if it had none
+    verdict: str = ""  # of `verify`; empty for other commands
 
 
 class Execution:
@@ -399,27 +385,18 @@ def always(step: Step) -> str:
 
 VERSION = 2
 SUFFIX = ".llmconv-run"
-LIMIT = 256 << 20
-"""Maximum bytes of a record; a million files take some 100 MB."""
+LIMIT = 256 << 20  # maximum bytes of a record; a million files take some 100 MB
 
 
 @dataclass(frozen=True)
 class Done:
-    """A step that was done.
+    """A step that was done."""
 
-    Attributes:
-        llmconv: version that did it.
-        command: sha256 of its command line, which may contain credentials.
-        read: stamps of its inputs, without what it wrote itself.
-        written: stamps of what it wrote or changed.
-        earlier: stamps of what it wrote before that, to outputs that it no longer has.
-    """
-
-    llmconv: str
-    command: str
-    read: Stamps
-    written: Stamps
-    earlier: Stamps
+    llmconv: str  # version that did it
+    command: str  # sha256 of its command line, which may contain credentials
+    read: Stamps  # stamps of its inputs, without what it wrote itself
+    written: Stamps  # stamps of what it wrote or changed
+    earlier: Stamps  # stamps of what it wrote before that, to outputs that it no longer has
 
 
 @dataclass

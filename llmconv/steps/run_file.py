@@ -55,8 +55,7 @@ def overlap(one: str, other: str, home: Path) -> bool:
 KEYS = {"variables", "steps"}
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 INDENTED_BY_TAB = re.compile(r" *\t")
-VARIABLE = re.compile(r"\$(\$|\{([^}]*)\})")
-"""`${name}`; `$$` is a dollar sign."""
+VARIABLE = re.compile(r"\$(\$|\{([^}]*)\})")  # `${name}`; `$$` is a dollar sign
 
 
 class TextLoader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
@@ -237,8 +236,7 @@ def _require_own_outputs(path: Path, steps: Iterable[Step]) -> None:
             writers[place] = step.name
 
 
-Named = tuple[str, str, dict[str, Any]]
-"""Name, command and options of a step."""
+Named = tuple[str, str, dict[str, Any]]  # name, command and options of a step
 
 
 def _command_of(path: Path, item: Any, number: int) -> Named:
@@ -350,11 +348,8 @@ def _refuse(path: Path, problem: str, hint: str) -> NoReturn:
     raise MalformedInput(f"`{path.name}` {problem}", hint=hint)
 
 
-NEAR = 0.8
-"""Likeness of two names from which on one is a slip of the other, as of `difflib`."""
-
-DEFAULT = "default"
-"""Value of `calibrate` that selects the built-in text, not a file."""
+NEAR = 0.8  # likeness of two names from which on one is a slip of the other, as of `difflib`
+DEFAULT = "default"  # value of `calibrate` that selects the built-in text, not a file
 
 
 def read_checked(path: Path, changes: Mapping[str, str], group: click.Group) -> RunFile:
@@ -414,8 +409,7 @@ def _is_written(name: str, written: list[str], home: Path) -> bool:
 
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
-VARIABLE_VALUE = {"type": "string", "pattern": r"\$\{"}
-"""A text with a variable may stand for any value."""
+VARIABLE_VALUE = {"type": "string", "pattern": r"\$\{"}  # a text with a variable may stand for any value
 
 
 def run_file_schema(group: click.Group) -> dict[str, Any]:

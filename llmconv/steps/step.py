@@ -29,15 +29,11 @@ NOT_IN_A_FILE = {"help", "json", "dry-run", "part", "finish"}
 READ_METAVARS = ("PATH", "FILE", "FOLDER", "FILE|default")
 """Metavars of options that name something to read; those that are written have a type with `is_written`."""
 
-RUNTIMES = ("onnx", "packed", "torch", "optimum", "genai")
-"""What `bench` takes before a folder, or alone."""
-
-NO_FILES = ("repository", "texts")
-"""Arguments that name nothing to read."""
+RUNTIMES = ("onnx", "packed", "torch", "optimum", "genai")  # what `bench` takes before a folder, or alone
+NO_FILES = ("repository", "texts")  # arguments that name nothing to read
 
 GIVEN = (str, int, float)
-ON, OFF = "true", "false"
-"""The word of a flag, and of its `--no-` form."""
+ON, OFF = "true", "false"  # the word of a flag, and of its `--no-` form
 
 
 @dataclass(frozen=True)

@@ -21,28 +21,19 @@ SCHEMES = {
 }
 """Scheme that a user may write to the one that is used."""
 
-WITH_HOST = ("abfss", "oci")
-"""Schemes in which the bucket is followed by `@` and its account or namespace."""
-
-SAME_STORES = {"abfss": "az", "oci": "s3"}
-"""Schemes of stores that can be reached by another scheme, too; to that one."""
+WITH_HOST = ("abfss", "oci")  # schemes in which the bucket is followed by `@` and its account or namespace
+SAME_STORES = {"abfss": "az", "oci": "s3"}  # schemes of stores that can be reached by another scheme, too; to that one
 
 PARTS = re.compile(r"\s*(?P<scheme>[A-Za-z0-9]+)://(?P<bucket>[^/?#]*)/?(?P<key>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """A folder, or an object, in an object store.
+    """A folder, or an object, in an object store."""
 
-    Attributes:
-        scheme: one of the values of `SCHEMES`.
-        bucket: the bucket or container, for some schemes with `@` and its account.
-        key: path in the bucket, without slashes at its ends; empty for the bucket itself.
-    """
-
-    scheme: str
-    bucket: str
-    key: str = ""
+    scheme: str  # one of the values of `SCHEMES`
+    bucket: str  # the bucket or container, for some schemes with `@` and its account
+    key: str = ""  # path in the bucket, without slashes at its ends; empty for the bucket itself
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}" + (f"/{self.key}" if self.key else "")

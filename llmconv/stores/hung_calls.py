@@ -10,14 +10,9 @@ from contextlib import contextmanager
 from functools import cache
 from threading import Thread
 
-GRACE = 4.0
-"""Seconds that a call of a store gets to return after a signal: an upload that can be ended is ended sooner."""
-
-WATCHED = 60.0
-"""Seconds after a signal; a process that still runs then goes on."""
-
-EXITS = {signal.SIGINT: 130, signal.SIGTERM: 143}
-"""Exit code by signal, as in shells."""
+GRACE = 4.0  # seconds that a call of a store gets to return after a signal: an upload that can be ended is ended sooner
+WATCHED = 60.0  # seconds after a signal; a process that still runs then goes on
+EXITS = {signal.SIGINT: 130, signal.SIGTERM: 143}  # exit code by signal, as in shells
 
 _cleaning: list[Callable[[], None]] = []
 
@@ -52,8 +47,7 @@ def _end_if_hanging(code: int, report: Callable[[], None]) -> None:
         time.sleep(0.1)
 
 
-_began: dict[object, float] = {}
-"""When each began, by `time.monotonic`; the calls of all threads."""
+_began: dict[object, float] = {}  # when each began, by `time.monotonic`; the calls of all threads
 
 
 @contextmanager

@@ -29,29 +29,20 @@ MEBIBYTE = 1 << 20
 LEAST_PART = 8 * MEBIBYTE
 """Bytes of a part of a multipart upload, unless more are needed for `MOST_PARTS`; S3 wants at least 5 MiB."""
 
-MOST_PARTS = 9_000
-"""S3 takes 10,000."""
-
-PARTS_AT_ONCE = 4
-"""Parts in flight; memory is as many parts and the one that is filled."""
+MOST_PARTS = 9_000  # S3 takes 10,000
+PARTS_AT_ONCE = 4  # parts in flight; memory is as many parts and the one that is filled
 
 BLOCK = 256 << 10
 """Bytes of a range that are taken at once: memory is about as much per request, and not the whole range."""
 
-MOST_OBJECTS = 1_000_000
-"""Of a folder: a listing is kept in memory, and that of a hostile or broken store need not end."""
-
-LISTINGS = 10
-"""How often a listing is asked for, as often as obstore repeats other requests."""
-
-SMALL_AT_ONCE = 16
-"""Requests in flight for small objects."""
+MOST_OBJECTS = 1_000_000  # of a folder: a listing is kept in memory, and that of a hostile or broken store need not end
+LISTINGS = 10  # how often a listing is asked for, as often as obstore repeats other requests
+SMALL_AT_ONCE = 16  # requests in flight for small objects
 
 NO_BUCKET = re.compile(r"<Code>NoSuchBucket</Code>|\bContainerNotFound\b")
 """What stores answer if there is no such bucket: S3's and Google's code, and Azure's."""
 
-DENIED = ("PermissionDeniedError", "UnauthenticatedError")
-"""Names of obstore's classes for missing rights."""
+DENIED = ("PermissionDeniedError", "UnauthenticatedError")  # names of obstore's classes for missing rights
 
 FULL = re.compile(
     r"status code: 507\b|<Code>\w*(InsufficientStorage|StorageFull|QuotaExceeded|EntityTooLarge|TooLargeObject)</Code>"
@@ -61,19 +52,12 @@ FULL = re.compile(
 
 @dataclass(frozen=True)
 class Head:
-    """What a store reports about an object.
+    """What a store reports about an object."""
 
-    Attributes:
-        key: path below the address.
-        size: bytes.
-        e_tag: changes with the content, without quotes; empty if the store has none.
-        modified: when it was written, in ns since 1970.
-    """
-
-    key: str
-    size: int
-    e_tag: str
-    modified: int = 0
+    key: str  # path below the address
+    size: int  # bytes
+    e_tag: str  # changes with the content, without quotes; empty if the store has none
+    modified: int = 0  # when it was written, in ns since 1970
 
 
 class ObjectStore:
@@ -356,8 +340,7 @@ def _require_no_fork(address: StoreAddress) -> None:
         )
 
 
-_users: set[int] = set()
-"""This process, if it has connected to a store, and the one that it was forked from."""
+_users: set[int] = set()  # this process, if it has connected to a store, and the one that it was forked from
 
 
 def require_obstore(address: StoreAddress) -> None:

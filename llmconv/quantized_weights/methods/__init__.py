@@ -13,17 +13,13 @@ from llmconv.quantized_weights.packed_weight import PackedWeight
 
 @dataclass(frozen=True)
 class QuantizationMethod:
-    """One quantization format; each file of this folder has one as its constant `METHOD`.
+    """One quantization format; each file of this folder has one as its constant `METHOD`."""
 
-    Attributes:
-        name: the `quant_method` of a `quantization_config`, equal to the file's name except for `-`.
-        open: `open(checkpoint)` returns the quantized weights by their plain names; it checks their parts from headers
-            and small tensors, and refuses unknown layouts.
-        dropped: suffixes of names of tensors that plain weights do not need, such as scales of activations.
-    """
-
-    name: str
+    name: str  # the `quant_method` of a `quantization_config`, equal to the file's name except for `-`
+    # `open(checkpoint)` returns the quantized weights by their plain names; it checks their parts from headers and
+    # small tensors, and refuses unknown layouts
     open: Callable[[Checkpoint], Mapping[str, PackedWeight]]
+    # suffixes of names of tensors that plain weights do not need, such as scales of activations
     dropped: tuple[str, ...] = ()
 
 

@@ -70,32 +70,21 @@ METHOD = QuantizationMethod("bitsandbytes", open_bitsandbytes)
 STATE = ".quant_state.bitsandbytes__"
 KINDS = ("nf4", "fp4")
 STATE_BYTES = 64 << 10
-BLOCK_SIZES = tuple(1 << power for power in range(4, 13))
-"""16 to 4096; bitsandbytes allows 32 and up."""
+BLOCK_SIZES = tuple(1 << power for power in range(4, 13))  # 16 to 4096; bitsandbytes allows 32 and up
 
 SCALES = ("float32", "float16", "bfloat16")
-TINY = np.float32(1e-38)
-"""The divisor of bitsandbytes for a block of zeros."""
-
-LARGE = 1e38
-"""Limit of an offset, within the range of float32."""
+TINY = np.float32(1e-38)  # the divisor of bitsandbytes for a block of zeros
+LARGE = 1e38  # limit of an offset, within the range of float32
 
 
 @dataclass(frozen=True)
 class NestedScales:
-    """Scales that are stored as 8-bit codes (double quantization).
+    """Scales that are stored as 8-bit codes (double quantization)."""
 
-    Attributes:
-        peaks: name of the scales of the scales.
-        map: name of the 256 values of their codes.
-        offset: added to all scales.
-        block: number of scales that share one scale.
-    """
-
-    peaks: str
-    map: str
-    offset: float
-    block: int
+    peaks: str  # name of the scales of the scales
+    map: str  # name of the 256 values of their codes
+    offset: float  # added to all scales
+    block: int  # number of scales that share one scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,8 +274,7 @@ def _size(state: Mapping[str, Any], field_name: str, name: str, known: tuple[int
     return size
 
 
-STEP = np.float32(7.874015718698502e-3)
-"""1/127, as bitsandbytes writes it."""
+STEP = np.float32(7.874015718698502e-3)  # 1/127, as bitsandbytes writes it
 
 
 @dataclass(frozen=True, eq=False)

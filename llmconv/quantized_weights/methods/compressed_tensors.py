@@ -185,39 +185,24 @@ METHOD = QuantizationMethod("compressed-tensors", open_compressed, ACTIVATIONS)
 
 
 STRATEGIES = ("tensor", "channel", "group", "block")
-LINEAR = "Linear"
-"""The class of nearly all quantized modules."""
+LINEAR = "Linear"  # the class of nearly all quantized modules
 
 PATTERN = "re:"
-PATTERN_LIMIT = 1000
-"""Characters of a pattern."""
-
-MATCH_SECONDS = 2.0
-"""For all patterns and modules of a checkpoint."""
-
-ORDERED_BY_GROUP = ("group", "dynamic", True)
-"""Values of `actorder` that assign columns to groups by a stored index."""
+PATTERN_LIMIT = 1000  # characters of a pattern
+MATCH_SECONDS = 2.0  # for all patterns and modules of a checkpoint
+ORDERED_BY_GROUP = ("group", "dynamic", True)  # values of `actorder` that assign columns to groups by a stored index
 
 
 @dataclass(frozen=True)
 class WeightScheme:
-    """How some weights are stored.
+    """How some weights are stored."""
 
-    Attributes:
-        bits: of a code.
-        kind: `int` or `float`.
-        symmetric: there are no zero points.
-        group: columns that share a scale, `WHOLE_ROW` where all of a row do; None for strategies without rows.
-        block: rows and columns that share a scale; None for other strategies.
-        indexed: the group of each column is stored.
-    """
-
-    bits: int
-    kind: str
-    symmetric: bool
-    group: int | None
-    block: tuple[int, int] | None
-    indexed: bool
+    bits: int  # of a code
+    kind: str  # `int` or `float`
+    symmetric: bool  # there are no zero points
+    group: int | None  # columns that share a scale, `WHOLE_ROW` where all of a row do; None for strategies without rows
+    block: tuple[int, int] | None  # rows and columns that share a scale; None for other strategies
+    indexed: bool  # the group of each column is stored
 
 
 class WeightSchemes:

@@ -33,11 +33,8 @@ SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 BOUNDS = (SIZES[:-1] + SIZES[1:]) / 2
 TABLE = np.concatenate([SIZES, -SIZES])
-DOUBLED = (2 * TABLE + 128).astype(np.uint8)
-"""Twice the values of the codes, as integers above 128."""
-
-LARGEST = 12
-"""Twice the largest value of a code."""
+DOUBLED = (2 * TABLE + 128).astype(np.uint8)  # twice the values of the codes, as integers above 128
+LARGEST = 12  # twice the largest value of a code
 
 BLOCK, BIAS = 32, 127
 

@@ -14,10 +14,8 @@ import torch
 
 from llmconv.runtime.library_patches import TorchDispatchMode
 
-TANH_LINEAR = 0.05
-"""Up to this input, tanh differs from a straight line by less than a thousandth."""
-HUGE = 1e30
-"""Larger limits are those of the dtype, which no value should reach."""
+TANH_LINEAR = 0.05  # up to this input, tanh differs from a straight line by less than a thousandth
+HUGE = 1e30  # larger limits are those of the dtype, which no value should reach
 
 aten = torch.ops.aten
 LIMITS = {
@@ -35,19 +33,12 @@ LIMITS = {
 
 
 class ModelLimit(NamedTuple):
-    """One limit of a model.
+    """One limit of a model."""
 
-    Attributes:
-        scope: name of the layer that runs; empty outside of layers.
-        number: index of the operator in its scope, from 1.
-        kind: `min`, `max` or `tanh`.
-        limit: the bound, not 0.
-    """
-
-    scope: str
-    number: int
-    kind: str
-    limit: float
+    scope: str  # name of the layer that runs; empty outside of layers
+    number: int  # index of the operator in its scope, from 1
+    kind: str  # `min`, `max` or `tanh`
+    limit: float  # the bound, not 0
 
     @property
     def is_floor(self) -> bool:

@@ -69,15 +69,13 @@ from llmconv.runtime.library_patches import (
 from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step
 from llmconv.tensors import Array, LazyTensor
 
-SMALL_MODEL = 10_000_000
-"""Maximum number of parameters at which one thread is faster than several."""
+SMALL_MODEL = 10_000_000  # maximum number of parameters at which one thread is faster than several
 
 
 class EagerRunner(Runner):
     """AutoModelForCausalLM with eager attention.
 
     Attributes:
-        attention: transformers' `attn_implementation`; None for its default.
         limit_margins: how close values came to the model's limits; observed in float64 only.
 
     Args:
@@ -98,7 +96,7 @@ class EagerRunner(Runner):
         UsageProblem: torch does not have the device.
     """
 
-    attention: str | None = "eager"
+    attention: str | None = "eager"  # transformers' `attn_implementation`; None for its default
 
     def __init__(  # noqa: PLR0913 - one parameter per property of the model
         self,

@@ -257,11 +257,8 @@ def unpadded(grid: Sequence[int], size: Sequence[int]) -> tuple[slice, slice]:
 PLACES = "image_position_ids"
 """Column and row of each patch, int64 [images, patches, 2]; -1 for padding, which the graph does not take."""
 
-GEMMA4_KINDS = "mm_token_type_ids"
-"""Which tokens stand for features, 1 or 0, int64."""
-
-GRIDS = ((2, 1), (1, 2), (2, 2), (3, 1))
-"""Columns and rows of the features of random images."""
+GEMMA4_KINDS = "mm_token_type_ids"  # which tokens stand for features, 1 or 0, int64
+GRIDS = ((2, 1), (1, 2), (2, 2), (3, 1))  # columns and rows of the features of random images
 
 
 class Gemma4Images(ImageFamily):
@@ -332,8 +329,7 @@ class Gemma4Images(ImageFamily):
         return {PIXEL_VALUES: given[PIXEL_VALUES], PLACES: given[PLACES], **kinds}
 
 
-KINDS = "token_type_ids"
-"""Which tokens stand for features, 1 or 0, int64."""
+KINDS = "token_type_ids"  # which tokens stand for features, 1 or 0, int64
 
 
 class Gemma3Images(ImageFamily):

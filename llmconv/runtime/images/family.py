@@ -24,8 +24,7 @@ Given = Mapping[str, Array]
 """Arrays by name: what the model's processor makes of the images of one prompt, or the inputs or outputs of the vision
 graph in one run."""
 
-CONTRASTS = (1.0, 0.1, 4.0)
-"""Sizes of random pixel values: usual ones have a standard deviation of 1."""
+CONTRASTS = (1.0, 0.1, 4.0)  # sizes of random pixel values: usual ones have a standard deviation of 1
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ class ImageFamily:
     start_token: int | None = None
     """The token that starts an image, where the processor expands that one instead of the placeholder."""
 
-    tensors = "np"
-    """What the processor returns: arrays, or tensors of torch (`pt`) where it makes bfloat16."""
+    tensors = "np"  # what the processor returns: arrays, or tensors of torch (`pt`) where it makes bfloat16
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -134,8 +132,7 @@ class ImageFamily:
         return dict(given)
 
 
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-"""Files that name the class of a processor."""
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")  # files that name the class of a processor
 
 
 def load_processor(folder: Path, config: Any) -> Any:

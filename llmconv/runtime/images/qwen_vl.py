@@ -17,8 +17,7 @@ GRIDS, PATCH_POSITIONS, WINDOW_IDS = "image_grid_thw", "patch_positions", "windo
 CELLS, CELL_WEIGHTS = "position_cells", "position_weights"
 """Places in the table of position embeddings around each patch, and their weights."""
 
-Patches = tuple[int, int]
-"""Rows and columns of patches of an image."""
+Patches = tuple[int, int]  # rows and columns of patches of an image
 
 KINDS: tuple[tuple[tuple[Patches, ...], float], ...] = (
     (((2, 3),), 1.0),
@@ -155,8 +154,7 @@ def _taps(size: int, side: int) -> tuple[Array, Array]:
 
 AXES = 3
 
-Grid = tuple[int, int]
-"""Rows and columns of the features of an image."""
+Grid = tuple[int, int]  # rows and columns of the features of an image
 
 
 def _same_on_all_axes(call: ModelCall) -> Array:

@@ -54,22 +54,14 @@ ValueTypes = dict[str, tuple[str, Sequence[int | str | None]]]
 
 @dataclass(frozen=True)
 class GraphPiece:
-    """Consecutive nodes of a graph.
-
-    Attributes:
-        nodes: nodes of this piece, including those that compute its constants.
-        inputs: values from earlier pieces, or graph inputs.
-        outputs: values that later pieces use, or graph outputs.
-        weight_bytes: size of the weights in float32.
-        shapes_only: inputs whose shape alone is used.
-    """
+    """Consecutive nodes of a graph."""
 
     model: onnx.ModelProto
-    nodes: tuple[onnx.NodeProto, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    weight_bytes: int
-    shapes_only: frozenset[str]
+    nodes: tuple[onnx.NodeProto, ...]  # nodes of this piece, including those that compute its constants
+    inputs: tuple[str, ...]  # values from earlier pieces, or graph inputs
+    outputs: tuple[str, ...]  # values that later pieces use, or graph outputs
+    weight_bytes: int  # size of the weights in float32
+    shapes_only: frozenset[str]  # inputs whose shape alone is used
 
     def build(self, types: ValueTypes) -> onnx.ModelProto:
         """The piece as a separate graph; `types` has an entry for every input."""
@@ -227,8 +219,7 @@ def _float_bytes(tensor: onnx.TensorProto) -> int:
     return int(prod(tensor.dims)) * (4 if is_float else onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
 
 
-PIECE_BYTES = 1 << 30
-"""Maximum size of the weights of a piece, in bytes of float32; a single larger matrix is allowed."""
+PIECE_BYTES = 1 << 30  # maximum size of the weights of a piece, in bytes of float32; a single larger matrix is allowed
 
 KINDS = {int(number): name for name, number in TYPES.items()}
 Values = dict[str, ort.OrtValue]

@@ -289,20 +289,14 @@ class PrecomputedRunner(Runner):
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One of several calls of a runner; arguments as in `Runner.prefill`.
-
-    Attributes:
-        past: the cache to continue, if it exists already.
-        parent: index of the earlier call whose cache this call continues; None if it continues `past`.
-        extras: values of extra inputs that do not have their defaults.
-    """
+    """One of several calls of a runner; arguments as in `Runner.prefill`."""
 
     input_ids: Array
     attention_mask: Array
     position_ids: Array
-    past: Cache | None = None
-    parent: int | None = None
-    extras: Mapping[str, Array] = field(default_factory=dict)
+    past: Cache | None = None  # the cache to continue, if it exists already
+    parent: int | None = None  # index of the earlier call whose cache this call continues; None if it continues `past`
+    extras: Mapping[str, Array] = field(default_factory=dict)  # values of extra inputs that do not have their defaults
 
     @property
     def tokens(self) -> ModelCall:
@@ -315,8 +309,7 @@ class PlannedCall:
         return int(self.attention_mask.shape[1] - self.input_ids.shape[1])
 
 
-AS_STORED = 1 << 20
-"""Least number of elements of a matrix that is not converted when it is read."""
+AS_STORED = 1 << 20  # least number of elements of a matrix that is not converted when it is read
 
 
 class MetaTensor:
@@ -430,11 +423,8 @@ def _set(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     setattr(model.get_submodule(path), last, tensor)
 
 
-BLOCK = 1 << 21
-"""Maximum number of elements of a matrix that is read at a time."""
-
-CONVERTED = 1 << 20
-"""Elements of a matrix that are converted at a time: a block that stays in the processor's cache."""
+BLOCK = 1 << 21  # maximum number of elements of a matrix that is read at a time
+CONVERTED = 1 << 20  # elements of a matrix that are converted at a time: a block that stays in the processor's cache
 
 
 class LazyMatrices(TorchFunctionMode):

@@ -187,8 +187,7 @@ class OrtCache:
         return {name: as_array(value) for name, value in zip(self.names, self.values, strict=True)}
 
 
-LENGTH_AXIS = 2
-"""The token axis of keys and values."""
+LENGTH_AXIS = 2  # the token axis of keys and values
 
 
 class OrtGraph:
@@ -394,8 +393,7 @@ def _computing_dtype(types: Iterable[str]) -> np.dtype[Any]:
 
 TOKEN_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "write_indices")
 
-UNKNOWN = 1 << 31
-"""Number of valid values where only the config class knows it; the graph itself refuses larger ones."""
+UNKNOWN = 1 << 31  # number of valid values where only the config class knows it; the graph itself refuses larger ones
 
 INSTALL = "install the package whose input map declares it, or call `register_input_map`"
 

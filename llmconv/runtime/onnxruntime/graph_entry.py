@@ -14,48 +14,30 @@ GRAPH_FILES = {"prefill": "prefill.onnx", "decode": "decode.onnx", "unified": "m
 SINGLE_PASS_FILES = {"scoring": "scoring.onnx", "embed": "model.onnx", "classify": "model.onnx", "rerank": "model.onnx"}
 """Files of graphs without a cache, by role."""
 
-EMBEDDINGS_ROLE = "embeddings"
-"""The role in a manifest of a separate embedding graph, see `EmbeddingGraph`."""
-
-VISION_ROLE = "vision"
-"""The role in a manifest of the graph of a vision tower, see `VisionGraph`."""
+EMBEDDINGS_ROLE = "embeddings"  # the role in a manifest of a separate embedding graph, see `EmbeddingGraph`
+VISION_ROLE = "vision"  # the role in a manifest of the graph of a vision tower, see `VisionGraph`
 
 
 @dataclass(frozen=True)
 class PrefixEntry:
-    """The tuned prefix that a graph inserts before the prompt.
+    """The tuned prefix that a graph inserts before the prompt."""
 
-    Attributes:
-        file: safetensors file with the trained tensor and the keys and values computed from it.
-        kind: training method: `prefix_tuning`, `soft_prompt` or `pre_caches`.
-        length: number of virtual tokens, by which the cache is longer than the prompt.
-        first_position: position of the prompt's first token.
-    """
-
-    file: str
-    kind: str
-    length: int
-    first_position: int
+    file: str  # safetensors file with the trained tensor and the keys and values computed from it
+    kind: str  # training method: `prefix_tuning`, `soft_prompt` or `pre_caches`
+    length: int  # number of virtual tokens, by which the cache is longer than the prompt
+    first_position: int  # position of the prompt's first token
 
 
 @dataclass(frozen=True)
 class GraphEntry:
-    """One graph of a folder.
+    """One graph of a folder."""
 
-    Attributes:
-        role: `prefill`, `decode` or `unified`.
-        files: its file, or the files of its stages in order.
-        last_logits: whether it returns logits of the last position only; None without a manifest.
-        postprocess: `argmax` or `topk:K` if it returns tokens and scores; empty if it returns logits.
-        prefix: its tuned prefix, if any.
-        fixed_inputs: extra inputs of the family that it does not have, because they always have their default.
-    """
-
-    role: str
-    files: tuple[str, ...]
-    last_logits: bool | None = None
-    postprocess: str = ""
-    prefix: PrefixEntry | None = None
+    role: str  # `prefill`, `decode` or `unified`
+    files: tuple[str, ...]  # its file, or the files of its stages in order
+    last_logits: bool | None = None  # whether it returns logits of the last position only; None without a manifest
+    postprocess: str = ""  # `argmax` or `topk:K` if it returns tokens and scores; empty if it returns logits
+    prefix: PrefixEntry | None = None  # its tuned prefix, if any
+    # extra inputs of the family that it does not have, because they always have their default
     fixed_inputs: tuple[str, ...] = ()
 
     @property

@@ -29,8 +29,7 @@ MICROSOFT = "com.microsoft"
 DOMAINS = {"", "ai.onnx", MICROSOFT}
 FORBIDDEN_OPS = {"EPContext"}
 DEPTH_LIMIT = 8
-DIGITS = 100
-"""Maximum number of digits of an offset or a length; Python refuses to convert thousands."""
+DIGITS = 100  # maximum number of digits of an offset or a length; Python refuses to convert thousands
 
 
 def load_guarded(path: Path) -> onnx.ModelProto:
@@ -231,14 +230,10 @@ def _refuse(path: Path, problem: str) -> NoReturn:
 NODES, NODES_PER_NODE = 100_000, 20
 """Maximum number of nodes after inlining: a constant, plus a number per node of the file."""
 
-ELEMENTS = 1 << 31
-"""Maximum number of elements of a value with a constant shape; masks and tables are smaller."""
+ELEMENTS = 1 << 31  # maximum number of elements of a value with a constant shape; masks and tables are smaller
+SHAPE_BYTES = 1024  # maximum size of a constant that is read as a shape
 
-SHAPE_BYTES = 1024
-"""Maximum size of a constant that is read as a shape."""
-
-FunctionKey = tuple[str, str, str]
-"""Domain, name and overload."""
+FunctionKey = tuple[str, str, str]  # domain, name and overload
 
 NodeIterator = Callable[[Iterable[onnx.NodeProto]], Iterator[onnx.NodeProto]]
 

@@ -91,14 +91,10 @@ def module_of(name: str) -> str:
 
 
 SUFFIX = ".onnx_adapter"
-FLOAT = 1
-"""`TensorDataType` of float32."""
-NAME, DIMS, DATA_TYPE, RAW_DATA = range(4)
-"""Fields of a Parameter, by number."""
-PARAMETERS = 3
-"""Field of an Adapter."""
-VERSION = 1
-"""Written as adapter and model version, which onnxruntime stores and does not compare."""
+FLOAT = 1  # `TensorDataType` of float32
+NAME, DIMS, DATA_TYPE, RAW_DATA = range(4)  # fields of a Parameter, by number
+PARAMETERS = 3  # field of an Adapter
+VERSION = 1  # written as adapter and model version, which onnxruntime stores and does not compare
 
 
 def encode_adapter(factors: Mapping[str, Array]) -> bytes:

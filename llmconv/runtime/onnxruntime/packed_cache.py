@@ -267,12 +267,10 @@ DTYPES = {
     "tensor(bool)": np.bool_,
 }
 
-COUNTS = (1, 4)
-"""Numbers of tokens: kernels have one way for a step and another one for a prompt."""
+COUNTS = (1, 4)  # numbers of tokens: kernels have one way for a step and another one for a prompt
 
 
-CAPACITY = 8
-"""Length of a shared cache buffer: a decode graph counts one token more than `COUNTS`."""
+CAPACITY = 8  # length of a shared cache buffer: a decode graph counts one token more than `COUNTS`
 
 
 def is_split(model: onnx.ModelProto) -> bool:

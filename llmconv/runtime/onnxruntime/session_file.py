@@ -49,8 +49,7 @@ from llmconv.runtime.onnxruntime.session_settings import (
 )
 
 SECTIONS = ("session", "entries", "provider", "free_dimensions")
-STAGE = re.compile(r"stage\s+([1-9]\d{0,5})")
-"""Name of the section of one stage."""
+STAGE = re.compile(r"stage\s+([1-9]\d{0,5})")  # name of the section of one stage
 TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 ATTRIBUTES = {
@@ -60,8 +59,7 @@ ATTRIBUTES = {
 }
 """Fields of `onnxruntime.SessionOptions` that neither load nor write files."""
 
-LARGEST_SIZE = 2**31 - 1
-"""Of an axis."""
+LARGEST_SIZE = 2**31 - 1  # of an axis
 
 IN_PYTHON = "options that write or load files are set in Python: `SessionSettings(attributes=…, provider_options=…)`"
 
@@ -231,25 +229,16 @@ Options = TypeVar("Options", SessionSettings, StageOptions)
 
 
 class SessionOptions(TypedDict, total=False):
-    """How onnxruntime runs graphs; with the names of the options of the command line.
+    """How onnxruntime runs graphs; with the names of the options of the command line."""
 
-    Attributes:
-        session: session settings of onnxruntime; the options below replace single ones.
-        provider: provider of onnxruntime: `cpu`, `cuda`, …; the CPU runs the rest.
-        threads: threads of onnxruntime or torch; 0 for one per core.
-        session_config: file of session settings, .ini or JSON.
-        timeout: time limit in seconds for a run of a small graph; larger models and prompts get more (default: 60).
-        prepack: copy weights to a faster layout in memory.
-        packed_cache: as `prepack`, in a file that later runs map.
-    """
-
-    session: SessionSettings | None
-    provider: str | None
-    threads: int | None
-    session_config: str | Path | None
+    session: SessionSettings | None  # session settings of onnxruntime; the options below replace single ones
+    provider: str | None  # provider of onnxruntime: `cpu`, `cuda`, …; the CPU runs the rest
+    threads: int | None  # threads of onnxruntime or torch; 0 for one per core
+    session_config: str | Path | None  # file of session settings, .ini or JSON
+    # time limit in seconds for a run of a small graph; larger models and prompts get more (default: 60)
     timeout: float | None
-    prepack: bool
-    packed_cache: bool
+    prepack: bool  # copy weights to a faster layout in memory
+    packed_cache: bool  # as `prepack`, in a file that later runs map
 
 
 def session_settings(options: SessionOptions) -> SessionSettings:
@@ -314,17 +303,10 @@ SESSION_OPTIONS = ENTRIES | {
 }
 """Allowed fields of `session_options`, which neither load nor write files."""
 
-LARGEST = 1_000_000
-"""Of a number in options; threads have a bound of their own."""
-
-GRAPHS = (".onnx", ".graph")
-"""Ends of the names of graphs."""
-
-PROCESSOR = "config_filename"
-"""Field with the name of a file that is not a graph."""
-
-SHARED = "data_file"
-"""Field of `shared_initializers` with the name of a weight file."""
+LARGEST = 1_000_000  # of a number in options; threads have a bound of their own
+GRAPHS = (".onnx", ".graph")  # ends of the names of graphs
+PROCESSOR = "config_filename"  # field with the name of a file that is not a graph
+SHARED = "data_file"  # field of `shared_initializers` with the name of a weight file
 
 LEADS_TO_FILES = re.compile(r"path|file|dir|librar|cache|dump|context|profil|\.(so|dll|dylib)\b|[/\\]", re.IGNORECASE)
 """Refused in names and values of provider options."""

@@ -35,8 +35,7 @@ from llmconv.tensors import BLOCK_BYTES, Array
 
 HALF_PRECISION: Mapping[str, int] = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 
-EXACT = "llmconv.exact"
-"""Metadata of a half-precision constant: the number of which it is the rounding."""
+EXACT = "llmconv.exact"  # metadata of a half-precision constant: the number of which it is the rounding
 
 TYPE_ATTRIBUTES = {"to", "dtype", "stash_type", "output_dtype", "softmax_precision"}
 """Attributes that contain an element type."""
@@ -109,8 +108,7 @@ def _widen_weights(graph: onnx.GraphProto, half: int) -> None:
         graph.node.extend(nodes)
 
 
-HOST = "cpu"
-"""onnxruntime's name of the host's memory."""
+HOST = "cpu"  # onnxruntime's name of the host's memory
 
 MEMORY = {
     "CUDAExecutionProvider": "cuda",
@@ -136,17 +134,12 @@ INPUT_DTYPES = {**TENSOR_DTYPES, "tensor(int64)": np.int64, "tensor(int32)": np.
 
 @dataclass(frozen=True)
 class Device:
-    """The memory in which a provider computes.
+    """The memory in which a provider computes."""
 
-    Attributes:
-        memory: onnxruntime's name of it: `cpu` or `cuda`.
-        index: number of the device.
-        copies: onnxruntime copies what is bound once, when it is bound: memory that the host changes later, or that
-            another run has written, has to be bound again.
-    """
-
-    memory: str = HOST
-    index: int = 0
+    memory: str = HOST  # onnxruntime's name of it: `cpu` or `cuda`
+    index: int = 0  # number of the device
+    # onnxruntime copies what is bound once, when it is bound: memory that the host changes later, or that another run
+    # has written, has to be bound again
     copies: bool = False
 
     @classmethod
@@ -440,8 +433,7 @@ STORED: dict[int, np.dtype[Any]] = {
 PRODUCTS = {"Gemm", "MatMul", "FusedMatMul", "Gather"}
 """Operators that read matrices, and are never folded, because their other input depends on the call."""
 
-Place = tuple[Path, int, int, tuple[int, ...]]
-"""File, offset, element type and shape of a stored weight."""
+Place = tuple[Path, int, int, tuple[int, ...]]  # file, offset, element type and shape of a stored weight
 
 
 class WidenedWeights:

@@ -104,8 +104,7 @@ ROUNDING = 64
 """Buffer lengths are multiples of this, at least twice the length of the replaced buffer. They have room for one more
 token: a decode graph counts one token too many for an empty cache."""
 
-Embed = Callable[[Array, PlacedEmbeddings | None], dict[str, Array]]
-"""See `OrtGraph.embed`."""
+Embed = Callable[[Array, PlacedEmbeddings | None], dict[str, Array]]  # see `OrtGraph.embed`
 
 DeclaredShapes = Mapping[str, Sequence[int | str]]
 
@@ -165,23 +164,14 @@ class BufferCache:
 
 @dataclass(frozen=True)
 class FixedSizes:
-    """Sizes of a graph with shared cache buffers; None for a dynamic axis.
+    """Sizes of a graph with shared cache buffers; None for a dynamic axis."""
 
-    Attributes:
-        rows: batch size.
-        capacity: length of the buffers in tokens.
-        tokens: new tokens per call.
-        indexed: it has the input `write_indices`, and its mask covers the whole buffer.
-        single: several new tokens after a past require a batch of 1 (a limit of `GroupQueryAttention`).
-        steps: `single` holds without a past, too.
-    """
-
-    rows: int | None
-    capacity: int | None
-    tokens: int | None
-    indexed: bool
-    single: bool = False
-    steps: bool = False
+    rows: int | None  # batch size
+    capacity: int | None  # length of the buffers in tokens
+    tokens: int | None  # new tokens per call
+    indexed: bool  # it has the input `write_indices`, and its mask covers the whole buffer
+    single: bool = False  # several new tokens after a past require a batch of 1 (a limit of `GroupQueryAttention`)
+    steps: bool = False  # `single` holds without a past, too
 
     @classmethod
     def of(

@@ -151,8 +151,7 @@ def _tensors(places: list[tuple[str, np.dtype[Any], list[int], int]], body: byte
     return tensors
 
 
-CHUNK = 1 << 20
-"""Bytes that are received at a time: memory grows with what arrives, and not with what is announced."""
+CHUNK = 1 << 20  # bytes that are received at a time: memory grows with what arrives, and not with what is announced
 
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """After this many seconds the system tests whether a silent peer still exists: it is gone a minute later."""

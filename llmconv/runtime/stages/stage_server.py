@@ -107,31 +107,23 @@ def is_cuttable(cache: Cache) -> bool:
 MASK = "attention_mask"
 """An input of every stage, even if its graph does not read it: the mask has the length of the cache."""
 
-Ports = tuple[tuple[str, ...], tuple[str, ...]]
-"""Names of inputs and of outputs."""
+Ports = tuple[tuple[str, ...], tuple[str, ...]]  # names of inputs and of outputs
 
 AGAIN = "export the graphs again, and copy llmconv.json and the files of each stage to its host"
 
 
 @dataclass(frozen=True)
 class StagedExport:
-    """The stages of an exported folder; files of stages that are on other hosts may be missing.
+    """The stages of an exported folder; files of stages that are on other hosts may be missing."""
 
-    Attributes:
-        folder: has llmconv.json.
-        entries: entries of the graphs in it, by use: `prefill` and `decode`.
-        fingerprints: hash of everything that identifies a stage, for each stage in order: its graphs, all weights, and
-            the entries of the graphs.
-        knows_weights: whether llmconv.json has checksums of the weights, which `export -o OUT` writes.
-        ports: names of inputs and outputs of each stage in order, by use.
-    """
-
-    folder: Path
-    entries: Mapping[str, GraphEntry]
+    folder: Path  # has llmconv.json
+    entries: Mapping[str, GraphEntry]  # entries of the graphs in it, by use: `prefill` and `decode`
     count: int
+    # hash of everything that identifies a stage, for each stage in order: its graphs, all weights, and the entries of
+    # the graphs
     fingerprints: tuple[str, ...]
-    knows_weights: bool
-    ports: Mapping[str, Sequence[Ports]]
+    knows_weights: bool  # whether llmconv.json has checksums of the weights, which `export -o OUT` writes
+    ports: Mapping[str, Sequence[Ports]]  # names of inputs and outputs of each stage in order, by use
 
     @classmethod
     def read(cls, folder: Path) -> StagedExport:
@@ -208,16 +200,11 @@ def _fingerprint(manifest: Manifest, entries: Mapping[str, GraphEntry], at: int,
 log = logging.getLogger("llmconv.stages")
 
 MAX_CLIENTS = 64
-MAX_GREETERS = 256
-"""Connections that have not proved that they are clients; beyond that the oldest is closed."""
-POLL = 0.2
-"""Seconds between two looks at whether the server has to stop."""
-PATIENCE = 30.0
-"""Seconds that a client may take for the rest of a message that it has begun."""
-HELLO_SECONDS = 10.0
-"""Time limit of the whole answer to the greeting."""
-SIGNS = 4
-"""Heartbeats, during a run, in the time of silence that a client accepts."""
+MAX_GREETERS = 256  # connections that have not proved that they are clients; beyond that the oldest is closed
+POLL = 0.2  # seconds between two looks at whether the server has to stop
+PATIENCE = 30.0  # seconds that a client may take for the rest of a message that it has begun
+HELLO_SECONDS = 10.0  # time limit of the whole answer to the greeting
+SIGNS = 4  # heartbeats, during a run, in the time of silence that a client accepts
 
 
 class StageServer:
@@ -332,8 +319,7 @@ def _answer(caches: HeldCaches, asked: Message) -> Message:
         return Message("failed", {"message": "internal error", "hint": "see the log of the stage"})
 
 
-MAX_CACHES = 1024
-"""Caches of one client."""
+MAX_CACHES = 1024  # caches of one client
 MAX_EDITS, MAX_ROWS = 64, 1 << 16
 MAX_LENGTH = 1 << 40
 

@@ -37,8 +37,7 @@ from llmconv.runtime.stages.connection import TOKEN, Address, BadMessage, Connec
 from llmconv.runtime.stages.stage_server import LocalStage, StagedExport, StageServer, StageStep, is_cuttable
 from llmconv.tensors import Array
 
-REMOTE_SILENCE = 20.0
-"""Default seconds without a heartbeat after which a stage is lost."""
+REMOTE_SILENCE = 20.0  # default seconds without a heartbeat after which a stage is lost
 
 RESTART = "start it again with `llmconv serve-stage`, then repeat the request"
 
@@ -53,20 +52,13 @@ class HeldCache:
 
 @dataclass(frozen=True)
 class RemotePart:
-    """A stage's part of a cache, as for `RemoteCache`.
-
-    Attributes:
-        held: the cache in the stage.
-        length: number of tokens, padding included.
-        is_cuttable: result of `can_be_cut`.
-        edits: changes that the stage applies before it continues the cache.
-    """
+    """A stage's part of a cache, as for `RemoteCache`."""
 
     stage: RemoteStage
-    held: HeldCache
-    length: int
-    is_cuttable: bool
-    edits: tuple[CacheEdit, ...] = ()
+    held: HeldCache  # the cache in the stage
+    length: int  # number of tokens, padding included
+    is_cuttable: bool  # result of `can_be_cut`
+    edits: tuple[CacheEdit, ...] = ()  # changes that the stage applies before it continues the cache
 
     @property
     def is_lost(self) -> bool:
@@ -354,14 +346,9 @@ def _numbered(export: StagedExport) -> str:
     return f"the stages of `{export.folder}` are numbered from 1 to {export.count}"
 
 
-ON_RAY = "ray"
-"""An address of `--stage-at`: the stages without one of their own run in actors."""
-
-PATIENCE = 600
-"""Seconds for a node to be found, and to open its stage."""
-
-SILENCE = 10
-"""Seconds after which a message reports which stage is still waited for."""
+ON_RAY = "ray"  # an address of `--stage-at`: the stages without one of their own run in actors
+PATIENCE = 600  # seconds for a node to be found, and to open its stage
+SILENCE = 10  # seconds after which a message reports which stage is still waited for
 
 ON_GPU = ("cuda", "tensorrt", "nvtensorrtrtx", "migraphx")
 """Execution providers for which an actor asks for a GPU; Ray shows it that one alone, as device 0."""
