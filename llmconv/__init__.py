@@ -45,7 +45,6 @@ OF_PIPELINE = ("pipeline", "check_task", "get_task", "register_model", "register
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a public name when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module `llmconv` has no attribute `{name}`")
     if name in OF_PIPELINE:
@@ -56,5 +55,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names."""
     return __all__

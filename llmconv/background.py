@@ -49,7 +49,6 @@ class BackgroundQueue:
         self.pending.append(self.thread.submit(job, *args))
 
     def is_idle(self) -> bool:
-        """Whether all submitted jobs have ended."""
         return all(job.done() for job in self.pending)
 
     def finish(self) -> None:

@@ -92,7 +92,6 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 

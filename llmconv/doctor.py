@@ -74,7 +74,6 @@ class Finding:
 
 
 def diagnose() -> list[Finding]:
-    """All findings, in the order in which they are printed."""
     return [*_platform(), *_required(), *_compiled(), *_devices(), *_optional(), *_room()]
 
 

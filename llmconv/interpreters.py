@@ -58,5 +58,4 @@ def parse_interpreters(given: str | Sequence[str], known: Collection[str]) -> di
 
 
 def script_command(interpreter: str, script: Path, *arguments: object) -> list[str]:
-    """The command that runs a script with a Python interpreter."""
     return [interpreter, "-c", START, *map(str, (script, *arguments))]

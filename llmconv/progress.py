@@ -80,7 +80,6 @@ def _print(line: str) -> None:
 
 
 def warn_all(warnings: Iterable[str]) -> None:
-    """Prints several warnings."""
     for text in warnings:
         warn(text)
 

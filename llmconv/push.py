@@ -307,5 +307,4 @@ def _damaged(name: str, problem: str) -> MalformedInput:
 
 
 def __dir__() -> list[str]:
-    """The public names."""
     return __all__

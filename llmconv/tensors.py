@@ -32,7 +32,6 @@ class DType:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
         return self.numpy.itemsize
 
 
@@ -72,7 +71,6 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size of the data in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -81,7 +79,6 @@ class LazyTensor:
         return self.shape[0] if self.shape else 1
 
     def rows(self, start: int, stop: int) -> Array:
-        """Rows `start:stop`; see `load`."""
         return self.load(start, stop)
 
     def read(self) -> Array:
@@ -134,7 +131,6 @@ class Flushed:
 
     @property
     def count(self) -> int:
-        """Of all tensors so far."""
         return sum(self._counts)
 
 

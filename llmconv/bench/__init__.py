@@ -9,5 +9,4 @@ __all__ = ["BenchCandidate", "Measurement", "BenchResult", "bench"]
 
 
 def __dir__() -> list[str]:
-    """The public names."""
     return __all__

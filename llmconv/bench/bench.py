@@ -132,7 +132,6 @@ class WorkerProcess:
         return self._read()
 
     def close(self) -> None:
-        """Ends the process."""
         assert self._process.stdin
         assert self._process.stdout
         self._process.kill()

@@ -17,7 +17,6 @@ class NoTokenizer:
     """Decodes to no text, for folders without a tokenizer."""
 
     def decode(self, tokens: Any, **_: Any) -> str:
-        """An empty string."""
         return ""
 
 

@@ -175,7 +175,6 @@ def _figures(values: Sequence[float]) -> str:
 
 
 def _differences(result: BenchResult) -> list[str]:
-    """A line for each measurement with different tokens."""
     return [
         f"DIFFERENT TOKENS: {cell.candidate} at batch {cell.batch}, length {cell.length}: "
         f"row {cell.differs[0]} differs from {result.candidates[0]}'s from new token {cell.differs[1]} on"

@@ -119,7 +119,6 @@ class Genai:
             self._open(next(token for token in reversed(range(self._vocabulary)) if token not in tokens))
 
     def __call__(self, prompts: list[list[int]], new: int) -> Answer:
-        """Runs a batch of prompts of one length."""
         started, times = time.perf_counter(), []
         length = len(prompts[0]) + new
         params = self._library.GeneratorParams(self._model)

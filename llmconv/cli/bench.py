@@ -19,7 +19,6 @@ class IntegerList(click.ParamType):  # type: ignore[type-arg] # generic for the 
     name = "integers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The integers of a value such as `128,512`."""
         if isinstance(value, tuple):
             return value
         try:

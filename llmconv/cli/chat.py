@@ -108,22 +108,18 @@ class Pipe:
     """Reads stdin line by line and writes answers to stdout; the first error ends the command."""
 
     def lines(self) -> Iterator[str]:
-        """Every line of stdin."""
         yield from sys.stdin
 
     def answer(self, pieces: Generator[TextPiece]) -> None:
-        """Writes the text and a line break."""
         for piece in pieces:
             sys.stdout.write(piece.text)
             sys.stdout.flush()
         sys.stdout.write("\n")
 
     def failed(self, error: LlmconvError) -> None:
-        """Ends the command with the error."""
         raise error
 
     def note(self, text: str) -> None:
-        """Writes to stderr."""
         say(text)
 
 
@@ -151,7 +147,6 @@ class Terminal:
         self._console.print(f"{printable(name)}. {COMMANDS}.", style="dim", markup=False)
 
     def lines(self) -> Iterator[str]:
-        """Every line that the user enters."""
         while True:
             try:
                 yield self._console.input("[bold green]>[/] ")
@@ -188,7 +183,6 @@ class Terminal:
         self._console.print(f"hint: {error.hint}, or /reset", style="dim", markup=False)
 
     def note(self, text: str) -> None:
-        """Shows a dimmed line."""
         self._console.print(text, style="dim", markup=False)
 
 

@@ -219,7 +219,6 @@ def _verified(exported: Exported, model: str, given: ExportOptions, *, as_json: 
 
 
 def _result(exported: Exported) -> dict[str, Any]:
-    """The content of `export --json`."""
     sizes = exported.sizes
     mapped, copied = exported.weight_bytes_mapped, exported.weight_bytes_written
     return {

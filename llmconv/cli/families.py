@@ -52,6 +52,5 @@ def command(as_json: bool) -> None:
 
 
 def _fields(row: InputMap) -> dict[str, Any]:
-    """A row for JSON."""
     extras = [extra.name for extra in row.extras]
     return {"position_ids": row.heeds_positions, "extras": extras, "note": row.note}

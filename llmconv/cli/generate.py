@@ -149,7 +149,6 @@ def _require_fitting(
 def _prompts(
     texts: tuple[str, ...], file: str | None, field: str | None, output: Path | None, images: tuple[str, ...]
 ) -> list[Prompt]:
-    """Prompts of the command line, of a file, or of standard input."""
     from llmconv.generation.generate import require_other_file
     from llmconv.generation.prompts import Prompt, read_prompts
 

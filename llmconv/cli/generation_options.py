@@ -130,7 +130,6 @@ def running(command: Command) -> Command:
 
 
 def session(command: Command) -> Command:
-    """Adds the options for sessions of onnxruntime."""
     return _with(command, SESSION)
 
 
@@ -192,7 +191,6 @@ def session_settings(given: Mapping[str, Any]) -> SessionSettings:
 
 
 def running_options(given: Mapping[str, Any]) -> RunningOptions:
-    """The options of `running` alone."""
     return cast("RunningOptions", {name: value for name, value in given.items() if name in OF_RUNNING})
 
 

@@ -45,7 +45,6 @@ def command(path: str, as_json: bool) -> None:
 
 
 def shown_rows(found: Inspection) -> list[tuple[str, str]]:
-    """The lines of the table, as title and value."""
     names = found.config.get("architectures")
     architecture = ", ".join(map(str, names)) if isinstance(names, list) else ""
     kind = found.kind or str(found.config.get("model_type") or "unknown")

@@ -46,7 +46,6 @@ def _require_name(value: Any, param: click.Parameter | None, ctx: click.Context 
 
 
 def _shown(param: click.Parameter | None) -> str:
-    """The name of a parameter in messages."""
     return (param.opts[-1] if isinstance(param, click.Option) else param.human_readable_name) if param else "path"
 
 
@@ -65,7 +64,6 @@ class CompletesPaths:
     """Lets the shell complete a path."""
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """What the shell itself knows: files and folders."""
         return [CompletionItem(incomplete, type="file")]
 
 
@@ -73,7 +71,6 @@ class NamedText(CompletesPaths, click.types.StringParamType):
     """A local path, a URI or a Hub id that is not empty."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """As click's."""
         _require_name(value, param, ctx)
         return super().convert(value, param, ctx)
 
@@ -97,7 +94,6 @@ class OutputFolder(Output):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Path | StoreAddress | HubAddress:
-        """See `output_place`."""
         return output_place(value, param.opts[-1] if param else "output")
 
 
@@ -105,7 +101,6 @@ class ElementType(click.Choice):  # type: ignore[type-arg] # generic for the typ
     """The name of an element type, or its short form such as `bf16`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The full name."""
         return super().convert(ELEMENT_TYPES.get(str(value), value), param, ctx)
 
 
@@ -115,7 +110,6 @@ class Duration(click.ParamType):  # type: ignore[type-arg] # generic for the typ
     name = "time"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """See `parse_budget`."""
         from llmconv.verify.scenarios.selection import parse_budget
 
         return parse_budget(str(value))
@@ -231,7 +225,6 @@ def shares(command: Command) -> Command:
 
 
 def writes(command: Command) -> Command:
-    """The options of every command that writes a folder."""
     return _with(command, max_shard_size)
 
 
@@ -252,7 +245,6 @@ def _with(command: Command, shard_size: Callable[[Command], Command]) -> Command
 
 
 def print_json(content: dict[str, Any]) -> None:
-    """Prints the result of the command as one JSON object."""
     click.echo(json.dumps(content, indent=2))
 
 
@@ -328,7 +320,6 @@ if TYPE_CHECKING:
 
 
 def as_result(plan: Plan, output: Path, dry_run: bool) -> dict[str, Any]:
-    """The fields that all these commands have in their JSON."""
     return {
         "model_type": plan.checkpoint.config.get("model_type"),
         "output": str(output),

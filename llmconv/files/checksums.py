@@ -111,7 +111,6 @@ class _Coverage:
         self.pieces.clear()
 
     def finish(self) -> None:
-        """Reads the rest of the range."""
         if self.complete:
             return
         with open_source(self.record.path) as file:

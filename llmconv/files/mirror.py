@@ -206,7 +206,6 @@ def find(path: Path) -> MirroredFile | None:
 
 
 def e_tag(path: Path) -> str | None:
-    """The ETag of the object at `path`, None for any other file."""
     file = _files.get(os.path.realpath(path)) if _files else None
     return file.head.e_tag if file else None
 
@@ -304,7 +303,6 @@ class ChunkFile:
         return self._places - 1
 
     def leave(self, chunk: Chunk) -> None:
-        """Ends a use of a chunk."""
         with self._lock:
             chunk.users -= 1
             if not chunk.users and not chunk.is_kept:
@@ -410,7 +408,6 @@ class ChunkCache:
             CHUNK_FILE.leave(chunk)
 
     def cancel(self) -> None:
-        """Cancels requests that have not begun."""
         for chunk in [*self._chunks.values()]:
             if chunk.fetched.cancel():
                 CHUNK_FILE.leave(chunk)
@@ -466,7 +463,6 @@ def mirror_files(store: Blocks, files: Sequence[tuple[Path, Head]], folder: Path
 
 @cache
 def fetching_pool() -> Executor:
-    """The threads that fetch, for all mirrors."""
     return ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="fetch")
 
 
@@ -527,11 +523,9 @@ class StoreTree:
         return [one for one in self.store.list(key) if not one.key.endswith("/")]
 
     def exists(self, path: str) -> bool:
-        """Whether an object or a folder exists."""
         return bool(self.heads(parse_address(path)))
 
     def head(self, path: str) -> bytes | None:
-        """See `PointerTree`."""
         place = parse_address(path)
         found = self.heads(place)
         if [one.key for one in found] != [place.key]:

@@ -76,7 +76,6 @@ class Codec:
     padded: bool = False  # whether zeros may follow a frame
 
     def begins(self, data: bytes) -> bool:
-        """Whether `data` begins with a frame."""
         return data.startswith(self.magic) and (self.name != "lzma" or _is_lzma(data))
 
     def declared(self, file: BinaryIO) -> int:
@@ -327,7 +326,6 @@ class _FreeSpace:
             raise self._full(f"{count:,} more bytes are needed, {free:,} are free")
 
     def write(self, block: bytes) -> None:
-        """Writes all of `block`."""
         view = memoryview(block)
         try:
             while view:

@@ -79,7 +79,6 @@ class PickleMachine:
         self.marks.clear()
 
     def take(self, count: int) -> bytes:
-        """The next `count` bytes."""
         end = self.position + count
         if end > len(self.data):
             raise FileProblem(f"is truncated: it ends at byte {len(self.data)}")
@@ -88,7 +87,6 @@ class PickleMachine:
         return chunk
 
     def line(self) -> str:
-        """The text up to the next newline."""
         end = self.data.find(b"\n", self.position, self.position + NAME_LIMIT)
         if end < 0:
             raise FileProblem(f"has an unfinished name at byte {self.position}")
@@ -108,7 +106,6 @@ class PickleMachine:
         return items
 
     def remember(self, index: int) -> None:
-        """Memoizes the top of the stack under `index`."""
         if len(self.memo) > MEMOS and len(self.memo) > MEMOS + self.position // BYTES_PER_MEMO:
             raise FileProblem(f"memoizes more than {MEMOS} objects, too many for its size")
         self.memo[index] = self.stack[-1]

@@ -107,11 +107,9 @@ class LocalTree:
     """Files on the disk; any folder above the pointer may be the bucket's root, except the root of the disk."""
 
     def exists(self, path: str) -> bool:
-        """Whether a file or folder exists."""
         return os.path.exists(path)  # False, too, for a name that is too long
 
     def head(self, path: str) -> bytes | None:
-        """See `PointerTree`."""
         if not Path(path).is_file():
             return None
         with open(path, "rb") as file:

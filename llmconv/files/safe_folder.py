@@ -204,7 +204,6 @@ class Folder:
         )
 
     def rename(self, old: str, new: str) -> None:
-        """Renames within the folder, replacing `new`."""
         os.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def remove(self, name: str) -> None:
@@ -238,7 +237,6 @@ class Folder:
         return False
 
     def sync(self) -> None:
-        """Makes renames in the folder durable."""
         os.fsync(self.descriptor)
 
 
@@ -278,7 +276,6 @@ class NewFile(NewEntry):
         super().__exit__(kind, error, trace)
 
     def write(self, content: bytes) -> None:
-        """Appends all of `content`, in several calls if needed."""
         rest = memoryview(content)
         while rest:
             rest = rest[os.write(self.file.fileno(), rest) :]
@@ -289,7 +286,6 @@ class NewFile(NewEntry):
 
 
 def temporary_name() -> str:
-    """An unpredictable name."""
     return f".llmconv-{secrets.token_hex(8)}.part"
 
 

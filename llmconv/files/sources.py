@@ -259,11 +259,9 @@ class BucketTree:
         self._filesystem = filesystem
 
     def exists(self, path: str) -> bool:
-        """Whether an object or a folder exists."""
         return bool(self._filesystem.exists(path))
 
     def head(self, path: str) -> bytes | None:
-        """See `PointerTree`."""
         if not self._filesystem.isfile(path):
             return None
         with self._filesystem.open(path, "rb") as file:

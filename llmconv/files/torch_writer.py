@@ -151,7 +151,6 @@ class _Member:
 
     @property
     def size(self) -> int:
-        """Bytes of content."""
         return len(self.content) if isinstance(self.content, bytes) else self.content.nbytes
 
     @property

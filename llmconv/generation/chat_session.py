@@ -53,7 +53,6 @@ class Chat:
         self._ran: list[int] = []
 
     def reset(self) -> None:
-        """Deletes all messages but the system message."""
         self.messages, self._conversation, self._ran = [], Conversation(), []
 
     def ask(self, text: str) -> Iterator[TextPiece]:

@@ -383,7 +383,6 @@ class Meter:
         self._latest = [self._started] * len(prompts)
 
     def count(self, index: int) -> None:
-        """Counts one new token of a prompt of the batch."""
         self._tokens += 1
         self._latest[index] = time.perf_counter()
         self._first = self._first or self._latest[index]

@@ -248,5 +248,4 @@ def require_together(rows: Sequence[GivenInputs], known: Mapping[str, ExtraInput
 
 
 def prompt_names(count: int) -> list[str]:
-    """The names of prompts in messages."""
     return ["the prompt"] if count == 1 else [f"prompt {at}" for at in range(1, count + 1)]

@@ -124,7 +124,6 @@ def _export(folder: Path, made: Path) -> None:
 
 
 def _convert(path: Path, made: Path) -> None:
-    """Converts a checkpoint into a new folder, and exports there."""
     from llmconv.convert import to_hf  # noqa: PLC0415 - as in `_export`
     from llmconv.export import export  # noqa: PLC0415
 

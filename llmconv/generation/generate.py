@@ -33,7 +33,6 @@ class TimedDecoder:
         self.special_texts: Mapping[int, str] = getattr(decode, "special_texts", {})
 
     def __call__(self, tokens: Sequence[int]) -> str:
-        """The text of token ids."""
         started = time.perf_counter()
         text = self._decode(tokens)
         self.seconds += time.perf_counter() - started
@@ -196,7 +195,6 @@ class PromptRun:
         return self._result()
 
     def _announce(self) -> None:
-        """Prints the settings, and how many prompts are cut."""
         batches = f", batches of {self.batch_size}" if len(self.encoded) > 1 else ""
         say(f"{settings_line(self.settings)}; {self.model.backend}{batches}")
         cut = [one for one in self.encoded if one.cut_tokens and one.sequence == 0]
@@ -204,7 +202,6 @@ class PromptRun:
             say(f"{len(cut)} of {len(self.prompts)} prompts cut to their last {self.wording.src_length} tokens")
 
     def _to_file(self, path: Path, overwrite: bool, on_piece: OnPiece | None, streamer: Any) -> None:
-        """Runs the prompts that the file does not have yet."""
         folder = self.model.folder.resolve()
         files = sorted(path for kind in MODEL_FILES for path in folder.glob(kind))
         state = {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
@@ -230,7 +227,6 @@ class PromptRun:
                 say(f"batch {len(self.costs)}: {cost.summary()}")
 
     def _result(self) -> Generation:
-        """The completions, costs and settings so far."""
         counts = {"num_return_sequences": self.count, "batch_size": self.batch_size}
         return Generation(
             self.completions,
@@ -416,7 +412,6 @@ def options_of(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompts(prompts: Any, file: str | Path | None, field: str | None, output: str | Path | None) -> list[Prompt]:
-    """The prompts of a call: given as values, or in a file."""
     if file is None:
         if field is not None:
             raise UsageProblem("`prompt_field` needs `prompt_file`", hint="give the file, or the texts alone")

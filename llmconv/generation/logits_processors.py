@@ -56,7 +56,6 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **given: Any
     ) -> dict[str, Any]:
-        """The inputs of `forward`: all tokens."""
         return {"input_ids": input_ids}
 
     def forward(

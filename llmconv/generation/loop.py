@@ -89,7 +89,6 @@ class Batch:
         return step if end == longest else None
 
     def step(self) -> Step:
-        """Runs the latest token of every row."""
         assert self.past
         if self._may_shrink:
             self._shrink()
@@ -113,7 +112,6 @@ class Batch:
         return step
 
     def _extras(self, call: ModelCall) -> dict[str, Array]:
-        """The values of the extra inputs that prompts give."""
         return batch_values([row.inputs for row in self.rows], call, self._longest, self._runner.extra_inputs)
 
     def _shrink(self) -> None:

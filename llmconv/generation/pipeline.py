@@ -172,7 +172,6 @@ def _text_generation(
     image_processor: Any = None,
     **options: Any,
 ) -> TextGeneration:
-    """See `pipeline`."""
     backend, device, options = own_keywords(backend, device, options)
     if dtype is not None and torch_dtype is not None:
         raise UsageProblem("`dtype` and `torch_dtype` are the same option", hint="give one of them")
@@ -189,7 +188,6 @@ def _text_generation(
 
 
 def _text_features(task: str, model: Any, **options: Any) -> TextFeatures:
-    """See `pipeline`."""
     if unknown := sorted(options.keys() - SessionOptions.__annotations__.keys()):
         raise UsageProblem(f"`{unknown[0]}` is not an option of `{task}`", hint="it has those of `SessionOptions`")
     settings = session_settings(cast(SessionOptions, options_of(SessionOptions, options)))
@@ -358,7 +356,6 @@ def _is_chat(content: Any) -> bool:
 
 
 def _contents(inputs: Any) -> list[Any]:
-    """The inputs as a list of texts, chats and prompts."""
     odd = (bytes, Mapping, set, frozenset)
     if isinstance(inputs, odd):
         raise UsageProblem(

@@ -334,7 +334,6 @@ def _images(name: str, given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _embeddings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields `embeddings` and `placeholder` of a JSON object."""
     found = {key: given[key] for key in ("embeddings", "placeholder") if given.get(key) is not None}
     for key, value in found.items():
         if not isinstance(value, str) or not value or "\0" in value:
@@ -348,7 +347,6 @@ def _embeddings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _content(name: str, given: Mapping[str, Any]) -> tuple[PromptContent, set[str]]:
-    """The prompt, and the fields that it is made of."""
     messages: Any = given.get("messages")
     if _is_chat(messages) and given.get("prompt") is None:
         require_contents(messages, f"{name} of the prompts")

@@ -262,7 +262,6 @@ class Row:
 
     @property
     def last(self) -> int:
-        """The latest token."""
         return int(self._ids[self.length - 1])
 
     def advance(self, step: Step, at: int) -> TextPiece:

@@ -326,7 +326,6 @@ def load_images(
 
 
 def _tower(folder: Path, family: ImageFamily, settings: SessionSettings | None) -> ImageFeatures:
-    """The vision graph of a folder."""
     return partial(family.features, VisionGraph(folder / VISION, settings).run)
 
 

@@ -40,7 +40,6 @@ class FileDigest:
 
 
 def digest_of(content: bytes) -> FileDigest:
-    """The digest of a small file."""
     return _digest(len(content), [content])
 
 
@@ -71,7 +70,6 @@ class HubFile:
     sha256: str = ""  # of its content if it is an LFS object, else empty
 
     def is_same(self, file: FileDigest) -> bool:
-        """Whether it has the same content."""
         return self.size == file.size and (self.sha256 == file.sha256 if self.sha256 else self.blob == file.blob)
 
 
@@ -201,7 +199,6 @@ class HubRepository:
             )
 
     def addition(self, name: str, content: Path | bytes) -> CommitOperationAdd:
-        """A file of the next commit."""
         from huggingface_hub import CommitOperationAdd  # noqa: PLC0415
 
         return CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
@@ -267,7 +264,6 @@ class HubRepository:
         return Commit(done.oid, done.commit_url, done.pr_url or "")
 
     def at(self, commit: str) -> HubState:
-        """What a commit contains."""
         with writing_to(self.address):
             return self._look(commit, has_branch=True)
 

@@ -57,16 +57,13 @@ class HubFolder:
 
     @property
     def name(self) -> str:
-        """See `Destination`."""
         return self.address.name
 
     @cached_property
     def repository(self) -> HubRepository:
-        """The branch to write."""
         return HubRepository(self.address)
 
     def is_complete(self) -> bool:
-        """See `Destination`."""
         state, files = self.repository.state, self.manifest().files
         return (
             bool(files)
@@ -100,7 +97,6 @@ class HubFolder:
         require_own_weights(self.repository)
 
     def require_space(self, plan: Plan) -> None:
-        """See `Destination`."""
         require_space(uploads_folder(), self.space_needed(plan))
 
     def space_needed(self, plan: Plan) -> int:
@@ -108,11 +104,9 @@ class HubFolder:
         return max((shard.nbytes for shard in plan.shards if not shard.copy_of), default=0)
 
     def manifest(self) -> Manifest:
-        """See `Destination`."""
         return manifest_of(self.repository)
 
     def read(self, name: str) -> bytes | None:
-        """See `Destination`."""
         return self.repository.read(name)
 
     def made_at(self) -> int:
@@ -120,15 +114,12 @@ class HubFolder:
         return self.repository.state.changed
 
     def begin(self, key: str, files: Sequence[str], *, overwrite: bool, resume: bool) -> UnfinishedCommit:
-        """See `Destination`."""
         return UnfinishedCommit(self, key=f"{key} {self.address}", resume=resume)
 
     def share(self, key: str, files: Sequence[str], mine: Collection[str]) -> UnfinishedCommit:
-        """Not possible, see `require_shared`."""
         self.require_shared()
 
     def finish(self, key: str, files: Sequence[str], *, overwrite: bool, trusted: bool) -> UnfinishedCommit:
-        """Not possible, see `require_shared`."""
         self.require_shared()
 
     def require_shared(self) -> NoReturn:
@@ -153,7 +144,6 @@ class UnfinishedCommit:
 
     @property
     def repository(self) -> HubRepository:
-        """The branch to write."""
         return self.target.repository
 
     def __enter__(self) -> UnfinishedCommit:
@@ -185,7 +175,6 @@ class UnfinishedCommit:
         self._journal.close(keep=resumable and bool(self.finished))
 
     def make_shard(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-        """Makes one file and sends it; see `UnfinishedOutput`."""
         if shard.copy_of:
             return self._copy_shard(shard, shard.copy_of, advance)
         with failing_safely(), self._journal.new_file() as new:
@@ -214,13 +203,11 @@ class UnfinishedCommit:
         self._additions[name] = addition
 
     def record(self, name: str, entry: dict[str, Any]) -> None:
-        """See `UnfinishedOutput`."""
         self.finished[name] = entry
         with failing_safely():
             self._journal.add(name, entry)
 
     def release(self, name: str, sources: Sequence[Path]) -> None:
-        """See `UnfinishedOutput`."""
         source_file.forget(sources)
 
     def write_file(self, name: str, content: bytes | Link) -> None:
@@ -355,7 +342,6 @@ class UploadJournal:
             self._append(name, entry)
 
     def add(self, name: str, entry: dict[str, Any]) -> None:
-        """Records that the Hub has a file."""
         self.entries[name] = entry
         self._append(name, entry)
 
@@ -485,7 +471,6 @@ def _code(value: object) -> str:
 
 
 def _verified(report: Path | None) -> str:
-    """The verdict of `llmconv verify`."""
     if report is None or report.stat().st_size > REPORT_BYTES:
         return ""
     try:

@@ -49,18 +49,15 @@ class LocalFolder:
 
     @property
     def name(self) -> str:
-        """See `Destination`."""
         return self.path.name
 
     def is_complete(self) -> bool:
-        """See `Destination`."""
         return is_complete(self.path)
 
     def tidy(self) -> None:
         """See `Destination`; a rename leaves nothing."""
 
     def require_free(self, overwrite: bool, inputs: Sequence[Path], *, resume: bool) -> None:
-        """See `Destination`."""
         require_free(self.path, overwrite, inputs, resume=resume)
 
     def require_space(self, plan: Plan) -> None:
@@ -75,31 +72,25 @@ class LocalFolder:
         return plan.nbytes
 
     def manifest(self) -> Manifest:
-        """See `Destination`."""
         return read_manifest(self.path)
 
     def read(self, name: str) -> bytes | None:
-        """See `Destination`."""
         path = self.path / name
         return path.read_bytes() if path.is_file() else None
 
     def made_at(self) -> int:
-        """See `Destination`."""
         return (self.path / MANIFEST).stat().st_mtime_ns
 
     def begin(self, key: str, files: Sequence[str], *, overwrite: bool, resume: bool) -> StagedFolder:
-        """See `Destination`."""
         return StagedFolder(self.path, key=key, overwrite=overwrite, resume=resume)
 
     def require_shared(self) -> None:
         """See `Destination`; they can."""
 
     def share(self, key: str, files: Sequence[str], mine: Collection[str]) -> SharedFolder:
-        """See `Destination`."""
         return SharedFolder(self.path, key=key, files=mine)
 
     def finish(self, key: str, files: Sequence[str], *, overwrite: bool, trusted: bool) -> StagedFolder:
-        """See `Destination`."""
         trusts = signature if trusted else None
         return StagedFolder(self.path, key=key, overwrite=overwrite, resume=True, trusts=trusts)
 
@@ -183,7 +174,6 @@ class StagedFolder:
             self._open.__exit__(kind, error, trace)
 
     def leave(self) -> None:
-        """Keeps the folder for other processes; see `UnfinishedOutput`."""
         self._left = True
 
     def _close_lock(self) -> None:
@@ -286,7 +276,6 @@ class StagedFolder:
             self.record(name, file_entry(content) if isinstance(content, bytes) else link_entry(content.target))
 
     def commit(self, manifest: Manifest) -> None:
-        """Adds the manifest and makes the folder visible as `output`."""
         manifest.files = dict(self.finished)
         with failing_safely():
             for folder in {(self.path / name).parent for name in self.finished} - {self.path}:
@@ -439,7 +428,6 @@ def _bytes_on_disk(file: Path) -> int:
 
 
 def partial_folder(output: Path) -> Path:
-    """The partial folder of `output`."""
     return output.absolute().parent / f".{output.absolute().name}{PARTIAL}"
 
 
@@ -491,7 +479,6 @@ class SharedFolder(StagedFolder):
             self._folder.write(_journal(name), f"{json.dumps({'key': self._key})}\n{json.dumps(line)}\n".encode())
 
     def commit(self, manifest: Manifest) -> None:
-        """Not here."""
         raise NotImplementedError("a StagedFolder publishes what several processes have written")
 
 

@@ -139,12 +139,10 @@ def step(command: str, source: Path, **options: Any) -> dict[str, Any]:
 
 
 def file_entry(content: bytes) -> dict[str, Any]:
-    """The entry of `files` for a file with this content."""
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def link_entry(target: str) -> dict[str, Any]:
-    """The entry of `files` for a symbolic link."""
     return {"link": target}
 
 
@@ -317,7 +315,6 @@ class WeightFile:
     sha256: str = ""  # of the whole file; empty if it was not computed
 
     def as_dict(self) -> dict[str, Any]:
-        """The entry in the manifest."""
         whole = {"sha256": self.sha256} if self.sha256 else {}
         return {"bytes": self.bytes, "header_sha256": self.header_sha256, **whole}
 

@@ -35,7 +35,6 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensor data."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
@@ -176,7 +175,6 @@ def _small_files(checkpoint: Checkpoint, shards: Sequence[Shard], stem: str) -> 
 
 
 def json_bytes(content: Any) -> bytes:
-    """The content of a JSON file."""
     try:
         return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:  # a lone surrogate, which JSON has to escape

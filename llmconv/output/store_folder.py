@@ -132,12 +132,10 @@ class StoreFolder:
 
     @property
     def name(self) -> str:
-        """See `Destination`."""
         return self.address.name
 
     @cached_property
     def store(self) -> ObjectStore:
-        """The objects in the folder."""
         return ObjectStore(self.address, writes=True)
 
     def is_complete(self) -> bool:
@@ -151,11 +149,9 @@ class StoreFolder:
         return content is not None and not (claim and claim.replaces(content))
 
     def tidy(self) -> None:
-        """See `Destination`."""
         self.store.delete(sorted((head.key for head in self.store.list(JOURNAL)), key=CLAIM.__eq__))
 
     def require_free(self, overwrite: bool, inputs: Sequence[Path], *, resume: bool) -> None:
-        """See `Destination`."""
         self._require_apart(inputs)
         found = {head.key for head in self.store.list() if not head.key.startswith(f"{JOURNAL}/")}
         if MANIFEST not in found and found and self.store.head(CLAIM) is None:
@@ -190,32 +186,26 @@ class StoreFolder:
         """See `Destination`; a store has room."""
 
     def space_needed(self, plan: Plan) -> int:
-        """See `Destination`."""
         return plan.nbytes
 
     def manifest(self) -> Manifest:
-        """See `Destination`."""
         content = self.read(MANIFEST)
         return Manifest() if content is None else parse_manifest(content)
 
     def read(self, name: str) -> bytes | None:
-        """See `Destination`."""
         return self.store.read(name, SMALL)
 
     def made_at(self) -> int:
-        """See `Destination`."""
         head = self.store.head(MANIFEST)
         return head.modified if head else 0
 
     def begin(self, key: str, files: Sequence[str], *, overwrite: bool, resume: bool) -> UnfinishedObjects:
-        """See `Destination`."""
         return UnfinishedObjects(self, key, files, overwrite=overwrite, joins=resume)
 
     def require_shared(self) -> None:
         """See `Destination`; they can."""
 
     def share(self, key: str, files: Sequence[str], mine: Collection[str]) -> UnfinishedObjects:
-        """See `Destination`."""
         return UnfinishedObjects(self, key, files, joins=True, mine=frozenset(mine))
 
     def finish(self, key: str, files: Sequence[str], *, overwrite: bool, trusted: bool) -> UnfinishedObjects:
@@ -242,7 +232,6 @@ class UnfinishedObjects:
 
     @property
     def store(self) -> ObjectStore:
-        """The objects in the folder."""
         return self.target.store
 
     def __enter__(self) -> UnfinishedObjects:
@@ -338,7 +327,6 @@ class UnfinishedObjects:
         self.store.write(entry_key(name), json_bytes(line), 0)
 
     def release(self, name: str, sources: Sequence[Path]) -> None:
-        """See `UnfinishedOutput`."""
         source_file.forget(sources)
 
     def write_file(self, name: str, content: bytes | Link) -> None:
@@ -391,7 +379,6 @@ class FileBlocks:
         self._sha256, self._read = hashlib.sha256(), 0
 
     def blocks(self) -> Generator[memoryview, None, None]:
-        """All bytes, to be taken once."""
         with open_source(self.path) as file:
             while block := file.read(COPY_BYTES):
                 self._sha256.update(block)
@@ -400,7 +387,6 @@ class FileBlocks:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """The manifest entry of the blocks that were taken."""
         return {"bytes": self._read, "sha256": self._sha256.hexdigest()}
 
 
@@ -412,7 +398,6 @@ def _counted(blocks: Generator[memoryview, None, None], advance: Callable[[int],
 
 
 def entry_key(name: str) -> str:
-    """The path of a shard's journal entry."""
     return f"{DONE}/{name}.json"
 
 

@@ -153,7 +153,6 @@ class Call:
     arguments: Mapping[str, Any]
 
     def fields(self) -> dict[str, Any]:
-        """The call as JSON."""
         return {"function": list(self.function), "arguments": {n: _plain(v) for n, v in self.arguments.items()}}
 
 
@@ -167,7 +166,6 @@ _call: ContextVar[Call | None] = ContextVar("_call", default=None)
 
 
 def current_call() -> Call:
-    """The call of the command that is running."""
     call = _call.get()
     assert call, "the command is not `repeatable`"
     return call

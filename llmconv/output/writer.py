@@ -192,14 +192,12 @@ Place = Path | StoreAddress | HubAddress
 
 
 def destination_of(output: Place) -> Destination:
-    """The destination at a path or address."""
     if isinstance(output, HubAddress):
         return HubFolder(output)
     return StoreFolder(output) if isinstance(output, StoreAddress) else LocalFolder(output)
 
 
 def space_needed(plan: Plan, output: Place) -> int:
-    """Bytes of new storage that the plan takes in `output`."""
     return destination_of(output).space_needed(plan)
 
 

@@ -68,7 +68,6 @@ class GroupedWeight(PackedWeight):
 
     @property
     def integers(self) -> IntegerCodes:
-        """See `PackedWeight`."""
         words, scales = self.parts[self.words], self.parts[self.scales]
         plain = not self.packing.inputs_first and self.read_zeros is None and words.nbytes * 8 == self._exact_bits
         in_file = (words, scales) if isinstance(words, FileTensor) and isinstance(scales, FileTensor) else None

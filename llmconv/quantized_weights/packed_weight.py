@@ -111,8 +111,6 @@ def as_bytes(tensor: LazyTensor) -> LazyTensor:
 
 
 def unsigned(tensor: LazyTensor) -> LazyTensor:
-    """Codes int8 plus 128, uint8."""
-
     def load(start: int, stop: int) -> Array:
         return tensor.rows(start, stop).view(np.uint8) ^ np.uint8(128)
 

@@ -108,25 +108,20 @@ class TransposedWeight(PackedWeight):
 
     @property
     def plain(self) -> LazyTensor:
-        """See `PackedWeight`."""
         return transposed(self.stored.plain)
 
     def values(self, start: int, stop: int) -> Array:
-        """See `PackedWeight`."""
         return self.plain.rows(start, stop)
 
     @property
     def integers(self) -> IntegerCodes | None:
-        """See `PackedWeight`."""
         found = self.stored.integers
         return replace(found, turned=True) if found else None
 
     def requantized(self, weight: LazyTensor) -> Self:
-        """See `PackedWeight`."""
         stored = self.stored.requantized(transposed(weight))
         return replace(self, parts=stored.parts, stored=stored)
 
 
 def transposed_weight(weight: PackedWeight) -> PackedWeight:
-    """`weight` transposed."""
     return TransposedWeight(weight.name, weight.parts, weight.shape[::-1], weight)

@@ -28,13 +28,11 @@ MAX_LENGTH = "max_sequence_length"
 
 
 def is_past(name: str) -> bool:
-    """Whether the name is a cache input."""
     match = CACHE_NAME.match(name)
     return match is not None and match[1] in _PREFIXES
 
 
 def is_present(name: str) -> bool:
-    """Whether the name is a cache output."""
     match = CACHE_NAME.match(name)
     return match is not None and match[1] in _ORDER
 
@@ -58,7 +56,6 @@ def is_state(name: str) -> bool:
 
 
 def is_recurrent(name: str) -> bool:
-    """Whether the name is a recurrent state."""
     return name.startswith(("past_recurrent.", "present_recurrent."))
 
 

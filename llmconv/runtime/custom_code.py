@@ -105,7 +105,6 @@ def custom_code_errors(folder: Path | None) -> Iterator[None]:
 
 
 def _native_configs() -> Mapping[str, Any]:
-    """transformers' config classes by `model_type`."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415
 
     mapping: Mapping[str, Any] = CONFIG_MAPPING

@@ -171,7 +171,6 @@ class PrefixedRunner(Runner):
 
     @property
     def virtual_tokens(self) -> int:
-        """Number of virtual tokens of the prefix."""
         return self._length
 
     @property
@@ -182,17 +181,14 @@ class PrefixedRunner(Runner):
 
     @property
     def embedding_size(self) -> int | None:
-        """That of the model."""
         return self._runner.embedding_size
 
     @property
     def max_batch_size(self) -> int | None:
-        """That of the model."""
         return self._runner.max_batch_size
 
     @property
     def cache_capacity(self) -> int | None:
-        """That of the model, without the prefix."""
         capacity = self._runner.cache_capacity
         return None if capacity is None else capacity - self._length
 
@@ -209,7 +205,6 @@ class PrefixedRunner(Runner):
         extras: Extras | None = None,
         placed: PlacedEmbeddings | None = None,
     ) -> Step:
-        """Runs the prompt after the prefix."""
         given = self._after_prefix(input_ids, attention_mask, position_ids, past)
         return self._runner.prefill(*given, self._moved(extras), placed)
 
@@ -221,7 +216,6 @@ class PrefixedRunner(Runner):
         past: Cache | None = None,
         extras: Extras | None = None,
     ) -> Step:
-        """Runs one step; without a past after the prefix."""
         given = self._after_prefix(input_ids, attention_mask, position_ids, past)
         return self._runner.decode(*given, self._moved(extras))
 

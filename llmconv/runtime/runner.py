@@ -233,7 +233,6 @@ class ArrayCache:
     length: int
 
     def arrays(self) -> Mapping[str, Array]:
-        """See `Cache.arrays`."""
         return self.content
 
 
@@ -246,7 +245,6 @@ class CacheEdit:
     virtual: int = 0  # number of first tokens that are not shifted
 
     def applied(self, cache: Cache) -> Cache:
-        """The changed cache."""
         if isinstance(cache, RemoteCache):
             return cache.edited(self)
         length = self.numbers[0] if self.kind == "cut" else cache.length

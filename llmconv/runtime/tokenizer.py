@@ -284,7 +284,6 @@ class TokenDecoder:
         self._decode = fast.decode if fast else partial(tokenizer.decode, clean_up_tokenization_spaces=False)
 
     def __call__(self, tokens: Sequence[int]) -> str:
-        """The text of token ids."""
         text: str = self._decode(list(tokens), skip_special_tokens=True)
         return text
 
@@ -344,12 +343,10 @@ class CalibrationText:
 
     @classmethod
     def shipped(cls) -> CalibrationText:
-        """The text that ships with llmconv."""
         return cls(DEFAULT, calibration_text())
 
     @property
     def sha256(self) -> str:
-        """Of the text."""
         return hashlib.sha256(self.content.encode()).hexdigest()
 
     def tokens(

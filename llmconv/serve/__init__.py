@@ -8,5 +8,4 @@ __all__ = ["ServerSettings", "serve"]
 
 
 def __dir__() -> list[str]:
-    """The public names."""
     return __all__

@@ -130,7 +130,6 @@ class AccessGuard:
         self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See the ASGI specification."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -366,7 +365,6 @@ KEEP_ALIVE = b": waiting\n\n"  # a comment, so that no proxy closes a connection
 
 
 def event(content: dict[str, Any]) -> bytes:
-    """One server-sent event."""
     return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -395,7 +393,6 @@ class ResponseBuilder:
         self._begun: set[int] = set()
 
     def add(self, delta: ChoiceDelta) -> None:
-        """Adds the result of a step."""
         self.completion_tokens += delta.tokens
         self.cached_tokens += delta.cached
         self.texts.setdefault(delta.choice, []).append(delta.text)

@@ -142,7 +142,6 @@ class CompletionRequest:
 
     @property
     def is_chat(self) -> bool:
-        """Whether this is a chat request, not a completion request."""
         return bool(self.messages)
 
 

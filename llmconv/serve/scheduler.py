@@ -98,7 +98,6 @@ class Scheduler:
         ]
 
     def start(self) -> None:
-        """Starts the threads."""
         for thread in self._threads:
             thread.start()
 
@@ -166,7 +165,6 @@ class Scheduler:
 
     @property
     def is_running(self) -> bool:
-        """Whether a thread runs."""
         return any(thread.is_alive() for thread in self._threads)
 
     def stop(self) -> None:
@@ -279,7 +277,6 @@ class Scheduler:
 
 
 def _close(job: Job[Any]) -> None:
-    """Closes the steps of a job."""
     try:
         getattr(job.steps, "close", lambda: None)()
     except Exception:  # an error must not end the thread

@@ -193,13 +193,11 @@ class LimitedProtocol(H11Protocol):
     idle_since: float | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """A client has connected."""
         super().connection_made(transport)
         self._idle()
         self._timer = self.loop.call_later(HEADER_SECONDS, self._too_slow)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone."""
         self._stop_timer()
         super().connection_lost(exc)
 
@@ -257,7 +255,6 @@ class ConnectionLimit:
         self.connections: set[Any] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See the ASGI specification."""
         error = self._refusal(scope) if scope["type"] == "http" else None
         if error is None:
             await self._app(scope, receive, send)

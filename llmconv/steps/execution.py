@@ -419,7 +419,6 @@ class Record:
         return cls(path, steps)
 
     def save(self) -> None:
-        """Replaces the file."""
         content = {"record_version": VERSION, "steps": {name: asdict(done) for name, done in self.steps.items()}}
         replace_file(self.path, json.dumps(content, indent=1).encode())
 
@@ -455,7 +454,6 @@ class Record:
         return {} if done is None else done.earlier | done.written
 
     def forget(self, step: Step) -> None:
-        """Removes a step."""
         self.steps.pop(step.name, None)
         self.save()
 

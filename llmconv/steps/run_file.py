@@ -76,7 +76,6 @@ class RunFile:
 
     @property
     def home(self) -> Path:
-        """The folder that relative paths begin at."""
         return self.path.absolute().parent
 
 
@@ -413,7 +412,6 @@ VARIABLE_VALUE = {"type": "string", "pattern": r"\$\{"}  # a text with a variabl
 
 
 def run_file_schema(group: click.Group) -> dict[str, Any]:
-    """The JSON schema of run files."""
     return {
         "$schema": DRAFT,
         "title": "llmconv run file",

@@ -40,7 +40,6 @@ class StoreAddress:
 
     @property
     def name(self) -> str:
-        """The last part of the path, as of a folder on the disk."""
         return self.key.rpartition("/")[2] or self.bucket
 
     @property

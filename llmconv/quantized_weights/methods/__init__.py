@@ -25,5 +25,4 @@ class QuantizationMethod:
 
 @lru_cache(maxsize=1)
 def methods() -> dict[str, QuantizationMethod]:
-    """Every method by name, in alphabetical order."""
     return {row.name: row for row in plugins(__name__, "METHOD", QuantizationMethod).values()}

@@ -108,7 +108,6 @@ class FourBitWeight(PackedWeight):
         return prod(self.shape)
 
     def values(self, start: int, stop: int) -> Array:
-        """See `PackedWeight`."""
         columns = prod(self.shape[1:])
         first, last = start * columns, stop * columns
         packed = as_bytes(self.parts[self.name]).rows(first // 2, -(-last // 2))
@@ -284,7 +283,6 @@ class Int8Rows(PackedWeight):
     scales: str
 
     def values(self, start: int, stop: int) -> Array:
-        """See `PackedWeight`."""
         scales = finite(self.parts[self.scales].rows(start, stop), self.scales)
         wide = self.parts[self.name].rows(start, stop).astype(np.float32)
         wide *= scales[:, np.newaxis]
@@ -293,8 +291,6 @@ class Int8Rows(PackedWeight):
 
     @property
     def integers(self) -> IntegerCodes:
-        """See `PackedWeight`."""
-
         def scales(start: int, stop: int) -> Array:
             stored = finite(self.parts[self.scales].rows(start, stop), self.scales)
             return (bounded(stored, 128, self.name) * STEP)[:, np.newaxis]  # codes come first in `values`

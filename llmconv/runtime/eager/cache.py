@@ -57,7 +57,6 @@ class EagerCache:
 
     @property
     def has_recurrent_state(self) -> bool:
-        """Whether any layer has a recurrent state."""
         return any(name.startswith("present_recurrent") for name in self._tensors())
 
     def arrays(self) -> dict[str, Array]:

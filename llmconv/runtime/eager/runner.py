@@ -157,7 +157,6 @@ class EagerRunner(Runner):
         return self._ready(with_adapter(model, self._adapter) if self._adapter else model)
 
     def _ready(self, model: Any) -> Any:
-        """The model converted to its precision."""
         if self.attention == "eager":
             use_eager_experts(without_adapter(model))
         skip_layers(layer_modules(model), self._skipped)
@@ -258,12 +257,10 @@ class EagerRunner(Runner):
 
     @property
     def vocab_size(self) -> int:
-        """Number of rows of the embedding."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
     def extra_inputs(self) -> Mapping[str, ExtraInput]:
-        """See `Runner.extra_inputs`."""
         return self._extra_inputs
 
     def prefill(
@@ -371,7 +368,6 @@ class EagerRunner(Runner):
         return logits
 
     def deepstacked(self, features: torch.Tensor | None) -> AbstractContextManager[None]:
-        """See `llmconv.runtime.eager.runner.deepstacked`."""
         return deepstacked(without_adapter(self.model), features)
 
     @contextmanager
@@ -547,7 +543,6 @@ class LastResult:
 
     @classmethod
     def of(cls, layer: torch.nn.Module) -> LastResult:
-        """Watches a layer."""
         found = cls()
         layer.register_forward_hook(found._keep)
         return found

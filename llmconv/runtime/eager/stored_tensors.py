@@ -48,7 +48,6 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the file."""
         found: torch.dtype = getattr(torch, self._file.dtype.name)
         return found
 

@@ -40,12 +40,10 @@ class TorchCache:
     length: int
 
     def arrays(self) -> Mapping[str, Array]:
-        """See `Cache.arrays`."""
         return self._named.arrays()
 
     @property
     def has_recurrent_state(self) -> bool:
-        """Whether any layer has a recurrent state."""
         return self._named.has_recurrent_state
 
     @property
@@ -189,7 +187,6 @@ class ComputedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """torch's dtype of the same name."""
         found: torch.dtype = getattr(torch, self._tensor.dtype.name)
         return found
 

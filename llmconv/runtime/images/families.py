@@ -67,7 +67,6 @@ class PixtralImages(ImageFamily):
         return {PIXEL_VALUES: pixels, IMAGE_SIZES: sizes}
 
     def features_of(self, given: Given, graph_tokens: int) -> list[int]:
-        """Number of features of each image."""
         unit = unit_of(self.config)
         return [(height // unit) * (width // unit) for height, width in _sizes(given)]
 
@@ -155,7 +154,6 @@ class AnyresImages(ImageFamily):
         return [*odd, *(list(one) for one in self.config.image_grid_pinpoints[:4])]
 
     def features_of(self, given: Given, graph_tokens: int) -> list[int]:
-        """Number of features of each image."""
         blank, newline = np.zeros((1, graph_tokens, 1)), np.zeros(1)
         return [
             len(self.packed(blank.repeat(grid[0] * grid[1] + 1, axis=0), newline, size, grid))
@@ -350,7 +348,6 @@ class Gemma3Images(ImageFamily):
         return str(processor.boi_token)
 
     def inputs(self, where: Array, features: Features, given: Given) -> dict[str, Array]:
-        """Which tokens belong to images, see `ImageFamily.inputs`."""
         return {KINDS: where.astype(np.int64)}
 
     def model_inputs(self, where: Array, given: Given) -> dict[str, Array]:
@@ -471,7 +468,6 @@ class PatchProcessor:
 
     @classmethod
     def of(cls, folder: Path) -> PatchProcessor:
-        """The processor of the model in a folder."""
         from transformers import AutoTokenizer, Gemma4ImageProcessorPil  # noqa: PLC0415 - imports torch
 
         require_small_template(folder)

@@ -47,7 +47,6 @@ class QwenImages(ImageFamily):
         return f"{start}{placeholder}{end}"
 
     def runs(self, given: Given) -> Iterator[Given]:
-        """See `ImageFamily.runs`."""
         start = 0
         for patches in self._grids(given):
             stop = start + patches[0] * patches[1]
@@ -79,14 +78,12 @@ class QwenImages(ImageFamily):
         return [(rows, columns) for _, rows, columns in grids]
 
     def inputs(self, where: Array, features: Features, given: Given) -> dict[str, Array]:
-        """See `ImageFamily.inputs`."""
         merged = self._merged
         return {
             POSITIONS: positions_on_axes(where, [(rows // merged, cols // merged) for rows, cols in self._grids(given)])
         }
 
     def examples(self, shape: Sequence[int | str], random: np.random.Generator) -> list[Given]:
-        """See `ImageFamily.examples`."""
         return [self._example(sizes, int(shape[1]), random, contrast) for sizes, contrast in KINDS]
 
     def _example(self, sizes: Sequence[Patches], values: int, random: np.random.Generator, contrast: float) -> Given:
@@ -95,7 +92,6 @@ class QwenImages(ImageFamily):
         return {PIXEL_VALUES: random.standard_normal((count, values)) * contrast, GRIDS: np.array(grids)}
 
     def features_of(self, given: Given, graph_tokens: int) -> list[int]:
-        """See `ImageFamily.features_of`."""
         return [rows * columns // self._merged**2 for rows, columns in self._grids(given)]
 
     def model_inputs(self, where: Array, given: Given) -> dict[str, Array]:
@@ -133,7 +129,6 @@ class DeepstackedQwenImages(QwenImages):
         return super().rows(outputs, given)
 
     def inputs(self, where: Array, features: Features, given: Given) -> dict[str, Array]:
-        """See `ImageFamily.inputs`."""
         deep = np.concatenate([one[DEEPSTACK_FEATURES] for one in features.outputs]).astype(np.float32)
         added = np.zeros((len(where), deep.shape[1]), dtype=np.float32)
         added[where] = deep

@@ -102,7 +102,6 @@ class _GraphCutter:
         self._nodes, self._constant = nodes, constant
 
     def pieces(self) -> list[GraphPiece]:
-        """See `cut_graph`."""
         ends = self._ends()
         return [self._piece(start, stop) for start, stop in zip([0, *ends], [*ends, len(self._live)], strict=True)]
 
@@ -235,7 +234,6 @@ class DeclaredValue:
 
     @classmethod
     def of(cls, info: onnx.ValueInfoProto) -> DeclaredValue:
-        """From the declaration in a graph."""
         tensor = info.type.tensor_type
         axes = [axis.dim_param or axis.dim_value for axis in tensor.shape.dim]
         return cls(info.name, KINDS.get(tensor.elem_type, f"type {tensor.elem_type}"), axes)
@@ -264,7 +262,6 @@ class DeclaredGraph:
         return Device()
 
     def get_inputs(self) -> list[DeclaredValue]:
-        """As `SessionChain.get_inputs`."""
         produced: set[str] = set()
         inputs: dict[str, DeclaredValue] = {}
         for model in self.models:
@@ -275,11 +272,9 @@ class DeclaredGraph:
         return list(inputs.values())
 
     def get_factors(self) -> list[DeclaredValue]:
-        """As `SessionChain.get_factors`; a piece has their defaults."""
         return [DeclaredValue.of(info) for model in self.models for info in _ports(model, factors=True)]
 
     def get_outputs(self) -> list[DeclaredValue]:
-        """As `SessionChain.get_outputs`."""
         read = {info.name for model in self.models for info in model.graph.input}
         outputs = [info for model in self.models for info in model.graph.output if info.name not in read]
         return sorted(map(DeclaredValue.of, outputs), key=lambda value: value.name.startswith("present"))

@@ -87,7 +87,6 @@ class SpillFile:
         return spilled
 
     def get(self, spilled: SpilledArray) -> Array:
-        """Reads an array."""
         array: Array = np.empty(spilled.shape, spilled.dtype)
         read_exactly(self._fd, array.reshape(-1).view(np.uint8).data, spilled.offset, Path(gettempdir()))
         return array
@@ -103,7 +102,6 @@ class SpilledArray:
     dtype: np.dtype[Any]
 
     def read(self) -> Array:
-        """The array, read from the file."""
         return self.file.get(self)
 
 
@@ -128,7 +126,6 @@ class SpilledCache:
     spilled: Mapping[str, SpilledArray]
 
     def arrays(self) -> dict[str, Array]:
-        """See `Cache.arrays`."""
         return {name: array.read() for name, array in self.spilled.items()}
 
     def edited(self, edit: ArrayEdit, mask: Array) -> EditedSpilledCache:
@@ -168,7 +165,6 @@ class EditedSpilledCache:
         return self.cache.length - self.edit.drop
 
     def arrays(self) -> dict[str, Array]:
-        """See `Cache.arrays`."""
         return {name: self.edit.of_array(name, array, self.mask) for name, array in self.cache.arrays().items()}
 
 
@@ -300,12 +296,10 @@ class PlannedCall:
 
     @property
     def tokens(self) -> ModelCall:
-        """The tokens of the call."""
         return ModelCall(self.input_ids, self.attention_mask, self.position_ids)
 
     @property
     def past_length(self) -> int:
-        """Number of tokens before this call, padding included."""
         return int(self.attention_mask.shape[1] - self.input_ids.shape[1])
 
 
@@ -367,7 +361,6 @@ class StreamedWeights:
         return found if found and found.shape == tuple(parameter.shape) else None
 
     def keep(self, names: Iterable[str]) -> None:
-        """Loads tensors that stay in memory."""
         wanted = list(names)
         self._load(wanted, stays=True)
         for name in wanted:
@@ -394,7 +387,6 @@ class StreamedWeights:
         self._load_converted([name for name in names if name not in self._as_stored])
 
     def _load_converted(self, names: list[str]) -> None:
-        """Loads tensors as transformers does."""
         if not names:
             return
         shared = {alias for name in names for alias in self._aliases[id(self._tensors[name])]}
@@ -543,7 +535,6 @@ class MatrixMemory:
         return self._kept[name]
 
     def release(self) -> None:
-        """Frees all of it."""
         self._room += sum(matrix.nbytes for matrix in self._kept.values())
         self._kept.clear()
         self._buffers.clear()

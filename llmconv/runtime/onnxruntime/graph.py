@@ -183,7 +183,6 @@ class OrtCache:
     length: int
 
     def arrays(self) -> dict[str, Array]:
-        """See `Cache.arrays`."""
         return {name: as_array(value) for name, value in zip(self.names, self.values, strict=True)}
 
 
@@ -268,7 +267,6 @@ class OrtGraph:
         return other
 
     def _connect(self, paths: Sequence[Path], settings: SessionSettings) -> Any:
-        """Opens the sessions."""
         return SessionChain(paths, settings)
 
     @property
@@ -381,7 +379,6 @@ def step_of(names: Sequence[str], results: Sequence[Array], present: Cache) -> S
 
 
 def open_graph(folder: Path, entry: GraphEntry, settings: SessionSettings | None = None) -> OrtGraph:
-    """The `OrtGraph` of an entry in a folder's manifest."""
     return OrtGraph(folder / entry.files[0], settings, entry=entry)
 
 

@@ -46,7 +46,6 @@ class GraphEntry:
         return self.files[0] if len(self.files) == 1 else self.files[0].replace("-1-", "-*-")
 
     def paths(self, folder: Path) -> list[Path]:
-        """Paths of its files in a folder."""
         return [folder / name for name in self.files]
 
     def content_key(self, folder: Path) -> object:

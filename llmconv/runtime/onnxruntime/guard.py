@@ -116,7 +116,6 @@ def weight_bytes(model: onnx.ModelProto) -> int:
 
 
 def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor with external data."""
     for tensor in (*model.graph.initializer, *inner_tensors(model)):
         if is_external(tensor):
             yield tensor
@@ -134,7 +133,6 @@ def inner_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 
 def is_external(tensor: onnx.TensorProto) -> bool:
-    """Whether a tensor has external data."""
     return bool(tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data)
 
 

@@ -33,12 +33,10 @@ FACTOR_A, FACTOR_B = ".lora_A.weight", ".lora_B.weight"
 
 
 def factor_names(module: str) -> tuple[str, str]:
-    """The names of the inputs of a module."""
     return f"{module}{FACTOR_A}", f"{module}{FACTOR_B}"
 
 
 def is_factor(name: str) -> bool:
-    """Whether the name is that of a LoRA factor."""
     return name.endswith((FACTOR_A, FACTOR_B))
 
 
@@ -130,7 +128,6 @@ class _FlatBuffer:
         self._content, self._read = content, 0
 
     def arrays(self) -> dict[str, Array]:
-        """All parameters."""
         start, count = self._vector(self._field(self._follow(0), PARAMETERS), 4)
         tables = [self._follow(start + 4 * at) for at in range(count)]
         arrays = dict(map(self._parameter, tables))

@@ -186,7 +186,6 @@ class OrtRunner(Runner):
 
 
 def _without_graphs(folder: Path) -> InputRefused:
-    """The error for a folder without graphs that keep a cache."""
     others = [entry.name for entry in single_pass_entries(folder)]
     elsewhere = " -o OUT" if snapshot_home(folder) else ""
     return InputRefused(

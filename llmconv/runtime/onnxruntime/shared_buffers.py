@@ -157,7 +157,6 @@ class BufferCache:
     length: int
 
     def arrays(self) -> dict[str, Array]:
-        """See `Cache.arrays`."""
         named = zip(self.names, self.buffers.arrays(), strict=True)
         return {name: array[: self.rows, :, : self.length] for name, array in named}
 

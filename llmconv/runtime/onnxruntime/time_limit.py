@@ -41,7 +41,6 @@ class Deadline:
         self._seconds, self._clock, self._cpu = seconds, time.monotonic(), time.process_time()
 
     def is_over(self) -> bool:
-        """Whether the time is over."""
         passed, computed = time.monotonic() - self._clock, time.process_time() - self._cpu
         return passed > self._seconds and (computed > self._seconds or passed > PATIENCE * self._seconds)
 
@@ -171,7 +170,6 @@ class LimitedSession:
         self.io_binding = self._session.io_binding
 
     def run_with_ort_values(self, names: Sequence[str], feeds: Mapping[str, ort.OrtValue]) -> list[ort.OrtValue]:
-        """As in `InferenceSession`."""
         shapes = [value.shape() for value in islice(feeds.values(), FEEDS)]
         with self._limit.running(*_tokens(shapes)) as options:
             values: list[ort.OrtValue] = self._session.run_with_ort_values(names, feeds, options)
@@ -194,7 +192,6 @@ class LimitedSession:
         return values
 
     def run(self, names: Sequence[str], feeds: Mapping[str, Any]) -> list[Any]:
-        """As in `InferenceSession`."""
         with self._limit.running(*_tokens([array.shape for array in islice(feeds.values(), FEEDS)])) as options:
             values: list[Any] = self._session.run(names, feeds, options)
         return values

@@ -257,7 +257,6 @@ OTHER_EXPORT = (
 
 
 def token() -> str:
-    """The shared token of this process."""
     return os.environ.get(TOKEN, "")
 
 
@@ -269,7 +268,6 @@ class Refused(Exception):
         self.hint = hint
 
     def answer(self) -> Message:
-        """The message to the peer."""
         return Message("refused", {"message": str(self), "hint": self.hint})
 
 

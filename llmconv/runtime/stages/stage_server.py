@@ -147,7 +147,6 @@ class StagedExport:
         return cls(folder, entries, count, prints, any("sha256" in entry for entry in weights.values()), ports)
 
     def stage(self, use: str, number: int) -> GraphEntry:
-        """The entry of one stage of a graph."""
         return replace(self.entries[use], files=(self.entries[use].files[number - 1],))
 
     def inputs(self, use: str, number: int) -> list[str]:
@@ -155,7 +154,6 @@ class StagedExport:
         return list(dict.fromkeys(name for name in (*self.ports[use][number - 1][0], MASK) if not is_past(name)))
 
     def outputs(self, use: str, number: int) -> list[str]:
-        """The outputs of a stage other than its cache."""
         return [name for name in self.ports[use][number - 1][1] if not is_present(name)]
 
     def require(self, number: int) -> None:
@@ -220,7 +218,6 @@ class StageServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether the stage is running."""
         return self._running is not None and not self._running.done()
 
     def serve(self, listener: socket.socket, stop: Callable[[], bool]) -> None:

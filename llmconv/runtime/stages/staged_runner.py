@@ -62,11 +62,9 @@ class RemotePart:
 
     @property
     def is_lost(self) -> bool:
-        """See `RemoteCache`."""
         return self.held.connection is not self.stage.connection
 
     def edited(self, edit: CacheEdit) -> RemotePart:
-        """See `RemoteCache`."""
         length = edit.numbers[0] if edit.kind == "cut" else self.length
         return replace(self, length=length, edits=(*self.edits, edit))
 
@@ -193,12 +191,10 @@ class StagedCache:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a stage no longer has its part."""
         return any(isinstance(part, RemoteCache) and part.is_lost for part in self.parts)
 
     @property
     def is_cuttable(self) -> bool:
-        """See `can_be_cut`."""
         return all(part.is_cuttable if isinstance(part, RemoteCache) else is_cuttable(part) for part in self.parts)
 
     def edited(self, edit: CacheEdit) -> StagedCache:
@@ -253,7 +249,6 @@ class StagedRunner(Runner):
 
     @property
     def virtual_tokens(self) -> int:
-        """Number of virtual tokens of the prefill graph's tuned prefix."""
         return self._prefix.length if self._prefix else 0
 
     def prefill(
@@ -265,7 +260,6 @@ class StagedRunner(Runner):
         extras: Extras | None = None,
         placed: PlacedEmbeddings | None = None,
     ) -> Step:
-        """Runs the prompt; see `Runner.prefill`."""
         refuse_placed(placed)
         return self._run("prefill", ModelCall(input_ids, attention_mask, position_ids), past, extras)
 
@@ -277,7 +271,6 @@ class StagedRunner(Runner):
         past: Cache | None = None,
         extras: Extras | None = None,
     ) -> Step:
-        """Runs a step; see `Runner.decode`."""
         use = "prefill" if self._prefix and past is None else "decode"
         return self._run(use, ModelCall(input_ids, attention_mask, position_ids), past, extras)
 
@@ -296,7 +289,6 @@ class StagedRunner(Runner):
         return step_of(self._result_names, results, StagedCache(present, max(part.length for part in present)))
 
     def close(self) -> None:
-        """Closes the connections to the stages."""
         self._opened.close()
 
 
@@ -431,7 +423,6 @@ class RayStages:
             self._ray.kill(actor)
 
     def close(self) -> None:
-        """Ends the stages."""
         self._open.close()
 
 
@@ -483,7 +474,6 @@ def serve_stage(
 
 
 def _listen(address: Address) -> socket.socket:
-    """A listening socket."""
     try:
         family, _, _, _, found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(found[:2], family=family, backlog=128)
