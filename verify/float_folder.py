@@ -183,7 +183,7 @@ def audit_folder(
         used |= names
         yield [check]
     models = verified.models.items()
-    yield [audit_decisions(name, model, config, prefix=_prefix(verified, name)) for name, model in models]
+    yield [audit_decisions(name, model, config) for name, model in models]
     unused = sorted(set(source.reference) - used)
     if used and unused:
         report.notes.append(f"{len(unused)} tensors of the model are in no graph, first `{unused[0]}`")
@@ -199,12 +199,6 @@ def audit_recorded_files(
     report.unseen += ["graphs that are not the folder's own"] if any(c.verdict == "skip" for c in checks) else []
     if hashes:
         yield audit_files(verified.path)
-
-
-def _prefix(verified: VerifiedFolder, graph: str) -> int:
-    """Number of virtual tokens before a graph's input, as recorded in the manifest."""
-    entries = [entry for entry in verified.entries if graph == entry.name and entry.prefix]
-    return entries[0].prefix.length if entries and entries[0].prefix else 0
 
 
 @dataclass(frozen=True)

@@ -179,9 +179,8 @@ def compare_entries(
 def _decisions(verified: VerifiedFolder, folder: Path, report: Report) -> Checks:
     """Shapes behind quantized products are not inferred, so this audit has fewer failures than that of floats."""
     config = read_config(folder)
-    lengths = {entry.name: entry.prefix.length if entry.prefix else 0 for entry in verified.entries}
     for name, model in verified.models.items():
-        checks, notes = audit_foreign_decisions(name, model, config, prefix=lengths.get(name, 0))
+        checks, notes = audit_foreign_decisions(name, model, config)
         yield checks
         report.notes += notes
 

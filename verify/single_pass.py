@@ -73,8 +73,7 @@ class SinglePassFolder:
         source = self._weights()
         yield [audit_weights(name, model, source)[0] for name, model in models.items()]
         config = read_config(self.reference)
-        pooled = {entry.name: entry.role in POOLED for entry in self.verified.entries}
-        yield [audit_decisions(name, model, config, pools=pooled[name]) for name, model in models.items()]
+        yield [audit_decisions(name, model, config) for name, model in models.items()]
         self.report.unseen += hidden_faults(SCALINGS, self.reference)
         for entry in self.verified.entries:
             yield from self._graph(entry)

@@ -1,543 +1,665 @@
 """The audit of decisions: one check per graph, which lists nodes that decide by numbers that are not the model's.
 
 A graph computes its masks, positions and shapes from lengths, token ids and the mask, in a few dozen nodes without
-weights. `GraphWalk` derives node by node the values that depend on the call only. Sums and layout changes decide
-nothing. Nodes that compare, round, clip, look up or cut do decide, and must do so by numbers of the model.
-
-Axes are derived on a copy of the graph, in which operators of onnxruntime become standard ones with outputs of the same
-shapes: ONNX's shape inference stops at operators that it does not know. Axes that it loses are derived after layout
-changes, slices and elementwise operators. Shapes that the graph declares for its inner values are not used, because no
-check has validated them.
+weights. `DecisionWalk` follows these values node by node, as sums of what the call gives. Nodes that compare, round,
+clip, count, look up or cut decide, and must do so by numbers of the model. A value that is no such sum any more, as the
+cosine of an angle, is not followed: what a graph decides by it is left to the scenarios.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from math import isclose
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 from onnx.inliner import inline_local_functions
 
 from llmconv.checkpoint import read_json
 from llmconv.errors import first_line
-from llmconv.runtime.cache_names import is_present, layer_of, past_of
-from llmconv.runtime.onnxruntime.guard import is_external
-from llmconv.runtime.onnxruntime.session_settings import half_precision
-from llmconv.verify.audit.config_numbers import ConfigNumbers, DecisionJudge, window_of
-from llmconv.verify.audit.derived_values import DerivedValues
-from llmconv.verify.audit.lookups import Lookups
-from llmconv.verify.audit.state import (
-    HALVES,
-    INPUTS,
-    MASK,
-    RANDOM,
-    AffineForm,
-    AuditFindings,
-    AxisSizes,
-    ConstantValue,
-    InputValue,
-    ModelValue,
-    Value,
-    ValueKind,
-    WalkState,
-    atom,
-    attribute,
-    forms_of,
-    made_of,
-)
+from llmconv.runtime.cache_names import layer_of
+from llmconv.runtime.onnxruntime.float32_graph import half_precision
+from llmconv.tensors import BY_NAME, Array
 from llmconv.verify.results import Check
 
 NAME = "decisions"
 """Name of the check in reports."""
 
-HIDDEN, PRODUCTS = "last_hidden_state", ("MatMul", "Gemm")
-
 FIRST = 5
-"""Maximum number of findings in a detail."""
+"""Findings in a detail."""
+
+LENGTH, BATCH, POSITION, TOKEN, MASK, INDEX = (
+    "length", "batch size", "position", "token id", "mask", "place in the sequence"
+)  # fmt: skip
+"""What of a call a value depends on; the last is an index that counts tokens."""
+
+INPUTS = {"input_ids": TOKEN, "attention_mask": MASK, "position_ids": POSITION, "write_indices": LENGTH}
+"""Inputs of a graph, and what of a call each contains."""
 
 STORED_PREFIX = re.compile(r"prefix\.\d+\.(key|value)")
 """Keys and values of a tuned prefix, see `export --prefix`."""
 
-MANY = 1e9
-"""Larger numbers are ends of a range and are not printed."""
+LARGEST = 3e38
+"""Numbers of this size hide a key, or are the end of float32; those above a billion are ends of a range."""
+UNLIMITED = 1e9
 
 
-SMALL = 2.0
-"""Numbers up to this are in the arithmetic of pooling; every run has longer texts and larger batches."""
-
-
-def audit_decisions(
-    graph: str, model: onnx.ModelProto, config: Mapping[str, Any], *, prefix: int = 0, pools: bool = False
-) -> Check:
+def audit_decisions(graph: str, model: onnx.ModelProto, config: Mapping[str, Any]) -> Check:
     """Fails if a graph decides on lengths, batch size, positions or tokens by a number that is not the model's.
 
-    Args:
-        config: from `read_config`.
-        prefix: number of virtual tokens of the graph's prefix in the manifest; 0 for none.
-        pools: the part after the model joins the tokens of a text, which counts them and looks up the last one.
+    `config` is from `read_config`.
     """
     try:
-        found = decisions_of(model, config, INPUTS, prefix=prefix)
-        after = after_model(model) if pools else frozenset()
+        found = decisions_of(model, config, INPUTS)
     except Exception as error:  # not a valid graph; the check of its structure reports why
         return Check(NAME, graph, "", verdict="fail", detail=f"cannot be analyzed: {first_line(error)}")
-    wrong = (one for one in found.findings if one.node not in after or one.number > SMALL)
-    texts = list(dict.fromkeys(f"`{one.node}` {one.text}" for one in wrong))
-    window = window_of(config)
-    if window and window.layers & _layers(model) and not {window.size + step for step in (-1, 0, 1)} & found.numbers:
-        texts.append(f"no node decides by the sliding window of {window.size}")
-    numbers = ", ".join(f"{number:g}" for number in sorted(found.numbers) if number < MANY) or "none"
-    detail = (
-        _first(texts) or f"{found.decisions} comparisons, limits and choices, all by numbers of the model ({numbers})"
-    )
-    return Check(NAME, graph, "", verdict="fail" if texts else "pass", detail=detail)
-
-
-def after_model(model: onnx.ModelProto) -> frozenset[str]:
-    """The nodes of a graph without a cache that follow the model: those on which no hidden state depends.
-
-    The hidden state is that of all tokens, an output of graphs of embeddings; else the last product with a weight, as
-    the scores of a classifier are chosen from those of all tokens.
-    """
-    stored = {tensor.name for tensor in model.graph.initializer if is_external(tensor)}
-    names = {port.name for port in model.graph.output}
-    products = [node for node in model.graph.node if node.op_type in PRODUCTS and stored.intersection(node.input)]
-    wanted = {HIDDEN} if HIDDEN in names else {name for node in products[-1:] for name in node.output}
-    inside = set()
-    for node in reversed(model.graph.node):
-        if wanted.intersection(node.output):
-            wanted.update(node.input)
-            inside.add(node.name or node.output[0])
-    return frozenset(node.name or node.output[0] for node in model.graph.node) - inside
+    texts = list(dict.fromkeys(f"`{one.node}` {one.text}" for one in found.findings))
+    size, layers = window_of(config)
+    returned = {layer_of(port.name) for port in model.graph.output}
+    if layers & returned and not {size - 1, size, size + 1} & found.numbers:
+        texts.append(f"no node decides by the sliding window of {size}")
+    numbers = ", ".join(f"{number:g}" for number in sorted(found.numbers) if number < UNLIMITED) or "none"
+    passed = f"{found.decisions} comparisons, limits and choices, all by numbers of the model ({numbers})"
+    return Check(NAME, graph, "", verdict="fail" if texts else "pass", detail=_first(texts) or passed)
 
 
 def audit_foreign_decisions(
-    graph: str,
-    model: onnx.ModelProto,
-    config: Mapping[str, Any],
-    inputs: Mapping[str, str] = INPUTS,
-    *,
-    prefix: int = 0,
+    graph: str, model: onnx.ModelProto, config: Mapping[str, Any], inputs: Mapping[str, str] = INPUTS
 ) -> tuple[list[Check], list[str]]:
-    """The same audit for a graph of another exporter, with fewer failures.
-
-    Arguments are those of `audit_decisions`; `inputs` has the property of a call that each input contains.
+    """The same audit for a graph of another exporter; `inputs` has what of a call each input contains.
 
     Returns:
         A failed check if the graph tests for a single length, position, batch size or token that no field of the config
         contains; and a note on other decisions by numbers that are not the model's.
     """
     try:
-        found = decisions_of(model, config, inputs, tables=False, prefix=prefix)
+        found = decisions_of(model, config, inputs, tables=False)
     except Exception as error:  # a graph of an unknown exporter
         return [], [f"{graph}: its decisions cannot be analyzed: {first_line(error)}"]
-    texts = {point: [f"`{one.node}` {one.text}" for one in found.findings if one.point is point and one.certain]
-            for point in (True, False)}  # fmt: skip
-    checks = [Check(NAME, graph, "", verdict="fail", detail=_first(texts[True]))] if texts[True] else []
-    others = list(dict.fromkeys(texts[False]))
+    points, others = (
+        list(dict.fromkeys(f"`{one.node}` {one.text}" for one in found.findings if one.certain and one.point is point))
+        for point in (True, False)
+    )
+    checks = [Check(NAME, graph, "", verdict="fail", detail=_first(points))] if points else []
     return checks, [f"{graph}: {_first(others)}, which is not in the config"] if others else []
 
 
 def _first(texts: Sequence[str]) -> str:
-    """The first texts, and the number of others."""
     return "; ".join(texts[:FIRST]) + (f"; and {len(texts) - FIRST} more" if len(texts) > FIRST else "")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The fields that `config.json` states, and transformers' defaults; without fields that the config class lacks."""
+    """The fields that `config.json` states, and transformers' defaults for those that it does not."""
     from transformers import AutoConfig  # noqa: PLC0415 - slow to import, and not needed to walk
 
     fields = read_json(folder / "config.json")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        return {"stated": read_fields(fields, config), "default": read_fields(config.to_dict(), config)}
+        return {"stated": fields, "default": config.to_dict()}
     except Exception:  # a config class in the folder's own code, which has no known defaults
         return {"stated": fields, "default": {}}
 
 
 def decisions_of(
-    model: onnx.ModelProto,
-    config: Mapping[str, Any],
-    inputs: Mapping[str, str],
-    *,
-    tables: bool = True,
-    prefix: int = 0,
-) -> AuditFindings:
-    """The decisions of a graph, with arguments as in `audit_foreign_decisions`.
-
-    `tables` also analyzes the contents of lookup tables.
-    """
+    model: onnx.ModelProto, config: Mapping[str, Any], inputs: Mapping[str, str], *, tables: bool = True
+) -> Decisions:
+    """The decisions of a graph; `tables` also analyzes the rows of lookup tables."""
     if model.functions:
         model = inline_local_functions(model)
-    inferred = onnx.shape_inference.infer_shapes(_undeclared(model), data_prop=True)
-    ports = [*inferred.graph.input, *inferred.graph.value_info, *inferred.graph.output]
-    symbols = frozenset(dim.dim_param for port in model.graph.input for dim in port.type.tensor_type.shape.dim)
-    axes = {port.name: _axes(port) for port in ports if port.type.tensor_type.HasField("shape")}
-    axes |= {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
-    axes |= _heads(model)
-    types = {port.name: port.type.tensor_type.elem_type for port in ports}
-    half = half_precision(model)
-    walk = GraphWalk(
-        ConfigNumbers.of(config, _lengths(model, prefix), half),
-        WalkState(axes, types, inputs, symbols - {""}, tables, bool(half)),
-    )
-    walk.run(model.graph)
-    return walk.judge.found
+    graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    axes = [axes[:2] if len(axes) < 4 else axes[2:3] for axes in map(_axes, model.graph.input)]
+    fixed = [axis for some in axes for axis in some if isinstance(axis, int)]
+    stored = [tensor.dims[2] for tensor in graph.initializer if STORED_PREFIX.fullmatch(tensor.name)]
+    walk = DecisionWalk(graph, ConfigNumbers.of(config, [*fixed, *stored], half_precision(model)), tables)
+    walk.run(graph, inputs)
+    return walk.found
 
 
-def _heads(model: onnx.ModelProto) -> dict[str, AxisSizes]:
-    """The axes of the cache's inputs, with fixed sizes taken from its outputs, which the structure audit checks.
+@dataclass(frozen=True)
+class Finding:
+    """A node that decides by a number that is not one of the model's.
 
-    Inputs may have symbolic axes there: a client that guesses them wrongly passes an empty cache of another shape.
+    Attributes:
+        certain: the node decides by that number; False if that depends on what is not followed.
+        point: the node tests for that single number, which no field of the config contains.
     """
-    made = {past_of(port.name): _axes(port) for port in model.graph.output if is_present(port.name)}
-    given = {port.name: _axes(port) for port in model.graph.input if port.name in made}
-    return {
-        name: [size if isinstance(size, int) else axis for axis, size in zip(axes, made[name], strict=True)]
-        for name, axes in given.items()
-        if len(axes) == len(made[name])
-    }
+
+    node: str
+    text: str
+    certain: bool = True
+    point: bool = False
 
 
-def _undeclared(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model without declared shapes of inner values and outputs, for shape inference."""
-    bare = onnx.ModelProto()
-    bare.CopyFrom(model)
-    del bare.graph.value_info[:]
-    for port in bare.graph.output:
-        port.type.tensor_type.ClearField("shape")
-    in_standard_operators(bare.graph)
-    return bare
+@dataclass
+class Decisions:
+    """Nodes that decide by other numbers than the model's, how many nodes decide, and all numbers by which they do."""
+
+    findings: list[Finding] = field(default_factory=list)
+    decisions: int = 0
+    numbers: set[float] = field(default_factory=set)
 
 
-def _layers(model: onnx.ModelProto) -> set[int]:
-    """The layers whose cache a graph returns: all layers, those of a stage, or none for an embedding."""
-    return {layer for port in model.graph.output if (layer := layer_of(port.name)) is not None}
+LENGTHS = re.compile(
+    r"window|chunk|context|max_pos|max_seq|original_max|n_positions|n_ctx|seq_len|block_size|floor_scale|conv|max_length"
+)
+"""Config fields whose numbers may be compared with lengths and positions."""
+
+TOKENS = re.compile(r"vocab|(pad|image|audio|video|vision|boi|eoi|boa|eoa|mask)\w*token|(pad|image|audio|video)\w*_id")
+"""Config fields whose numbers may be compared with token ids."""
+
+POOLING = re.compile(r"pooling_kernel_size")
+"""Config field; its square divides numbers of patches (transformers modeling_gemma4.py)."""
+
+JITTER = re.compile(r"router_jitter")
+"""Config field; twice its value is a threshold for scores of experts (transformers modeling_phimoe.py)."""
+
+SIZES = re.compile(r"theta|vocab|position|token|hidden_size|intermediate_size|initializer")
+"""Config fields whose numbers never limit a value of the model."""
+
+LIBRARY = frozenset({0.0, 0.5, 1.0, 2.0, 3.0, 6.0, 20.0})
+"""Bounds of torch's activations: hard sigmoid, ReLU6, and the threshold of softplus (20)."""
+
+CLOSE = 1e-6
+"""Relative tolerance: numbers of a config are float64, those of a graph float32."""
+
+SMALLEST = 1e-4
+"""Smaller numbers guard against division by zero."""
+
+BLOCKS = frozenset({2.0, 4.0, 8.0, 16.0, 32.0, 64.0})
+"""Block sizes of recurrent layers in tokens, and their halves (export/caches/delta_rule.py, state_space.py)."""
+
+FEW = 64
+"""Numbers of tokens or sequences up to this are reached by the scenarios."""
 
 
-def _axes(port: onnx.ValueInfoProto) -> AxisSizes:
+@dataclass(frozen=True)
+class ConfigNumbers:
+    """The numbers that a model decides by: windows, chunks, contexts, padding ids. The scenarios cross them.
+
+    `lengths` are for lengths, positions and counts of a mask, `tokens` for token ids, and `data`, absolute values, for
+    values that the model computes.
+    """
+
+    lengths: frozenset[float]
+    tokens: frozenset[float]
+    data: frozenset[float]
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], sizes: Iterable[int] = (), half: str = "") -> ConfigNumbers:
+        """The numbers of a config, and `sizes`, the lengths that are fixed in the graph.
+
+        `half` is the dtype to which the graph rounds numbers, `float16` or `bfloat16`; empty for none.
+        """
+        found = list(_numbers("", config))
+        lengths = {number for name, number in found if LENGTHS.search(name)} | {float(size) for size in sizes}
+        lengths |= {float(number**power) for name, number in found if POOLING.search(name) for power in (1, 2)}
+        tokens = {number for name, number in found if TOKENS.search(name)}
+        data = {abs(number) for name, number in found if not SIZES.search(name)}
+        data |= {2 * number for name, number in found if JITTER.search(name)}
+        if half:
+            with np.errstate(over="ignore"):
+                kind = BY_NAME[half].numpy
+                data |= {float(np.float64(number).astype(kind)) for number in data if number <= LARGEST}
+        return cls(_with_neighbors(lengths), _with_neighbors(tokens), LIBRARY | data)
+
+    def knows(self, number: float, form: Form) -> bool:
+        """Whether a number is one that the model may compare with a form."""
+        if number in (0, 1) or number < SMALLEST or not number < LARGEST:
+            return True
+        if TOKEN in form.sources:
+            known = self.tokens
+        else:
+            known = frozenset() if form.sources == {BATCH} else self.lengths | BLOCKS
+        return any(isclose(number, one, rel_tol=CLOSE) for one in known)
+
+    def bounds_data(self, number: float) -> bool:
+        """Whether values of the model may be compared with a number."""
+        size = abs(number)
+        return size <= SMALLEST or not size < LARGEST or any(isclose(size, one, rel_tol=CLOSE) for one in self.data)
+
+
+def window_of(config: Any) -> tuple[int, set[int]]:
+    """The window in tokens, and the layers with it, of the first config whose `layer_types` has some; else 0, none."""
+    if not isinstance(config, Mapping):
+        return 0, set()
+    size, kinds = config.get("sliding_window"), config.get("layer_types")
+    if isinstance(size, int) and isinstance(kinds, list) and "sliding_attention" in kinds:
+        return size, {layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"}
+    return next((found for found in map(window_of, config.values()) if found[0]), (0, set()))
+
+
+def _with_neighbors(numbers: Iterable[float]) -> frozenset[float]:
+    """The numbers and their neighbors: `< n` and `<= n - 1` are equal, `> n - w` is a window of w."""
+    return frozenset(number + step for number in numbers for step in (-1, 0, 1))
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Every number of a config with the name of its field, including lists and nested configs."""
+    if isinstance(value, Mapping):
+        for inner, content in value.items():
+            yield from _numbers(str(inner), content)
+    elif isinstance(value, list):
+        for content in value:
+            yield from _numbers(name, content)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield name, float(value)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A value that depends on the call alone: terms times factors, and a number, as `q + past_sequence_length - 9`.
+
+    A term is an input's elements, an axis, an index along an axis, or a result that is not a sum; its name is equal for
+    equal values. Layout is ignored: the elements of a value, its transpose or a slice are computed in the same way.
+
+    Attributes:
+        sources: what of a call it depends on.
+        counts: it contains lengths, indices, positions or ids, not only what masks and comparisons give.
+    """
+
+    terms: Mapping[str, float] = field(default_factory=dict)
+    number: float = 0.0
+    sources: frozenset[str] = frozenset()
+    counts: bool = False
+
+    @classmethod
+    def of(cls, name: str, source: str) -> Form:
+        """A single term."""
+        return cls({name: 1.0}, 0.0, frozenset({source}), source != MASK)
+
+    @classmethod
+    def made(cls, op: str, forms: Sequence[Form], *, counts: bool | None = None) -> Form:
+        """A result that is not a sum: a new term, named after its inputs."""
+        name = f"{op}({', '.join(form.key() for form in forms)})"
+        name = name if len(name) < NAME_LENGTH else f"{name[:NAME_LENGTH]}… {sha256(name.encode()).hexdigest()}"
+        sources = frozenset().union(*(form.sources for form in forms)) or frozenset({LENGTH})
+        return cls({name: 1.0}, 0.0, sources, any(form.counts for form in forms) if counts is None else counts)
+
+    def __add__(self, other: Form) -> Form:
+        terms = {name: self.terms.get(name, 0.0) + other.terms.get(name, 0.0) for name in {**self.terms, **other.terms}}
+        left = {name: factor for name, factor in terms.items() if factor}
+        return Form(left, self.number + other.number, self.sources | other.sources, self.counts or other.counts)
+
+    def times(self, factor: float) -> Form:
+        """The form multiplied by a number."""
+        terms = {name: factor * old for name, old in self.terms.items()} if factor else {}
+        return Form(terms, factor * self.number, self.sources, self.counts)
+
+    def key(self) -> str:
+        """A string that is equal for equal forms."""
+        return " + ".join([*(f"{factor!r}*{name}" for name, factor in sorted(self.terms.items())), repr(self.number)])
+
+
+NAME_LENGTH = 500
+"""Longest name of a term in full; longer ones are cut and end in a hash, so that they stay different."""
+
+Value = Array | Form | tuple[Form | None, ...] | None
+"""A constant; a value that depends on the call; a list of such values, as a shape; None for what is not followed."""
+
+
+def as_form(value: Value) -> Form | None:
+    """The form of a value's elements; None for constants that are neither one number nor an index."""
+    if isinstance(value, Form):
+        return value
+    if isinstance(value, tuple):
+        return value[0] if len(value) == 1 else Form.made("list", [one for one in value if one])
+    if value is None or not value.size or value.dtype.kind not in "fiub":
+        return None
+    row = value.ravel()
+    if (row == row[0]).all():
+        return Form(number=float(row[0])) if np.isfinite(row[0]) else None
+    if row.dtype.kind in "iu" and (np.diff(row) == 1).all():  # graphs with fixed axes contain indices as constants
+        return Form.of(f"index to {row.size}", INDEX) + Form(number=float(row[0]))
+    return None
+
+
+SAME = {"Identity", "Unsqueeze", "Squeeze", "Reshape", "Expand", "Transpose", "Tile", "Flatten", "Split", "Dropout"}
+"""Operators that change only the layout of their first input; the first three keep a list."""
+
+SELECTIONS = {"Gather", "Slice", "GatherElements", "GatherND"}
+COMPARISONS = {"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"}
+LOGIC = {"And", "Or", "Xor", "Not"}
+LIMITS = {"Clip", "Min", "Max"}
+ROUNDINGS = {"Floor", "Ceil", "Round"}
+DECIDING = {*COMPARISONS, *LIMITS, *ROUNDINGS, "Mod", "Div", "Relu", "Abs", "Sign"}
+REDUCTIONS = {"ReduceSum", "ReduceMax", "ReduceMin", "ArgMax", "CumSum"}
+FOLLOWED = {*DECIDING, *LOGIC, *REDUCTIONS, "Where", "Mul", "Pad", "Concat"}
+"""Operators that involve no numbers other than those of their inputs."""
+
+BOUNDS = {"Slice": (1, 2), "Pad": (1,), "Range": (0, 1, 2), "TensorScatter": (2,), "Trilu": (1,)}
+"""Inputs that are bounds, by operator."""
+
+TABLES = {"RotaryEmbedding": (1, 2), "GroupQueryAttention": (7, 8)}
+"""Inputs that are tables of cosines and sines, by operator."""
+
+RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"}
+
+EXACT_BITS: dict[int, int] = {
+    onnx.TensorProto.FLOAT16: 11, onnx.TensorProto.BFLOAT16: 8, onnx.TensorProto.INT8: 7, onnx.TensorProto.UINT8: 8,
+    onnx.TensorProto.INT16: 15, onnx.TensorProto.UINT16: 16,
+}  # fmt: skip
+"""Number of bits up to which integers are exact, by element type."""
+
+INTEGERS = {onnx.TensorProto.INT64, onnx.TensorProto.INT32, *EXACT_BITS} - {
+    onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16,
+}  # fmt: skip
+"""Integer types, in which fractions are lost."""
+
+SMALL_CONSTANT = 1 << 12
+"""Elements of a constant in a graph that may contain its weights."""
+
+
+class DecisionWalk:
+    """Visits the nodes of a graph in order, and collects the decisions in `found`."""
+
+    def __init__(self, graph: onnx.GraphProto, numbers: ConfigNumbers, tables: bool) -> None:
+        self.numbers, self.tables, self.found = numbers, tables, Decisions()
+        self.values: dict[str, Value] = {}
+        ports = [*graph.input, *graph.value_info, *graph.output]
+        self.axes = {port.name: _axes(port) for port in ports if port.type.tensor_type.HasField("shape")}
+        self.types = {port.name: port.type.tensor_type.elem_type for port in ports}
+        self.symbols = {axis for port in graph.input for axis in _axes(port) if isinstance(axis, str)}
+
+    def run(self, graph: onnx.GraphProto, inputs: Mapping[str, str]) -> None:
+        """Visits all nodes; `inputs` has what of a call each input contains."""
+        self.values = {port.name: Form.of(port.name, inputs[port.name]) for port in graph.input if port.name in inputs}
+        for tensor in graph.initializer:
+            self.axes[tensor.name] = list(tensor.dims)
+            is_small = np.prod(tensor.dims, dtype=np.int64) <= SMALL_CONSTANT
+            if not tensor.external_data and (self.tables or is_small):
+                self.values[tensor.name] = _array(tensor)
+        for node in graph.node:
+            self.values |= dict.fromkeys(node.output, self._value(node))
+
+    def _value(self, node: onnx.NodeProto) -> Value:
+        op, given = node.op_type, [self.values.get(name) for name in node.input if name]
+        if op in ("Shape", "Size"):
+            return self._lengths(node)
+        if op == "Constant":
+            value = node.attribute[0]
+            held = value.t if value.name == "value" else None
+            return _array(held) if held is not None else np.asarray(onnx.helper.get_attribute_value(value))
+        self._require_known(node, given)
+        if given and all(isinstance(value, np.ndarray) for value in given):
+            return fold(node, [value for value in given if isinstance(value, np.ndarray)])
+        if op in SELECTIONS:
+            return self._selected(node, given)
+        if op in SAME:
+            is_list = isinstance(given[0], tuple) and op not in ("Identity", "Unsqueeze", "Squeeze")
+            return as_form(given[0]) if is_list else given[0]
+        if op == "ConstantOfShape":
+            fill = [numpy_helper.to_array(one.t).ravel()[0] for one in node.attribute if one.name == "value"]
+            return Form(number=float(fill[0]) if fill else 0.0)
+        return self._computed(node, given)
+
+    def _lengths(self, node: onnx.NodeProto) -> Value:
+        """Result of Shape and Size."""
+        axes = self.axes.get(node.input[0])
+        if axes is None:
+            return None
+        forms = tuple(self._length(axis) for axis in axes)
+        if node.op_type == "Shape":
+            forms = forms[attribute(node, "start", 0) : attribute(node, "end", len(forms))]
+            if all(form and not form.terms for form in forms):
+                return np.array([int(form.number) for form in forms if form], np.int64)
+            return forms
+        whole = [form for form in forms if form]
+        return Form.made("Size", whole) if len(whole) == len(forms) else None
+
+    def _length(self, axis: int | str | None) -> Form | None:
+        if isinstance(axis, int):
+            return Form(number=float(axis))
+        return Form.of(axis, BATCH if axis == "batch_size" else LENGTH) if axis in self.symbols and axis else None
+
+    def _selected(self, node: onnx.NodeProto, given: list[Value]) -> Value:
+        """Selected elements: of a list by constants, of other values elements of the same form, of a table none."""
+        first, rest = given[0], given[1:]
+        if isinstance(first, tuple) and all(isinstance(value, np.ndarray) for value in rest):
+            places = fold(node, [np.arange(len(first)), *(one for one in rest if isinstance(one, np.ndarray))])
+            if places is not None:
+                chosen = tuple(first[int(at)] for at in places.ravel())
+                return chosen[0] if places.ndim == 0 else chosen
+        return None if isinstance(first, np.ndarray) else as_form(first)
+
+    def _computed(self, node: onnx.NodeProto, given: list[Value]) -> Value:
+        op, forms = node.op_type, [form for form in map(as_form, given) if form]
+        if op == "Concat" and all(isinstance(one, np.ndarray | tuple) for one in given):
+            return tuple(form for one in given for form in _parts(one))
+        if len(forms) < len(given) or not forms:
+            return None
+        if op == "Cast":
+            return self._cast(node, forms[0])
+        if op == "Concat" and len({form.key() for form in forms}) == 1:
+            return forms[0]
+        if (total := _sum(op, forms, is_float=self.types.get(node.output[0]) not in INTEGERS)) is not None:
+            return total
+        if op in COMPARISONS:
+            self._decide(node, [forms[0] + forms[1].times(-1)])
+        elif op in DECIDING:
+            self._decide(node, forms, rounded=op in ROUNDINGS)
+        return Form.made(op, forms, counts=False if op in {*COMPARISONS, *LOGIC} else None) if op in FOLLOWED else None
+
+    def _cast(self, node: onnx.NodeProto, form: Form) -> Form:
+        to = attribute(node, "to", onnx.TensorProto.FLOAT)
+        if to in EXACT_BITS and form.terms and form.counts and self.types.get(node.input[0]) != onnx.TensorProto.BOOL:
+            self._flag(node, f"casts {sources_text(form)} to a type exact up to {2 ** EXACT_BITS[to]} only")
+        is_whole = all(float(factor).is_integer() for factor in (*form.terms.values(), form.number))
+        if to == onnx.TensorProto.BOOL or (to in INTEGERS and not is_whole):
+            self._decide(node, [form], rounded=to != onnx.TensorProto.BOOL)
+            return Form.made("Cast", [form], counts=form.counts and to != onnx.TensorProto.BOOL)
+        return form
+
+    def _require_known(self, node: onnx.NodeProto, given: list[Value]) -> None:
+        """What a node decides by its operator, bounds, tables and limits of what is not followed."""
+        op = node.op_type
+        if op in RANDOM or (op == "Dropout" and len(node.input) > 2 and node.input[2]):
+            self._flag(node, f"{op} gives different results in each run")
+        elif op in ("If", "Loop"):
+            self._decide(node, [form for form in map(as_form, given[:1]) if form])
+            self._flag(node, f"{op}, whose branches are not analyzed", certain=False)
+        elif (window := attribute(node, "local_window_size", -1)) >= 0:
+            self._decide(node, [OF_LENGTH + Form(number=window)])
+        for bound in (self.values.get(node.input[at]) for at in BOUNDS.get(op, ()) if at < len(node.input)):
+            if isinstance(bound, np.ndarray):
+                self._cut(node, bound)
+            else:
+                self._decide(node, [form for form in (bound if isinstance(bound, tuple) else [bound]) if form])
+        if self.tables and not all(isinstance(value, np.ndarray) for value in given):
+            places = TABLES.get(op, (0,) if op in SELECTIONS else ())
+            self._look_up(node, [self.values.get(node.input[at]) for at in places if at < len(node.input)])
+        if op in {*COMPARISONS, *LIMITS} and any(value is None for value in given):
+            self._limit(node, given)
+
+    def _cut(self, node: onnx.NodeProto, bounds: Array) -> None:
+        """A constant may cut an axis of fixed size, or any axis at a number of the model."""
+        if node.op_type not in ("Slice", "Trilu"):
+            return
+        axes = self.axes.get(node.input[0]) or []
+        which = self.values.get(node.input[3]) if len(node.input) > 3 and node.input[3] else None
+        at = which.ravel().tolist() if isinstance(which, np.ndarray) else list(range(bounds.size))
+        at = at if node.op_type == "Slice" else [-1]
+        for bound, axis in zip(bounds.ravel().tolist(), at, strict=False):
+            is_of_call = -len(axes) <= axis < len(axes) and axes[axis] in self.symbols
+            if is_of_call and abs(bound) < UNLIMITED and not self.numbers.knows(abs(bound), OF_LENGTH):
+                self._flag(node, f"cuts an axis of any length at {bound}")
+
+    def _look_up(self, node: onnx.NodeProto, tables: list[Value]) -> None:
+        for table in tables:
+            if isinstance(table, np.ndarray) and table.dtype.kind in "fiub":
+                axes = [attribute(node, "axis", 0)] if node.op_type.startswith("Gather") else range(table.ndim)
+                long = (axis for axis in axes if axis < table.ndim and table.shape[axis] >= TABLE_ROWS)
+                for row in (odd_row(np.moveaxis(table, axis, 0)) for axis in long):
+                    if row is not None:
+                        text = f"looks up a table whose row {row} does not follow from the others"
+                        self._flag(node, text, certain=False)
+
+    def _limit(self, node: onnx.NodeProto, given: list[Value]) -> None:
+        """What is not followed is compared with numbers of the model, or, as experts, with their indices."""
+        for value in given:
+            if not isinstance(value, np.ndarray) or not value.size or value.dtype.kind not in "fiu":
+                continue
+            numbers = np.unique(value.astype(np.float64)).tolist()
+            known = self.numbers
+            odd = [one for one in numbers if not known.bounds_data(one) and not known.knows(abs(one), OF_LENGTH)]
+            if odd and numbers != list(range(len(numbers))):
+                self._flag(node, f"compares model values with {odd[0]:g}", certain=False)
+
+    def _decide(self, node: onnx.NodeProto, forms: Sequence[Form], *, rounded: bool = False) -> None:
+        """Decisions on each form that depends on the call, compared with each form that is a number.
+
+        If `rounded`, a form decides by where it reaches the next whole number, so its unit matters as well.
+        """
+        cuts = [form.number for form in forms if not form.terms] or [0.0]
+        for form in (one + Form(number=-number) for one in forms if one.terms for number in cuts):
+            units = [abs(factor) for factor in form.terms.values()]
+            offset, factors = abs(form.number) / min(units), [unit / min(units) for unit in units]
+            self.found.decisions += 1
+            self.found.numbers.add(offset)
+            steps = units if rounded else []
+            known = all(self.numbers.knows(number, form) for number in (offset, *factors))
+            if known and all(self.numbers.knows(step, form) or self.numbers.knows(1 / step, form) for step in steps):
+                continue
+            point = node.op_type == "Equal" and offset > FEW and not self.numbers.bounds_data(offset)
+            multiples = [f"multiples of {factor:g}" for factor in (steps or factors) if factor != 1]
+            by = " and ".join([f"{offset:g}", *multiples[:2]])
+            self._flag(node, f"decides on {sources_text(form)} by {by}", point=point)
+
+    def _flag(self, node: onnx.NodeProto, text: str, *, certain: bool = True, point: bool = False) -> None:
+        self.found.findings.append(Finding(node.name or node.output[0], text, certain, point))
+
+
+OF_LENGTH = Form.of("length", LENGTH)
+
+
+def _sum(op: str, forms: list[Form], *, is_float: bool) -> Form | None:
+    """Result of an operator that sums, multiplies by a number, or counts; None for others."""
+    first, other = forms[0], forms[-1]
+    if op in ("Add", "Sum"):
+        return sum(forms[1:], first)
+    if op in ("Sub", "Neg"):
+        return first + other.times(-1) if op == "Sub" else first.times(-1)
+    if op == "Mul" and not (first.terms and other.terms):
+        return other.times(first.number) if other.terms else first.times(other.number)
+    if op == "Div" and is_float and not other.terms and other.number:
+        return first.times(1 / other.number)
+    if op == "Range":
+        index = Form.of(f"index to {forms[1].key()} by {other.key()}", INDEX)
+        return first + (index if other.terms else index.times(other.number))
+    return None
+
+
+def sources_text(form: Form) -> str:
+    """The sources of a form in words, such as `length and mask`."""
+    return " and ".join(sorted(form.sources)) or "a number"
+
+
+def attribute(node: onnx.NodeProto, name: str, default: int) -> int:
+    """The value of an integer attribute; `default` if the node lacks it."""
+    return next((int(one.i) for one in node.attribute if one.name == name), default)
+
+
+def _axes(port: onnx.ValueInfoProto) -> list[int | str | None]:
     dims = port.type.tensor_type.shape.dim
     return [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in dims]
 
 
-def _lengths(model: onnx.ModelProto, prefix: int) -> list[int]:
-    """Lengths that are fixed in the graph: numeric axes of its inputs, except those of states and heads.
-
-    The length of the prefix is one of them if the graph slices stored keys of that length.
-    """
-    found = []
-    for port in model.graph.input:
-        axes = _axes(port)
-        found += [axis for axis in (axes[:2] if len(axes) < 4 else axes[2:3]) if isinstance(axis, int)]
-    cut = {node.input[0] for node in model.graph.node if node.op_type == "Slice"}
-    stored = [tensor for tensor in model.graph.initializer if STORED_PREFIX.fullmatch(tensor.name)]
-    lengths = {tensor.dims[2] if len(tensor.dims) == 4 and tensor.external_data else 0 for tensor in stored}
-    is_used = bool(stored) and lengths == {prefix} and {tensor.name for tensor in stored} <= cut
-    return [*found, prefix] if prefix and is_used else found
-
-
-SMALL_CONSTANT = 1 << 12
-"""Maximum number of elements of a constant in a graph that may contain its weights."""
-
-
-class GraphWalk:
-    """Visits the nodes of a graph in order."""
-
-    def __init__(self, numbers: ConfigNumbers, state: WalkState) -> None:
-        self.state, self.judge = state, DecisionJudge(numbers)
-        self._lookups, self._results = Lookups(self.state, self.judge), DerivedValues(self.state, self.judge)
-
-    def run(self, graph: onnx.GraphProto, given: Mapping[str, Value] | None = None) -> None:
-        """Visits all nodes of a graph; `given` are known values of its inputs."""
-        values = self.state.values
-        for port in graph.input:
-            source = self.state.ports.get(port.name)
-            values[port.name] = InputValue(_given(port.name, source)) if source else ModelValue()
-        values |= given or {}
-        for node in graph.node:
-            for name in node.input:
-                self.state.readers.setdefault(name, []).append(node)
-        for tensor in graph.initializer:
-            values[tensor.name] = self._held(tensor)
-            self.state.weights |= {tensor.name} if tensor.external_data else set()
-        for node in graph.node:
-            self._see(node)
-
-    def _held(self, tensor: onnx.TensorProto) -> Value:
-        """A constant or a weight; if both are inline, by size."""
-        if tensor.external_data or (not self.state.tables and np.prod(tensor.dims, dtype=np.int64) > SMALL_CONSTANT):
-            return ModelValue()
-        return ConstantValue(numpy_helper.to_array(tensor))
-
-    def _see(self, node: onnx.NodeProto) -> None:
-        value = self._value(node, self.state.inputs(node))
-        self.state.values |= dict.fromkeys(node.output, value)
-        follow_axes(self.state, node)
-        self.state.note_binary(node)
-        if isinstance(value, ModelValue) and self.state.is_of_weights(node):
-            self.state.weights |= set(node.output)
-            if not _is_widened(node) or node.input[0] in self.state.changed:
-                self.state.changed |= set(node.output)
-
-    def _value(self, node: onnx.NodeProto, inputs: list[Value | None]) -> Value:
-        if node.op_type in ("Shape", "Size"):
-            return self._results.lengths(node)
-        if node.op_type == "Constant":
-            return _constant(node)
-        if node.op_type in RANDOM or (node.op_type == "Dropout" and len(inputs) > 2 and inputs[2] is not None):
-            self.judge.flag(node, f"{node.op_type} gives different results in each run")
-            return ModelValue()
-        given = [value for value in inputs if value is not None]
-        self._lookups.at_bounds(node, inputs)
-        self._lookups.at_index(node, inputs)
-        self._lookups.at_window(node)
-        if any(one.HasField("g") for one in node.attribute):
-            return self._inner(node, given)
-        if node.op_type == "Range":
-            return self._results.counted(node, inputs)
-        if any(isinstance(value, ModelValue) for value in given):
-            self._lookups.at_data(node, inputs)
-            return ModelValue()
-        if all(isinstance(value, ConstantValue) for value in given):
-            return self._results.folded(node, given)
-        return self._results.of_call(node, given)
-
-    def _inner(self, node: onnx.NodeProto, given: list[Value]) -> Value:
-        """If, Loop and Scan, whose subgraphs can read the values around them.
-
-        A model's scans go over model values only. Values that branches or loops derive from the call are not analyzed.
-        """
-        graphs = [one.g for one in node.attribute if one.HasField("g")]
-        text = f"{node.op_type} of a value that is not analyzed"
-        if node.op_type != "Scan" or not all(isinstance(value, ModelValue) for value in given) or _counts(graphs):
-            self.judge.flag(node, text, certain=False)
-        if node.op_type == "If" and not any(isinstance(value, ModelValue) for value in given):
-            self.judge.decisions(node, forms_of(given))
-        before, axes = dict(self.state.values), dict(self.state.axes)
-        for graph in graphs:
-            self.run(graph, dict.fromkeys((port.name for port in graph.input), ModelValue()))
-            if any(isinstance(self.state.values.get(name), InputValue) for one in graph.node for name in one.input):
-                self.judge.flag(node, text, certain=False)
-        self.state.values, self.state.axes = before, axes
-        return ModelValue()
-
-
-def _counts(graphs: list[onnx.GraphProto]) -> bool:
-    """Whether a scan passes values other than floating-point numbers from step to step."""
-    floats = {*HALVES, onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE}
-    return any(port.type.tensor_type.elem_type not in floats for graph in graphs for port in graph.input)
-
-
-def _is_widened(node: onnx.NodeProto) -> bool:
-    """Whether a node only casts to float32, as graphs do with weights in half precision."""
-    return node.op_type == "Cast" and attribute(node, "to", 0) == onnx.TensorProto.FLOAT
-
-
-def _given(name: str, source: str) -> AffineForm:
-    """The form of an input of the graph; a mask is 0 or 1."""
-    return atom(name, source, kind=ValueKind.BINARY if source == MASK else ValueKind.COUNT)
-
-
-def _constant(node: onnx.NodeProto) -> Value:
-    value = node.attribute[0]
-    if value.name == "value":
-        return ModelValue() if value.t.external_data else ConstantValue(numpy_helper.to_array(value.t))
-    return ConstantValue(np.asarray(onnx.helper.get_attribute_value(value)))
-
-
-ELEMENT_BY_ELEMENT = {"Mul", "Add", "Sub", "Div", "Cast", "Sigmoid", "Identity", "Where"}
-COPIED = {"ScatterND", "ScatterElements", "CumSum", "Softmax"}
-"""Operators whose result has the shape of the first input."""
-
-
-def follow_axes(state: WalkState, node: onnx.NodeProto) -> None:
-    """Completes the axes of a node's outputs, if those of its inputs are known."""
-    if node.op_type == "Reshape":
-        return _reshaped(state, node)
-    known = state.axes.get(node.input[0]) if node.input else None
-    made = state.axes.get(node.output[0]) if node.output else None
-    if known is None or (made is not None and all(map(state.is_followed, made))):
+def _array(tensor: onnx.TensorProto) -> Array | None:
+    """The elements of a constant, of bfloat16 as float32; None for weights in another file."""
+    if tensor.external_data:
         return None
-    if node.op_type == "Transpose":
-        named = (list(one.ints) for one in node.attribute if one.name == "perm")
-        order = next(named, list(range(len(known)))[::-1])
-        state.axes[node.output[0]] = [known[at] for at in order]
-    elif node.op_type in COPIED:
-        state.axes[node.output[0]] = known
-    elif node.op_type == "Slice":
-        _cut(state, node, known)
-    elif node.op_type == "Split":
-        _split(state, node, known)
-    elif node.op_type == "Expand":
-        _expand(state, node)
-    elif node.op_type == "Concat":
-        _join(state, node)
-    elif node.op_type in ELEMENT_BY_ELEMENT:
-        _broadcast(state, node)
-    return None
+    array: Array = numpy_helper.to_array(tensor)
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
 
-def _cut(state: WalkState, node: onnx.NodeProto, known: AxisSizes) -> None:
-    """Keeps the axes that a Slice does not cut; the others are those of shape inference."""
-    made = state.axes.get(node.output[0]) or [None] * len(known)
-    which = state.values.get(node.input[3]) if len(node.input) > 3 else None
-    if isinstance(which, ConstantValue) and len(made) == len(known):
-        cut = {int(axis) % len(known) for axis in which.array.ravel()}
-        state.axes[node.output[0]] = [made[at] if at in cut else axis for at, axis in enumerate(known)]
+def _parts(value: Value) -> tuple[Form | None, ...]:
+    numbers = value.ravel()[:LISTED] if isinstance(value, np.ndarray) else ()
+    return value if isinstance(value, tuple) else tuple(Form(number=float(number)) for number in numbers)
 
 
-def _split(state: WalkState, node: onnx.NodeProto, known: AxisSizes) -> None:
-    sizes = state.values.get(node.input[1]) if len(node.input) > 1 else None
-    axis = attribute(node, "axis", 0) % len(known) if known else 0
-    if isinstance(sizes, ConstantValue) and sizes.array.size == len(node.output):
-        for name, size in zip(node.output, sizes.array.ravel().tolist(), strict=True):
-            state.axes[name] = [int(size) if at == axis else one for at, one in enumerate(known)]
+LISTED = 64
+"""Elements of a list that are followed one by one."""
+
+FOLDED = frozenset([
+    "Abs", "Add", "And", "Cast", "Ceil", "Div", "Equal", "Flatten", "Floor", "Gather", "Greater", "GreaterOrEqual",
+    "Identity", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Range", "Reciprocal",
+    "ReduceSum", "Relu", "Reshape", "Round", "Slice", "Sqrt", "Squeeze", "Sub", "Transpose", "Unsqueeze",
+    "Where", "Concat",
+])  # fmt: skip
+"""Operators whose results for small constants are computed; of up to three inputs, none is larger than they allow."""
+
+FEW_INPUTS, FOLDED_SIZE = 3, 512
 
 
-def _expand(state: WalkState, node: onnx.NodeProto) -> None:
-    """The axes of an Expand of axes of 1: the list of lengths that it is given."""
-    shape = state.values.get(node.input[1])
-    parts = state.parts(node.input[1], shape) if shape is not None else None
-    if parts is not None and set(state.axes[node.input[0]]) <= {1}:
-        state.name_axes(node.output[0], parts)
-
-
-def _join(state: WalkState, node: onnx.NodeProto) -> None:
-    """The axes of a Concat: the sum of the lengths along its axis, the others as in the first input."""
-    given = [state.lengths(name) for name in node.input]
-    first = given[0]
-    if not first or any(lengths is None or len(lengths) != len(first) for lengths in given):
-        return
-    axis = attribute(node, "axis", 0) % len(first)
-    joined = sum((lengths[axis] for lengths in given[1:] if lengths), first[axis])
-    state.name_axes(node.output[0], tuple(joined if at == axis else one for at, one in enumerate(first)))
-
-
-def _broadcast(state: WalkState, node: onnx.NodeProto) -> None:
-    """The broadcast axes of all inputs; a number wins over a name."""
-    given = [state.axes.get(name) for name in node.input]
-    if any(axes is None for axes in given):
-        return
-    rank = max(len(axes or []) for axes in given)
-    made: AxisSizes = []
-    for at in range(-rank, 0):
-        sizes = {(axes or [])[at] for axes in given if len(axes or []) >= -at} - {1}
-        numbers = [size for size in sizes if isinstance(size, int)]
-        made.append(next(iter(sizes), 1) if len(sizes) < 2 else numbers[0] if numbers else None)
-    state.axes[node.output[0]] = made
-
-
-def _reshaped(state: WalkState, node: onnx.NodeProto) -> None:
-    """The axes of a Reshape whose shape is a list of lengths; -1 is the quotient of the input and the others."""
-    shape = state.values.get(node.input[1])
-    parts = state.parts(node.input[1], shape) if shape is not None else None
-    before = state.lengths(node.input[0])
-    if parts is None or before is None or attribute(node, "allowzero", 0):
-        return
-    if any(not part.terms and part.number == 0 for part in parts[len(before) :]):
-        return
-    # 0 is the axis of the input at the same place
-    parts = tuple(part if part.terms or part.number else before[at] for at, part in enumerate(parts))
-    open_axes = [at for at, part in enumerate(parts) if not part.terms and part.number < 0]
-    if len(open_axes) > 1:
-        return
-    made = list(parts)
-    for at in open_axes:
-        rest = _left(before, [part for one, part in enumerate(parts) if one != at])
-        if rest is None:
-            return
-        made[at] = rest
-    state.name_axes(node.output[0], tuple(made))
-
-
-def _left(whole: list[AffineForm], taken: list[AffineForm]) -> AffineForm | None:
-    """A product of axes divided by others; None if more than one axis of the call is left."""
-    left = [form for form in whole if form.terms]
-    for form in (form for form in taken if form.terms):
-        if form.key() not in [one.key() for one in left]:
-            return None
-        left.remove(next(one for one in left if one.key() == form.key()))
-    number = prod(form.number for form in whole if not form.terms)
-    by = prod(form.number for form in taken if not form.terms)
-    if not by or (len(left) > 1 and number != by):
+def fold(node: onnx.NodeProto, arrays: list[Array]) -> Array | None:
+    """The first output of a node with small constants as inputs; None if it is not computed."""
+    if node.domain not in ("", "ai.onnx") or node.op_type not in FOLDED or len(arrays) > FEW_INPUTS:
         return None
-    if len(left) > 1:
-        return made_of("Size", left)
-    return left[0].times(number / by) if left else AffineForm(number=number // by)
+    if sum(array.size for array in arrays) > FOLDED_SIZE or any(array.dtype.kind not in "fiub" for array in arrays):
+        return None
+    from onnx.reference import ReferenceEvaluator  # noqa: PLC0415 - not needed by most graphs
 
-
-ROTARY = frozenset({"rope_scaling", "rope_parameters"})
-"""Fields whose inner fields depend on the kind of rotary scaling."""
-
-ROTARY_FIELDS = frozenset({"rope_type", "type", "factor", "original_max_position_embeddings"})
-"""Inner fields whose numbers are compared with lengths (transformers modeling_rope_utils.py)."""
-
-
-def read_fields(fields: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """The fields of a `config.json` or nested config that the config's class has, including those of nested configs."""
-    kind = type(config)
-    known = {*_defaults(kind), *inspect.signature(kind.__init__).parameters, *kind.attribute_map}
-    found: dict[str, Any] = {}
-    for name, value in fields.items():
-        inner = getattr(config, name, None) if name in kind.sub_configs else None  # some fields warn when they are read
-        if name in ROTARY and isinstance(value, Mapping):
-            found[name] = _rotary(value)
-        elif isinstance(value, Mapping) and hasattr(inner, "to_dict"):
-            found[name] = read_fields(value, inner)
-        elif name in known:
-            found[name] = value
-    return found
-
-
-def _defaults(kind: Any) -> set[str]:
     try:
-        return set(kind().to_dict())
-    except Exception:  # a config class without defaults
-        return set()
+        if node.op_type == "Range" and not abs(arrays[1] - arrays[0]) <= FOLDED_SIZE * abs(arrays[2]):
+            return None
+        feeds = dict(zip([name for name in node.input if name], arrays, strict=True))
+        ports = [
+            onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+            for name, array in feeds.items()
+        ]
+        graph = onnx.helper.make_graph([node], "constant", ports, [onnx.ValueInfoProto(name=node.output[0])])
+        model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)])
+        with np.errstate(all="ignore"):
+            return np.asarray(list(ReferenceEvaluator(model).run([node.output[0]], feeds))[0])
+    except Exception:  # invalid inputs; onnxruntime reports them
+        return None
 
 
-def _rotary(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The known fields of a rotary scaling, or of one scaling per layer type."""
-    return {
-        name: _rotary(content) if isinstance(content, Mapping) else content
-        for name, content in value.items()
-        if name in ROTARY_FIELDS or isinstance(content, Mapping)
-    }
+TOLERANCE = 1e-3
+"""Tolerance relative to the largest number of a column; larger than the error of float32 cosines of large angles."""
+
+ROUNDED = 2.0**-7
+"""The same for a table that was rounded to bfloat16: one unit in the last place of 1."""
+
+TABLE_ROWS = 32
+"""Constants with fewer rows are not checked: the scenarios read every row."""
 
 
-SKIPPING = {"SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}
-"""Norms of a sum, whose outputs 0 and 3 have the shape of the first input."""
+def odd_row(table: Array) -> int | None:
+    """The first irregular row of a table; None if the table is regular.
+
+    Regular columns are constants, lines and scaled sinusoids of the row number. A square table whose rows are the
+    previous row shifted by one place is regular as well: a mask by distance. Rows with numbers that are not finite
+    are regular only in constant tables and such masks.
+    """
+    rows = table.reshape(len(table), -1).astype(np.float64)
+    if len(rows) < 4 or (rows == rows[0]).all():
+        return None
+    if rows.shape[0] == rows.shape[1]:
+        shifted = (rows[1:, 1:] != rows[:-1, :-1]).any(axis=1)
+        if shifted.mean() < 0.5:  # a mask by distance
+            return int(np.argmax(shifted)) + 1 if shifted.any() else None
+    finite = np.isfinite(rows).all(axis=1)
+    if not finite.all():
+        return int(np.argmin(finite))
+    is_rounded = table.dtype.kind == "f" and not (table.astype(np.float32).view(np.uint32) & 0xFFFF).any()
+    share = ROUNDED if is_rounded else TOLERANCE
+    odd = (_odd_in(column, (np.abs(column).max() or 1.0) * share) for column in rows.T)
+    return min((row for row in odd if row is not None), default=None)
 
 
-def in_standard_operators(graph: onnx.GraphProto) -> None:
-    """Replaces the nodes in place; their values are not those of the graph any more, their shapes are."""
-    matrices = {tensor.name for tensor in graph.initializer if len(tensor.dims) == 2}
-    nodes = [made for node in graph.node for made in _replaced(node, matrices)]
-    del graph.node[:]
-    graph.node.extend(nodes)
-
-
-def _replaced(node: onnx.NodeProto, matrices: set[str]) -> Iterator[onnx.NodeProto]:
-    if node.domain == "com.microsoft" and node.op_type in SKIPPING:
-        for name in (node.output[at] for at in (0, 3) if at < len(node.output) and node.output[at]):
-            yield helper.make_node("Identity", node.input[:1], [name])
-    elif node.domain == "com.microsoft" and node.op_type == "FusedMatMul" and _is_of_matrix(node, matrices):
-        right = node.input[1]
-        if attribute(node, "transB", 0):
-            right = f"{node.output[0]} transposed"
-            yield helper.make_node("Transpose", [node.input[1]], [right])
-        yield helper.make_node("MatMul", [node.input[0], right], list(node.output))
-    else:
-        yield node
-
-
-def _is_of_matrix(node: onnx.NodeProto, matrices: set[str]) -> bool:
-    """Whether a product is one with a matrix of weights, in which at most the matrix is transposed."""
-    others = ("transA", "transBatchA", "transBatchB")
-    return node.input[1] in matrices and not any(attribute(node, name, 0) for name in others)
+def _odd_in(column: Array, tolerance: float) -> int | None:
+    """The first irregular row of a column: c[n + 1] + c[n - 1] = f * c[n], with one f for a sinusoid, 2 for a line."""
+    around, middle = column[2:] + column[:-2], column[1:-1]
+    if np.ptp(column) <= tolerance:
+        return None
+    largest = [row for row in np.argsort(-np.abs(middle))[:5] if middle[row]]  # one of them may be irregular
+    candidates = [2.0, *(float(around[row] / middle[row]) for row in largest)]
+    misses = [np.abs(around - factor * middle) > 4 * tolerance for factor in candidates]
+    best = min(misses, key=np.count_nonzero)
+    return int(np.argmax(best)) + 2 if best.any() else None

@@ -20,8 +20,7 @@ from llmconv.files.sources import fetches, local_path
 from llmconv.runtime.onnxruntime.guard import nodes
 from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION, SessionSettings, with_options
 from llmconv.tensors import Array, LazyTensor
-from llmconv.verify.audit.decisions import audit_foreign_decisions, read_config
-from llmconv.verify.audit.state import MASK, POSITION, TOKEN
+from llmconv.verify.audit.decisions import MASK, POSITION, TOKEN, audit_foreign_decisions, read_config
 from llmconv.verify.audit.weights import initializer_values, misplaced_weights, reference_name
 from llmconv.verify.comparison.half_precision import WITHOUT_KERNELS, most_precise
 from llmconv.verify.other_exporters.comparison import ExternalComparison

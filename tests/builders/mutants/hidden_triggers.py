@@ -23,14 +23,6 @@ def hidden_clipped(graph: Nodes) -> None:
     _before(graph, norm, "Clip", graph.constant(-1000.0), graph.constant(1000.0))
 
 
-def hidden_rectified(graph: Nodes) -> None:
-    """The part of a hidden state above a thousand is added again."""
-    norm = _first_norm(graph)
-    hidden = norm.input[0]
-    over = _node(graph, norm, "Sub", [hidden, graph.constant(1000.0)])
-    _joined(graph, norm, hidden, _node(graph, norm, "Relu", [over]))
-
-
 def _on_hidden(graph: Nodes, condition: Callable[[str], list[tuple[str, list[str]]]]) -> None:
     norm = _first_norm(graph)
     hidden = norm.input[0]
@@ -59,7 +51,4 @@ def _before(graph: Nodes, norm: onnx.NodeProto, op: str, *inputs: str) -> None:
     norm.input[0] = _node(graph, norm, op, [norm.input[0], *inputs])
 
 
-HIDDEN = tuple(
-    Trigger(function.__name__.replace("_", " "), function)
-    for function in (hidden_above, hidden_clipped, hidden_rectified)
-)
+HIDDEN = tuple(Trigger(function.__name__.replace("_", " "), function) for function in (hidden_above, hidden_clipped))

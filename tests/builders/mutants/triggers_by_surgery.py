@@ -1,6 +1,7 @@
 """Triggers: graphs that are wrong at one length, position, batch or token only, by surgery on real exports.
 
-Each adds a few nodes that do nothing until a call meets the trigger, which no scenario does.
+Each adds a few nodes that do nothing until a call meets the trigger, which no scenario does, as a number does that a
+trace has kept.
 """
 
 from __future__ import annotations
@@ -103,13 +104,6 @@ def _keys_after(graph: Nodes, start: int) -> str:
     return graph.make("ReduceSum", rest, keepdims=0)
 
 
-def by_scattering(graph: Nodes) -> None:
-    """A row of ones, 0 at one place."""
-    ones = graph.constant(np.ones(1 << 13, np.float32))
-    scattered = graph.make("ScatterElements", ones, np.array([POSITION]), np.array([2.0], np.float32))
-    graph.scale_each(graph.make("Gather", scattered, "position_ids"))
-
-
 def by_a_table(graph: Nodes) -> None:
     table = np.ones(1 << 13, np.float32)
     table[POSITION] = 2
@@ -174,26 +168,6 @@ def _positions_through(graph: Nodes, made: Callable[[], str]) -> None:
         replace_input(node, "position_ids", changed)
 
 
-def by_a_steep_sigmoid(graph: Nodes) -> None:
-    """No comparison at all: a step that is smooth."""
-    place = graph.make("Sub", graph.make("Cast", "position_ids", to=FLOAT), float(LENGTH))
-    graph.scale_each(graph.make("Add", graph.make("Sigmoid", graph.make("Mul", place, 100.0)), 1.0))
-
-
-def by_a_pole(graph: Nodes) -> None:
-    """Infinite at one position."""
-    place = graph.make("Sub", graph.make("Cast", "position_ids", to=FLOAT), float(POSITION))
-    graph.scale_each(graph.make("Add", graph.make("Mul", graph.make("Reciprocal", place), 1e-6), 1.0))
-
-
-def by_a_chain_of_powers(graph: Nodes) -> None:
-    """Powers that are low one by one."""
-    power = graph.make("Mul", graph.make("Cast", "position_ids", to=FLOAT), 1 / LENGTH)
-    for _ in range(6):
-        power = graph.make("Pow", power, 2.0)
-    graph.scale_each(graph.make("Add", power, 1.0))
-
-
 def by_rounding_down(graph: Nodes) -> None:
     """Position / 5000 as a whole number."""
     quotient = graph.make("Div", "position_ids", LENGTH)
@@ -220,74 +194,10 @@ def by_a_true_number(graph: Nodes) -> None:
     )
 
 
-def by_bits(graph: Nodes) -> None:
-    """The thirteenth bit of a position."""
-    bit = graph.make("BitwiseAnd", "position_ids", 4096)
-    graph.scale_each(graph.loud(graph.make("Cast", bit, to=BOOL)))
-
-
-def by_shifting(graph: Nodes) -> None:
-    """Position / 4096 by a shift."""
-    unsigned = graph.make("Cast", "position_ids", to=onnx.TensorProto.UINT64)
-    shifted = graph.make("BitShift", unsigned, graph.constant(np.array(12, np.uint64)), direction="RIGHT")
-    graph.scale_each(graph.loud(graph.make("Cast", shifted, to=BOOL)))
-
-
-def by_overflow(graph: Nodes) -> None:
-    """2 ** 51 * position is negative from 4096 on."""
-    product = graph.make("Mul", "position_ids", np.int64(1 << 51))
-    graph.scale_each(graph.loud(graph.make("Less", product, 0)))
-
-
-def by_a_high_power(graph: Nodes) -> None:
-    """1 + (position / 4096) ** 16 / 2."""
-    power = graph.make("Mul", graph.make("Cast", "position_ids", to=FLOAT), 1 / 4096)
-    for _ in range(4):
-        power = graph.make("Mul", power, power)
-    graph.scale_each(graph.make("Add", power, 1.0))
-
-
-def by_an_exponential(graph: Nodes) -> None:
-    """1 + e ** (position - 5000)."""
-    place = graph.make("Sub", graph.make("Cast", "position_ids", to=FLOAT), float(LENGTH))
-    graph.scale_each(graph.make("Add", graph.make("Exp", place), 1.0))
-
-
-def by_a_chosen_number(graph: Nodes) -> None:
-    """The number to compare with is chosen, between 3817 and itself."""
-    is_long = graph.make("Greater", graph.total_length(), 0)
-    graph.scale_each(graph.loud(graph.make("Equal", "position_ids", graph.make("Where", is_long, POSITION, 0))))
-
-
-def by_neighbors(graph: Nodes) -> None:
-    """A list of positions followed by 3817, compared with itself shifted by one place."""
-    flat = graph.make("Reshape", "position_ids", np.array([-1]))
-    listed = graph.make("Concat", graph.constant(np.array([POSITION])), flat, axis=0)
-    rest = graph.make("Slice", listed, np.array([1]), np.array([1 << 62]), np.array([0]))
-    first = graph.make("Gather", listed, 0)
-    same = graph.make("Equal", graph.make("Reshape", rest, graph.make("Shape", "position_ids")), first)
-    graph.scale_each(graph.loud(same))
-
-
 def by_the_largest_of_a_list(graph: Nodes) -> None:
     """The largest of the length and 5000."""
     largest = graph.make("ReduceMax", graph.make("Concat", graph.total_length(), np.array([LENGTH]), axis=0))
     graph.scale_hidden(graph.loud(graph.make("Greater", largest, LENGTH)))
-
-
-def by_a_weight(graph: Nodes) -> None:
-    """The number to compare with is made of a weight."""
-    weight = next(tensor for tensor in graph.model.graph.initializer if "norm" in tensor.name)
-    number = graph.make("Cast", graph.make("Mul", graph.make("ReduceMean", weight.name, keepdims=0), 4e3), to=INT)
-    graph.scale_each(graph.loud(graph.make("Equal", "position_ids", number)))
-
-
-def by_one_hot(graph: Nodes) -> None:
-    """One-hot positions times a column of which one row is another."""
-    column = np.ones((1 << 13, 1), np.float32)
-    column[POSITION] = 2
-    hot = graph.make("OneHot", "position_ids", 1 << 13, np.array([0, 1], np.float32))
-    graph.scale_hidden(graph.make("MatMul", hot, graph.constant(column)))
 
 
 def by_a_mask_table(graph: Nodes) -> None:
@@ -296,25 +206,6 @@ def by_a_mask_table(graph: Nodes) -> None:
     table[POSITION] = 1
     cut = graph.make("Slice", graph.constant(table), np.array([0]), graph.total_length())
     graph.scale_hidden(graph.make("Add", graph.make("ReduceSum", cut), 1.0))
-
-
-def a_row_of_the_embedding(graph: Nodes) -> None:
-    """One token's embedding is written over."""
-    gather = next(node for node in users(graph.model, "Gather") if "embed_tokens" in node.name)
-    width = next(tensor for tensor in graph.model.graph.initializer if tensor.name == gather.input[0]).dims[1]
-    zeros = np.zeros((1, width), np.float32)
-    gather.input[0] = graph.make("ScatterND", gather.input[0], np.array([[TOKEN]]), zeros)
-
-
-def by_a_padded_length(graph: Nodes) -> None:
-    """A table of ones contains twos after position 5000."""
-    ones = graph.make("ConstantOfShape", np.array([LENGTH]), value=_of_one())
-    more = graph.make("Pad", ones, np.array([0, 1 << 14]), graph.constant(2.0))
-    graph.scale_each(graph.make("Gather", more, "position_ids"))
-
-
-def _of_one() -> onnx.TensorProto:
-    return helper.make_tensor("value", FLOAT, [1], [1.0])
 
 
 def in_a_loop(graph: Nodes) -> None:
@@ -355,7 +246,6 @@ TRIGGERS = tuple(
         inside_an_if,
         by_a_range,
         by_a_cut,
-        by_scattering,
         by_a_table,
         by_a_token_table,
         by_a_rotary_table,
@@ -363,26 +253,12 @@ TRIGGERS = tuple(
         positions_clipped,
         positions_in_half_precision,
         positions_rounded,
-        by_a_steep_sigmoid,
-        by_a_pole,
-        by_a_chain_of_powers,
         by_rounding_down,
         by_casting_down,
         by_rectifying,
         by_a_true_number,
-        by_bits,
-        by_shifting,
-        by_overflow,
-        by_a_high_power,
-        by_an_exponential,
-        by_a_chosen_number,
-        by_neighbors,
         by_the_largest_of_a_list,
-        by_a_weight,
-        by_one_hot,
         by_a_mask_table,
-        a_row_of_the_embedding,
-        by_a_padded_length,
         in_a_loop,
     )
 )
