@@ -42,12 +42,10 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a public name when it is first used."""
     if name not in _PLACES:
         raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
     return getattr(import_module(_PLACES[name]), name)
 
 
 def __dir__() -> list[str]:
-    """The public names."""
     return __all__

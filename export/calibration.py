@@ -63,8 +63,7 @@ class Calibration:
     ) -> Calibration | None:
         """The text of the option `calibrate`, for a cache of integers by default llmconv's own; None without one.
 
-        Raises:
-            UnsupportedInput: the weights are quantized, and a calibration needs those of floats.
+        Raises UnsupportedInput: the weights are quantized, and a calibration needs those of floats.
         """
         if (text := text_of(given)) is None:
             return None
@@ -85,7 +84,6 @@ class Calibration:
         return cls(traced, texts, file_tensors(checkpoint))
 
     def importance(self) -> dict[str, Array]:
-        """The importance of the columns of weights, by name."""
         return column_importance(self.traced, match_weights(self.traced, self.tensors), self.tensors, self.texts)
 
     def smoothing(self, graphs: Graphs, quantized: Mapping[str, QuantizedWeight]) -> Smoothing:
@@ -135,7 +133,6 @@ class Calibration:
 
 
 def _names(quantized: Mapping[str, QuantizedWeight], form: type[WeightFormat]) -> set[str]:
-    """The weights that are rounded now to a format."""
     return {name for name, weight in quantized.items() if isinstance(weight.form, form) and weight.kept is None}
 
 
@@ -161,11 +158,8 @@ def measure_ranges(
 
     `traced` is a float32 graph with a growing cache, its weights still inputs; it is not changed. `tensors` are in
     files of one folder, `texts` token ids int64 [1, tokens]. Activations are divided by the factors of `smoothing`.
-
-    Raises:
-        UnsupportedInput: a matrix is one of several experts, or has several inputs or none that can be measured.
-        InputRefused: activations are not finite.
-        OutOfMemory: memory ran out.
+    Raises UnsupportedInput: a matrix is one of several experts, or has several inputs or none that can be measured;
+    InputRefused: activations are not finite; OutOfMemory: memory ran out.
     """
     require_one_input(traced, matches, names)
     found: dict[str, list[Array]] = defaultdict(list)
@@ -207,14 +201,9 @@ def require_one_input(traced: TracedGraph, matches: Mapping[str, WeightSource], 
         raise UnsupportedInput(f"several layers share `{shared}`, each with a range of its own", hint=HINT)
 
 
-HEADROOM = 1.1
-"""Other texts exceed the range: measured, a tenth more than the range on the text costs least."""
-
-LARGEST = 127
-"""The largest code; -128 is left out, so that codes are symmetric."""
-
-MAXIMA = "largest:"
-"""Prefix of the outputs with maxima; the rest is the name of the cache input."""
+HEADROOM = 1.1  # other texts exceed the range: measured, a tenth more than the range on the text costs least
+LARGEST = 127  # the largest code; -128 is left out, so that codes are symmetric
+MAXIMA = "largest:"  # prefix of the outputs with maxima; the rest is the name of the cache input
 
 
 def measure_cache_scales(
@@ -227,11 +216,8 @@ def measure_cache_scales(
     """Scales by name of the cache input: float32 [1, kv_heads, 1, head_dim].
 
     `traced`, `tensors` and `texts` are as for `measure_ranges`; `rotations` are of keys, by name of the cache input.
-
-    Raises:
-        UnsupportedInput: the graph takes embeddings, or onnxruntime cannot map the weights.
-        InputRefused: keys or values are not finite.
-        OutOfMemory: memory ran out.
+    Raises UnsupportedInput: the graph takes embeddings, or onnxruntime cannot map the weights; InputRefused: keys or
+    values are not finite; OutOfMemory: memory ran out.
     """
     if traced.spec.embeddings:
         raise UnsupportedInput(

@@ -114,8 +114,7 @@ def export_checkpoint(
 def opened_in_memory(model: Any, output: Placed | None, *, graphs_only: bool) -> Iterator[Checkpoint]:
     """The checkpoint of a transformers causal language model in memory, whose weights are written to `output`.
 
-    Raises:
-        UsageProblem: not a torch module, no output, or `graphs_only`.
+    Raises UsageProblem: not a torch module, no output, or `graphs_only`.
     """
     if not isinstance(model, nn.Module):
         raise UsageProblem(
@@ -197,7 +196,6 @@ def _quantized(
     folder: OutputFolder,
     given: ExportOptions,
 ) -> tuple[dict[str, QuantizedWeight], OutputFolder]:
-    """The weights that are stored as codes, and the output folder with these."""
     quantized = grouped(pairs, select(pairs, formats))
     text = calibration if isinstance(formats, QuantizationSettings) and formats.text else None
     if text and given["static_activations"]:
@@ -292,8 +290,7 @@ def _for_target(
 ) -> ExportOptions:
     """The options, with those that the target decides by the layouts' caches, the key/value heads and the dtype.
 
-    Raises:
-        UsageProblem: an option that the target does not have.
+    Raises UsageProblem: an option that the target does not have.
     """
     if given["target"] is None:
         return given
@@ -320,10 +317,8 @@ def check_context(config: Any, context: int | None, slots: int | None) -> None:
     """Checks that a static cache of `slots` tokens (None: a growing cache) is not longer than the declared context.
 
     A table of positions, learned or computed, ends at the context length. Rotary positions continue, but the model was
-    not trained on them, which only warns. A `context` of None is not checked.
-
-    Raises:
-        InputRefused: the cache is longer than the model's table of positions.
+    not trained on them, which only warns. A `context` of None is not checked. Raises InputRefused: the cache is longer
+    than the model's table of positions.
     """
     config = decoder_config(config)
     if slots is None or context is None or slots <= context or getattr(config, "alibi", False):
@@ -391,7 +386,6 @@ class GraphsOnly:
         return {name: len(content) for name, content in self._small_files().items()}
 
     def missing(self) -> dict[str, int]:
-        """Bytes of the files that have to be put next to the graphs, by name."""
         paths = {tensor.location: tensor.path for tensor in self.model.weights().values()}
         return {name: path.stat().st_size for name, path in sorted(paths.items())}
 
@@ -427,9 +421,8 @@ def with_task(
 ) -> tuple[Checkpoint, dict[str, GraphSpec]]:
     """The checkpoint with the modules after the model, and the spec of the graph by its role; none to generate.
 
-    Raises:
-        UnsupportedInput: a model or a module that graphs without a cache do not compute.
-        InputRefused: the folder does not declare what the task needs.
+    Raises UnsupportedInput: a model or a module that graphs without a cache do not compute; InputRefused: the folder
+    does not declare what the task needs.
     """
     task = given["task"]
     if task == GENERATE and not given["no_cache"]:
@@ -455,7 +448,6 @@ def with_task(
 
 
 def _head(task: str, modules: SentenceModules | None) -> SentenceHead | TokenScore | None:
-    """What follows the model."""
     if task == RERANK:
         if modules is None or modules.score is None:
             raise InputRefused(
@@ -481,7 +473,6 @@ def _with_modules(checkpoint: Checkpoint, modules: SentenceModules | None) -> Ch
 
 
 def _require_causal_attention(model: LanguageModel) -> None:
-    """Refuses to generate with a model whose tokens attend to later ones."""
     config = model.config
     if (
         getattr(config, "use_bidirectional_attention", None) in (True, "all")
@@ -494,7 +485,6 @@ def _require_causal_attention(model: LanguageModel) -> None:
 
 
 def _require_decoder(model: LanguageModel, task: str) -> None:
-    """Refuses an encoder, whose positions and segments are not those of decoders."""
     if getattr(model.config, "is_decoder", True) is False:
         raise UnsupportedInput(
             f"a {model.config.model_type} without `is_decoder` is an encoder, and `--task {task}` exports decoders",

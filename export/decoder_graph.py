@@ -36,10 +36,8 @@ from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
 def build_graph(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> tuple[TracedGraph, int]:
     """The graph of all layers, and the number of layers that were traced.
 
-    Three periods of layers are traced and the last is replicated; if the periods differ, all layers are traced.
-
-    Raises:
-        UnsupportedInput: transformers or torch cannot build or trace the model.
+    Three periods of layers are traced and the last is replicated; if the periods differ, all layers are traced. Raises
+    UnsupportedInput: transformers or torch cannot build or trace the model.
     """
     with refusing("trace this model"):
         replicated = _replicated(config, input_map, spec)
@@ -54,8 +52,7 @@ def build_graph(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> 
 def build_embeddings(config: Any, precision: str = FLOAT32, placeholders: Sequence[int] = ()) -> TracedGraph:
     """The graph of the embedding table; the tokens `placeholders` are embedded as padding.
 
-    Raises:
-        UnsupportedInput: transformers or torch cannot build or trace the model.
+    Raises UnsupportedInput: transformers or torch cannot build or trace the model.
     """
     with refusing("trace this model"):
         traced = trace_embeddings(shortened(config, period(config)), precision, placeholders)
@@ -110,8 +107,7 @@ def _rewrite(traced: TracedGraph, *, causal: bool) -> None:
     fuse_for_target(traced)
 
 
-NONPAD = 6
-"""Index of the input of `Attention`: after query, key, value, mask, past key and past value."""
+NONPAD = 6  # index of the input of `Attention`: after query, key, value, mask, past key and past value
 
 
 def add_filled_length(traced: TracedGraph) -> None:

@@ -9,8 +9,7 @@ from typing import TypedDict
 from llmconv.output.plan import DEFAULT_SIZE
 
 GENERATE, EMBED, CLASSIFY, RERANK = "generate", "embed", "classify", "rerank"
-SCORING = "scoring"
-"""Values of the option `task`, and the role of the graph of `no_cache`."""
+SCORING = "scoring"  # values of the option `task`, and the role of the graph of `no_cache`
 
 
 class ExportOptions(TypedDict, total=False):
@@ -112,7 +111,7 @@ class ExportOptions(TypedDict, total=False):
     trust_remote_code: bool
 
 
-DEFAULTS: ExportOptions = {
+DEFAULTS: ExportOptions = {  # the options that a call leaves out
     "prefill": False,
     "incremental": False,
     "unified": False,
@@ -153,4 +152,3 @@ DEFAULTS: ExportOptions = {
     "dry_run": False,
     "trust_remote_code": False,
 }
-"""The options that a call leaves out."""

@@ -55,11 +55,7 @@ class Exported:
 
     @property
     def folder(self) -> Path:
-        """The folder of the graphs.
-
-        Raises:
-            InputRefused: it is in an object store.
-        """
+        """The folder of the graphs. Raises InputRefused: it is in an object store."""
         if isinstance(self.place, Path):
             return self.place
         raise InputRefused(f"`{self.place}` is not a folder of this machine", hint="use `place`, or copy it here first")

@@ -130,7 +130,6 @@ export.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _clients_and_roles(given: ExportOptions) -> tuple[list[Client], list[str]]:
-    """The chosen clients, and the graphs to write."""
     layout = given["layout"]
     clients = find_clients([layout] if isinstance(layout, str) else layout)
     asked = {"prefill": given["prefill"], "decode": given["incremental"], "unified": given["unified"]}

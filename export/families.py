@@ -27,9 +27,7 @@ ENTRY_POINTS = "llmconv.input_maps"
 
 
 DECODER = InputMap()
-MASK_ALONE = InputMap(position_ids=False)
-"""No `position_ids`: the model counts positions itself."""
-
+MASK_ALONE = InputMap(position_ids=False)  # no `position_ids`: the model counts positions itself
 SEGMENTS = ExtraInput("token_type_ids", (BATCH, SEQUENCE), values="type_vocab_size", repeats=True)
 """The segment of each token, as BERT numbers them; a model with one segment has no such input."""
 
@@ -46,13 +44,12 @@ IMAGE_TOKENS_4 = ExtraInput(
 )
 """The same in Gemma 4, of which only the large models have it, and only in layers with a window."""
 
-TASKS = ExtraInput(
+TASKS = ExtraInput(  # the task that ERNIE is to do with each token
     "task_type_ids",
     (BATCH, SEQUENCE),
     values=lambda config: config.task_type_vocab_size if config.use_task_id else 1,
     repeats=True,
 )
-"""The task that ERNIE is to do with each token."""
 
 TEXT_MODEL = InputMap(note="its text model; images and sounds do not reach the graphs")
 
@@ -268,8 +265,7 @@ MULTI_MODAL: dict[str, str] = {
 """`model_type` to a limit of the language model alone, whose own `model_type` has an input map."""
 
 
-TOKENS_FIRST = {"gemma4"}
-"""Those whose graphs take tokens and no images, unless embeddings are asked for."""
+TOKENS_FIRST = {"gemma4"}  # those whose graphs take tokens and no images, unless embeddings are asked for
 
 
 def is_multi_modal(fields: Mapping[str, Any], *, embeds: bool) -> bool:
@@ -292,7 +288,6 @@ def _load_entry_points() -> None:
 
 
 def known_input_maps() -> dict[str, InputMap]:
-    """The whole table, with the input maps of installed packages."""
     _load_entry_points()
     return INPUT_MAPS
 
@@ -300,10 +295,7 @@ def known_input_maps() -> dict[str, InputMap]:
 def extra_inputs_of(folder: Path) -> tuple[ExtraInput, ...]:
     """The extra inputs of the language model in a folder, including those that only graphs with images have.
 
-    Empty for a family without an input map.
-
-    Raises:
-        MalformedInput: `config.json` is invalid.
+    Empty for a family without an input map. Raises MalformedInput: `config.json` is invalid.
     """
     row, fields = _row_of(folder)
     config = SimpleNamespace(**fields)
@@ -408,8 +400,7 @@ NOT_EXPORTED: dict[str, str] = {
 }
 """The reason in words, by `model_type`; `llmconv families` and docs/families.md list them."""
 
-OWN_CODE: dict[str, str] = {
+OWN_CODE: dict[str, str] = {  # types that conversions write for the code of their publishers
     "baichuan": "its code is its own, not of transformers, and no input map describes it",
     "chatglm": "its code is its own, not of transformers, and no input map describes it; ChatGLM2 and later are `glm`",
 }
-"""Types that conversions write for the code of their publishers."""

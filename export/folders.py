@@ -42,8 +42,7 @@ from llmconv.progress import say, warn
 from llmconv.runtime.eager.torch_runner import require_causal_model
 from llmconv.tensors import BY_NAME, Array, DType, Flushed, LazyTensor, cast
 
-QUANTIZED = "quantized"
-"""Beginning of the names of weight files that a Hugging Face model cannot be loaded from."""
+QUANTIZED = "quantized"  # beginning of the names of weight files that a Hugging Face model cannot be loaded from
 
 
 class OutputFolder(Protocol):
@@ -80,24 +79,18 @@ class OutputFolder(Protocol):
 
 @dataclass(frozen=True)
 class NewFolder:
-    """A new folder: the weights are streamed there once, cast to `dtype`, and mapped there.
-
-    Attributes:
-        dtype: `keep`, or the dtype to store the weights in.
-        max_shard_size: largest safetensors file, such as `5GB`.
-        kept: pattern of the names of tensors that keep their dtype.
-        codes: what is stored instead of quantized weights, by name of the weight with a suffix.
-        parts: numbers by name of a tensor; those with different numbers are in different files.
-    """
+    """A new folder: the weights are streamed there once, cast to `dtype`, and mapped there."""
 
     place: Place
     checkpoint: Checkpoint
-    dtype: str
-    max_shard_size: str | int
+    dtype: str  # `keep`, or the dtype to store the weights in
+    max_shard_size: str | int  # largest safetensors file, such as `5GB`
     overwrite: bool
     resume: bool
-    kept: re.Pattern[str] | None = None
+    kept: re.Pattern[str] | None = None  # pattern of the names of tensors that keep their dtype
+    # what is stored instead of quantized weights, by name of the weight with a suffix
     codes: Mapping[str, LazyTensor] = field(default_factory=dict)
+    # numbers by name of a tensor; those with different numbers are in different files
     parts: Mapping[str, int] = field(default_factory=dict)
     _flushed: Flushed = field(default_factory=Flushed)
 
@@ -180,7 +173,6 @@ class NewFolder:
 
 
 def main_dtype(tensors: Mapping[str, LazyTensor]) -> str:
-    """The dtype of most bytes of weights that are stored as they are."""
     sizes: Counter[str] = Counter()
     for tensor in file_tensors(tensors).values():
         sizes[tensor.dtype.name] += tensor.nbytes
@@ -188,7 +180,6 @@ def main_dtype(tensors: Mapping[str, LazyTensor]) -> str:
 
 
 def file_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, FileTensor]:
-    """The tensors that are stored unchanged in files."""
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, FileTensor)}
 
 
@@ -206,7 +197,6 @@ def _placed(shard: Shard, folder: Path) -> dict[str, FileTensor]:
 
 
 def _file_bytes(shard: Shard) -> int:
-    """Size of a shard's file, with its header."""
     if shard.copy_of:
         return shard.copy_of.stat().st_size
     return len(encode_header({name: (t.dtype, t.shape) for name, t in shard.tensors.items()})) + shard.nbytes
@@ -219,8 +209,7 @@ def sources_of(checkpoint: Checkpoint) -> list[Path]:
     return sorted({*weights, *(path for path in small if path.is_file())})
 
 
-BLOCK = 4096
-"""Block size of most file systems, in bytes; every file takes a multiple of it."""
+BLOCK = 4096  # block size of most file systems, in bytes; every file takes a multiple of it
 
 
 @dataclass(frozen=True)
@@ -239,7 +228,6 @@ class InPlace:
 
     @property
     def place(self) -> Path:
-        """The model folder."""
         return self.checkpoint.path
 
     def check(self, plan: GraphPlan) -> None:
@@ -282,7 +270,6 @@ class InPlace:
             )
 
     def weights(self) -> Mapping[str, FileTensor]:
-        """The tensors in the model's own files."""
         return {**file_tensors(self.checkpoint), **self.codes}
 
     def quantized(
@@ -356,14 +343,12 @@ def _require_replaceable(folder: Path, names: Sequence[str]) -> None:
 
 
 def _exists(path: Path, content: WritableContent) -> bool:
-    """Whether a file or link already exists with this content."""
     if isinstance(content, Link):
         return path.is_symlink() and os.readlink(path) == content.target
     return path.is_file() and not path.is_symlink() and path.read_bytes() == content
 
 
 def _entry(content: FileContent) -> dict[str, Any]:
-    """The manifest entry of a file or link."""
     return link_entry(content.target) if isinstance(content, Link) else file_entry(content)
 
 
@@ -391,11 +376,8 @@ def _forget_replaced(manifest: Manifest, files: GraphFiles) -> list[str]:
 def checkpoint_in_memory(model: Any) -> Iterator[Checkpoint]:
     """The checkpoint that `save_pretrained` would write for a causal language model on any device.
 
-    Its configuration is in a temporary folder, no weight is.
-
-    Raises:
-        InputRefused: transformers does not save its configuration.
-        UsageProblem: its weights are not plain tensors in memory, or have an adapter around them.
+    Its configuration is in a temporary folder, no weight is. Raises InputRefused: transformers does not save its
+    configuration; UsageProblem: its weights are not plain tensors in memory, or have an adapter around them.
     """
     model = _require_plain(model)
     folder = make_temporary_folder()
@@ -500,6 +482,5 @@ def _lazy(name: str, tensor: torch.Tensor) -> LazyTensor:
 
 
 def _rows(tensor: torch.Tensor, dtype: DType, start: int, stop: int) -> Array:
-    """Rows of a tensor with the bits that it has."""
     rows = (tensor if tensor.ndim else tensor.reshape(1))[start:stop].cpu().contiguous()
     return rows.view(torch.uint8).numpy().view(dtype.numpy).reshape(rows.shape)

@@ -36,34 +36,21 @@ from llmconv.tensors import Array
 
 @dataclass(frozen=True)
 class GraphOptions:
-    """Options that change what a graph computes, takes or returns.
+    """Options that change what a graph computes, takes or returns. Raises UsageProblem: another `opset`."""
 
-    Attributes:
-        last_logits: compute the head for the last position only: `logits` are `[batch_size, 1, vocab]`.
-        choice: return `tokens` and `scores` instead of `logits`; None for logits.
-        stages: number of graphs that the layers are divided into.
-        prefix: virtual tokens before every prompt; None for none.
-        opset: version of the standard operators, 21, 23 or 24; None for that of the graph spec, 23 or 24.
-        strict_target: refuse nodes for which the target's provider has no kernel; otherwise they are listed.
-        quantization: which weights become integer codes, or are stored as such; None for none.
-        lora: linear layers with optional inputs for LoRA factors.
-        names: file names of roles that do not have their usual one.
-        cache_text: sha256 of the text on which the ranges of an int8 cache are measured; empty for a cache of floats.
-
-    Raises:
-        UsageProblem: another `opset`.
-    """
-
-    last_logits: bool = False
-    choice: TokenChoice | None = None
-    stages: int = 1
-    prefix: Prefix | None = None
+    last_logits: bool = False  # compute the head for the last position only: `logits` are `[batch_size, 1, vocab]`
+    choice: TokenChoice | None = None  # return `tokens` and `scores` instead of `logits`; None for logits
+    stages: int = 1  # number of graphs that the layers are divided into
+    prefix: Prefix | None = None  # virtual tokens before every prompt; None for none
+    # version of the standard operators, 21, 23 or 24; None for that of the graph spec, 23 or 24
     opset: int | None = None
-    strict_target: bool = False
+    strict_target: bool = False  # refuse nodes for which the target's provider has no kernel; otherwise they are listed
+    # which weights become integer codes, or are stored as such; None for none
     quantization: QuantizationSettings | StoredFormats | None = None
+    # sha256 of the text on which the ranges of an int8 cache are measured; empty for a cache of floats
     cache_text: str = ""
-    lora: tuple[str, ...] = ()
-    names: Mapping[str, str] = field(default_factory=dict)
+    lora: tuple[str, ...] = ()  # linear layers with optional inputs for LoRA factors
+    names: Mapping[str, str] = field(default_factory=dict)  # file names of roles that do not have their usual one
 
     def __post_init__(self) -> None:
         if self.opset is not None and self.opset not in IR_VERSIONS:
@@ -91,8 +78,7 @@ class GraphOptions:
         return next((name for name, value in given.items() if value), "")
 
 
-PROMPT_ROLES = {"prefill", "unified"}
-"""Graphs that run prompts; afterwards the prefix is in the cache."""
+PROMPT_ROLES = {"prefill", "unified"}  # graphs that run prompts; afterwards the prefix is in the cache
 
 
 @dataclass
@@ -120,9 +106,8 @@ class GraphFiles:
 class GraphPlan:
     """Which graphs to make of a model, and how; `specs` by role in the order in which they are written.
 
-    Raises:
-        UsageProblem: options that contradict each other, or that a client does not support.
-        InputRefused: a client cannot run this model.
+    Raises UsageProblem: options that contradict each other, or that a client does not support; InputRefused: a client
+    cannot run this model.
     """
 
     specs: Mapping[str, GraphSpec]
@@ -163,7 +148,6 @@ class GraphPlan:
         return [f"{whole.removesuffix('.onnx')}-{number}-of-{count}.onnx" for number in range(1, count + 1)]
 
     def manifest_options(self) -> dict[str, Any]:
-        """Options of this step in the manifest."""
         options, spec = self.options, next(iter(self.specs.values()))
         return {
             "graphs": list(self.specs),
@@ -187,6 +171,10 @@ class GraphPlan:
     ) -> GraphFiles:
         """Binds the graphs to the weights and encodes all files.
 
+        Raises InputRefused: the weights are not of this model, an option does not fit it, or `strict_target` is given
+        and the target's provider has no kernel for a node; UsageProblem: more stages than layers, or more tokens to
+        choose than the vocabulary has.
+
         Args:
             graphs: traced graphs by role; roles may share one. They are changed.
             weights: where each tensor is in the folder of the graphs once the export is complete.
@@ -194,11 +182,6 @@ class GraphPlan:
             quantized: the tensors that are stored as codes, by name.
             matches: the stored tensors of each weight by `id` of the graph, if they are known already.
             cache_scales: scales of an int8 cache, by name of the cache input.
-
-        Raises:
-            InputRefused: the weights are not of this model, an option does not fit it, or `strict_target` is given and
-                the target's provider has no kernel for a node.
-            UsageProblem: more stages than layers, or more tokens to choose than the vocabulary has.
         """
         distinct = list({id(traced): traced for traced in graphs.values()}.values())
         require_stages(self.options.stages, distinct[0].num_layers)
@@ -225,7 +208,6 @@ class GraphPlan:
     def _add_graph(
         self, made: GraphFiles, traced: TracedGraph, roles: Sequence[str], prefix: PrefixFile | None
     ) -> None:
-        """Adds the files and manifest entries of the roles that share a trace."""
         prompts = [role for role in roles if role in PROMPT_ROLES] if prefix else []
         if prefix and prompts:
             prompt_model = traced.model.clone()
@@ -306,7 +288,6 @@ def _file_fields(names: list[str], parts: list[onnx.ModelProto]) -> dict[str, An
 
 
 def _weight_files(model: onnx.ModelProto) -> list[str]:
-    """The files that a graph maps."""
     pairs = (pair for tensor in model.graph.initializer for pair in tensor.external_data)
     return sorted({pair.value for pair in pairs if pair.key == "location"})
 
@@ -319,18 +300,14 @@ def _ports(model: onnx.ModelProto) -> dict[str, list[str]]:
     }
 
 
-MOVING = {
+MOVING = {  # operators that compute no number
     *("Cast", "CastLike", "Concat", "Constant", "ConstantOfShape", "Expand", "Gather", "GatherElements", "GatherND"),
     *("Identity", "Pad", "Reshape", "ScatterElements", "ScatterND", "Shape", "Slice", "Split", "Squeeze"),
     *("Transpose", "Unsqueeze", "Where"),
 }
-"""Operators that compute no number."""
 
-FUNCTIONS = "functions"
-"""Stands for the module of nodes in the graph's functions."""
-
-LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-"""Number of a layer in the name of a module."""
+FUNCTIONS = "functions"  # stands for the module of nodes in the graph's functions
+LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # number of a layer in the name of a module
 
 
 def float32_fields(model: onnx.ModelProto, precision: str) -> dict[str, Any]:
@@ -362,10 +339,8 @@ ROWWISE = {"Add", "Cast", "Clip", "Div", "Identity", "Max", "Min", "Mul", "Sub",
 def keep_last_logits(model: ir.Model) -> None:
     """Changes `logits` to `[batch_size, 1, vocab]`, those of the last position, in place.
 
-    With padding on the left the last position is always a real token.
-
-    Raises:
-        UnsupportedInput: the logits are not the rows of a linear layer, scaled or capped.
+    With padding on the left the last position is always a real token. Raises UnsupportedInput: the logits are not the
+    rows of a linear layer, scaled or capped.
     """
     graph = model.graph
     logits = value_named(graph.outputs, "logits")
@@ -422,8 +397,7 @@ def _refuse(problem: str) -> NoReturn:
     raise UnsupportedInput(f"`--last-logits`: this model {problem}", hint="export without `--last-logits`")
 
 
-LINES = 8
-"""Longest list of warnings."""
+LINES = 8  # longest list of warnings
 
 
 def widen_without_kernels(model: ir.Model) -> None:

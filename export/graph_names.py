@@ -12,28 +12,23 @@ from llmconv.runtime.onnxruntime.graph import VISION
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, GRAPH_FILES, SINGLE_PASS_FILES, VISION_ROLE
 from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
 
-FILES: Mapping[str, str] = {
+FILES: Mapping[str, str] = {  # the usual names by role
     **GRAPH_FILES,
     **SINGLE_PASS_FILES,
     EMBEDDINGS_ROLE: EMBEDDINGS,
     VISION_ROLE: VISION,
 }
-"""The usual names by role."""
 
 OPTION, SUFFIX = "--graph-name", ".onnx"
-
-LONGEST = 200
-"""Maximum number of bytes of a name: file systems take 255, and the number of a stage is added."""
+LONGEST = 200  # maximum number of bytes of a name: file systems take 255, and the number of a stage is added
 
 
 def graph_names(given: Sequence[str], roles: Collection[str], layouts: Collection[str]) -> dict[str, str]:
     """File names by role, given `ROLE=FILE` each.
 
-    `layouts` are clients with files of their own; names of the graphs of embeddings and images are fixed.
-
-    Raises:
-        UsageProblem: there is such a client, no such role, a role or a name twice, or a name that no graph in a folder
-            can have.
+    `layouts` are clients with files of their own; names of the graphs of embeddings and images are fixed. Raises
+    UsageProblem: there is such a client, no such role, a role or a name twice, or a name that no graph in a folder can
+    have.
     """
     if given and layouts:
         raise UsageProblem(
@@ -74,7 +69,6 @@ def _problem(name: str) -> str:
 
 
 def files_of(entry: dict[str, Any]) -> list[str]:
-    """The files that an entry of the manifest lists."""
     parts = [*entry.get("stages", [entry]), entry.get("prefix", {})]
     return [part["file"] for part in parts if "file" in part]
 

@@ -31,11 +31,8 @@ SHAPES, CACHES = ("dynamic", "static"), ("growing", "shared-buffer")
 """Values of the options `shapes` and `cache`; those of `target` are the keys of `TARGETS`."""
 
 FLOAT32 = "float32"
-PRECISIONS = (FLOAT32, "float16", "bfloat16")
-"""Values of the option `precision`: the dtype that a graph computes in."""
-
-INT8 = "int8"
-"""The value of the option `kv_cache`: the dtype that keys and values are rounded to."""
+PRECISIONS = (FLOAT32, "float16", "bfloat16")  # values of the option `precision`: the dtype that a graph computes in
+INT8 = "int8"  # the value of the option `kv_cache`: the dtype that keys and values are rounded to
 
 
 @dataclass(frozen=True)
@@ -71,37 +68,25 @@ class ShapeOptions:
 
 @dataclass(frozen=True)
 class GraphSpec:
-    """What is fixed about a graph besides the model family; graphs with equal specs share one trace.
+    """What is fixed about a graph besides the model family; graphs with equal specs share one trace."""
 
-    Attributes:
-        cache: `growing`, `shared-buffer`, `static` or `none`.
-        batch_size: number of rows; None leaves the axis dynamic.
-        slots: number of tokens that the buffer of the cache holds; None leaves the axis dynamic.
-        sequence: number of new tokens per call; None leaves the axis dynamic.
-        embeddings: size of the `inputs_embeds` that the graph takes instead of `input_ids`; None for `input_ids`.
-        target: the provider of onnxruntime that the graph is for, a key of `TARGETS`; None for any runtime.
-        precision: dtype of weights, activations and cache.
-        logits: dtype of the logits, `float32` or `precision`.
-        kv_cache: `int8` for keys and values as integer codes, which are added after the trace; empty for floats.
-        steps: calls with several new tokens have one row only, which lets `GroupQueryAttention` rotate its inputs.
-        fixed_inputs: names of extra inputs that the graph does not have, because they always have their default.
-        task: what a graph without a cache returns, a key of `tracing.single_pass.RESULTS`; empty for logits.
-        head: what follows the decoder for that task; None for nothing.
-    """
-
-    cache: str = "growing"
-    batch_size: int | None = None
-    slots: int | None = None
-    sequence: int | None = None
+    cache: str = "growing"  # `growing`, `shared-buffer`, `static` or `none`
+    batch_size: int | None = None  # number of rows; None leaves the axis dynamic
+    slots: int | None = None  # number of tokens that the buffer of the cache holds; None leaves the axis dynamic
+    sequence: int | None = None  # number of new tokens per call; None leaves the axis dynamic
+    # size of the `inputs_embeds` that the graph takes instead of `input_ids`; None for `input_ids`
     embeddings: int | None = None
+    # the provider of onnxruntime that the graph is for, a key of `TARGETS`; None for any runtime
     target: str | None = None
-    precision: str = FLOAT32
-    logits: str = FLOAT32
-    kv_cache: str = ""
+    precision: str = FLOAT32  # dtype of weights, activations and cache
+    logits: str = FLOAT32  # dtype of the logits, `float32` or `precision`
+    kv_cache: str = ""  # `int8` for keys and values as integer codes, which are added after the trace; empty for floats
+    # calls with several new tokens have one row only, which lets `GroupQueryAttention` rotate its inputs
     steps: bool = False
+    # names of extra inputs that the graph does not have, because they always have their default
     fixed_inputs: tuple[str, ...] = ()
-    task: str = ""
-    head: SentenceHead | TokenScore | None = None
+    task: str = ""  # what a graph without a cache returns, a key of `tracing.single_pass.RESULTS`; empty for logits
+    head: SentenceHead | TokenScore | None = None  # what follows the decoder for that task; None for nothing
 
     @property
     def opset(self) -> int:
@@ -109,7 +94,6 @@ class GraphSpec:
         return 23 if self.cache in ("growing", NO_CACHE) else 24
 
     def manifest_fields(self) -> dict[str, Any]:
-        """Fields of a graph's manifest entry that are not those of every graph."""
         dtypes = {"precision": self.precision, "logits_dtype": self.logits}
         others = {"embeddings", "precision", "logits", "fixed_inputs", "head"}
         fixed = {name: value for name, value in asdict(self).items() if value and name not in others}
@@ -120,10 +104,8 @@ class GraphSpec:
     def inputs(self, ports: Sequence[Port]) -> tuple[Port, ...]:
         """Inputs of a graph with this spec; `write_indices` of a static cache comes after tokens, mask and positions.
 
-        `ports` are the inputs of the family's graph with a growing cache.
-
-        Raises:
-            UnsupportedInput: the family keeps states, which buffers cannot hold, or has an input of past tokens alone.
+        `ports` are the inputs of the family's graph with a growing cache. Raises UnsupportedInput: the family keeps
+        states, which buffers cannot hold, or has an input of past tokens alone.
         """
         if self.cache == NO_CACHE:
             return tuple(self._fixed(port) for port in self._tokens(ports))
@@ -150,7 +132,6 @@ class GraphSpec:
         return (*fixed[:first], Port(WRITE_INDICES, "int64", (batch,)), *fixed[first:])
 
     def _require_lengths(self, ports: Sequence[Port]) -> None:
-        """Refuses an input whose length a cache of fixed length does not have."""
         past = [port.name for port in ports if PAST in port.axes]
         if self.cache != "growing" and past:
             raise UnsupportedInput(
@@ -188,8 +169,7 @@ class GraphSpec:
 
 
 GROWING = GraphSpec()
-MAX_PROMPT_LEN = 128
-"""Default limit of the tokens per call of a static prefill graph."""
+MAX_PROMPT_LEN = 128  # default limit of the tokens per call of a static prefill graph
 
 
 def graph_specs(
@@ -198,10 +178,7 @@ def graph_specs(
     """The spec of every graph; a static decode graph takes one token, a static unified graph any number.
 
     `embeddings` is the size of those that the graphs take instead of tokens. `quantized` weights are codes, which a
-    session packs, so both graphs should be one and share it.
-
-    Raises:
-        UsageProblem: options that contradict each other.
+    session packs, so both graphs should be one and share it. Raises UsageProblem: options that contradict each other.
     """
     precision, logits = options.precision, options.logits_dtype
     spec = GraphSpec(
@@ -247,10 +224,8 @@ def _prompt_length(slots: int | None, asked: int | None) -> int:
 def all_fixed(extras: Mapping[str, ExtraInput], what: str, without: str) -> tuple[str, ...]:
     """The names of all extra inputs, for graphs that take none of them.
 
-    A message says that `what` cannot feed them, and to leave out the option `without`.
-
-    Raises:
-        UnsupportedInput: an input has no constant default.
+    A message says that `what` cannot feed them, and to leave out the option `without`. Raises UnsupportedInput: an
+    input has no constant default.
     """
     for name, extra in extras.items():
         if callable(extra.default):

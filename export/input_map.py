@@ -55,11 +55,7 @@ class InputMap:
             )
 
     def both_ways(self, config: Any) -> bool:
-        """Whether some tokens attend to later ones, see `ExtraInput.both_ways`.
-
-        Args:
-            config: a transformers config.
-        """
+        """Whether some tokens attend to later ones, see `ExtraInput.both_ways`. `config`: a transformers config."""
         return any(extra.both_ways for extra in self.extra_inputs(config).values())
 
     @property
@@ -69,21 +65,13 @@ class InputMap:
 
     @property
     def kind(self) -> CacheKind:
-        """The kind of cache.
-
-        Raises:
-            UnsupportedInput: an unknown kind.
-        """
+        """The kind of cache. Raises UnsupportedInput: an unknown kind."""
         if self.cache not in CACHE_KINDS:
             raise UnsupportedInput(f"unknown cache kind `{self.cache}`", hint=f"one of: {', '.join(CACHE_KINDS)}")
         return cache_kind(self.cache)
 
     def inputs(self, config: Any) -> tuple[Port, ...]:
-        """Inputs of every graph, in order; `past_sequence_length` may be 0.
-
-        Args:
-            config: a transformers config.
-        """
+        """Inputs of every graph, in order; `past_sequence_length` may be 0. `config`: a transformers config."""
         ports = [Port("input_ids", "int64", (BATCH, SEQUENCE)), Port("attention_mask", "int64", (BATCH, TOTAL))]
         if self.position_ids:
             ports.append(Port("position_ids", "int64", (BATCH, SEQUENCE)))
@@ -110,9 +98,7 @@ class InputMap:
     def positions(self, attention_mask: Array, new_tokens: int) -> Array:
         """Position ids of the last `new_tokens` tokens, int64 [batch, new_tokens]; a family may override this.
 
-        Args:
-            attention_mask: [batch, all tokens], 0 for padding.
-            new_tokens: number of new tokens.
+        `attention_mask`: [batch, all tokens], 0 for padding. `new_tokens`: number of new tokens.
         """
         return default_positions(attention_mask, new_tokens)
 
@@ -140,7 +126,6 @@ def decoder_config(config: Any) -> Any:
 
 
 def layer_config(config: Any, layer: int) -> Any:
-    """The config of one layer, in a config whose layers have different heads."""
     return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 

@@ -41,25 +41,18 @@ from llmconv.tensors import LazyTensor
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """One language model.
+    """One language model."""
 
-    Attributes:
-        config: its transformers config; for a multi-modal checkpoint that of the language model alone.
-        input_map: the input map of its `model_type`.
-        naming: the names of its tensors in a multi-modal checkpoint; None for a checkpoint of a language model.
-        embeddings: size of the embeddings that the graphs take instead of tokens; None if they take tokens.
-        whole: the config of a multi-modal model whose vision tower is a graph too; None if it is not.
-    """
-
-    config: Any
-    input_map: InputMap
+    config: Any  # its transformers config; for a multi-modal checkpoint that of the language model alone
+    input_map: InputMap  # the input map of its `model_type`
+    # the names of its tensors in a multi-modal checkpoint; None for a checkpoint of a language model
     naming: TensorNaming | None = None
+    # size of the embeddings that the graphs take instead of tokens; None if they take tokens
     embeddings: int | None = None
-    whole: Any = None
+    whole: Any = None  # the config of a multi-modal model whose vision tower is a graph too; None if it is not
 
     @property
     def extra_inputs(self) -> dict[str, ExtraInput]:
-        """The extra inputs of its graphs by name, resolved."""
         return self.input_map.extra_inputs(self.config)
 
     def kept_in_float32(self, dtype: str) -> re.Pattern[str] | None:
@@ -78,11 +71,9 @@ class LanguageModel:
     def require_fit(self, tensors: Mapping[str, LazyTensor], task: str) -> None:
         """Refuses mismatches that headers show before a trace: another width, or layers without any tensor.
 
-        The weights of a multi-modal checkpoint are compared only after the trace, as all others are again.
-
-        Raises:
-            InputRefused: the tensors are not those of the config's layers and embeddings.
-            UnsupportedInput: transformers cannot build the model.
+        The weights of a multi-modal checkpoint are compared only after the trace, as all others are again. Raises
+        InputRefused: the tensors are not those of the config's layers and embeddings; UnsupportedInput: transformers
+        cannot build the model.
         """
         if self.naming:
             return
@@ -106,8 +97,7 @@ class LanguageModel:
     def trace(self, specs: Mapping[str, GraphSpec]) -> tuple[dict[str, TracedGraph], int]:
         """Graphs by role, their weights still inputs, and the number of layers traced; equal specs share one graph.
 
-        Raises:
-            UnsupportedInput: transformers or torch cannot build or trace the model.
+        Raises UnsupportedInput: transformers or torch cannot build or trace the model.
         """
         built = {spec: build_graph(self.config, self.input_map, spec) for spec in dict.fromkeys(specs.values())}
         layers = max(layers for _, layers in built.values())
@@ -128,11 +118,9 @@ class LanguageModel:
 def open_language_model(checkpoint: Checkpoint, code: Path | None = None, *, embeds: bool = False) -> LanguageModel:
     """The language model of a checkpoint; graphs of a multi-modal one always take embeddings.
 
-    `code` is a trusted folder whose own code builds the model; None for a model class of transformers.
-
-    Raises:
-        MalformedInput: `config.json` has no `model_type`.
-        UnsupportedInput: the `model_type` has no input map, or transformers cannot read the config.
+    `code` is a trusted folder whose own code builds the model; None for a model class of transformers. Raises
+    MalformedInput: `config.json` has no `model_type`; UnsupportedInput: the `model_type` has no input map, or
+    transformers cannot read the config.
     """
     model_type = checkpoint.config.get("model_type")
     if not isinstance(model_type, str) or not model_type:

@@ -202,7 +202,6 @@ class ComplexPair:
     imag: Tensor
 
     def __mul__(self, other: Any) -> ComplexPair:
-        """Product with another pair, a real tensor or a number."""
         if isinstance(other, ComplexPair):
             return ComplexPair(
                 self.real * other.real - self.imag * other.imag, self.real * other.imag + self.imag * other.real

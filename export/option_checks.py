@@ -16,8 +16,7 @@ from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
 from llmconv.progress import warn
 from llmconv.tensors import FLOATS, LazyTensor
 
-TASKS = (GENERATE, EMBED, CLASSIFY, RERANK)
-"""Values of the option `task`."""
+TASKS = (GENERATE, EMBED, CLASSIFY, RERANK)  # values of the option `task`
 
 FITTING = (
     "task",
@@ -111,7 +110,6 @@ def warn_of_padding(given: ExportOptions, clients: Sequence[Client]) -> None:
 
 
 def shape_options(given: ExportOptions) -> ShapeOptions:
-    """The options that decide axes, cache and precision."""
     values: dict[str, Any] = {one.name: given[one.name] for one in fields(ShapeOptions)}  # type: ignore[literal-required]
     return ShapeOptions(**{name: value for name, value in values.items() if value is not None})
 

@@ -57,13 +57,9 @@ def cache_shapes(graph: ir.Graph) -> list[tuple[int, int]]:
 def prepend_prefix(model: ir.Model, tensors: Mapping[str, ir.ExternalTensor], first_position: int) -> None:
     """Prepends a prefix to an empty past of a decoder's graph for prompts, in place.
 
-    Args:
-        model: the graph.
-        tensors: keys and values `[1, kv_heads, P, head_dim]` by layer and part: `0.key`, `0.value`, …
-        first_position: position of the first token after the prefix: P or 0.
-
-    Raises:
-        UnsupportedInput: a layer keeps more than keys and values.
+    `model`: the graph. `tensors`: keys and values `[1, kv_heads, P, head_dim]` by layer and part: `0.key`, `0.value`,
+    …. `first_position`: position of the first token after the prefix: P or 0. Raises UnsupportedInput: a layer keeps
+    more than keys and values.
     """
     graph = model.graph
     ports = past_ports(graph)
@@ -114,7 +110,6 @@ class _PrefixInserter:
                 node.replace_input_with(index, both)
 
     def _lengthen(self, shape: ir.Node) -> None:
-        """Adds the prefix to the length that a node reads from a past input."""
         start, end = shape.attributes.get_int("start", 0), shape.attributes.get_int("end", 4)
         if not start <= LENGTH_AXIS < end:
             return
@@ -143,8 +138,7 @@ class _PrefixInserter:
             replace_uses(uses, self._edit.one("Add", [positions, self._count]))
 
 
-TRAINED = "adapter"
-"""Name of the trained tensor of the adapter; the verifier computes its own keys and values from it."""
+TRAINED = "adapter"  # name of the trained tensor of the adapter; the verifier computes its own keys and values from it
 
 
 @dataclass(frozen=True)
@@ -172,11 +166,8 @@ class PrefixFile:
         """The file of a prefix for the decoder's graph, which is not bound to weights yet.
 
         Only a soft prompt reads `sources`, tensors in files; `weights` have the dtypes in which the graph will map
-        them.
-
-        Raises:
-            InputRefused: the prefix is of another model.
-            UnsupportedInput: the model keeps more than keys and values.
+        them. Raises InputRefused: the prefix is of another model; UnsupportedInput: the model keeps more than keys and
+        values.
         """
         shapes = cache_shapes(traced.model.graph)
         if prefix.kind == "soft_prompt":
@@ -211,7 +202,6 @@ class PrefixFile:
         prepend_prefix(model, tensors, self.prefix.first_position)
 
     def manifest_fields(self) -> dict[str, Any]:
-        """Fields of the manifest entry of a graph with this prefix."""
         prefix = self.prefix
         fields = {"file": self.name, "kind": prefix.kind, "length": prefix.length}
         return {"prefix": {**fields, "first_position": prefix.first_position}}
@@ -227,11 +217,8 @@ def keys_and_values(
     """Keys and values of virtual tokens at positions 0, 1, …, by layer.
 
     `embeddings`, float32 `[P, hidden]`, replace rows of the embedding table. The decoder's graph is not bound to
-    weights yet and not changed; values are rounded to the dtypes of `weights`.
-
-    Raises:
-        InputRefused: the hidden sizes of the embeddings and of the model differ.
-        UnsupportedInput: the model does not begin with an embedding table.
+    weights yet and not changed; values are rounded to the dtypes of `weights`. Raises InputRefused: the hidden sizes of
+    the embeddings and of the model differ; UnsupportedInput: the model does not begin with an embedding table.
     """
     traced = traced.copy()
     model, ports = traced.model, past_ports(traced.model.graph)

@@ -41,8 +41,7 @@ ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
 SIDE_FILES = (MODULES, "config_sentence_transformers.json", "sentence_bert_config.json")
 """Files that sentence-transformers reads besides those of the modules."""
 
-COUNT_LIMIT = 20
-"""Maximum number of modules; known models have up to five."""
+COUNT_LIMIT = 20  # maximum number of modules; known models have up to five
 
 
 @dataclass(frozen=True)
@@ -80,28 +79,19 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class SentenceModules:
-    """The modules of one folder.
+    """The modules of one folder."""
 
-    Attributes:
-        head: pooling and what follows; None without a pooling module.
-        score: the score of a reranker; None for other models.
-        tensors: weights of the Dense modules, as `2_Dense.linear.weight`.
-        side_files: content of the configuration files by path.
-    """
-
-    head: SentenceHead | None
-    score: TokenScore | None
-    tensors: Mapping[str, FileTensor]
-    side_files: Mapping[str, bytes]
+    head: SentenceHead | None  # pooling and what follows; None without a pooling module
+    score: TokenScore | None  # the score of a reranker; None for other models
+    tensors: Mapping[str, FileTensor]  # weights of the Dense modules, as `2_Dense.linear.weight`
+    side_files: Mapping[str, bytes]  # content of the configuration files by path
 
 
 def read_sentence_modules(folder: Path) -> SentenceModules | None:
     """The modules of a folder; None without a `modules.json`.
 
-    Raises:
-        UnsupportedInput: a module of another kind, or an option of one that graphs do not compute.
-        MalformedInput: a file is invalid.
-        InputRefused: a Dense module has no safetensors weights.
+    Raises UnsupportedInput: a module of another kind, or an option of one that graphs do not compute; MalformedInput: a
+    file is invalid; InputRefused: a Dense module has no safetensors weights.
     """
     if not (folder / MODULES).is_file():
         return None
@@ -129,7 +119,6 @@ def read_sentence_modules(folder: Path) -> SentenceModules | None:
 
 
 def _listed(content: bytes) -> list[tuple[str, str]]:
-    """Kind and folder of every module, in order."""
     entries = parse_object(b'{"modules": ' + content + b"}", MODULES)["modules"]
     if not isinstance(entries, list) or not 1 <= len(entries) <= COUNT_LIMIT:
         _malformed(MODULES, "is not a list of modules")

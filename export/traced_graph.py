@@ -19,34 +19,20 @@ SCOPES = "pkg.torch.onnx.name_scopes"
 
 @dataclass
 class TracedGraph:
-    """A traced model.
+    """A traced model."""
 
-    Attributes:
-        model: the ONNX model; its inputs are those of the input map, then the weights by parameter name.
-        weights: the weight inputs by parameter name.
-        layers_name: name of the list of layers, such as `model.layers`.
-        tied: parameter name to the name of the parameter that it shares memory with.
-        base_prefix: name of the inner model (`transformer`), which tensor names of some checkpoints lack.
-        transforms: transformers' conversion mapping (`llmconv.export.weights`).
-        unused: shapes of parameters and buffers that no node reads, by name.
-        token_axes: the symbols of batch size and sequence length in the trace.
-        spec: how the cache is kept, and which axes are fixed.
-        ignored: patterns of the names of stored tensors that the model ignores.
-        own: prefixes of the names of the checkpoint's tensors that belong to the graph.
-    """
-
-    model: ir.Model
-    weights: dict[str, ir.Value]
-    layers_name: str
+    model: ir.Model  # the ONNX model; its inputs are those of the input map, then the weights by parameter name
+    weights: dict[str, ir.Value]  # the weight inputs by parameter name
+    layers_name: str  # name of the list of layers, such as `model.layers`
     num_layers: int
-    tied: dict[str, str]
-    base_prefix: str
-    transforms: list[Any]
-    unused: dict[str, tuple[int, ...]]
-    token_axes: tuple[str, ...]
-    spec: GraphSpec
-    ignored: tuple[str, ...] = ()
-    own: tuple[str, ...] = ("",)
+    tied: dict[str, str]  # parameter name to the name of the parameter that it shares memory with
+    base_prefix: str  # name of the inner model (`transformer`), which tensor names of some checkpoints lack
+    transforms: list[Any]  # transformers' conversion mapping (`llmconv.export.weights`)
+    unused: dict[str, tuple[int, ...]]  # shapes of parameters and buffers that no node reads, by name
+    token_axes: tuple[str, ...]  # the symbols of batch size and sequence length in the trace
+    spec: GraphSpec  # how the cache is kept, and which axes are fixed
+    ignored: tuple[str, ...] = ()  # patterns of the names of stored tensors that the model ignores
+    own: tuple[str, ...] = ("",)  # prefixes of the names of the checkpoint's tensors that belong to the graph
 
     def copy(self) -> TracedGraph:
         """The same graph with a model of its own; only before it is bound."""
@@ -68,18 +54,15 @@ def static_shape(value: ir.Value | None) -> tuple[int, ...]:
     return tuple(int(size) for size in value.shape)  # type: ignore[arg-type]
 
 
-MICROSOFT = "com.microsoft"
-"""The domain of onnxruntime's own operators."""
+MICROSOFT = "com.microsoft"  # the domain of onnxruntime's own operators
 
 
 class NodeEditor:
     """Inserts nodes into a graph.
 
-    Args:
-        before: the node in front of which nodes are inserted; None for the end of the graph.
-        scope: name prefix: nodes are called `{scope}/{operator}`, their outputs `{node}:{index}`; empty for a graph
-            whose nodes are named later.
-        module_of: a node of the module that the new nodes belong to; None if they serve all modules.
+    `before`: the node in front of which nodes are inserted; None for the end of the graph. `scope`: name prefix: nodes
+    are called `{scope}/{operator}`, their outputs `{node}:{index}`; empty for a graph whose nodes are named later.
+    `module_of`: a node of the module that the new nodes belong to; None if they serve all modules.
     """
 
     def __init__(
@@ -126,7 +109,6 @@ class NodeEditor:
 
 
 def constant(graph: ir.Graph, name: str, content: Array) -> ir.Value:
-    """An inline initializer, created once."""
     if name not in graph.initializers:
         tensor = ir.tensor(content, name=name)
         graph.initializers[name] = ir.val(name, tensor.dtype, content.shape, const_value=tensor)
@@ -180,12 +162,10 @@ def rank(value: ir.Value | None) -> int:
 
 
 def value_named(values: Iterable[ir.Value], name: str) -> ir.Value | None:
-    """The input or output of that name."""
     return next((value for value in values if value.name == name), None)
 
 
 def ancestors(value: ir.Value) -> Iterator[ir.Value]:
-    """The value and all values that it is computed from, each once."""
     seen: set[ir.Value] = set()
     waiting = [value]
     while waiting:

@@ -42,10 +42,8 @@ from llmconv.progress import say
 def build_vision(config: Any, naming: TensorNaming, precision: str = FLOAT32) -> TracedGraph:
     """The graph of the tower and the projector, its weights still inputs.
 
-    `config` is the whole model's; `naming` names the language model's tensors, which the graph does not need.
-
-    Raises:
-        UnsupportedInput: transformers or torch cannot build or trace the model.
+    `config` is the whole model's; `naming` names the language model's tensors, which the graph does not need. Raises
+    UnsupportedInput: transformers or torch cannot build or trace the model.
     """
     with refusing("trace the vision tower"):
         whole, tower = build_whole(config, precision), VISION_TOWERS[config.model_type]
@@ -106,7 +104,6 @@ LANGUAGE = ("model.language_model.", "model.text_model.", "language_model.", "lm
 
 
 def is_vision(name: str) -> bool:
-    """Whether a parameter belongs neither to the language model nor to its head."""
     return not name.startswith(LANGUAGE)
 
 
@@ -178,7 +175,6 @@ def layers_of(model: PreTrainedModel, count: int) -> str:
 
 
 def depth_of(config: Any) -> int:
-    """Number of layers of the tower, given the whole model's config."""
     vision = config.vision_config
     return int(getattr(vision, "num_hidden_layers", None) or vision.depth)
 
@@ -205,7 +201,6 @@ class TensorNaming:
         return self.body + own.removeprefix("model.")
 
     def rename_decoder(self, traced: TracedGraph) -> TracedGraph:
-        """A decoder's graph with the checkpoint's names of its weights."""
         return self._renamed(traced, (self.body, self.head))
 
     def rename_embeddings(self, traced: TracedGraph) -> TracedGraph:

@@ -27,8 +27,7 @@ from llmconv.runtime.images.families import NEWLINE, PLACES, unit_of
 from llmconv.runtime.images.family import DEEPSTACK_FEATURES, IMAGE_FEATURES, PIXEL_VALUES
 from llmconv.runtime.images.qwen_vl import CELL_WEIGHTS, CELLS, DEEPSTACK_LAYERS, PATCH_POSITIONS, WINDOW_IDS
 
-IMAGES = "num_images"
-"""The symbolic axis of graphs of images of one size."""
+IMAGES = "num_images"  # the symbolic axis of graphs of images of one size
 
 
 @dataclass(frozen=True)
@@ -63,19 +62,15 @@ def pixels_of_one_size(config: Any, precision: str) -> tuple[TowerInput, ...]:
 
 @dataclass(frozen=True)
 class VisionTower:
-    """A family's tower.
+    """A family's tower."""
 
-    Attributes:
-        alike: all of its layers are alike, so a few are traced and the others replicated.
-        module: a module around the whole model, whose attribute must be named `model`; it takes tensors in the order of
-            `inputs` and returns features, or a tuple of features and further outputs.
-        inputs: returns those of the graph, given the whole model's config and the graph's precision.
-        outputs: names of the graph's outputs, and the first axes of each: a symbol, a fixed size, or several symbols.
-    """
-
-    alike: bool = True
+    alike: bool = True  # all of its layers are alike, so a few are traced and the others replicated
+    # a module around the whole model, whose attribute must be named `model`; it takes tensors in the order of `inputs`
+    # and returns features, or a tuple of features and further outputs
     module: Callable[[PreTrainedModel], nn.Module] = ImageFeatures
+    # returns those of the graph, given the whole model's config and the graph's precision
     inputs: Callable[[Any, str], Sequence[TowerInput]] = pixels_of_one_size
+    # names of the graph's outputs, and the first axes of each: a symbol, a fixed size, or several symbols
     outputs: tuple[tuple[str, str | int | tuple[str, ...]], ...] = ((IMAGE_FEATURES, IMAGES),)
 
 
@@ -293,8 +288,7 @@ def patches_in_windows(config: Any, precision: str) -> tuple[TowerInput, ...]:
 def patches_with_cells(config: Any, precision: str) -> tuple[TowerInput, ...]:
     """Patches, their positions and their places in the table; arguments as for `patches`.
 
-    Raises:
-        UnsupportedInput: another number of layers of the decoder gets features than in any released model.
+    Raises UnsupportedInput: another number of layers of the decoder gets features than in any released model.
     """
     if len(config.vision_config.deepstack_visual_indexes) != DEEPSTACK_LAYERS:
         raise UnsupportedInput(
@@ -444,7 +438,7 @@ def patches_and_places(config: Any, precision: str) -> tuple[TowerInput, ...]:
 GEMMA4 = VisionTower(module=Gemma4Features, inputs=patches_and_places, outputs=((IMAGE_FEATURES, (IMAGES, TOKENS)),))
 
 
-VISION_TOWERS: dict[str, VisionTower] = {
+VISION_TOWERS: dict[str, VisionTower] = {  # by `model_type`; `runtime.images.families.IMAGE_FAMILIES` has the same rows
     "aya_vision": VisionTower(),
     "gemma3": VisionTower(),
     "gemma4": GEMMA4,
@@ -463,4 +457,3 @@ VISION_TOWERS: dict[str, VisionTower] = {
     "smolvlm": IDEFICS3,
     "vipllava": VisionTower(),
 }
-"""By `model_type`; `runtime.images.families.IMAGE_FAMILIES` has the same rows."""

@@ -43,12 +43,10 @@ class StoredRows:
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all rows, with the first axis."""
         return self.count in (-1, self.stored[0] if self.stored else -1) and not self.single
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of these rows."""
         if self.single:
             return self.stored[1:]
         return self.stored if self.is_whole else (self.count, *self.stored[1:])
@@ -71,7 +69,6 @@ class Concatenation:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the result."""
         part = self.parts[0].shape
         if self.stack:
             return (len(self.parts), *part)
@@ -88,7 +85,6 @@ class Transposition:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape after the exchange."""
         a, b = self.axes
         sizes = list(self.whole.shape)
         sizes[a], sizes[b] = sizes[b], sizes[a]
@@ -104,7 +100,6 @@ class Deinterleaved:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape does not change."""
         return self.whole.shape
 
 
@@ -119,7 +114,6 @@ class AxisSlice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the range."""
         sizes = list(self.whole.shape)
         sizes[self.axis] = self.count
         return tuple(sizes)
@@ -129,7 +123,6 @@ WeightSource = StoredRows | Concatenation | Transposition | Deinterleaved | Axis
 
 
 def leaves(whole: WeightSource) -> Iterator[StoredRows]:
-    """All stored rows in an expression."""
     if isinstance(whole, StoredRows):
         yield whole
     elif isinstance(whole, Concatenation):
@@ -174,14 +167,13 @@ def expressions(
 ) -> dict[str, WeightSource]:
     """Expressions by parameter name, for every parameter that the mapping or its own name finds.
 
+    Raises UnsupportedInput: the mapping contains an unsupported operation.
+
     Args:
         shapes: shapes of the model's parameters, by name.
         stored: shapes of the checkpoint's tensors, by name.
         transforms: transformers' conversion mapping of the model.
         base_prefix: name of the inner model (`transformer`), which tensor names may lack or have in addition.
-
-    Raises:
-        UnsupportedInput: the mapping contains an unsupported operation.
     """
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
@@ -210,7 +202,6 @@ def _parameter(name: str, shapes: Mapping[str, tuple[int, ...]], base_prefix: st
 def _convert(
     converter: Any, renamed: str, sources: Mapping[str, list[WeightSource]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, WeightSource]:
-    """The results of one entry of the mapping, by parameter name."""
     first = converter.target_patterns[0]
     targets = [renamed.replace(first, target, 1) for target in converter.target_patterns]
     lists = [sources[pattern] for pattern in converter.source_patterns if pattern in sources]
@@ -323,7 +314,6 @@ class StoredValues:
         self._values: dict[tuple[WeightSource, ir.DataType], ir.Value] = {}
 
     def value(self, expression: WeightSource, dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
-        """The value of an expression in a dtype."""
         key = expression, dtype
         if key not in self._values:
             if isinstance(expression, StoredRows):
@@ -333,7 +323,6 @@ class StoredValues:
         return self._values[key]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a stored tensor."""
         return self._tensors[name].shape
 
     def stored(self, rows: StoredRows, shape: tuple[int, ...] | None = None) -> ir.Value:
@@ -362,7 +351,6 @@ class StoredValues:
         replace_uses(uses, last.outputs[0])
 
     def _rows(self, rows: StoredRows, wanted: ir.DataType) -> ir.Value:
-        """The initializer of these rows, cast to the wanted dtype."""
         value = self.stored(rows)
         for dtype in self._dtypes(rows, wanted):
             value = self._node(
@@ -372,7 +360,6 @@ class StoredValues:
         return value
 
     def _dtypes(self, rows: StoredRows, wanted: ir.DataType) -> list[ir.DataType]:
-        """The dtypes that stored values are cast to, one after the other."""
         stored, rounded = (ONNX_TYPES[tensors[rows.name].dtype.name] for tensors in (self._tensors, self._rounded))
         steps = [wanted] if rounded == ir.DataType.FLOAT else [rounded, wanted]
         return [after for before, after in pairwise([stored, *steps]) if before != after]
@@ -420,10 +407,8 @@ class Quantized(Protocol):
 def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dict[str, WeightSource]:
     """The stored tensors that each weight of the graph consists of, by parameter name (tied parameters share one).
 
-    Tensors outside of `traced.own` are ignored.
-
-    Raises:
-        InputRefused: missing keys, unexpected keys, a shape mismatch, or an unsupported dtype.
+    Tensors outside of `traced.own` are ignored. Raises InputRefused: missing keys, unexpected keys, a shape mismatch,
+    or an unsupported dtype.
     """
     own = {name: tensor for name, tensor in tensors.items() if name.startswith(traced.own)}
     shapes = {name: static_shape(value) for name, value in traced.weights.items()}

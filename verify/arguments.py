@@ -12,11 +12,8 @@ from llmconv.not_a_model_folder import refused_model
 from llmconv.output.manifest import MANIFEST
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 
-CODES = "quantized*.safetensors"
-"""Weight files of `llmconv export --quant`."""
-
-PATH_LIMIT = 4096
-"""Maximum length of a path in characters (`PATH_MAX`)."""
+CODES = "quantized*.safetensors"  # weight files of `llmconv export --quant`
+PATH_LIMIT = 4096  # maximum length of a path in characters (`PATH_MAX`)
 
 
 def require_folder(name: str | Path) -> Path:
@@ -52,9 +49,7 @@ def require_model(folder: Path) -> Path:
 def require_weights(folder: Path, entry: GraphEntry, reference: str | Path) -> Path:
     """The folder of the model (a folder, a URI or a hub id) that the graphs in `folder` are compared with.
 
-    Raises:
-        InputRefused: it has no weights.
-        MalformedInput: its `config.json` has invalid sizes.
+    Raises InputRefused: it has no weights; MalformedInput: its `config.json` has invalid sizes.
     """
     reference = local_path(reference)
     if (reference / "config.json").is_file():
@@ -73,9 +68,8 @@ def require_weights(folder: Path, entry: GraphEntry, reference: str | Path) -> P
 def recorded_reference(folder: Path) -> Path:
     """The model folder that the manifest records, else `folder`.
 
-    Raises:
-        InputRefused: the recorded folder does not exist.
-        UsageProblem: none is recorded, and the weights in `folder` are quantized.
+    Raises InputRefused: the recorded folder does not exist; UsageProblem: none is recorded, and the weights in `folder`
+    are quantized.
     """
     name = read_json(folder / MANIFEST).get("reference") if (folder / MANIFEST).is_file() else None
     if name is not None and (not isinstance(name, str) or "\0" in name or len(name) > PATH_LIMIT):

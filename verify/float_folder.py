@@ -93,7 +93,6 @@ class FloatFolder:
         return own if holds_one else self.reference
 
     def _structure(self, plan: Plan) -> Checking:
-        """The checks that compare no numbers."""
         if plan.induction:
             self.report.odd_layers = plan.induction.odd_layers()
             yield plan.induction.checks(alone=True)
@@ -105,7 +104,6 @@ class FloatFolder:
         return None, self.verified
 
     def _by_induction(self, induction: Induction, low_memory: bool | None) -> Checking:
-        """One layer of each class in all scenarios, and single layers."""
         report = self.report
         report.odd_layers = induction.odd_layers()
         report.notes += [f"{text}; it is a class of its own" for text in report.odd_layers.values()]
@@ -156,12 +154,10 @@ Reads = Callable[[str], bool]
 
 
 def read_all(name: str) -> bool:
-    """The values of all tensors are looked at."""
     return True
 
 
 def read_none(name: str) -> bool:
-    """No values are looked at."""
     return False
 
 
@@ -203,23 +199,17 @@ def audit_recorded_files(
 
 @dataclass(frozen=True)
 class Compared:
-    """A folder that is compared with its model.
-
-    Attributes:
-        code: the reference's folder where its own code is trusted.
-        layered: run layer by layer.
-        induction: the classes of layers, of which one each runs the scenarios; None to run all layers.
-        drift: receives the errors of single layers.
-    """
+    """A folder that is compared with its model."""
 
     verified: VerifiedFolder
     reference: Path
     report: Report
     selection: Selection
-    code: Path | None
-    layered: bool
+    code: Path | None  # the reference's folder where its own code is trusted
+    layered: bool  # run layer by layer
+    # the classes of layers, of which one each runs the scenarios; None to run all layers
     induction: Induction | None = None
-    drift: Drift = field(default_factory=lambda: Drift([], []))
+    drift: Drift = field(default_factory=lambda: Drift([], []))  # receives the errors of single layers
 
     @property
     def on_cpu(self) -> bool:
@@ -238,10 +228,8 @@ class Compared:
     def run(self, known: Eager | None, dtype: str = "", *, is_half: bool = False) -> Checking:
         """Opens the graphs and runs the scenarios.
 
-        Args:
-            known: an open reference of the model, if any.
-            dtype: of the noise (default: that of the graphs).
-            is_half: the graphs round to half precision: original weights and settings only, calmest rows if routed.
+        `known`: an open reference of the model, if any. `dtype`: of the noise (default: that of the graphs). `is_half`:
+        the graphs round to half precision: original weights and settings only, calmest rows if routed.
         """
         verified, opener = self.verified, self._opener()
         if self.induction:
@@ -285,10 +273,8 @@ class Compared:
 def compare_half_precision(compared: Compared, half: str, known: Eager | None) -> Checking:
     """Runs all scenarios on the graphs, a few with every value rounded, and all on copies that compute in float32.
 
-    `half` is the dtype of the graphs, `float16` or `bfloat16`; `known` an open reference of the model, if any.
-
-    Returns:
-        The reference and the graphs in which a faulty node is searched: the float32 copies.
+    `half` is the dtype of the graphs, `float16` or `bfloat16`; `known` an open reference of the model, if any. Returns
+    the reference and the graphs in which a faulty node is searched: the float32 copies.
     """
     kind = HALF_PRECISION[half]
     rounding = partial(round_every_value, half=kind)
@@ -353,20 +339,15 @@ def why_not_opened(model: onnx.ModelProto, settings: SessionSettings) -> str:
 
 AUTO, INDUCTION, STRUCTURE = "auto", "induction", "structure"
 METHODS = (AUTO, WHOLE, INDUCTION, STRUCTURE)
-
-WORTH_WAITING = 60.0
-"""Estimated seconds up to which `auto` runs the whole model."""
-
-IN_MEMORY = 1 << 30
-"""Bytes of the whole model up to which an induction holds its few layers in memory."""
+WORTH_WAITING = 60.0  # estimated seconds up to which `auto` runs the whole model
+IN_MEMORY = 1 << 30  # bytes of the whole model up to which an induction holds its few layers in memory
 
 
 @dataclass(frozen=True)
 class Method:
     """The method that was asked for, one of `METHODS`, and which layers an induction runs by themselves.
 
-    Raises:
-        UsageProblem: the method is unknown, or layers are chosen for a method that runs none by themselves.
+    Raises UsageProblem: the method is unknown, or layers are chosen for a method that runs none by themselves.
     """
 
     name: str = AUTO
@@ -382,7 +363,6 @@ class Method:
         return cls(name) if layers is None else cls(INDUCTION, LayerChoice(layers))
 
     def require_runs(self, session: Session, *, low_memory: bool | None) -> None:
-        """Raises UsageProblem for options of runs where no graph is run."""
         selection = session.selection
         given = {
             "--scenario": bool(selection.only),
@@ -400,7 +380,6 @@ class Method:
 
     @property
     def is_forced(self) -> bool:
-        """Whether an induction or the structure was asked for."""
         return self.name in (INDUCTION, STRUCTURE)
 
 

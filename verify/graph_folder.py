@@ -53,10 +53,7 @@ class GraphFolder:
         """The graphs in a folder; None if it has none.
 
         `reference` is the model, None for the one in the manifest, or the folder; `report` gets its name. `trusted`
-        runs code in the reference's folder.
-
-        Raises:
-            InputRefused: there is no such model.
+        runs code in the reference's folder. Raises InputRefused: there is no such model.
         """
         from llmconv.export.families import extra_inputs_of, image_inputs_of  # noqa: PLC0415 - the table alone
 
@@ -73,7 +70,6 @@ class GraphFolder:
         return cls(path, entries, single, model, report, session, allow_changed, model if trusted else None)
 
     def with_cache(self) -> VerifiedFolder:
-        """The graphs with a cache."""
         return self._verified(self.entries)
 
     def without_cache(self) -> SinglePassFolder | None:

@@ -72,8 +72,7 @@ from llmconv.verify.results import Check, Checks, Quantization, Report
 from llmconv.verify.scenarios.calls import Call, ModelFacts
 from llmconv.verify.verification import Session
 
-AS_FLOATS = ", cache in float32"
-"""Suffix of the scenarios of the copies."""
+AS_FLOATS = ", cache in float32"  # suffix of the scenarios of the copies
 
 
 @dataclass(frozen=True)
@@ -94,9 +93,8 @@ class CodedFolder:
     ) -> CodedFolder | None:
         """The folder; None if all caches contain floats. `calibrate` is the text of the export.
 
-        Raises:
-            UsageProblem: no text, or another one than at the export.
-            UnsupportedInput: a graph in stages, or not all graphs have codes.
+        Raises UsageProblem: no text, or another one than at the export; UnsupportedInput: a graph in stages, or not all
+        graphs have codes.
         """
         coded = [has_codes(verified.models[entry.name]) for entry in verified.entries]
         if not any(coded):
@@ -114,7 +112,6 @@ class CodedFolder:
         return cls(verified, recorded_text(verified.path, calibrate), cost, prepack)
 
     def structure(self) -> list[Check]:
-        """A check of the codes' types and scales for each graph."""
         checks = []
         for entry in self.verified.entries:
             problems = cache_scales(self.verified.models[entry.name])[1]
@@ -178,7 +175,6 @@ class CodedFolder:
         return OrtRunner(graph, graph)
 
     def _measure(self, eager: Eager, report: Report, session: Session) -> Checks:
-        """The cost of all quantization, of the graphs as shipped."""
         section = report.quantization = report.quantization or Quantization()
         limits = self.cost.limits
         section.max_divergence, section.min_agreement = limits.divergence, limits.agreement
@@ -204,9 +200,7 @@ def _to_floats(path: Path, model: onnx.ModelProto) -> None:
     to_floats(model)
 
 
-CODES_NAME = "cache codes"
-"""Name of the checks in reports."""
-
+CODES_NAME = "cache codes"  # name of the checks in reports
 SEED = 20251
 PROMPT, STEPS, PADDING = 96, 3, 7
 OBSERVED = ((0, 4), (1,))
@@ -305,15 +299,10 @@ def _rms(call: Call, step: Step, other: Step | None) -> float:
     return float(np.sqrt(np.mean(values**2)))
 
 
-RANGES_NAME = "cache scales"
-"""Name of the checks in reports."""
-
-RANGE = 127.0 / 1.1
-"""Steps of the largest magnitude."""
-TOLERANCE = 1e-3
-"""Largest relative difference of a range, of which rounding noise is a hundredth."""
-SHIFT, SHIFTED = 7, 64
-"""Positions by which, and tokens of which a text is moved, to see which keys depend on positions."""
+RANGES_NAME = "cache scales"  # name of the checks in reports
+RANGE = 127.0 / 1.1  # steps of the largest magnitude
+TOLERANCE = 1e-3  # largest relative difference of a range, of which rounding noise is a hundredth
+SHIFT, SHIFTED = 7, 64  # positions by which, and tokens of which a text is moved, to see which keys depend on positions
 
 
 def ranges(model: Runner, texts: Sequence[Array]) -> dict[str, Array]:
@@ -383,13 +372,10 @@ def _shared(wanted: Array) -> list[Array]:
     return [halves, neighbors, whole]
 
 
-QUERY, TOTAL, BIAS = 0, 6, 10
-"""Indices of inputs."""
-
+QUERY, TOTAL, BIAS = 0, 6, 10  # indices of inputs
 HALF_STEP = 0.501
 """Largest distance of a number from its code, in codes; more than 0.5 for the rounding of the quotient."""
-CLOSE = 1e-4
-"""Largest difference of an output from the formula, as a share of the output."""
+CLOSE = 1e-4  # largest difference of an output from the formula, as a share of the output
 
 
 @dataclass(frozen=True)
@@ -401,7 +387,6 @@ class AttentionNodes:
 
     @property
     def attention(self) -> list[onnx.NodeProto]:
-        """The nodes, in the order of the graph."""
         return attention_nodes(self.probe.model)
 
     def problems(self, feeds: Mapping[str, Array], call: Call) -> list[str]:
@@ -472,10 +457,8 @@ def _attend(node: onnx.NodeProto, query: Array, cache: list[Array], bias: Array)
 def recorded_text(folder: Path, given: Path | None) -> CalibrationText:
     """The text of an export, which is compared with the sha256 recorded in the folder of the graphs.
 
-    `given` is the text file; None for the text that ships with llmconv.
-
-    Raises:
-        UsageProblem: no text is given and the export had its own, or another one is given.
+    `given` is the text file; None for the text that ships with llmconv. Raises UsageProblem: no text is given and the
+    export had its own, or another one is given.
     """
     recorded = {entry.get("calibrate") for entry in read_manifest(folder).graphs.values() if isinstance(entry, dict)}
     if given is None and recorded - {None} <= {CalibrationText.shipped().sha256}:

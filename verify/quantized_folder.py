@@ -57,7 +57,6 @@ OWN_INPUTS = {WRITE_INDICES, INPUTS_EMBEDS}
 
 
 def is_quantized(models: Mapping[str, onnx.ModelProto]) -> bool:
-    """Whether a graph has quantized weights."""
     return any(map(quantized_operators, models.values()))
 
 
@@ -73,10 +72,8 @@ def compare_quantized_folder(
 ) -> Checking:
     """Compares all graphs, prefill and decode together.
 
-    `reference` is the model before it was quantized, or the quantized model whose codes the graphs have.
-
-    Raises:
-        InputRefused: the memory is too small, without `in_any_memory`.
+    `reference` is the model before it was quantized, or the quantized model whose codes the graphs have. Raises
+    InputRefused: the memory is too small, without `in_any_memory`.
     """
     yield [*_unrecorded(compared, reference, report, options.preset), *_other_levels(compared, options.preset)]
     entries, copies = distinct_entries(compared.path, compared.entries)
@@ -136,7 +133,6 @@ def _other_levels(compared: VerifiedFolder, preset: str) -> list[Check]:
 
 
 def _exported(compared: VerifiedFolder) -> bool:
-    """Whether the manifest records an export."""
     return any(step.get("command") == "export" for step in read_manifest(compared.path).steps)
 
 

@@ -13,9 +13,7 @@ import numpy as np
 from llmconv.runtime.cache_names import is_present
 from llmconv.verify.sigma import Evidence, sigma_text
 
-WHOLE = "whole"
-"""The method that runs whole models."""
-
+WHOLE = "whole"  # the method that runs whole models
 NAME_LIMIT = 200
 LINE_LIMIT = 1000
 SUMMARY_LIMIT = 2 * LINE_LIMIT
@@ -62,8 +60,7 @@ class Check:
         return bool(self.output) and self.verdict != "skip"
 
 
-Checks: TypeAlias = Iterator[list[Check]]
-"""Checks as they are made, a list at a time."""
+Checks: TypeAlias = Iterator[list[Check]]  # checks as they are made, a list at a time
 
 
 @dataclass(frozen=True)
@@ -408,13 +405,11 @@ class AccuracyCost:
 
     @property
     def summary(self) -> str:
-        """What it costs, in a few words."""
         factor = f", perplexity x {self.perplexities.ratio.value:.3g}" if self.perplexities else ""
         same = f"same most likely token in {self.agreement:.0%}"
         return f"{same}{factor}, KL {self.divergence['mean']:.2g}" + (" (random tokens)" if not factor else "")
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON data."""
         perplexity = None
         if found := self.perplexities:
             perplexity = {
@@ -459,7 +454,6 @@ class Quantization:
     min_agreement: float | None = None
 
     def lines(self) -> list[str]:
-        """Lines for the report."""
         errors = sorted((one["relative_error"], one["tensor"]) for one in self.weights)
         lines = []
         if errors:
@@ -470,7 +464,6 @@ class Quantization:
         return lines + ([f"plain rounding with the same bits: {self.rounding.text}"] if self.rounding else [])
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON data."""
         return {
             "weights": self.weights,
             "rounded_activations": self.rounded,

@@ -243,7 +243,6 @@ def _require_floats(verified: VerifiedFolder, coded: CodedFolder | None, choices
 def _with_adapter(
     folder: GraphFolder, verified: VerifiedFolder, coded: CodedFolder | None, choices: Choices, adapter: str | Path
 ) -> tuple[VerifiedFolder, Choices]:
-    """The graphs with the factors of an adapter, and the choices that fit them."""
     if choices.clients:
         raise UsageProblem("a client runs the graphs without an adapter", hint="leave out `--adapter` or `--client`")
     if choices.eager or choices.method.is_forced or choices.low_memory or coded or is_quantized(verified.models):
@@ -258,7 +257,6 @@ def _with_adapter(
 
 
 def _checked_alone(folder: GraphFolder, rest: SinglePassFolder | None, choices: Choices) -> Report:
-    """Verifies a folder whose graphs have no cache."""
     selection = folder.session.selection
     of_runs = {"--scenario": rest is None, "--budget": selection.budget is not None, "--repeat": selection.repeat > 1}
     if option := choices.of_cache or next((name for name, is_given in of_runs.items() if is_given), ""):
@@ -273,7 +271,6 @@ def _checked_alone(folder: GraphFolder, rest: SinglePassFolder | None, choices: 
 
 
 def _with(verified: VerifiedFolder, rest: SinglePassFolder | None) -> VerifiedFolder:
-    """All graphs of a folder, for the record of the verdict."""
     if rest is None:
         return verified
     other = rest.verified
@@ -354,8 +351,7 @@ def recorded(folder: Path, option: str) -> str:
     return next((value for value in reversed(values) if isinstance(value, str)), "")
 
 
-NAMED = ", with the adapter"
-"""Suffix of the names of the scenarios."""
+NAMED = ", with the adapter"  # suffix of the names of the scenarios
 
 
 def adapted(
@@ -364,12 +360,8 @@ def adapted(
     """The graphs with the factors of an adapter, and the eager model with PEFT's adapter around its layers.
 
     `adapter` is a LoRA adapter in PEFT's own files; PEFT is the reference. `code` is the model's folder where its own
-    code is trusted.
-
-    Raises:
-        InputRefused: the graphs have no inputs for the modules of the adapter, or it is of another model.
-        UnsupportedInput: another kind of adapter than LoRA.
-        UsageProblem: not an adapter of PEFT.
+    code is trusted. Raises InputRefused: the graphs have no inputs for the modules of the adapter, or it is of another
+    model; UnsupportedInput: another kind of adapter than LoRA; UsageProblem: not an adapter of PEFT.
     """
     path = local_path(adapter)
     if not is_for_peft(path):
@@ -502,7 +494,6 @@ def _saw_images(report: Report) -> bool:
 
 
 def _weight_files(verified: VerifiedFolder) -> set[str]:
-    """Names of the safetensors files that the graphs map."""
     tensors = (tensor for model in verified.models.values() for tensor in external_tensors(model))
     names = {external_fields(tensor).get("location", "") for tensor in tensors}
     return {name for name in names if name.endswith(".safetensors")}

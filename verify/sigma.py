@@ -21,11 +21,10 @@ import numpy as np
 from llmconv.tensors import Array
 from llmconv.verify.scenarios.calls import Call
 
-SCALE = (
+SCALE = (  # how to read sigma, for reports and documentation; measured values: docs/calibration.json
     "A correct graph has a sigma of about 1, another form of GELU hundreds, "
     "a wrong epsilon a thousand or more, a wrong structure ten thousand or more."
 )
-"""How to read sigma, for reports and documentation; measured values: docs/calibration.json."""
 
 
 def sigma_text(sigma: float) -> str:
@@ -35,18 +34,13 @@ def sigma_text(sigma: float) -> str:
 
 @dataclass(frozen=True)
 class Gates:
-    """The largest sigma that passes.
+    """The largest sigma that passes."""
 
-    Attributes:
-        aggregate: over all rows of an output.
-        row: of the worst row.
-        calmest: judge only the calmest tenth of all rows of a scenario, by `aggregate`. In half precision a router may
-            choose other experts for a token than the eager model did, in a correct graph, too; that token and those
-            after it differ then, while a fault of the graph changes every row.
-    """
-
-    aggregate: float
-    row: float
+    aggregate: float  # over all rows of an output
+    row: float  # of the worst row
+    # judge only the calmest tenth of all rows of a scenario, by `aggregate`. In half precision a router may choose
+    # other experts for a token than the eager model did, in a correct graph, too; that token and those after it differ
+    # then, while a fault of the graph changes every row.
     calmest: bool = False
 
 
@@ -61,9 +55,7 @@ GATES = {
 ULPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 """One unit in the last place of 1.0, by dtype."""
 
-ULP_SHARE = 0.5
-"""Lower limit of the noise in units in the last place, for eager runs that happen to be exact."""
-
+ULP_SHARE = 0.5  # lower limit of the noise in units in the last place, for eager runs that happen to be exact
 NORM_SHARE = 1 / 12
 """Lower limit of the noise in units in the last place of float32, by the root of the width.
 
@@ -72,12 +64,8 @@ and the root of the mean halves it. On bfloat16 embeddings of width 8192, the no
 its size, that of torch by 6e-8.
 """
 
-LEAST_ROWS = 8
-"""Minimum number of rows of which the calmest are judged."""
-
-AT_ONCE = 8
-"""Rows of logits per block, to limit the memory of their logarithms."""
-
+LEAST_ROWS = 8  # minimum number of rows of which the calmest are judged
+AT_ONCE = 8  # rows of logits per block, to limit the memory of their logarithms
 CHANCE = 16
 """The largest factor by which the noise of one run may be below the usual noise by chance.
 
@@ -89,28 +77,20 @@ and large steps, and one run may make none: 2 of 138 rows of a correct graph had
 
 @dataclass(frozen=True)
 class ExpectedOutput:
-    """One output of the eager model as rows [batch, tokens, features], with its rounding noise.
+    """One output of the eager model as rows [batch, tokens, features], with its rounding noise."""
 
-    Attributes:
-        exact: the output computed in float64.
-        noise: RMS of the eager model's rounding error per row, [batch, tokens].
-        total_noise: RMS of the rounding error over all valid rows.
-        max_noise: largest absolute rounding error per row, [batch, tokens].
-        valid: bool [batch, tokens]; False for padding, which is not compared.
-        others: functions that compute the output in the graph's dtype again, [batch, tokens, features], by the same
-            calls with other rounding.
-        orders: the same, by the same tokens in other calls.
-        excess: the measured noise relative to the usual noise of the output so far (the larger ratio of all rows and
-            of the worst row), in units of the float32 gates; 0 without earlier measurements.
-    """
-
-    exact: Array
-    noise: Array
-    total_noise: float
-    max_noise: Array
-    valid: Array
+    exact: Array  # the output computed in float64
+    noise: Array  # RMS of the eager model's rounding error per row, [batch, tokens]
+    total_noise: float  # RMS of the rounding error over all valid rows
+    max_noise: Array  # largest absolute rounding error per row, [batch, tokens]
+    valid: Array  # bool [batch, tokens]; False for padding, which is not compared
+    # functions that compute the output in the graph's dtype again, [batch, tokens, features], by the same calls with
+    # other rounding
     others: Sequence[Callable[[], Array]] = field(default=(), compare=False, repr=False)
+    # the same, by the same tokens in other calls
     orders: Sequence[Callable[[], Array]] = field(default=(), compare=False, repr=False)
+    # the measured noise relative to the usual noise of the output so far (the larger ratio of all rows and of the worst
+    # row), in units of the float32 gates; 0 without earlier measurements
     excess: float = 0.0
 
     @property
@@ -169,30 +149,19 @@ def _last_rows(rows: Callable[[], Array], count: int) -> Array:
 
 @dataclass(frozen=True)
 class Measure:
-    """The measured errors of one output of one call.
+    """The measured errors of one output of one call."""
 
-    Attributes:
-        sigma: over all valid rows.
-        row_sigma: of the worst row.
-        row: (sequence in the batch, token) of the worst row.
-        max_abs: largest absolute difference.
-        flips: rows whose likeliest token differs without a near-tie (logits only).
-        divergence: largest Kullback-Leibler divergence of a row from the exact one, in nats (logits only).
-        agreement: share of rows with the same likeliest token as the exact logits (logits only).
-        ratios: sigma of every row, [batch, tokens]; 0 under padding.
-        noise: the noise that a sigma of 1 stands for, [batch, tokens].
-        problem: why the output could not be measured, or another defect; empty if there is none.
-    """
-
-    sigma: float = 0.0
-    row_sigma: float = 0.0
-    row: tuple[int, int] = (0, 0)
-    max_abs: float = 0.0
-    flips: int = 0
-    problem: str = ""
-    divergence: float = 0.0
-    agreement: float = 1.0
+    sigma: float = 0.0  # over all valid rows
+    row_sigma: float = 0.0  # of the worst row
+    row: tuple[int, int] = (0, 0)  # (sequence in the batch, token) of the worst row
+    max_abs: float = 0.0  # largest absolute difference
+    flips: int = 0  # rows whose likeliest token differs without a near-tie (logits only)
+    problem: str = ""  # why the output could not be measured, or another defect; empty if there is none
+    divergence: float = 0.0  # largest Kullback-Leibler divergence of a row from the exact one, in nats (logits only)
+    agreement: float = 1.0  # share of rows with the same likeliest token as the exact logits (logits only)
+    # sigma of every row, [batch, tokens]; 0 under padding
     ratios: Array | None = field(default=None, compare=False, repr=False)
+    # the noise that a sigma of 1 stands for, [batch, tokens]
     noise: Array | None = field(default=None, compare=False, repr=False)
 
     def passes(self, gates: Gates, share: float = 1) -> bool:
@@ -201,8 +170,7 @@ class Measure:
         return not self.problem and not self.flips and within
 
 
-CALMEST = 0.1
-"""Share of the rows that `calmest_sigma` judges."""
+CALMEST = 0.1  # share of the rows that `calmest_sigma` judges
 
 
 def calmest_sigma(measures: Sequence[Measure]) -> float | None:
@@ -219,11 +187,8 @@ class NoiseFloor:
     """Rounding noise of the eager model, pooled per output over the scenarios so far.
 
     A single row of a small output may be nearly exact by chance, and would make any graph look wrong; the pooled noise
-    is the usual noise of that output.
-
-    Args:
-        dtype: numpy name of the graph's dtype.
-        width: size of the hidden state; 0 where no norm is involved.
+    is the usual noise of that output. `dtype`: numpy name of the graph's dtype. `width`: size of the hidden state; 0
+    where no norm is involved.
     """
 
     def __init__(self, dtype: str, width: int = 0) -> None:
@@ -231,7 +196,6 @@ class NoiseFloor:
         self._pool: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def copy(self) -> NoiseFloor:
-        """An independent copy of the current state."""
         other = copy(self)
         other._pool = self._pool.copy()
         for name, sums in self._pool.items():
@@ -240,7 +204,6 @@ class NoiseFloor:
 
     @property
     def knows_noise(self) -> bool:
-        """Whether any noise was measured so far."""
         return bool(self._pool)
 
     def truth(self, name: str, exact: Array, rounded: Array, valid: Array) -> ExpectedOutput:
@@ -326,7 +289,6 @@ def divergence_of(wanted: Array, found: Array) -> Array:
 
 
 def log_probabilities(logits: Array) -> Array:
-    """Natural logarithm of the softmax over the last axis."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     result: Array = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return result
@@ -354,7 +316,6 @@ def rms(values: Array) -> float:
 
 
 def rms_rows(values: Array) -> Array:
-    """Root mean square over the last axis."""
     result: Array = np.sqrt(np.mean(np.square(values, dtype=np.float64), axis=-1))
     return result
 
@@ -363,10 +324,8 @@ LOWEST, HIGHEST = -12, 4
 """Range of the histogram of absolute errors, in powers of ten; errors outside are counted in the end bins."""
 PER_DECADE = 4
 BINS = (HIGHEST - LOWEST) * PER_DECADE
-POSITIONS = 256
-"""Columns of the map of positions: the first tokens of a sequence."""
-POINTS = 24
-"""Logits kept per call, half of them those with the largest errors."""
+POSITIONS = 256  # columns of the map of positions: the first tokens of a sequence
+POINTS = 24  # logits kept per call, half of them those with the largest errors
 FLIPS = 200
 
 
@@ -386,21 +345,15 @@ class Flip:
 
 @dataclass
 class Evidence:
-    """The evidence on one graph, over all scenarios.
+    """The evidence on one graph, over all scenarios."""
 
-    Attributes:
-        histogram: number of logits by power of ten of the absolute error, [BINS].
-        points: (exact, graph) values of some logits.
-        flips: the first flipped rows; `flipped` counts all.
-        positions: largest sigma of a row, by output and position in the sequence.
-        rows: number of compared rows of logits.
-    """
-
+    # number of logits by power of ten of the absolute error, [BINS]
     histogram: Array = field(default_factory=lambda: np.zeros(BINS, dtype=np.int64))
-    points: list[tuple[float, float]] = field(default_factory=list)
-    flips: list[Flip] = field(default_factory=list)
+    points: list[tuple[float, float]] = field(default_factory=list)  # (exact, graph) values of some logits
+    flips: list[Flip] = field(default_factory=list)  # the first flipped rows; `flipped` counts all
+    # largest sigma of a row, by output and position in the sequence
     positions: dict[str, Array] = field(default_factory=lambda: defaultdict(lambda: np.zeros(POSITIONS)))
-    rows: int = 0
+    rows: int = 0  # number of compared rows of logits
     flipped: int = 0
 
     def see_rows(self, output: str, found: Measure, first: int) -> None:
@@ -444,7 +397,6 @@ class Evidence:
             self.flips.append(Flip(scenario, (int(batch), int(token)), float(margin), float(noise)))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         edges = [float(f"{10 ** (LOWEST + i / PER_DECADE):.3g}") for i in range(BINS + 1)]
         return {
             "rows": self.rows,

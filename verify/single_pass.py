@@ -47,9 +47,7 @@ from llmconv.verify.verification import Session
 
 DTYPE = "float32"
 INPUTS = {"input_ids", "attention_mask"}
-
-POOLED = {"embed", "classify", "rerank"}
-"""Roles whose graphs join the tokens of a text."""
+POOLED = {"embed", "classify", "rerank"}  # roles whose graphs join the tokens of a text
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,6 @@ class SinglePassFolder:
         )
 
     def _graph(self, entry: GraphEntry) -> Checks:
-        """One graph on all texts."""
         blank = Check("structure", entry.name, "")
         try:
             graph = SinglePassGraph(self.verified.path / entry.files[0], self.verified.settings)
@@ -128,7 +125,6 @@ def _declared(graph: SinglePassGraph, role: str, outputs: set[str]) -> str:
 def _batch(
     graph: SinglePassGraph, entry: GraphEntry, texts: Texts, wanted: dict[str, ExpectedOutput]
 ) -> Iterator[Check]:
-    """A check for each output on one batch."""
     blank = Check(texts.name, entry.name, "")
     try:
         found = graph.run(texts.input_ids, texts.attention_mask, texts.position_ids)
@@ -150,13 +146,12 @@ def _measured(truth: ExpectedOutput, rows: Array, *, tokens: bool) -> Measure:
     return measured
 
 
-CLASSES: dict[str, Any] = {
+CLASSES: dict[str, Any] = {  # by the role of the graph
     "embed": AutoModel,
     "classify": AutoModelForSequenceClassification,
     "rerank": AutoModelForCausalLM,
     "scoring": AutoModelForCausalLM,
 }
-"""By the role of the graph."""
 
 HIDDEN, EMBEDDING = "last_hidden_state", "sentence_embedding"
 PER_TOKEN = {"scoring": {"logits"}, "embed": {HIDDEN}}
@@ -237,7 +232,6 @@ class TaskReference:
 
     @cached_property
     def limits(self) -> TextLimits:
-        """What the texts depend on."""
         config = self._config
         fields = config.to_dict()
         padding = config.pad_token_id if self._role == "classify" else None
@@ -246,7 +240,6 @@ class TaskReference:
         return TextLimits(vocabulary, padding, length_of(fields), windows_of(config), switch.tokens if switch else None)
 
     def expected(self, texts: Texts) -> dict[str, ExpectedOutput]:
-        """Every output by name, with its noise."""
         exact, rounded = self._exact.outputs(texts), self._rounded.outputs(texts)
         return {name: self._truth(name, exact[name], rounded[name], texts) for name in exact}
 
@@ -259,7 +252,6 @@ class TaskReference:
         return ExpectedOutput(**{**vars(truth), "others": others})
 
     def _again(self, texts: Texts, name: str, seed: int) -> Array:
-        """The output with other roundings."""
         with nudged(seed):
             return self._rounded.outputs(texts)[name]
 
@@ -272,11 +264,9 @@ KINDS = {"Transformer", "Dropout", POOLING, DENSE, NORMALIZE, SCORE}
 class Modules:
     """The modules of a folder; none without a `modules.json`.
 
-    `listed` has kind, folder and configuration of every module, in order.
-
-    Raises:
-        MalformedInput: a file is not what sentence-transformers writes.
-        UnsupportedInput: a module of another kind, or with an option that is not computed here.
+    `listed` has kind, folder and configuration of every module, in order. Raises MalformedInput: a file is not what
+    sentence-transformers writes; UnsupportedInput: a module of another kind, or with an option that is not computed
+    here.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -300,7 +290,6 @@ class Modules:
         return content
 
     def has(self, kind: str) -> bool:
-        """Whether there is a module of this kind."""
         return any(one == kind for one, _, _ in self.listed)
 
     def tensors(self) -> dict[str, FileTensor]:
@@ -344,7 +333,6 @@ def _modes(config: dict[str, Any]) -> list[str]:
 
 
 def _pooled(mode: str, hidden: Array, mask: Array) -> Array:
-    """One vector per text, from its real tokens alone."""
     return np.stack([_of_text(mode, row[real != 0]) for row, real in zip(hidden, mask, strict=True)])
 
 
@@ -383,31 +371,20 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 LONGEST = {"quick": 1024, "full": 8192}
 """Maximum number of tokens of a text that crosses a window or the original context, by suite."""
 
-LONG = 259
-"""Tokens of the long texts; limits of other numbers are found in the graph itself, see `audit.decisions`."""
-
-MANY = 33
-"""Texts of the largest batch."""
-
-HOLES = (3, 4, 7)
-"""Places without a token inside a text."""
+LONG = 259  # tokens of the long texts; limits of other numbers are found in the graph itself, see `audit.decisions`
+MANY = 33  # texts of the largest batch
+HOLES = (3, 4, 7)  # places without a token inside a text
 
 
 @dataclass(frozen=True)
 class TextLimits:
-    """The properties of a model that the texts depend on.
-
-    Attributes:
-        padding: id of the padding token, which no text contains; None to pad with any tokens.
-        max_positions: maximum number of tokens; None for no limit.
-        windows: sizes of sliding windows, smallest first.
-        switch: tokens beyond which the rotary frequencies of the whole text change; None if they never do.
-    """
+    """The properties of a model that the texts depend on."""
 
     vocab_size: int
-    padding: int | None
-    max_positions: int | None
-    windows: tuple[int, ...]
+    padding: int | None  # id of the padding token, which no text contains; None to pad with any tokens
+    max_positions: int | None  # maximum number of tokens; None for no limit
+    windows: tuple[int, ...]  # sizes of sliding windows, smallest first
+    # tokens beyond which the rotary frequencies of the whole text change; None if they never do
     switch: int | None = None
 
 

@@ -29,19 +29,13 @@ LIBRARIES = ("numpy", "onnx", "onnxruntime", "torch", "transformers")
 
 @dataclass(frozen=True)
 class Session:
-    """The options that `verify` and `verify_graphs` share.
-
-    Attributes:
-        on_checks: called with each list of checks when it is made.
-        bisect: search for the first node that differs.
-        minimized: a new folder for the smallest failing piece; None for none.
-    """
+    """The options that `verify` and `verify_graphs` share."""
 
     selection: Selection
     settings: SessionSettings
-    on_checks: OnChecks | None
-    bisect: bool
-    minimized: Path | None
+    on_checks: OnChecks | None  # called with each list of checks when it is made
+    bisect: bool  # search for the first node that differs
+    minimized: Path | None  # a new folder for the smallest failing piece; None for none
 
     @classmethod
     def of(

@@ -19,9 +19,7 @@ from llmconv.export.caches.state_space import CONVOLVE
 from llmconv.export.caches.traced_layers import CHUNKS, call
 from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT
 
-NORM_EPSILON = 1e-6
-"""Epsilon of the norms of keys and queries; a constant of transformers' function, not in a config."""
-
+NORM_EPSILON = 1e-6  # epsilon of the norms of keys and queries; a constant of transformers' function, not in a config
 CUT = """
     v_padded = Pad (x, pads, nothing, axis)
     q_padded = Pad (q, pads, nothing, axis)
@@ -183,6 +181,8 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """transformers' `torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention` as one node.
 
+    Returns the output, with the shape of `value` and the dtype of `query`, and the new state, float32.
+
     Args:
         query: `[batch, sequence, key_heads, key_dim]`.
         key: `[batch, sequence, key_heads, key_dim]`.
@@ -190,9 +190,6 @@ def delta_rule(
         g: logarithm of the decay, `[batch, sequence, heads]`, with or without a last axis `key_dim`.
         beta: `[batch, sequence, heads]`.
         initial_state: `[batch, heads, key_dim, value_dim]`.
-
-    Returns:
-        The output, with the shape of `value` and the dtype of `query`, and the new state, float32.
     """
     assert initial_state is not None
     dtype, query, key = query.dtype, query.float(), key.float()

@@ -29,21 +29,17 @@ class CacheState:
 
 @dataclass(frozen=True)
 class CacheKind:
-    """One kind of cache.
+    """One kind of cache."""
 
-    Attributes:
-        states: returns the states of a layer besides keys and values, given the config.
-        replacements: functions that are traced instead of those of the model's module, by name, so that a loop over
-            tokens or chunks becomes one call.
-        functions: definitions of the ONNX functions that are called, by name.
-        mixed: layers differ as `config.layer_types` declares; otherwise every layer has keys and values.
-        heads: returns (heads, head size) of keys and of values, if they differ from the config's own fields.
-    """
-
+    # returns the states of a layer besides keys and values, given the config
     states: Callable[[Any], tuple[CacheState, ...]] = lambda config: ()
+    # functions that are traced instead of those of the model's module, by name, so that a loop over tokens or chunks
+    # becomes one call
     replacements: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    # definitions of the ONNX functions that are called, by name
     functions: Mapping[str, str] = field(default_factory=dict)
-    mixed: bool = True
+    mixed: bool = True  # layers differ as `config.layer_types` declares; otherwise every layer has keys and values
+    # returns (heads, head size) of keys and of values, if they differ from the config's own fields
     heads: Callable[[Any], tuple[tuple[int, int], tuple[int, int]]] | None = None
 
     def names(self, config: Any, past: bool) -> list[tuple[str, tuple[str | int, ...] | None]]:
@@ -70,8 +66,7 @@ class CacheKind:
     def traceable(self, module: ModuleType) -> AbstractContextManager[None]:
         """Replaces the functions of `module` while the context is open.
 
-        Raises:
-            UnsupportedInput: `module` lacks one, so its loop would be traced for one length only.
+        Raises UnsupportedInput: `module` lacks one, so its loop would be traced for one length only.
         """
         from llmconv.export.library_patches import replaced_attributes  # noqa: PLC0415 - torch, of a trace alone
 

@@ -40,7 +40,6 @@ class PastLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Number of tokens in the cache."""
         return 0 if self.keys is None else self.keys.shape[-2]
 
 
@@ -90,8 +89,7 @@ class HybridLayer(StateLayer, PastLayer):
 class TracedCache(Cache):  # type: ignore[misc]
     """A cache over flat tensors, one per graph name, past or present."""
 
-    is_step: Tensor | None = None
-    """Whether the call is one token after a past."""
+    is_step: Tensor | None = None  # whether the call is one token after a past
 
     def __init__(self, names: Sequence[str], tensors: Sequence[Tensor], num_layers: int) -> None:
         by_layer: list[dict[str, list[Tensor]]] = [{} for _ in range(num_layers)]
@@ -180,5 +178,4 @@ def define_functions(model: ir.Model, texts: Mapping[str, str]) -> None:
 
 
 def function_proto(text: str) -> onnx.FunctionProto:
-    """The ONNX function with this definition."""
     return parser.parse_function(HEADER + text)

@@ -23,27 +23,18 @@ FileContent = bytes | Link
 
 @dataclass(frozen=True)
 class ClientModel:
-    """The description of the model that a client's functions receive.
-
-    Attributes:
-        generation: the content of `generation_config.json`, None if the file is missing.
-        cache: `growing` or `shared-buffer`.
-        precision: dtype that the graphs compute in.
-        target: runtime of the graphs, such as `ort-cuda`; None for any.
-        quant: preset of quantized weights, such as `int4`; None for weights as they are.
-        images: the whole model, if its vision tower is exported too; None for a language model alone.
-        roles: the decoder's graphs that are exported.
-    """
+    """The description of the model that a client's functions receive."""
 
     config: Any
     input_map: InputMap
-    generation: Mapping[str, Any] | None = None
-    cache: str = "growing"
-    precision: str = "float32"
-    target: str | None = None
-    quant: str | None = None
+    generation: Mapping[str, Any] | None = None  # the content of `generation_config.json`, None if the file is missing
+    cache: str = "growing"  # `growing` or `shared-buffer`
+    precision: str = "float32"  # dtype that the graphs compute in
+    target: str | None = None  # runtime of the graphs, such as `ort-cuda`; None for any
+    quant: str | None = None  # preset of quantized weights, such as `int4`; None for weights as they are
+    # the whole model, if its vision tower is exported too; None for a language model alone
     images: ImageModel | None = None
-    roles: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()  # the decoder's graphs that are exported
 
 
 @dataclass(frozen=True)
@@ -66,40 +57,33 @@ class EncodedGraphs:
 
 @dataclass(frozen=True)
 class Client:
-    """One client; each file of this folder defines one as its constant `CLIENT`.
+    """One client; each file of this folder defines one as its constant `CLIENT`."""
 
-    Attributes:
-        name: value of `--layout`, equal to the file's name.
-        roles: the graphs to write if the user asks for none.
-        supports: sets of graphs that the client can run, the preferred set first; empty for any graphs.
-        adds_graphs: add the preferred set to graphs that the client cannot run; otherwise refuse them.
-        image_models: the types of models whose vision tower and embedding table it runs together with the decoder.
-        check: raises InputRefused for a model that the client cannot run.
-        file_names: paths of the files from `files`, apart from the graphs themselves, for the description of a model.
-        files: content by path in the folder; includes a graph if the client needs a variant of it.
-        config: fields to add to the `config.json` of a new folder; that of a model folder is never changed.
-        edits: fields that files of the model must have for this client; a new folder gets them.
-        divides_weights: it loads the weight files of each graph separately, so graphs of a new folder share few files.
-    """
-
-    name: str
+    name: str  # value of `--layout`, equal to the file's name
     title: str
-    roles: tuple[str, ...]
+    roles: tuple[str, ...]  # the graphs to write if the user asks for none
+    # sets of graphs that the client can run, the preferred set first; empty for any graphs
     supports: tuple[frozenset[str], ...] = ()
-    adds_graphs: bool = False
+    adds_graphs: bool = False  # add the preferred set to graphs that the client cannot run; otherwise refuse them
     caches: tuple[str, ...] = ("growing",)
+    # the types of models whose vision tower and embedding table it runs together with the decoder
     image_models: frozenset[str] = frozenset()
+    # raises InputRefused for a model that the client cannot run
     check: Callable[[ClientModel], None] = lambda model: None
+    # paths of the files from `files`, apart from the graphs themselves, for the description of a model
     file_names: Callable[[ClientModel], tuple[str, ...]] = lambda model: ()
+    # content by path in the folder; includes a graph if the client needs a variant of it
     files: Callable[[ClientModel, EncodedGraphs], Mapping[str, FileContent]] = lambda model, graphs: {}
+    # fields to add to the `config.json` of a new folder; that of a model folder is never changed
     config: Callable[[ClientModel, EncodedGraphs], Mapping[str, Any]] = lambda model, graphs: {}
+    # fields that files of the model must have for this client; a new folder gets them
     edits: Callable[[ClientModel], Edits] = lambda model: {}
+    # it loads the weight files of each graph separately, so graphs of a new folder share few files
     divides_weights: bool = False
 
 
 @lru_cache(maxsize=1)
 def known_clients() -> dict[str, Client]:
-    """Every client by name, in alphabetical order."""
     return plugins(__name__, "CLIENT", Client)
 
 
@@ -114,8 +98,7 @@ def find_clients(names: Sequence[str]) -> list[Client]:
 def roles_for(clients: Sequence[Client], asked: Sequence[str]) -> list[str]:
     """The graphs to write, in the order of `ROLES`; the clients decide if none are asked for.
 
-    Raises:
-        UsageProblem: a client cannot run the graphs asked for.
+    Raises UsageProblem: a client cannot run the graphs asked for.
     """
     wanted = set(asked) or {role for client in clients for role in client.roles}
     for client in clients:
@@ -138,7 +121,6 @@ class ClientFiles:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Paths of the files, apart from the graphs."""
         return tuple(name for client in self.clients for name in client.file_names(self.model))
 
     @property
@@ -149,13 +131,9 @@ class ClientFiles:
     def check(self, unsupported: str, *, takes_embeddings: bool) -> None:
         """Checks that every client can run the graphs.
 
-        Args:
-            unsupported: an option that only llmconv's own runner supports; empty if none is given.
-            takes_embeddings: whether the graphs take embeddings instead of tokens.
-
-        Raises:
-            UsageProblem: an option that a client does not support.
-            InputRefused: a client cannot run this model.
+        `unsupported`: an option that only llmconv's own runner supports; empty if none is given. `takes_embeddings`:
+        whether the graphs take embeddings instead of tokens. Raises UsageProblem: an option that a client does not
+        support; InputRefused: a client cannot run this model.
         """
         for client in self.clients:
             if client.name == DEFAULT:

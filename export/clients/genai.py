@@ -32,15 +32,12 @@ from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS
 IMAGE_MODELS = frozenset({"aya_vision", "got_ocr2", "internvl", "llava", "vipllava"})
 """Types whose decoder takes embeddings, mask and positions alone, whether there are images or not."""
 
-IMAGE_TYPE = "gemma3"
-"""GenAI's type with one vision graph and nothing else of its own outside of its processor."""
-
+IMAGE_TYPE = "gemma3"  # GenAI's type with one vision graph and nothing else of its own outside of its processor
 VISION_GRAPH, EMBEDDING_GRAPH = "genai-vision.graph", "genai-embeddings.graph"
 """Not `.onnx`: llmconv runs the graphs that these are variants of."""
 
 IMAGE_FILES = (VISION_GRAPH, EMBEDDING_GRAPH)
-
-SECTIONS: dict[str, Any] = {
+SECTIONS: dict[str, Any] = {  # the sections of `model` besides `decoder`
     "vision": {
         "filename": VISION_GRAPH,
         "inputs": {PIXEL_VALUES: PIXEL_VALUES},
@@ -52,7 +49,6 @@ SECTIONS: dict[str, Any] = {
         "outputs": {INPUTS_EMBEDS: INPUTS_EMBEDS},
     },
 }
-"""The sections of `model` besides `decoder`."""
 
 
 def image_graphs(token: int, encoded: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -70,7 +66,7 @@ FILE = "genai_config.json"
 UNBOUNDED = 2048
 """Context length for configs without one, such as BLOOM, whose ALiBi has no limit and which was trained with it."""
 
-SEARCH = {
+SEARCH = {  # fields with the same name in `generation_config.json` and in genai's `search`, and their types
     "do_sample": bool,
     "top_k": int,
     "top_p": float,
@@ -79,16 +75,13 @@ SEARCH = {
     "no_repeat_ngram_size": int,
     "min_length": int,
 }
-"""Fields with the same name in `generation_config.json` and in genai's `search`, and their types."""
 
 
 def check(model: ClientModel) -> None:
     """Refuses models that `genai_config.json` cannot describe.
 
-    Raises:
-        MalformedInput: a special token is not a token id.
-        UnsupportedInput: a cache of several head sizes.
-        UsageProblem: a model with images as a pair of graphs.
+    Raises MalformedInput: a special token is not a token id; UnsupportedInput: a cache of several head sizes;
+    UsageProblem: a model with images as a pair of graphs.
     """
     special_tokens(model.config, model.generation)
     if model.images and model.roles and "unified" not in model.roles:
@@ -180,7 +173,6 @@ def _past(model: ClientModel) -> list[Port]:
 
 
 def context_length(config: Any) -> int:
-    """Context length of the model in tokens."""
     return length_of(config.to_dict()) or UNBOUNDED
 
 
@@ -188,10 +180,8 @@ def special_tokens(config: Any, generation: Mapping[str, Any] | None) -> dict[st
     """Special tokens, from `generation_config.json` (None if missing) first, like transformers' `generate`.
 
     The client requires an end token, and otherwise uses the padding token: a model without one gets the last token of
-    its vocabulary, which is most likely unused. A model without a padding token gets its first end token.
-
-    Raises:
-        MalformedInput: one is not a token id.
+    its vocabulary, which is most likely unused. A model without a padding token gets its first end token. Raises
+    MalformedInput: one is not a token id.
     """
     ends = _ids(config, generation, "eos_token_id") or [int(config.vocab_size) - 1]
     pads = _ids(config, generation, "pad_token_id") or ends

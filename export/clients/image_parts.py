@@ -17,8 +17,7 @@ from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS
 
 CONFIG, PROCESSOR, PREPROCESSOR = "config.json", "processor_config.json", "preprocessor_config.json"
 
-Edits = Mapping[str, Mapping[str, Any]]
-"""Fields that a client needs in JSON files of the model, by file name."""
+Edits = Mapping[str, Mapping[str, Any]]  # fields that a client needs in JSON files of the model, by file name
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ class ImageModel:
 
     @property
     def token(self) -> int:
-        """The placeholder token whose embeddings the features of images replace."""
         return int(self.config.image_token_id)
 
 
@@ -69,8 +67,7 @@ def _content(text: bytes | None) -> dict[str, Any]:
 
 
 INPUT_IDS = "input_ids"
-FEATURE_ROWS = "num_image_tokens"
-"""The symbolic axis of the features of all images, one row each."""
+FEATURE_ROWS = "num_image_tokens"  # the symbolic axis of the features of all images, one row each
 
 
 def take_float32_pixels(model: onnx.ModelProto) -> None:
@@ -115,8 +112,7 @@ def place_features(model: onnx.ModelProto, token: int) -> None:
         graph.node.append(helper.make_node(operator, inputs, [output], name=f"place/{operator}", **attributes))
 
 
-EVERY_ROW = 2**40
-"""More rows than there are, times any number of features but zero."""
+EVERY_ROW = 2**40  # more rows than there are, times any number of features but zero
 
 PLACING: tuple[tuple[str, list[str], str, dict[str, Any]], ...] = (
     ("Equal", [INPUT_IDS, "placeholder"], "is_placeholder", {}),
@@ -136,7 +132,6 @@ def _rename_inputs(graph: onnx.GraphProto, old: str, new: str) -> None:
 
 
 def _rename_output(graph: onnx.GraphProto, old: str, new: str) -> None:
-    """Renames a value where it is made and where it is used."""
     _rename_inputs(graph, old, new)
     for node in graph.node:
         node.output[:] = [new if name == old else name for name in node.output]

@@ -20,11 +20,10 @@ from llmconv.export.input_map import Port
 OWN_HEAD_DIM = {"gemma", "gemma3_text", "gpt_oss", "nemotron"}
 """Families for which optimum reads `head_dim`; for others it divides `hidden_size`."""
 
-OWN_KV_HEADS = {
+OWN_KV_HEADS = {  # families for which optimum reads `num_key_value_heads`; for others it assumes one per query head
     *("arcee", "cohere", "gemma", "gemma3_text", "glm", "granite", "gpt_oss", "helium", "mistral", "llama"),
     *("nemotron", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm"),
 }
-"""Families for which optimum reads `num_key_value_heads`; for others it assumes one per query head."""
 
 KV_HEADS, HEAD_DIM = "kv_heads", "head_dim"
 

@@ -29,9 +29,7 @@ from llmconv.files.safe_folder import Link
 from llmconv.output.plan import json_bytes
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE
 
-IMAGE_MODELS = frozenset({"llava"})
-"""Types that the client has a class for, among those whose vision tower is exported."""
-
+IMAGE_MODELS = frozenset({"llava"})  # types that the client has a class for, among those whose vision tower is exported
 PARTS = {VISION_ROLE: "vision_encoder", EMBEDDINGS_ROLE: "embed_tokens", "unified": "decoder_model_merged"}
 """The client's name of each graph, by role."""
 
@@ -95,20 +93,13 @@ def edits(images: ImageModel) -> Edits:
 
 GENERATION = "generation_config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-GRAPH = "transformersjs.graph"
-"""Not `.onnx`: opened under this name, the graph does not find its data."""
-
-DTYPES = {"float32": "fp32", "float16": "fp16"}
-"""The client's `dtype` by precision, for weights as they are."""
-
-QUANTIZED_DTYPES = {"float32": "q4", "float16": "q4f16"}
-"""The client's `dtype` by precision, for weights of 4 bits."""
-
+GRAPH = "transformersjs.graph"  # not `.onnx`: opened under this name, the graph does not find its data
+DTYPES = {"float32": "fp32", "float16": "fp16"}  # the client's `dtype` by precision, for weights as they are
+QUANTIZED_DTYPES = {"float32": "q4", "float16": "q4f16"}  # the client's `dtype` by precision, for weights of 4 bits
 SUFFIXES = {"fp32": "", "fp16": "_fp16", "q4": "_q4", "q4f16": "_q4f16", "q8": "_quantized"}
 """End of the graph's name by `dtype`; what the graph computes in, the client reads from its inputs."""
 
-MAX_DATA_FILES = 100
-"""`MAX_EXTERNAL_DATA_CHUNKS` of transformers.js 4.3."""
+MAX_DATA_FILES = 100  # `MAX_EXTERNAL_DATA_CHUNKS` of transformers.js 4.3
 
 
 def files(model: ClientModel, graphs: EncodedGraphs) -> dict[str, FileContent]:
@@ -177,7 +168,6 @@ def linked_graph(model: ClientModel, stem: str = "model") -> str:
 
 
 def graph_file(stem: str) -> str:
-    """Name of the file that such a graph links to."""
     return GRAPH if stem == "model" else f"transformersjs-{stem}.graph"
 
 
@@ -189,7 +179,6 @@ def file_names(model: ClientModel) -> tuple[str, ...]:
 
 
 def check(model: ClientModel) -> None:
-    """Raises UnsupportedInput for a precision that the client does not have."""
     if model.precision not in DTYPES:
         raise UnsupportedInput(
             f"transformers.js does not run {model.precision} graphs", hint="give `--precision float16 -o OUT`"

@@ -27,14 +27,9 @@ from llmconv.export.weights import WeightSource
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.tensors import Array, DType, LazyTensor, in_memory
 
-ALPHAS = 20
-"""Number of exponents that are tried, from 0 (no factors) to less than 1, as in the authors' code."""
-
-LEAST = 1e-4
-"""A channel whose mean is a smaller share of the largest one counts as if it had this share."""
-
-ROWS = 128
-"""Rows of a matrix on which alpha is chosen, evenly spaced; the choice hardly depends on the number."""
+ALPHAS = 20  # number of exponents that are tried, from 0 (no factors) to less than 1, as in the authors' code
+LEAST = 1e-4  # A channel whose mean is a smaller share of the largest one counts as if it had this share
+ROWS = 128  # rows of a matrix on which alpha is chosen, evenly spaced; the choice hardly depends on the number
 
 
 @dataclass(frozen=True)
@@ -70,12 +65,9 @@ def measure_activation_aware(
 ) -> Smoothing:
     """The factors of all groups that lose less with factors; reads their weights once.
 
-    `quantized` rounds each matrix in blocks; other arguments are as for `smoothing.measure_smoothing`.
-
-    Raises:
-        UnsupportedInput: the graph takes embeddings, or onnxruntime cannot map the weights.
-        InputRefused: activations are not finite.
-        OutOfMemory: memory ran out.
+    `quantized` rounds each matrix in blocks; other arguments are as for `smoothing.measure_smoothing`. Raises
+    UnsupportedInput: the graph takes embeddings, or onnxruntime cannot map the weights; InputRefused: activations are
+    not finite; OutOfMemory: memory ran out.
     """
     by_name = {group.matrices[0][0]: group for group in groups}
     inputs = reduced_inputs(traced, matches, tensors, texts, _moments, by_name)

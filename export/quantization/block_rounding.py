@@ -18,52 +18,39 @@ import numpy as np
 from llmconv.tensors import Array
 
 BITS = (4, 8)
-SIZES = (16, 32, 64, 128, 256)
-"""Block sizes of onnxruntime's CPU kernel (contrib_ops/cpu/quantization/matmul_nbits.cc)."""
+SIZES = (16, 32, 64, 128, 256)  # block sizes of onnxruntime's CPU kernel (contrib_ops/cpu/quantization/matmul_nbits.cc)
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """The layout of `com.microsoft.MatMulNBits`: a weight is `(code - zero point) * scale`.
+    """The layout of `com.microsoft.MatMulNBits`: a weight is `(code - zero point) * scale`."""
 
-    Attributes:
-        bits: of a code, 4 or 8.
-        size: number of neighboring columns that share a scale; the last block of a row is padded with zeros.
-        symmetric: the zero point is the middle code, and not stored.
-        search: choose scale and zero point with the least squared error; otherwise from the extreme values alone.
-    """
-
-    bits: int = 4
-    size: int = 32
-    symmetric: bool = False
+    bits: int = 4  # of a code, 4 or 8
+    size: int = 32  # number of neighboring columns that share a scale; the last block of a row is padded with zeros
+    symmetric: bool = False  # the zero point is the middle code, and not stored
+    # choose scale and zero point with the least squared error; otherwise from the extreme values alone
     search: bool = True
 
     @property
     def largest(self) -> int:
-        """The largest code."""
         return (1 << self.bits) - 1
 
     @property
     def middle(self) -> int:
-        """The zero point of symmetric blocks."""
         return 1 << (self.bits - 1)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of the codes of a block."""
         return self.size * self.bits // 8
 
     def blocks(self, columns: int) -> int:
-        """Number of blocks in a row."""
         return -(-columns // self.size)
 
     def zero_bytes(self, columns: int) -> int:
-        """Bytes of the zero points of a row, packed like codes."""
         return -(-self.blocks(columns) * self.bits // 8)
 
 
-LARGEST = 127
-"""The largest code; the smallest is its negative."""
+LARGEST = 127  # the largest code; the smallest is its negative
 
 
 @dataclass(frozen=True)
@@ -78,8 +65,7 @@ class ColumnFormat:
     size: int = 1
 
 
-WeightFormat = BlockFormat | ColumnFormat
-"""How a weight is stored."""
+WeightFormat = BlockFormat | ColumnFormat  # how a weight is stored
 
 
 compiled: ModuleType | None
@@ -89,14 +75,9 @@ except ImportError:  # llmconv was installed without a C compiler
     compiled = None
 
 NONE = np.empty(0, np.float32)
-HALF = np.float32(0.49999997)
-"""The largest float below one half: added and truncated, ties go away from zero."""
-
-TINY = np.float32(1e-30)
-"""A smaller range of values counts as zero."""
-
-COARSE = 6
-"""Ranges that are tried first; then those around the best."""
+HALF = np.float32(0.49999997)  # the largest float below one half: added and truncated, ties go away from zero
+TINY = np.float32(1e-30)  # A smaller range of values counts as zero
+COARSE = 6  # ranges that are tried first; then those around the best
 
 
 def block_scales(weights: Array, form: BlockFormat, importance: Array = NONE) -> tuple[Array, Array]:
@@ -170,7 +151,6 @@ class _Search:
         self._gain, self._width = np.zeros_like(low), np.full_like(low, width)
 
     def run(self) -> tuple[Array, Array]:
-        """Scales and zero points."""
         if self._form.search:
             self._try_all()
         empty = np.abs(self._range) < TINY

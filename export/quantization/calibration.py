@@ -25,14 +25,10 @@ from llmconv.runtime.onnxruntime.packed_cache import WEIGHTS_FOLDER, followed
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.tensors import Array
 
-PIECE_BYTES = 256 << 20
-"""Maximum size of the weights of a piece in float32."""
+PIECE_BYTES = 256 << 20  # maximum size of the weights of a piece in float32
+PREFIX = "columns:"  # names of the outputs with a number per column; the rest is the label of the stored rows
 
-PREFIX = "columns:"
-"""Names of the outputs with a number per column; the rest is the label of the stored rows."""
-
-Reduction = Callable[[NodeEditor, ir.Value], ir.Value]
-"""Inserts nodes that reduce values [tokens, K] to numbers [K]."""
+Reduction = Callable[[NodeEditor, ir.Value], ir.Value]  # inserts nodes that reduce values [tokens, K] to numbers [K]
 
 
 def column_importance(
@@ -43,11 +39,8 @@ def column_importance(
 ) -> dict[str, Array]:
     """Importance by name of the stored tensor: float32 [K], or [experts, K] of a stack; around 1 on average.
 
-    Arguments are as for `smoothing.measure_smoothing`.
-
-    Raises:
-        UnsupportedInput: the graph takes embeddings, or onnxruntime cannot map the weights.
-        OutOfMemory: memory ran out.
+    Arguments are as for `smoothing.measure_smoothing`. Raises UnsupportedInput: the graph takes embeddings, or
+    onnxruntime cannot map the weights; OutOfMemory: memory ran out.
     """
     sums: dict[str, Array] = {}
     for label, squares in reduced_inputs(traced, matches, tensors, texts, _sum_of_squares):
@@ -125,11 +118,8 @@ def label_of(value: ir.Value | None) -> str:
 def outputs_on_texts(model: onnx.ModelProto, folder: Path, texts: Sequence[Array]) -> Iterator[tuple[str, Array]]:
     """Name and value of every output for every text (ids int64 [1, tokens]), one piece of the graph after the other.
 
-    `model` is a float32 graph with a growing cache; `folder` has the weights that it maps.
-
-    Raises:
-        UnsupportedInput: onnxruntime cannot map the weights.
-        OutOfMemory: memory ran out.
+    `model` is a float32 graph with a growing cache; `folder` has the weights that it maps. Raises UnsupportedInput:
+    onnxruntime cannot map the weights; OutOfMemory: memory ran out.
     """
     wanted = {info.name for info in model.graph.output}
     values = [start_values(model, text) for text in texts]
@@ -153,7 +143,6 @@ def outputs_on_texts(model: onnx.ModelProto, folder: Path, texts: Sequence[Array
 
 
 def input_types(model: onnx.ModelProto) -> ValueTypes:
-    """Types and shapes of the inputs of a graph."""
     types: ValueTypes = {}
     for info in model.graph.input:
         axes = [axis.dim_param or axis.dim_value for axis in info.type.tensor_type.shape.dim]
@@ -165,9 +154,7 @@ def input_types(model: onnx.ModelProto) -> ValueTypes:
 def open_piece(piece: onnx.ModelProto, folder: Path) -> ort.InferenceSession:
     """A session of a part of the graph, which maps weights in `folder`.
 
-    Raises:
-        UnsupportedInput: onnxruntime cannot map the weights.
-        OutOfMemory: memory ran out.
+    Raises UnsupportedInput: onnxruntime cannot map the weights; OutOfMemory: memory ran out.
     """
     options = SessionSettings(arena=False).options()
     linked, home = followed(piece, folder.resolve())

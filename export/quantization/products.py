@@ -134,8 +134,7 @@ def _part(rows: StoredRows, suffix: str, values: StoredValues) -> StoredRows:
     return replace(rows, name=name, stored=values.shape(name))
 
 
-LEFT, BIAS = 0, 5
-"""Indices of inputs of `MatMulNBits`; between them are codes, scales and zero points."""
+LEFT, BIAS = 0, 5  # indices of inputs of `MatMulNBits`; between them are codes, scales and zero points
 
 Stored = TypeVar("Stored")
 
@@ -167,7 +166,6 @@ def join_products(graph: ir.Graph) -> None:
 
 
 def _format(node: ir.Node) -> tuple[object, ...]:
-    """What products that can be joined have in common."""
     sizes = {name: found.value for name, found in node.attributes.items() if name != "N"}
     kinds = [(tensor.dtype, tuple(tensor.shape[1:])) for tensor in _tensors(node)]
     return node.inputs[LEFT], tuple(sorted(sizes.items())), tuple(kinds), _bias(node) is None
@@ -253,7 +251,6 @@ def grouped(
 def _groups(
     traced: TracedGraph, matches: Mapping[str, WeightSource], weights: Mapping[str, QuantizedWeight]
 ) -> Iterator[tuple[str, ...]]:
-    """Names of two weights or more, each used once."""
     alike = defaultdict[tuple[object, ...], list[str]](list)
     for parameter, match in matches.items():
         uses = list(traced.weights[parameter].uses())
@@ -269,7 +266,6 @@ def _groups(
 
 
 def activation(node: ir.Node) -> ir.Value:
-    """The first factor of a product, before it is reshaped to a matrix."""
     before, _ = reshapes(node)
     found = before.inputs[0] if before else node.inputs[0]
     assert found is not None

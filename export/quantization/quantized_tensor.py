@@ -40,10 +40,8 @@ WIDER = {"float16": "give `--precision bfloat16` or float32", "bfloat16": "give 
 def stored_scales(scales: Array, dtype: DType, name: str, *, kept: bool = False) -> Array:
     """Float32 scales of the weight `name`, cast to `dtype`.
 
-    Of a checkpoint's own scales (`kept`) an error does not suggest `--quant-exclude`.
-
-    Raises:
-        InputRefused: a scale is too large for the type.
+    Of a checkpoint's own scales (`kept`) an error does not suggest `--quant-exclude`. Raises InputRefused: a scale is
+    too large for the type.
     """
     with np.errstate(over="ignore"):
         stored: Array = scales.astype(dtype.numpy)
@@ -66,10 +64,7 @@ def squares_lost(wanted: Array, stored: Array) -> Array:
 def require_kept(squares: Array, dtype: DType, name: str, *, kept: bool = False) -> None:
     """Refuses a matrix whose scales the type does not hold; a few small blocks among larger ones may vanish.
 
-    `squares` are those of `squares_lost`, of all rows.
-
-    Raises:
-        InputRefused: most scales are too small for the type.
+    `squares` are those of `squares_lost`, of all rows. Raises InputRefused: most scales are too small for the type.
     """
     lost, total = squares.sum(axis=0)
     if lost > MOST_LOST**2 * total:
@@ -83,12 +78,8 @@ def _hint(dtype: DType, wider: bool, kept: bool) -> str:
     return ", or ".join(filter(None, (wide, plain))) or "take the model it was quantized from"
 
 
-CODES, SCALES, ZEROS, ORDER = ".codes", ".scales", ".zeros", ".order"
-"""Suffixes of the tensors' names."""
-
-ELEMENTS = 1 << 19
-"""Weights that are rounded at once: 2 MB in float32, which fit into a core's cache."""
-
+CODES, SCALES, ZEROS, ORDER = ".codes", ".scales", ".zeros", ".order"  # suffixes of the tensors' names
+ELEMENTS = 1 << 19  # weights that are rounded at once: 2 MB in float32, which fit into a core's cache
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 BYTES = BY_NAME["uint8"]
 
@@ -219,7 +210,6 @@ class QuantizedTensor:
         return scales[start:stop].reshape(-1), zeros[start:stop].reshape(-1)
 
     def _require_kept(self) -> None:
-        """Checks the scales as soon as all are chosen."""
         kept = self._kept
         if kept and kept[3].all():
             require_kept(kept[2], self._scale_dtype, self._name)
@@ -241,8 +231,7 @@ def widened(rows: Array) -> Array:
 
 
 FLOAT32 = BY_NAME["float32"]
-SMOOTHING = ".smoothing"
-"""Suffix of the names of factors."""
+SMOOTHING = ".smoothing"  # suffix of the names of factors
 
 
 def multiplied(weight: LazyTensor, factors: Array) -> LazyTensor:
@@ -257,7 +246,6 @@ def multiplied(weight: LazyTensor, factors: Array) -> LazyTensor:
 
 
 def stored_factors(name: str, factors: Array) -> dict[str, LazyTensor]:
-    """Factors of a tensor by the name that they are stored under."""
     return {name + SMOOTHING: in_memory(factors, FLOAT32)}
 
 
@@ -297,14 +285,12 @@ class ColumnTensor:
         return np.ascontiguousarray(_codes(values, self._scales()[start:stop, None, :]))
 
     def _scales(self) -> Array:
-        """Scales of all outputs, read once."""
         with self._lock:
             if self._kept is None:
                 self._kept = _stored(self._extremes())
             return self._kept
 
     def _extremes(self) -> Array:
-        """The largest absolute value of every output."""
         axis = -2 if self._transposed else -1
         parts = [np.abs(self._read(*block)).max(axis=axis) for block in self._weight.blocks()]
         if self._stack or not self._transposed:
@@ -329,7 +315,6 @@ def _stored(extremes: Array) -> Array:
 
 
 def _codes(values: Array, scales: Array) -> Array:
-    """The nearest codes."""
     nearest = np.rint(values / scales)
     codes: Array = np.clip(nearest, -LARGEST, LARGEST).astype(np.int8)
     return codes

@@ -52,8 +52,7 @@ from llmconv.quantized_weights.packed_weight import IntegerCodes, tiled
 from llmconv.quantized_weights.quantized_checkpoint import QuantizedCheckpoint
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, in_memory
 
-STEPS = 255
-"""Between the smallest and the largest code of uint8."""
+STEPS = 255  # between the smallest and the largest code of uint8
 
 
 @dataclass(frozen=True)
@@ -83,37 +82,29 @@ class ActivationRange:
         return editor.one("DequantizeLinear", [editor.one("QuantizeLinear", [value, scale, zero]), scale, zero])
 
 
-POINTWISE = {
+POINTWISE = {  # operators between the scores of a router and its choice
     *("Softmax", "Sigmoid", "Tanh", "Softplus", "Exp", "Log", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Transpose"),
     *("Add", "Sub", "Mul", "Div", "Neg", "Min", "Max", "Clip", "Where", "Identity", "Gather", "Slice"),
 }
-"""Operators between the scores of a router and its choice."""
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """How a stored tensor is quantized.
+    """How a stored tensor is quantized."""
 
-    Attributes:
-        form: how codes are laid out, and their bits.
-        transposed: its matrices are stored as [K, N].
-        dtype: element type that the graphs multiply it in.
-        kept: the codes that the checkpoint stores; None if they are rounded now, with scales of this `dtype`.
-        activation: range of the activations it is multiplied with; None if that is found at run time.
-        group: all tensors that are multiplied with the same activation and stored in this format; empty for one alone.
-    """
-
-    form: WeightFormat
-    transposed: bool
-    dtype: ir.DataType
+    form: WeightFormat  # how codes are laid out, and their bits
+    transposed: bool  # its matrices are stored as [K, N]
+    dtype: ir.DataType  # element type that the graphs multiply it in
+    # the codes that the checkpoint stores; None if they are rounded now, with scales of this `dtype`
     kept: RepackedWeight | None = None
+    # range of the activations it is multiplied with; None if that is found at run time
     activation: ActivationRange | None = None
     rounded: RoundedCodes | None = None
+    # all tensors that are multiplied with the same activation and stored in this format; empty for one alone
     group: tuple[str, ...] = ()
 
     @property
     def scale_dtype(self) -> DType:
-        """Element type of scales that are chosen now."""
         return BY_NAME[NAMES[self.dtype]]
 
     @property
@@ -123,7 +114,6 @@ class QuantizedWeight:
 
     @property
     def is_reordered(self) -> bool:
-        """Whether its columns are stored in another order."""
         return self.kept is not None and self.kept.order is not None
 
     def stored(
@@ -337,8 +327,7 @@ class RepackedWeight:
     def in_file(self, name: str) -> dict[str, FileTensor] | None:
         """The same tensors over the checkpoint's own bytes; None if those differ.
 
-        Raises:
-            MalformedInput: scales that are not finite, or so large that values are not.
+        Raises MalformedInput: scales that are not finite, or so large that values are not.
         """
         known, form = self.integers.in_file, self.form
         rows, columns = self.integers.shape[-2:]
@@ -352,7 +341,6 @@ class RepackedWeight:
 
     @property
     def _block_groups(self) -> Array:
-        """The group of each block."""
         return self._sorted_groups[:: self.form.size]
 
     @property
@@ -428,27 +416,19 @@ class StoredFormats:
         return 0
 
     def manifest_fields(self) -> dict[str, Any]:
-        """Fields of the manifest."""
         return {"quant": self.method}
 
 
 @dataclass(frozen=True)
 class QuantizedSizes:
-    """Numbers of weights and bytes of a quantized export.
+    """Numbers of weights and bytes of a quantized export."""
 
-    Attributes:
-        matrices: number of quantized tensors by bits and size of a block, which is 0 for one scale per column.
-        before: bytes of these tensors in the model.
-        after: bytes of their codes, scales and zero points.
-        plain: number of tensors that are stored as they are.
-        factors: bytes of factors of columns, which no graph reads: `verify` does.
-    """
-
+    # number of quantized tensors by bits and size of a block, which is 0 for one scale per column
     matrices: Mapping[tuple[int, int], int]
-    before: int
-    after: int
-    plain: int
-    factors: int
+    before: int  # bytes of these tensors in the model
+    after: int  # bytes of their codes, scales and zero points
+    plain: int  # number of tensors that are stored as they are
+    factors: int  # bytes of factors of columns, which no graph reads: `verify` does
 
     @classmethod
     def of(
@@ -469,7 +449,6 @@ class QuantizedSizes:
 
     @property
     def line(self) -> str:
-        """Everything in one line."""
         sizes = f"{described(self.matrices)}, {self.after:,} bytes instead of {self.before:,}"
         plain = f"{self.plain:,} tensor{'s' * (self.plain != 1)} as {'they are' if self.plain != 1 else 'it is'}"
         factors = f"; {self.factors:,} bytes of factors, which only `verify` reads" if self.factors else ""

@@ -56,7 +56,6 @@ class Product:
 
     @property
     def columns(self) -> int:
-        """K."""
         return self.rows.shape[0 if self.weight.transposed else 1]
 
 
@@ -79,12 +78,9 @@ def round_sequentially(
 ) -> dict[str, RoundedCodes]:
     """The codes of all 4-bit matrices that one product reads, by name of the stored tensor; `scratch` holds them.
 
-    `traced`, `tensors` and `texts` are as for `smoothing.measure_smoothing`.
-
-    Raises:
-        InputRefused: the text is too short, or its activations are not finite.
-        UnsupportedInput: onnxruntime cannot map the weights.
-        OutOfMemory: memory ran out.
+    `traced`, `tensors` and `texts` are as for `smoothing.measure_smoothing`. Raises InputRefused: the text is too
+    short, or its activations are not finite; UnsupportedInput: onnxruntime cannot map the weights; OutOfMemory: memory
+    ran out.
     """
     observed = traced.copy()
     bind(observed, matches, tensors)
@@ -225,7 +221,6 @@ class _SequentialRun:
                 squares.total = squares.total + value.numpy().astype(np.float64)
 
     def _round(self, sources: set[int]) -> None:
-        """Rounds the matrices that are multiplied with these inputs."""
         for source in sorted(sources):
             squares = self._squares.pop(source)
             products = {label: one for label, one in self._products.items() if one.source == source}
@@ -291,11 +286,8 @@ DAMPING = 0.1
 def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
     """The upper Cholesky factor of the inverse of H + damping * mean(diagonal), float32 [K, K].
 
-    Computed in float64 by one thread, so that the bits do not depend on the number of threads.
-
-    Args:
-        hessian: X^T X [K, K], finite; a column that is always zero gets the damping alone.
-        damping: share of the mean of the diagonal; above 0.
+    Computed in float64 by one thread, so that the bits do not depend on the number of threads. `hessian`: X^T X [K, K],
+    finite; a column that is always zero gets the damping alone. `damping`: share of the mean of the diagonal; above 0.
     """
     wide = torch.from_numpy(hessian.astype(np.float64))
     mean = float(wide.diagonal().mean())

@@ -22,11 +22,10 @@ INT8 = BlockFormat(bits=8, symmetric=True, search=False)
 DOWN = re.compile(r"(?:^|\.)(?:down_proj|w2|dense_4h_to_h|fc2|fc_out|mlp\.c_proj|linear_2|output_linear)(?:\.|$)")
 """The last projection of an MLP, whose inputs have the largest outliers."""
 
-SENSITIVE = re.compile(
+SENSITIVE = re.compile(  # projections whose rounding costs most: to values, and from the inner size of the MLP back
     r"(?:^|\.)(?:v_proj|qkv_proj|qkv|query_key_value|Wqkv|c_attn|attn_qkv|in_proj_qkv|"
     r"down_proj|w2|dense_4h_to_h|fc2|fc_out|mlp\.c_proj|linear_2|output_linear)(?:\.|$)"
 )
-"""Projections whose rounding costs most: to values, and from the inner size of the MLP back."""
 
 SMALL, SHARE = 1 << 16, 1e-4
 """A matrix stays as it is if it has fewer elements than both this number and this share of all weights."""
@@ -36,28 +35,20 @@ METHODS = ("rtn", "search", "gptq", "awq")
 MEASURING = {"gptq": "a text of many pages", "awq": "a text on which activations are measured"}
 """What the methods for 4 bits need that measure activations."""
 
-EXCLUDE, OTHER_BITS = "--quant-exclude", "--quant-bits"
-"""Options with patterns for the names of weights."""
-
+EXCLUDE, OTHER_BITS = "--quant-exclude", "--quant-bits"  # options with patterns for the names of weights
 DEPENDENT = ("quant_block", "symmetric", "quant_exclude", "quant_bits", "method", "calibrate", "static_activations")
 """Options of `export` that need `quant`."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A choice of formats.
+    """A choice of formats."""
 
-    Attributes:
-        layers: of matrices in layers.
-        head: of the output head, and of an embedding tied to it.
-        down: of the last projections of MLPs; None for that of the other matrices in layers.
-        mixed: sensitive projections have 8 bits in the first and last eighth of the layers and in every third between,
-            as in llama.cpp's Q4_K_M and ONNX Runtime GenAI's k_quant_mixed.
-    """
-
-    layers: WeightFormat
-    head: BlockFormat
-    down: BlockFormat | None = None
+    layers: WeightFormat  # of matrices in layers
+    head: BlockFormat  # of the output head, and of an embedding tied to it
+    down: BlockFormat | None = None  # of the last projections of MLPs; None for that of the other matrices in layers
+    # sensitive projections have 8 bits in the first and last eighth of the layers and in every third between, as in
+    # llama.cpp's Q4_K_M and ONNX Runtime GenAI's k_quant_mixed
     mixed: bool = False
 
 
@@ -76,26 +67,18 @@ ADD_TEXT = "add `--calibrate FILE`, or `--calibrate default` for the text that s
 class QuantizationSettings:
     """Options of `llmconv export --quant`.
 
-    Attributes:
-        block: size of a block; None for that of the preset.
-        exclude: regular expressions for the names of weights that stay as they are.
-        bits: bits by regular expressions for names of weights; the last that matches counts.
-        method: how codes are chosen, one of `METHODS`.
-        text: sha256 of the text on which activations are measured; empty without one.
-        static: activations are rounded in ranges that are measured on the text.
-
-    Raises:
-        UsageProblem: an unknown preset or block size, an invalid expression, or other bits than 4 or 8.
+    Raises UsageProblem: an unknown preset or block size, an invalid expression, or other bits than 4 or 8.
     """
 
     preset: str
-    block: int | None = None
+    block: int | None = None  # size of a block; None for that of the preset
     symmetric: bool = False
-    exclude: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()  # regular expressions for the names of weights that stay as they are
+    # bits by regular expressions for names of weights; the last that matches counts
     bits: tuple[tuple[str, int], ...] = ()
-    method: str = "search"
-    text: str = ""
-    static: bool = False
+    method: str = "search"  # how codes are chosen, one of `METHODS`
+    text: str = ""  # sha256 of the text on which activations are measured; empty without one
+    static: bool = False  # activations are rounded in ranges that are measured on the text
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -111,17 +94,14 @@ class QuantizationSettings:
 
     @property
     def patterns(self) -> dict[str, list[str]]:
-        """The patterns for names, by option."""
         return {EXCLUDE: list(self.exclude), OTHER_BITS: [pattern for pattern, _ in self.bits]}
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> QuantizationSettings | None:
         """The settings of the options of `export`; None if nothing is quantized.
 
-        It reads `quant`, those of `DEPENDENT`, and `kv_cache`, which also uses `calibrate`.
-
-        Raises:
-            UsageProblem: as the class; or options that need `quant` or `calibrate`.
+        It reads `quant`, those of `DEPENDENT`, and `kv_cache`, which also uses `calibrate`. Raises UsageProblem: as the
+        class; or options that need `quant` or `calibrate`.
         """
         _check_static(options)
         given = {name: options[name] for name in ("quant", *DEPENDENT)}
@@ -171,7 +151,6 @@ class QuantizationSettings:
         return min(SMALL, SHARE * total)
 
     def manifest_fields(self) -> dict[str, Any]:
-        """Fields of the manifest."""
         fields = {
             "quant": self.preset,
             "quant_block": self.block,
@@ -186,7 +165,6 @@ class QuantizationSettings:
 
 
 def _check_method(given: Mapping[str, Any]) -> None:
-    """Refuses an unknown method, and one that has nothing to work on."""
     if given["method"] not in (None, *METHODS):
         raise UsageProblem(f"`--method` is {given['method']!r}", hint=f"give one of: {', '.join(METHODS)}")
     if (method := given["method"]) not in MEASURING:
@@ -271,10 +249,7 @@ def require_kv_cache(given: ExportOptions, family: object, *, fits: bool) -> Non
     """Refuses a model whose attention cannot read codes, and a precision that the target chose.
 
     `given` are the options after the target's; `fits` is whether `GroupQueryAttention` can keep the model's cache.
-
-    Raises:
-        UnsupportedInput: the model does not fit.
-        UsageProblem: the graphs compute in another dtype than float32.
+    Raises UnsupportedInput: the model does not fit; UsageProblem: the graphs compute in another dtype than float32.
     """
     if not fits:
         raise UnsupportedInput(
@@ -288,8 +263,7 @@ def require_kv_cache(given: ExportOptions, family: object, *, fits: bool) -> Non
         )
 
 
-INDEX = re.compile(r"\.\d+\.")
-"""In the name of a tensor of a layer."""
+INDEX = re.compile(r"\.\d+\.")  # in the name of a tensor of a layer
 
 
 def require_pattern(option: str, pattern: str) -> None:

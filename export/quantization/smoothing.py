@@ -24,8 +24,7 @@ from llmconv.export.weights import StoredRows, WeightSource, leaves, output_part
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.tensors import Array, DType, LazyTensor, in_memory
 
-LARGEST = 24
-"""The largest exponent of a factor, positive or negative."""
+LARGEST = 24  # the largest exponent of a factor, positive or negative
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,8 @@ def measure_smoothing(
     """The factors of all groups; reads their weights once.
 
     `traced` is a float32 graph with a growing cache, its weights still inputs, and is not changed. `tensors` are in
-    files of one folder, `texts` token ids int64 [1, tokens].
-
-    Raises:
-        UnsupportedInput: the graph takes embeddings, or onnxruntime cannot map the weights.
-        InputRefused: activations are not finite.
-        OutOfMemory: memory ran out.
+    files of one folder, `texts` token ids int64 [1, tokens]. Raises UnsupportedInput: the graph takes embeddings, or
+    onnxruntime cannot map the weights; InputRefused: activations are not finite; OutOfMemory: memory ran out.
     """
     wanted = {group.matrices[0][0] for group in groups}
     largest: dict[str, Array] = {}
@@ -150,7 +145,6 @@ class SmoothingGroup:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
         return {*self.norms, *(name for name, _ in self.matrices)}
 
 
@@ -165,7 +159,6 @@ def smoothing_groups(graphs: Graphs, coded: Container[str]) -> list[SmoothingGro
 
 
 def _names(matches: Mapping[str, WeightSource]) -> Counter[str]:
-    """How many weights of a graph contain each stored tensor."""
     return Counter(name for match in matches.values() for name in {leaf.name for leaf in leaves(match)})
 
 
@@ -205,7 +198,6 @@ def _only_use(value: ir.Value | None, sources: Mapping[ir.Value, WeightSource]) 
 
 
 def _is_coded(rows: WeightSource, coded: Container[str]) -> bool:
-    """Whether a product reads a whole matrix that can be multiplied with factors."""
     return isinstance(rows, StoredRows) and rows.is_whole and len(rows.shape) == 2 and rows.name in coded
 
 

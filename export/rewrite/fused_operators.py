@@ -46,10 +46,8 @@ from llmconv.export.traced_graph import (
     replace_value,
 )
 
-ELEMENTWISE = {"Cos", "Sin", "Cast", "Identity"}
-"""Operators of one input that keep two equal halves equal."""
-ROTARY_RANK = 4
-"""Queries and keys: `[batch, heads, sequence, head_dim]`."""
+ELEMENTWISE = {"Cos", "Sin", "Cast", "Identity"}  # operators of one input that keep two equal halves equal
+ROTARY_RANK = 4  # queries and keys: `[batch, heads, sequence, head_dim]`
 
 
 def fuse_rotary(traced: TracedGraph) -> None:
@@ -77,7 +75,6 @@ class _Rotation:
 
 
 def _rotated(last: ir.Node) -> _Rotation | None:
-    """The rotation that ends with a node, with summands and factors in any order."""
     if last.op_type != "Add":
         return None
     for at in (0, 1):
@@ -91,7 +88,6 @@ def _rotated(last: ir.Node) -> _Rotation | None:
 
 
 def _factors(value: ir.Value | None) -> list[tuple[ir.Value, ir.Value]]:
-    """The factors of a product in both orders."""
     node = producer(value, "Mul")
     if node is None or node.inputs[0] is None or node.inputs[1] is None:
         return []
@@ -261,8 +257,7 @@ def _between_reshapes(gemm: ir.Node) -> tuple[ir.Value, ir.Node, ir.Node] | None
     return (source, gemm, last) if rank(source) == rank(last.outputs[0]) != 0 else None
 
 
-SUM = 3
-"""Index of the sum among the outputs of `SkipSimplifiedLayerNormalization`, after an unused mean and variance."""
+SUM = 3  # index of the sum among the outputs of `SkipSimplifiedLayerNormalization`, after an unused mean and variance
 
 
 def fuse_sums_before_norms(traced: TracedGraph) -> None:
@@ -301,8 +296,7 @@ def _fuse(editor: NodeEditor, norm: ir.Node, add: ir.Node) -> None:
 
 TOTAL, TABLES, BIAS = 6, 7, 10
 """Input indices: `total_sequence_length`; the first of cosines, sines and row numbers; the mask."""
-HEAD_MULTIPLE = 16
-"""onnxruntime rotates head sizes that are a multiple of this."""
+HEAD_MULTIPLE = 16  # onnxruntime rotates head sizes that are a multiple of this
 
 
 def rotate_in_attention(traced: TracedGraph) -> None:
@@ -343,7 +337,6 @@ def _rotation(attention: ir.Node) -> tuple[_Angles, list[ir.Value]] | None:
 
 
 def _angles(rotation: ir.Node | None) -> _Angles | None:
-    """The angles of a rotation of flat heads."""
     if rotation is None or "num_heads" not in rotation.attributes:
         return None
     cos, sin = rotation.inputs[1:3]

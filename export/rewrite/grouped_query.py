@@ -31,11 +31,8 @@ from llmconv.export.traced_graph import (
 )
 from llmconv.runtime.extra_inputs import PAST
 
-HEAD_MULTIPLE = 8
-"""onnxruntime's kernels take head sizes that are a multiple of this."""
-
-SWAP_HEADS = [0, 2, 1, 3]
-"""Exchanges the axes of heads and tokens, in both directions."""
+HEAD_MULTIPLE = 8  # onnxruntime's kernels take head sizes that are a multiple of this
+SWAP_HEADS = [0, 2, 1, 3]  # exchanges the axes of heads and tokens, in both directions
 
 
 def use_grouped_query_attention(traced: TracedGraph) -> None:
@@ -68,7 +65,6 @@ class _BufferUpdate:
 
     @property
     def sizes(self) -> tuple[Any, Any]:
-        """Number of heads, and head size."""
         assert self.buffer.shape is not None
         return self.buffer.shape[1], self.buffer.shape[3]
 

@@ -18,9 +18,7 @@ from llmconv.export.traced_graph import MICROSOFT, NodeEditor, TracedGraph, repl
 from llmconv.export.weights import StoredRows, WeightSource
 from llmconv.runtime.onnxruntime.lora_names import factor_names
 
-ALL = "all-linear"
-"""Every linear layer of the decoder, without the output head (PEFT's word for it)."""
-
+ALL = "all-linear"  # every linear layer of the decoder, without the output head (PEFT's word for it)
 PRODUCTS = {("", "Gemm"), (MICROSOFT, "FusedMatMul")}
 
 
@@ -36,10 +34,8 @@ def lora_targets(given: str | Sequence[str] | None) -> tuple[str, ...]:
 def add_lora_inputs(traced: TracedGraph, matches: Mapping[str, WeightSource], targets: Sequence[str]) -> list[str]:
     """Adds the inputs to a graph whose weights are not bound yet, in place; returns the modules that have them.
 
-    `targets` are names of modules as in PEFT's `target_modules`: the last part of a path, or more of it.
-
-    Raises:
-        InputRefused: a target is not the name of a linear layer.
+    `targets` are names of modules as in PEFT's `target_modules`: the last part of a path, or more of it. Raises
+    InputRefused: a target is not the name of a linear layer.
     """
     products = _products(traced, matches)
     wanted = {name: [module for module in products if _is_named(module, name)] for name in targets}
@@ -74,7 +70,6 @@ def _is_named(module: str, target: str) -> bool:
 
 
 def _adapt(model: ir.Model, module: str, product: ir.Node) -> None:
-    """Adds B·A to one product."""
     graph, weight = model.graph, product.inputs[1]
     sizes = static_shape(weight)
     out, inner = sizes if product.attributes.get_int("transB", 0) else sizes[::-1]

@@ -20,8 +20,7 @@ from llmconv.export.traced_graph import NodeEditor, constant, integers, replace_
 from llmconv.runtime.cache_names import is_past
 from llmconv.tensors import Array
 
-TOKENS, SCORES = "tokens", "scores"
-"""Names of the outputs, see `choose_tokens`."""
+TOKENS, SCORES = "tokens", "scores"  # names of the outputs, see `choose_tokens`
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,8 @@ def choose_tokens(model: ir.Model, choice: TokenChoice) -> None:
 
     Both are `[batch_size, sequence_length]` for `argmax`, usable as the next `input_ids`, and `[…, K]` for `topk:K`,
     most likely first; of equally likely tokens the lower id first. A score is the natural logarithm of the token's
-    probability over the whole vocabulary: `logit - logsumexp(logits)`.
-
-    Raises:
-        UsageProblem: K is larger than the vocabulary.
+    probability over the whole vocabulary: `logit - logsumexp(logits)`. Raises UsageProblem: K is larger than the
+    vocabulary.
     """
     graph = model.graph
     logits = value_named(graph.outputs, "logits")
@@ -80,7 +77,6 @@ def choose_tokens(model: ir.Model, choice: TokenChoice) -> None:
 
 
 def _most_likely(editor: NodeEditor, logits: ir.Value, count: int | None) -> tuple[ir.Value, ir.Value]:
-    """The largest logits, and their tokens."""
     if count is None:
         best = editor.one("ReduceMax", [logits, integers(editor.graph, -1)], {"keepdims": 0})
         return best, editor.one("ArgMax", [logits], {"axis": -1, "keepdims": 0})
@@ -89,8 +85,7 @@ def _most_likely(editor: NodeEditor, logits: ir.Value, count: int | None) -> tup
 
 
 TO_THE_END = (1 << 63) - 1
-IR_VERSIONS = {21: 10, 23: 10, 24: 11}
-"""Opset to the version of the file format that its runtimes read."""
+IR_VERSIONS = {21: 10, 23: 10, 24: 11}  # opset to the version of the file format that its runtimes read
 
 
 def to_opset(model: ir.Model, opset: int) -> None:
@@ -224,7 +219,6 @@ def _rotate(
     interleaved: bool,
     like: ir.Value,
 ) -> ir.Value:
-    """The pairs rotated by their angles, in the original order."""
 
     def product(left: ir.Value, right: ir.Value) -> ir.Value:
         return edit.one("Mul", [left, right])
@@ -239,7 +233,6 @@ def _rotate(
 
 
 def _slice(edit: NodeEditor, content: ir.Value, start: int, end: int, step: int = 1) -> ir.Value:
-    """A slice of the last axis."""
     return edit.one("Slice", [content, *(integers(edit.graph, number) for number in (start, end, -1, step))])
 
 
@@ -256,14 +249,9 @@ def _refuse(node: ir.Node, problem: str) -> NoReturn:
     )
 
 
-PAST = (3, 4)
-"""Indices of the inputs with past keys and values; the outputs 1 and 2 are the present ones."""
-
-SCALES = (12, 13)
-"""Indices of the inputs with scales of keys and of values."""
-
-TYPES, BITS = ("k_quant_type", "v_quant_type"), "kv_cache_bit_width"
-"""Attributes of the operator."""
+PAST = (3, 4)  # indices of the inputs with past keys and values; the outputs 1 and 2 are the present ones
+SCALES = (12, 13)  # indices of the inputs with scales of keys and of values
+TYPES, BITS = ("k_quant_type", "v_quant_type"), "kv_cache_bit_width"  # attributes of the operator
 
 
 def quantize_cache(model: ir.Model, scales: Mapping[str, Array]) -> None:

@@ -51,8 +51,7 @@ def warm_up(num_layers: int, period: int, first: int = 0) -> int:
 def replicate(traced: TracedGraph, num_layers: int, period: int) -> None:
     """Extends the graph of a few layers to `num_layers` in place; `period` is the length of the repeating pattern.
 
-    Raises:
-        NotIsomorphic: the last two periods differ in more than names.
+    Raises NotIsomorphic: the last two periods differ in more than names.
     """
     layer_of = _layers_of_nodes(traced)
     start = traced.num_layers - 2 * period
@@ -109,7 +108,6 @@ def _match(traced: TracedGraph, layer_of: dict[ir.Node, int], start: int, period
 
 
 def _kind(node: ir.Node) -> tuple[object, ...]:
-    """Operator, numbers of inputs and outputs, and attributes of a node."""
     values = {name: attribute.value for name, attribute in node.attributes.items()}
     attributes = {
         name: _content(value) if isinstance(value, ir.TensorProtocol) else value for name, value in values.items()

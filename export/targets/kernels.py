@@ -25,20 +25,13 @@ FLOATS = frozenset(("float16", "bfloat16", "float32", "double"))
 
 @dataclass(frozen=True)
 class TypedNode:
-    """A node and its element types.
+    """A node and its element types."""
 
-    Attributes:
-        operator: such as `Attention` or `com.microsoft:GroupQueryAttention`.
-        version: the version that introduced the operator in this form.
-        inputs: element types of its inputs, those that are known.
-        bound: element types by type constraint (`T`) and by parameter (`shape`).
-    """
-
-    operator: str
+    operator: str  # such as `Attention` or `com.microsoft:GroupQueryAttention`
     name: str
-    version: int
-    inputs: tuple[str, ...]
-    bound: dict[str, set[str]]
+    version: int  # the version that introduced the operator in this form
+    inputs: tuple[str, ...]  # element types of its inputs, those that are known
+    bound: dict[str, set[str]]  # element types by type constraint (`T`) and by parameter (`shape`)
 
 
 def typed_nodes(model: onnx.ModelProto) -> Iterator[TypedNode]:
@@ -67,7 +60,6 @@ def _nodes(graph: onnx.GraphProto, opsets: dict[str, int], outer: dict[str, str]
 
 
 def _declared(graph: onnx.GraphProto) -> dict[str, str]:
-    """Element types of the values whose types the graph contains."""
     values = [*graph.input, *graph.output, *graph.value_info]
     found = {value.name: value.type.tensor_type.elem_type for value in values}
     found |= {tensor.name: tensor.data_type for tensor in graph.initializer}

@@ -11,25 +11,17 @@ FLOAT32, FLOAT16, BFLOAT16 = "float32", "float16", "bfloat16"
 
 @dataclass(frozen=True)
 class Target:
-    """One provider of onnxruntime.
+    """One provider of onnxruntime."""
 
-    Attributes:
-        precisions: dtypes that its kernels compute in.
-        half: precision for weights that are stored in half precision: `stored` for the dtype of the weights.
-        whole: precision for weights that are stored in float32.
-        grouped_query: precisions in which its `GroupQueryAttention` runs our graphs, which give it the mask as a bias.
-        opset: version of the standard operators for a growing cache; None for the usual one.
-        compared: whether `export` compares the graphs with the kernels of the provider.
-        no_buffer: the fault of its `GroupQueryAttention` for which a shared buffer is refused; empty for none.
-    """
-
-    precisions: tuple[str, ...] = (FLOAT32, FLOAT16, BFLOAT16)
+    precisions: tuple[str, ...] = (FLOAT32, FLOAT16, BFLOAT16)  # dtypes that its kernels compute in
+    # precision for weights that are stored in half precision: `stored` for the dtype of the weights
     half: str = "stored"
-    whole: str = FLOAT32
+    whole: str = FLOAT32  # precision for weights that are stored in float32
+    # precisions in which its `GroupQueryAttention` runs our graphs, which give it the mask as a bias
     grouped_query: tuple[str, ...] = ()
-    opset: int | None = None
-    compared: bool = True
-    no_buffer: str = ""
+    opset: int | None = None  # version of the standard operators for a growing cache; None for the usual one
+    compared: bool = True  # whether `export` compares the graphs with the kernels of the provider
+    no_buffer: str = ""  # the fault of its `GroupQueryAttention` for which a shared buffer is refused; empty for none
 
 
 TARGETS = {
@@ -66,15 +58,14 @@ class Preset:
 def find_preset(target: str, given: Preset, stored: str, *, buffers: bool, growing: bool) -> Preset:
     """The options of an export for a target; those that are given win.
 
+    Raises UsageProblem: a given option that the provider cannot run.
+
     Args:
         target: a key of `TARGETS`.
         given: the given options; `precision` and `cache` are empty, and `opset` is None, where nothing was given.
         stored: dtype of the weights.
         buffers: whether the model and the other options allow `--cache shared-buffer`.
         growing: whether a growing cache keeps its axes dynamic; with `--shapes static` it does not.
-
-    Raises:
-        UsageProblem: a given option that the provider cannot run.
     """
     row = TARGETS[target]
     precision = given.precision or _precision(row, stored)

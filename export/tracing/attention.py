@@ -38,6 +38,8 @@ def onnx_attention(
 ) -> tuple[Tensor, None]:
     """One ONNX `Attention` node; it supports grouped-query attention without repeated keys.
 
+    Returns the output `[batch, sequence, heads, value_dim]`, and None for the weights.
+
     Args:
         module: the calling attention layer.
         query: `[batch, heads, sequence, head_dim]`.
@@ -47,9 +49,6 @@ def onnx_attention(
         scaling: factor of the scores (default: `head_dim ** -0.5`).
         softcap: limit of the scores; None for none.
         s_aux: attention sinks, one logit per head `[heads]`, which a query may attend to instead of any key.
-
-    Returns:
-        The output `[batch, sequence, heads, value_dim]`, and None for the weights.
     """
     if s_aux is not None:
         key, value, attention_mask = _with_sink(query, key, value, attention_mask, s_aux)
@@ -124,10 +123,8 @@ AttentionMaskInterface.register(ATTENTION, additive_mask)
 class BufferLayer(DynamicLayer):  # type: ignore[misc]
     """One layer's cache over given buffers `[batch, kv_heads, slots, head_dim]`.
 
-    Args:
-        write_indices: first slot of the new tokens, int64 `[batch]`.
-        filled: number of tokens before the new ones: a length, or `write_indices` if rows have different lengths.
-        readable: number of slots that attention reads.
+    `write_indices`: first slot of the new tokens, int64 `[batch]`. `filled`: number of tokens before the new ones: a
+    length, or `write_indices` if rows have different lengths. `readable`: number of slots that attention reads.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, write_indices: Tensor, filled: Any, readable: Any) -> None:
@@ -142,7 +139,6 @@ class BufferLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys[:, :, : self._readable], self.values[:, :, : self._readable]
 
     def get_seq_length(self) -> Any:
-        """Number of tokens before the new ones."""
         return self._filled
 
     def get_mask_sizes(self, query_length: int) -> tuple[Any, int]:

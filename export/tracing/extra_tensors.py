@@ -24,8 +24,7 @@ from llmconv.export.input_map import InputMap, Port, decoder_config
 from llmconv.runtime.cache_names import is_past
 from llmconv.runtime.extra_inputs import BATCH, DOCUMENT, PAST, SEQUENCE, TOTAL, ExtraInput, require_parameters
 
-HeadShape = tuple[int, int]
-"""(heads, size of one head)."""
+HeadShape = tuple[int, int]  # (heads, size of one head)
 
 
 def ports_of(
@@ -119,8 +118,7 @@ def example_values(extras: Mapping[str, ExtraInput], dtype: torch.dtype, sizes: 
 def extras_of(model: PreTrainedModel, input_map: InputMap) -> dict[str, ExtraInput]:
     """The extra inputs of a model by name, resolved; its `forward` has their parameters.
 
-    Raises:
-        UnsupportedInput: `forward` lacks a parameter, or needs another.
+    Raises UnsupportedInput: `forward` lacks a parameter, or needs another.
     """
     extras = input_map.extra_inputs(model.config)
     require_parameters(model.forward, extras)

@@ -67,10 +67,8 @@ CODE_FIELDS = ("auto_map", "_attn_implementation", "_attn_implementation_interna
 def load_config(fields: dict[str, Any], code: Path | None = None) -> Any:
     """The transformers config of a `config.json`, without fields that would load code.
 
-    `code` is the model folder, if the model's own code is trusted; `build` then uses it too.
-
-    Raises:
-        UnsupportedInput: transformers does not know the `model_type`, or the weights are quantized.
+    `code` is the model folder, if the model's own code is trusted; `build` then uses it too. Raises UnsupportedInput:
+    transformers does not know the `model_type`, or the weights are quantized.
     """
     if fields.get("quantization_config"):
         raise UnsupportedInput(
@@ -309,7 +307,6 @@ def _depends_on_length(kind: Any) -> bool:
 
 
 def _register_long_frequencies(module: Any, by_layer: dict[str | None, Any]) -> None:
-    """Registers the frequencies of the long factors as buffers."""
     for layer_type, kind in by_layer.items():
         if kind == "longrope":
             length = _parameters(module, layer_type)[ORIGINAL] + 1
@@ -338,7 +335,6 @@ class _RotaryForward:
         self._inner = inspect.unwrap(type(module).forward)
 
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-        """Cosines and sines of the positions, like the module's own forward."""
         kind, name = self._by_layer[layer_type], f"{_prefix(layer_type)}inv_freq"
         module = self._module
         if _depends_on_length(kind):

@@ -20,20 +20,18 @@ from llmconv.runtime.cache_names import is_recurrent
 from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE
 from llmconv.runtime.library_patches import cache_parameter
 
-RESULTS: dict[str, tuple[str, ...]] = {
+RESULTS: dict[str, tuple[str, ...]] = {  # outputs of a graph by its task: of every token, then of the whole text
     "": ("logits",),
     EMBED: ("last_hidden_state", "sentence_embedding"),
     CLASSIFY: ("logits",),
     RERANK: ("scores",),
 }
-"""Outputs of a graph by its task: of every token, then of the whole text."""
 
 
 class SinglePass(nn.Module):
     """The model with what follows it for the task of a graph; Dense modules of the head become modules of the model.
 
-    Raises:
-        UnsupportedInput: transformers has no model without a head for this config.
+    Raises UnsupportedInput: transformers has no model without a head for this config.
     """
 
     def __init__(self, model: PreTrainedModel, input_map: InputMap, spec: GraphSpec) -> None:
@@ -111,7 +109,6 @@ class _DenseModule(nn.Module):
 
 
 def _dense(layer: Dense, model: PreTrainedModel) -> nn.Module:
-    """The module with fake parameters."""
     mode: Any = next(model.parameters()).fake_mode
     with mode:
         return _DenseModule(layer, model.dtype).eval()
@@ -155,7 +152,7 @@ def _max(hidden: Tensor, mask: Tensor) -> Tensor:
     return hidden.masked_fill(mask[:, :, None] == 0, float("-inf")).amax(dim=1)
 
 
-POOLING: dict[str, Any] = {
+POOLING: dict[str, Any] = {  # `[batch, hidden]` of `[batch, sequence, hidden]` and the mask, by mode
     "cls": lambda hidden, mask: pick(hidden, first_index(mask)),
     "max": _max,
     "mean": lambda hidden, mask: _mean(hidden, mask),
@@ -163,7 +160,6 @@ POOLING: dict[str, Any] = {
     "weightedmean": _weighted,
     "lasttoken": lambda hidden, mask: pick(hidden, last_index(mask)),
 }
-"""`[batch, hidden]` of `[batch, sequence, hidden]` and the mask, by mode."""
 
 
 def _score(logits: Tensor, head: TokenScore) -> Tensor:
@@ -173,7 +169,6 @@ def _score(logits: Tensor, head: TokenScore) -> Tensor:
 
 
 def result_ports(spec: GraphSpec, model: ir.Model) -> tuple[Port, ...]:
-    """The outputs of a traced task, with the sizes that the trace found."""
     ports = []
     for name, value in zip(RESULTS[spec.task], model.graph.outputs, strict=False):
         assert value.shape is not None and value.dtype is not None

@@ -153,8 +153,7 @@ def _same_length(tensors: Sequence[Tensor], names: Sequence[str], length: Any) -
 def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> TracedGraph:
     """Traces all layers of a model, whose config is usually shortened; one without a cache is `SinglePass`.
 
-    Raises:
-        UnsupportedInput: the model's code fixes an axis that must be dynamic.
+    Raises UnsupportedInput: the model's code fixes an axis that must be dynamic.
     """
     with quiet_libraries(), torch.no_grad():
         model = build(config, getattr(torch, spec.precision), spec.task)
@@ -285,8 +284,7 @@ def weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir.
 def name_ports(model: ir.Model, inputs: Sequence[Port], outputs: Sequence[Port]) -> None:
     """Gives the graph's inputs, which weights may follow, and outputs their names and axes, in place and in order.
 
-    Raises:
-        UnsupportedInput: the trace fixed an axis that must be dynamic.
+    Raises UnsupportedInput: the trace fixed an axis that must be dynamic.
     """
     for value, port in zip(model.graph.inputs, inputs, strict=False):
         _require_dynamic(value, port)
@@ -329,7 +327,6 @@ def _require_dtype(value: ir.Value, port: Port) -> None:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Silences messages of the libraries' exporters that do not concern the user."""
     exporter = logging.getLogger("torch.onnx")
     levels = exporter.level, transformers_logging.get_verbosity()
     exporter.setLevel(logging.ERROR)
@@ -352,10 +349,9 @@ def masks_of(
 ) -> Tensor | dict[str, Tensor]:
     """The mask, or that of each type of layers: causal or in the same block, and in the window for those that slide.
 
-    Args:
-        kinds: which new tokens belong to a block, 1 or 0, int64 `[batch, sequence]`; neighbors form one block.
-        types: types of layers in which tokens see their block (`ExtraInput.both_ways`); the others are causal.
-        given: arguments of `create_causal_mask`: embeddings, mask, cache and positions.
+    `kinds`: which new tokens belong to a block, 1 or 0, int64 `[batch, sequence]`; neighbors form one block. `types`:
+    types of layers in which tokens see their block (`ExtraInput.both_ways`); the others are causal. `given`: arguments
+    of `create_causal_mask`: embeddings, mask, cache and positions.
     """
     block = same_block(kinds)
 
@@ -442,7 +438,6 @@ def _ones(port: Port) -> Tensor:
 
 
 def extra_ports(inputs: Sequence[Port]) -> list[Port]:
-    """The extra inputs, in the order of the graph."""
     return [port for port in inputs if not is_tokens(port) and not is_cache(port)]
 
 
@@ -467,12 +462,10 @@ def _arguments(tokens: dict[str, Any]) -> list[Any]:
 
 
 def axes(port: Port) -> dict[int, Any]:
-    """The dynamic axes of an input."""
     return {at: Dim.AUTO for at, axis in enumerate(port.axes) if isinstance(axis, str)}
 
 
 def sizes(port: Port) -> list[int]:
-    """The sizes of an input, with example sizes for its symbols."""
     return [axis if isinstance(axis, int) else EXAMPLE[axis] for axis in port.axes]
 
 
@@ -482,5 +475,4 @@ def is_tokens(port: Port) -> bool:
 
 
 def is_cache(port: Port) -> bool:
-    """Whether an input belongs to the cache."""
     return port.name.startswith("past_")

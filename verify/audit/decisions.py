@@ -28,11 +28,8 @@ from llmconv.runtime.onnxruntime.session_settings import half_precision
 from llmconv.tensors import BY_NAME, Array
 from llmconv.verify.results import Check
 
-NAME = "decisions"
-"""Name of the check in reports."""
-
-FIRST = 5
-"""Findings in a detail."""
+NAME = "decisions"  # name of the check in reports
+FIRST = 5  # findings in a detail
 
 LENGTH, BATCH, POSITION, TOKEN, MASK, INDEX = (
     "length", "batch size", "position", "token id", "mask", "place in the sequence"
@@ -42,11 +39,8 @@ LENGTH, BATCH, POSITION, TOKEN, MASK, INDEX = (
 INPUTS = {"input_ids": TOKEN, "attention_mask": MASK, "position_ids": POSITION, "write_indices": LENGTH}
 """Inputs of a graph, and what of a call each contains."""
 
-STORED_PREFIX = re.compile(r"prefix\.\d+\.(key|value)")
-"""Keys and values of a tuned prefix, see `export --prefix`."""
-
-LARGEST = 3e38
-"""Numbers of this size hide a key, or are the end of float32; those above a billion are ends of a range."""
+STORED_PREFIX = re.compile(r"prefix\.\d+\.(key|value)")  # keys and values of a tuned prefix, see `export --prefix`
+LARGEST = 3e38  # numbers of this size hide a key, or are the end of float32; those above a billion are ends of a range
 UNLIMITED = 1e9
 
 
@@ -74,9 +68,8 @@ def audit_foreign_decisions(
 ) -> tuple[list[Check], list[str]]:
     """The same audit for a graph of another exporter; `inputs` has what of a call each input contains.
 
-    Returns:
-        A failed check if the graph tests for a single length, position, batch size or token that no field of the config
-        contains; and a note on other decisions by numbers that are not the model's.
+    Returns a failed check if the graph tests for a single length, position, batch size or token that no field of the
+    config contains; and a note on other decisions by numbers that are not the model's.
     """
     try:
         found = decisions_of(model, config, inputs, tables=False)
@@ -123,17 +116,12 @@ def decisions_of(
 
 @dataclass(frozen=True)
 class Finding:
-    """A node that decides by a number that is not one of the model's.
-
-    Attributes:
-        certain: the node decides by that number; False if that depends on what is not followed.
-        point: the node tests for that single number, which no field of the config contains.
-    """
+    """A node that decides by a number that is not one of the model's."""
 
     node: str
     text: str
-    certain: bool = True
-    point: bool = False
+    certain: bool = True  # the node decides by that number; False if that depends on what is not followed
+    point: bool = False  # the node tests for that single number, which no field of the config contains
 
 
 @dataclass
@@ -145,10 +133,9 @@ class Decisions:
     numbers: set[float] = field(default_factory=set)
 
 
-LENGTHS = re.compile(
+LENGTHS = re.compile(  # config fields whose numbers may be compared with lengths and positions
     r"window|chunk|context|max_pos|max_seq|original_max|n_positions|n_ctx|seq_len|block_size|floor_scale|conv|max_length"
 )
-"""Config fields whose numbers may be compared with lengths and positions."""
 
 TOKENS = re.compile(r"vocab|(pad|image|audio|video|vision|boi|eoi|boa|eoa|mask)\w*token|(pad|image|audio|video)\w*_id")
 """Config fields whose numbers may be compared with token ids."""
@@ -165,17 +152,12 @@ SIZES = re.compile(r"theta|vocab|position|token|hidden_size|intermediate_size|in
 LIBRARY = frozenset({0.0, 0.5, 1.0, 2.0, 3.0, 6.0, 20.0})
 """Bounds of torch's activations: hard sigmoid, ReLU6, and the threshold of softplus (20)."""
 
-CLOSE = 1e-6
-"""Relative tolerance: numbers of a config are float64, those of a graph float32."""
-
-SMALLEST = 1e-4
-"""Smaller numbers guard against division by zero."""
-
+CLOSE = 1e-6  # relative tolerance: numbers of a config are float64, those of a graph float32
+SMALLEST = 1e-4  # smaller numbers guard against division by zero
 BLOCKS = frozenset({2.0, 4.0, 8.0, 16.0, 32.0, 64.0})
 """Block sizes of recurrent layers in tokens, and their halves (export/caches/delta_rule.py, state_space.py)."""
 
-FEW = 64
-"""Numbers of tokens or sequences up to this are reached by the scenarios."""
+FEW = 64  # numbers of tokens or sequences up to this are reached by the scenarios
 
 
 @dataclass(frozen=True)
@@ -257,16 +239,12 @@ class Form:
 
     A term is an input's elements, an axis, an index along an axis, or a result that is not a sum; its name is equal for
     equal values. Layout is ignored: the elements of a value, its transpose or a slice are computed in the same way.
-
-    Attributes:
-        sources: what of a call it depends on.
-        counts: it contains lengths, indices, positions or ids, not only what masks and comparisons give.
     """
 
     terms: Mapping[str, float] = field(default_factory=dict)
     number: float = 0.0
-    sources: frozenset[str] = frozenset()
-    counts: bool = False
+    sources: frozenset[str] = frozenset()  # what of a call it depends on
+    counts: bool = False  # it contains lengths, indices, positions or ids, not only what masks and comparisons give
 
     @classmethod
     def of(cls, name: str, source: str) -> Form:
@@ -287,7 +265,6 @@ class Form:
         return Form(left, self.number + other.number, self.sources | other.sources, self.counts or other.counts)
 
     def times(self, factor: float) -> Form:
-        """The form multiplied by a number."""
         terms = {name: factor * old for name, old in self.terms.items()} if factor else {}
         return Form(terms, factor * self.number, self.sources, self.counts)
 
@@ -296,8 +273,7 @@ class Form:
         return " + ".join([*(f"{factor!r}*{name}" for name, factor in sorted(self.terms.items())), repr(self.number)])
 
 
-NAME_LENGTH = 500
-"""Longest name of a term in full; longer ones are cut and end in a hash, so that they stay different."""
+NAME_LENGTH = 500  # longest name of a term in full; longer ones are cut and end in a hash, so that they stay different
 
 Value = Array | Form | tuple[Form | None, ...] | None
 """A constant; a value that depends on the call; a list of such values, as a shape; None for what is not followed."""
@@ -339,20 +315,17 @@ TABLES = {"RotaryEmbedding": (1, 2), "GroupQueryAttention": (7, 8)}
 """Inputs that are tables of cosines and sines, by operator."""
 
 RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"}
-
-EXACT_BITS: dict[int, int] = {
+EXACT_BITS: dict[int, int] = {  # number of bits up to which integers are exact, by element type
     onnx.TensorProto.FLOAT16: 11, onnx.TensorProto.BFLOAT16: 8, onnx.TensorProto.INT8: 7, onnx.TensorProto.UINT8: 8,
     onnx.TensorProto.INT16: 15, onnx.TensorProto.UINT16: 16,
 }  # fmt: skip
-"""Number of bits up to which integers are exact, by element type."""
 
 INTEGERS = {onnx.TensorProto.INT64, onnx.TensorProto.INT32, *EXACT_BITS} - {
     onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16,
 }  # fmt: skip
 """Integer types, in which fractions are lost."""
 
-SMALL_CONSTANT = 1 << 12
-"""Elements of a constant in a graph that may contain its weights."""
+SMALL_CONSTANT = 1 << 12  # elements of a constant in a graph that may contain its weights
 
 
 class DecisionWalk:
@@ -399,7 +372,6 @@ class DecisionWalk:
         return self._computed(node, given)
 
     def _lengths(self, node: onnx.NodeProto) -> Value:
-        """Result of Shape and Size."""
         axes = self.axes.get(node.input[0])
         if axes is None:
             return None
@@ -582,8 +554,7 @@ def _parts(value: Value) -> tuple[Form | None, ...]:
     return value if isinstance(value, tuple) else tuple(Form(number=float(number)) for number in numbers)
 
 
-LISTED = 64
-"""Elements of a list that are followed one by one."""
+LISTED = 64  # elements of a list that are followed one by one
 
 FOLDED = frozenset([
     "Abs", "Add", "And", "Cast", "Ceil", "Div", "Equal", "Flatten", "Floor", "Gather", "Greater", "GreaterOrEqual",
@@ -623,11 +594,8 @@ def fold(node: onnx.NodeProto, arrays: list[Array]) -> Array | None:
 TOLERANCE = 1e-3
 """Tolerance relative to the largest number of a column; larger than the error of float32 cosines of large angles."""
 
-ROUNDED = 2.0**-7
-"""The same for a table that was rounded to bfloat16: one unit in the last place of 1."""
-
-TABLE_ROWS = 32
-"""Constants with fewer rows are not checked: the scenarios read every row."""
+ROUNDED = 2.0**-7  # the same for a table that was rounded to bfloat16: one unit in the last place of 1
+TABLE_ROWS = 32  # constants with fewer rows are not checked: the scenarios read every row
 
 
 def odd_row(table: Array) -> int | None:

@@ -17,8 +17,7 @@ from llmconv.runtime.onnxruntime.guard import nodes
 from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS, WRITE_INDICES
 from llmconv.verify.results import Check
 
-Axes = dict[str, list[str | int | None]]
-"""Expected axes by name of an input or output; None for any."""
+Axes = dict[str, list[str | int | None]]  # expected axes by name of an input or output; None for any
 
 AXES: Axes = {
     INPUTS_EMBEDS: ["batch_size", "sequence_length", None],
@@ -80,7 +79,6 @@ def name_problems(graph: OrtGraph, cache_shapes: CacheShapes, extras: Collection
 
 
 def results_of(graph: OrtGraph) -> list[str]:
-    """Names of the outputs before the cache, as recorded in the manifest."""
     return ["tokens", "scores"] if graph.entry.postprocess else ["logits"]
 
 
@@ -99,7 +97,6 @@ def _result_problems(graph: OrtGraph) -> list[str]:
 
 
 def _wanted_axes(graph: OrtGraph, cache_shapes: CacheShapes, extras: Mapping[str, ExtraInput]) -> Axes:
-    """The expected axes of every input and output."""
     lengths = (MAX_LENGTH, MAX_LENGTH) if graph.sizes else (PAST_LENGTH, TOTAL_LENGTH)
     others: Axes = {name: list(extra.axes) for name, extra in extras.items()}  # type: ignore[arg-type]
     return {**AXES, **others, **_cache_axes(cache_shapes, lengths)}
@@ -151,13 +148,9 @@ def dead_inputs(model: onnx.ModelProto) -> list[str]:
 
 
 NAME = "norms of the vision tower"
-FIELDS = ("eps", "epsilon", "variance_epsilon")
-"""Attributes of torch's and transformers' norms."""
-
+FIELDS = ("eps", "epsilon", "variance_epsilon")  # attributes of torch's and transformers' norms
 NORMS = re.compile(r"Norm(alization)?$")
-DEFAULT = 1e-5
-"""What the operators of norms add without the attribute (ONNX, Operators.md)."""
-
+DEFAULT = 1e-5  # what the operators of norms add without the attribute (ONNX, Operators.md)
 INVERSE_ROOT = -0.5
 
 DECODER = re.compile(r"(^|\.)(language_model|text_model)(\.|$)")
@@ -203,7 +196,6 @@ def _used(graph: onnx.ModelProto) -> Iterator[tuple[str, float]]:
 
 
 def _takes_root(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> bool:
-    """Whether a node is a square root, or the inverse of one as a power."""
     is_power = node.op_type == "Pow" and node.input[1] in constants
     return node.op_type == "Sqrt" or (is_power and _first(constants[node.input[1]]) == INVERSE_ROOT)
 

@@ -37,11 +37,9 @@ from llmconv.verify.results import Check
 AS_RECORDED = "sha256 as in the manifest"
 """Detail of the check of a file that was read in full and has the recorded sha256."""
 
-READERS = 2
-"""Files that are hashed at a time."""
+READERS = 2  # files that are hashed at a time
 
-ByteSpan = tuple[str, int, int]
-"""File name, offset and length in bytes."""
+ByteSpan = tuple[str, int, int]  # file name, offset and length in bytes
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,7 @@ class WeightSource:
     def of(cls, folder: Path, reference: Path, prefixes: Iterable[str] = ()) -> WeightSource:
         """Reads the headers of both folders; `prefixes` are names of prefix files in the folder of the graphs.
 
-        Raises:
-            InputRefused: the reference has no safetensors weights.
+        Raises InputRefused: the reference has no safetensors weights.
         """
         try:
             tensors: Mapping[str, LazyTensor] = open_weights(folder)
@@ -82,7 +79,6 @@ class WeightSource:
 
 
 def span_of(tensor: FileTensor) -> ByteSpan:
-    """The span of a tensor."""
     return tensor.location, tensor.offset, tensor.nbytes
 
 
@@ -279,8 +275,7 @@ def same_values(values: Array, wanted: Array) -> bool:
     return np.array_equal(values, wanted.astype(values.dtype), equal_nan=values.dtype.kind == "f")
 
 
-NAMED = 3
-"""Maximum number of tensors that a note names."""
+NAMED = 3  # maximum number of tensors that a note names
 MATRIX = 2
 
 
@@ -327,9 +322,7 @@ def _note(kind: str, names: list[str]) -> str:
     return f"{shown}{more} {verb} {kind}: faults in results that depend on it cannot be seen"
 
 
-NAME = "graph file"
-"""Name of the check in reports."""
-
+NAME = "graph file"  # name of the check in reports
 UNLISTED = "is in the folder but not listed as one of its graphs; it was not verified"
 
 WAY_OUT = "export again, or pass `--allow-changed` to verify it as it is"
@@ -340,13 +333,10 @@ def audit_graph_files(
 ) -> tuple[list[Check], list[str]]:
     """Compares every graph file with the manifest.
 
-    Args:
-        models: the graphs by name; contains the graph of the embedding table if there is one.
-        allow_changed: a changed file is a note instead of a failure.
-
-    Returns:
-        A check for each graph with a recorded sha256, a skipped check for each unlisted graph file, and notes on
-        allowed changes, on files without a sha256, and on another version of transformers than that of the export.
+    `models`: the graphs by name; contains the graph of the embedding table if there is one. `allow_changed`: a changed
+    file is a note instead of a failure. Returns a check for each graph with a recorded sha256, a skipped check for each
+    unlisted graph file, and notes on allowed changes, on files without a sha256, and on another version of transformers
+    than that of the export.
     """
     table = {name: [folder / name] for name in (EMBEDDINGS, VISION) if name in models}
     files = {**{entry.name: entry.paths(folder) for entry in entries}, **table}

@@ -30,8 +30,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "softplus": torch.nn.functional.softplus,
     "identity": lambda x: x,
 }
-CLOSE = 2e-6
-"""Relative tolerance for a function computed in float32."""
+CLOSE = 2e-6  # relative tolerance for a function computed in float32
 
 
 def activation(suspect: Suspect) -> Finding | None:
@@ -162,8 +161,7 @@ EPSILONS = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps", "layer_norm_
 SCALES = ("scaling", "scale", "inv_norm_factor", "softmax_scale", "scale_attn")
 """Names of the factor of the scores in attention modules."""
 
-TINY = 1e-2
-"""Added numbers smaller than this are epsilons."""
+TINY = 1e-2  # added numbers smaller than this are epsilons
 
 
 def epsilon(suspect: Suspect) -> Finding | None:
@@ -266,8 +264,7 @@ def _held(module: Any, names: tuple[str, ...]) -> float | None:
 
 
 CLOSE_POSITIONS = 1e-6
-FEW = 4
-"""Number of positions in a text."""
+FEW = 4  # number of positions in a text
 
 
 def rotary_table(suspect: Suspect) -> Finding | None:
@@ -423,8 +420,7 @@ def _adds(node: onnx.NodeProto, name: str, suspect: Suspect) -> bool:
     )
 
 
-ATTEMPTS = 60
-"""Maximum number of values that are tried in place of an input."""
+ATTEMPTS = 60  # maximum number of values that are tried in place of an input
 
 
 def other_cache(suspect: Suspect) -> Finding | None:

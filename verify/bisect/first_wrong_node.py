@@ -77,9 +77,7 @@ def name_node(report: Report, verified: Replayable, eager: Eager | None, minimiz
     """Sets the first node that differs in `report.where`; any other result is a note, also that nothing failed.
 
     `eager` is None if no graph could be run. `minimize` is a new folder for the smallest failing piece; None for none.
-
-    Raises:
-        OutputFailed: the piece cannot be written.
+    Raises OutputFailed: the piece cannot be written.
     """
     if report.where is None:
         report.notes.append(NOTHING if report.verdict == "pass" else "nothing to find: no check failed")
@@ -207,7 +205,6 @@ class NodeSearch:
         return any(self.comparison.agrees(record, value) for record in records for value in values.values())
 
     def _trace(self, layers: LayerRange) -> AgreementTrace:
-        """Compares every value of the layers with the model's."""
 
         def is_before(layer: int | None, first: int) -> bool:
             return layer is not None and layer < first
@@ -229,7 +226,6 @@ class NodeSearch:
         return self.replay.outputs().get(layers.output)
 
     def _text(self, finding: str, node: onnx.NodeProto | None, scope: str) -> Where:
-        """The location with its text."""
         place = f"{self.where.scenario}, {self.where.graph}, step {self.where.step}"
         if node is None:
             text = f"{finding} ({place})" if finding else self.where.text
@@ -249,12 +245,8 @@ def short(scope: str) -> str:
 CALLS = (("chunked prefill, pieces of 1 to 48 tokens", 1), ("decode chain, 16 steps", 1), ("prefill, 7 tokens", 0))
 """Scenarios and steps to compare values of; the first that a graph ran is used."""
 
-MOVES = LAYOUT_OPS | {"Concat", "Slice", "Split"}
-"""Operators that compute no new number."""
-
-SHOWN = 4
-"""Maximum number of kinds of nodes in a note."""
-
+MOVES = LAYOUT_OPS | {"Concat", "Slice", "Split"}  # operators that compute no new number
+SHOWN = 4  # maximum number of kinds of nodes in a note
 NOT_LISTED = "nodes without a counterpart in the model are not listed for graphs that update fixed buffers in place"
 
 
@@ -281,7 +273,6 @@ def _listed(report: Report, name: str, replay: ReplayedCall) -> str:
 
 
 def _calls(report: Report) -> Iterator[tuple[str, Where]]:
-    """One call for each graph that is not a copy of another."""
     for name in dict.fromkeys(check.graph for check in report.checks if check.name == "structure"):
         if name in report.copies:
             continue
@@ -357,7 +348,6 @@ def _layers_text(checks: Sequence[Check]) -> str:
 
 
 def _of_weights(check: Check, unrun: str) -> Where:
-    """The layer and module of the first tensor in a failed weight audit."""
     tensor = next(iter(re.findall(r"`([^`]+)`", check.detail)), "")
     scope = tensor.rpartition(".")[0]
     found = re.search(r"(?:^|\.)(\d+)\.", tensor)
@@ -396,9 +386,7 @@ def _state_place(layer: int, outputs: set[str]) -> str:
     )
 
 
-INLINE_LIMIT = 512 << 20
-"""Maximum bytes of weights inside piece.onnx; protobuf is limited to 2 GiB."""
-
+INLINE_LIMIT = 512 << 20  # maximum bytes of weights inside piece.onnx; protobuf is limited to 2 GiB
 README = """# {title}
 
 `piece.onnx` is the smallest part of `{graph}` that is wrong: {count} of its nodes, with their weights.
@@ -440,9 +428,7 @@ class WrittenPiece:
 def require_new(folder: Path) -> None:
     """Refuses a folder that is not empty.
 
-    Raises:
-        UsageProblem: the path is a file or a folder with files.
-        InputRefused: it is below a file.
+    Raises UsageProblem: the path is a file or a folder with files; InputRefused: it is below a file.
     """
     require_parents(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -454,10 +440,7 @@ def write_piece(
 ) -> WrittenPiece | None:
     """Writes the piece; None if it agrees with the model when it runs by itself.
 
-    `folder` is new or empty, and renamed into place when it is complete.
-
-    Raises:
-        OutputFailed: a file cannot be written.
+    `folder` is new or empty, and renamed into place when it is complete. Raises OutputFailed: a file cannot be written.
     """
     record, values = piece.expected, {**replay.feeds, **trace.values}
     if record is None:
@@ -546,7 +529,6 @@ def archive(arrays: Mapping[str, Array]) -> bytes:
 
 
 def _write(folder: Path, files: Mapping[str, bytes], model: onnx.ModelProto, weights: Path) -> None:
-    """Writes into a sibling folder, then renames it."""
     with parents_made(folder):
         staged = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:

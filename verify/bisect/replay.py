@@ -41,39 +41,24 @@ from llmconv.verify.results import Where
 from llmconv.verify.scenarios.calls import Call, Chain
 from llmconv.verify.scenarios.selection import Selection
 
-SIZE_LIMIT = 1 << 26
-"""Maximum number of elements of a recorded value."""
+SIZE_LIMIT = 1 << 26  # maximum number of elements of a recorded value
+IN, OUT = "input", "output"  # `op` of recorded inputs and outputs of modules
+MASK = "attention_mask"  # `op` of recorded attention masks of modules
 
-IN, OUT = "input", "output"
-"""`op` of recorded inputs and outputs of modules."""
+RecordKey = tuple[str, str, tuple[int, ...], int]  # scope, operator, shape, and number of the value among equal ones
 
-MASK = "attention_mask"
-"""`op` of recorded attention masks of modules."""
-
-RecordKey = tuple[str, str, tuple[int, ...], int]
-"""Scope, operator, shape, and number of the value among equal ones."""
-
-ScopeFilter = Callable[[str], bool]
-"""Returns whether the values of a scope are recorded."""
+ScopeFilter = Callable[[str], bool]  # returns whether the values of a scope are recorded
 
 
 @dataclass(frozen=True)
 class RecordedValue:
-    """One value of the eager model.
+    """One value of the eager model."""
 
-    Attributes:
-        scope: dotted name of the running module.
-        op: the operator, or `IN`, `OUT`, `MASK` for inputs and outputs of modules.
-        exact: from the float64 run; integers and booleans unchanged.
-        rounded: from the run in the graph's dtype.
-        order: position among the values of the call.
-    """
-
-    scope: str
-    op: str
-    exact: Array
-    rounded: Array
-    order: int
+    scope: str  # dotted name of the running module
+    op: str  # the operator, or `IN`, `OUT`, `MASK` for inputs and outputs of modules
+    exact: Array  # from the float64 run; integers and booleans unchanged
+    rounded: Array  # from the run in the graph's dtype
+    order: int  # position among the values of the call
 
     @property
     def is_port(self) -> bool:
@@ -112,7 +97,6 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
-        """Records all runs of the model inside the context."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 if name:
@@ -147,7 +131,6 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def _is_weight_view(func: Any, args: Sequence[Any]) -> bool:
-    """Whether the result is a view of a weight, such as its transpose."""
     return bool(args) and isinstance(args[0], torch.nn.Parameter) and func.is_view
 
 
@@ -169,22 +152,18 @@ def rounded_to(record: RecordedValue, dtype: np.dtype[Any]) -> Array:
     return result
 
 
-ANYWHERE = "?"
-"""The scope of a node whose name contains no module."""
-
-OTHER_NAMES = {
+ANYWHERE = "?"  # the scope of a node whose name contains no module
+OTHER_NAMES = {  # names of modules in models, by their names in exporters
     "attn": ("self_attn", "self_attention", "attention"),
     "self_attn": ("attn", "self_attention", "attention"),
     "layernorm": ("norm", "ln_f", "final_layer_norm"),
     "final_norm_layernorm": ("norm", "ln_f"),
 }
-"""Names of modules in models, by their names in exporters."""
 
 METADATA = ("pkg.torch.onnx.name_scopes", "pkg.onnxscript.name_scopes")
 """Metadata keys of torch's and onnxscript's exporters for the modules of a node, outermost first."""
 
-LAYER = re.compile(r"^(?:.*?\.)??(\d+)(?:\.|$)")
-"""Matches the first number in a dotted name."""
+LAYER = re.compile(r"^(?:.*?\.)??(\d+)(?:\.|$)")  # matches the first number in a dotted name
 
 
 class ModuleScopes:
@@ -265,19 +244,13 @@ class Replayable(Protocol):
 
 @dataclass(frozen=True)
 class VerifiedFolder:
-    """A folder of graphs that is verified.
-
-    Attributes:
-        entries: the graphs in the manifest.
-        models: the graphs without weights, by name.
-        named: suffix of the names of its scenarios; other scenarios belong to other copies of the graphs.
-    """
+    """A folder of graphs that is verified."""
 
     path: Path
-    entries: Sequence[GraphEntry]
-    models: Mapping[str, onnx.ModelProto]
+    entries: Sequence[GraphEntry]  # the graphs in the manifest
+    models: Mapping[str, onnx.ModelProto]  # the graphs without weights, by name
     settings: SessionSettings
-    named: str = ""
+    named: str = ""  # suffix of the names of its scenarios; other scenarios belong to other copies of the graphs
 
     def changed(self, change: Callable[[onnx.ModelProto], None], named: str) -> VerifiedFolder:
         """The same folder with graphs that `change` changes in place, in memory, before the change of the settings."""
@@ -335,7 +308,6 @@ class ReplayedCall:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The eager model in the graph's dtype."""
         return self.eager.models[1]
 
     def record(self, wanted: ScopeFilter) -> list[RecordedValue]:
@@ -399,7 +371,6 @@ def feeds_of(graph: OrtGraph, call: Call, past: Cache | None) -> dict[str, Array
 
 
 def _empty(graph: OrtGraph, name: str, batch: int) -> Array:
-    """Empty keys and values, or a state of zeros."""
     shape = [
         axis if isinstance(axis, int) else int(at != 2 or is_state(name)) for at, axis in enumerate(graph.inputs[name])
     ]

@@ -40,11 +40,8 @@ from llmconv.verify.results import Check, Where
 from llmconv.verify.scenarios.calls import Call
 from llmconv.verify.sigma import GATES, Measure, NoiseFloor, measure
 
-HIDDEN = -1e30
-"""Masks add numbers below this to hidden scores, in every dtype."""
-
-ROW = 8
-"""Minimum number of features of a row; a value with a shorter last axis is a single row."""
+HIDDEN = -1e30  # masks add numbers below this to hidden scores, in every dtype
+ROW = 8  # minimum number of features of a row; a value with a shorter last axis is a single row
 
 
 class ValueComparison:
@@ -169,7 +166,6 @@ class GraphIndex:
         return id(node) in self._shapes or node.op_type in SHAPE_OPS
 
     def before(self, value: str, known: Iterable[str]) -> list[onnx.NodeProto]:
-        """The nodes that compute a value from known values, in order."""
         stop, found, waiting = set(known), {}, [value]
         while waiting:
             node = self.maker.get(waiting.pop())
@@ -180,7 +176,6 @@ class GraphIndex:
 
 
 def _is_shape_input(node: onnx.NodeProto, name: str) -> bool:
-    """Whether a node reads the value as a shape, axis or bound."""
     return node.op_type in SHAPE_OPS or (node.op_type in TAKES_SHAPE and name not in node.input[:1])
 
 
@@ -284,11 +279,9 @@ class Suspect:
         return self.piece.nodes if self.piece else ()
 
     def scope(self, node: onnx.NodeProto) -> str:
-        """The module of a node."""
         return self.trace.scope(node)
 
     def module(self, node: onnx.NodeProto) -> torch.nn.Module:
-        """The eager model's module of a node."""
         return self.replay.model.get_submodule(self.scope(node))
 
     @property
@@ -318,7 +311,6 @@ class Suspect:
         return None
 
     def scalars(self, *ops: str) -> Iterator[tuple[onnx.NodeProto, float]]:
-        """Single-element constants that nodes of these operators read."""
         for node in self.nodes:
             for name in node.input if node.op_type in ops else ():
                 value = self.constant(name)
@@ -326,7 +318,6 @@ class Suspect:
                     yield node, float(value.reshape(()))
 
     def attributes(self, *names: str) -> Iterator[tuple[onnx.NodeProto, float]]:
-        """Numeric attributes of the nodes, by these names."""
         for node in self.nodes:
             for attribute in node.attribute:
                 if attribute.name in names:
@@ -351,8 +342,7 @@ def difference(what: str, found: float, wanted: float) -> str:
     return f"{what} {found:.6g} in the graph, {wanted:.6g} in the model"
 
 
-ATTEMPTS = 80
-"""Maximum number of values that are replaced, one at a time."""
+ATTEMPTS = 80  # maximum number of values that are replaced, one at a time
 
 
 @dataclass(frozen=True)
@@ -370,7 +360,6 @@ class FailingPiece:
 
     @property
     def node(self) -> onnx.NodeProto:
-        """The first node that differs."""
         return next((node for node in self.nodes if node.op_type not in LAYOUT_OPS), self.nodes[-1])
 
 

@@ -35,17 +35,10 @@ from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.results import Check
 
-NAME = "client files"
-"""Name of the check in reports."""
-
-BLOCK = 1 << 20
-"""Bytes of a weight file that are compared at a time."""
-
-GRAPH_BYTES = (1 << 31) - 1
-"""Largest graph, a limit of protobuf."""
-
-LINKS = 8
-"""Longest chain of recorded links."""
+NAME = "client files"  # name of the check in reports
+BLOCK = 1 << 20  # bytes of a weight file that are compared at a time
+GRAPH_BYTES = (1 << 31) - 1  # largest graph, a limit of protobuf
+LINKS = 8  # longest chain of recorded links
 
 Place = tuple[str, int, tuple[int, ...], str, str]
 """Name, type and shape of a tensor, and its range of bytes in a weight file."""
@@ -71,7 +64,6 @@ class ClientFiles:
 
     @cached_property
     def graphs(self) -> dict[Path, onnx.ModelProto]:
-        """The verified graphs by their files."""
         folder, entries = self.verified.path, self.verified.entries
         listed = {path.name for entry in entries for path in entry.paths(folder)} | {*self.verified.models}
         read = {folder / name: _parsed((folder / name).read_bytes()) for name in listed if (folder / name).is_file()}
@@ -84,7 +76,6 @@ class ClientFiles:
         return variants | {_content(graph): path for path, graph in self.graphs.items()}
 
     def _problems(self, path: Path) -> Iterator[str]:
-        """What is wrong with a graph that a client opens, and with its weights."""
         name = self._name(path)
         if not path.is_file() or path.stat().st_size > GRAPH_BYTES:
             yield f"`{name}` is not a graph"
@@ -104,7 +95,6 @@ class ClientFiles:
         yield from self._wrong_weights(path, graph, [own] if own else list(self.graphs))
 
     def _wrong_weights(self, path: Path, graph: onnx.ModelProto, graphs: Sequence[Path]) -> Iterator[str]:
-        """The weight files of a graph that differ from those of the verified graphs."""
         expected: dict[Place, set[Path]] = {}
         for one in graphs:
             for place, file in _places(one, self.graphs[one]):
@@ -160,7 +150,6 @@ def _content(graph: onnx.ModelProto) -> str:
 
 
 def _places(path: Path, graph: onnx.ModelProto) -> Iterator[tuple[Place, Path]]:
-    """Every tensor with external data, and the file with its data."""
     for tensor in external_tensors(graph):
         fields: Mapping[str, str] = external_fields(tensor)
         span = fields.get("offset", "0"), fields.get("length", "")
@@ -182,8 +171,7 @@ def _are_equal(path: Path, other: Path) -> bool:
     return True
 
 
-IMAGE_TOKENS = ("image_token_id", "image_token_index")
-"""Fields of `config.json` with the placeholder token."""
+IMAGE_TOKENS = ("image_token_id", "image_token_index")  # fields of `config.json` with the placeholder token
 
 
 def as_for_optimum(graph: onnx.ModelProto) -> Iterator[onnx.ModelProto]:
@@ -217,15 +205,11 @@ def image_variants(graphs: Mapping[Path, onnx.ModelProto], model: Path) -> list[
     return [onnx.ModelProto.FromString(one) for one in made]
 
 
-STANDARD_NAME = "model.onnx"
-"""The file that optimum prefers, in the folder and then in any folder inside."""
-
+STANDARD_NAME = "model.onnx"  # the file that optimum prefers, in the folder and then in any folder inside
 JS_FOLDER, JS_CONFIG = "onnx", "transformers.js_config"
-
-JS_SUFFIXES = {"fp32": "", "q8": "_quantized"} | {
+JS_SUFFIXES = {"fp32": "", "q8": "_quantized"} | {  # end of a graph's name by the `dtype` of transformers.js
     name: f"_{name}" for name in ("fp16", "int8", "uint8", "bnb4", "q4", "q2", "q1", "q4f16", "q2f16", "q1f16")
 }
-"""End of a graph's name by the `dtype` of transformers.js."""
 
 
 def opened_graphs(client: str, folder: Path) -> list[Path]:
@@ -275,21 +259,15 @@ OPENED: Mapping[str, Callable[[Path], list[Path]]] = {
 }
 
 
-FIELDS_CHECK = "client fields"
-"""Name of the check in reports."""
-
+FIELDS_CHECK = "client fields"  # name of the check in reports
 PAST, PRESENT = "past_key_values.%d.", "present.%d."
-CACHE = {
+CACHE = {  # fields of the decoder with the names of its cache, which are also GenAI's defaults (0.18, `src/config.h`)
     "inputs": {"past_key_names": f"{PAST}key", "past_value_names": f"{PAST}value"},
     "outputs": {"present_key_names": f"{PRESENT}key", "present_value_names": f"{PRESENT}value"},
 }
-"""Fields of the decoder with the names of its cache, which are also GenAI's defaults (0.18, `src/config.h`)."""
 
-RANK = 4
-"""Axes of a cache: batch, heads, tokens, size."""
-
-SHOWN = 3
-"""Number of differences in a message."""
+RANK = 4  # axes of a cache: batch, heads, tokens, size
+SHOWN = 3  # number of differences in a message
 
 
 def field_checks(folder: Path, models: Mapping[str, onnx.ModelProto], model: Path) -> list[Check]:
@@ -308,7 +286,6 @@ def field_checks(folder: Path, models: Mapping[str, onnx.ModelProto], model: Pat
 
 
 def _of_graphs(section: Mapping[str, Any], models: Mapping[str, onnx.ModelProto]) -> Iterator[str]:
-    """What differs between the decoder's fields and its graphs."""
     decoder = section.get("decoder")
     if not isinstance(decoder, dict):
         yield "it has no object `model.decoder`"
@@ -395,12 +372,9 @@ def _is_count(value: Any) -> TypeIs[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-TOKEN_CHECK = "padding token"
-"""Name of the check in reports."""
-
+TOKEN_CHECK = "padding token"  # name of the check in reports
 FIELD = "pad_token_id"
-DEFAULT = 0
-"""The client's padding token where its configuration has none (0.18, `src/config.h`)."""
+DEFAULT = 0  # the client's padding token where its configuration has none (0.18, `src/config.h`)
 
 
 def padding_checks(folder: Path, model: Path) -> list[Check]:

@@ -36,12 +36,8 @@ from llmconv.verify.reference.cost_estimate import CostEstimate
 from llmconv.verify.results import Check, Checks
 from llmconv.verify.sigma import ExpectedOutput, NoiseFloor
 
-LENGTHS = (1, 7, 40)
-"""Tokens of the prompts."""
-
-NEW = 16
-"""New tokens after each prompt."""
-
+LENGTHS = (1, 7, 40)  # tokens of the prompts
+NEW = 16  # new tokens after each prompt
 ENDS = "end tokens"
 
 
@@ -184,9 +180,7 @@ def end_tokens(folder: Path) -> list[frozenset[int]]:
     """The sets of end tokens that a model folder may mean, the plainest first.
 
     `generation_config.json` decides. Without any there, transformers does not end; others use those of `config.json`.
-
-    Raises:
-        MalformedInput: they are not numbers.
+    Raises MalformedInput: they are not numbers.
     """
     path = folder / "generation_config.json"
     own = _ids(read_json(path)) if path.is_file() else None
@@ -204,11 +198,8 @@ def _ids(fields: Mapping[str, Any]) -> frozenset[int]:
 
 
 WORKERS = Path(__file__).with_name("workers")
-TIME_LIMIT = 3600.0
-"""Seconds after which a client counts as hanging."""
-
-ERROR_LIMIT = 300
-"""Longest quoted error message, in characters."""
+TIME_LIMIT = 3600.0  # seconds after which a client counts as hanging
+ERROR_LIMIT = 300  # longest quoted error message, in characters
 
 
 @dataclass(frozen=True)
@@ -225,16 +216,14 @@ class Program:
 
     @property
     def is_node(self) -> bool:
-        """Whether Node runs it, with the packages of a folder."""
         return self.worker.endswith(".mjs")
 
 
-CLIENTS = {
+CLIENTS = {  # the clients that `verify --client` runs, by the name of their layout
     "genai": Program("genai_worker.py", "onnxruntime-genai", padding="right"),
     "optimum": Program("optimum_worker.py", "optimum-onnx"),
     "transformersjs": Program("transformersjs_worker.mjs", "@huggingface/transformers", "npm install"),
 }
-"""The clients that `verify --client` runs, by the name of their layout."""
 
 
 class ClientError(Exception):
@@ -263,7 +252,6 @@ class Client:
 
     @property
     def program(self) -> Program:
-        """How it is started."""
         return CLIENTS[self.name]
 
     def require(self) -> dict[str, str]:
@@ -279,12 +267,9 @@ class Client:
 
         The worker reads a JSON object from stdin with `folder`, `batches` [batch][prompt][token] and `new`, the number
         of new tokens; `folder` is null to ask for versions alone. It writes one to stdout with `versions`, `ends` and
-        `rows` as in `Generation`, or with `missing`, the error of the import.
-
-        Raises:
-            ClientError: the client cannot open the folder, or failed.
-            InputRefused: it is not installed.
-            MalformedInput: its configuration in the folder would load or write other files.
+        `rows` as in `Generation`, or with `missing`, the error of the import. Raises ClientError: the client cannot
+        open the folder, or failed; InputRefused: it is not installed; MalformedInput: its configuration in the folder
+        would load or write other files.
         """
         if self.name == "genai" and (folder / CONFIG).is_file():
             read_genai_config(folder)
@@ -332,10 +317,8 @@ class Client:
 def chosen_clients(names: str | Sequence[str], pythons: str | Sequence[str]) -> list[Client]:
     """The clients by name, each once.
 
-    `pythons` are `CLIENT=PATH`; by default this Python, and Node's global packages for a client of Node.
-
-    Raises:
-        UsageProblem: an unknown client, or an interpreter for one that is not chosen.
+    `pythons` are `CLIENT=PATH`; by default this Python, and Node's global packages for a client of Node. Raises
+    UsageProblem: an unknown client, or an interpreter for one that is not chosen.
     """
     wanted = list(dict.fromkeys([names] if isinstance(names, str) else names))
     for name in wanted:
@@ -479,12 +462,10 @@ class PaddedBatch:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
         return max(map(len, self.prompts))
 
     @property
     def new(self) -> int:
-        """Largest number of new tokens of a row."""
         return max(map(len, self.rows))
 
     @property

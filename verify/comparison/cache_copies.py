@@ -27,7 +27,6 @@ LEAST, LARGEST = -128.0, 127.0
 
 
 def has_codes(model: onnx.ModelProto) -> bool:
-    """Whether keys or values of a graph's cache are integers."""
     return any(port.type.tensor_type.elem_type in (TensorProto.INT8, TensorProto.UINT8) for port in _cache(model))
 
 
@@ -109,7 +108,6 @@ def _cache(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
 
 
 def attention_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-    """The nodes whose cache may contain codes."""
     return [node for node in model.graph.node if node.op_type == OPERATOR]
 
 

@@ -63,7 +63,6 @@ class Candidate:
 
     @property
     def prefix(self) -> PrefixEntry | None:
-        """The prefix of the graph that runs the prompt."""
         return self.graphs[0].entry.prefix
 
     def refuses(self, call: Call, *, whole: bool = False) -> str:
@@ -246,8 +245,7 @@ def fold(blank: Check, output: str, measures: list[Measure], gates: Gates) -> Ch
     )
 
 
-CallKey = tuple[str, int, int]
-"""Scenario, index of the chain, index of the call in the chain."""
+CallKey = tuple[str, int, int]  # scenario, index of the chain, index of the call in the chain
 
 
 class PrefillDecodeAgreement:
@@ -277,13 +275,11 @@ class PrefillDecodeAgreement:
                     self._measures[name].append(measure(wanted, rows[name]))
 
     def checks(self) -> list[Check]:
-        """One check per output."""
         blank = Check("prefill and decode agree", f"{self._names.get('prefill')}+{self._names.get('decode')}", "")
         return [fold(blank, name, found, self._gates) for name, found in sorted(self._measures.items())]
 
 
-ULP = 2.0**-23
-"""Unit in the last place of float32 scores, which are large even where all logits are tiny."""
+ULP = 2.0**-23  # unit in the last place of float32 scores, which are large even where all logits are tiny
 
 
 def expected_count(postprocess: str) -> int:
@@ -337,8 +333,7 @@ def _expected_scores(logits: ExpectedOutput, chosen: Array) -> ExpectedOutput:
     return replace(logits, exact=chosen - total, noise=noise, total_noise=rms(noise[logits.valid]) or 1e-300)
 
 
-AT_ONCE = 64
-"""Values that are read in one run."""
+AT_ONCE = 64  # values that are read in one run
 
 
 @dataclass(frozen=True)
@@ -413,7 +408,6 @@ def _run(
 
 
 def _pruned(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The graph with the nodes that its outputs need."""
     needed = {port.name for port in model.graph.output}
     kept = []
     for node in reversed(model.graph.node):
@@ -440,6 +434,5 @@ def inner_inputs(node: onnx.NodeProto) -> Iterable[str]:
 
 
 def port_of(name: str, array: Array) -> onnx.ValueInfoProto:
-    """The declaration of an input for this array."""
     kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
     return onnx.helper.make_tensor_value_info(name, kind, list(array.shape))

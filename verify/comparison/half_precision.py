@@ -29,30 +29,22 @@ from llmconv.verify.comparison.candidates import inner_inputs
 from llmconv.verify.results import Check
 from llmconv.verify.sigma import ULPS
 
-WITHOUT_KERNELS = "bfloat16"
-"""The dtype for which onnxruntime's CPU provider has almost no kernels."""
-
-IN_FLOAT32 = ", in float32"
-"""Suffix of the scenarios of the float32 copy."""
-
-ROUNDED = ", every value rounded"
-"""Suffix of the scenarios of the copy that rounds after every node."""
-
+WITHOUT_KERNELS = "bfloat16"  # the dtype for which onnxruntime's CPU provider has almost no kernels
+IN_FLOAT32 = ", in float32"  # suffix of the scenarios of the float32 copy
+ROUNDED = ", every value rounded"  # suffix of the scenarios of the copy that rounds after every node
 HALF = set(HALF_PRECISION.values())
 
 MASKED = {"Softmax", "Attention", "GroupQueryAttention", "MultiHeadAttention"}
 """Operators in which a large negative number hides a key."""
 
-MASKING = {
+MASKING = {  # operators through which a mask gets there: they arrange it, and add it to scores
     *("Unsqueeze", "Squeeze", "Reshape", "Expand", "Slice", "Concat", "Transpose", "Identity", "Where", "Cast", "Add"),
 }
-"""Operators through which a mask gets there: they arrange it, and add it to scores."""
 
-COPYING = {
+COPYING = {  # operators whose results are rounded if their inputs are
     *("Reshape", "Transpose", "Slice", "Gather", "Concat", "Unsqueeze", "Squeeze", "Expand", "Split", "Identity"),
     *("Where", "Flatten", "Tile", "Pad", "Neg", "Max", "Min", "Relu", "If", "Loop", "ScatterND", "GatherND"),
 }
-"""Operators whose results are rounded if their inputs are."""
 
 
 def widen(
@@ -170,20 +162,15 @@ def most_precise(checks: list[Check]) -> list[Check]:
     return precise if any(check.verdict == "fail" and check.output for check in precise) else checks
 
 
-FEW = 8
-"""Maximum number of elements of an initializer that is treated as constants of a formula."""
-
+FEW = 8  # maximum number of elements of an initializer that is treated as constants of a formula
 EQUAL = 0.99
 """Minimum share of equal elements of a table, up to one unit in the last place of 1; others are not replaced."""
 
-PLAIN_BITS = 4
-"""Numbers with at most this many significant bits are exact: 0.5, 3, 10."""
-
-OF_FORMULAS = (
+PLAIN_BITS = 4  # numbers with at most this many significant bits are exact: 0.5, 3, 10
+OF_FORMULAS = (  # constants of activation functions
     *(0.044715, sqrt(2 / pi), sqrt(2), 1 / sqrt(2), 1.702, 0.7978845608, 0.3989422804, 1 / log2(np.e), log2(np.e)),
     *(0.7978845608 * 0.044715, 1 / 3, 2 / 3, 1 / 6),
 )
-"""Constants of activation functions."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +211,6 @@ class KnownConstants:
         return any((np.abs(wide - one) <= ULPS[values.dtype.name]).mean() > EQUAL for one in self._tables(values.shape))
 
     def is_rotary(self, shape: tuple[int, ...]) -> bool:
-        """Whether a table of that shape may contain cosines or sines by position."""
         widths = {len(frequencies) * times for frequencies, _ in self.frequencies for times in (1, 2)}
         return len(shape) == 2 and shape[1] in widths
 
@@ -255,7 +241,6 @@ def _head_size(config: Mapping[str, Any]) -> float | None:
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """All numbers in a JSON value."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value):
         yield float(value)
     inner: Iterable[Any] = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()

@@ -119,7 +119,6 @@ class ImageChecks:
 
     @cached_property
     def _prompts(self) -> list[PromptsWithImages]:
-        """Prompts with one image, and with two."""
         token, vocabulary = image_token(self.eager.eager_runners[0].model.config), self.eager.facts().vocab_size
         first, second = self._examples(SEED), self._examples(SEED + 1)
         several = [(first[number], second[number]) for number in (0, 1)]

@@ -166,7 +166,6 @@ class FewLayers:
         return cls(max(LEAST_KEPT, stored), max(LEAST_LOGITS, elements))
 
     def tokens(self, vocab_size: int) -> int:
-        """Number of tokens of calls that run together."""
         return max(256, min(MAX_TOKENS, self.logits // (8 * vocab_size)))
 
 
@@ -220,10 +219,7 @@ class _Rest:
 def precompute_chains(first: PrecomputedRunner, then: PrecomputedRunner, chains: Sequence[Chain]) -> None:
     """Runs all calls of all chains: `first` the first call of each, `then`, which may be the same, the others.
 
-    Errors of calls are raised when their results are requested.
-
-    Raises:
-        UnsupportedInput: the calls cannot run together.
+    Errors of calls are raised when their results are requested. Raises UnsupportedInput: the calls cannot run together.
     """
     rest = [_Rest(None, chain, is_begun=False) for chain in chains]
     while rest:
@@ -349,16 +345,13 @@ class FolderTensors:
         return name if first <= offset < first + whole.nbytes else ""
 
 
-LAYOUT = {"Identity", "Transpose"}
-"""Operators that change no element."""
+LAYOUT = {"Identity", "Transpose"}  # operators that change no element
 PRODUCTS = {"MatMul", "Gather"}
-WITH_ALPHA = {"Gemm", "FusedMatMul"}
-"""Products with a factor as an attribute."""
+WITH_ALPHA = {"Gemm", "FusedMatMul"}  # products with a factor as an attribute
 SHORT = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
 WIDE = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE)
 
-Product = tuple[onnx.NodeProto, int]
-"""A node that multiplies a weight, and the element type of its product."""
+Product = tuple[onnx.NodeProto, int]  # A node that multiplies a weight, and the element type of its product
 
 
 def scale(model: onnx.ModelProto, factors: Mapping[str, float | Array], *, at_weights: bool = False) -> None:
@@ -388,7 +381,6 @@ class _Scaling:
         self._after: dict[str, list[onnx.NodeProto]] = defaultdict(list)
 
     def apply(self, tensors: Sequence[onnx.TensorProto], factors: Mapping[str, float | Array]) -> None:
-        """Scales these initializers and inserts the new nodes."""
         for tensor in tensors:
             factor = np.asarray(factors[tensor.name])
             places = None if self._at_weights or factor.size > 1 else self._places(tensor.name, tensor.data_type)
@@ -440,7 +432,6 @@ class _Scaling:
         self._scale_output(node, kind, np.array(factor))
 
     def _scale_output(self, node: onnx.NodeProto, kind: int, factor: Array) -> None:
-        """Renames the node's output and gives its name to the product."""
         name = node.output[0]
         node.output[0] = f"{name}:unscaled"
         dtype = helper.tensor_dtype_to_np_dtype(kind)

@@ -58,29 +58,22 @@ GraphOpener = Callable[[Path, GraphEntry, SessionSettings], OrtGraph]
 
 @dataclass(frozen=True)
 class FolderComparison:
-    """The graphs of a folder and the eager model that they are compared with.
-
-    Attributes:
-        models: the graphs without their weights, by name, with the graph of the embedding table where there is one.
-        named: suffix of the names of all checks.
-        varied: also compare with scaled weights and with other settings of onnxruntime.
-        routed: judge the calmest rows (`Gates.calmest`).
-        scaler: opens the graphs on scaled weights; default: on those that the files in `folder` are named after.
-        start: computes a trained prefix, as `trained_start`.
-    """
+    """The graphs of a folder and the eager model that they are compared with."""
 
     eager: Eager
     folder: Path
+    # the graphs without their weights, by name, with the graph of the embedding table where there is one
     models: Mapping[str, onnx.ModelProto]
     settings: SessionSettings
     selection: Selection
     report: Report
     open_graph: GraphOpener
-    named: str = ""
-    varied: bool = True
-    routed: bool = False
+    named: str = ""  # suffix of the names of all checks
+    varied: bool = True  # also compare with scaled weights and with other settings of onnxruntime
+    routed: bool = False  # judge the calmest rows (`Gates.calmest`)
+    # opens the graphs on scaled weights; default: on those that the files in `folder` are named after
     scaler: Scaler | None = None
-    start: StartOf = trained_start
+    start: StartOf = trained_start  # computes a trained prefix, as `trained_start`
 
     def checks(self, opened: Sequence[OrtGraph]) -> Checks:
         """All checks that need the eager model; graphs with unknown inputs are not run, identical files once."""
@@ -126,7 +119,6 @@ class FolderComparison:
             self.report.notes.append(f"only text was verified: {limit}")
 
     def _compare_images(self, graphs: list[OrtGraph]) -> Checks:
-        """Features of images, and prompts with images on all graphs."""
         if self.eager.is_layered:
             yield [Check(FEATURES, VISION, "", verdict="skip", detail=LAYERED)]
             self.report.unseen.append("faults of prompts with images")
@@ -244,13 +236,11 @@ class FolderComparison:
 
 
 def _skip(names: Iterable[str], entries: Iterable[GraphEntry], why: str) -> list[Check]:
-    """Checks of scenarios that are not run on some graphs."""
     graphs = [entry.name for entry in entries]
     return [Check(name, graph, "logits", verdict="skip", detail=why) for name in names for graph in graphs]
 
 
 def skipped(selection: Selection, eager: Eager, graphs: Sequence[str]) -> list[Check]:
-    """A skipped check for every graph and every scenario that is not run in full."""
     reasons = selection.left_out(eager.facts())
     return [
         Check(scenario.name, name, "logits", verdict="skip", detail=reason)
@@ -264,10 +254,8 @@ def open_graphs(
 ) -> Generator[list[Check], None, list[OrtGraph]]:
     """Yields a failed check for each graph that onnxruntime cannot open; returns the others.
 
-    `opener` is `open_graph`, or `open_in_pieces` for layer-by-layer verification.
-
-    Raises:
-        UnsupportedInput: a graph cannot be cut into pieces.
+    `opener` is `open_graph`, or `open_in_pieces` for layer-by-layer verification. Raises UnsupportedInput: a graph
+    cannot be cut into pieces.
     """
     graphs: list[OrtGraph] = []
     shared: dict[object, OrtGraph] = {}
@@ -349,7 +337,6 @@ class OtherSettings:
 
     @property
     def name(self) -> str:
-        """As printed."""
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
         return f"{self.scenario.name}, optimization {self.optimization}, {threads}"
 
@@ -372,8 +359,7 @@ def not_run(left: Iterable[Named], budget: Budget | None, graphs: Sequence[str])
         yield [Check(row.name, name, "logits", verdict="skip", detail=reason) for name in graphs]
 
 
-ROWS = 4096
-"""Maximum number of compared tokens, evenly spread over the vocabulary."""
+ROWS = 4096  # maximum number of compared tokens, evenly spread over the vocabulary
 
 
 def takes_embeddings(models: Iterable[onnx.ModelProto]) -> bool:

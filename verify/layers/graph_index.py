@@ -22,8 +22,7 @@ from llmconv.runtime.low_memory.pieced_graph import values_read_by
 NUMBERED = re.compile(r"^(?P<list>(?:[^.]*\.)*?)(?P<number>\d{1,6})(?P<rest>[.\[].*)$")
 """A name in a list of layers, such as `model.layers.12.mlp.up_proj.weight`."""
 
-NO_LAYER = -1
-"""Layer of what depends on no weight and no cache of a layer."""
+NO_LAYER = -1  # layer of what depends on no weight and no cache of a layer
 
 
 class NotLayered(Exception):
@@ -68,12 +67,10 @@ class GraphIndex:
 
     @cached_property
     def producers(self) -> dict[str, int]:
-        """Index of the node that computes each value."""
         return {name: at for at, node in enumerate(self.nodes) for name in node.output if name}
 
     @cached_property
     def readers(self) -> dict[str, list[int]]:
-        """Indices of the nodes that read each value."""
         found: dict[str, list[int]] = defaultdict(list)
         for at, names in enumerate(self.reads):
             for name in names:
@@ -82,12 +79,10 @@ class GraphIndex:
 
     @cached_property
     def initializers(self) -> dict[str, onnx.TensorProto]:
-        """The initializers by name."""
         return {tensor.name: tensor for tensor in self.model.graph.initializer}
 
     @cached_property
     def inputs(self) -> dict[str, onnx.ValueInfoProto]:
-        """The inputs by name."""
         return {port.name: port for port in self.model.graph.input}
 
     @cached_property
@@ -139,11 +134,8 @@ SCALARS = (bool, int, float, str, type(None))
 def layer_names(model: torch.nn.Module, count: int, layer_list: str) -> tuple[str, ...]:
     """Module names of the layers, in order, in the eager model, whose weights may be without content.
 
-    Args:
-        layer_list: name of the list of layers in the names of weights, such as `model.layers.`.
-
-    Raises:
-        NotLayered: the model has no list of `count` layers.
+    `layer_list`: name of the list of layers in the names of weights, such as `model.layers.`. Raises NotLayered: the
+    model has no list of `count` layers.
     """
     lists: dict[str, list[str]] = {}
     for name in layer_modules(model):
@@ -180,7 +172,6 @@ def _at(entries: Sequence[Sequence[Any]], at: int) -> tuple[str, ...]:
 
 
 def _described(layer: torch.nn.Module) -> Mapping[str, Any]:
-    """Every class, shape and setting in a layer, by place."""
     found: dict[str, Any] = {}
     for name, module in layer.named_modules():
         found[f"{name} class"] = type(module).__qualname__

@@ -33,17 +33,11 @@ TRIED = 64
 
 
 class LayerForm(NamedTuple):
-    """What a layer computes: equal for layers that are isomorphic, node by node.
+    """What a layer computes: equal for layers that are isomorphic, node by node."""
 
-    Attributes:
-        outputs: forms of its hidden state (empty where it could not be found) and of its cache outputs.
-        nodes: the form of every node, sorted.
-        declared: types of its caches, in the order of the file, and of its values.
-    """
-
-    outputs: tuple[Form, ...]
-    nodes: tuple[Form, ...]
-    declared: tuple[Form, ...] = ()
+    outputs: tuple[Form, ...]  # forms of its hidden state (empty where it could not be found) and of its cache outputs
+    nodes: tuple[Form, ...]  # the form of every node, sorted
+    declared: tuple[Form, ...] = ()  # types of its caches, in the order of the file, and of its values
 
 
 @dataclass(frozen=True)
@@ -78,14 +72,11 @@ class GraphLayers:
         """The parts of a graph without its weights.
 
         `tensors` has the tensor of the model that each initializer is known to be; others are compared by content.
-
-        Raises:
-            NotLayered: it does not fall into such parts; the text says why.
+        Raises NotLayered: it does not fall into such parts; the text says why.
         """
         return _Cutter(GraphIndex.of(model, tensors or {})).layers()
 
     def nodes_of(self, numbers: Sequence[int]) -> list[onnx.NodeProto]:
-        """Nodes by their indices."""
         return [self.index.nodes[at] for at in numbers]
 
     def source_of(self, layer: Layer) -> Sources:
@@ -180,8 +171,7 @@ class _Cutter:
     def _cut(self, part: int) -> str:
         """The one value through which the next layer depends on a part; nodes after it move into that layer.
 
-        Raises:
-            NotLayered: there is none.
+        Raises NotLayered: there is none.
         """
         index = self._index
         self._move_late(part)
@@ -226,8 +216,7 @@ class _Cutter:
     def _crossing(self, part: int) -> set[str]:
         """Values of a part that the next layer reads, of the first part those that depend on tokens.
 
-        Raises:
-            NotLayered: a later layer reads them, too.
+        Raises NotLayered: a later layer reads them, too.
         """
         index, found = self._index, set[str]()
         for at in self._nodes(part):
@@ -415,11 +404,9 @@ def _kind(port: onnx.ValueInfoProto) -> str:
     return f"{tensor.elem_type}[{', '.join(map(str, sizes)) if tensor.HasField('shape') else '…'}]"
 
 
-Form = str
-"""A digest, or a readable text for a source."""
+Form = str  # A digest, or a readable text for a source
 
-Sources = Callable[[str], Form]
-"""The form of a value that no node of the part computes."""
+Sources = Callable[[str], Form]  # the form of a value that no node of the part computes
 
 
 def forms_of(nodes: Iterable[onnx.NodeProto], source: Sources) -> tuple[dict[str, Form], list[Form]]:

@@ -30,9 +30,7 @@ from llmconv.verify.layers.graph_layers import GraphLayers, Layer, forms_of
 from llmconv.verify.results import Check
 
 ALL, CLASSES, SAMPLED = "all", "classes", "sampled:"
-
-LAYERS, PARTS = "layers", "parts"
-"""Names of the checks of structure and of composition."""
+LAYERS, PARTS = "layers", "parts"  # names of the checks of structure and of composition
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,7 @@ class Induction:
     ) -> Induction:
         """Cuts the graphs, by name and without their weights, and compares their layers.
 
-        Raises:
-            NotLayered: a graph or the model does not fall into layers.
+        Raises NotLayered: a graph or the model does not fall into layers.
         """
         graphs = {name: GraphLayers.of(model, tensors_of(model, source)) for name, model in models.items()}
         first = next(iter(graphs.values())).index
@@ -96,22 +93,18 @@ class Induction:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """One layer of each class."""
         return self.classes.representatives
 
     @property
     def is_whole(self) -> bool:
-        """Whether no two layers are alike, so that all layers run all scenarios."""
         return len(self.kept) == len(self.classes.names)
 
     @property
     def run(self) -> tuple[int, ...]:
-        """The layers that run by themselves."""
         return self.choice.numbers(len(self.classes.names), self.kept)
 
     @property
     def runs_all(self) -> bool:
-        """Whether every layer runs by itself."""
         return len(self.run) == len(self.classes.names)
 
     def runs_weight(self, name: str) -> bool:
@@ -173,8 +166,7 @@ def _composed(graph: GraphLayers) -> str:
     return f"{len(graph.index.nodes)} nodes, each in one of {parts} parts; one hidden state crosses each cut"
 
 
-LEAST = 3
-"""Minimum number of layers of a kind of which one can be the odd one out."""
+LEAST = 3  # minimum number of layers of a kind of which one can be the odd one out
 
 
 @dataclass(frozen=True)
@@ -196,7 +188,6 @@ class LayerClasses:
 
     @property
     def representatives(self) -> tuple[int, ...]:
-        """The first layer of each class."""
         return tuple(numbers[0] for numbers in self.classes)
 
     def odd_layers(self, graph: str) -> dict[int, str]:
@@ -219,7 +210,6 @@ class LayerClasses:
         return kinds
 
     def _difference(self, graph: str, odd: Layer, usual: Layer, count: int) -> str:
-        """In words, how a layer differs from one of the others."""
         parts = self.graphs[graph]
         nodes, known = parts.nodes_of(odd.nodes), Counter(usual.form.nodes)
         _, forms = forms_of(nodes, parts.source_of(odd))
@@ -240,10 +230,8 @@ class LayerClasses:
 def keep_layers(model: onnx.ModelProto, kept: Collection[int], tensors: Mapping[str, str] | None = None) -> None:
     """Removes all layers of a graph but `kept`, in place; each reads the hidden state of the kept one before it.
 
-    `tensors` as for `GraphLayers.of`.
-
-    Raises:
-        NotLayered: the graph does not fall into layers, or reads the length of a cache that no kept layer has.
+    `tensors` as for `GraphLayers.of`. Raises NotLayered: the graph does not fall into layers, or reads the length of a
+    cache that no kept layer has.
     """
     layers = GraphLayers.of(model, tensors)
     removed = {at for layer in layers.layers if layer.number not in kept for at in layer.nodes}
@@ -313,7 +301,6 @@ def _inner_names(model: onnx.ModelProto) -> set[str]:
 
 
 def _replace(field: Any, items: Iterable[Any]) -> None:
-    """Replaces the content of a repeated protobuf field."""
     copies = list(items)
     del field[:]
     field.extend(copies)

@@ -53,9 +53,7 @@ from llmconv.verify.scenarios.calls import Call, SyntheticPast, drawn
 from llmconv.verify.sigma import GATES, ExpectedOutput, Measure, NoiseFloor, cache_rows, measure, state_rows
 
 NAME = "layers by themselves"
-PART_BYTES = 1 << 28
-"""Maximum size of the weights of a graph in memory, in bytes of float32; a larger product is split."""
-
+PART_BYTES = 1 << 28  # maximum size of the weights of a graph in memory, in bytes of float32; a larger product is split
 HIDDEN = "hidden state"
 
 
@@ -94,7 +92,6 @@ class SingleLayerChecks:
     drift: Drift
 
     def checks(self) -> Checks:
-        """The checks of every distinct graph."""
         from llmconv.export.families import extra_inputs_of  # noqa: PLC0415 - the table alone
 
         numbers = self.induction.run
@@ -120,7 +117,6 @@ class SingleLayerChecks:
                 yield [Check(f"{NAME}{self.named}", graph, "logits", verdict="fail", detail=error.message)]
 
     def distinct(self) -> dict[str, onnx.ModelProto]:
-        """The graphs with a cache, those of equal content once."""
         found: dict[bytes, str] = {}
         for name, model in self.models.items():
             if any(is_past(port.name) for port in model.graph.input):
@@ -199,7 +195,6 @@ def _base(induction: Induction, report: Report) -> Statement:
 
 
 def _is_scenario(check: Check) -> bool:
-    """Whether it compares outputs of a shortened graph."""
     return check.is_measured and not check.name.startswith(NAME)
 
 
@@ -249,58 +244,42 @@ def narrowed(where: Where | None, report: Report) -> Where | None:
 
 
 def _of_weights(failed: Sequence[Check]) -> list[int]:
-    """Layers of the tensors that the audit of weights names."""
     names = [name for check in failed if check.name == "weights" for name in re.findall(r"`([^`]+)`", check.detail)]
     found = [re.search(r"(?:^|\.)(\d+)\.", name) for name in names]
     return [int(match[1]) for match in found if match]
 
 
 def _number(check: Check) -> int | None:
-    """The layer of a failed check of a single layer."""
     if not check.name.startswith(NAME):
         return None
     match = AFTER.match(check.output)
     return int(match[1]) if match else layer_of(check.output)
 
 
-NEW, PAST = 4, 3
-"""Tokens of the call, and of its past."""
-PADDED, NOISE = 0, 1
-"""Rows of the call; the third has neither padding nor noise."""
+NEW, PAST = 4, 3  # tokens of the call, and of its past
+PADDED, NOISE = 0, 1  # rows of the call; the third has neither padding nor noise
 SEED = 22
 
 
 @dataclass
 class HiddenStates:
-    """The hidden states of one run of the eager model.
+    """The hidden states of one run of the eager model."""
 
-    Attributes:
-        given: the input of each layer, by its name, float64 [rows, tokens, features]; numbers of the graph's dtype.
-        before: the hidden state that the model itself made there.
-        after: what each layer computed.
-    """
-
+    # the input of each layer, by its name, float64 [rows, tokens, features]; numbers of the graph's dtype
     given: dict[str, torch.Tensor] = field(default_factory=dict)
-    before: dict[str, torch.Tensor] = field(default_factory=dict)
-    after: dict[str, torch.Tensor] = field(default_factory=dict)
+    before: dict[str, torch.Tensor] = field(default_factory=dict)  # the hidden state that the model itself made there
+    after: dict[str, torch.Tensor] = field(default_factory=dict)  # what each layer computed
 
 
 @dataclass(frozen=True)
 class LayerRuns:
-    """The eager model's runs of single layers.
+    """The eager model's runs of single layers."""
 
-    Attributes:
-        call: tokens, mask, positions and past.
-        exact: hidden states in float64.
-        rounded: in the graph's dtype, from the same inputs.
-        last: the input of the part after the layers, float64.
-    """
-
-    call: Call
-    exact: HiddenStates
-    rounded: HiddenStates
+    call: Call  # tokens, mask, positions and past
+    exact: HiddenStates  # hidden states in float64
+    rounded: HiddenStates  # in the graph's dtype, from the same inputs
     steps: tuple[Step, Step]
-    last: torch.Tensor
+    last: torch.Tensor  # the input of the part after the layers, float64
 
 
 def made_up_call(graph: GraphLayers, vocab_size: int, extras: Mapping[str, ExtraInput]) -> Call:
@@ -320,7 +299,6 @@ def made_up_call(graph: GraphLayers, vocab_size: int, extras: Mapping[str, Extra
 
 
 def _sizes(port: onnx.ValueInfoProto) -> tuple[int, ...]:
-    """The shape of a cache for one sequence and one token."""
     return tuple(axis.dim_value or 1 for axis in port.type.tensor_type.shape.dim)
 
 
@@ -419,7 +397,6 @@ class ExpectedLayers:
 
 
 def feeds_of(call: Call, graph: GraphLayers, extras: Mapping[str, ExtraInput]) -> dict[str, Array]:
-    """The inputs of a graph for the call, its past included."""
     given: dict[str, Array] = {
         "input_ids": call.input_ids,
         "attention_mask": call.attention_mask,

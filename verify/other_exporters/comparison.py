@@ -254,7 +254,6 @@ class ExternalRunner(Runner):
         extras: Extras | None = None,
         placed: PlacedEmbeddings | None = None,
     ) -> Step:
-        """Runs the prompt."""
         refuse_placed(placed)
         return self._prefill.run(input_ids, attention_mask, position_ids, past, extras)
 
@@ -266,7 +265,6 @@ class ExternalRunner(Runner):
         past: Cache | None = None,
         extras: Extras | None = None,
     ) -> Step:
-        """Runs a step."""
         return self._decode.run(input_ids, attention_mask, position_ids, past, extras)
 
 
@@ -285,7 +283,6 @@ class RecordedSteps(Runner):
         extras: Extras | None = None,
         placed: PlacedEmbeddings | None = None,
     ) -> Step:
-        """The next step."""
         return next(self._steps)
 
 
@@ -394,7 +391,6 @@ def scaled_settings(
 def _scaled_grid(
     values: Array, one: MatchedMatrix, reference: Mapping[str, LazyTensor], change: WeightScaling
 ) -> Array:
-    """The scales of a quantized matrix, multiplied by the factors of its tensors."""
     grid = values.reshape(one.stored.scale.shape)
     for match in one.matches:
         factor = change.factor_of(match.name, reference[match.name].shape)

@@ -39,11 +39,8 @@ DTYPES = {
     "tensor(bool)": "bool",
 }
 CacheShapesByName = Mapping[str, tuple[int, ...]]
-RING_MARGIN = 512
-"""New tokens for which a ring buffer has room in addition to its window."""
-
-STATUS = "Status Message: "
-"""Precedes the relevant part of onnxruntime's errors."""
+RING_MARGIN = 512  # new tokens for which a ring buffer has room in addition to its window
+STATUS = "Status Message: "  # precedes the relevant part of onnxruntime's errors
 
 
 @dataclass(frozen=True)
@@ -62,10 +59,7 @@ class ExternalGraph:
     """One graph in one session; `limits` are the calls that it does not support.
 
     `shapes` are declared ones by name; `outputs` are names of its cache outputs, as in reports. The name in reports is
-    by default the file name.
-
-    Raises:
-        MalformedInput: onnxruntime cannot open it.
+    by default the file name. Raises MalformedInput: onnxruntime cannot open it.
     """
 
     def __init__(
@@ -88,7 +82,6 @@ class ExternalGraph:
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether it continues a past."""
         return bool(self.binding.past)
 
     def run(
@@ -101,10 +94,8 @@ class ExternalGraph:
     ) -> Step:
         """Continues `past` by `input_ids`; arguments as in `Runner.prefill`.
 
-        Raises:
-            UsageProblem: values of extra inputs are given.
-            InputRefused: the past belongs to another kind of runner.
-            MalformedInput: onnxruntime cannot run the graph on them.
+        Raises UsageProblem: values of extra inputs are given; InputRefused: the past belongs to another kind of runner;
+        MalformedInput: onnxruntime cannot run the graph on them.
         """
         ExtraValues(given=extras or {})
         past = ExternalCache.made_up(past) if isinstance(past, SyntheticPast) else past
@@ -155,10 +146,8 @@ class ExternalGraph:
     def feeds(self, ids: Array, mask: Array, positions: Array, past: Mapping[str, Array]) -> dict[str, Array]:
         """The inputs of one run, by the graph's names and in its dtypes.
 
-        Args:
-            ids, positions: `[batch, new tokens]`.
-            mask: `[batch, past and new tokens]`.
-            past: `[batch, heads, tokens, head_dim]` by names as in reports; empty without a past.
+        `ids`, `positions`: `[batch, new tokens]`. `mask`: `[batch, past and new tokens]`. `past`: `[batch, heads,
+        tokens, head_dim]` by names as in reports; empty without a past.
         """
         row = self.binding.port_map
         given = {row.tokens: ids, row.mask: mask, row.positions: positions, row.branch: np.array([bool(past)])}
@@ -189,17 +178,13 @@ def _dtype(graph: str, port: str, declared: str) -> str:
 
 @dataclass(frozen=True)
 class ExternalCache:
-    """The cache that a graph returned, with its tokens.
+    """The cache that a graph returned, with its tokens."""
 
-    Attributes:
-        kept: keys and values in the order of the tokens, `[batch, heads, tokens, head_dim]` by name; a sliding layer
-            may keep the last tokens only.
-        given: keys and values as the graph returned them; its next past.
-        input_ids, position_ids: all tokens and positions so far, int64 `[batch, length]`.
-    """
-
+    # keys and values in the order of the tokens, `[batch, heads, tokens, head_dim]` by name; a sliding layer may keep
+    # the last tokens only
     kept: Mapping[str, Array]
-    given: Mapping[str, Array]
+    given: Mapping[str, Array]  # keys and values as the graph returned them; its next past
+    # input_ids, position_ids: all tokens and positions so far, int64 `[batch, length]`
     input_ids: Array
     position_ids: Array
 
@@ -212,7 +197,6 @@ class ExternalCache:
 
     @property
     def length(self) -> int:
-        """Number of tokens so far, padding included."""
         return int(self.input_ids.shape[1])
 
     def arrays(self) -> dict[str, Array]:
@@ -248,32 +232,22 @@ def unroll_ring(ring: Array, length: int) -> Array:
 
 
 GROUPED = "GroupQueryAttention"
-BIAS = 10
-"""Index of its input `attention_bias`; without it the operator only counts the ones of the mask."""
+BIAS = 10  # index of its input `attention_bias`; without it the operator only counts the ones of the mask
 
 
 @dataclass(frozen=True)
 class GraphLimits:
-    """Properties of a graph that limit its calls.
+    """Properties of a graph that limit its calls."""
 
-    Attributes:
-        rows: fixed batch size; None if dynamic.
-        tokens: fixed number of new tokens; None if dynamic.
-        takes_mask, takes_positions: whether it has those inputs.
-        counts_mask: whether it derives only the sequence length from the mask.
-        single: whether several new tokens after a past require a batch of 1.
-        rings: names, as in reports, of keys and values in ring buffers.
-        keeps_cache: whether it continues a past.
-    """
-
-    rows: int | None
-    tokens: int | None
+    rows: int | None  # fixed batch size; None if dynamic
+    tokens: int | None  # fixed number of new tokens; None if dynamic
+    # takes_mask, takes_positions: whether it has those inputs
     takes_mask: bool
     takes_positions: bool
-    counts_mask: bool
-    single: bool
-    rings: frozenset[str] = frozenset()
-    keeps_cache: bool = True
+    counts_mask: bool  # whether it derives only the sequence length from the mask
+    single: bool  # whether several new tokens after a past require a batch of 1
+    rings: frozenset[str] = frozenset()  # names, as in reports, of keys and values in ring buffers
+    keeps_cache: bool = True  # whether it continues a past
 
     @classmethod
     def of(cls, model: onnx.ModelProto, binding: Binding) -> GraphLimits:
@@ -323,8 +297,7 @@ def _fixed_axes(info: onnx.ValueInfoProto) -> Sequence[int | None]:
     return (*shape, None, None)[:2]
 
 
-MAX_GRAPHS = 2
-"""One graph, or a prefill and a decode graph."""
+MAX_GRAPHS = 2  # one graph, or a prefill and a decode graph
 
 PRECISIONS = {
     onnx.TensorProto.BFLOAT16: "bfloat16",
@@ -336,35 +309,26 @@ PRECISIONS = {
 
 @dataclass
 class GraphFile:
-    """A checked graph file and its inputs and outputs.
-
-    Attributes:
-        name: name in reports: the file name, with the folder's name if two files have the same name.
-        contents: its initializers by name, after their audit.
-        emulates: the file of which `path` is a copy that rounds after every node; else None.
-        quantized_weights: its quantized matrices, after their audit.
-        unreadable: why the quantized matrices cannot be read; else empty.
-    """
+    """A checked graph file and its inputs and outputs."""
 
     path: Path
-    name: str
+    name: str  # name in reports: the file name, with the folder's name if two files have the same name
     model: onnx.ModelProto
     binding: Binding
+    # its initializers by name, after their audit
     contents: Mapping[str, InitializerContent] = field(default_factory=dict)
-    emulates: Path | None = None
-    quantized_weights: list[MatchedMatrix] = field(default_factory=list)
-    unreadable: str = ""
+    emulates: Path | None = None  # the file of which `path` is a copy that rounds after every node; else None
+    quantized_weights: list[MatchedMatrix] = field(default_factory=list)  # its quantized matrices, after their audit
+    unreadable: str = ""  # why the quantized matrices cannot be read; else empty
 
     @property
     def dtype(self) -> str:
-        """The narrower of the declared dtypes of logits and cache."""
         names = {self.binding.port_map.logits, *self.binding.present.values()}
         kinds = {port.type.tensor_type.elem_type for port in self.model.graph.output if port.name in names}
         return next((name for kind, name in PRECISIONS.items() if kind in kinds), "float32")
 
     @property
     def quantized(self) -> bool:
-        """Whether any operator has quantized weights."""
         return bool(quantized_operators(self.model))
 
     def open(self, sizes: ModelSizes, settings: SessionSettings) -> ExternalGraph | Check:
@@ -381,9 +345,8 @@ class GraphFile:
 def read_graphs(paths: Sequence[str | Path], input_map: str) -> list[GraphFile]:
     """The one or two checked graph files; `input_map` is the name of an input map, `auto`, or a JSON file.
 
-    Raises:
-        UsageProblem: no file or too many, or an unknown map.
-        InputRefused: a graph fits no map, or the guard refuses it.
+    Raises UsageProblem: no file or too many, or an unknown map; InputRefused: a graph fits no map, or the guard refuses
+    it.
     """
     files = [Path(path) for path in paths]
     if not 0 < len(files) <= MAX_GRAPHS:

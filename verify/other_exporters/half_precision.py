@@ -101,7 +101,6 @@ def rounding_copy(file: GraphFile) -> Iterator[GraphFile]:
 
 
 def half_precision_notes(file: GraphFile) -> list[str]:
-    """Notes for the report on how a half-precision graph is run."""
     if file.dtype not in HALF_PRECISION:
         return []
     notes = [f"computes in {file.dtype}; scenarios named `…{IN_FLOAT32}` use a float32 copy with the same weights"]
@@ -131,7 +130,6 @@ def unknown_tables(file: GraphFile, known: KnownConstants, tensors: Mapping[str,
 
 
 def _is_constant(content: InitializerContent) -> bool:
-    """Whether all values are equal."""
     values = content.read()
     return bool((values == values.ravel()[0]).all())
 
@@ -141,7 +139,6 @@ def _weights(file: GraphFile) -> set[str]:
 
 
 def _loaded(file: GraphFile, *, weights: bool = True) -> onnx.ModelProto:
-    """The graph with its functions inlined."""
     model = onnx.load(file.path, load_external_data=weights)
     return inliner.inline_local_functions(model) if model.functions else model
 
@@ -164,9 +161,8 @@ def rounded_reference(
     """Context with a temporary copy of a model folder, with weights rounded to half precision and stored as float32.
 
     A tensor that the graph stores in float32 is not rounded; if the graph stores a tensor plus one (the norms of
-    Gemma), one is subtracted from the stored values. If nothing changes, the result is `folder` itself.
-
-    `files` are the graphs after the audit of their initializers; `dtype` is `float16` or `bfloat16`.
+    Gemma), one is subtracted from the stored values. If nothing changes, the result is `folder` itself. `files` are the
+    graphs after the audit of their initializers; `dtype` is `float16` or `bfloat16`.
     """
     stored = {content.whole: content for file in files for content in file.contents.values() if content.whole}
     rounded = {name: _as_stored(tensor.read(), stored.get(name), NUMPY[dtype]) for name, tensor in tensors.items()}

@@ -21,8 +21,7 @@ from llmconv.checkpoint import read_json
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 
 PARTS = ("key", "value")
-AXES = "bhtd"
-"""Batch, heads, tokens, head size: the order of axes in comparisons."""
+AXES = "bhtd"  # batch, heads, tokens, head size: the order of axes in comparisons
 SHOWN = 6
 
 
@@ -72,7 +71,6 @@ class PortMap:
         return f"present.{int(found['layer'])}.{PARTS[self.parts.index(found['part'])]}" if found else ""
 
     def fits(self, templates: Sequence[str], port: str) -> bool:
-        """Whether any template matches an input or output."""
         return any(self._match(template, port) for template in templates)
 
     def _match(self, template: str, port: str) -> re.Match[str] | None:
@@ -83,27 +81,20 @@ class PortMap:
 
 @dataclass(frozen=True)
 class Binding:
-    """The inputs and outputs of one graph.
+    """The inputs and outputs of one graph."""
 
-    Attributes:
-        port_map: the map that fits.
-        inputs: names of the inputs other than the cache.
-        past, present: the cache's inputs and outputs by their names in reports, such as `present.3.key`.
-    """
-
-    port_map: PortMap
-    inputs: frozenset[str]
+    port_map: PortMap  # the map that fits
+    inputs: frozenset[str]  # names of the inputs other than the cache
+    # past, present: the cache's inputs and outputs by their names in reports, such as `present.3.key`
     past: Mapping[str, str] = field(default_factory=dict)
     present: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def takes_mask(self) -> bool:
-        """Whether the graph has an input for the mask."""
         return self.port_map.mask in self.inputs
 
     @property
     def takes_positions(self) -> bool:
-        """Whether the graph has an input for positions."""
         return self.port_map.positions in self.inputs
 
 
@@ -116,10 +107,8 @@ def input_names(model: onnx.ModelProto) -> list[str]:
 def bind(model: onnx.ModelProto, name: str, rows: Iterable[PortMap]) -> Binding:
     """The inputs and outputs of a graph by the first map that fits all of them.
 
-    Maps in `rows` with the producer of the graph come first; `name` is for messages.
-
-    Raises:
-        UnsupportedInput: no map fits.
+    Maps in `rows` with the producer of the graph come first; `name` is for messages. Raises UnsupportedInput: no map
+    fits.
     """
     inputs, outputs = input_names(model), [port.name for port in model.graph.output]
     ranks = {port.name: len(port.type.tensor_type.shape.dim) for port in model.graph.input}
@@ -201,22 +190,18 @@ def register_port_map(port_map: PortMap) -> None:
 
 @cache
 def _built_in() -> dict[str, PortMap]:
-    """The maps of this folder and of installed packages, by name."""
     maps = [*BUILT_IN, *(entry.load() for entry in entry_points(group=ENTRY_POINTS))]
     return {port_map.name: port_map for port_map in maps}
 
 
 def port_maps() -> dict[str, PortMap]:
-    """All maps by name."""
     return {**_built_in(), **_registered}
 
 
 def find_port_maps(name: str) -> list[PortMap]:
     """The maps to try: all maps for `auto`, else the map with that name or from that JSON file.
 
-    Raises:
-        UsageProblem: there is no such map and no such file.
-        MalformedInput: the file is not an input map.
+    Raises UsageProblem: there is no such map and no such file; MalformedInput: the file is not an input map.
     """
     table = port_maps()
     if name == AUTO:

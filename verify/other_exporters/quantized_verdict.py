@@ -51,28 +51,19 @@ from llmconv.verify.results import Check, Checks, Quantization, Report
 
 @dataclass(frozen=True)
 class QuantizationOptions:
-    """Options for graphs with quantized weights.
+    """Options for graphs with quantized weights."""
 
-    Attributes:
-        text: text file for the loss of accuracy; None for the text that ships with llmconv.
-        limits: limits of the loss of accuracy.
-        preset: the preset of `llmconv export --quant` that made the graphs, or the method of the quantized model they
-            were made from; its gate applies without limits. Empty for graphs of other exporters.
-        code: the model's folder if its custom code is trusted.
-        codes: what the codes of the weights must be.
-        smoothing: factors of norms and of matrices in the graphs.
-        ranges: text on which ranges of activations were measured; None if the graphs contain none of llmconv.
-        own: llmconv wrote the graphs, which round activations in fixed ranges only if there is such a text.
-    """
-
-    text: Path | None = None
-    limits: AccuracyLimits = AccuracyLimits()
+    text: Path | None = None  # text file for the loss of accuracy; None for the text that ships with llmconv
+    limits: AccuracyLimits = AccuracyLimits()  # limits of the loss of accuracy
+    # the preset of `llmconv export --quant` that made the graphs, or the method of the quantized model they were made
+    # from; its gate applies without limits. Empty for graphs of other exporters.
     preset: str = ""
-    code: Path | None = None
-    codes: ExpectedCodes = ExpectedCodes()
-    smoothing: StoredSmoothing = StoredSmoothing()
+    code: Path | None = None  # the model's folder if its custom code is trusted
+    codes: ExpectedCodes = ExpectedCodes()  # what the codes of the weights must be
+    smoothing: StoredSmoothing = StoredSmoothing()  # factors of norms and of matrices in the graphs
+    # text on which ranges of activations were measured; None if the graphs contain none of llmconv
     ranges: CalibrationText | None = None
-    own: bool = False
+    own: bool = False  # llmconv wrote the graphs, which round activations in fixed ranges only if there is such a text
 
     def removable(self, model: onnx.ModelProto, constants: Constants) -> Container[str] | None:
         """The values in fixed ranges that are compared before they are rounded; None for all.
@@ -196,7 +187,6 @@ def _plain_rounding(
 def _judged(
     options: QuantizationOptions, gate: AccuracyGate, section: Quantization, sample: TokenSample, notes: list[str]
 ) -> list[Check]:
-    """The check of the user's limits, or else of the preset's gate."""
     assert section.cost is not None
     section.preset = options.preset
     if options.limits.given:

@@ -108,7 +108,6 @@ def port_names(binding: Binding) -> dict[str, str]:
 
 
 def _tensor_names(contents: Mapping[str, InitializerContent]) -> dict[str, str]:
-    """The model's names of initializers that equal a tensor."""
     return {name: content.whole for name, content in contents.items() if content.whole}
 
 

@@ -247,7 +247,6 @@ def _audit_decisions(files: Sequence[GraphFile], reference: Path, report: Report
 def _audit_quantized(
     file: GraphFile, tensors: Mapping[str, LazyTensor], report: Report, codes: ExpectedCodes
 ) -> Checks:
-    """Reads the quantized matrices and matches them with the model's tensors."""
     report.quantization = report.quantization or Quantization()
     constants = Constants(file.model, file.path.parent)
     report.notes += [f"{file.name}: {note}" for note in slow_layouts(file.model, constants)]
@@ -280,7 +279,6 @@ def _open(
 
 
 def _notes(file: GraphFile, graph: ExternalGraph) -> list[str]:
-    """Notes on unusual properties of a graph and their effect on its calls."""
     notes = [f"input `{name}` has no effect" for name in dead_inputs(file.model)]
     if not graph.outputs:
         notes.append("returns no keys and values, so only its logits are compared")
@@ -381,5 +379,4 @@ def _summary(contents: Mapping[str, InitializerContent], matched: list[Initializ
 
 
 def missing_tensors(contents: Mapping[str, InitializerContent], reference: Mapping[str, LazyTensor]) -> set[str]:
-    """Tensors of the model that match no initializer."""
     return set(reference) - {name for content in contents.values() for name in content.names}

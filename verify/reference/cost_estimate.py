@@ -17,16 +17,11 @@ from llmconv.progress import say
 from llmconv.runtime.low_memory.pieced_graph import PIECE_BYTES
 from llmconv.tensors import LazyTensor
 
-SMALL = 50_000_000
-"""Models with fewer elements need no estimate."""
-WORTH_SAYING = 400_000_000
-"""The estimate is printed for models with at least this many elements."""
-BASE = 400 << 20
-"""Bytes for results, activations and sessions."""
-ADDRESSES = 3 << 29
-"""Bytes of address space for stacks and heaps of threads."""
-PER_ELEMENT = 8 + 4
-"""Bytes per element of the model, which is held in float64 and in float32."""
+SMALL = 50_000_000  # models with fewer elements need no estimate
+WORTH_SAYING = 400_000_000  # the estimate is printed for models with at least this many elements
+BASE = 400 << 20  # bytes for results, activations and sessions
+ADDRESSES = 3 << 29  # bytes of address space for stacks and heaps of threads
+PER_ELEMENT = 8 + 4  # bytes per element of the model, which is held in float64 and in float32
 SECONDS = 0.45e-6
 """Seconds per element for the quick suite on two idle cores, scaled weights included; see docs/benchmarks.md."""
 SECONDS_QUANTIZED = 4e-6
@@ -34,27 +29,19 @@ SECONDS_QUANTIZED = 4e-6
 QUANTIZED_PER_ELEMENT = 24, 28
 """Bytes per element for two models in float64 and float32, and for the copies of each distinct graph: 10.9 GB were
 measured for two graphs of 135 million elements with 4 bits."""
-WORTH_SAYING_QUANTIZED = 20_000_000
-"""The estimate is printed for quantized models with at least this many elements."""
+WORTH_SAYING_QUANTIZED = 20_000_000  # the estimate is printed for quantized models with at least this many elements
 GB = 1e9
 
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """The resources that a verification needs.
-
-    Attributes:
-        whole: bytes of memory with the whole model held.
-        layered: bytes of memory layer by layer.
-        mapped: bytes of mapped files, which take address space.
-        seconds: per element.
-    """
+    """The resources that a verification needs."""
 
     elements: int
-    whole: int
-    layered: int
-    mapped: int
-    seconds: float = SECONDS
+    whole: int  # bytes of memory with the whole model held
+    layered: int  # bytes of memory layer by layer
+    mapped: int  # bytes of mapped files, which take address space
+    seconds: float = SECONDS  # per element
 
     @classmethod
     def of(cls, reference: Path, graphs: int) -> CostEstimate:
@@ -85,7 +72,6 @@ class CostEstimate:
 
     @property
     def minutes(self) -> str:
-        """Duration of the quick suite, in words."""
         minutes = max(1, round(self.elements * self.seconds / 60))
         return f"about {minutes} minute{'s' * (minutes > 1)}"
 
@@ -107,7 +93,6 @@ def elements_of_layers(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
 
 
 def largest_layer(tensors: Mapping[str, LazyTensor]) -> tuple[int, int]:
-    """Bytes and elements of the largest layer of a model."""
     sizes = {name: size for name, size in elements_of_layers(tensors).items() if name}
     elements = max(sizes.values(), default=0)
     return elements * max(tensor.dtype.itemsize for tensor in tensors.values()), elements
@@ -117,9 +102,7 @@ def choose(estimate: CostEstimate, wanted: bool | None, why_not: str = "") -> tu
     """Whether to verify layer by layer, and a note if the user did not ask for it.
 
     `wanted` is None to choose by the available memory; `why_not` why it cannot run layer by layer, empty if it can.
-
-    Raises:
-        InputRefused: `wanted` is None and neither way fits into memory.
+    Raises InputRefused: `wanted` is None and neither way fits into memory.
     """
     have = None if estimate.elements < SMALL else estimate.lacking(estimate.whole)
     layered, note = bool(wanted), ""

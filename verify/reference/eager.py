@@ -57,8 +57,7 @@ from llmconv.verify.sigma import ExpectedOutput, NoiseFloor
 
 ORIGINAL = "original_max_position_embeddings"
 
-ExpectedOutputs = list[list[dict[str, ExpectedOutput]]]
-"""By chain, by call, by output name."""
+ExpectedOutputs = list[list[dict[str, ExpectedOutput]]]  # by chain, by call, by output name
 
 
 class Eager:
@@ -107,7 +106,6 @@ class Eager:
         self._virtual = self._first_position = 0
 
     def _open(self, dtype: str) -> tuple[EagerRunner, Runner]:
-        """The model, and the runner that the scenarios use."""
         scaled = (
             dtype == "float64" and self.dtype == "float32" and self._factors
         )  # scaling again takes longer than copying
@@ -117,7 +115,6 @@ class Eager:
 
     @property
     def _options(self) -> dict[str, Any]:
-        """Options of every runner of the model."""
         from llmconv.export.families import extra_inputs_of  # noqa: PLC0415 - the table alone
 
         inputs = {"extra_inputs": extra_inputs_of(self.folder)}
@@ -138,7 +135,6 @@ class Eager:
 
     @property
     def extra_inputs(self) -> Mapping[str, ExtraInput]:
-        """The extra inputs that the graphs take, by name, resolved."""
         return {name: one for name, one in self._model.extra_inputs.items() if name not in self._fixed_inputs}
 
     def in_dtype(self, dtype: str) -> Eager:
@@ -213,7 +209,6 @@ class Eager:
 
     @property
     def width(self) -> int:
-        """Size of the hidden state."""
         return int(getattr(self._model.config, "hidden_size", 0) or 0)
 
     def rotary_frequencies(self) -> list[tuple[Array, float]]:
@@ -229,7 +224,6 @@ class Eager:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers."""
         return int(self._model.config.num_hidden_layers)
 
     def cache_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -246,7 +240,6 @@ class Eager:
         return not np.array_equal(near, far, equal_nan=True)
 
     def embed(self, input_ids: Array) -> tuple[Array, Array]:
-        """Embeddings of tokens, exact and in the graph's dtype."""
         return self._model.embed(input_ids).astype(np.float64), self._rounded_model.embed(input_ids)
 
     @property
@@ -342,7 +335,6 @@ class Eager:
         return found
 
     def _with_others(self, truths: dict[str, ExpectedOutput], calls: Chain) -> dict[str, ExpectedOutput]:
-        """Adds to the outputs of the last call runs that round otherwise."""
         orders, nudges = other_roundings(self._rounded_model, self._repeating, calls)
         return {
             name: replace(
@@ -363,7 +355,6 @@ class Eager:
 
 
 def _largest(several: Iterable[Mapping[ModelLimit, float]]) -> dict[ModelLimit, float]:
-    """The largest share of each limit in several runs."""
     found: dict[ModelLimit, float] = {}
     for shares in several:
         for place, share in shares.items():
@@ -381,9 +372,7 @@ def original_context(config: Any) -> int | None:
 
 
 NAME = "the model's own cache"
-CACHE_LENGTHS = (5, 1, 1, 1)
-"""Tokens of a prompt, and of the calls after it."""
-
+CACHE_LENGTHS = (5, 1, 1, 1)  # tokens of a prompt, and of the calls after it
 LIMIT = 1e-4
 """Largest difference in float64, as a share of the logits' RMS; 1e-15 in every exported family of transformers."""
 
@@ -425,13 +414,11 @@ def check_own_cache(eager: Eager, graphs: list[str]) -> list[Check]:
 
 
 def _relative(found: Array, expected: Array) -> float:
-    """The RMS of a difference as a share of that of what was expected."""
     size = np.sqrt(np.mean(np.square(expected))) or 1.0
     return float(np.sqrt(np.mean(np.square(found - expected))) / size)
 
 
-KeyValues = list[tuple[Array, Array]]
-"""Key and value of each layer, `[1, kv_heads, P, head_dim]`."""
+KeyValues = list[tuple[Array, Array]]  # key and value of each layer, `[1, kv_heads, P, head_dim]`
 
 PARTS = ("key", "value")
 
@@ -444,7 +431,6 @@ class PrefixStart:
 
     @property
     def length(self) -> int:
-        """Number of virtual tokens."""
         return int(self.layers[0][0].shape[2])
 
     def arrays(self) -> dict[str, Array]:
@@ -485,18 +471,15 @@ class PrefixedRunner(Runner):
         return self.runner.prefill(input_ids, mask, position_ids + self.first_position, past, extras, placed)
 
 
-Start = Callable[[EagerRunner], PrefixStart]
-"""Keys and values of a prefix, for the precision of a runner."""
+Start = Callable[[EagerRunner], PrefixStart]  # keys and values of a prefix, for the precision of a runner
 
-StartOf = Callable[[Path, PrefixEntry], Start]
-"""The prefix of a folder."""
+StartOf = Callable[[Path, PrefixEntry], Start]  # the prefix of a folder
 
 
 def trained_start(folder: Path, entry: PrefixEntry) -> Callable[[EagerRunner], PrefixStart]:
     """Computes the prefix from the trained tensor, in the precision of the runner that it is given.
 
-    Raises:
-        MalformedInput: the manifest declares an unknown kind, or the file lacks the tensor.
+    Raises MalformedInput: the manifest declares an unknown kind, or the file lacks the tensor.
     """
     content = _read(folder, entry, "adapter")
     make = _MAKERS.get(entry.kind)

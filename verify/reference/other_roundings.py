@@ -36,8 +36,7 @@ from llmconv.verify.scenarios.calls import CacheEdit, Call, Chain, EditedCache
 from llmconv.verify.scenarios.table import Scenario
 from llmconv.verify.sigma import ULPS, ExpectedOutput, cache_rows, state_rows
 
-SEEDS = tuple(range(6))
-"""Of the nudged runs."""
+SEEDS = tuple(range(6))  # of the nudged runs
 
 aten = torch.ops.aten
 EMBEDDED, COMPUTED = 0.5, 1.0
@@ -60,12 +59,10 @@ FORMULAS = "exp", "log", "log1p", "rsqrt", "sqrt", "sin", "cos", "tanh", "sigmoi
 MOVED = {aten.embedding: EMBEDDED, **{getattr(aten, name): COMPUTED for name in (*SUMS, *NORMS, *FORMULAS)}}
 """Largest moves of the results of operators, in units in the last place."""
 
-Rows = dict[str, Array]
-"""Outputs as rows, by name."""
+Rows = dict[str, Array]  # outputs as rows, by name
 
 
-Run = Callable[[str], Array]
-"""From the name of an output to its rows."""
+Run = Callable[[str], Array]  # from the name of an output to its rows
 
 
 def other_roundings(model: EagerRunner, runner: Runner, calls: Chain) -> tuple[list[Run], list[Run]]:
@@ -136,8 +133,7 @@ class MergedPrefix(EditedCache):
     """The first tokens of the cache of a merged call."""
 
 
-Inputs = Mapping[str, ExtraInput]
-"""The extra inputs of a model by name, resolved."""
+Inputs = Mapping[str, ExtraInput]  # the extra inputs of a model by name, resolved
 
 
 def one_call(calls: Sequence[Call], inputs: Inputs) -> Call | None:
@@ -170,7 +166,6 @@ def _divides(extra: ExtraInput, calls: Sequence[Call]) -> bool:
 
 
 def _joined(values: Sequence[Array], extra: ExtraInput) -> Array:
-    """The value of an input for all tokens of consecutive calls."""
     return np.concatenate(values, axis=extra.axes.index(SEQUENCE)) if SEQUENCE in extra.axes else values[-1]
 
 
@@ -190,7 +185,6 @@ def another_order(calls: Sequence[Call], inputs: Inputs) -> Chain | None:
 
 
 def _one_token(call: Call, at: int, inputs: Inputs) -> Call:
-    """The call of one of several new tokens."""
     new, total = call.input_ids.shape[1], call.attention_mask.shape[1]
     one = replace(
         call,
@@ -272,28 +266,19 @@ def valid_rows(call: Call, output: str) -> Array:
 
 @dataclass(frozen=True)
 class WeightScaling:
-    """A set of weights and the factor, a power of two, that they are multiplied by.
+    """A set of weights and the factor, a power of two, that they are multiplied by."""
 
-    Attributes:
-        name: as printed after the scenario's name.
-        pattern: regular expression; matrices whose names contain a match are scaled.
-        factor: a power of two.
-        bug: the faults that it exposes.
-        hidden: the same faults one by one, as a run without it could not have found them.
-    """
-
-    name: str
-    pattern: str
-    factor: float
-    bug: str
-    hidden: tuple[str, ...]
+    name: str  # as printed after the scenario's name
+    pattern: str  # regular expression; matrices whose names contain a match are scaled
+    factor: float  # a power of two
+    bug: str  # the faults that it exposes
+    hidden: tuple[str, ...]  # the same faults one by one, as a run without it could not have found them
 
     def factor_of(self, name: str, shape: Sequence[int]) -> float:
         """The factor of a tensor, by its name in a safetensors file and its shape; 1 if it is not scaled."""
         return self.factor if len(shape) > 1 and re.search(self.pattern, name) else 1.0
 
     def scenario(self, row: Scenario) -> Scenario:
-        """The scenario with the name and bug of this scaling."""
         return replace(row, name=f"{row.name}, {self.name}", bug=self.bug)
 
 
@@ -320,12 +305,10 @@ SCALINGS = (
 )
 
 
-TARGET_SHARE = 1.5
-"""The share of a limit that scaled weights should reach."""
+TARGET_SHARE = 1.5  # the share of a limit that scaled weights should reach
 
 
-SCALED_SCENARIOS = ("prefill, 7 tokens", "batch of 3")
-"""Scenarios that run on scaled weights."""
+SCALED_SCENARIOS = ("prefill, 7 tokens", "batch of 3")  # scenarios that run on scaled weights
 
 
 LOUDEST = f"{INPUTS}|v_proj|w1|w3|Wqkv|lm_head|embed_out"

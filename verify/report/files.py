@@ -26,9 +26,7 @@ from llmconv.verify.sigma import sigma_text
 XML_ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 does not allow, section 2.2."""
 
-MARKDOWN_ROWS = 200
-"""Maximum number of rows; a CI step summary is limited to 1 MiB."""
-
+MARKDOWN_ROWS = 200  # maximum number of rows; a CI step summary is limited to 1 MiB
 COLUMNS = ("verdict", "scenario", "graph", "output", "sigma", "worst row", "max abs", "detail")
 NAMES = ("report.json", "junit.xml", "summary.md", "report.html")
 
@@ -63,8 +61,7 @@ def today(environment: Mapping[str, str] = os.environ) -> str:
 def reporter(folder: str | Path | None) -> Callable[[Report], Report]:
     """A function that writes a report (nothing if `folder` is None) and returns it; whether it can is checked now.
 
-    Raises:
-        InputRefused, OutputFailed: as `require_writable`.
+    Raises InputRefused, OutputFailed: as `require_writable`.
     """
     if folder is None:
         return lambda report: report
@@ -166,12 +163,10 @@ def _row(check: Check) -> str:
 
 
 def _cell(text: str, limit: int = NAME_LIMIT) -> str:
-    """Text with Markdown's special characters escaped."""
     return re.sub(r"([\\`*_{}\[\]<>#|!~&@])", r"\\\1", clean(text, limit))
 
 
-LIMIT = 9
-"""One less than the maximum of a step."""
+LIMIT = 9  # one less than the maximum of a step
 
 
 def annotation_lines(report: Report) -> list[str]:

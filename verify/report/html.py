@@ -85,7 +85,6 @@ def _banner(report: Report, date: str) -> str:
 
 
 def _statements(report: Report) -> list[str]:
-    """The table of what an induction showed."""
     if not report.statements:
         return []
     rows = "".join(
@@ -200,7 +199,6 @@ def _column(name: str) -> str:
 
 
 def _wide(content: str) -> str:
-    """Content that scrolls horizontally on narrow pages."""
     return f'<div class="wide">{content}</div>'
 
 
@@ -235,13 +233,11 @@ def _versions(report: Report) -> str:
 
 
 def _machine() -> str:
-    """The kind of machine that wrote the page."""
     count = os.cpu_count() or 1
     return f"{platform.system()}, {platform.machine()}, {count} core{'s' * (count > 1)}"
 
 
 def _text(text: str, limit: int = NAME_LIMIT) -> str:
-    """Escaped text, with parts in backticks as code."""
     return re.sub("`([^`]+)`", r"<code>\1</code>", escape(clean(text, limit)))
 
 
@@ -249,10 +245,8 @@ GATE = GATES["float32"].aggregate
 LEFT, TOP, ROW = 310, 26, 18
 WIDTH = 900
 LABEL_WIDTH = 36
-LAST_WIDTH = 48.0
-"""Minimum width of the last column, whose label is a word."""
-LABEL = 48
-"""Maximum number of shown characters of a scenario's name."""
+LAST_WIDTH = 48.0  # minimum width of the last column, whose label is a word
+LABEL = 48  # maximum number of shown characters of a scenario's name
 CURVE_HEIGHT = 180
 CURVE_LEFT = 50
 
@@ -356,7 +350,6 @@ def _y(sigma: float, top: float) -> float:
 
 
 def layer_count(checks: Sequence[Check]) -> int:
-    """Number of layers in the names of outputs."""
     return 1 + max((layer for check in checks if (layer := layer_of(check.output)) is not None), default=-1)
 
 

@@ -26,7 +26,6 @@ class ScenarioLines:
         return lines
 
     def close(self) -> list[str]:
-        """The lines of the last scenario."""
         lines, self._checks = lines_of_scenario(self._checks, several_graphs=len(self._graphs) > 1), []
         return lines
 

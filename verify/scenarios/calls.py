@@ -27,61 +27,41 @@ GARBAGE = 1e6
 GARBAGE_IN_FLOAT16 = 100.0
 """Larger values overflow in the product of queries and keys before the mask, also in the eager model."""
 
-GARBAGE_AFTER_FLOAT16 = 1e4
-"""For a float32 copy of a float16 graph, whose mask is the lowest float16 number, -65,504."""
+GARBAGE_AFTER_FLOAT16 = 1e4  # for a float32 copy of a float16 graph, whose mask is the lowest float16 number, -65,504
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The properties of a model that the scenarios depend on.
-
-    Attributes:
-        max_positions: maximum context length in tokens; None for no limit.
-        windows: sizes in tokens of sliding windows and attention chunks, smallest first.
-        takes_positions: whether the model uses `position_ids`.
-        original: context length before rotary scaling, where other frequencies begin; None without rotary scaling.
-        keeps_states: some layer keeps a recurrent state, from which no token can be removed.
-        no_edits: why caches cannot be edited between two calls; empty if they can.
-        no_synthetic_past: why synthetic pasts cannot be used; empty if they can.
-        cache: cache shapes for one sequence and one token, by output name.
-        parameters: number of parameters; limits the size of synthetic pasts.
-        thorough: the suite is `full`, which allows larger synthetic pasts.
-        garbage: value of masked cache slots.
-        padding: id of the padding token; None without one.
-        greedy: continues a prompt [1, tokens] by the given number of greedy tokens.
-        extra_inputs: the extra inputs of the graphs by name, resolved.
-    """
+    """The properties of a model that the scenarios depend on."""
 
     vocab_size: int
-    max_positions: int | None = None
-    windows: tuple[int, ...] = ()
-    takes_positions: bool = True
+    max_positions: int | None = None  # maximum context length in tokens; None for no limit
+    windows: tuple[int, ...] = ()  # sizes in tokens of sliding windows and attention chunks, smallest first
+    takes_positions: bool = True  # whether the model uses `position_ids`
+    # context length before rotary scaling, where other frequencies begin; None without rotary scaling
     original: int | None = None
-    keeps_states: bool = False
-    no_edits: str = ""
-    no_synthetic_past: str = ""
+    keeps_states: bool = False  # some layer keeps a recurrent state, from which no token can be removed
+    no_edits: str = ""  # why caches cannot be edited between two calls; empty if they can
+    no_synthetic_past: str = ""  # why synthetic pasts cannot be used; empty if they can
+    # cache shapes for one sequence and one token, by output name
     cache: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    parameters: int = 0
-    thorough: bool = False
-    garbage: float = GARBAGE
-    padding: int | None = None
+    parameters: int = 0  # number of parameters; limits the size of synthetic pasts
+    thorough: bool = False  # the suite is `full`, which allows larger synthetic pasts
+    garbage: float = GARBAGE  # value of masked cache slots
+    padding: int | None = None  # id of the padding token; None without one
+    # continues a prompt [1, tokens] by the given number of greedy tokens
     greedy: Callable[[Array, int], Array] | None = None
+    # the extra inputs of the graphs by name, resolved
     extra_inputs: Mapping[str, ExtraInput] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class CacheEdit:
-    """A change that a client makes to a cache between two calls.
+    """A change that a client makes to a cache between two calls."""
 
-    Attributes:
-        rows: the sequence that each row continues, as in a beam search; None for no change.
-        drop: number of tokens removed from the end, as after a rejected draft.
-        garbage: value written to masked slots; 0 for no change.
-    """
-
-    rows: tuple[int, ...] | None = None
-    drop: int = 0
-    garbage: float = 0.0
+    rows: tuple[int, ...] | None = None  # the sequence that each row continues, as in a beam search; None for no change
+    drop: int = 0  # number of tokens removed from the end, as after a rejected draft
+    garbage: float = 0.0  # value written to masked slots; 0 for no change
 
     def apply(self, cache: Cache, mask: Array) -> Cache:
         """The edited cache of any runner; the given one is not changed.
@@ -122,37 +102,25 @@ class EditedCache:
     length: int
 
     def arrays(self) -> Mapping[str, Array]:
-        """Arrays by name."""
         return self.content
 
 
 @dataclass(frozen=True)
 class Call:
-    """The inputs of one call of a runner, with shapes as in `Runner.prefill`.
+    """The inputs of one call of a runner, with shapes as in `Runner.prefill`."""
 
-    Attributes:
-        input_ids: new tokens.
-        attention_mask: of past and new tokens.
-        position_ids: of the new tokens.
-        uniform: the positions follow from the mask, so that a graph without `position_ids` can run the call.
-        edit: applied to the cache before the call.
-        start: the synthetic past of a chain's first call; None for an empty cache.
-        known: tokens of the synthetic past, in every call of the chain; their cache is not compared.
-        extras: values of extra inputs by name, the others have their defaults; None before they are drawn.
-    """
-
-    input_ids: Array
-    attention_mask: Array
-    position_ids: Array
-    uniform: bool = True
-    edit: CacheEdit = field(default_factory=CacheEdit)
-    start: SyntheticPast | None = None
-    known: int = 0
+    input_ids: Array  # new tokens
+    attention_mask: Array  # of past and new tokens
+    position_ids: Array  # of the new tokens
+    uniform: bool = True  # the positions follow from the mask, so that a graph without `position_ids` can run the call
+    edit: CacheEdit = field(default_factory=CacheEdit)  # applied to the cache before the call
+    start: SyntheticPast | None = None  # the synthetic past of a chain's first call; None for an empty cache
+    known: int = 0  # tokens of the synthetic past, in every call of the chain; their cache is not compared
+    # values of extra inputs by name, the others have their defaults; None before they are drawn
     extras: Mapping[str, Array] | None = None
 
     @property
     def tokens(self) -> ModelCall:
-        """Its tokens, mask and positions."""
         return ModelCall(self.input_ids, self.attention_mask, self.position_ids)
 
     @property
@@ -167,8 +135,7 @@ class Call:
         return valid
 
 
-Chain = list[Call]
-"""Calls that continue each other's cache."""
+Chain = list[Call]  # calls that continue each other's cache
 
 
 def chain(
@@ -246,9 +213,7 @@ def holes_mask(batch: int, length: int, rng: np.random.Generator) -> Array:
 
 LARGEST = 24
 STEP = 1 / 16
-LOUDER = 32
-"""Factor of the values of the loud tokens, so that one token among thousands is visible."""
-
+LOUDER = 32  # factor of the values of the loud tokens, so that one token among thousands is visible
 MIB = 1 << 20
 
 
@@ -308,8 +273,7 @@ WINDOW = re.compile(r"^(?!max_)\w*(window(s|_size|_sizes|_len)?|attention_chunk_
 in RecurrentGemma, `sliding_window_size` in Inkling, `local_attention` in ModernBERT's decoder.
 """
 
-MOST = 6
-"""Maximum number of windows that are crossed; no known family has more than two."""
+MOST = 6  # maximum number of windows that are crossed; no known family has more than two
 
 
 def windows_of(config: Any) -> tuple[int, ...]:
@@ -333,8 +297,7 @@ def _sizes(fields: Mapping[str, Any]) -> Iterator[int]:
 
 BFLOAT16_BITS = np.uint32(0xFFFF0000)
 
-Extras = Mapping[str, ExtraInput]
-"""Resolved extra inputs by name."""
+Extras = Mapping[str, ExtraInput]  # resolved extra inputs by name
 
 
 def drawn(chain: Chain, inputs: Extras, rng: np.random.Generator, *, both_ways: bool = False) -> Chain:
@@ -358,7 +321,6 @@ def drawn(chain: Chain, inputs: Extras, rng: np.random.Generator, *, both_ways: 
 
 
 def _continued(extra: ExtraInput, before: Array | None, call: Call, rng: np.random.Generator) -> Array:
-    """The value in a call, after the value in the call before."""
     new = random_value(extra, call.tokens, rng)
     if before is None or SEQUENCE in extra.axes:
         return new
@@ -371,7 +333,6 @@ def _continued(extra: ExtraInput, before: Array | None, call: Call, rng: np.rand
 
 
 def _edited(extra: ExtraInput, array: Array, edit: CacheEdit) -> Array:
-    """The value after a change of the cache."""
     if edit.rows is not None and BATCH in extra.axes:
         array = np.take(array, edit.rows, axis=extra.axes.index(BATCH))
     if edit.drop and TOTAL in extra.axes:

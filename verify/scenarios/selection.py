@@ -31,14 +31,13 @@ CORE = (
 Tiny models: llama, gemma2, gpt2, bloom.
 """
 
-CORE_STREAMED = (
+CORE_STREAMED = (  # the same without the scenarios that edit a cache or make one up, which do not run layer by layer
     "right padding",
     "chunked prefill, pieces of 1 to 48 tokens",
     "left padding",
     "prefill, 33 tokens",
     "decode chain, 16 steps",
 )
-"""The same without the scenarios that edit a cache or make one up, which do not run layer by layer."""
 
 RANKS = (
     ("garbage under the mask", 136, 136),
@@ -78,14 +77,11 @@ whenever all are caught.
 """
 
 
-Clock = Callable[[], float]
-"""Seconds from any fixed moment."""
+Clock = Callable[[], float]  # seconds from any fixed moment
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 SYNTAX = "give a time above zero, such as `60s`, `5m` or `1h`; a number without a unit is seconds"
-
-SCALED = "scaled weights"
-"""All scalings, where they are chosen before the run."""
+SCALED = "scaled weights"  # all scalings, where they are chosen before the run
 
 _PLACES = {name: place for place, (name, *_) in enumerate(RANKS)}
 
@@ -114,27 +110,17 @@ def place_of(name: str) -> int:
 
 @dataclass(eq=False)
 class Budget:
-    """The time of one verification, and how it was used.
+    """The time of one verification, and how it was used."""
 
-    Attributes:
-        seconds: from the beginning of the verification; the mandatory scenarios may take longer.
-        clock: returns the time in seconds.
-        core: names of the mandatory scenarios, which run whatever the time.
-        opening: seconds until the first scenario began; None before that.
-        ran: name and seconds of each row that ran, in order.
-        left: names of the rows that did not run, in order.
-        core_seconds: seconds from the beginning to the end of the last mandatory scenario.
-        chosen: the names that were chosen before the run; None where each is decided when its turn comes.
-    """
-
-    seconds: float
-    clock: Clock = time.monotonic
-    core: frozenset[str] = frozenset(CORE)
+    seconds: float  # from the beginning of the verification; the mandatory scenarios may take longer
+    clock: Clock = time.monotonic  # returns the time in seconds
+    core: frozenset[str] = frozenset(CORE)  # names of the mandatory scenarios, which run whatever the time
     started: float = field(init=False)
-    opening: float | None = None
-    ran: list[tuple[str, float]] = field(default_factory=list)
-    left: dict[str, None] = field(default_factory=dict)
-    core_seconds: float = 0.0
+    opening: float | None = None  # seconds until the first scenario began; None before that
+    ran: list[tuple[str, float]] = field(default_factory=list)  # name and seconds of each row that ran, in order
+    left: dict[str, None] = field(default_factory=dict)  # names of the rows that did not run, in order
+    core_seconds: float = 0.0  # seconds from the beginning to the end of the last mandatory scenario
+    # the names that were chosen before the run; None where each is decided when its turn comes
     chosen: frozenset[str] | None = None
     _tokens: int = 0
     _measured: float = 0.0
@@ -156,12 +142,10 @@ class Budget:
 
     @property
     def used(self) -> float:
-        """Seconds since the beginning."""
         return self.clock() - self.started
 
     @property
     def reason(self) -> str:
-        """Why a row did not run."""
         if self.chosen is not None:
             return f"not run: by estimate, the budget of {self.seconds:g} s has no room for it"
         return f"not run: the budget of {self.seconds:g} s was used"
@@ -206,7 +190,6 @@ class Budget:
 
 
 def tokens_of(chains: Iterable[Chain]) -> int:
-    """Number of new tokens of all calls."""
     return sum(call.input_ids.size for chain in chains for call in chain)
 
 
@@ -257,22 +240,12 @@ class Paced(Generic[Row]):
 
 @dataclass(frozen=True)
 class Selection:
-    """The scenarios of a verification.
+    """The scenarios of a verification. Raises UsageProblem: the suite or a name is unknown, or `repeat` is below 1."""
 
-    Attributes:
-        suite: `quick` or `full`.
-        only: names of scenarios, of any suite; where given, only these are run.
-        repeat: number of runs of each call; all must give the same bits.
-        budget: limits the time; None to run all.
-
-    Raises:
-        UsageProblem: the suite or a name is unknown, or `repeat` is below 1.
-    """
-
-    suite: str = "quick"
-    only: Sequence[str] = ()
-    repeat: int = 1
-    budget: Budget | None = None
+    suite: str = "quick"  # `quick` or `full`
+    only: Sequence[str] = ()  # names of scenarios, of any suite; where given, only these are run
+    repeat: int = 1  # number of runs of each call; all must give the same bits
+    budget: Budget | None = None  # limits the time; None to run all
 
     def __post_init__(self) -> None:
         if self.suite not in {"quick", "full"}:
@@ -302,7 +275,6 @@ class Selection:
         return [one for one in planned if names is None or one[0].name in names]
 
     def calls(self, facts: ModelFacts) -> list[tuple[Scenario, list[Chain]]]:
-        """The scenarios that apply to a model, with their calls."""
         facts = replace(facts, thorough=self.suite == "full")
         built = [(scenario, _driven(scenario, facts)) for scenario in self.scenarios()]
         return [(scenario, chains) for scenario, chains in built if chains]
@@ -315,6 +287,5 @@ class Selection:
 
 
 def _driven(scenario: Scenario, facts: ModelFacts) -> list[Chain]:
-    """The calls of a scenario, with values of the extra inputs."""
     rng = np.random.default_rng(scenario.seed + 1)
     return [drawn(chain, facts.extra_inputs, rng) for chain in scenario.build(facts)]

@@ -37,22 +37,17 @@ from llmconv.verify.scenarios.calls import (
 CROSSING = (3, 1, 5)
 """New tokens of the calls across the edge of a window; the last reach the edge of a chunk even after padding."""
 
-BEFORE = 2
-"""Tokens between the past and the edge of the window."""
-
+BEFORE = 2  # tokens between the past and the edge of the window
 PADDING = 5
 LOUD = 10
 
 QUICK = (30, 62, 126, 254, 1022)
 MORE = (14, 46, 94, 158, 190, 318, 382, 510, 638, 766, 894, 1534, 2046, 3070, 4094, 8190, 16382, 32766)
-THEN = (2, 1)
-"""New tokens of the calls: two after a past of these lengths, then one after a past of a multiple of 16."""
-
+THEN = (2, 1)  # new tokens of the calls: two after a past of these lengths, then one after a past of a multiple of 16
 ROOM = {False: (1 << 24, 1 / 8), True: (1 << 26, 1 / 2)}
 """Largest synthetic cache, by whether the suite is full: elements, or a share of the model's parameters if larger."""
 
-BYTES = 8
-"""Bytes per element of the reference, which is float64."""
+BYTES = 8  # bytes per element of the reference, which is float64
 
 RowCounts = Callable[[ModelFacts], Sequence[int]]
 
@@ -102,7 +97,6 @@ def _after(lengths: Sequence[int], facts: ModelFacts, rng: np.random.Generator) 
 
 
 def _within(lengths: Sequence[int], facts: ModelFacts) -> list[int]:
-    """The lengths that fit into the context."""
     return [length for length in lengths if length + sum(THEN) <= (facts.max_positions or 1 << 40)]
 
 
@@ -152,9 +146,7 @@ quick_left_out = too_large(lambda facts: _within(QUICK, facts))
 more_left_out = too_large(lambda facts: _within(_more(facts), facts))
 
 
-MOST_NEW = 48
-"""The full suite runs every number of new tokens up to this, with and without a past."""
-
+MOST_NEW = 48  # the full suite runs every number of new tokens up to this, with and without a past
 PIECES = (1, 5, 6, 8, 9, 1, 10, 11, 12, 13)
 LONGER_PIECES = (1, 24, 32, 16, 48)
 """New tokens of consecutive calls in the quick suite; other scenarios have pieces of 2, 3, 4 and 7 tokens."""
@@ -163,14 +155,9 @@ LONGEST = 128
 LONGEST_WITH_STATES = 64
 """Tokens of one chain; shorter for layers with states, where the model recomputes all tokens in every call."""
 
-ROWS, COLUMNS, WIDE = 6, 24, 64
-"""Sequences and tokens of a call with spread positions; `WIDE` is for the full suite."""
-
-EVERY = 4096
-"""Number of positions in the full suite: all of a shorter context, evenly spaced ones of a longer context."""
-
-RAGGED = (3, 9, 1, 7, 5, 2)
-"""Tokens of six prompts; the first is padded, so that its mask cannot serve for all."""
+ROWS, COLUMNS, WIDE = 6, 24, 64  # sequences and tokens of a call with spread positions; `WIDE` is for the full suite
+EVERY = 4096  # number of positions in the full suite: all of a shorter context, evenly spaced ones of a longer context
+RAGGED = (3, 9, 1, 7, 5, 2)  # tokens of six prompts; the first is padded, so that its mask cannot serve for all
 
 
 def packed(lengths: Sequence[int], facts: ModelFacts) -> Iterator[list[int]]:
@@ -263,25 +250,18 @@ WINDOW_LIMITS = {False: (64, 512), True: (64, 1024)}
 
 @dataclass(frozen=True)
 class Scenario:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        name: unique, as printed.
-        bug: a public bug of this kind, and its effect.
-        chains: returns the calls for a model; empty where the scenario does not apply.
-        suite: `quick` scenarios also run in `full`.
-        left_out: why some chains that apply to the model are not run; empty if all are.
-    """
-
-    name: str
-    bug: str
+    name: str  # unique, as printed
+    bug: str  # a public bug of this kind, and its effect
+    # returns the calls for a model; empty where the scenario does not apply
     chains: Callable[[ModelFacts, np.random.Generator], list[Chain]]
-    suite: str = "quick"
+    suite: str = "quick"  # `quick` scenarios also run in `full`
+    # why some chains that apply to the model are not run; empty if all are
     left_out: Callable[[ModelFacts], str] = lambda facts: ""
 
     @property
     def seed(self) -> int:
-        """Seed of the tokens."""
         return zlib.crc32(self.name.encode())
 
     def build(self, facts: ModelFacts) -> list[Chain]:

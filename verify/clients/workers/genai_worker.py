@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-DEFAULT_PAD = 0
-"""The client's padding token where its configuration has none (0.18, `src/config.h`)."""
+DEFAULT_PAD = 0  # the client's padding token where its configuration has none (0.18, `src/config.h`)
 
 
 def main() -> None:

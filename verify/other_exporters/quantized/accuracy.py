@@ -44,22 +44,15 @@ PERCENTILES = {"median": 50.0, "p99": 99.0, "p99_9": 99.9}
 
 @dataclass
 class TokenCosts:
-    """The figures of a graph by token.
-
-    Attributes:
-        source: where the tokens are from.
-        nats: divergence of the next token.
-        agreed: whether the most likely next token is the model's.
-        losses: negative log-likelihoods of the text's tokens, of the model and of the graph.
-        uniform: divergence of equal probabilities for all tokens.
-    """
+    """The figures of a graph by token."""
 
     graph: str
-    source: str
-    nats: list[Array] = field(default_factory=list)
-    agreed: list[Array] = field(default_factory=list)
+    source: str  # where the tokens are from
+    nats: list[Array] = field(default_factory=list)  # divergence of the next token
+    agreed: list[Array] = field(default_factory=list)  # whether the most likely next token is the model's
+    # negative log-likelihoods of the text's tokens, of the model and of the graph
     losses: list[tuple[Array, Array]] = field(default_factory=list)
-    uniform: list[Array] = field(default_factory=list)
+    uniform: list[Array] = field(default_factory=list)  # divergence of equal probabilities for all tokens
     vocabulary: int = 0
 
     def add(self, wanted: Array, found: Array, ids: Array) -> None:
@@ -143,14 +136,9 @@ def _float64(logits: Any) -> Array:
 
 
 CHECK = "cost of quantization"
-ERRORS = 3.0
-"""Standard errors by which a mean must exceed a limit."""
-
-NEGLIGIBLE = 0.01
-"""Mean divergence in nats that is small with any number of bits."""
-
-KNOWING = 0.999
-"""A graph whose divergence is a larger share of that of equal probabilities knows nothing of the model."""
+ERRORS = 3.0  # standard errors by which a mean must exceed a limit
+NEGLIGIBLE = 0.01  # mean divergence in nats that is small with any number of bits
+KNOWING = 0.999  # A graph whose divergence is a larger share of that of equal probabilities knows nothing of the model
 
 
 @dataclass(frozen=True)
@@ -162,7 +150,6 @@ class AccuracyLimits:
 
     @property
     def given(self) -> bool:
-        """Whether there is any."""
         return self.divergence is not None or self.agreement is not None
 
 
@@ -238,14 +225,10 @@ def _check(cost: AccuracyCost, problem: str, found: str) -> Check:
     return Check(CHECK, cost.graph, "", verdict=verdict, detail=detail, agreement=cost.agreement, divergence=mean)
 
 
-SEED = 992720280
-"""Seed of the random tokens; fixed, so that figures of different versions can be compared."""
-PIECE = {"quick": 256, "full": 1024}
-"""Maximum number of tokens per piece."""
-TOKENS = {"quick": 1024, "full": 16384}
-"""Maximum total number of tokens."""
-DISTINCT = 32
-"""Minimum number of distinct tokens of a text; a tokenizer that does not know its characters makes fewer."""
+SEED = 992720280  # seed of the random tokens; fixed, so that figures of different versions can be compared
+PIECE = {"quick": 256, "full": 1024}  # maximum number of tokens per piece
+TOKENS = {"quick": 1024, "full": 16384}  # maximum total number of tokens
+DISTINCT = 32  # minimum number of distinct tokens of a text; a tokenizer that does not know its characters makes fewer
 
 
 @dataclass(frozen=True)
@@ -267,10 +250,8 @@ def token_sample(
     """The tokens of the beginning of a text file, by the tokenizer in the model's `folder`.
 
     Without a text they are of the evaluation text of llmconv, or random with a fixed seed if the folder has no
-    tokenizer that knows its words. `suite` is `quick` or `full`.
-
-    Raises:
-        InputRefused: the file is not a text or too short, or the folder has no matching tokenizer.
+    tokenizer that knows its words. `suite` is `quick` or `full`. Raises InputRefused: the file is not a text or too
+    short, or the folder has no matching tokenizer.
     """
     length = min(PIECE[suite], facts.max_positions or PIECE[suite])
     if text is None:
@@ -314,15 +295,11 @@ def _encoded(content: str, folder: Path, trust_remote_code: bool, most: int) -> 
     return first_ids(load_tokenizer(folder, trust_remote_code), content, most)
 
 
-NAME = "activation ranges"
-"""Name of the checks in reports."""
-
+NAME = "activation ranges"  # name of the checks in reports
 ROUNDING, RESTORING, PRODUCT = "QuantizeLinear", "DequantizeLinear", "MatMul"
 STEPS = 255
-TOLERANCE = 1e-3
-"""Largest relative difference of a scale, of which rounding noise is a hundredth."""
-NEAREST = 0.5 + STEPS * TOLERANCE / 2
-"""Largest distance of a zero point from its exact place."""
+TOLERANCE = 1e-3  # largest relative difference of a scale, of which rounding noise is a hundredth
+NEAREST = 0.5 + STEPS * TOLERANCE / 2  # largest distance of a zero point from its exact place
 
 Extremes = Mapping[str, Array]
 """The smallest and the largest number of every column, float32 [2, K], by name of the matrix."""
@@ -341,7 +318,6 @@ class ActivationRounding:
 
 
 def rounds_activations(model: onnx.ModelProto) -> bool:
-    """Whether a graph rounds activations in ranges that it contains."""
     return any(node.op_type == ROUNDING for node in nodes(model))
 
 
@@ -408,13 +384,11 @@ def check_ranges(
 
 
 def _roundings(model: onnx.ModelProto, constants: Constants) -> Iterator[ActivationRounding]:
-    """The rounding before each product with a dequantized matrix."""
     for node, codes in _products(model, constants):
         yield _rounding(codes, constants.makers.get(node.input[0]), constants)
 
 
 def _products(model: onnx.ModelProto, constants: Constants) -> Iterator[tuple[onnx.NodeProto, str]]:
-    """Products with a dequantized matrix, and the initializer of its codes."""
     for node in nodes(model):
         matrix = constants.makers.get(node.input[1]) if node.op_type == PRODUCT else None
         if matrix is not None and matrix.op_type == RESTORING and (codes := constants.initializer(matrix.input[0])):

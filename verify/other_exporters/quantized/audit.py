@@ -125,7 +125,6 @@ def match_zeros(found: Sequence[MatchedMatrix], reference: Mapping[str, LazyTens
 
 
 def _names(stored: QuantizedMatrix, reference: Mapping[str, LazyTensor]) -> list[str]:
-    """The tensors that a matrix is named after."""
     parts = stored.name.split(JOINED)
     return [name for part in parts if (name := reference_name(part.removesuffix(CODES), reference))]
 
@@ -172,8 +171,7 @@ def _filled(gap: range, columns: int, free: Mapping[str, tuple[int, int]]) -> li
 
 EVERY_CALL = "so onnxruntime's CPU dequantizes the whole matrix at every call"
 LEVEL, INT8 = "accuracy_level", 4
-ZEROS, GROUPS = 3, 4
-"""Indices of inputs of MatMulNBits."""
+ZEROS, GROUPS = 3, 4  # indices of inputs of MatMulNBits
 PRODUCTS = {"MatMul", "Gemm", "FusedMatMul"}
 
 

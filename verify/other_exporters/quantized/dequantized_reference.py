@@ -177,10 +177,8 @@ Known = Callable[[onnx.ModelProto, Constants], Container[str] | None]
 def remove_rounding(model: onnx.ModelProto, constants: Constants, known: Container[str] | None = None) -> list[str]:
     """Removes the rounding of activations in place; returns the operators that did it, each once.
 
-    `known` are values in a fixed range that may be replaced by their unrounded values; None for all.
-
-    Raises:
-        UnsupportedInput: the rounding cannot be removed.
+    `known` are values in a fixed range that may be replaced by their unrounded values; None for all. Raises
+    UnsupportedInput: the rounding cannot be removed.
     """
     unrounded = {name: make for scheme in schemes().values() for name, make in scheme.unrounded.items()}
     changed: dict[str, None] = {}
@@ -207,10 +205,8 @@ def unrounded_copy(path: Path, known: Known) -> Iterator[tuple[Path, list[str]]]
     """Context with a copy of a graph without the rounding of activations, and the operators that round.
 
     If there are none, the result is the file itself, else a temporary copy with its external data. `known` returns that
-    argument of `remove_rounding`, given the graph and its constants.
-
-    Raises:
-        UnsupportedInput: the rounding cannot be removed.
+    argument of `remove_rounding`, given the graph and its constants. Raises UnsupportedInput: the rounding cannot be
+    removed.
     """
     model = load_guarded(path)
     constants = Constants(model, path.parent)
@@ -242,9 +238,8 @@ class PlainModel:
 def plain_model(folder: Path) -> Iterator[PlainModel]:
     """Context with the folder itself if its weights are plain, else a temporary one with their values in float32.
 
-    Raises:
-        MalformedInput: missing or mismatched parts of a quantized weight.
-        UnsupportedInput: an unknown quantization method.
+    Raises MalformedInput: missing or mismatched parts of a quantized weight; UnsupportedInput: an unknown quantization
+    method.
     """
     if not read_json(folder / "config.json").get(FIELD) or not (found := quantized_checkpoint(open_checkpoint(folder))):
         yield PlainModel(folder, {})
@@ -265,8 +260,7 @@ def _kept(checkpoint: QuantizedCheckpoint) -> dict[str, DType]:
     return {name: codes.scale_dtype for name, codes in found.items() if codes and codes.has_operator}
 
 
-STACK = 3
-"""Dimensions of a stack of matrices."""
+STACK = 3  # dimensions of a stack of matrices
 
 
 def unstacked(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -313,8 +307,7 @@ def _rows(tensor: LazyTensor, index: int, start: int, stop: int) -> Array:
 
 FILES, SUFFIX = "quantized*.safetensors", ".smoothing"
 FLOAT32 = BY_NAME["float32"]
-LARGEST = 64
-"""The largest exponent of a factor that float32 weights can be divided by and multiplied with."""
+LARGEST = 64  # the largest exponent of a factor that float32 weights can be divided by and multiplied with
 SHOWN = 4
 MATRIX = 2
 
@@ -332,7 +325,6 @@ class StoredSmoothing:
         return cls({name.removesuffix(SUFFIX): found for name, found in tensors.items() if name.endswith(SUFFIX)})
 
     def problems(self, reference: Mapping[str, LazyTensor]) -> list[str]:
-        """Descriptions of the wrong factors of each tensor."""
         return [f"`{name}{SUFFIX}` {problem}" for name in self.factors if (problem := self._problem(name, reference))]
 
     def _problem(self, name: str, reference: Mapping[str, LazyTensor]) -> str:

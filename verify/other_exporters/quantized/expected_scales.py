@@ -31,33 +31,22 @@ from llmconv.verify.other_exporters.quantized.quantized_matrix import TINY, Quan
 from llmconv.verify.other_exporters.quantized.quantized_matrix import TINY as SMALL
 from llmconv.verify.other_exporters.quantized.tensor_matching import TensorMatch
 
-TINY_SCALE = np.float32(SMALL)
-"""A block with a smaller range is stored as zeros."""
-FOUR_BITS = 15
-"""The largest code of 4 bits."""
-HALF = np.float32(0.49999997)
-"""Added and truncated, ties go away from zero."""
-
-POINT = 0.5 + 1e-3
-"""Maximum distance of a zero point of plain rounding from its quotient."""
-
-RANGES = 0.5 / 15.925, 3.6 / 13.825
-"""Least and largest scale of a search, as a share of the range of a block."""
-EXTREMES = 0.5 / 8.6, 1.5 / 6.2
-"""The same if it is symmetric, as a share of the extreme value."""
+TINY_SCALE = np.float32(SMALL)  # A block with a smaller range is stored as zeros
+FOUR_BITS = 15  # the largest code of 4 bits
+HALF = np.float32(0.49999997)  # added and truncated, ties go away from zero
+POINT = 0.5 + 1e-3  # maximum distance of a zero point of plain rounding from its quotient
+RANGES = 0.5 / 15.925, 3.6 / 13.825  # least and largest scale of a search, as a share of the range of a block
+EXTREMES = 0.5 / 8.6, 1.5 / 6.2  # the same if it is symmetric, as a share of the extreme value
 POINTS = 14.0, 15.75, 1.501
 """Zero points of a search: `-low / range` times the first to the second, and so far from there."""
 
-TURNS = 6
-"""Ranges that a search tries first."""
+TURNS = 6  # ranges that a search tries first
 FIRST, STEP = {False: np.float32(14), True: np.float32(-6.4)}, {False: np.float32(0.35), True: np.float32(-0.4)}
 """Steps of the first range, and from each to the next; of one with zero points, and of a symmetric one."""
-AT_ONCE = 1 << 13
-"""Blocks that are searched at once, which fit into a core's cache."""
+AT_ONCE = 1 << 13  # blocks that are searched at once, which fit into a core's cache
 ERASED = 0.75
 """Maximum root mean square error of a block as a share of its weights; at most 0.55 in draws without heavy tails."""
-MOVED = 4
-"""Steps by which error feedback moves weights before their scale is chosen."""
+MOVED = 4  # steps by which error feedback moves weights before their scale is chosen
 
 
 def plain(blocks: Blocks) -> Array:
@@ -179,7 +168,6 @@ def _rounding(blocks: Blocks, size: Array) -> Array:
 
 
 def _rounded(values: Array, largest: int) -> Array:
-    """Values rounded to codes, ties away from zero."""
     codes: Array = np.trunc(np.clip(values, np.float32(0), np.float32(largest)) + HALF)
     return codes
 
@@ -221,8 +209,7 @@ def _description(blocks: Blocks, fits: Array, first: int, what: str) -> str:
 
 
 STEPS = 127
-SMALLEST = float(np.finfo(np.float32).tiny)
-"""A column with a smaller scale is stored as zeros, with the scale 1."""
+SMALLEST = float(np.finfo(np.float32).tiny)  # A column with a smaller scale is stored as zeros, with the scale 1
 
 
 class ColumnScales:
@@ -294,31 +281,20 @@ def beyond_feedback(steps: Array, size: int, first: int) -> str:
     return f"row {first + row}, block {block} is off by {shift:+.1f} steps on average: its zero point may be wrong"
 
 
-EXACT = 1e-5
-"""Maximum relative difference of quotients and sums in float32."""
+EXACT = 1e-5  # maximum relative difference of quotients and sums in float32
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Some rows of a matrix in blocks.
+    """Some rows of a matrix in blocks."""
 
-    Attributes:
-        weights: float32 [rows, blocks, size], padded with zeros.
-        scales: float64 [rows, blocks], as stored.
-        zeros: float64 [rows, blocks].
-        values: what the codes stand for, float64 [rows, blocks, size].
-        largest: the largest code.
-        dtype: of the stored scales.
-        symmetric: no zero points are stored.
-    """
-
-    weights: Array
-    scales: Array
-    zeros: Array
-    values: Array
-    largest: int
-    dtype: np.dtype
-    symmetric: bool
+    weights: Array  # float32 [rows, blocks, size], padded with zeros
+    scales: Array  # float64 [rows, blocks], as stored
+    zeros: Array  # float64 [rows, blocks]
+    values: Array  # what the codes stand for, float64 [rows, blocks, size]
+    largest: int  # the largest code
+    dtype: np.dtype  # of the stored scales
+    symmetric: bool  # no zero points are stored
 
     @classmethod
     def of(cls, stored: QuantizedMatrix, original: Array, columns: slice, start: int) -> Blocks | None:
@@ -338,7 +314,6 @@ class Blocks:
 
     @property
     def middle(self) -> int:
-        """The zero point of symmetric blocks."""
         return (self.largest + 1) // 2
 
     @cached_property
@@ -360,7 +335,6 @@ class Blocks:
 
     @cached_property
     def extreme(self) -> Array:
-        """The value of largest magnitude."""
         extreme: Array = np.where(self.high > -self.low, self.high, self.low).astype(np.float64)
         return extreme
 

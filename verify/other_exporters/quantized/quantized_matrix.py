@@ -17,15 +17,13 @@ from llmconv.runtime.onnxruntime.guard import external_fields, nodes
 from llmconv.tensors import Array
 from llmconv.verify.audit.weights import initializer_values
 
-SUB_BYTE = {
+SUB_BYTE = {  # element types of less than a byte: number of bits, and whether they are signed
     name: (bits, name.startswith("INT"))
     for name, bits in (("UINT4", 4), ("INT4", 4), ("UINT2", 2), ("INT2", 2))
     if hasattr(TensorProto, name)
 }
-"""Element types of less than a byte: number of bits, and whether they are signed."""
 
-RESHAPING = {"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}
-"""Operators that keep the order of elements."""
+RESHAPING = {"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}  # operators that keep the order of elements
 HALF = {TensorProto.FLOAT16, TensorProto.BFLOAT16}
 DEPTH = 8
 
@@ -70,7 +68,6 @@ class Constants:
         return None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the initializer of a value."""
         return tuple(self._tensors[self.initializer(name)].dims)
 
     def after(self, name: str) -> Iterator[onnx.NodeProto]:
@@ -115,36 +112,25 @@ TINY = 1e-30
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """A matrix `[rows, columns]` with the values `(code - zero point) * scale` in float32.
+    """A matrix `[rows, columns]` with the values `(code - zero point) * scale` in float32."""
 
-    Attributes:
-        name: name of the initializer with the codes.
-        kind: description of its format.
-        shape: rows and columns in the graph.
-        codes: `codes(start, stop)` returns rows of integers.
-        scale, zero: grids of floats; element `(i, j)` has those at `(i // repeat[0], j // repeat[1])`.
-        scales: name of the initializer with the scales.
-        looked_up, multiplied: whether it is an embedding, and whether it is a factor of a product.
-        largest: the largest code, if it is known.
-        smallest: the smallest code.
-        columns: place of every column among those of `scale` and `zero`, if those are in another order.
-        symmetric: no zero points are stored: each is the middle of the codes.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, int]
-    codes: Callable[[int, int], Array]
+    name: str  # name of the initializer with the codes
+    kind: str  # description of its format
+    shape: tuple[int, int]  # rows and columns in the graph
+    codes: Callable[[int, int], Array]  # `codes(start, stop)` returns rows of integers
+    # scale, zero: grids of floats; element `(i, j)` has those at `(i // repeat[0], j // repeat[1])`
     scale: Array
     zero: Array
     repeat: tuple[int, int]
-    scales: str
+    scales: str  # name of the initializer with the scales
+    # looked_up, multiplied: whether it is an embedding, and whether it is a factor of a product
     looked_up: bool = False
     multiplied: bool = True
-    largest: int | None = None
-    smallest: int = 0
+    largest: int | None = None  # the largest code, if it is known
+    smallest: int = 0  # the smallest code
+    # place of every column among those of `scale` and `zero`, if those are in another order
     columns: Array | None = None
-    symmetric: bool = False
+    symmetric: bool = False  # no zero points are stored: each is the middle of the codes
 
     def rows(self, start: int, stop: int) -> Array:
         """Rows `start:stop` in float32."""
@@ -175,16 +161,12 @@ class QuantizedMatrix:
 
 @dataclass(frozen=True)
 class QuantizationScheme:
-    """How some operators store quantized weights; one file in `schemes` each.
+    """How some operators store quantized weights; one file in `schemes` each."""
 
-    Attributes:
-        operators: the operators with quantized weights.
-        matrix: returns the matrix of a node; None if it has no constant one.
-        unrounded: functions by operator that return nodes without the rounding of activations at run time.
-    """
-
-    operators: frozenset[str]
+    operators: frozenset[str]  # the operators with quantized weights
+    # returns the matrix of a node; None if it has no constant one
     matrix: Callable[[onnx.NodeProto, Constants], QuantizedMatrix | None]
+    # functions by operator that return nodes without the rounding of activations at run time
     unrounded: Mapping[str, Callable[[onnx.NodeProto, Constants], Sequence[onnx.NodeProto] | None]]
 
 
@@ -194,7 +176,6 @@ def is_zero(values: Array) -> bool:
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, int]:
-    """The integers among a node's attributes."""
     return {found.name: found.i for found in node.attribute if found.type == onnx.AttributeProto.INT}
 
 
@@ -210,7 +191,6 @@ def rows_of(codes: Array, shape: Sequence[int]) -> Callable[[int, int], Array]:
 
 
 def unreadable(node: onnx.NodeProto, what: str) -> UnsupportedInput:
-    """The error for a matrix in an unknown format."""
     return UnsupportedInput(f"`{node.op_type}` {what}", hint="verify the graph without quantization")
 
 

@@ -40,26 +40,20 @@ from llmconv.verify.other_exporters.quantized.expected_scales import (
 from llmconv.verify.other_exporters.quantized.quantized_matrix import TINY, QuantizedMatrix, attributes, input_name
 from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix, TensorMatch
 
-EXACT = 1e-6
-"""Maximum relative difference of values that are the same product in float32, in another order."""
+EXACT = 1e-6  # maximum relative difference of values that are the same product in float32, in another order
 
 
 @dataclass(frozen=True)
 class ExpectedCodes:
-    """What the codes of quantized weights must be.
+    """What the codes of quantized weights must be."""
 
-    Attributes:
-        nearest: every code is the nearest one, given its scale and zero point, and these are what an export chooses.
-        plain: scales of 4 bits come from extreme values alone, as those of 8 bits always do.
-        weighted: scales of 4 bits suit the columns that matter on a text; values of others may be far beyond the codes.
-        feedback: codes of 4 bits are those of GPTQ, which are the nearest to other values.
-        kept: weights whose values are those of the reference, with the dtype of its scales; by name.
-    """
-
+    # every code is the nearest one, given its scale and zero point, and these are what an export chooses
     nearest: bool = False
-    plain: bool = False
+    plain: bool = False  # scales of 4 bits come from extreme values alone, as those of 8 bits always do
+    # scales of 4 bits suit the columns that matter on a text; values of others may be far beyond the codes
     weighted: bool = False
-    feedback: bool = False
+    feedback: bool = False  # codes of 4 bits are those of GPTQ, which are the nearest to other values
+    # weights whose values are those of the reference, with the dtype of its scales; by name
     kept: Mapping[str, DType] = field(default_factory=dict)
 
     def scales_of(self, name: str) -> DType | None:
@@ -95,26 +89,18 @@ def other_values(values: Array, original: Array, codes: Array, scales: np.dtype,
 
 NEAR, NEAR_SHARE = 0.6, 1 / 8
 """With rounding to the nearest code, the maximum share of elements of a stretch with an error above this many steps."""
-FAR, FAR_SHARE = 2.0, 1 / 2
-"""The same for other rounding."""
+FAR, FAR_SHARE = 2.0, 1 / 2  # the same for other rounding
 NEAREST = 0.02
 """Maximum share of all elements with an error above `NEAR` with which rounding counts as to the nearest code."""
-SHIFTED, SHIFTED_SHARE = 0.75, 0.6
-"""A larger share of all elements with an error above this many steps is not rounding."""
-GROWING = 12.0
-"""Maximum median t squared of errors regressed on codes per stretch: 0.5 if they are independent."""
-IMPLAUSIBLE = 0.5
-"""Maximum relative error of a matrix to its tensor."""
+SHIFTED, SHIFTED_SHARE = 0.75, 0.6  # A larger share of all elements with an error above this many steps is not rounding
+GROWING = 12.0  # maximum median t squared of errors regressed on codes per stretch: 0.5 if they are independent
+IMPLAUSIBLE = 0.5  # maximum relative error of a matrix to its tensor
 FEEDBACK_LINES = 0.5
 """With error feedback, single stretches of a real model are off by several steps; in a wrong row most of them are."""
-FOUR_BITS = 15
-"""The largest code of 4 bits."""
-HALF_STEP = 0.5 + 1e-3
-"""Maximum distance from the nearest code in steps, which are rounded to float32."""
-STRETCH, LEAST = 64, 16
-"""Elements of a stretch along a row or column, and minimum for the last one."""
-MAX_ROWS = 512
-"""Rows in memory at a time."""
+FOUR_BITS = 15  # the largest code of 4 bits
+HALF_STEP = 0.5 + 1e-3  # maximum distance from the nearest code in steps, which are rounded to float32
+STRETCH, LEAST = 64, 16  # elements of a stretch along a row or column, and minimum for the last one
+MAX_ROWS = 512  # rows in memory at a time
 
 
 @dataclass(frozen=True)
@@ -128,26 +114,20 @@ class RoundingError:
 
 @dataclass
 class _Tally:
-    """Sums over the rows of one match.
+    """Sums over the rows of one match."""
 
-    Attributes:
-        error, size: sums of squares of errors and of original values.
-        count: number of elements.
-        beyond: number of elements with an error above `NEAR` and above `SHIFTED`.
-        odd: description of the first stretch that exceeds the limit of `NEAR` or `FAR`.
-        other: description of the first element with another code or scale than expected.
-        growth: t squared of stretches, along rows and along columns.
-        lines: as in `_stretch`.
-    """
-
+    # error, size: sums of squares of errors and of original values
     error: float = 0.0
     size: float = 0.0
-    count: int = 0
+    count: int = 0  # number of elements
+    # number of elements with an error above `NEAR` and above `SHIFTED`
     beyond: Array = field(default_factory=lambda: np.zeros(2, dtype=np.int64))
+    # description of the first stretch that exceeds the limit of `NEAR` or `FAR`
     odd: dict[float, str] = field(default_factory=dict)
-    other: str = ""
+    other: str = ""  # description of the first element with another code or scale than expected
+    # t squared of stretches, along rows and along columns
     growth: dict[int, list[Array]] = field(default_factory=lambda: {1: [], 0: []})
-    lines: float = 0.0
+    lines: float = 0.0  # as in `_stretch`
 
     def add(self, steps: Array, codes: Array, first: int) -> None:
         """Adds the errors in steps, and the codes minus their zero point, of rows from `first` on."""
@@ -170,7 +150,6 @@ class _Tally:
 def rounding_errors(
     found: MatchedMatrix, reference: Mapping[str, LazyTensor], expected: ExpectedCodes = ANY_ROUNDING
 ) -> list[RoundingError]:
-    """The rounding errors of every tensor in a matrix."""
     return [_rounding_error(found, match, reference[match.name], expected) for match in found.matches]
 
 
@@ -355,8 +334,7 @@ def _description(what: str, line: int, lines: int, off: Array) -> str:
 OPERATOR, BITS = "MatMulNBits", 4
 """Matrices that are rounded anew; those of 8 bits are plainly rounded by `llmconv export` already, but for factors."""
 
-MIDDLE = {4: 0x88, 8: 0x80}
-"""Bytes of zero points."""
+MIDDLE = {4: 0x88, 8: 0x80}  # bytes of zero points
 
 
 @dataclass(frozen=True)
@@ -426,7 +404,6 @@ def _round(
     tensors: Mapping[str, LazyTensor],
     folder: Path,
 ) -> None:
-    """Overwrites codes, scales and zero points of a matrix."""
     count, size, bits = found.stored.shape[0], attributes(node)["block_size"], _bits(node)
     codes, scales, zeros = (_bytes(tensor, count, folder) if tensor else None for tensor in inputs)
     assert codes and scales and inputs[1]
@@ -448,7 +425,6 @@ def _bytes(tensor: onnx.TensorProto, rows: int, folder: Path) -> _Bytes:
 
 
 def _restore_norms(folder: Path, smoothing: StoredSmoothing, original: Mapping[str, LazyTensor]) -> None:
-    """Overwrites norms that were divided by factors with those of the model."""
     for path in folder.glob(FILES):
         for name, tensor in read_header(path).tensors.items():
             if name in smoothing.factors and len(tensor.shape) == 1:

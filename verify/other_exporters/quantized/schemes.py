@@ -50,8 +50,7 @@ from llmconv.verify.other_exporters.quantized.quantized_matrix import (
 )
 
 LOOKUPS = {"Gather"}
-PLACES = (("axis", 1), ("block_size", 0))
-"""Attributes that say which scale belongs to an element, and their default."""
+PLACES = (("axis", 1), ("block_size", 0))  # attributes that say which scale belongs to an element, and their default
 
 
 def _dequantized(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix | None:
@@ -260,8 +259,7 @@ INTEGER_PRODUCTS = QuantizationScheme(
 
 
 LEVEL, FLOAT32 = "accuracy_level", 1
-CODES, SCALES, ZEROS, GROUPS, BIAS = 1, 2, 3, 4, 5
-"""Indices of inputs."""
+CODES, SCALES, ZEROS, GROUPS, BIAS = 1, 2, 3, 4, 5  # indices of inputs
 
 
 def _product_of_codes(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix | None:
@@ -394,12 +392,10 @@ UNSUPPORTED = {"MatMulBnb4", "QMoE", "MoE", "QLinearMatMul", "QGemm", "QAttentio
 
 @cache
 def schemes() -> dict[str, QuantizationScheme]:
-    """The schemes by operator."""
     return {operator: scheme for scheme in SCHEMES for operator in scheme.operators}
 
 
 def quantized_operators(model: onnx.ModelProto) -> list[str]:
-    """Operators of a graph with quantized weights, each once."""
     found = dict.fromkeys(node.op_type for node in nodes(model))
     return [name for name in found if name in schemes() or name in UNSUPPORTED]
 

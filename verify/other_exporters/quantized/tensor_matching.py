@@ -26,8 +26,7 @@ from llmconv.verify.audit.weights import reference_name
 from llmconv.verify.other_exporters.quantized.quantized_matrix import QuantizedMatrix, is_zero
 
 FLOATS = {"float16", "float32", "float64", "bfloat16"}
-PREFIX = 8
-"""Number of equal elements of a vector after which the rest is compared."""
+PREFIX = 8  # number of equal elements of a vector after which the rest is compared
 
 
 @dataclass(frozen=True)
@@ -41,26 +40,19 @@ class TensorRows:
 
 @dataclass
 class InitializerContent:
-    """One initializer and the matching tensors of the model.
-
-    Attributes:
-        whole: the tensor with the same content; empty if there is none.
-        form: how the tensor was changed, such as `transposed`.
-        parts: tensors that it contains, or that it was split from.
-        others: further tensors with the content of `whole`, such as norms that are all ones.
-    """
+    """One initializer and the matching tensors of the model."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     read: Callable[[], Array]
-    whole: str = ""
-    form: str = ""
-    parts: list[TensorRows] = field(default_factory=list)
+    whole: str = ""  # the tensor with the same content; empty if there is none
+    form: str = ""  # how the tensor was changed, such as `transposed`
+    parts: list[TensorRows] = field(default_factory=list)  # tensors that it contains, or that it was split from
+    # further tensors with the content of `whole`, such as norms that are all ones
     others: set[str] = field(default_factory=set)
 
     @property
     def names(self) -> set[str]:
-        """Names of all matching tensors."""
         return {self.whole, *self.others} if self.whole else {part.name for part in self.parts}
 
     def match(self, name: str, form: str, *, is_own: bool) -> None:
@@ -118,7 +110,6 @@ def match_contents(contents: Mapping[str, InitializerContent], reference: Mappin
 
 
 def _each(reference: Mapping[str, LazyTensor], dtypes: Iterable[np.dtype[Any]]) -> Iterator[tuple[str, Array]]:
-    """The model's tensors in the dtypes of the graph."""
     for name, tensor in _floats(reference):
         values = tensor.read()
         yield from ((name, values.astype(dtype, copy=False)) for dtype in dtypes)
@@ -169,10 +160,8 @@ def digest(values: Array) -> str:
     return hashlib.sha256(np.ascontiguousarray(values).view(np.uint8).data).hexdigest()
 
 
-ROWS = 8
-"""Number of compared rows."""
-ALIKE = 0.7
-"""Minimum median cosine of rows that are equal up to rounding."""
+ROWS = 8  # number of compared rows
+ALIKE = 0.7  # minimum median cosine of rows that are equal up to rounding
 MATRIX = 2
 
 
@@ -201,7 +190,6 @@ class MatchedMatrix:
 
     @property
     def names(self) -> set[str]:
-        """Names of the matching tensors."""
         return {match.name for match in self.matches}
 
     @property
@@ -242,7 +230,6 @@ def _sampled(name: str, tensor: LazyTensor) -> list[_SampledRows]:
 
 
 def _has_sizes(rows: Array) -> Array:
-    """Where rows are not zero."""
     return np.array([not is_zero(row) for row in rows], dtype=bool)
 
 
@@ -296,7 +283,6 @@ def _parts(
 
 
 def _inside(lines: Array, samples: list[_SampledRows], by_columns: bool) -> Iterator[TensorMatch]:
-    """Tensors that are a part of the matrix."""
     for sample in samples:
         if sample.shape[1] == lines.shape[1] and sample.shape[0] <= len(lines):
             first = _offset(sample.rows, sample.at, lines)
@@ -308,7 +294,6 @@ def _inside(lines: Array, samples: list[_SampledRows], by_columns: bool) -> Iter
 def _around(
     lines: Array, samples: list[_SampledRows], by_columns: bool, reference: Mapping[str, LazyTensor]
 ) -> Iterator[TensorMatch]:
-    """Tensors that the matrix is a part of."""
     at = _sample_indices(len(lines))
     for sample in samples:
         if sample.shape[1] == lines.shape[1] and sample.shape[0] > len(lines):
@@ -319,7 +304,6 @@ def _around(
 
 
 def _as_match(sample: _SampledRows, by_columns: bool, lines: range, across: range, start: int) -> TensorMatch:
-    """The match in the orientation of the quantized matrix."""
     if by_columns:
         return TensorMatch(sample.name, not sample.transposed, across, lines, 0, start)
     return TensorMatch(sample.name, sample.transposed, lines, across, start, 0)
