@@ -310,10 +310,7 @@ def _sources(output: Place, *paths: Path) -> list[Path]:
 
 
 def open_model(name: str | Path) -> Checkpoint:
-    """A model in Hugging Face names, its tensors lazy; InputRefused if it is not readable, or a delta or an adapter.
-
-    `name` is a Hugging Face folder, or a checkpoint that `to-hf` reads without options; a path, URI or hub id.
-    """
+    """A Hugging Face folder, or what `to-hf` reads (path, URI, id), lazy; InputRefused for anything else."""
     with reading_safely(name):
         path = local_path(name, in_parts=True)
         if (path / DELTA_FILE).is_file():

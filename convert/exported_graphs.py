@@ -202,10 +202,7 @@ def _export_options(manifest: Manifest) -> Mapping[str, Any]:
 
 
 def _kind(name: str, tensors: Mapping[str, LazyTensor], size: int | None) -> tuple[int, int]:
-    """Bits and block size of a weight; the size is 0 for int8 codes, which have a scale per column.
-
-    Without a known size the bits follow from the zero points of a row, which are packed like codes.
-    """
+    """Bits and block size of a weight (0: a scale per column); without a size, bits follow from a row's zero points."""
     codes = tensors[name + CODES]
     if codes.dtype.name == "int8":
         return 8, 0
@@ -268,10 +265,7 @@ class VerdictSummary:
 
 
 def verdict_in(folder: Path, graphs: Sequence[GraphSummary]) -> VerdictSummary | None:
-    """The verdict in the manifest of a folder; None if there is none, MalformedInput if the manifest is invalid.
-
-    Graph files are read in full; of weight files only the size and the header are compared.
-    """
+    """The recorded verdict, or None; MalformedInput: invalid manifest. Graphs are read, of weights size and header."""
     content = read_manifest(folder).verified
     if content is None:
         return None

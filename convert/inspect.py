@@ -355,10 +355,7 @@ MODULES = "modules.json"
 
 
 def modules_in(folder: Path) -> tuple[str, ...]:
-    """The last component of the types of the modules, in order, such as `Pooling`; empty without the file.
-
-    Raises MalformedInput if it is not such a list, or a link out of the folder.
-    """
+    """The kinds of modules in order, such as `Pooling`; empty without the file, MalformedInput: no list, a link out."""
     if not (folder / MODULES).is_file():
         return ()
     try:

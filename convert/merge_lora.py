@@ -309,10 +309,7 @@ class QuantizedBase(QuantizedCheckpoint):
         return f"{len(self.weights)} quantized weights ({self.method.name}) become plain {kind}"
 
     def requantized(self, merged: Checkpoint) -> tuple[Checkpoint, dict[str, PackedWeight]]:
-        """The result of merging into `plain`, in the base's format; and the changed weights, by their plain names.
-
-        Unchanged weights keep their bytes. Raises UnsupportedInput if the merge renamed or resized quantized weights.
-        """
+        """The result in the base's format, and changed weights; UnsupportedInput if weights moved or were resized."""
         self._require_in_place(merged)
         changed = {
             name: weight.requantized(with_recent_rows(merged[name]))
@@ -355,10 +352,7 @@ class QuantizedBase(QuantizedCheckpoint):
 
 
 def quantized_base(checkpoint: Checkpoint) -> QuantizedBase | None:
-    """A checkpoint as a quantized base, or None if its config has no `quantization_config`.
-
-    Raises MalformedInput for missing or mismatched parts of a weight, UnsupportedInput for an unknown method.
-    """
+    """The quantized base, or None; MalformedInput: parts missing or mismatched, UnsupportedInput: unknown method."""
     found = quantized_checkpoint(checkpoint)
     return QuantizedBase(found.stored, found.method, found.weights, found.plain) if found else None
 
@@ -388,10 +382,7 @@ most of the update is lost, or most of the change is rounding."""
 
 
 class UpdateSums(NamedTuple):
-    """Sums over elements: `wanted` Σ ΔW², `found` Σ (W'_q - W_q)², `common` Σ ΔW·(W'_q - W_q).
-
-    ΔW is the update, W'_q - W_q the change after quantization.
-    """
+    """Sums over elements of ΔW² (`wanted`), the change after quantization squared (`found`), products (`common`)."""
 
     wanted: float
     found: float

@@ -52,10 +52,7 @@ def open_training(
     *,
     rewrite: bool = False,
 ) -> Checkpoint:
-    """Opens a training checkpoint of any known format, in Hugging Face names; other arguments and errors as in `to_hf`.
-
-    `options` are those of `to_hf` that only some formats have; with `rewrite` the folder may be a Hugging Face model.
-    """
+    """Opens a checkpoint of any format, with its `options`; `rewrite`: also a Hugging Face folder; else as `to_hf`."""
     with reading_safely(source):
         path = local_path(source, in_parts=True)
         if is_recorded_delta(path):
@@ -121,10 +118,7 @@ def recognized(path: Path) -> tuple[Path, Format | None]:
 def open_format(
     found: Format, inside: Path, name: str, config: Mapping[str, Any], tokenizer: Path | None
 ) -> Checkpoint:
-    """Opens a checkpoint whose format is known, and checks that it is a whole model; errors as in `to_hf`.
-
-    `inside` is the unpacked checkpoint; `config` has fields that the user adds or overrides, and the format's options.
-    """
+    """Opens the unpacked checkpoint `inside` with fields and options of `config`, and checks it; see `to_hf`."""
     opened = found.open(inside, config, tokenizer)
     code = trusted_code(config)
     if code and has_code(opened.config, opened.side_files):
@@ -428,10 +422,7 @@ def _refuse_whole_run(path: Path, base: Checkpoint) -> None:
 
 
 def is_plainly_peft(path: Path) -> bool:
-    """Whether a folder contains only PEFT's own files, safetensors in PEFT's names, and a config with a `peft_type`.
-
-    Then the formats of other tools need not be tried, which takes as long as planning a merge.
-    """
+    """Whether a folder contains only PEFT's own files and names: other formats are not tried, which takes long."""
     weights = path / WEIGHTS[0]
     if not weights.is_file() or not (path / CONFIG).is_file() or not read_json(path / CONFIG).get("peft_type"):
         return False
@@ -454,10 +445,7 @@ def _open_initial(adapter: str | Path, alpha: float | None) -> Adapter:
 
 
 def with_initial(trained: Adapter, initial: Adapter) -> Adapter:
-    """`trained` with the adapter it started from; MalformedInput if they are not of one training run.
-
-    Raises UnsupportedInput for parameters of fused experts, which these initializations do not support.
-    """
+    """`trained` with where it started; MalformedInput: not of one run, UnsupportedInput: fused experts."""
     if trained.config.parameters or initial.config.parameters:
         raise UnsupportedInput(
             f"`{trained.name}` sets `target_parameters`, which no initial adapter goes with",

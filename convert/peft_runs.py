@@ -47,10 +47,7 @@ def opened_with_adapter(
     options: Mapping[str, Any],
     open_model: Callable[[dict[str, LazyTensor], Checkpoint | None], Checkpoint],
 ) -> Checkpoint:
-    """The model of a checkpoint; if it has an adapter, its config is in the same folder or above (else MalformedInput).
-
-    `tensors` are without the trainers' wrappers in their names. Other arguments and errors as in `with_adapter`.
-    """
+    """The model, with the adapter whose config is in the folder or above (else MalformedInput); see `with_adapter`."""
     if not any(".lora_" in name for name in tensors):
         without_adapter(options, path.name)
         return open_model(tensors, None)
@@ -227,10 +224,7 @@ SAVE_ALL = "give a checkpoint with the whole model; Composer saves one with `sho
 
 @dataclass(frozen=True)
 class PeftRun:
-    """The adapter (in the names that PEFT saves, `config`: `adapter_config.json`) and the base model of a PEFT run.
-
-    `base` is empty if only the adapter was saved.
-    """
+    """The adapter of a PEFT run, as PEFT saves it, and the base; empty if only the adapter was saved."""
 
     path: Path
     config: dict[str, Any]
@@ -287,10 +281,7 @@ def _require(path: Path, stored: Mapping[str, Any], tensors: Mapping[str, LazyTe
 
 
 def _taken_apart(tensors: Mapping[str, LazyTensor], source: str) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor]]:
-    """The tensors of the base and those of the adapter.
-
-    Raises UnsupportedInput if there are several adapters, MalformedInput for a duplicate name.
-    """
+    """The tensors of base and adapter; UnsupportedInput: several adapters, MalformedInput: a duplicate name."""
     base: dict[str, LazyTensor] = {}
     adapter: dict[str, LazyTensor] = {}
     labels: set[str] = set()

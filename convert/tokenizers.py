@@ -146,10 +146,7 @@ def require_short(tokens: Iterable[str | bytes]) -> None:
 
 
 def merges_of(model: SentencePieceModel) -> list[tuple[str, str]]:
-    """The merges of a BPE model, best first: all splits of a piece into two, in the order of the pieces' scores.
-
-    sentencepiece joins the pair whose result has the best score, so every split of a piece shares its rank.
-    """
+    """All splits of BPE pieces into two, best score of the piece first, as sentencepiece joins the best pair."""
     require_short(text for text, _, _ in model.pieces)
     ids = {text: index for index, (text, _, _) in enumerate(model.pieces)}
     ranked: list[tuple[float, int, int, str, str]] = []
@@ -366,10 +363,7 @@ def special_ids(files: Mapping[str, bytes]) -> tuple[int | None, int | None]:
 
 
 def special_tokens(files: Mapping[str, bytes]) -> dict[str, tuple[str, int | None]]:
-    """The tokens that begin, end and pad a text, by `bos_token`, `eos_token`, `pad_token`: text, and id where known.
-
-    `files` and errors as in `special_ids`.
-    """
+    """Text, and id if known, by `bos_token`, `eos_token`, `pad_token`; `files` and errors as in `special_ids`."""
     settings = {**_object(files, "special_tokens_map.json"), **_object(files, "tokenizer_config.json")}
     ids = {**_ids(_object(files, "tokenizer.json")), **_added(files)}
     texts = {kind: text for kind in ("bos_token", "eos_token", "pad_token") if (text := _text(settings.get(kind)))}
@@ -399,10 +393,7 @@ def _added(files: Mapping[str, bytes]) -> dict[str, int]:
 
 
 def vocabulary_size(files: Mapping[str, bytes]) -> int | None:
-    """One more than the highest id of a tokenizer; None if its files do not contain the ids, MalformedInput if damaged.
-
-    Read from `tokenizer.json`; or `vocab.json` and `added_tokens.json`; or `tokenizer.model`.
-    """
+    """Highest id + 1 in `tokenizer.json`, `vocab.json` or `tokenizer.model`; None: no ids, MalformedInput."""
     added = _object(files, "added_tokens.json")
     ids = _ids(_object(files, "tokenizer.json")) or {**_object(files, "vocab.json"), **added}
     numbers = [number for number in ids.values() if type(number) is int]

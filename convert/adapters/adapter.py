@@ -83,10 +83,7 @@ class Adapter:
 
 
 def check(adapter: Adapter) -> None:
-    """Checks that ranks match the config, and that all values are finite.
-
-    Raises MalformedInput, or UnsupportedInput for a tensor that is not floating-point.
-    """
+    """Checks ranks against the config, and finite values; MalformedInput, or UnsupportedInput for another dtype."""
     if not any((adapter.pairs, adapter.whole, adapter.tokens, adapter.learned)):
         raise MalformedInput(f"`{adapter.weights[0].name}` contains no tensors", hint="save the adapter again")
     for module, pair in adapter.pairs.items():

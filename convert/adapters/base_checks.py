@@ -138,12 +138,8 @@ def _chooses_layers(config: Mapping[str, Any]) -> bool:
     return (
         any(value not in (None, [], "") for value in chosen)
         or any(re.search(r"(?:^|\.)\d+(?:\.|$)", str(name)) for name in named)
-        or _is_pattern(targets)
+        or (isinstance(targets, str) and targets != "all-linear")
     )
-
-
-def _is_pattern(targets: Any) -> bool:
-    return isinstance(targets, str) and targets != "all-linear"
 
 
 def _layers(names: Iterable[str]) -> dict[str, set[int]]:
@@ -214,7 +210,10 @@ def check_written(plan: Checkpoint, edits: Edits, output: Path, *, summed: bool)
     """
     written = open_checkpoint(output)
     counts, elements, differing = np.zeros(len(BINS), np.int64), 0, []
-    names = _sample(plan, edits)
+    changed = [name for name in plan if name in edits.changes]
+    replaced = [name for name in plan if name not in edits.changes and edits.touches(name)]
+    others = [name for name in plan if not edits.touches(name)]
+    names = [name for names in (changed, replaced, others) for name in _spread(names)]
     if not names:
         raise Inconclusive("the merged folder has no tensors", hint="check the base folder")
     for name in names:
@@ -229,13 +228,6 @@ def check_written(plan: Checkpoint, edits: Edits, output: Path, *, summed: bool)
     labels = [f"{low}+" if high is None else str(low) if low == high else f"{low}-{high}" for low, high in BINS]
     trusted = tuple(name for name in names if name in edits.changes and not _is_plain(edits, name, summed))
     return SampleCheck(len(names), elements, dict(zip(labels, counts.tolist(), strict=True)), tuple(differing), trusted)
-
-
-def _sample(plan: Checkpoint, edits: Edits) -> list[str]:
-    changed = [name for name in plan if name in edits.changes]
-    replaced = [name for name in plan if name not in edits.changes and edits.touches(name)]
-    others = [name for name in plan if not edits.touches(name)]
-    return [name for names in (changed, replaced, others) for name in _spread(names)]
 
 
 def _spread(names: Sequence[str]) -> list[str]:

@@ -328,10 +328,7 @@ FLOAT64 = BY_NAME["float64"]
 
 
 class TaskVectors:
-    """Each adapter placed alone on the same base, unless updates are only added (`summed`).
-
-    `order` has the indices of the adapters sorted by content, so that sums do not depend on the order given.
-    """
+    """Each adapter placed alone on one base, unless updates are only added (`summed`); `order`: adapters by content."""
 
     def __init__(
         self, base: Edits, adapters: Sequence[Adapter], weights: Sequence[float], combination: Combination

@@ -110,10 +110,7 @@ class LoraConfig:
     match_time: MatchTime = field(default_factory=MatchTime, compare=False, repr=False)
 
     def scale(self, module: str, rank: int) -> float:
-        """The factor s of W + s·B·A (PEFT `LoraLayer.update_layer`: alpha/r, or alpha/√r with `use_rslora`).
-
-        `rank` is the number of rows of the module's A; MalformedInput if the config has another rank.
-        """
+        """s of W + s·B·A (PEFT `update_layer`: alpha/r, or alpha/√r); MalformedInput for another rank in the config."""
         expected = self.rank_pattern.get(matching_key(self.rank_pattern, module, self.match_time), self.rank)
         if expected not in (None, rank):
             raise MalformedInput(
@@ -291,10 +288,7 @@ FORM = r"(.*\.)?({})$"
 
 
 def matches(pattern: str, module: str, time: MatchTime | None = None) -> bool:
-    r"""Whether `pattern` matches the path of a module as in PEFT's `get_pattern_key`: `(.*\.)?(pattern)$`.
-
-    All matches of an adapter share `time`. Raises MalformedInput for an invalid or slow regular expression.
-    """
+    r"""Whether `(.*\.)?(pattern)$` matches a module's path (PEFT `get_pattern_key`); MalformedInput: invalid, slow."""
     try:
         return finds(compiled(pattern, FORM, costly=False), module, time)
     except PatternProblem as problem:

@@ -33,10 +33,7 @@ compete with the writer's threads: five times slower, measured."""
 
 @dataclass(frozen=True)
 class LoraProduct:
-    """The update of one weight by one adapter: `scale · b · a` (b out×r, a r×in), or its transpose.
-
-    `scale` includes the weight of the adapter; `transposed` weights are in×out (Conv1D) or vocab×dim (embeddings).
-    """
+    """One adapter's update of a weight, `scale · b · a` (b out×r, a r×in), or its transpose for weights in×out."""
 
     a: LazyTensor
     b: LazyTensor
@@ -83,10 +80,7 @@ def add_products(base: LazyTensor, products: Sequence[LoraProduct], dtype: DType
 
 
 def add_products_to_rows(rows: Array, pairs: Sequence[tuple[Array, Array]], dtype: DType) -> Array:
-    """rows + Σ left [rows, r] @ right [r, columns], float64, rounded once to `dtype`, tile by tile; see `add_products`.
-
-    All dimensions of `rows` after the first count as columns.
-    """
+    """rows + Σ left [rows, r] @ right [r, all other dims], float64, rounded once to `dtype`; see `add_products`."""
     left, right = np.hstack([pair[0] for pair in pairs]), np.vstack([pair[1] for pair in pairs])
     result = np.empty(rows.shape, dtype.numpy)
     columns = prod(rows.shape[1:])
@@ -97,10 +91,7 @@ def add_products_to_rows(rows: Array, pairs: Sequence[tuple[Array, Array]], dtyp
 
 
 def add_in_one_pass(target: Array, source: Array, left: Array, right: Array) -> bool:
-    """target = source + left @ right by the compiled code (`_low_rank_sum.pyi`); returns whether it was done.
-
-    Only for bfloat16 on both sides and finite sums, if llmconv was installed with a compiler.
-    """
+    """target = source + left @ right by the compiled code, for finite sums in bfloat16; returns whether it was done."""
     if not compiled or not source.size or not (source.dtype == target.dtype == BFLOAT16):
         return False
     bits, left, right = (np.ascontiguousarray(each) for each in (source.view(np.uint16), left, right))

@@ -35,7 +35,18 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
     adapter or base that cannot be merged.
     """
     recipe = recipe or plain_sum(adapters)
-    _check_types(base, adapters)
+    # refuses another model type, since shapes of another architecture may fit by chance
+    if base.config.get("quantization_config"):
+        raise UnsupportedInput(
+            "the base is quantized", hint="merge into the unquantized model the adapter was trained on, then quantize"
+        )
+    own = base.config.get("model_type")
+    other = next((adapter for adapter in adapters if adapter.model_type not in ("", own)), None)
+    if other:
+        raise MalformedInput(
+            f"`{other.name}` was trained on a {other.model_type}, the base is a {own}",
+            hint="give the base that the adapter was trained on",
+        )
     memory = base_in_memory(base, with_tied_head(base), adapters)
     stored, base = base, replicated(memory.checkpoint() if memory else base, adapters)
     embedding = find_embedding(base)
@@ -72,21 +83,6 @@ def with_tied_head(base: Checkpoint) -> dict[str, LazyTensor]:
     return {**base.tensors, head: base[embedding]} if embedding and tied else dict(base.tensors)
 
 
-def _check_types(base: Checkpoint, adapters: Sequence[Adapter]) -> None:
-    """Refuses another model type, since shapes of another architecture may fit by chance."""
-    if base.config.get("quantization_config"):
-        raise UnsupportedInput(
-            "the base is quantized", hint="merge into the unquantized model the adapter was trained on, then quantize"
-        )
-    own = base.config.get("model_type")
-    other = next((adapter for adapter in adapters if adapter.model_type not in ("", own)), None)
-    if other:
-        raise MalformedInput(
-            f"`{other.name}` was trained on a {other.model_type}, the base is a {own}",
-            hint="give the base that the adapter was trained on",
-        )
-
-
 def _result(edits: Edits, vectors: TaskVectors, name: str, dtype: DType | None) -> LazyTensor:
     """The merged tensor, lazy, in `dtype`; in the base's where that is None."""
     kept = edits.tensors[name].dtype
@@ -109,11 +105,7 @@ NUMBERED = ("mlp_only_layers", "moe_layers", "attn_layer_indices")
 
 
 def replicated(base: Checkpoint, adapters: Sequence[Adapter]) -> Checkpoint:
-    """The base with the layers that the adapters were trained on (PEFT `tuners_utils.py`, `replicate_layers`).
-
-    Raises UnsupportedInput for adapters with different layers or a model without numbered layers, MalformedInput for a
-    layer that the base does not have.
-    """
+    """The base with replicated layers (PEFT `replicate_layers`); MalformedInput for one that the base does not have."""
     wanted = {adapter.config.layers for adapter in adapters}
     if wanted <= {()}:
         return base
@@ -184,10 +176,7 @@ def _config(config: Mapping[str, Any], count: int, order: Sequence[int]) -> dict
 
 
 def fit_vocabulary(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]) -> bool:
-    """Sets `vocab_size` to the rows of a resized embedding, if any; returns whether it changed.
-
-    Raises MalformedInput if embedding and head would have different sizes.
-    """
+    """Sets `vocab_size` to a resized embedding's rows; whether it changed. MalformedInput: not embedding and head."""
     sizes = {name: edits.current(name).num_rows for name in (embedding, head) if name and edits.tensors.get(name)}
     changed = [name for name, size in sizes.items() if size != edits.tensors[name].num_rows]
     if not changed:
@@ -211,10 +200,7 @@ def follow_tokens(edits: Edits, embedding: str | None, head: str) -> None:
 
 
 def untie(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]) -> None:
-    """Gives the head its own tensor if it no longer equals the embedding, and changes `config` in place.
-
-    A head that stays tied is removed from the tensors of `edits`.
-    """
+    """Gives a head that is no longer the embedding its own tensor and changes `config`; else removes it, in place."""
     if edits.tied and edits.same(head, embedding):
         del edits.tensors[head]
     elif head in edits.tensors and (edits.touches(head) or edits.touches(embedding)) and is_tied(config):
@@ -336,10 +322,7 @@ def side_files_of(
 
 
 def _other_tokens(base: Checkpoint, own: Sequence[tuple[Adapter, SideFiles]]) -> Iterator[str]:
-    """A warning for each adapter that was saved with other special or added tokens, or other decoding settings.
-
-    A model trained to end its turns with another token does not stop at the base's.
-    """
+    """A warning for each adapter saved with other special or added tokens (at which generation would not stop)."""
     for adapter, files in own:
         found = [*_token_differences(base.side_files, files), *_generation_differences(base, adapter)]
         if found:
@@ -379,10 +362,7 @@ def _generation_differences(base: Checkpoint, adapter: Adapter) -> list[str]:
 
 
 def _with_ids(base: Mapping[str, bytes], files: SideFiles, config: dict[str, Any]) -> SideFiles:
-    """The files of another tokenizer, with the ids of its special tokens in `config` and `generation_config.json`.
-
-    Only for tokens that differ from the base tokenizer's; a list of ids keeps its other members.
-    """
+    """The files of another tokenizer, with those ids of its tokens in configs that differ; a list keeps its others."""
     try:
         mine, others = special_tokens(files), special_tokens(base)
     except MalformedInput:

@@ -48,10 +48,7 @@ PARTS = {"a": "a", "b": "b", "lora_a": "a", "lora_b": "b", "m": "m", "magnitude"
 
 @dataclass(frozen=True)
 class ForeignPair:
-    """The factors of one weight: A r×in, B out×r, and with DoRA the magnitude, one number per output.
-
-    `joined` is the number of pairs that were joined into this one.
-    """
+    """The factors of one weight: A r×in, B out×r, DoRA's magnitude (out); `joined`: number of pairs in this one."""
 
     a: LazyTensor
     b: LazyTensor
@@ -69,10 +66,7 @@ class ForeignPair:
 
 
 def pair_up(tensors: Mapping[str, LazyTensor], sign: re.Pattern[str], source: str) -> dict[str, ForeignPair]:
-    """The factors by module; MalformedInput for a missing half, a shape mismatch, or a duplicate key.
-
-    `sign` matches the names of factors, with the groups `module` and `part` (a key of `PARTS`); others are ignored.
-    """
+    """The factors by module, by the groups `module` and `part` of `sign`; MalformedInput: half a pair, a mismatch."""
     found: dict[str, dict[str, LazyTensor]] = {}
     for name, tensor in tensors.items():
         if match := sign.fullmatch(name):
@@ -101,10 +95,7 @@ def pair_up(tensors: Mapping[str, LazyTensor], sign: re.Pattern[str], source: st
 def renamed(
     factors: Mapping[str, ForeignPair], table: Mapping[str, str], source: str, what: str = "the adapter's format"
 ) -> dict[str, ForeignPair]:
-    """The factors under new module names; MalformedInput, with similar names, for modules that are not in `table`.
-
-    `table` has `{}` for the number of a layer; `what` is the owner of the old names, for messages.
-    """
+    """The factors by the names of `table` (`{}`: a layer); MalformedInput, with similar names of `what`, for others."""
     homes = {module: _home(module, table) for module in factors}
     unknown = sorted(module for module, home in homes.items() if home is None)
     if unknown:

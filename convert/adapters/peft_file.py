@@ -55,7 +55,14 @@ FACTOR = re.compile(r"(?P<module>.+?)\.lora_(?P<kind>embedding_)?(?P<part>[AB])(
 def to_adapter(path: Path, weights: tuple[Path, ...], config: LoraConfig, tensors: Mapping[str, LazyTensor]) -> Adapter:
     """The adapter of `tensors`, in the names that PEFT saves or has at run time; errors as in `open_adapter`."""
     found = _sort(ungrouped(tensors), weights[0].name)
-    _require_pairs(found.factors)
+    # refuses modules without exactly one A and one B; a misnamed key shows as two of them
+    absent = {module: _absent(parts) for module, parts in found.factors.items()}
+    if missing := [f"{part} of `{module}`" for module, part in absent.items() if part]:
+        more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
+        raise MalformedInput(
+            f"the adapter lacks {', '.join(missing[:LISTED])}{more} (missing keys)",
+            hint="the file is incomplete or a key is misnamed; save or copy the adapter again",
+        )
     pairs = {module: _pair(module, parts, config) for module, parts in found.factors.items()}
     tokens = pair_tokens(found.tokens, config)
     whole, originals = found.wholes.all(), found.wholes.untrained(config.modules_to_save)
@@ -107,17 +114,6 @@ def _sort(tensors: Mapping[str, LazyTensor], file: str) -> _Sorted:
             )
         place_once(*home, tensor, f"`{file}` contains `{name}`", may_repeat=home[0] is result.wholes.trained)
     return result
-
-
-def _require_pairs(factors: Mapping[str, Mapping[str, LazyTensor]]) -> None:
-    """Refuses modules without exactly one A and one B; a misnamed key shows as two of them."""
-    absent = {module: _absent(parts) for module, parts in factors.items()}
-    if missing := [f"{part} of `{module}`" for module, part in absent.items() if part]:
-        more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
-        raise MalformedInput(
-            f"the adapter lacks {', '.join(missing[:LISTED])}{more} (missing keys)",
-            hint="the file is incomplete or a key is misnamed; save or copy the adapter again",
-        )
 
 
 def _absent(parts: Mapping[str, LazyTensor]) -> str:
@@ -182,10 +178,7 @@ def is_blocked(parts: tuple[str, ...], module: str) -> bool:
 
 
 def unblocked(factor: LazyTensor, count: int) -> LazyTensor:
-    """The block-diagonal matrix rows×columns of `count` blocks stored stacked by rows (PEFT `BlockDiagonalLinear`).
-
-    `factor` is rows×(columns/count); MalformedInput if the number of rows is not a multiple of `count`.
-    """
+    """The block-diagonal matrix of `count` blocks stacked by rows (PEFT `BlockDiagonalLinear`), else MalformedInput."""
     rows, width = factor.shape
     if rows % count:
         raise MalformedInput(
@@ -217,10 +210,7 @@ MODULES = {"gate_and_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
 
 def ungrouped(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The tensors of an adapter, with those of grouped experts as factors of each expert's layers.
-
-    Raises MalformedInput unless a grouped tensor has three dimensions and, where split, equal halves.
-    """
+    """The tensors with those of grouped experts as factors of each expert's layers; MalformedInput for other shapes."""
     result: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         if match := GROUPED.fullmatch(name):

@@ -59,10 +59,7 @@ def is_saved(name: str, modules: Collection[str]) -> bool:
 
 
 def parts_from_saved(name: str, modules: Collection[str]) -> int:
-    """The number of components of a tensor's name from the saved module (`modules_to_save`) on; 0 if it is in none.
-
-    PEFT compares the end of the module's path, and saves all below: `classifier.dense.weight` has 3 components.
-    """
+    """Components of a name from the saved module on (PEFT compares ends of paths, and saves all below), or 0."""
     parts = name.split(".")
     ends = tuple(modules)
     return next((len(parts) - at + 1 for at in range(len(parts) - 1, 0, -1) if ".".join(parts[:at]).endswith(ends)), 0)

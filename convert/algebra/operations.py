@@ -23,10 +23,7 @@ from llmconv.tensors import BLOCK_BYTES, Array, DType, LazyTensor, cast
 
 @dataclass(frozen=True)
 class Lines:
-    """A tensor seen as lines: the vectors along its last dimension, in order; of more than three, all but the first.
-
-    With `swapped` they are along the last dimension but one, as if the last two were exchanged.
-    """
+    """A tensor as lines: vectors along its last dim (of four, all but the first), or if `swapped` the one before."""
 
     shape: tuple[int, ...]
     swapped: bool = False
@@ -81,10 +78,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Origin:
-    """The tensor and line that each line of a tensor comes from.
-
-    `owner` has for each line the position of its tensor in `sources` (names), `line` its index there.
-    """
+    """Where each line comes from: `owner` (position in `sources`, names) and `line` (index there), by line."""
 
     lines: Lines
     sources: tuple[str, ...]
@@ -265,10 +259,7 @@ def rope_order(head_dim: int) -> tuple[int, ...]:
 
 
 def equal(one: LazyTensor, other: LazyTensor, *, sampled: bool = False) -> bool:
-    """Whether two tensors have the same dtype, shape and bits; reading stops at the first block that differs.
-
-    With `sampled` only the first block is compared: enough to describe a checkpoint, not to convert it.
-    """
+    """Whether dtype, shape and bits are equal, block by block; with `sampled` the first block alone (`inspect`)."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     blocks = islice(one.blocks(), 1 if sampled else None)

@@ -49,10 +49,7 @@ SMALL, FEW = 0.5, 64
 
 
 def begins_at_mean(base: LazyTensor, delta: LazyTensor) -> bool:
-    """Whether new rows of an embedding are differences from the mean of the base's rows [tokens, dim], not from zeros.
-
-    A padding token is never trained, so its row of the delta is about zero then, and about the mean otherwise.
-    """
+    """Whether new rows [tokens, dim] are differences from the mean, not zeros: an untrained one is then near zero."""
     if delta.dtype.name != "float32" or base.dtype.name not in FLOATS or len(base.shape) != 2:
         return False  # FastChat's are float16
     new = delta.rows(base.num_rows, min(delta.num_rows, base.num_rows + FEW)).astype(np.float64)
@@ -86,10 +83,7 @@ def _mean(tensor: LazyTensor) -> Array:
 
 @dataclass
 class WeightSum:
-    """Compares the sum of all weights, taken while they are read, with the published one (`expected`).
-
-    `buffers` is the sum of the rotary frequencies, which older models have among their tensors.
-    """
+    """Compares the sum of all weights, taken while they are read, with `expected`; `buffers`: of the frequencies."""
 
     source: str
     expected: float
@@ -122,10 +116,7 @@ class WeightSum:
 
 
 def checksum_of(folder: Path, config: Mapping[str, Any], *, mean_rows: bool) -> WeightSum | None:
-    """The checksum of a delta folder, or None; `config` is the tuned model's.
-
-    With `mean_rows` new tokens are differences from the mean row, as Stanford's are.
-    """
+    """The checksum of a delta folder for the tuned `config`, or None; `mean_rows`: new tokens as Stanford's."""
     path = folder / CHECKSUM
     if path.is_file() and path.stat().st_size < 100:
         try:
@@ -160,10 +151,7 @@ class Arithmetic:
 
 @dataclass
 class Differences:
-    """Makes differences, and compares the sum of base and difference with the tuned model while they are read.
-
-    `elements` counts those of all tuned tensors.
-    """
+    """Makes differences, and compares base + difference with the tuned model as they are read; `elements`: of all."""
 
     arithmetic: Arithmetic
     elements: int = 0
@@ -252,10 +240,7 @@ SUMMED = ("float64", *FLOATS)
 
 
 def added(name: str, base: LazyTensor | None, delta: LazyTensor) -> LazyTensor:
-    """`base` + `delta` in float32 or float64; rows that the base lacks, and None, are zeros.
-
-    Raises UnsupportedInput if one of them is not floating-point.
-    """
+    """`base` + `delta` in float32 or float64; missing rows, and None, are zeros. UnsupportedInput unless floats."""
     kinds = [tensor.dtype.name for tensor in (base, delta) if tensor is not None]
     if odd := [kind for kind in kinds if kind not in SUMMED]:
         raise UnsupportedInput(
@@ -319,10 +304,7 @@ VOCABULARIES = {
 
 
 def open_difference(folder: Path) -> Checkpoint:
-    """A folder of tuned − base: its tensors under their own names, without buffers.
-
-    Raises InputRefused without weights in safetensors or torch files, UnsupportedInput for quantized ones.
-    """
+    """A folder of tuned − base without buffers; InputRefused without weights, UnsupportedInput for quantized ones."""
     tensors = open_bin_folder(folder).tensors() if is_bin_folder(folder) else open_weights(folder)
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     kept = {name: tensor for name, tensor in tensors.items() if not DROPPED.search(name)}

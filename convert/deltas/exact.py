@@ -53,10 +53,7 @@ from llmconv.tensors import BLOCK_BYTES, BY_NAME, FLOATS, Array, DType, LazyTens
 
 
 def ulp_differences(tuned: Array, guess: Array) -> Array:
-    """The difference of two arrays of one dtype and shape, as unsigned integers: 0, then -1, +1, -2, +2, … as 1, 2, 3.
-
-    The sign is the lowest bit, so that the upper bits of small differences in both directions are zeros.
-    """
+    """Differences of arrays of one kind, unsigned: 0, -1, +1, -2, … as 0, 1, 2, 3, … so that upper bits are zeros."""
     change, sign = _ordered(tuned), _ordered(guess)
     change -= sign
     _spread_sign(change, sign)
@@ -133,10 +130,7 @@ def known_rows(base: LazyTensor | None, start: int, stop: int) -> Array | None:
 
 
 def predicted_rows(known: Array | None, dtype: DType, shape: tuple[int, ...]) -> Array:
-    """The rows that a difference is taken from: `known`, rounded to `dtype`, and zeros beyond them.
-
-    `known` are rows of the base, at most as many as `shape` has; None for zeros alone.
-    """
+    """What a difference is taken from: `known` rows of the base (or None) in `dtype`, and zeros beyond them."""
     if known is not None and known.dtype == dtype.numpy and known.shape == shape:
         return known
     rows = np.zeros(shape, dtype.numpy)
@@ -163,7 +157,8 @@ def plan_exact(base: Checkpoint, tuned: Checkpoint, max_shard_size: str | int) -
     whole = plan_checkpoint(tuned, max_shard_size)
     predicted = {name: _predicted(name, tensor, base) for name, tensor in tuned.items()}
     groups = [group for shard in whole.shards for group in _groups(shard.tensors)]
-    names = _frame_names(len(groups))
+    count = len(groups)
+    names = ["delta.zst"] if count == 1 else [f"delta-{number:05}-of-{count:05}.zst" for number in range(1, count + 1)]
     container = partial(frame_pieces, predicted)
     shards = tuple(Shard(name, group, container) for name, group in zip(names, groups, strict=True))
     content = {
@@ -183,10 +178,6 @@ def _groups(tensors: Mapping[str, LazyTensor]) -> Iterator[dict[str, LazyTensor]
     items = list(tensors.items())
     for first in range(0, len(items), TENSORS_LIMIT):
         yield dict(items[first : first + TENSORS_LIMIT])
-
-
-def _frame_names(count: int) -> list[str]:
-    return ["delta.zst"] if count == 1 else [f"delta-{number:05}-of-{count:05}.zst" for number in range(1, count + 1)]
 
 
 def _predicted(name: str, tensor: LazyTensor, base: Checkpoint) -> PredictedTensor:
@@ -214,10 +205,7 @@ class ExactDelta:
     side_files: Mapping[str, bytes]
 
     def over(self, base: Checkpoint) -> Checkpoint:
-        """The tuned model; InputRefused if keys, shapes or dtypes do not match, so that it is not the delta's base.
-
-        Each row of the base is checked when it is read, which is once, or copied.
-        """
+        """The tuned model; InputRefused for keys, shapes, dtypes of another base, whose rows are checked later."""
         sources = self._sources()
         if missing := [name for name in sources if name not in base]:
             raise self._other_base(f"{len(missing)} missing keys: {listing(missing)}")
@@ -238,10 +226,7 @@ class ExactDelta:
         )
 
     def check_base(self, base: Checkpoint, *, whole: bool) -> None:
-        """Raises InputRefused, which lists the tensors of the base with another sha256.
-
-        Compares all (`whole`), or only those with rows that `over` never reads.
-        """
+        """InputRefused, listing tensors with another sha256: of all (`whole`), or those partly read by `over`."""
         sources = self._sources()
         if not whole:
             cut = {one.base.name for one in self.stored.values() if one.base and one.shape[:1] < one.base.shape[:1]}
@@ -275,10 +260,7 @@ def _sha256(tensor: LazyTensor) -> str:
 
 
 def open_exact(folder: Path) -> ExactDelta:
-    """Opens the folder of an exact delta; reads only the indices of its files.
-
-    Raises UnsupportedInput for a later version, MalformedInput if a file is missing, damaged or of another delta.
-    """
+    """Opens an exact delta by its indices; UnsupportedInput: a later version, MalformedInput: damaged or mixed."""
     content = read_json(folder / DELTA_FILE)
     if content.get("delta") != "exact" or content.get("version") != VERSION:
         raise UnsupportedInput(
@@ -445,10 +427,7 @@ class RowBlock:
 
 @dataclass(frozen=True)
 class DeltaTensor:
-    """One tensor, with the tuned model's dtype and shape, in a delta file, as a difference from `base` (None: zeros).
-
-    `rows` is the height of a block; `blocks` are from the first row to the last.
-    """
+    """A tuned tensor in a delta file, as a difference from `base` (None: zeros), in `blocks` of `rows` rows each."""
 
     path: Path
     dtype: DType

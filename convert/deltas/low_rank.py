@@ -123,7 +123,10 @@ def _krylov(block: Array, ahead: MatrixProduct, back: MatrixProduct, rank: int) 
     for _ in range(DEPTH):
         known, image = np.hstack([known, block]), ahead(block)
         images = image if images is None else np.hstack([images, image])
-        gram = _with_products(gram, images)
+        # the inner products of all columns in float64; `gram` has those of the first ones
+        there = len(gram)
+        more = transposed_product(images, images[:, there:].astype(np.float64))
+        gram = np.hstack([np.vstack([gram, more[:there].T]), more])
         held = float(np.sqrt(np.linalg.eigvalsh(gram)[::-1][:rank].clip(0).sum()))
         if held - before <= GAIN * held:
             break
@@ -132,13 +135,6 @@ def _krylov(block: Array, ahead: MatrixProduct, back: MatrixProduct, rank: int) 
         if not block.size:
             break
     return known, gram
-
-
-def _with_products(gram: Array, images: Array) -> Array:
-    """The inner products of all columns in float64; `gram` has those of the first ones."""
-    there = len(gram)
-    more = transposed_product(images, images[:, there:].astype(np.float64))
-    return np.hstack([np.vstack([gram, more[:there].T]), more])
 
 
 def _orthogonal(block: Array, known: Array) -> Array:
@@ -165,10 +161,7 @@ def _orthonormal(block: Array, least: float = 0.0) -> Array:
 
 
 class _Matrix:
-    """A change in float32 by blocks of rows, divided by `scale`, a power of two (1 unless its norm is extreme).
-
-    `total` is the squared norm of the change.
-    """
+    """A change in float32 by rows, divided by `scale` (a power of two, mostly 1); `total`: its squared norm."""
 
     def __init__(self, name: str, change: MatrixChange) -> None:
         rows, columns = change.shape
@@ -478,10 +471,7 @@ class CapturedNorm:
 
 
 class FactoredChanges:
-    """The products of many changes by name of the weight, each computed when one of its factors is first needed.
-
-    Only one is computed at a time; `ranks` has the width of each.
-    """
+    """The products of changes (width in `ranks`) by weight, each computed once needed, one at a time."""
 
     def __init__(self, changes: Mapping[str, MatrixChange], ranks: Mapping[str, int]) -> None:
         self._changes, self._ranks = changes, ranks
@@ -490,10 +480,7 @@ class FactoredChanges:
         self._lock = Lock()
 
     def of(self, name: str) -> tuple[Array, Array]:
-        """left [rows, rank] and right [rank, columns], float32, each times the roots of the singular values.
-
-        Raises UnsupportedInput if the change is not finite.
-        """
+        """left [rows, rank] and right [rank, columns], float32, times √σ; UnsupportedInput if not finite."""
         with self._lock:
             if name not in self._recent:
                 with single_threaded():

@@ -64,7 +64,8 @@ def plan_script_delta(base: Checkpoint, tuned: Checkpoint, to: str, max_shard_si
     """The files of a delta for `fastchat` or `alpaca` (`to`); UnsupportedInput if it cannot restore the tuned model."""
     script = SCRIPTS[to]
     below, above = (_weights(side, script) for side in (base, tuned))
-    _require_same_names(below, above)
+    if odd := sorted(below.keys() ^ above.keys()):
+        raise UnsupportedInput(f"only one of the two models has {listing(odd)}", hint=WITHOUT)
     grown = _grown(below, above, script)
     differences = Differences(script.arithmetic)
     if script.mean_rows:
@@ -104,11 +105,6 @@ def _weights(side: Checkpoint, script: Script) -> NamedTensors:
             hint=WITHOUT,
         )
     return tensors
-
-
-def _require_same_names(below: NamedTensors, above: NamedTensors) -> None:
-    if odd := sorted(below.keys() ^ above.keys()):
-        raise UnsupportedInput(f"only one of the two models has {listing(odd)}", hint=WITHOUT)
 
 
 def _grown(below: NamedTensors, above: NamedTensors, script: Script) -> list[str]:

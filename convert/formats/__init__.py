@@ -87,10 +87,7 @@ def owner(found: StateFile) -> str | None:
 
 
 def has_sign_of(name: str, path: Path) -> bool:
-    """Whether `path` is a torch or safetensors file with a state dict of the format `name`, and of no other format.
-
-    `name` must be a format with a `sign`.
-    """
+    """Whether `path` is a torch or safetensors file with the sign of the format `name`, and of no other format."""
     found = peek_state(path) if path.is_file() else None
     sign = formats()[name].sign
     return bool(found and sign and owner(found) == name and sign.has_names(found))

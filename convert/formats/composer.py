@@ -215,10 +215,7 @@ def model_file(folder: Path) -> Path:
 
 
 def folder_content(folder: Path, model: Any) -> dict[str, Any]:
-    """The nested dict of the one-file layout, from a folder in the newer layout and its state dict.
-
-    Raises MalformedInput if the metadata is not JSON, or `model` is not a dict.
-    """
+    """A newer folder and its state dict as the one-file layout; MalformedInput if metadata or model are not such."""
     if not isinstance(model, dict):
         raise MalformedInput(f"`{folder.name}/{MODEL}` contains no state dict", hint="copy the folder again")
     stored = read_json(folder / METADATA)
@@ -382,10 +379,7 @@ REPEAT_LIMIT = 1_000
 
 
 def restore_files(entries: Mapping[str, Any], source: str) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """File contents by name, and the names of files that do not belong to a tokenizer.
-
-    Raises MalformedInput for a name that leads out of the folder, or a content of the wrong type.
-    """
+    """Contents by name, and names that no tokenizer has; MalformedInput: a name leads out, an odd content."""
     files: dict[str, bytes] = {}
     left_out: list[str] = []
     for key, entry in entries.items():

@@ -94,7 +94,13 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
             dropped=(*phrases(sizes_of(_without(folder.tree, root))), *left_out),
         )
 
-    leaves = _leaves(folder, state)
+    # the tensors as LazyTensor, and values unchanged; nested dicts are not part of the state dict
+    named = {str(name): item for name, item in state.items() if not isinstance(item, dict)}
+    leaves = {
+        name: folder.tensor(name, item) if isinstance(item, TensorItem) else item
+        for name, item in named.items()
+        if not name.endswith(ROPE_TABLE)
+    }
     if not any("lora_" in name for name in leaves):
         without_adapter(config, path.name)
         return open_model(leaves, None)
@@ -149,16 +155,6 @@ def _tensors(
         )
     kept = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name not in foreign}
     return kept, [f"{len(foreign)} tensors outside the model: {listing(foreign)}"] if foreign else []
-
-
-def _leaves(folder: DistributedFolder, state: Mapping[Any, Any]) -> dict[str, Any]:
-    """The tensors as LazyTensor, and values unchanged; nested dicts are not part of the state dict."""
-    named = {str(name): item for name, item in state.items() if not isinstance(item, dict)}
-    return {
-        name: folder.tensor(name, item) if isinstance(item, TensorItem) else item
-        for name, item in named.items()
-        if not name.endswith(ROPE_TABLE)
-    }
 
 
 def _from_meta(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> dict[str, LazyTensor]:

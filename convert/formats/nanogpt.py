@@ -146,11 +146,7 @@ def _check(tensors: Mapping[str, LazyTensor], args: Mapping[str, int], source: s
 
 
 def _config(args: Mapping[str, int], found: StateFile, warnings: list[str]) -> dict[str, Any]:
-    """GPT-2's configuration.
-
-    The GELU is exact since 17 May 2023, before that GPT-2's tanh formula; the file shows only whether it is older than
-    27 January 2023: then `model_args` has no `bias`.
-    """
+    """GPT-2's config; exact GELU since 17 May 2023, else tanh; without `bias` from before 27 January 2023."""
     is_old = "bias" not in found.around["model_args"]
     if not is_old:
         warnings.append(

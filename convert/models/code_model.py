@@ -66,10 +66,7 @@ def with_code(checkpoint: Checkpoint, code: TrustedCode, source: str) -> Checkpo
 
 
 def with_copied_code(checkpoint: Checkpoint) -> Checkpoint:
-    """A Hugging Face folder with the Python files that its configs refer to, as data: nothing is run.
-
-    Files that cannot be copied, such as those in another repository, are a warning: the config stays as it is.
-    """
+    """A folder with the Python files that its configs name, copied as data, never run; a warning if impossible."""
     if not has_code(checkpoint.config, checkpoint.side_files):
         return checkpoint
     try:

@@ -191,10 +191,7 @@ UNMERGED_SAYS = "of an adapter that is not merged"
 
 
 def refuse_unmerged(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> None:
-    """Refuses (MalformedInput, which lists them) adapter factors next to the weights of a model, which no class has.
-
-    A model with its own code may have such parts.
-    """
+    """MalformedInput, listing them, for adapter factors in a model; one with its own code may have such parts."""
     found = [name for name in tensors if UNMERGED.search(name)]
     if found and not config.get(AUTO_MAP) and not _has_such_parts(config):
         raise MalformedInput(
@@ -231,10 +228,7 @@ def _passed_over(names: Sequence[str]) -> list[str]:
 def _loaded(
     tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str, class_name: str = ""
 ) -> LoadingGaps | str:
-    """What transformers would report after loading these tensors; a string: why it cannot build the model.
-
-    Raises MalformedInput if the config has impossible sizes.
-    """
+    """What transformers would report after loading, or why it builds no model; MalformedInput: impossible sizes."""
     if reason := why_not_built(config, class_name):
         return reason
     check_sizes(config, source)
@@ -247,10 +241,7 @@ def _loaded(
 
 
 def why_not_built(config: Mapping[str, Any], class_name: str = "") -> str:
-    """Why transformers is not asked to build a model; empty if it may be.
-
-    `class_name` is the class to build; empty for the causal language model.
-    """
+    """Why transformers is not asked to build a class (`""`: the causal one); empty if it may be."""
     kind = str(config.get("model_type"))
     if not class_name and kind not in causal_lm_classes():
         return f"the installed transformers has no causal language model of type `{kind[:80]}`"

@@ -42,10 +42,7 @@ def merged_configs(paths: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The object in a JSON or (by its name) YAML file; MalformedInput for anything else, or one far too large.
-
-    YAML tags that would build other objects are refused.
-    """
+    """The object in a JSON or YAML file, plain values only; MalformedInput for anything else, or one far too large."""
     if path.suffix not in (".yaml", ".yml"):
         return read_json(path)
     if path.stat().st_size > YAML_LIMIT:
@@ -66,10 +63,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def _parse_yaml(text: str) -> Any:
-    """The value of a YAML document; ValueError or YAMLError if it is invalid or too large.
-
-    Depth and nodes are counted before anything is built.
-    """
+    """The value of a YAML document, counted before it is built; ValueError or YAMLError: invalid or too large."""
     depth = 0
     for event in yaml.parse(text, YAML_LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -158,10 +152,7 @@ def _own_config(stored: Mapping[str, Any], given: Mapping[str, Any], source: str
 
 
 def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with `architectures` that fit its `model_type`; an encoder gets its class for masked tokens.
-
-    Raises UnsupportedInput if the installed transformers has no causal language model of this type.
-    """
+    """With `architectures` that fit the type (an encoder: masked tokens); UnsupportedInput: transformers has none."""
     kind, known = str(config.get("model_type")), causal_lm_classes()
     if known and kind not in known:
         raise UnsupportedInput(

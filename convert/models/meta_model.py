@@ -75,29 +75,19 @@ def meta_model(config: Mapping[str, Any], class_name: str = "", dtype: str = "fl
 
 
 def code_model(config_class: Any, model_class: Any, config: Mapping[str, Any]) -> Any:
-    """The model of a folder's own code, on the meta device, as transformers builds it before it loads weights.
-
-    Raises NotBuildable if the code fails, or the model has far more modules than any real one.
-    """
+    """The model of a folder's own code on the meta device; NotBuildable if it fails, or has far too many modules."""
     fields = {name: value for name, value in without_fetching(dict(config)).items() if name != "model_type"}
     with building(), meta_device_safe_creation_ops():
         return model_class._from_config(config_class(**fields), attn_implementation="eager", dtype=torch.float32)
 
 
 def loading_gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any], class_name: str = "") -> LoadingGaps:
-    """What transformers would report after loading tensors of these shapes into the model of `config`.
-
-    `class_name` is empty for the causal language model. Raises NotBuildable as `meta_model`, or if a conversion of
-    transformers fails.
-    """
+    """What transformers would report after loading tensors of these shapes; NotBuildable as `meta_model`."""
     return gaps_of(meta_model(config, class_name), shapes)
 
 
 def float32_names(config: Mapping[str, Any], class_name: str, names: Iterable[str], dtype: str) -> frozenset[str]:
-    """Stored names (any transformers version) of the tensors that are float32 in a model loaded in `dtype`.
-
-    `class_name` is empty for the causal language model. Raises NotBuildable as `loading_gaps`.
-    """
+    """Stored names of tensors that are float32 in a model loaded in `dtype`; NotBuildable as `loading_gaps`."""
     model = meta_model(config, class_name, dtype)
     pattern, known = kept_in_float32(model, getattr(torch, dtype)), model.state_dict()
     mapping = get_model_conversion_mapping(model)
@@ -114,10 +104,7 @@ def float32_names(config: Mapping[str, Any], class_name: str, names: Iterable[st
 
 
 def gaps_of(model: Any, shapes: Mapping[str, Shape]) -> LoadingGaps:
-    """What transformers would report after loading tensors of these shapes into a model on the meta device.
-
-    Raises NotBuildable if a conversion of transformers fails.
-    """
+    """What transformers would report after loading these shapes into a meta model; NotBuildable: a conversion fails."""
     mapping = get_model_conversion_mapping(model)
     options = LoadStateDictConfig(dtype=torch.float32, device_map={"": "meta"}, weight_mapping=mapping)
     try:

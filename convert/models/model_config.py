@@ -194,10 +194,7 @@ def _rope(fields: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any]
 
 
 def settings_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The settings of a model, under the same names for any transformers version, its `model_type` first.
-
-    Raises UnsupportedInput for an unknown `model_type`, MalformedInput for invalid sizes.
-    """
+    """The settings of a model, `model_type` first; UnsupportedInput: unknown type, MalformedInput: invalid sizes."""
     kind = str(checkpoint.config.get("model_type"))
     if kind not in DEFAULTS:
         raise UnsupportedInput(
@@ -261,10 +258,7 @@ OFF = (None, False, 0)
 
 
 def refuse_fields(decoder: LlamaLikeConfig, held: Mapping[str, tuple[Any, ...]], what: str) -> None:
-    """Raises UnsupportedInput, which lists the fields, for a model with values that the format `what` cannot hold.
-
-    `held` has the possible values by field; all formats hold a field that is missing or off.
-    """
+    """UnsupportedInput, listing fields with values that `what` cannot hold; `held`: values by field, or off."""
     odd = {
         name: decoder.fields[name]
         for name, values in held.items()
@@ -279,10 +273,7 @@ def refuse_other_values(decoder: LlamaLikeConfig, own: Mapping[str, Any], other:
 
 
 def refuse_other_settings(checkpoint: Checkpoint, back: Mapping[str, Any], what: str) -> None:
-    """Raises UnsupportedInput, which lists the fields, for a model that would come back with other settings.
-
-    `back` is the `config.json` that `to-hf` will make of the written checkpoint in the format `what`.
-    """
+    """UnsupportedInput, listing fields that would come back otherwise; `back`: the `config.json` of `to-hf`."""
     own, other = settings_of(checkpoint), settings_of(replace(checkpoint, config=dict(back)))
     refuse(checkpoint.path.name, {name: value for name, value in own.items() if other.get(name) != value}, what)
 
@@ -303,10 +294,7 @@ def refuse(source: str, odd: ModelSettings, what: str) -> None:
 
 
 def refuse_shards(source: str, shards: int, sizes: Mapping[str, int], copied: Mapping[str, int] | None = None) -> None:
-    """Raises UsageProblem, with the numbers that work, unless `shards` divides every one of `sizes` (by description).
-
-    Ranks divide `copied`, too, or hold copies if there is too little.
-    """
+    """UsageProblem, with numbers that work, unless `shards` divides all `sizes`; ranks may also copy `copied`."""
 
     def odd(count: int) -> list[str]:
         found = [f"{name} {size}" for name, size in sizes.items() if size % count]

@@ -125,10 +125,7 @@ def is_native(config: Mapping[str, Any], source: str) -> bool:
 
 
 def portable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A Foundry configuration for its own code on any machine, as Foundry's own converter leaves it.
-
-    Source: mosaicml/llm-foundry `scripts/inference/convert_composer_to_hf.py`: torch's attention, built on the CPU.
-    """
+    """A Foundry config for any machine, as its `convert_composer_to_hf.py` leaves it: torch's attention, on the CPU."""
     attention = config.get("attn_config")
     own = {"attn_config": {**attention, "attn_impl": "torch"}} if isinstance(attention, Mapping) else {}
     return {**config, **own, "init_device": "cpu"}
@@ -290,10 +287,7 @@ OLD_NAMES = ((".ln_", ".norm_"), (".mlp_up.", ".up_proj."), (".mlp_down.", ".dow
 
 
 def native_tensors(tensors: Mapping[str, LazyTensor], source: str) -> dict[str, LazyTensor]:
-    """The tensors under transformers' names; separate query, key and value matrices become one (`fused_qkv` false).
-
-    Raises MalformedInput for two tensors with one name, or matrices that do not fit together.
-    """
+    """The tensors in transformers' names, queries, keys, values in one; MalformedInput: duplicates, or no match."""
     renamed: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         new = name.replace(".norm_attn_norm.", ".")

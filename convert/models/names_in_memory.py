@@ -119,10 +119,7 @@ class NamesInMemory:
         return tuple(zip(*parts, strict=True)) if len({len(each) for each in parts}) == 1 else None
 
     def joint(self, name: str) -> Joint | None:
-        """The tensors that one in memory consists of; None if it is a stored one, renamed or not.
-
-        Raises NotBuildable if transformers' conversion does more than to move whole lines.
-        """
+        """What one tensor in memory consists of; None: a stored one. NotBuildable: more than whole lines are moved."""
         if (key := self._keys.get(name)) is None:
             return None
         if key not in self._joints:

@@ -28,10 +28,7 @@ Model = tuple[dict[str, LazyTensor], dict[str, Any]]
 
 
 def needs_code(code: TrustedCode | None, source: str, what: str, reason: str) -> TrustedCode:
-    """The consent, which contains a folder of code; UnsupportedInput without it.
-
-    `what` is the kind of model, `reason` the difference from transformers.
-    """
+    """The consent with a folder of code, else UnsupportedInput; `reason`: how `what` differs from transformers."""
     if code is None or code.given is None:
         raise UnsupportedInput(
             f"`{source}` is {what}: {reason}",
@@ -63,11 +60,7 @@ def baichuan(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], code:
 
 
 def chatglm(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], code: TrustedCode, source: str) -> Model:
-    """ChatGLM-6B: two rotary positions per token, whose frequencies its code stores in every layer.
-
-    `tensors` are in the names of its code; without a head, the embedding is the head. Raises MalformedInput unless
-    `code` is that of a `chatglm`.
-    """
+    """ChatGLM-6B in its code's names, with stored frequencies, the embedding as head; MalformedInput: another code."""
     named = _with_head(dict(tensors), "chatglm")
     size = config["hidden_size"] // config["num_attention_heads"] // 2
     for layer in range(config["num_layers"]):

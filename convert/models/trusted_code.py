@@ -17,10 +17,7 @@ OPTION = "trust_remote_code"
 
 @dataclass(frozen=True)
 class TrustedCode:
-    """The caller's consent to run the code of a model, in the folder `given` (`--code`; None: next to the config).
-
-    `others` are folders that are searched without it; the first with all modules wins.
-    """
+    """Consent to run a model's code in `given` (None: next to the config) or the first of `others` with all modules."""
 
     given: Path | None = None
     others: tuple[Path, ...] = ()
@@ -44,10 +41,7 @@ def trusted_code(options: Mapping[str, Any]) -> TrustedCode | None:
 
 
 def own_fields(stored: Mapping[str, Any], given: Mapping[str, Any], source: str) -> dict[str, Any] | None:
-    """The config of a model with its own trusted code; None without own code or consent (in the user's `given`).
-
-    Raises InputRefused if the caller's folder has code of another model, or has no class for it.
-    """
+    """The config of a model with trusted code, else None; InputRefused: no class there, or another model's."""
     code = trusted_code(given)
     if code is None:
         return None
@@ -55,7 +49,12 @@ def own_fields(stored: Mapping[str, Any], given: Mapping[str, Any], source: str)
     declared = code.declared()
     if "model_type" not in fields:  # the folder of the code describes the model, too
         fields = {**declared, **fields}
-    _require_same_type(code, declared, fields, source)
+    kind, other = fields.get("model_type"), declared.get("model_type")
+    if other is not None and kind != other:
+        raise MalformedInput(
+            f"the code in `{code.given}` is that of a `{str(other)[:60]}`, and `{source}` is a `{str(kind)[:60]}`",
+            hint="give the folder of the model that was trained, or its configuration with `--config`",
+        )
     found = declared if auto_map(declared) else fields
     if not model_class(found):
         if code.given:
@@ -65,15 +64,6 @@ def own_fields(stored: Mapping[str, Any], given: Mapping[str, Any], source: str)
             )
         return None
     return {**fields, AUTO_MAP: localized(found[AUTO_MAP]) if code.given else found[AUTO_MAP]}
-
-
-def _require_same_type(code: TrustedCode, declared: Mapping[str, Any], fields: Mapping[str, Any], source: str) -> None:
-    kind, other = fields.get("model_type"), declared.get("model_type")
-    if other is not None and kind != other:
-        raise MalformedInput(
-            f"the code in `{code.given}` is that of a `{str(other)[:60]}`, and `{source}` is a `{str(kind)[:60]}`",
-            hint="give the folder of the model that was trained, or its configuration with `--config`",
-        )
 
 
 def localized(found: Any) -> Any:

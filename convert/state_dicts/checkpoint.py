@@ -86,7 +86,18 @@ def assemble(
     fields = {name: value for name, value in given.items() if name != "drop"}
     stored = stored_config(file.path)
     settings = causal_lm_config(stored, fields, source, warnings)
-    _refuse_packed(file, settings, source)
+    refuse_quantized(file.state, source)
+    refuse_objects(file.state, source)
+    if settings.get("quantization_config"):
+        raise UnsupportedInput(
+            f"the configuration of `{source}` declares it quantized",
+            hint="give the weights from before quantization, and a configuration without `quantization_config`",
+        )
+    if lora := [name for name in file.state if "lora_" in name]:
+        raise UnsupportedInput(
+            f"`{source}` holds LoRA matrices that are not merged: {listing(lora)}",
+            hint="merge them where it was trained, or save the adapter with PEFT and use `llmconv merge-lora`",
+        )
     if AUTO_MAP in settings:
         tensors, dropped = select(file.state, file.tensor, source, warnings, buffers=True), list[str]()
     else:
@@ -128,21 +139,6 @@ def _writer(config: Mapping[str, Any]) -> str:
     return f"transformers {version[:20]}" if isinstance(version, str) else ""
 
 
-def _refuse_packed(file: StateFile, config: Mapping[str, Any], source: str) -> None:
-    refuse_quantized(file.state, source)
-    refuse_objects(file.state, source)
-    if config.get("quantization_config"):
-        raise UnsupportedInput(
-            f"the configuration of `{source}` declares it quantized",
-            hint="give the weights from before quantization, and a configuration without `quantization_config`",
-        )
-    if lora := [name for name in file.state if "lora_" in name]:
-        raise UnsupportedInput(
-            f"`{source}` holds LoRA matrices that are not merged: {listing(lora)}",
-            hint="merge them where it was trained, or save the adapter with PEFT and use `llmconv merge-lora`",
-        )
-
-
 def _without_buffers(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The state dict without buffers that the model recomputes, and one phrase per kind of them."""
     counts: Counter[str] = Counter()
@@ -178,10 +174,7 @@ def _outside(mapping: NameMapping, source: str, *, drop: bool) -> list[str]:
 
 @dataclass(frozen=True)
 class NameMapping:
-    """Stored names to Hugging Face's, by the `prefix` of every name of the model; other names are `outside`.
-
-    `added` is the prefix that names of a base model lacked, such as `transformer.`; else empty.
-    """
+    """Stored names to Hugging Face's without `prefix`, or `outside`; `added`: a prefix that base models lack."""
 
     names: dict[str, str]
     outside: tuple[str, ...]
@@ -190,10 +183,7 @@ class NameMapping:
 
 
 def map_names(stored: Sequence[str], model: ModelNames, source: str) -> NameMapping:
-    """Maps the stored names by the one prefix after which they are those of `model`.
-
-    Raises MalformedInput if the model's embedding is missing, UnsupportedInput if there are several such models.
-    """
+    """Maps names by the only prefix; MalformedInput without an embedding, UnsupportedInput for several models."""
     whole, base_only = _prefixes(stored, model)
     found = whole or base_only
     if not found:

@@ -143,10 +143,7 @@ def _path(folder: Path, name: Any, path: Any) -> KeyPath:
 
 
 def _locations(folder: Path, stored: Any) -> dict[tuple[str, str], BlobLocation]:
-    """The location of each chunk, by name and first element; no two share a byte.
-
-    Raises UnsupportedInput if the files are safetensors inside.
-    """
+    """Chunks' locations by name and first element, no byte shared; UnsupportedInput: safetensors inside."""
     if not isinstance(stored, dict):
         refuse(folder, f"has a `{FILE}` without `storage_data`")
     locations: dict[tuple[str, str], BlobLocation] = {}
@@ -157,22 +154,19 @@ def _locations(folder: Path, stored: Any) -> dict[tuple[str, str], BlobLocation]
             refuse(folder, f"has a `{FILE}` with an invalid index")
         if (name, key_of(offset)) in locations:
             refuse(folder, f"has two locations for {shown(name)}")
-        locations[name, key_of(offset)] = _location(folder, name, _fields(folder, entry, "_StorageInfo"))
+        fields = _fields(folder, entry, "_StorageInfo")
+        file: Any = fields.get("relative_path")
+        span: Any = (fields.get("offset"), fields.get("length"))
+        if not isinstance(file, str) or PurePosixPath(file).name != file or "\\" in file or not file.isprintable():
+            refuse(folder, f"has the file {file!r:.80} for {shown(name)}, outside the folder")
+        if not _are_sizes(span):
+            refuse(folder, f"has {shown(name)} at invalid bytes of `{file}`")
+        transforms = fields.get("transform_descriptors") or ()
+        if not isinstance(transforms, list | tuple) or not all(isinstance(item, str) for item in transforms):
+            refuse(folder, f"has invalid transforms of {shown(name)}")
+        locations[name, key_of(offset)] = BlobLocation(file, span[0], span[1], tuple(transforms))
     _check_apart(folder, locations.values())
     return locations
-
-
-def _location(folder: Path, name: str, fields: Mapping[Any, Any]) -> BlobLocation:
-    file: Any = fields.get("relative_path")
-    span: Any = (fields.get("offset"), fields.get("length"))
-    if not isinstance(file, str) or PurePosixPath(file).name != file or "\\" in file or not file.isprintable():
-        refuse(folder, f"has the file {file!r:.80} for {shown(name)}, outside the folder")
-    if not _are_sizes(span):
-        refuse(folder, f"has {shown(name)} at invalid bytes of `{file}`")
-    transforms = fields.get("transform_descriptors") or ()
-    if not isinstance(transforms, list | tuple) or not all(isinstance(item, str) for item in transforms):
-        refuse(folder, f"has invalid transforms of {shown(name)}")
-    return BlobLocation(file, span[0], span[1], tuple(transforms))
 
 
 def _check_apart(folder: Path, locations: Any) -> None:
@@ -288,10 +282,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class DistributedFolder:
-    """An opened distributed checkpoint; `version` is that of the layout.
-
-    In `tree`, the saved nested dict, lists are dicts with integer keys, leaves are items.
-    """
+    """An opened checkpoint of layout `version`; `tree`: the nested dict, lists as dicts by number, leaves items."""
 
     path: Path
     tree: Mapping[Any, Any]
@@ -500,10 +491,7 @@ def is_tiled(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
 def assemble(
     dtype: DType, shape: tuple[int, ...], chunks: Sequence[Chunk], opened: Callable[[Chunk], LazyTensor]
 ) -> LazyTensor:
-    """One tensor of `dtype` and `shape` from chunks that tile it (see `is_tiled`).
-
-    `opened` returns the tensor of a chunk, of `dtype` and the chunk's sizes; called only for chunks that are read.
-    """
+    """One tensor of chunks that tile it (`is_tiled`); `opened(chunk)` returns its tensor, only for chunks read."""
     boxes = [chunk for chunk in chunks if prod(chunk.sizes)]
     if not shape:
         return LazyTensor(dtype, shape, lambda start, stop: opened(boxes[0]).rows(start, stop))
@@ -547,10 +535,7 @@ BASE = re.compile(
 def roots(
     tree: Mapping[Any, Any], above: tuple[str, ...] = (), *, own_names: bool = False
 ) -> dict[tuple[str, ...], Mapping[Any, Any]]:
-    """The state dicts of language models in the nested dict `tree`, by their keys from the root on; skips optimizers.
-
-    `above` are the keys that lead to `tree`. With `own_names` (of the model's own code) any state dict counts.
-    """
+    """Language models' state dicts by keys in `tree` (below `above`); `own_names`: any but an optimizer's."""
     is_part = _is_tensor if own_names else _is_embedding
     found = {above: tree} if any(map(is_part, tree.items())) else {}
     if len(above) < FOLDER_DEPTH:

@@ -207,10 +207,7 @@ def is_shard(path: Path) -> bool:
 
 
 def open_bin_folder(folder: Path) -> StateFile:
-    """The state dict of a folder; an index must list exactly the tensors in the shards (else MalformedInput).
-
-    Raises InputRefused if the folder contains several checkpoints.
-    """
+    """A folder's state dict, as its index lists it (else MalformedInput); InputRefused for several checkpoints."""
     indices = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(INDEX_SUFFIX))
     if len(indices) > 1:
         raise InputRefused(
@@ -240,10 +237,7 @@ def _open_indexed(folder: Path, index: str) -> StateFile:
 
 
 def _numbered(folder: Path) -> list[Path]:
-    """The shards of a folder without an index, in order; MalformedInput if a number is missing.
-
-    Raises InputRefused if the shards belong to several checkpoints, or to several epochs of torchtune.
-    """
+    """Unindexed shards in order; MalformedInput: one is missing, InputRefused: several checkpoints or epochs."""
     entries = sorted(folder.iterdir())
     plain = {int(match[1]): entry for entry in entries if (match := SHARD.fullmatch(entry.name))}
     totals = {int(match[2]) for entry in entries if (match := SHARD.fullmatch(entry.name))}
@@ -270,10 +264,7 @@ def _numbered(folder: Path) -> list[Path]:
 
 
 def indexed_shards(folder: Path, index: str, is_shard_name: Callable[[str], bool]) -> dict[str, set[str]]:
-    """Shard file to the names of its tensors, from the `weight_map` of an index.
-
-    Raises MalformedInput if there is none, or a shard is missing or has an invalid name.
-    """
+    """Shard to its tensors by an index's `weight_map`; MalformedInput: none, a missing shard, an invalid name."""
     weight_map = read_json(folder / index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise MalformedInput(f"`{index}` has no `weight_map`", hint="copy the folder again")
@@ -307,10 +298,7 @@ UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
 def phrases(sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """One phrase for each of the largest parts, with its size, and one with the number of smaller parts.
-
-    `sizes` are in bytes; 0 if a part has no tensors.
-    """
+    """A phrase for each of the largest parts with its bytes (0: no tensors), and one that counts the others."""
     large = sorted(sizes, key=lambda name: -sizes[name])
     more = (f"{len(large) - LISTED} smaller parts",) if len(large) > LISTED else ()
     return tuple(f"{name} ({size_text(sizes[name])})" if sizes[name] else name for name in large[:LISTED]) + more

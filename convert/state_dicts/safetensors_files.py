@@ -55,10 +55,7 @@ def one_checkpoint(folder: Path) -> list[Path]:
 
 
 def numbered(folder: Path) -> list[Path]:
-    """The shards of a folder without an index, in order; empty if there are none, MalformedInput if one is missing.
-
-    Raises InputRefused if the shards belong to several checkpoints.
-    """
+    """Unindexed shards in order, or none; MalformedInput: one is missing, InputRefused: of several checkpoints."""
     found = [(match, file) for file in weight_files(folder) if (match := SHARD.fullmatch(file.name))]
     if len({(match[1], int(match[3])) for match, _ in found}) > 1:
         raise InputRefused(
@@ -76,10 +73,7 @@ def numbered(folder: Path) -> list[Path]:
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a file, or of the only checkpoint in a folder (else InputRefused), in their own names.
-
-    Raises MalformedInput if a file is damaged or missing, or the index and the shards differ.
-    """
+    """The tensors of a file, or the only checkpoint in a folder (else InputRefused); MalformedInput: damaged."""
     if path.is_file():
         return dict(header_of(path).tensors)
     if index := _index(path):

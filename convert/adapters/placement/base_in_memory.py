@@ -115,10 +115,7 @@ class BaseInMemory:
 
 
 def base_in_memory(base: Checkpoint, tensors: Tensors, adapters: Sequence[Adapter]) -> BaseInMemory | None:
-    """The base under the names of the model in memory; None if the adapters have the names of the files.
-
-    `tensors` includes a tied head. Raises UnsupportedInput if an adapter changes a weight that several modules share.
-    """
+    """The base by names in memory; None if adapters have the files' names. UnsupportedInput: a shared weight."""
     may_share = base.config.get("model_type") in SHARING
     if not may_share and not any(_lacks(adapter, tensors, base.config) for adapter in adapters):
         return None
@@ -155,10 +152,7 @@ def _expected(adapter: Adapter, targets: AdapterTargets) -> set[str]:
 
 
 def _lacks(adapter: Adapter, tensors: Tensors, config: Mapping[str, Any]) -> bool:
-    """Whether the base has no tensors of the adapter's names, and replacing one prefix does not explain that.
-
-    Parts of a model with several towers may be too similar to tell apart by their names.
-    """
+    """Whether an adapter's names are not the base's, even with another prefix (which does not tell towers apart)."""
     targets = AdapterTargets(adapter, tensors, config)
     expected, known = _expected(adapter, targets), {*targets.known}
     missing = sorted(expected - known)
@@ -209,10 +203,7 @@ def _unread(start: int, stop: int) -> Array:
 
 
 def _under(base: Checkpoint, names: NamesInMemory, wanted: Sequence[str]) -> BaseInMemory | None:
-    """The base in the names of one class; None if it lacks tensors that adapters have names for.
-
-    Raises NotBuildable if transformers' conversion does more than to move whole lines.
-    """
+    """The base in the names of one class; None if it lacks adapters' tensors. NotBuildable: more than lines move."""
     renamed = {name: names.renamed.get(name) or names.parts.get(name) or name for name in base}
     if len({*renamed.values()}) < len(renamed):
         return None

@@ -93,11 +93,7 @@ class Edits:
         return cast(self.current(name), dtype)
 
     def place(self, adapter: Adapter, weight: float) -> None:
-        """Adds one adapter, its updates multiplied by `weight`.
-
-        Raises MalformedInput for an unexpected key, a shape mismatch, or a tensor that another adapter replaced,
-        UnsupportedInput for an unsupported layer, or a weight in the base that is not floating-point.
-        """
+        """Adds one adapter, its updates times `weight`; MalformedInput: another base, UnsupportedInput: a layer."""
         modules = adapter.config.modules_to_save
         new = {name for name in adapter.whole if name not in self.tensors and is_saved(name, modules)}
         targets = AdapterTargets(adapter, ChainMap(self.whole, self.tensors), self.config, self.naming)
@@ -301,10 +297,7 @@ def updates_of(
 def _orientation(
     adapter: str, name: str, weight: LazyTensor, fit: FittingShape, swapped: tuple[bool, bool]
 ) -> tuple[WeightShape, bool]:
-    """out×in of the weight, and whether it is stored in×out; `fit` is the size that the adapter's tensors are for.
-
-    `swapped`: stored in×out by model type, and by `fan_in_fan_out`, which counts only if nothing else fits.
-    """
+    """out×in of the weight, and whether it is stored in×out: by model type or, where only that fits, by the config."""
     if weight.dtype.name not in ("float64", *FLOATS):
         raise UnsupportedInput(
             f"`{name}` of the base is stored as {weight.dtype.name}", hint="merge into the unquantized model"

@@ -107,10 +107,7 @@ def separate_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, ExpertRows]
 
 
 def add_to_experts(base: LazyTensor, products: Sequence[ExpertProduct], dtype: DType) -> LazyTensor:
-    """A fused tensor [E, rows, columns] plus the updates of its experts, rounded once; see `add_products`.
-
-    Updates of the same rows are summed.
-    """
+    """A fused tensor [E, rows, columns] plus the summed updates of its experts, rounded once; see `add_products`."""
     by_expert: dict[int, list[ExpertProduct]] = {}
     for product in products:
         by_expert.setdefault(product.expert, []).append(product)
@@ -151,10 +148,7 @@ WeightChange = LoraProduct | ExpertProduct | WeightUpdate
 
 
 def add_changes(base: LazyTensor, changes: Sequence[WeightChange], dtype: DType) -> LazyTensor:
-    """`base` plus the sum of `changes` (of its shape), rounded once (nearest even) to `dtype`.
-
-    Every update is relative to the original base, so their order does not matter.
-    """
+    """`base` plus the sum of `changes`, each relative to the original base, rounded once (nearest even) to `dtype`."""
     slabs = [change for change in changes if isinstance(change, ExpertProduct)]
     low_rank = [change for change in changes if isinstance(change, LoraProduct)]
     if slabs:
@@ -249,10 +243,7 @@ class AdapterTargets:
         return name
 
     def changes(self, module: str, pair: Pair, weight: float) -> NamedChanges:
-        """The updates of a module's factors, multiplied by the adapter's `weight`; call `homes` first.
-
-        Raises MalformedInput for a shape mismatch, UnsupportedInput for a layer with an unknown layout.
-        """
+        """A module's updates times `weight`, after `homes`; MalformedInput: a shape, UnsupportedInput: a layout."""
         name = self._homes[self.wanted[module]]
         if name in self.parts:
             yield from self._change_part(module, pair, weight, self.parts[name])
@@ -397,10 +388,7 @@ MatrixShape = tuple[int, int]
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """How the factors of one fused tensor, [E, in, out] if `transposed`, are divided among its E `experts`.
-
-    With `together` the columns of B of an expert are contiguous (Unsloth).
-    """
+    """How a fused tensor, [E, in, out] if `transposed`, is divided; `together`: an expert's columns of B follow."""
 
     experts: int
     transposed: bool
@@ -431,11 +419,7 @@ def _whole(tensor: LazyTensor) -> Array:
 
 
 def parameter_names(modules: Sequence[str], config: LoraConfig, names: Sequence[str]) -> dict[str, str]:
-    """Module path of each wrapper of adapted parameters (`config.parameters`) to the name of its tensor.
-
-    `names` are the base's tensors, also under the names of other versions of transformers. Raises UnsupportedInput if
-    the order of the wrappers of a module is ambiguous.
-    """
+    """Wrapper of adapted parameters to its tensor among `names`; UnsupportedInput if the order is ambiguous."""
     wrapped: dict[str, list[str]] = {}
     for module in modules:
         wrapped.setdefault(module.replace(WRAPPER, ""), []).append(module)

@@ -101,10 +101,7 @@ def has_same_end(name: str, other: str, parts: int) -> bool:
 def prefix_fits(
     missing: Sequence[str], names: Collection[str], found: Mapping[str, str]
 ) -> set[frozenset[tuple[str, str]]]:
-    """The mappings of all missing names (sorted) to free tensors of the base that replacing one prefix gives.
-
-    `found` are names that the base has, which are taken.
-    """
+    """Mappings of all missing names (sorted) to free tensors (not in `found`) that replacing one prefix gives."""
     return _distinct(_exchanges(missing, {*names}), found)
 
 
@@ -158,10 +155,7 @@ def _quoted(names: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Naming:
-    """How the tensors of a base are called: `spelled` returns how a name of an adapter is spelled here.
-
-    `stacks` maps a tensor in memory to the tensors of each expert that are stacked in it, where the base has these.
-    """
+    """How tensors are called: `spelled(name)`; `stacks`: a tensor in memory to its experts' tensors in the base."""
 
     spelled: Callable[[str], str] = same_name
     stacks: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)

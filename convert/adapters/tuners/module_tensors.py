@@ -25,10 +25,7 @@ RowChange = Callable[[Array, int], Array]
 
 @dataclass(frozen=True)
 class ModuleTensors:
-    """The trained tensors of one module, by their names in PEFT, such as `hada_w1_a`, including shared ones.
-
-    `module` is its path in the model that the adapter was trained on.
-    """
+    """The trained tensors of the module at a path, by their names in PEFT, such as `hada_w1_a`, with shared ones."""
 
     module: str
     tensors: Mapping[str, LazyTensor]
@@ -79,10 +76,7 @@ LARGEST = 2.0**63
 
 @dataclass(frozen=True)
 class AdapterFields:
-    """The fields of an adapter's config; an absent or null field has the default, as in PEFT.
-
-    All patterns of the adapter share `match_time`. A value of another kind than the method's raises MalformedInput.
-    """
+    """The fields of an adapter's config, with PEFT's defaults where absent or null; MalformedInput for another kind."""
 
     fields: Mapping[str, Any]
     match_time: MatchTime = field(default_factory=MatchTime, compare=False, repr=False)

@@ -44,10 +44,7 @@ NUMBER_LIMIT = 1e15
 
 @dataclass(frozen=True)
 class AccessoryParams:
-    """The sizes of a `llama`, `mixtral`, `internlm` or `falcon`, under the same names for every family.
-
-    `fields` is the content of the file. Falcon's `kv_heads` depends on its weights instead.
-    """
+    """The sizes of a model, by the same names for every family; Falcon's `kv_heads` depends on its weights instead."""
 
     family: str
     fields: Mapping[str, Any]
@@ -78,10 +75,7 @@ def is_field(name: str, value: Any) -> bool:
 
 
 def read_params(content: Mapping[str, Any], family: str, source: str) -> AccessoryParams:
-    """The sizes of a model of `family`, a key of `SIZES`; MalformedInput if they are invalid.
-
-    Raises UnsupportedInput for a norm or rope that upstream's code or transformers lacks.
-    """
+    """The sizes of a model of a family of `SIZES`; MalformedInput: invalid, UnsupportedInput: another norm or rope."""
     fields = dict(content)
     for name in SIZES[family]:
         if not _is_count(fields.get(name)):
@@ -141,10 +135,7 @@ def _intermediate(family: str, fields: Mapping[str, Any]) -> int:
 
 
 def to_config(params: AccessoryParams, vocabulary: int, source: str) -> dict[str, Any]:
-    """The content of `config.json`, without dtype, biases and token ids; MalformedInput for an invalid rope scaling.
-
-    `vocabulary` is the number of rows of the embedding; as upstream, the file's own value is ignored.
-    """
+    """The content of `config.json`, without dtype, biases, ids; `vocabulary`: rows of the embedding, as upstream."""
     common = {
         "hidden_size": params.dim,
         "initializer_range": 0.02,
@@ -260,10 +251,7 @@ class AccessoryArgs:
 
 
 def args_of(checkpoint: Checkpoint) -> AccessoryArgs:
-    """The plugin and arguments of a model.
-
-    Raises UnsupportedInput, which lists the fields, if there is no plugin for it, MalformedInput for invalid sizes.
-    """
+    """The plugin and arguments; UnsupportedInput, listing fields, if there is none, MalformedInput: invalid sizes."""
     plugin = checkpoint.config.get("model_type")
     decoder = read_decoder(_like_a_llama(checkpoint) if plugin == "falcon" else checkpoint)
     refuse_fields(decoder, SUPPORTED if plugin == "llama" else SUPPORTED | NO_BIASES, CODE)
@@ -274,7 +262,16 @@ def args_of(checkpoint: Checkpoint) -> AccessoryArgs:
         plugin, fields = "llama_peft", fields | {"lora_rank": -1, "bias_tuning": True, "norm_tuning": True}
     params = read_params(fields, decoder.model_type, decoder.source)
     settings = to_config(params, decoder.vocabulary, decoder.source)
-    _refuse_others(decoder, params, settings)
+    # refuses values that upstream's code would compute differently, since it has no fields for them
+    read_back = {"head_dim": params.head_dim, "intermediate_size": params.intermediate, "rope": {}}
+    if settings["rope_scaling"]:  # the last bit of the division may differ
+        read_back["rope"] = {**settings["rope_scaling"], "factor": decoder.scaling.get("factor")}
+    own = {"head_dim": decoder.head_dim, "intermediate_size": decoder.intermediate, "rope": dict(decoder.scaling)}
+    if params.family == "falcon":
+        norms = "num_ln_in_parallel_attn"
+        read_back |= {"num_kv_heads": settings["num_kv_heads"], norms: settings[norms]}
+        own |= {"num_kv_heads": decoder.kv_heads, norms: decoder.fields.get(norms) or settings[norms]}
+    refuse_other_values(decoder, own, read_back, CODE)
     return AccessoryArgs(str(plugin), params, _shared(decoder, params), settings, biases)
 
 
@@ -317,19 +314,6 @@ def _like_a_llama(checkpoint: Checkpoint) -> Checkpoint:
         "rms_norm_eps": config.get("layer_norm_epsilon", 1e-5),
     }
     return replace(checkpoint, config={**config, **sizes})
-
-
-def _refuse_others(decoder: LlamaLikeConfig, params: AccessoryParams, settings: Mapping[str, Any]) -> None:
-    """Refuses values that upstream's code would compute differently, since it has no fields for them."""
-    read_back = {"head_dim": params.head_dim, "intermediate_size": params.intermediate, "rope": {}}
-    if settings["rope_scaling"]:  # the last bit of the division may differ
-        read_back["rope"] = {**settings["rope_scaling"], "factor": decoder.scaling.get("factor")}
-    own = {"head_dim": decoder.head_dim, "intermediate_size": decoder.intermediate, "rope": dict(decoder.scaling)}
-    if params.family == "falcon":
-        norms = "num_ln_in_parallel_attn"
-        read_back |= {"num_kv_heads": settings["num_kv_heads"], norms: settings[norms]}
-        own |= {"num_kv_heads": decoder.kv_heads, norms: decoder.fields.get(norms) or settings[norms]}
-    refuse_other_values(decoder, own, read_back, CODE)
 
 
 def _shared(decoder: LlamaLikeConfig, params: AccessoryParams) -> dict[str, int]:

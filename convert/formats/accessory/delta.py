@@ -17,7 +17,7 @@ from pathlib import Path
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.deltas import DeltaFormat, WrittenDelta
 from llmconv.convert.deltas.arithmetic import FLOAT16, FLOAT32, Arithmetic, Differences, added, all_rounded, wider
-from llmconv.convert.formats.accessory.config import ATTENTION, MLP, AccessoryArgs, args_of, has_biases
+from llmconv.convert.formats.accessory.config import ATTENTION, MLP, args_of, has_biases
 from llmconv.convert.formats.accessory.read import (
     DELTA_FILE,
     join,
@@ -55,7 +55,15 @@ def save_delta(base: Checkpoint, tuned: Checkpoint, shards: int | None) -> Writt
     """
     count = shards or (base.shards if base.format in SPLIT else 1)
     before, after = args_of(base), args_of(tuned)
-    _require_same_settings(before, after)
+    # refuses other settings, since a delta is applied with the base's
+    names = sorted({*before.params.fields, *after.params.fields} - RUN_FIELDS)
+    one, other = before.params.fields, after.params.fields
+    odd = [name for name in names if one.get(name) != other.get(name)]
+    if odd or before.params.family != after.params.family:
+        raise UnsupportedInput(
+            f"the two models differ in {listing(odd or ['llama_type'])}, which Accessory's deltas do not contain",
+            hint=WITHOUT,
+        )
     below, above = split_ranks(base, before, count), split_ranks(tuned, after, count)
     _require_same_shapes(below[0], above[0])
     differences = Differences(Arithmetic(FLOAT32, FLOAT16))
@@ -70,18 +78,6 @@ def save_delta(base: Checkpoint, tuned: Checkpoint, shards: int | None) -> Writt
     )
     small, warnings = small_files(tuned, after)
     return WrittenDelta(Plan(tuned, files, small, (*warnings, *_lost_tokenizer(base, tuned))), differences)
-
-
-def _require_same_settings(before: AccessoryArgs, after: AccessoryArgs) -> None:
-    """Refuses other settings, since a delta is applied with the base's."""
-    names = sorted({*before.params.fields, *after.params.fields} - RUN_FIELDS)
-    one, other = before.params.fields, after.params.fields
-    odd = [name for name in names if one.get(name) != other.get(name)]
-    if odd or before.params.family != after.params.family:
-        raise UnsupportedInput(
-            f"the two models differ in {listing(odd or ['llama_type'])}, which Accessory's deltas do not contain",
-            hint=WITHOUT,
-        )
 
 
 def _require_same_shapes(below: dict[str, LazyTensor], above: dict[str, LazyTensor]) -> None:

@@ -151,10 +151,7 @@ def _check_same(folder: Path, shards: Sequence[dict[str, LazyTensor]]) -> None:
 def join(
     shards: Sequence[dict[str, LazyTensor]], repeated: Iterable[str], experts: int, source: str
 ) -> dict[str, LazyTensor]:
-    """Accessory's name to joined tensor (MalformedInput if not joinable); a matrix of all `experts` is split by expert.
-
-    `repeated` are last components of layers that every shard holds whole, in addition to the usual ones.
-    """
+    """Name to joined tensor, experts split (else MalformedInput); `repeated`: more layers that shards have whole."""
     whole: dict[str, LazyTensor] = {}
     copies = set(repeated)
     for name in dict.fromkeys(name for shard in shards for name in shard):
@@ -307,12 +304,18 @@ def check_shapes(
 
 
 def to_hugging_face(whole: dict[str, LazyTensor], params: AccessoryParams, source: str) -> dict[str, LazyTensor]:
-    """The tensors of a model in Hugging Face's names, in file order, with LoRA added and missing biases as zeros.
-
-    `whole` are joined tensors in Accessory's names; MalformedInput for wrong keys or shapes.
-    """
+    """The joined tensors in Hugging Face's names and order, with LoRA and zero biases; MalformedInput: keys, shapes."""
     try:
-        return _with_zero_biases(_renamed(whole, params, source))
+        # adds zero biases to layers without one: `attention_bias` and `mlp_bias` of transformers apply to all layers
+        tensors = _renamed(whole, params, source)
+        complete: dict[str, LazyTensor] = {}
+        wanted = {layer for layers in (ATTENTION, MLP) for layer in layers if has_biases(tensors, layers)}
+        for name, tensor in tensors.items():
+            complete[name] = tensor
+            layer, _, kind = name.rpartition(".")
+            if kind == "weight" and layer.rpartition(".")[2] in wanted and f"{layer}.bias" not in tensors:
+                complete[f"{layer}.bias"] = zero_bias(tensor)
+        return complete
     except ValueError as error:
         raise MalformedInput(
             f"the heads of `{source}` do not match its configuration: {error}",
@@ -395,18 +398,6 @@ def _with_lora(parts: dict[str, LazyTensor], owner: str, source: str) -> LazyTen
     return replace(merged, recast=lambda dtype: add_products(weight, changes, dtype))
 
 
-def _with_zero_biases(tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Adds zero biases to layers without one: `attention_bias` and `mlp_bias` of transformers apply to all layers."""
-    complete: dict[str, LazyTensor] = {}
-    wanted = {layer for layers in (ATTENTION, MLP) for layer in layers if has_biases(tensors, layers)}
-    for name, tensor in tensors.items():
-        complete[name] = tensor
-        layer, _, kind = name.rpartition(".")
-        if kind == "weight" and layer.rpartition(".")[2] in wanted and f"{layer}.bias" not in tensors:
-            complete[f"{layer}.bias"] = zero_bias(tensor)
-    return complete
-
-
 def zero_bias(weight: LazyTensor) -> LazyTensor:
     """A bias of zeros for a weight, [rows], in its dtype."""
     return LazyTensor(
@@ -444,10 +435,7 @@ def _fuse_falcon(whole: dict[str, LazyTensor], params: AccessoryParams) -> dict[
 
 
 def _interleave(query: LazyTensor, key: LazyTensor, value: LazyTensor, head_dim: int) -> LazyTensor:
-    """Joins query heads, key and value of each key/value head (transformers `modeling_falcon.py`, `_split_heads`).
-
-    Raises ValueError if the numbers of rows do not match.
-    """
+    """Joins query heads, key, value of each group (`modeling_falcon.py`, `_split_heads`); ValueError: no match."""
     groups = key.num_rows // head_dim
     if not groups or key.num_rows % head_dim or query.num_rows % groups or value.shape != key.shape:
         raise ValueError(f"{query.num_rows}, {key.num_rows} and {value.num_rows} rows for heads of size {head_dim}")

@@ -123,10 +123,7 @@ HALF_DTYPES = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The weights of a save: tensors by the module's names, version (such as `deepspeed 0.19.8`) and number of files.
-
-    `warnings` and `dropped` are as in Checkpoint.
-    """
+    """A save's weights by the module's names, version, number of files; `warnings` and `dropped` as in Checkpoint."""
 
     tensors: dict[str, LazyTensor]
     version: str
@@ -184,10 +181,7 @@ def _masters(save: Save, states: ModelStates) -> dict[str, LazyTensor]:
 
 
 def _rest(save: Save, states: ModelStates, known: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Tensors that only the module has: all in stage 0, the frozen ones in stage 1.
-
-    Raises MalformedInput for an empty placeholder, UnsupportedInput for an object that is not a plain tensor.
-    """
+    """Tensors of the module alone (stage 0, frozen in 1); MalformedInput: empty ones, UnsupportedInput: objects."""
     objects = [name for name in states.objects("module") if name not in known and not name.endswith("_extra_state")]
     if objects:
         raise UnsupportedInput(

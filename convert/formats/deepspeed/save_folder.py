@@ -86,7 +86,18 @@ def open_save(path: Path) -> Save:
     folder = path if _holds_states(path) else _newest(path)
     home = next((candidate for candidate in (folder, folder.parent) if _is_home(candidate, folder, path)), path)
     files = {entry.name: entry for entry in sorted(folder.iterdir()) if entry.is_file()}
-    _refuse_parallel(folder, files)
+    # refuses checkpoints that are split in another way than by data-parallel rank
+    kinds = {
+        "mixture-of-experts": [name for name in files if EXPERT.fullmatch(name)],
+        "pipeline-parallel": [name for name in files if PIPELINE.fullmatch(name)],
+        "tensor-parallel": [name for name in files if _model_parallel_rank(name)],
+    }
+    for kind, found in kinds.items():
+        if found:
+            raise UnsupportedInput(
+                f"`{folder.name}` is a {kind} checkpoint of DeepSpeed (`{found[0]}`), which is unsupported",
+                hint="gather the model with the code that trained it, and save it with `save_pretrained`",
+            )
     universal = folder / "zero" if (folder / "zero").is_dir() else None
     model = files.get("mp_rank_00_model_states.pt")
     return Save(folder, home, model, _by_rank(files, ZERO_MODEL), _by_rank(files, OPTIMIZER), universal)
@@ -118,21 +129,6 @@ def _newest(path: Path) -> Path:
 def _read_tag(pointer: Path) -> str:
     with open(pointer, encoding="utf-8", errors="replace") as file:
         return file.read(POINTER_LIMIT).strip()
-
-
-def _refuse_parallel(folder: Path, files: Mapping[str, Path]) -> None:
-    """Refuses checkpoints that are split in another way than by data-parallel rank."""
-    kinds = {
-        "mixture-of-experts": [name for name in files if EXPERT.fullmatch(name)],
-        "pipeline-parallel": [name for name in files if PIPELINE.fullmatch(name)],
-        "tensor-parallel": [name for name in files if _model_parallel_rank(name)],
-    }
-    for kind, found in kinds.items():
-        if found:
-            raise UnsupportedInput(
-                f"`{folder.name}` is a {kind} checkpoint of DeepSpeed (`{found[0]}`), which is unsupported",
-                hint="gather the model with the code that trained it, and save it with `save_pretrained`",
-            )
 
 
 def _model_parallel_rank(name: str) -> int:
@@ -193,10 +189,7 @@ class ModelStates:
         return {name: cast(module[name], BY_NAME["float32"]) for name in module if name in persistent}
 
     def param_shapes(self) -> list[dict[str, tuple[int, ...]]] | None:
-        """Shapes of the trained parameters per parameter group, in flattening order; None in stage 0.
-
-        Raises MalformedInput if it is not a list of such dicts, or a name is duplicate.
-        """
+        """Shapes of trained parameters per group, in order (else MalformedInput); None in stage 0."""
         value = self.content.get("param_shapes")
         if value is None:
             return None

@@ -27,10 +27,7 @@ from llmconv.tensors import Array, DType, LazyTensor
 
 
 def open_masters(save: Save, states: ModelStates) -> dict[str, LazyTensor]:
-    """Name to master weight of every trained parameter, in the optimizer's dtype.
-
-    Raises MalformedInput if a rank's file is missing, or the sizes contradict each other.
-    """
+    """Master weights by name, in the optimizer's dtype; MalformedInput: a rank is missing, or sizes contradict."""
     groups = states.param_shapes()
     if groups is None:
         raise _mismatch(save, "optimizer states, but no `param_shapes` in its model states")
@@ -172,10 +169,7 @@ def first_elements(slices: Sequence[FlatSlice], numel: int) -> list[FlatSlice]:
 
 
 def joined(slices: Sequence[FlatSlice], shape: tuple[int, ...], dtype: DType) -> LazyTensor:
-    """The tensor of the slices' elements in row-major order; a block of rows reads only the ranges that it needs.
-
-    Raises ValueError if a dtype or the number of elements does not match.
-    """
+    """The slices' elements in row-major order; rows read what they need. ValueError: another dtype or number."""
     ends = list(accumulate((part.numel for part in slices), initial=0))[1:]
     numel, width = ends[-1] if ends else 0, prod(shape[1:])
     if numel != prod(shape):
@@ -203,10 +197,7 @@ OLD_GROUPS = ("local_sub_partitions_of_fp32_groups", "fp32_groups")
 
 
 class RankStates:
-    """The opened optimizer states of one of `count` ranks that shared the weights; moments are never read.
-
-    `stage` is 2 or 3; stage 1, and BF16_Optimizer, which has no stage, store their weights as stage 2 does.
-    """
+    """The optimizer states of one of `count` ranks; `stage` is 2 (as stage 1 and BF16_Optimizer store theirs) or 3."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -240,10 +231,7 @@ class RankStates:
         return int(max(counts))
 
     def flat_weights(self) -> list[LazyTensor]:
-        """This rank's flat weights, one tensor of rank 1 per group (else MalformedInput).
-
-        Raises UnsupportedInput for the layout of a very old release, or of experts.
-        """
+        """Flat weights, one per group (else MalformedInput); UnsupportedInput: a very old layout, or experts."""
         groups = self._state.get(GROUPS[self.stage])
         if groups is None and any(field in self._state for field in OLD_GROUPS):
             raise UnsupportedInput(

@@ -55,7 +55,13 @@ def _read(path: Path) -> StateFile:
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     found, warnings = _read(path), list[str]()
-    _refuse_adapters(found, path.name)
+    names = [name for name in found.state if any(part in name for part in ADAPTERS)]
+    if names:
+        raise UnsupportedInput(
+            f"`{path.name}` holds adapters that are not merged: {listing(names)}",
+            hint="LoRA: merge it into the converted base, `llmconv merge-lora BASE lit_model.pth.lora -o OUT`; the "
+            "other adapters have no equivalent in transformers",
+        )
     lit = read_settings(config_folder(path), path.name)
     stored = stored_config(path)
     family = _family(lit, stored, path.name)
@@ -83,16 +89,6 @@ def _unwrapped(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.removeprefix(wrapper)
     return name
-
-
-def _refuse_adapters(found: StateFile, source: str) -> None:
-    names = [name for name in found.state if any(part in name for part in ADAPTERS)]
-    if names:
-        raise UnsupportedInput(
-            f"`{source}` holds adapters that are not merged: {listing(names)}",
-            hint="LoRA: merge it into the converted base, `llmconv merge-lora BASE lit_model.pth.lora -o OUT`; the "
-            "other adapters have no equivalent in transformers",
-        )
 
 
 def _version(found: StateFile) -> str:

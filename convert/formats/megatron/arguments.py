@@ -21,10 +21,7 @@ CAPACITY = "moe_expert_capacity_factor"
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one run by name; anything that is not a plain value is an inert stub.
-
-    A method raises MalformedInput for a value of another kind. `source` is for messages.
-    """
+    """The arguments of a run by name, objects as stubs; methods raise MalformedInput for other kinds of values."""
 
     source: str
     values: Mapping[str, Any]

@@ -34,10 +34,7 @@ EPSILONS = ("layernorm_epsilon", "norm_epsilon")
 
 
 def to_config(arguments: Arguments, family: Family) -> dict[str, Any]:
-    """The content of `config.json`, without the size of the vocabulary and the ids of tokens.
-
-    Raises UnsupportedInput for a value that the family does not have, MalformedInput for a missing or invalid one.
-    """
+    """`config.json` without vocabulary and ids; UnsupportedInput: no such family, MalformedInput: invalid values."""
     if family.model_type == "gpt2":
         return _gpt2(arguments)
     heads = arguments.count("num_attention_heads")
@@ -194,10 +191,7 @@ def is_tied(arguments: Arguments) -> bool:
 
 
 def gelu(arguments: Arguments) -> str:
-    """The approximation of the GELU: `tanh` where it is fused with the bias (the default), else `none`.
-
-    Raises UnsupportedInput for `openai_gelu` without fusion, which Megatron core ignores and the older model does not.
-    """
+    """`tanh` if fused with the bias (default), else `none`; UnsupportedInput for `openai_gelu` without fusion."""
     if arguments.flag("bias_gelu_fusion", default=True):
         return "tanh"
     if arguments.flag("openai_gelu"):
@@ -410,10 +404,7 @@ FREE = ("max_position_embeddings", "n_positions", "vocab_size", "model_type")
 
 
 def arguments_of(config: Mapping[str, Any], source: str) -> Arguments:
-    """Megatron's arguments for a model of transformers, for checkpoints that have none.
-
-    The user's fields are a whole `config.json`, or Megatron's arguments themselves (else InputRefused).
-    """
+    """Arguments for a run without any, from a whole `config.json` or Megatron's own by the user (else InputRefused)."""
     if "num_layers" in config and "model_type" not in config:
         return Arguments(source, config)
     fields = {ALIASES.get(name, name): value for name, value in config.items()}
@@ -425,7 +416,8 @@ def arguments_of(config: Mapping[str, Any], source: str) -> Arguments:
         )
     made = {own: fields[name] for name, own in SIZES.items() if fields.get(name) is not None}
     bias = family.bias and (family.model_type != "llama" or fields.get("mlp_bias") is True)
-    rope = _rope(fields)
+    nested = fields.get("rope_parameters")
+    rope = {"rope_theta": fields.get("rope_theta"), **(nested if isinstance(nested, dict) else {})}
     window = fields.get("sliding_window")
     made |= {
         "rotary_base": rope.get("rope_theta") or fields.get("rotary_emb_base"),
@@ -445,10 +437,7 @@ def arguments_of(config: Mapping[str, Any], source: str) -> Arguments:
 
 
 def merged(computed: Mapping[str, Any], given: Mapping[str, Any], source: str, *, compared: bool) -> dict[str, Any]:
-    """The config from `to_config`, updated with the user's fields (`given`).
-
-    Raises MalformedInput for a contradiction, if `compared` (the arguments are those of the run).
-    """
+    """The config with the user's fields; MalformedInput for a contradiction if `compared` (the run's own arguments)."""
     own, other = _settings(computed), _settings(given)
     for name, value in own.items() if compared else ():
         if name in other and name not in FREE and other[name] not in (None, value):
@@ -459,11 +448,6 @@ def merged(computed: Mapping[str, Any], given: Mapping[str, Any], source: str, *
     replaced = ("rope_theta", "rope_scaling") if isinstance(given.get("rope_parameters"), dict) else ()
     kept = {name: value for name, value in computed.items() if name not in replaced}
     return kept | {name: value for name, value in given.items() if value is not None or name not in kept}
-
-
-def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    nested = fields.get("rope_parameters")
-    return {"rope_theta": fields.get("rope_theta"), **(nested if isinstance(nested, dict) else {})}
 
 
 def _settings(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,10 +105,7 @@ SILU, GELU = ".silu", ".gelu"
 
 
 def read_nemo(folder: Path) -> dict[str, Any]:
-    """Megatron's arguments from the config in a folder of NeMo or Megatron Bridge; empty if there is none.
-
-    Raises MalformedInput for another file, UnsupportedInput for a setting that no supported model has.
-    """
+    """Arguments of NeMo or Megatron Bridge, or none; MalformedInput: another file, UnsupportedInput: a setting."""
     if (folder / NEMO_CONFIG).is_file():
         return _nemo1(read_config_file(folder / NEMO_CONFIG), folder.name)
     file = folder / NEMO2_CONTEXT / NEMO2_FILE
@@ -228,7 +225,13 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     side_files = _side_files(run.save, tokenizer)
     if not side_files:
         warnings.append("a Megatron checkpoint contains no tokenizer; give one with `--tokenizer` if you need it")
-    padded = _padded_rows(state, run.source)
+    embedding = state.tensors.get(EMBEDDING)
+    if embedding is None or len(embedding.shape) != 2:
+        raise MalformedInput(
+            f"missing keys: `{run.source}` has no `{EMBEDDING}`",
+            hint="the save is incomplete, or its model is not a GPT of Megatron",
+        )
+    padded = embedding.num_rows
     vocabulary = true_vocabulary(arguments, padded, config, side_files, warnings)
     layout = _layout(arguments, family.model_type, vocabulary)
     bos, eos = special_ids(side_files)
@@ -248,16 +251,6 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         shards=state.shards,
         dropped=state.dropped,
     )
-
-
-def _padded_rows(state: RunState, source: str) -> int:
-    embedding = state.tensors.get(EMBEDDING)
-    if embedding is None or len(embedding.shape) != 2:
-        raise MalformedInput(
-            f"missing keys: `{source}` has no `{EMBEDDING}`",
-            hint="the save is incomplete, or its model is not a GPT of Megatron",
-        )
-    return embedding.num_rows
 
 
 def _layout(arguments: Arguments, model_type: str, vocabulary: int) -> Layout:

@@ -117,16 +117,8 @@ class Rank:
 
 
 def open_ranks(save: Save) -> list[Rank]:
-    """The ranks of a save, in order; reads no tensor. MalformedInput for a damaged file or ranks of different saves.
-
-    Raises UnsupportedInput for objects in place of tensors.
-    """
+    """The ranks of a save in order, unread; MalformedInput: damaged or mixed, UnsupportedInput: objects for tensors."""
     ranks = [_open_rank(numbers, path, save) for numbers, path in sorted(save.rank_files.items())]
-    _require_one_save(save.path.name, ranks)
-    return ranks
-
-
-def _require_one_save(source: str, ranks: Sequence[Rank]) -> None:
     values: dict[str, list[Any]] = {
         "checkpoint_version": [rank.version for rank in ranks],
         "iteration": [rank.iteration for rank in ranks],
@@ -135,9 +127,10 @@ def _require_one_save(source: str, ranks: Sequence[Rank]) -> None:
     for name, found in values.items():
         if len(words := {str(value)[:40] for value in found}) > 1:
             raise MalformedInput(
-                f"the ranks of `{source}` are of different saves: `{name}` {listing(sorted(words))}",
+                f"the ranks of `{save.path.name}` are of different saves: `{name}` {listing(sorted(words))}",
                 hint="copy the files of all ranks of one save",
             )
+    return ranks
 
 
 def _open_rank(numbers: tuple[int, ...], path: Path, save: Save) -> Rank:
@@ -230,10 +223,7 @@ def _leaves(state: Mapping[Any, Any], above: str, depth: int = 0) -> Iterator[tu
 
 
 def whole_numbers(source: str, stages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """For each stage (layers from 0) in order, its names to those with the layers' numbers in the whole model.
-
-    Raises MalformedInput if a stage lacks a layer, or has a tensor that belongs in another one.
-    """
+    """For each stage in order, its names to those with whole layer numbers; MalformedInput: a layer is missing."""
     first, renamed = 0, list[dict[str, str]]()
     for stage in stages:
         matches = {name: LAYER.fullmatch(name) for name in stage}
@@ -253,10 +243,7 @@ def whole_numbers(source: str, stages: Sequence[Mapping[str, Any]]) -> list[dict
 
 
 def require_complete(source: str, numbers: Sequence[int], count: int, what: str) -> None:
-    """Checks that the ranks 0 … `count` - 1 of the kind `what`, such as `tensor`, are there, and no others.
-
-    Raises InputRefused if one is missing, MalformedInput if there are more.
-    """
+    """Checks for exactly the ranks 0 … `count` - 1 of the kind `what`; InputRefused: missing, MalformedInput: more."""
     missing = first_missing(set(numbers), count)
     if missing is not None:
         raise InputRefused(
@@ -292,10 +279,7 @@ class Grid:
 
 
 def join_ranks(ranks: Sequence[Rank], arguments: Arguments) -> RunState:
-    """The whole tensors of a run, from the ranks of `open_ranks`; InputRefused if one is missing.
-
-    Raises MalformedInput for contradictions, UnsupportedInput if experts are divided in a way that is not read.
-    """
+    """The whole tensors; InputRefused: a rank is missing, MalformedInput, UnsupportedInput: how experts divide."""
     grid = _grid(ranks, arguments)
     parts = _parts(grid, {_place(grid, rank): rank for rank in ranks}, arguments)
     extra = [name for name in parts if EXTRA_HEADS.match(name)]
@@ -464,10 +448,7 @@ def grouped_matrix(name: str) -> str | None:
 
 
 def separate_experts(name: str, tensor: LazyTensor, experts: int, hidden: int) -> Iterator[tuple[str, LazyTensor]]:
-    """The matrices of the experts of one rank, by their names with local numbers; ValueError for another shape.
-
-    `tensor` is [hidden, experts · rows] or [experts · columns, hidden]; `grouped_matrix` is not None for `name`.
-    """
+    """Experts' matrices of a rank from [hidden, experts · rows] or [experts · columns, hidden], else ValueError."""
     matrix = grouped_matrix(name)
     own = 0 if matrix == "linear_fc1" else 1
     if len(tensor.shape) != 2 or tensor.shape[own] != hidden or not experts or tensor.shape[1 - own] % experts:

@@ -60,7 +60,14 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
     params = params_of(decoder, shards)
     tokenizer = _tokenizer(checkpoint, decoder)
     embedding_by_rows = is_tiktoken(tokenizer) if tokenizer else decoder.theta == 5e5
-    _refuse_shards(decoder, shards)
+    # every rank has whole heads; with more ranks than key/value heads, neighboring ranks hold copies of one
+    sizes = {
+        "hidden_size": decoder.hidden,
+        "intermediate_size": decoder.intermediate,
+        "num_attention_heads": decoder.heads,
+        "vocab_size": decoder.vocabulary,
+    }
+    refuse_shards(decoder.source, shards, sizes, {"num_key_value_heads": decoder.kv_heads})
     ranks: list[dict[str, LazyTensor]] = [{} for _ in range(shards)]
     for name, tensor in llama_tensors(checkpoint, decoder).items():
         for rank, part in zip(
@@ -73,10 +80,7 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
 
 
 def llama_tensors(checkpoint: Checkpoint, decoder: LlamaLikeConfig) -> dict[str, LazyTensor]:
-    """The whole tensors of a Llama in Meta's names and row order, with a tied head.
-
-    Raises MalformedInput for missing keys, unexpected keys, or a shape mismatch.
-    """
+    """A Llama in Meta's names and row order, with a tied head; MalformedInput for wrong keys or shapes."""
     tensors = with_head(checkpoint, "model.embed_tokens.weight", tied=False)
     shapes = decoder.shapes()
     require(shapes, tensors, decoder.source)
@@ -97,17 +101,6 @@ def check_written_shapes(tensors: Mapping[str, LazyTensor], shapes: Mapping[str,
             f"shape mismatch with `config.json` for {len(wrong)} tensors of `{source}`: {listing(wrong)}",
             hint="the config belongs to another model; copy the folder again",
         )
-
-
-def _refuse_shards(decoder: LlamaLikeConfig, shards: int) -> None:
-    """Every rank has whole heads; with more ranks than key/value heads, neighboring ranks hold copies of one."""
-    sizes = {
-        "hidden_size": decoder.hidden,
-        "intermediate_size": decoder.intermediate,
-        "num_attention_heads": decoder.heads,
-        "vocab_size": decoder.vocabulary,
-    }
-    refuse_shards(decoder.source, shards, sizes, {"num_key_value_heads": decoder.kv_heads})
 
 
 def _parts(

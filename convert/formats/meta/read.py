@@ -184,10 +184,7 @@ DIGITS = 17
 
 
 def params_of(decoder: LlamaLikeConfig, shards: int) -> dict[str, Any]:
-    """The fields of `params.json` that Meta's code of this generation has; it refuses any others (UnsupportedInput).
-
-    With more ranks than key/value heads, Meta counts every copy of a head.
-    """
+    """The fields of `params.json` that this generation has (else UnsupportedInput); Meta counts copies of heads."""
     refuse_fields(decoder, SUPPORTED, CODE)
     params: dict[str, Any] = {
         "dim": decoder.hidden,
@@ -223,10 +220,7 @@ def _scaling(decoder: LlamaLikeConfig) -> dict[str, Any]:
 
 
 def feed_forward_of(dim: int, intermediate: int) -> dict[str, Any]:
-    """`multiple_of`, and `ffn_dim_multiplier` if needed, that result in exactly `intermediate`.
-
-    As in Meta's own files, the multiplier has as few digits, and the multiple is as large, as possible.
-    """
+    """`multiple_of`, and `ffn_dim_multiplier` if needed, for exactly `intermediate`: few digits, a large multiple."""
     candidates: list[dict[str, Any]] = [{"multiple_of": 256}]
     base = int(2 * (4 * dim) / 3)
     for digits in range(1, DIGITS):
@@ -283,10 +277,7 @@ def file_order(target: str) -> tuple[int, int]:
 
 
 def check_shapes(path: Path, shards: Sequence[Mapping[str, LazyTensor]], params: Mapping[str, Any]) -> int:
-    """The number of key/value heads, without copies, from the first layer's shapes.
-
-    Raises MalformedInput if it or the number of shards contradicts `params.json`.
-    """
+    """Key/value heads, without copies, by the first layer; MalformedInput if they or the shards contradict the file."""
     dim, count = int(params["dim"]), len(shards)
     head_dim = dim // int(params["n_heads"])
     queries = shards[0]["layers.0.attention.wq.weight"].shape
@@ -388,10 +379,7 @@ SUFFIX = re.compile(r"\.(weight|bias|lora_a\.weight|lora_b\.weight)$")
 
 
 def split_dim(name: str, repeated: Iterable[str] = ()) -> int | None:
-    """The dimension along which ranks split a tensor; None if every shard holds a copy (shard 0's is used).
-
-    `repeated` are last components of layers that every shard holds whole, in addition to the usual ones.
-    """
+    """The dimension that ranks split; None for copies (shard 0's is used). `repeated`: further such layers."""
     suffix = SUFFIX.search(name)
     block, _, layer = name[: suffix.start()].rpartition(".") if suffix else ("", "", "")
     if not suffix or layer in repeated or (block and not block.startswith("layers.")):

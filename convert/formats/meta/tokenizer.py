@@ -33,10 +33,7 @@ RELEASED_TIKTOKEN = 128256
 
 @dataclass(frozen=True)
 class MetaTokenizer:
-    """Tokenizer files by plain name, and ids for `config.json` and `generation_config.json`; None if unknown.
-
-    `stops` are ids that end a generation; `size` is the number of tokens, or 0.
-    """
+    """Tokenizer files, and ids for configs, or None; `stops` end a generation; `size` is the number of tokens, or 0."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     bos: int | None = None
@@ -119,10 +116,7 @@ def _from_tiktoken(ranks: dict[bytes, int], *, since_3_1: bool) -> MetaTokenizer
 
 
 def _settings(tokens: dict[str, str]) -> dict[str, Any]:
-    """`tokenizer_config.json` with the generic class.
-
-    LlamaTokenizer of transformers 5 ignores the pipeline of `tokenizer.json`: leading spaces differ from sentencepiece.
-    """
+    """`tokenizer_config.json` with the generic class: LlamaTokenizer of transformers 5 ignores `tokenizer.json`."""
     return {
         **tokens,
         "add_bos_token": True,

@@ -159,21 +159,17 @@ def _llama(
         if not any(sign.fullmatch(name) for sign, _ in FUSED):
             apart[module] = own
             continue
-        parts = _unfused(run, name, own.b, heads)
+        try:
+            layout_of(run, name)
+        except InputRefused as error:
+            raise InputRefused(
+                str(error),
+                hint="put the run's YAML next to the file, and in its `model_config` the line `qkv_layout: plain` if "
+                "MindFormers up to 1.4 wrote it, `qkv_layout: interleaved` since 1.5",
+            ) from error
+        parts = unfuse(run, {name: own.b}, heads)
         apart |= {part.removesuffix(".weight"): replace(own, b=rows) for part, rows in parts.items()}
     return renamed(apart, table, run.source, DESCRIPTION)
-
-
-def _unfused(run: RunConfig, name: str, rows: LazyTensor, heads: Heads) -> Mapping[str, LazyTensor]:
-    try:
-        layout_of(run, name)
-    except InputRefused as error:
-        raise InputRefused(
-            str(error),
-            hint="put the run's YAML next to the file, and in its `model_config` the line `qkv_layout: plain` if "
-            "MindFormers up to 1.4 wrote it, `qkv_layout: interleaved` since 1.5",
-        ) from error
-    return unfuse(run, {name: rows}, heads)
 
 
 def _glm(

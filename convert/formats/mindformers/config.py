@@ -93,10 +93,7 @@ WHOLE = {"model", "architectures", "num_layers", "num_hidden_layers"}
 
 
 def read_run_config(path: Path, given: Mapping[str, Any]) -> RunConfig:
-    """The configuration of a checkpoint: the run's YAML next to it, if there is exactly one, and the user's fields.
-
-    A complete configuration from the user (with `model`, or a `config.json`) replaces the YAML.
-    """
+    """The only YAML next to a checkpoint, and the user's fields; a whole configuration of the user's replaces it."""
     file_name, run = ("", given) if {*given} & WHOLE else _run_yaml(path)
     run = {**run, **given}
     model = _section(run, "model")
@@ -322,10 +319,7 @@ def layout_of(run: RunConfig, name: str) -> str:
 
 
 def split_qkv(tensor: LazyTensor, heads: Heads, layout: str) -> list[LazyTensor]:
-    """Queries, keys and values of a fused tensor [(queries + 2 keys) * dim, …]; ValueError for other sizes.
-
-    `layout` is one of `LAYOUTS`.
-    """
+    """Queries, keys, values of [(queries + 2 keys) * dim, …] in a layout of `LAYOUTS`; ValueError for other sizes."""
     rows = [heads.queries * heads.dim, heads.keys * heads.dim, heads.keys * heads.dim]
     if tensor.num_rows != sum(rows):
         raise ValueError(f"expected {sum(rows)} rows, got {tensor.num_rows}")
@@ -342,11 +336,7 @@ def split_gate(tensor: LazyTensor, layout: str) -> list[LazyTensor]:
 def fuse(
     tensors: dict[str, LazyTensor], parts: Sequence[str], whole: str, counts: Sequence[int] | None = None
 ) -> dict[str, LazyTensor]:
-    """Joins the modules `parts` of each layer into `whole` (last components of names); the reverse of `unfuse`.
-
-    `counts` are the rows taken in turn from each part; None joins whole parts one after the other. Raises ValueError if
-    a part is missing, or the numbers of rows do not match.
-    """
+    """Joins `parts` of each layer into `whole`, `counts` rows in turn (None: whole parts); ValueError: no match."""
     ends = tuple(f".{part}.{kind}" for part in parts for kind in ("weight", "bias"))
     fused = {name: tensor for name, tensor in tensors.items() if not name.endswith(ends)}
     for name in tensors:
@@ -498,10 +488,7 @@ IN_OUT = re.compile(r"\.(?:projection|mapping)\.weight$")
 
 
 def merge_lora(run: RunConfig, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
-    """Adds `B·A·alpha/r` to the weights with LoRA pairs (mindpet `LoRADense`); returns weights, and a warning if any.
-
-    Raises InputRefused for only LoRA parameters or an unknown `lora_alpha`, MalformedInput for mismatched pairs.
-    """
+    """Adds `B·A·alpha/r` (mindpet `LoRADense`), with a warning; InputRefused: no base, no alpha; MalformedInput."""
     pairs: dict[str, dict[str, LazyTensor]] = {}
     for name, tensor in tensors.items():
         if match := LORA.fullmatch(name):

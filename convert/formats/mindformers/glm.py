@@ -49,10 +49,7 @@ FIXED = {
 
 
 def build_glm(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
-    """ChatGLM2 or ChatGLM3 as `glm`.
-
-    Raises UnsupportedInput for an option that `glm` does not have, MalformedInput for wrong names or shapes.
-    """
+    """ChatGLM2 or ChatGLM3 as `glm`; UnsupportedInput for an option, MalformedInput for names or shapes."""
     changed = [name for name, usual in FIXED.items() if run.fields.get(name) not in (None, usual)]
     if changed or run.fields.get("pre_seq_len"):
         raise refuse_model(run, f"a ChatGLM with `{(changed or ['pre_seq_len'])[0]}` set", "`glm` has no such option")
@@ -122,10 +119,7 @@ def _interleaved_pairs(name: str, tensor: LazyTensor, dim: int) -> LazyTensor:
 
 
 def store_glm(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
-    """`glm` as ChatGLM3, whose queries, keys and values follow each other in all versions.
-
-    Raises UnsupportedInput for a setting that ChatGLM does not have.
-    """
+    """`glm` as ChatGLM3, with whole queries, keys, values; UnsupportedInput for a setting that it does not have."""
     held = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 0.5, "rope_scaling": None}
     refuse_settings(source, settings, held, "MindFormers")
     parts = fuse(tensors, tuple(f"{one}_proj" for one in "qkv"), "query_key_value")
@@ -171,10 +165,7 @@ def _shapes(config: dict[str, Any], heads: Heads) -> dict[str, tuple[int, ...]]:
 
 
 def build_chatglm_6b(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
-    """ChatGLM-6B in the names of its published code.
-
-    Raises UnsupportedInput if its code is not given, or the run has a prefix, MalformedInput for wrong names.
-    """
+    """ChatGLM-6B in its code's names; UnsupportedInput: no code, a prefix; MalformedInput: wrong names."""
     reason = "it has two rotary positions per token, which no model of transformers has"
     code = needs_code(trusted_code(run.fields), run.source, "a ChatGLM-6B", reason)
     if run.fields.get("pre_seq_len"):

@@ -35,10 +35,7 @@ BLOOM_IN_OUT = re.compile(r"\.(?:dense|dense_h_to_4h|dense_4h_to_h)\.weight$")
 
 
 def build_gpt2(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
-    """GPT-2; its `c_attn` is the three matrices side by side, in×out.
-
-    Raises UnsupportedInput if GPT-2 does not have the activation or the order of norms.
-    """
+    """GPT-2, `c_attn` the three matrices side by side, in×out; UnsupportedInput: another activation, norm order."""
     _require_gelu(run, "GPT-2")
     renamed = {target: tensors[source] for target, source in rename(tensors, GPT2, run.source).items()}
     embedding, positions = _embedding(run, renamed, "transformer.wte.weight"), renamed.get("transformer.wpe.weight")
@@ -165,10 +162,7 @@ def _apart(
 
 
 def _fields(settings: ModelSettings, source: str) -> dict[str, Any]:
-    """The configuration fields that both models have; InputRefused for invalid sizes.
-
-    Raises UnsupportedInput if the feed-forward size is not a multiple of the hidden size.
-    """
+    """Fields of both models; InputRefused: sizes, UnsupportedInput: an MLP that is no multiple of the hidden size."""
     names = {"vocab_size": "vocab_size", "hidden_size": "hidden_size"}
     names |= {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
     run = RunConfig(source, settings, "", {})

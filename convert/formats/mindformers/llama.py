@@ -55,10 +55,7 @@ WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
 
 
 def build_llama(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
-    """A model in Llama's names (else MalformedInput); its biases and the class of the run decide which one.
-
-    Raises UnsupportedInput for Baichuan 13B without its own code: no native model has its ALiBi.
-    """
+    """A model in Llama's names (else MalformedInput), by biases and class; UnsupportedInput: Baichuan without code."""
     if re.search(r"Baichuan.*13B", run.arch, re.IGNORECASE) or run.flag("use_alibi"):
         reason = "the Llama of transformers has no ALiBi"
         code = needs_code(trusted_code(run.fields), run.source, f"a {run.arch or 'Llama'} with ALiBi", reason)
@@ -80,10 +77,7 @@ def build_qwen(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel
 
 
 def build_core(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
-    """A model in Megatron's names: `qwen3` if queries and keys are normalized, else as its biases decide.
-
-    Raises InputRefused if the run's YAML is given without the `config.json` that contains the sizes.
-    """
+    """A model in Megatron's names, by norms and biases; InputRefused for a YAML without the `config.json`."""
     run.number("rms_norm_eps")
     rope_settings(run, usual=None)
     normalized = any(".q_layernorm." in name for name in tensors)
@@ -135,10 +129,7 @@ def _config(run: RunConfig, embedding: LazyTensor, intermediate: int, heads: Hea
 
 
 def rope_settings(run: RunConfig, usual: float | None = 10000.0) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, from `theta`, `extend_method` and `scaling_factor` (`FreqsMgr`).
-
-    `usual` is the default of `theta` (None: required). UnsupportedInput if the formula differs from transformers'.
-    """
+    """`rope_theta` (default `usual`) and `rope_scaling` (`FreqsMgr`); UnsupportedInput for another formula."""
     method = str(run.fields.get("extend_method") or "None").upper()
     factor = run.fields.get("scaling_factor", 1.0)
     ready = run.fields.get("rope_parameters") or run.fields.get("rope_scaling")
@@ -178,10 +169,7 @@ QKV, GATE_UP = tuple(f"linear_{one}" for one in "qkv"), ("gating", "hidden")
 
 
 def store_llama(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
-    """A Llama or Qwen 2 in Llama's names, with nothing fused, so that reading needs no `qkv_layout`.
-
-    Raises UnsupportedInput for a setting that MindFormers' Llama does not have.
-    """
+    """A Llama or Qwen 2 unfused, so that no `qkv_layout` is needed; UnsupportedInput for a setting it lacks."""
     refuse_settings(source, settings, FIXED, "MindFormers")
     if settings["head_dim"] * settings["num_attention_heads"] != settings["hidden_size"]:
         refuse(source, {"head_dim": settings["head_dim"]}, "MindFormers")
@@ -218,10 +206,7 @@ def _extension(scaling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def store_core(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
-    """A Qwen 3 in Megatron's names, fused in its order, with a configuration in transformers' fields.
-
-    Raises UnsupportedInput for a setting that MindFormers' Qwen 3 does not have.
-    """
+    """A Qwen 3 in Megatron's names, fused, with transformers' fields; UnsupportedInput for a setting it lacks."""
     refuse_settings(source, settings, {**FIXED, "attention_bias": False}, "MindFormers")
     group = settings["num_attention_heads"] // settings["num_key_value_heads"] * settings["head_dim"]
     parts = fuse(
@@ -260,10 +245,7 @@ def _shapes(config: dict[str, Any], heads: Heads, biases: set[str]) -> dict[str,
 
 
 def _baichuan2(run: RunConfig, tensors: dict[str, LazyTensor], vocabulary: int) -> dict[str, LazyTensor]:
-    """Normalizes the head of Baichuan 2, as the model does in every forward pass (`NormHead`).
-
-    Raises InputRefused if it is unknown whether the model is a Baichuan 2.
-    """
+    """Normalizes the head of Baichuan 2, as its `NormHead`; InputRefused if it is unknown whether it is one."""
     if vocabulary == BAICHUAN2_VOCABULARY and not run.arch:
         raise InputRefused(
             f"`{run.source}` has the vocabulary of Baichuan 2, whose head is normalized, but its class is unknown",

@@ -34,7 +34,7 @@ from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.files.safetensors_file import NAME_LIMIT, RANK_LIMIT, FileTensor
 from llmconv.files.source_file import fill, open_data, open_source
-from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, Piece
+from llmconv.tensors import BY_NAME, Array, LazyTensor, Piece
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 VARINT_BYTES = 10
@@ -385,16 +385,12 @@ def is_mindspore_ckpt(path: Path) -> bool:
     try:
         with ProtobufFile(path) as source:
             outer = next(source.fields(0, source.size))
-            tag, tensor = _first_two(source, outer)
+            inner = source.fields(outer.start, outer.stop)
+            tag, tensor = next(inner), next(inner)
             is_tensor = tensor.number in (2, 3) and tensor.wire == BYTES
             return (outer.number, tag.number) == (1, 1) and is_tensor and bool(source.text(tag, NAME_LIMIT))
     except (MalformedInput, StopIteration):
         return False
-
-
-def _first_two(source: ProtobufFile, outer: Field) -> tuple[Field, Field]:
-    inner = source.fields(outer.start, outer.stop)
-    return next(inner), next(inner)
 
 
 def read_ckpt(path: Path) -> MindSporeFile:
@@ -498,25 +494,22 @@ def _tensor(source: ProtobufFile, parts: Sequence[TensorMessage]) -> LazyTensor:
         )
     if len(parts) == 1:
         return FileTensor(source.path, first.start, dtype, first.dims)
-    return _chunked(source.path, dtype, first.dims, [(part.start, part.stop) for part in parts])
-
-
-def _chunked(path: Path, dtype: DType, shape: tuple[int, ...], spans: Sequence[tuple[int, int]]) -> LazyTensor:
-    """A tensor whose bytes lie in several places of the file; a part may end inside a row."""
-    row_bytes = prod(shape[1:]) * dtype.itemsize
+    # A tensor whose bytes lie in several places of the file; a part may end inside a row
+    spans = [(part.start, part.stop) for part in parts]
+    row_bytes = prod(first.dims[1:]) * dtype.itemsize
 
     def load(start: int, stop: int) -> Array:
         array = np.empty((stop - start) * row_bytes, dtype=np.uint8)
         done, skip = 0, start * row_bytes
-        with open_data(path) as file:
+        with open_data(source.path) as file:
             for begin, end in spans:
                 count = min(max(0, end - begin - skip), len(array) - done)
                 if count:
-                    fill(file, array.data[done : done + count], begin + skip, path)
+                    fill(file, array.data[done : done + count], begin + skip, source.path)
                 done, skip = done + count, max(0, skip - (end - begin))
-        return array.view(dtype.numpy).reshape(stop - start, *shape[1:])
+        return array.view(dtype.numpy).reshape(stop - start, *first.dims[1:])
 
-    return LazyTensor(dtype, shape, load)
+    return LazyTensor(dtype, first.dims, load)
 
 
 CHUNK_BYTES = 512 << 20
@@ -561,10 +554,7 @@ def _bytes_of(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
 
 
 def strategy_bytes(layouts: Mapping[str, ParallelLayout]) -> bytes:
-    """A strategy file (`ParallelStrategyMap`) of the first pipeline stage; the reverse of `strategy.read_strategy`.
-
-    Not supported: layouts that the optimizer divides further, or with several dimensions of the matrix on one axis.
-    """
+    """The strategy file of the first stage, without layouts of the optimizer, or several dims on one axis."""
     items = (bytes_field(1, name.encode()) + bytes_field(2, _file_layout(layout)) for name, layout in layouts.items())
     return number_field(1, 1) + b"".join(bytes_field(3, item) for item in items)
 

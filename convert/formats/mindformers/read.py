@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -34,10 +34,7 @@ NOT_THE_MODEL = re.compile(
 
 @dataclass(frozen=True)
 class Parameters:
-    """The tensors of a model in MindFormers' names, and the strategy by which ranks were joined.
-
-    `dropped` is other content of the files, one phrase each.
-    """
+    """A model in MindFormers' names, the strategy that joined ranks, and phrases about other content (`dropped`)."""
 
     tensors: dict[str, LazyTensor]
     warnings: tuple[str, ...] = ()
@@ -121,11 +118,8 @@ def _open_files(path: Path) -> Parameters:
             f"`{path}` holds {len(files)} checkpoints: {listing([file.name for file in files])}",
             hint=f"give one of them, such as `{files[-1]}`",
         )
-    return _union(path, [_open_file(file) for file in files])
-
-
-def _union(path: Path, parts: Sequence[Parameters]) -> Parameters:
-    """The tensors of several files of one model (the output of `unified_safetensors`)."""
+    # the tensors of several files of one model (the output of `unified_safetensors`)
+    parts = [_open_file(file) for file in files]
     tensors = without_duplicates(path.name, [part.tensors for part in parts])
     return Parameters(tensors, tuple(warning for part in parts for warning in part.warnings), len(parts))
 

@@ -81,10 +81,7 @@ def open_mlx_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -
 
 
 def _parameters(fields: Mapping[str, Any], alpha: float | None) -> dict[str, Any]:
-    """`r` and `lora_alpha` in PEFT's names; MalformedInput for an invalid value.
-
-    Raises UsageProblem if the file has both `alpha` and `scale`, so that the formula is ambiguous.
-    """
+    """`r` and `lora_alpha` as PEFT's (else MalformedInput); UsageProblem if both `alpha` and `scale` are there."""
     own = fields.get("lora_parameters")
     if not isinstance(own, dict):
         raise _invalid("lora_parameters", own)

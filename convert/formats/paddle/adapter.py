@@ -202,10 +202,7 @@ def _joined(
     ranks: Sequence[Mapping[str, LazyTensor]],
     source: str,
 ) -> Pair:
-    """The pair of a matrix that transformers fuses and Paddle does not, such as GPT's qkv.
-
-    Its A stacks those of the trained parts; its B is block-diagonal, with the B of each part.
-    """
+    """The pair of a matrix that only transformers fuses, such as GPT's qkv: A stacked, B block-diagonal."""
     parts = {
         name: pair
         for name in trained

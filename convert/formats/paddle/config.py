@@ -57,10 +57,7 @@ def own_kind(config: Mapping[str, Any]) -> str:
 
 
 def to_own_config(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The config of a model that only its own code computes: Llama's fields for a Baichuan, else those of its code.
-
-    Raises UnsupportedInput for an option that the code does not have, MalformedInput for an invalid field.
-    """
+    """The config of a model of its own code; UnsupportedInput for an option, MalformedInput for an invalid field."""
     if own_kind(config) == "chatglm":
         return _chatglm_6b(config, source)
     return _decoder({**config, "model_type": "llama"}, source, [])
@@ -195,10 +192,7 @@ def _mistral(config: Mapping[str, Any], source: str, warnings: list[str]) -> dic
 
 
 def _ignores_window(config: Mapping[str, Any], source: str, warnings: list[str]) -> bool:
-    """Whether PaddleNLP wrote the config: its Mistral and Qwen 2 ignore the window (2.6 to 3.0: `mistral/modeling.py`).
-
-    PaddleNLP's files have the key `paddlenlp_version`, null in older ones; those that `from-hf` wrote lack it.
-    """
+    """Whether PaddleNLP wrote it (a key `paddlenlp_version`): its Mistral and Qwen 2 (2.6 to 3.0) ignore the window."""
     window = config.get("sliding_window")
     if "paddlenlp_version" not in config or window is None:
         return False

@@ -309,10 +309,7 @@ FAMILIES: dict[str, PaddleFamily] = {
 def apply_rules(
     rules: Sequence[TensorRule], ranks: Sequence[Mapping[str, LazyTensor]], layers: int, source: str
 ) -> dict[str, LazyTensor]:
-    """The converted tensors in Hugging Face's names: embedding, layers by number, final norm, head.
-
-    All tensor-parallel ranks must have the same names. Raises MalformedInput for wrong keys or shapes.
-    """
+    """All in Hugging Face's names and order, from ranks with the same names; MalformedInput: wrong keys or shapes."""
     all_rules = unrolled(rules, min(layers, len(ranks[0])))
     used = {name for rule in all_rules for name in rule.sources}
     missing = [name for rule in all_rules for name in rule.sources if name not in ranks[0]]

@@ -181,7 +181,20 @@ def _tensor(path: Path, name: str, array: Stub) -> LazyTensor:
             f"`{name}` in `{path.name}` is stored in column-major order, which is unsupported",
             hint="save it with `np.ascontiguousarray`",
         )
-    return _tensor_of_data(path, name, data, dtype, shape)
+    expected = prod(shape) * dtype.itemsize
+    if isinstance(data, str):
+        data = data.encode("latin1", "replace")
+    if isinstance(data, BytesAt) and data.encoded:
+        if not expected <= data.size <= 2 * expected:
+            _refuse(path, f"has {data.size} characters for `{name}`, expected {expected} bytes for its shape")
+        return Utf8Bytes(path, data.position, data.size).tensor(dtype, shape)
+    size = data.size if isinstance(data, BytesAt) else len(data) if isinstance(data, bytes) else -1
+    if size != expected:
+        _refuse(path, f"has {size} bytes for `{name}`, expected {expected} for its shape")
+    if isinstance(data, BytesAt):
+        return FileTensor(path, data.position, dtype, shape)
+    rows = np.frombuffer(data, dtype.numpy).reshape(shape or (1,))
+    return LazyTensor(dtype, shape, lambda start, stop: rows[start:stop])
 
 
 def _are_sizes(values: Any) -> bool:
@@ -200,23 +213,6 @@ def _dtype(path: Path, name: str, kind: Any) -> DType:
             hint="only little-endian floats, integers and bools can be converted",
         )
     return NUMPY_CODES[code]
-
-
-def _tensor_of_data(path: Path, name: str, data: Any, dtype: DType, shape: tuple[int, ...]) -> LazyTensor:
-    expected = prod(shape) * dtype.itemsize
-    if isinstance(data, str):
-        data = data.encode("latin1", "replace")
-    if isinstance(data, BytesAt) and data.encoded:
-        if not expected <= data.size <= 2 * expected:
-            _refuse(path, f"has {data.size} characters for `{name}`, expected {expected} bytes for its shape")
-        return Utf8Bytes(path, data.position, data.size).tensor(dtype, shape)
-    size = data.size if isinstance(data, BytesAt) else len(data) if isinstance(data, bytes) else -1
-    if size != expected:
-        _refuse(path, f"has {size} bytes for `{name}`, expected {expected} for its shape")
-    if isinstance(data, BytesAt):
-        return FileTensor(path, data.position, dtype, shape)
-    rows = np.frombuffer(data, dtype.numpy).reshape(shape or (1,))
-    return LazyTensor(dtype, shape, lambda start, stop: rows[start:stop])
 
 
 def _joined(path: Path, tensors: dict[str, LazyTensor], table: Any) -> dict[str, LazyTensor]:
@@ -393,10 +389,7 @@ def peek(path: Path) -> Mapping[str, LazyTensor]:
 
 
 def names_paddle(path: Path) -> bool:
-    """Whether a safetensors file, or the first in a folder, has Paddle's names, or the metadata `np` and its config.
-
-    PaddleFormers, PaddleNLP's successor, writes Hugging Face's own names and layout: False.
-    """
+    """Whether safetensors have Paddle's names, or metadata `np` and its config; PaddleFormers' have neither."""
     metadata, names = first_names(path)
     if any(name.startswith(PREFIXES) for name in names):
         return True

@@ -116,10 +116,7 @@ DECODER = (*SAME, "intermediate_size", "num_key_value_heads", "max_position_embe
 
 
 def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Paddle's `config.json`, and the Hugging Face config that `to-hf` makes of it.
-
-    Raises UnsupportedInput, which lists the fields, if PaddleNLP cannot express the model, MalformedInput for a size.
-    """
+    """Paddle's `config.json`, and what `to-hf` makes of it; UnsupportedInput, listing fields; MalformedInput."""
     settings, source = settings_of(checkpoint), checkpoint.path.name
     if settings["model_type"] not in WRITERS:
         raise UnsupportedInput(

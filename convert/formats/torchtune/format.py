@@ -96,9 +96,27 @@ def _read(path: Path) -> StateFile:
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     found, warnings = _read(path), list[str]()
-    _refuse_adapters(found, path.name)
+    names = [name for name in found.state if "lora_" in name or name.endswith(".magnitude")]
+    if names:
+        raise UnsupportedInput(
+            f"`{path.name}` holds LoRA matrices that are not merged: {listing(names)}",
+            hint="give the merged weights that the recipe saves next to the adapter, or merge it into the Hugging Face "
+            f"base: `llmconv merge-lora BASE {path.name} -o OUT`",
+        )
     settings = causal_lm_config(stored_config(found.path), config, path.name, warnings)
-    family = _family(settings, path.name)
+    kind = str(settings["model_type"])
+    if kind == "gemma2":
+        raise UnsupportedInput(
+            f"`{path.name}` is a Gemma 2, in which torchtune exchanges two norms and caps the hidden states instead of "
+            "the logits; no model of transformers does",
+            hint="transformers has no equivalent model; train it with another program",
+        )
+    if kind not in FAMILIES:
+        raise UnsupportedInput(
+            f"`{path.name}` is a {kind} in torchtune's names, whose order of rows is unknown",
+            hint=f"supported are {', '.join(FAMILIES)}; save it with torchtune's FullModelHFCheckpointer",
+        )
+    family = FAMILIES[kind]
     stored = {WRAPPERS.sub("", name): tensor for name, tensor in found.tensors().items()}
     renamed = rename(stored, NAMES | dict(family.names), path.name)
     tensors = {target: stored[name] for target, name in renamed.items()}
@@ -108,32 +126,6 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     settings = as_loaded(tensors, settings)
     side_files = side_files_of(found.path, tokenizer)
     return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), dropped=contents_around(found))
-
-
-def _family(config: Mapping[str, Any], source: str) -> TorchtuneFamily:
-    kind = str(config["model_type"])
-    if kind == "gemma2":
-        raise UnsupportedInput(
-            f"`{source}` is a Gemma 2, in which torchtune exchanges two norms and caps the hidden states instead of "
-            "the logits; no model of transformers does",
-            hint="transformers has no equivalent model; train it with another program",
-        )
-    if kind not in FAMILIES:
-        raise UnsupportedInput(
-            f"`{source}` is a {kind} in torchtune's names, whose order of rows is unknown",
-            hint=f"supported are {', '.join(FAMILIES)}; save it with torchtune's FullModelHFCheckpointer",
-        )
-    return FAMILIES[kind]
-
-
-def _refuse_adapters(found: StateFile, source: str) -> None:
-    names = [name for name in found.state if "lora_" in name or name.endswith(".magnitude")]
-    if names:
-        raise UnsupportedInput(
-            f"`{source}` holds LoRA matrices that are not merged: {listing(names)}",
-            hint="give the merged weights that the recipe saves next to the adapter, or merge it into the Hugging Face "
-            f"base: `llmconv merge-lora BASE {source} -o OUT`",
-        )
 
 
 def _head_dim(config: Mapping[str, Any]) -> int | None:

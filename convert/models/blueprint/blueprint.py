@@ -56,10 +56,7 @@ class Blueprint:
 
 
 def blueprint(config: Mapping[str, Any]) -> Blueprint | None:
-    """The tensors of the causal language model of `config`; None if transformers' source does not determine them.
-
-    Whether `config` ties the head decides what is shared.
-    """
+    """The tensors of the model of `config` (which may tie the head), or None if transformers' source does not tell."""
     try:
         return _blueprint(json.dumps(config, sort_keys=True))
     except (TypeError, ValueError, RecursionError):
@@ -136,10 +133,7 @@ def _same_objects(tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
 
 
 def _tie(module: PreTrainedModel, prefix: str, tensors: Mapping[str, Tensor], shared: dict[str, set[str]]) -> None:
-    """Adds what `_tied_weights_keys` ties to another (patterns of names or of modules), where the config ties.
-
-    Source: `get_expanded_tied_weights_keys` in transformers `modeling_utils.py`.
-    """
+    """Adds what `_tied_weights_keys` (patterns) ties where the config ties (`get_expanded_tied_weights_keys`)."""
     pairs = module._tied_weights_keys
     if not isinstance(pairs, dict) or not getattr(module.config, "tie_word_embeddings", False):
         return

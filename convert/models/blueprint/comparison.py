@@ -153,10 +153,7 @@ def check_layers(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], s
 
 
 def check_rules(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], model: ModelNames, source: str) -> None:
-    """Checks sizes, equal layers, an embedding of that size, a norm after the last layer, a head, and float weights.
-
-    Raises MalformedInput if one of them is missing, or the sizes are of another model.
-    """
+    """Checks sizes, equal layers, embedding, last norm, head, floats; MalformedInput if one is not the model's."""
     layers = check_layers(tensors, config, source)
     check_sizes(config, source)
     every = set[str]().union(*layers.values())

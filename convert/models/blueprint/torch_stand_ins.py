@@ -21,10 +21,7 @@ class Opaque:
 
 
 class Unknown:
-    """Anything imported or computed that has no stand-in, by its name in the source.
-
-    `is_suspect`: it may hold weights, as an object of an unknown class.
-    """
+    """Anything without a stand-in, by its name; `is_suspect`: it may hold weights, as an object of an unknown class."""
 
     def __init__(self, name: str, *, is_suspect: bool = False) -> None:
         self.name = name

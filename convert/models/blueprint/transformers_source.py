@@ -111,10 +111,7 @@ def _default(value: Any) -> Any:
 
 
 def bounded(value: Any) -> Any:
-    """A value of a `config.json` with no number larger than `LARGEST`, so that building from it ends.
-
-    `vocab_size`, which messages show, is kept: nothing is ever counted up to it.
-    """
+    """A value with no number above `LARGEST`, so that building ends, but for `vocab_size`, which messages show."""
     if isinstance(value, dict):
         return {name: item if name == "vocab_size" else bounded(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -164,10 +161,7 @@ USUAL_LAYERS = {"full_attention", "sliding_attention", "linear_attention", "chun
 
 
 def remap_layer_types(layer_types: Any = None, config: Any = None) -> Any:
-    """Renames layer kinds to those of the installed transformers; older files have `mamba` and `attention`.
-
-    Returns the new list for `layer_types`, or replaces those of `config`.
-    """
+    """Layer kinds by today's names (once `mamba`, `attention`): the new list, or replaced in `config`."""
     kinds = config.layer_types if config is not None and hasattr(config, "layer_types") else layer_types
     root = transformers_folder()
     if not isinstance(kinds, list) or set(kinds) <= USUAL_LAYERS or root is None:
@@ -204,7 +198,21 @@ class SourceFile:
         self._imports: dict[str, tuple[ast.Import | ast.ImportFrom, str]] = {}
         for node in self.tree.body:
             self._note(node)
-        self._wanted = _called_by_constructors(self.tree)
+        # names of attributes that constructors use, and of those that the methods of these names use
+        methods = [node for one in self.tree.body if isinstance(one, ast.ClassDef) for node in one.body]
+        functions = [node for node in methods if isinstance(node, ast.FunctionDef)]
+        used: dict[str, set[str]] = {}
+        for function in functions:
+            found = {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
+            used[function.name] = used.get(function.name, set()) | found
+        wanted: set[str] = set()
+        waiting = [*CONSTRUCTORS]
+        while waiting:
+            name = waiting.pop()
+            if name not in wanted and name not in LEFT_OUT:
+                wanted.add(name)
+                waiting += used.get(name, ())
+        self._wanted = wanted
         self._names: dict[str, Any] = {"__name__": path.stem, "__builtins__": builtins}
 
     def _note(self, node: ast.stmt) -> None:
@@ -276,24 +284,6 @@ class SourceFile:
         is_model = file.stem.startswith(("modeling_", "configuration_")) and file.parent.parent == root / "models"
         is_read = is_model or (file.parent == root and file.stem in LIBRARY_FILES)
         return file if is_read and file.is_file() and file.parent.name != "auto" else None
-
-
-def _called_by_constructors(tree: ast.Module) -> set[str]:
-    """Names of attributes that constructors use, and of those that the methods of these names use."""
-    methods = [node for one in tree.body if isinstance(one, ast.ClassDef) for node in one.body]
-    functions = [node for node in methods if isinstance(node, ast.FunctionDef)]
-    used: dict[str, set[str]] = {}
-    for function in functions:
-        found = {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
-        used[function.name] = used.get(function.name, set()) | found
-    wanted: set[str] = set()
-    waiting = [*CONSTRUCTORS]
-    while waiting:
-        name = waiting.pop()
-        if name not in wanted and name not in LEFT_OUT:
-            wanted.add(name)
-            waiting += used.get(name, ())
-    return wanted
 
 
 def _strip_class(node: ast.ClassDef, wanted: set[str]) -> None:

@@ -44,19 +44,15 @@ def _directions(learned: ModuleTensors) -> Array:
     vectors = learned.read("hra_u").T
     with np.errstate(invalid="ignore", divide="ignore"):
         if learned.settings.flag("apply_GS"):
-            vectors = _orthogonal(vectors)
+            # gram-Schmidt: each vector made orthogonal to those before it
+            done: list[Array] = []
+            for vector in vectors:
+                for other in done:
+                    vector = vector - (other @ vector) * other
+                done.append(vector / np.linalg.norm(vector))
+            vectors = np.array(done)
         lengths: Array = np.linalg.norm(vectors, axis=1, keepdims=True)
         return vectors / lengths
-
-
-def _orthogonal(vectors: Array) -> Array:
-    """Gram-Schmidt: each vector made orthogonal to those before it."""
-    done: list[Array] = []
-    for vector in vectors:
-        for other in done:
-            vector = vector - (other @ vector) * other
-        done.append(vector / np.linalg.norm(vector))
-    return np.array(done)
 
 
 TUNER = Tuner(peft_type="HRA", parts=("hra_u",), fields=("r", "apply_GS"), fit=fit, delta=delta, require=require)

@@ -36,10 +36,7 @@ def _shape(learned: ModuleTensors, number: str) -> tuple[int, ...]:
 
 
 def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
-    """Rows of the update: row p is the product of row p // c of w1 and row p % c of w2, which has c rows.
-
-    PEFT multiplies a whole w2 of three dimensions (`Conv1d`) before flattening, so w1 applies to the kernel dimension.
-    """
+    """Row p is row p // c of w1 times row p % c of w2 (c rows); PEFT multiplies a w2 of three dims unflattened."""
     left, right = _read(learned, "1") * learned.scale(), _read(learned, "2")
     if right.ndim == 3:
         whole = np.kron(left, right).reshape(shape)

@@ -75,17 +75,14 @@ def rotations(learned: ModuleTensors) -> Array:
     skew[:, rows, columns] = triangles
     skew -= skew.transpose(0, 2, 1)
     if settings.flag("coft"):
-        skew = _shortened(skew, settings.number("eps", 6e-5) / np.sqrt(len(skew)))
+        # each matrix with a norm of at most `limit` (PEFT `_project_batch`)
+        limit = settings.number("eps", 6e-5) / np.sqrt(len(skew))
+        norms = np.linalg.norm(skew, axis=(1, 2), keepdims=True)
+        factors: Array = np.where(norms <= limit, 1, limit / np.maximum(norms, np.finfo(float).tiny))
+        skew = skew * factors
     if settings.flag("use_cayley_neumann", True):
         return neumann(skew, int(settings.positive("num_cayley_neumann_terms", 5)))
     return cayley(skew)
-
-
-def _shortened(skew: Array, limit: float) -> Array:
-    """Each matrix with a norm of at most `limit` (PEFT `_project_batch`)."""
-    norms = np.linalg.norm(skew, axis=(1, 2), keepdims=True)
-    factors: Array = np.where(norms <= limit, 1, limit / np.maximum(norms, np.finfo(float).tiny))
-    return skew * factors
 
 
 def cayley(skew: Array) -> Array:
