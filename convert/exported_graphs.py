@@ -27,31 +27,18 @@ PRESETS = {"int8": 32, "int4": 32, "int4-mixed": 32, "int4-small": 128, "a8w8": 
 
 @dataclass(frozen=True)
 class GraphSummary:
-    """A graph in the manifest.
+    """A graph in the manifest."""
 
-    Attributes:
-        role: `prefill`, `decode`, `unified`, `embeddings`, or that of a graph without a cache, such as `embed`.
-        files: its file, or those of its stages.
-        opset: version of the standard operators; None if it is not recorded.
-        precision: dtype that it computes in.
-        cache: `growing`, `shared-buffer`, `static` or `none`; followed by ` int8` where keys and values are codes.
-        target: provider of onnxruntime that it is for; empty for any.
-        extra_inputs: its inputs other than tokens, mask, positions and cache.
-        outputs: its outputs other than the cache.
-        lora_inputs: the modules that it takes LoRA factors for, as given to `--lora-inputs`.
-        prefix_tokens: number of virtual tokens that it puts before a prompt, see `--prefix`.
-    """
-
-    role: str
-    files: tuple[str, ...]
-    opset: int | None
-    precision: str
-    cache: str
-    target: str
-    extra_inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-    lora_inputs: tuple[str, ...] = ()
-    prefix_tokens: int = 0
+    role: str  # `prefill`, `decode`, `unified`, `embeddings`, or that of a graph without a cache, such as `embed`
+    files: tuple[str, ...]  # its file, or those of its stages
+    opset: int | None  # version of the standard operators; None if it is not recorded
+    precision: str  # dtype that it computes in
+    cache: str  # `growing`, `shared-buffer`, `static` or `none`; followed by ` int8` where keys and values are codes
+    target: str  # provider of onnxruntime that it is for; empty for any
+    extra_inputs: tuple[str, ...] = ()  # its inputs other than tokens, mask, positions and cache
+    outputs: tuple[str, ...] = ()  # its outputs other than the cache
+    lora_inputs: tuple[str, ...] = ()  # the modules that it takes LoRA factors for, as given to `--lora-inputs`
+    prefix_tokens: int = 0  # number of virtual tokens that it puts before a prompt, see `--prefix`
 
     @property
     def line(self) -> str:
@@ -68,23 +55,15 @@ class GraphSummary:
 
 @dataclass(frozen=True)
 class CodesSummary:
-    """The quantized weights of a folder.
+    """The quantized weights of a folder."""
 
-    Attributes:
-        preset: value of `--quant`, or the method of a model that was quantized already.
-        method: how codes were chosen; empty if it is not recorded.
-        symmetric: there are no zero points.
-        calibrated: column weights or ranges come from a calibration text.
-        matrices: number of weights by bits and size of a block, which is 0 for one scale per column.
-        plain: number of tensors that are not quantized.
-    """
-
-    preset: str
-    method: str
-    symmetric: bool
-    calibrated: bool
+    preset: str  # value of `--quant`, or the method of a model that was quantized already
+    method: str  # how codes were chosen; empty if it is not recorded
+    symmetric: bool  # there are no zero points
+    calibrated: bool  # column weights or ranges come from a calibration text
+    # number of weights by bits and size of a block, which is 0 for one scale per column
     matrices: Mapping[tuple[int, int], int]
-    plain: int
+    plain: int  # number of tensors that are not quantized
     parameters: int
 
     @property
@@ -232,19 +211,12 @@ SHOWN = ("llmconv", "onnxruntime")
 
 @dataclass(frozen=True)
 class VerdictSummary:
-    """The verdict of the last `llmconv verify` in the manifest.
+    """The verdict of the last `llmconv verify` in the manifest."""
 
-    Attributes:
-        recorded: the verdict; None if it is malformed.
-        changed: names of judged files that have changed since, or are missing.
-        unjudged: names of graph files in the manifest that the run did not judge.
-        problem: why it cannot be read; empty if it can.
-    """
-
-    recorded: RecordedVerdict | None
-    changed: tuple[str, ...] = ()
-    unjudged: tuple[str, ...] = ()
-    problem: str = ""
+    recorded: RecordedVerdict | None  # the verdict; None if it is malformed
+    changed: tuple[str, ...] = ()  # names of judged files that have changed since, or are missing
+    unjudged: tuple[str, ...] = ()  # names of graph files in the manifest that the run did not judge
+    problem: str = ""  # why it cannot be read; empty if it can
 
     @property
     def lines(self) -> list[str]:

@@ -19,22 +19,14 @@ from llmconv.tensors import LazyTensor
 
 @dataclass(frozen=True)
 class Pair:
-    """The LoRA tensors of one module.
+    """The LoRA tensors of one module."""
 
-    Attributes:
-        a: r×in (an embedding: r×vocab).
-        b: out×r (an embedding: dim×r).
-        bias: out, added to the module's bias; only with `lora_bias`.
-        embedding: the update is the transpose of B·A.
-        magnitude: one number per output; only with DoRA.
-        kernel: kernel sizes of a convolution, by which the columns of A are flattened after the inputs.
-    """
-
-    a: LazyTensor
-    b: LazyTensor
-    bias: LazyTensor | None = None
-    embedding: bool = False
-    magnitude: LazyTensor | None = None
+    a: LazyTensor  # r×in (an embedding: r×vocab)
+    b: LazyTensor  # out×r (an embedding: dim×r)
+    bias: LazyTensor | None = None  # out, added to the module's bias; only with `lora_bias`
+    embedding: bool = False  # the update is the transpose of B·A
+    magnitude: LazyTensor | None = None  # one number per output; only with DoRA
+    # kernel sizes of a convolution, by which the columns of A are flattened after the inputs
     kernel: tuple[int, ...] = ()
 
     @property
@@ -45,36 +37,25 @@ class Pair:
 
 @dataclass(frozen=True)
 class Adapter:
-    """One opened adapter.
-
-    Attributes:
-        config: the fields of the config that affect the merged weight.
-        pairs: module path to its A and B.
-        whole: tensor name to a tensor that replaces the base's.
-        originals: the tensors of `whole` that are not trained, such as a resized embedding.
-        tokens: module path to rows that replace the base's.
-        initial: the adapter as it was before training, if training subtracted it from the base.
-        learned: module path to the tensors of an adapter of another kind than LoRA.
-        tuner: that kind.
-        model_type: of the base; empty if the adapter's files do not contain it.
-        fields: fields of the base's `config.json` that the adapter changes.
-        keeps_tie: an update of a tied embedding is applied to the head, too.
-    """
+    """One opened adapter."""
 
     path: Path
     weights: tuple[Path, ...]
     settings: Path
-    config: LoraConfig
-    pairs: Mapping[str, Pair]
-    whole: Mapping[str, LazyTensor] = field(default_factory=dict)
+    config: LoraConfig  # the fields of the config that affect the merged weight
+    pairs: Mapping[str, Pair]  # module path to its A and B
+    whole: Mapping[str, LazyTensor] = field(default_factory=dict)  # tensor name to a tensor that replaces the base's
+    # the tensors of `whole` that are not trained, such as a resized embedding
     originals: Mapping[str, LazyTensor] = field(default_factory=dict)
-    tokens: Mapping[str, TokenRows] = field(default_factory=dict)
-    initial: Adapter | None = None
+    tokens: Mapping[str, TokenRows] = field(default_factory=dict)  # module path to rows that replace the base's
+    initial: Adapter | None = None  # the adapter as it was before training, if training subtracted it from the base
+    # module path to the tensors of an adapter of another kind than LoRA
     learned: Mapping[str, ModuleTensors] = field(default_factory=dict)
-    tuner: Tuner | None = None
-    model_type: str = ""
+    tuner: Tuner | None = None  # that kind
+    model_type: str = ""  # of the base; empty if the adapter's files do not contain it
+    # fields of the base's `config.json` that the adapter changes
     fields: Mapping[str, Any] = field(default_factory=dict)
-    keeps_tie: bool = False
+    keeps_tie: bool = False  # an update of a tied embedding is applied to the head, too
 
     @property
     def name(self) -> str:

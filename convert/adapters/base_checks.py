@@ -164,19 +164,14 @@ ReadRows = Callable[[int, int], Array]
 
 @dataclass(frozen=True)
 class SampleCheck:
-    """Result of `check_written`: the number of compared tensors and of their elements, and the differences.
-
-    Attributes:
-        histogram: distance from the rounded exact sum, in ULP, to the number of elements.
-        differing: names of the tensors with an element that is not the rounded exact sum.
-        trusted: names of the tensors that were compared with the formula that merged them, so that only the steps after
-            it are checked; the others were compared with an independent sum, or byte by byte.
-    """
+    """Result of `check_written`: the number of compared tensors and of their elements, and the differences."""
 
     tensors: int
     elements: int
-    histogram: Mapping[str, int]
-    differing: tuple[str, ...]
+    histogram: Mapping[str, int]  # distance from the rounded exact sum, in ULP, to the number of elements
+    differing: tuple[str, ...]  # names of the tensors with an element that is not the rounded exact sum
+    # names of the tensors that were compared with the formula that merged them, so that only the steps after it are
+    # checked; the others were compared with an independent sum, or byte by byte
     trusted: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:

@@ -44,20 +44,13 @@ SIGNS = ("total", "frequency")
 
 @dataclass(frozen=True)
 class Combination:
-    """A method to combine adapters (one of `METHODS`), with its options.
-
-    Attributes:
-        densities: share of each adapter's update to keep, for a method that prunes.
-        seed: random seed of `dare_*`.
-        rank: rank of the result of `svd`.
-        majority_sign: one of `SIGNS`.
-    """
+    """A method to combine adapters (one of `METHODS`), with its options."""
 
     method: str = "linear"
-    densities: tuple[float, ...] = ()
-    seed: int = 0
-    rank: int | None = None
-    majority_sign: str = "total"
+    densities: tuple[float, ...] = ()  # share of each adapter's update to keep, for a method that prunes
+    seed: int = 0  # random seed of `dare_*`
+    rank: int | None = None  # rank of the result of `svd`
+    majority_sign: str = "total"  # one of `SIGNS`
 
     @property
     def is_sum(self) -> bool:
@@ -110,20 +103,13 @@ class Combination:
 
 @dataclass(frozen=True)
 class TaskVector:
-    """The update of one weight by one adapter.
+    """The update of one weight by one adapter."""
 
-    Attributes:
-        delta: the update, float64, of the weight's shape.
-        weight: the adapter's weight w.
-        density: share of the elements to keep.
-        key: identifies the adapter, independent of the order of adapters.
-        factors: returns two thin matrices, if the update is their product.
-    """
-
-    delta: LazyTensor
-    weight: float
-    density: float
-    key: str
+    delta: LazyTensor  # the update, float64, of the weight's shape
+    weight: float  # the adapter's weight w
+    density: float  # share of the elements to keep
+    key: str  # identifies the adapter, independent of the order of adapters
+    # returns two thin matrices, if the update is their product
     factors: Callable[[], tuple[Array, Array]] | None = None
 
 
@@ -155,19 +141,13 @@ def combine(
 
 @dataclass(frozen=True)
 class CombinationMethod:
-    """One method to combine adapters.
+    """One method to combine adapters."""
 
-    Attributes:
-        kept: `kept(vector, name, seed)` returns the kept elements of one update, zeros elsewhere.
-        prunes: only a share of the elements is kept, the density.
-        elects: elements with the majority sign are averaged; otherwise updates are added.
-        truncates: the sum is approximated by a low rank.
-    """
-
+    # `kept(vector, name, seed)` returns the kept elements of one update, zeros elsewhere
     kept: Callable[[TaskVector, str, int], ReadRows]
-    prunes: bool = False
-    elects: bool = False
-    truncates: bool = False
+    prunes: bool = False  # only a share of the elements is kept, the density
+    elects: bool = False  # elements with the majority sign are averaged; otherwise updates are added
+    truncates: bool = False  # the sum is approximated by a low rank
 
 
 def _change(name: str, vectors: Sequence[TaskVector], combination: Combination) -> ReadRows:

@@ -68,45 +68,28 @@ class BlockDiagonal:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """The fields of an adapter's config that affect the merged weight.
+    """The fields of an adapter's config that affect the merged weight."""
 
-    Attributes:
-        rank: `r`, or None if the file does not contain it (the tensors do).
-        use_rslora: scale by alpha/√r instead of alpha/r.
-        rank_pattern: regular expression of module paths to rank.
-        alpha_pattern: regular expression of module paths to alpha.
-        modules_to_save: modules of which the file contains the whole weights.
-        bias: `none`, `all` or `lora_only`: which biases the file replaces.
-        warnings: one line each.
-        dora: `use_dora`: outputs are scaled to trained magnitudes.
-        layers: `layer_replication`: ranges of the base's layers, end excluded, that make up the adapted model.
-        parameters: `target_parameters`: adapted parameters, mostly of fused experts.
-        tokens: `trainable_token_indices`: module to the ids of its trained rows; `""` is the input embedding.
-        blocks: `use_bdlora`, or None.
-        fused_by_unsloth: the columns of an expert's B are contiguous (`auto_mapping.unsloth_fixed`).
-        base_class: class of the model it was trained on (`auto_mapping.base_model_class`), or empty.
-        task: `task_type`, such as `CAUSAL_LM` or `SEQ_CLS`; empty if the file does not contain it.
-        peft_version: first two numbers of the version that wrote the file, or None.
-        match_time: shared by all patterns of the adapter.
-    """
-
-    rank: int | None
+    rank: int | None  # `r`, or None if the file does not contain it (the tensors do)
     alpha: float
-    use_rslora: bool
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
-    modules_to_save: tuple[str, ...]
-    bias: str
-    warnings: tuple[str, ...]
-    dora: bool = False
+    use_rslora: bool  # scale by alpha/√r instead of alpha/r
+    rank_pattern: Mapping[str, int]  # regular expression of module paths to rank
+    alpha_pattern: Mapping[str, float]  # regular expression of module paths to alpha
+    modules_to_save: tuple[str, ...]  # modules of which the file contains the whole weights
+    bias: str  # `none`, `all` or `lora_only`: which biases the file replaces
+    warnings: tuple[str, ...]  # one line each
+    dora: bool = False  # `use_dora`: outputs are scaled to trained magnitudes
+    # `layer_replication`: ranges of the base's layers, end excluded, that make up the adapted model
     layers: tuple[tuple[int, int], ...] = ()
-    parameters: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()  # `target_parameters`: adapted parameters, mostly of fused experts
+    # `trainable_token_indices`: module to the ids of its trained rows; `""` is the input embedding
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    blocks: BlockDiagonal | None = None
-    fused_by_unsloth: bool = False
-    base_class: str = ""
-    task: str = ""
-    peft_version: tuple[int, int] | None = None
+    blocks: BlockDiagonal | None = None  # `use_bdlora`, or None
+    fused_by_unsloth: bool = False  # the columns of an expert's B are contiguous (`auto_mapping.unsloth_fixed`)
+    base_class: str = ""  # class of the model it was trained on (`auto_mapping.base_model_class`), or empty
+    task: str = ""  # `task_type`, such as `CAUSAL_LM` or `SEQ_CLS`; empty if the file does not contain it
+    peft_version: tuple[int, int] | None = None  # first two numbers of the version that wrote the file, or None
+    # shared by all patterns of the adapter
     match_time: MatchTime = field(default_factory=MatchTime, compare=False, repr=False)
 
     def scale(self, module: str, rank: int) -> float:

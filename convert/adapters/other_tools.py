@@ -26,17 +26,13 @@ from llmconv.tensors import Array, DType, LazyTensor
 
 @dataclass(frozen=True)
 class AdapterFormat:
-    """The adapter files of one program; `convert/formats/<name>/adapter.py` has one as its constant `ADAPTER`.
+    """The adapter files of one program; `convert/formats/<name>/adapter.py` has one as its constant `ADAPTER`."""
 
-    Attributes:
-        title: for people: the program that writes it, and the files that identify it.
-        detect: whether a path is of this format, decided by its content; no two formats accept the same path.
-        open: `open(path, base, alpha)` returns the adapter in the names of `base`, the model it is merged into; `alpha`
-            is `lora_alpha` where the files do not contain it.
-    """
-
-    title: str
+    title: str  # for people: the program that writes it, and the files that identify it
+    # whether a path is of this format, decided by its content; no two formats accept the same path
     detect: Callable[[Path], bool]
+    # `open(path, base, alpha)` returns the adapter in the names of `base`, the model it is merged into; `alpha` is
+    # `lora_alpha` where the files do not contain it
     open: Callable[[Path, Checkpoint, float | None], Adapter]
 
 

@@ -36,16 +36,11 @@ class WrittenDelta:
 
 @dataclass(frozen=True)
 class DeltaFormat:
-    """The deltas of one training system; `convert/formats/<name>/delta.py` has one as its constant `DELTA`.
+    """The deltas of one training system; `convert/formats/<name>/delta.py` has one as its constant `DELTA`."""
 
-    Attributes:
-        detect: whether a path is of this format, decided by its content.
-        apply: `apply(base, path, dtype)` returns the tuned model in Hugging Face names; `dtype` is `keep` or a float
-            type.
-        save: `save(base, tuned, shards)` returns the files of a delta, in this number of shards or (with None) in as
-            many as the base has. None if the system's deltas cannot be written.
-    """
-
-    detect: Callable[[Path], bool]
+    detect: Callable[[Path], bool]  # whether a path is of this format, decided by its content
+    # `apply(base, path, dtype)` returns the tuned model in Hugging Face names; `dtype` is `keep` or a float type
     apply: Callable[[Checkpoint, Path, str], Checkpoint]
+    # `save(base, tuned, shards)` returns the files of a delta, in this number of shards or (with None) in as many as
+    # the base has. None if the system's deltas cannot be written
     save: Callable[[Checkpoint, Checkpoint, int | None], WrittenDelta] | None = None

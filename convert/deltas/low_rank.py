@@ -82,17 +82,11 @@ class MatrixChange:
 
 @dataclass(frozen=True)
 class SingularVectors:
-    """The vectors of the largest singular values of D, the largest first.
+    """The vectors of the largest singular values of D, the largest first."""
 
-    Attributes:
-        vectors: on the smaller side of D, orthonormal columns.
-        images: D · `vectors`, or Dᵀ · `vectors` if D is wider than high; their norms are the singular values.
-        total: the squared norm of D.
-    """
-
-    vectors: Array
-    images: Array
-    total: float
+    vectors: Array  # on the smaller side of D, orthonormal columns
+    images: Array  # D · `vectors`, or Dᵀ · `vectors` if D is wider than high; their norms are the singular values
+    total: float  # the squared norm of D
 
 
 MatrixProduct = Callable[[Array], Array]

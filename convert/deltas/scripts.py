@@ -41,17 +41,12 @@ NamedTensors = Mapping[str, LazyTensor]
 
 @dataclass(frozen=True)
 class Script:
-    """How one of the two scripts computes.
-
-    Attributes:
-        mean_rows: a new token of the base is the mean of the others, else zeros.
-        own_config: the tuned model gets the config of the delta, else of the base.
-    """
+    """How one of the two scripts computes."""
 
     title: str
     arithmetic: Arithmetic
-    mean_rows: bool
-    own_config: bool
+    mean_rows: bool  # a new token of the base is the mean of the others, else zeros
+    own_config: bool  # the tuned model gets the config of the delta, else of the base
 
 
 SCRIPTS = {

@@ -25,33 +25,26 @@ from llmconv.tensors import LazyTensor
 
 @dataclass(frozen=True)
 class Format:
-    """One kind of training checkpoint; the constant `FORMAT` of its package or file.
+    """One kind of training checkpoint; the constant `FORMAT` of its package or file."""
 
-    Attributes:
-        name: the value of `--from`, equal to the name of the package or file.
-        title: one line for people.
-        covers: supported models and variants, a few phrases for the table of `llmconv formats`.
-        detect: whether a path has this format, decided by its content.
-        open: `open(path, config, tokenizer)` returns the Checkpoint in Hugging Face names; `config` contains fields
-            that the user adds or overrides, `tokenizer` is a file or folder to use instead of the checkpoint's own.
-        options: options of `to-hf` that only some formats have; they are passed as fields of `config`.
-        peek: the tensors in their own names, for `inspect` if `open` needs more than the checkpoint contains; without
-            it `inspect` lists the torch and safetensors files at the path.
-        save: for `from-hf`: `save(checkpoint, shards)` returns the Plan of the files, in this number of shards, from
-            which `open` returns the same model, bit for bit. It reads no tensor. It raises UnsupportedInput for
-            everything that the format cannot hold, MalformedInput if config and tensors contradict each other, and
-            UsageProblem for a number of shards that does not divide the model. None if the format cannot be written.
-        sign: how its state dicts are recognized, if single torch or safetensors files are its checkpoints.
-    """
-
-    name: str
-    title: str
-    detect: Callable[[Path], bool]
+    name: str  # the value of `--from`, equal to the name of the package or file
+    title: str  # one line for people
+    detect: Callable[[Path], bool]  # whether a path has this format, decided by its content
+    # `open(path, config, tokenizer)` returns the Checkpoint in Hugging Face names; `config` contains fields that the
+    # user adds or overrides, `tokenizer` is a file or folder to use instead of the checkpoint's own
     open: Callable[[Path, Mapping[str, Any], Path | None], Checkpoint]
-    covers: str = ""
+    covers: str = ""  # supported models and variants, a few phrases for the table of `llmconv formats`
+    # options of `to-hf` that only some formats have; they are passed as fields of `config`
     options: tuple[str, ...] = ()
+    # the tensors in their own names, for `inspect` if `open` needs more than the checkpoint contains; without it
+    # `inspect` lists the torch and safetensors files at the path
     peek: Callable[[Path], Mapping[str, LazyTensor]] | None = None
+    # for `from-hf`: `save(checkpoint, shards)` returns the Plan of the files, in this number of shards, from which
+    # `open` returns the same model, bit for bit. It reads no tensor. It raises UnsupportedInput for everything that the
+    # format cannot hold, MalformedInput if config and tensors contradict each other, and UsageProblem for a number of
+    # shards that does not divide the model. None if the format cannot be written
     save: Callable[[Checkpoint, int], Plan] | None = None
+    # how its state dicts are recognized, if single torch or safetensors files are its checkpoints
     sign: Sign | None = None
 
 

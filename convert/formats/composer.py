@@ -146,17 +146,14 @@ FORMAT = Format(
 
 @dataclass(frozen=True)
 class ComposerRun:
-    """An opened run.
+    """An opened run."""
 
-    Attributes:
-        content: the nested dict, as `torch.load` of one whole file returns it; its tensors are leaves for `tensor`.
-        tensor: `tensor(name, leaf)` returns the LazyTensor of a leaf; the name is for error messages.
-        other_parts: description to bytes of the parts outside `content`, which are not converted.
-    """
-
+    # the nested dict, as `torch.load` of one whole file returns it; its tensors are leaves for `tensor`
     content: Mapping[str, Any]
+    # `tensor(name, leaf)` returns the LazyTensor of a leaf; the name is for error messages
     tensor: Callable[[str, Any], LazyTensor]
     shards: int = 1
+    # description to bytes of the parts outside `content`, which are not converted
     other_parts: Mapping[str, int] = field(default_factory=dict)
 
     def branch(self, *keys: str) -> dict[Any, Any]:

@@ -45,19 +45,12 @@ class NotBuildable(Exception):
 
 @dataclass(frozen=True)
 class LoadingGaps:
-    """The differences between stored tensors and a model, by the model's names.
+    """The differences between stored tensors and a model, by the model's names."""
 
-    Attributes:
-        missing: parameters and persistent buffers that no stored tensor fills.
-        unexpected: stored tensors that the model does not have.
-        mismatched: name to the stored shape and the model's.
-        ignored: stored tensors that the model does not have, and that its class ignores.
-    """
-
-    missing: list[str]
-    unexpected: list[str]
-    mismatched: dict[str, tuple[Shape, Shape]]
-    ignored: list[str]
+    missing: list[str]  # parameters and persistent buffers that no stored tensor fills
+    unexpected: list[str]  # stored tensors that the model does not have
+    mismatched: dict[str, tuple[Shape, Shape]]  # name to the stored shape and the model's
+    ignored: list[str]  # stored tensors that the model does not have, and that its class ignores
 
 
 def meta_model(config: Mapping[str, Any], class_name: str = "", dtype: str = "float32") -> Any:

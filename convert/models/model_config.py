@@ -76,13 +76,7 @@ ModelSettings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class LlamaLikeConfig:
-    """The sizes and rotary positions of a model.
-
-    Attributes:
-        theta: base of the rotary frequencies.
-        scaling: of the rotary frequencies, with `rope_type`; empty without scaling.
-        fields: the whole config.
-    """
+    """The sizes and rotary positions of a model."""
 
     source: str
     model_type: str
@@ -95,9 +89,10 @@ class LlamaLikeConfig:
     vocabulary: int
     max_positions: int
     eps: float
-    theta: float
+    theta: float  # base of the rotary frequencies
+    # of the rotary frequencies, with `rope_type`; empty without scaling
     scaling: Mapping[str, Any] = field(default_factory=dict)
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)  # the whole config
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor of a llama without biases, by Hugging Face's name, in the order of a forward pass."""

@@ -39,16 +39,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Joint:
-    """Tensors of a model in memory that together have the lines of some stored ones.
+    """Tensors of a model in memory that together have the lines of some stored ones."""
 
-    Attributes:
-        stored: name of each stored tensor to the location of its lines in `origins`, whose order is that of the
-            sources.
-        origins: name in memory to the location of its lines in the stored tensors.
-    """
-
+    # name of each stored tensor to the location of its lines in `origins`, whose order is that of the sources
     stored: Mapping[str, Origin]
-    origins: Mapping[str, Origin]
+    origins: Mapping[str, Origin]  # name in memory to the location of its lines in the stored tensors
 
 
 class NamesInMemory:

@@ -40,17 +40,13 @@ OBJECT = (
 
 @dataclass(frozen=True)
 class StateFile:
-    """The state dict of one file, or of several shards.
-
-    Attributes:
-        state: name to a TensorRef, a LazyTensor, or any other value.
-        tensor: `tensor(name, leaf)` returns the LazyTensor of a leaf.
-        around: the dict that contains the state dict; empty if there is none.
-    """
+    """The state dict of one file, or of several shards."""
 
     path: Path
-    state: Mapping[str, Any]
+    state: Mapping[str, Any]  # name to a TensorRef, a LazyTensor, or any other value
+    # `tensor(name, leaf)` returns the LazyTensor of a leaf
     tensor: Callable[[str, Any], LazyTensor] = field(repr=False)
+    # the dict that contains the state dict; empty if there is none
     around: Mapping[Any, Any] = field(default_factory=dict, repr=False)
     shards: int = 1
 
@@ -140,15 +136,11 @@ MEGATRON_KEY = "checkpoint_version"
 
 @dataclass(frozen=True)
 class Sign:
-    """Content that only the state dicts of one system have.
+    """Content that only the state dicts of one system have."""
 
-    Attributes:
-        keys: keys next to the state dict; any of them identifies the system, whatever the names of the tensors.
-        names: a pattern that matches the name of some tensor; None if the keys are enough.
-    """
-
+    # keys next to the state dict; any of them identifies the system, whatever the names of the tensors
     keys: tuple[str, ...] = ()
-    names: re.Pattern[str] | None = None
+    names: re.Pattern[str] | None = None  # a pattern that matches the name of some tensor; None if the keys are enough
 
     def has_key(self, found: StateFile) -> bool:
         """Whether one of the keys is in the file."""

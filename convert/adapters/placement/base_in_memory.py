@@ -44,27 +44,16 @@ class Recovered:
 
 @dataclass(frozen=True)
 class BaseInMemory:
-    """The base under the names of the model in memory.
+    """The base under the names of the model in memory."""
 
-    Attributes:
-        stored: the base.
-        tensors: name in memory to tensor; joined, split or rearranged ones are lazy.
-        renamed: stored name to name in memory, where the tensor is the same.
-        origins: name of any other stored tensor to the location of its lines in tensors in memory.
-        layouts: of the tensors in memory that those name.
-        naming: for placing adapters.
-        stored_name: returns the name for a tensor that the base does not have.
-        model: names of all tensors of the model in memory.
-    """
-
-    stored: Checkpoint
-    tensors: dict[str, LazyTensor]
-    renamed: Mapping[str, str]
-    origins: Mapping[str, Origin]
-    layouts: Mapping[str, Lines]
-    naming: Naming
-    stored_name: Callable[[str], str]
-    model: Collection[str]
+    stored: Checkpoint  # the base
+    tensors: dict[str, LazyTensor]  # name in memory to tensor; joined, split or rearranged ones are lazy
+    renamed: Mapping[str, str]  # stored name to name in memory, where the tensor is the same
+    origins: Mapping[str, Origin]  # name of any other stored tensor to the location of its lines in tensors in memory
+    layouts: Mapping[str, Lines]  # of the tensors in memory that those name
+    naming: Naming  # for placing adapters
+    stored_name: Callable[[str], str]  # returns the name for a tensor that the base does not have
+    model: Collection[str]  # names of all tensors of the model in memory
 
     def checkpoint(self) -> Checkpoint:
         """The base to place adapters on."""

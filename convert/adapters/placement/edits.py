@@ -34,24 +34,16 @@ ONE = in_memory(np.ones((1, 1), dtype=np.float32), BY_NAME["float32"])
 
 @dataclass
 class Edits:
-    """The changes of the base's tensors by all adapters together, by the base's names.
+    """The changes of the base's tensors by all adapters together, by the base's names."""
 
-    Attributes:
-        tensors: the base's tensors, and those that adapters add.
-        tied: names of embedding and head if they are one tensor in the base; `tensors` then has both.
-        whole: tensors that are replaced.
-        tokens: rows that are replaced, after whole tensors.
-        changes: updates that are added after replacing.
-        warnings: one line each.
-    """
-
-    tensors: dict[str, LazyTensor]
+    tensors: dict[str, LazyTensor]  # the base's tensors, and those that adapters add
     config: Mapping[str, Any]
+    # names of embedding and head if they are one tensor in the base; `tensors` then has both
     tied: tuple[str, ...] = ()
-    whole: dict[str, LazyTensor] = field(default_factory=dict)
-    tokens: dict[str, list[TokenRows]] = field(default_factory=dict)
-    changes: dict[str, list[WeightChange]] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
+    whole: dict[str, LazyTensor] = field(default_factory=dict)  # tensors that are replaced
+    tokens: dict[str, list[TokenRows]] = field(default_factory=dict)  # rows that are replaced, after whole tensors
+    changes: dict[str, list[WeightChange]] = field(default_factory=dict)  # updates that are added after replacing
+    warnings: list[str] = field(default_factory=list)  # one line each
     naming: Naming = AS_STORED
 
     def touches(self, name: str | None) -> bool:

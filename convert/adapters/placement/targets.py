@@ -493,18 +493,12 @@ class DoraUpdate:
     """The update of one weight: m/‖V‖·V − W with V = W + s·B·A (PEFT `tuners/lora/dora.py`, `variants.py`).
 
     ‖V‖ is the L2 norm of the weights of each output: of a row, or of a column if the weight is stored in×out.
-
-    Attributes:
-        changes: products with the sum s·B·A, not multiplied by the adapter's weight.
-        magnitude: m, one number per output.
-        weight: the adapter's weight, by which the update is multiplied.
-        columns: cache of m/‖V‖ for weights stored in×out.
     """
 
-    changes: Sequence[LoraProduct]
-    magnitude: LazyTensor
-    weight: float
-    columns: list[Array] = field(default_factory=list, compare=False)
+    changes: Sequence[LoraProduct]  # products with the sum s·B·A, not multiplied by the adapter's weight
+    magnitude: LazyTensor  # m, one number per output
+    weight: float  # the adapter's weight, by which the update is multiplied
+    columns: list[Array] = field(default_factory=list, compare=False)  # cache of m/‖V‖ for weights stored in×out
 
     def update(self, base: LazyTensor, start: int, stop: int) -> Array:
         """Rows `start:stop` of the update, float64, two-dimensional; see `WeightUpdate`."""

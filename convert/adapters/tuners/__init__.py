@@ -24,32 +24,25 @@ def no_formula(*learned: object) -> NoReturn:
 
 @dataclass(frozen=True)
 class Tuner:
-    """One kind of adapter; each file of `kinds/` has one as its constant `TUNER`.
+    """One kind of adapter; each file of `kinds/` has one as its constant `TUNER`."""
 
-    Attributes:
-        peft_type: as in `adapter_config.json`.
-        parts: names of its tensors, after the module's path; empty if it only has whole tensors.
-        fields: known fields of its config: those that are read, and those that only describe the training.
-        fit: `fit(learned)` returns the size of the weight from the shapes alone; refuses a shape mismatch.
-        delta: `delta(learned, shape)` returns a function from rows of the weight to rows of its update, as a matrix
-            out×in (convolutions are flattened); values needed for all rows are computed once, in `delta`.
-        require: `require(learned, shape)` refuses tensors that do not fit a weight of this size.
-        shared: names of tensors that the file has once for all modules.
-        drawn: `drawn(fields, shapes)` returns the shared tensors that the file may lack, from the config and the sizes
-            of all adapted weights.
-        conv1d: PEFT supports weights that are stored in×out.
-        scales_output: the bias of a module is updated like its weight, as a matrix out×1, if `fit` returns out.
-    """
-
-    peft_type: str
-    parts: tuple[str, ...]
+    peft_type: str  # as in `adapter_config.json`
+    parts: tuple[str, ...]  # names of its tensors, after the module's path; empty if it only has whole tensors
+    # known fields of its config: those that are read, and those that only describe the training
     fields: tuple[str, ...]
+    # `fit(learned)` returns the size of the weight from the shapes alone; refuses a shape mismatch
     fit: Callable[[ModuleTensors], FittingShape] = no_formula
+    # `delta(learned, shape)` returns a function from rows of the weight to rows of its update, as a matrix out×in
+    # (convolutions are flattened); values needed for all rows are computed once, in `delta`
     delta: Callable[[ModuleTensors, WeightShape], RowChange] = no_formula
+    # `require(learned, shape)` refuses tensors that do not fit a weight of this size
     require: Callable[[ModuleTensors, WeightShape], None] = lambda learned, shape: None
-    shared: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()  # names of tensors that the file has once for all modules
+    # `drawn(fields, shapes)` returns the shared tensors that the file may lack, from the config and the sizes of all
+    # adapted weights
     drawn: Callable[[AdapterFields, Sequence[WeightShape]], Mapping[str, LazyTensor]] = lambda settings, shapes: {}
-    conv1d: bool = False
+    conv1d: bool = False  # PEFT supports weights that are stored in×out
+    # the bias of a module is updated like its weight, as a matrix out×1, if `fit` returns out
     scales_output: bool = False
 
 

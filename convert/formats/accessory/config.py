@@ -233,20 +233,13 @@ FALCON_DEFAULTS = {"bias": False, "multi_query": True, "new_decoder_architecture
 
 @dataclass(frozen=True)
 class AccessoryArgs:
-    """Accessory's description of a model.
+    """Accessory's description of a model."""
 
-    Attributes:
-        plugin: the `llama_type` of `meta.json`.
-        params: the sizes; its `fields` are the content of `config.json`.
-        shared: name to size of everything that is divided among ranks.
-        settings: the Hugging Face config that `to-hf` derives from it.
-        biases: linear layers with a bias that the table of names lacks, by the last component of Hugging Face's names.
-    """
-
-    plugin: str
-    params: AccessoryParams
-    shared: Mapping[str, int]
-    settings: Mapping[str, Any]
+    plugin: str  # the `llama_type` of `meta.json`
+    params: AccessoryParams  # the sizes; its `fields` are the content of `config.json`
+    shared: Mapping[str, int]  # name to size of everything that is divided among ranks
+    settings: Mapping[str, Any]  # the Hugging Face config that `to-hf` derives from it
+    # linear layers with a bias that the table of names lacks, by the last component of Hugging Face's names
     biases: tuple[str, ...] = ()
 
 

@@ -36,22 +36,14 @@ POINTER_LIMIT = 1024
 
 @dataclass(frozen=True)
 class Save:
-    """One save.
-
-    Attributes:
-        home: the folder that may contain `config.json` and the tokenizer.
-        model: the model states of ZeRO stages 0 to 2; None if there are none.
-        zero_models: data-parallel rank to model states (stage 3).
-        optimizers: data-parallel rank to optimizer states.
-        universal: the folder with one folder per parameter; None if `ds_to_universal` did not make one.
-    """
+    """One save."""
 
     path: Path
-    home: Path
-    model: Path | None
-    zero_models: Mapping[int, Path]
-    optimizers: Mapping[int, Path]
-    universal: Path | None
+    home: Path  # the folder that may contain `config.json` and the tokenizer
+    model: Path | None  # the model states of ZeRO stages 0 to 2; None if there are none
+    zero_models: Mapping[int, Path]  # data-parallel rank to model states (stage 3)
+    optimizers: Mapping[int, Path]  # data-parallel rank to optimizer states
+    universal: Path | None  # the folder with one folder per parameter; None if `ds_to_universal` did not make one
 
     @property
     def name(self) -> str:

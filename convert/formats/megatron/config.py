@@ -235,30 +235,18 @@ def _refuse_groups(arguments: Arguments) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    """The parts that distinguish a model.
-
-    Attributes:
-        rope: rotary positions; else a learned table.
-        rms: RMSNorm; else LayerNorm.
-        gated: the feed-forward is gated with SiLU; else it has a GELU.
-        bias: every linear layer has a bias.
-        qkv_bias: queries, keys and values have a bias.
-        qk_norm: queries and keys are normalized.
-        experts: the feed-forward is a mixture of experts.
-        shared: with one expert for all tokens, behind a gate.
-        window: attention may be limited to a window; `None`: it must not be.
-    """
+    """The parts that distinguish a model."""
 
     model_type: str
-    rope: bool = True
-    rms: bool = True
-    gated: bool = True
-    bias: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    experts: bool = False
-    shared: bool = False
-    window: bool = False
+    rope: bool = True  # rotary positions; else a learned table
+    rms: bool = True  # RMSNorm; else LayerNorm
+    gated: bool = True  # the feed-forward is gated with SiLU; else it has a GELU
+    bias: bool = False  # every linear layer has a bias
+    qkv_bias: bool = False  # queries, keys and values have a bias
+    qk_norm: bool = False  # queries and keys are normalized
+    experts: bool = False  # the feed-forward is a mixture of experts
+    shared: bool = False  # with one expert for all tokens, behind a gate
+    window: bool = False  # attention may be limited to a window; `None`: it must not be
 
 
 FAMILIES = (

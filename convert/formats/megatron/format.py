@@ -313,28 +313,19 @@ WHOLE_QKV = ("gpt_neox", "gpt2")
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tensors of a run are laid out, and what they become.
-
-    Attributes:
-        gated: the first feed-forward matrix has gate and up rows.
-        interleaved: rotary positions turn neighboring rows (2i, 2i + 1) of a head, not its halves.
-        rotary_dim: rows of a head that are turned.
-        zero_centered: norms multiply with 1 + weight.
-        tied: the output head is the embedding.
-        vocabulary: rows of the embedding that are kept.
-    """
+    """How the tensors of a run are laid out, and what they become."""
 
     source: str
     model_type: str
     heads: int
     groups: int
     head_dim: int
-    gated: bool
-    interleaved: bool
-    rotary_dim: int
-    zero_centered: bool
-    tied: bool
-    vocabulary: int
+    gated: bool  # the first feed-forward matrix has gate and up rows
+    interleaved: bool  # rotary positions turn neighboring rows (2i, 2i + 1) of a head, not its halves
+    rotary_dim: int  # rows of a head that are turned
+    zero_centered: bool  # norms multiply with 1 + weight
+    tied: bool  # the output head is the embedding
+    vocabulary: int  # rows of the embedding that are kept
 
 
 def to_hugging_face(tensors: Mapping[str, LazyTensor], layout: Layout) -> dict[str, LazyTensor]:

@@ -95,25 +95,17 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Rank:
-    """The opened file of one rank.
+    """The opened file of one rank."""
 
-    Attributes:
-        numbers: in its folder's name.
-        arguments: of the run, by name; empty if there are none.
-        version: `checkpoint_version`; 0 if there is none.
-        stages: for each virtual pipeline stage, name to tensor in core's names, layers counted from 0.
-        old: names of fused attention matrices whose rows `version` orders.
-        dropped: descriptions of the other contents.
-    """
-
-    numbers: tuple[int, ...]
+    numbers: tuple[int, ...]  # in its folder's name
     path: Path
-    arguments: Mapping[str, Any] = field(repr=False)
-    version: float
+    arguments: Mapping[str, Any] = field(repr=False)  # of the run, by name; empty if there are none
+    version: float  # `checkpoint_version`; 0 if there is none
     iteration: int | None
+    # for each virtual pipeline stage, name to tensor in core's names, layers counted from 0
     stages: Sequence[Mapping[str, LazyTensor]] = field(repr=False)
-    old: frozenset[str] = field(repr=False)
-    dropped: tuple[str, ...] = ()
+    old: frozenset[str] = field(repr=False)  # names of fused attention matrices whose rows `version` orders
+    dropped: tuple[str, ...] = ()  # descriptions of the other contents
 
 
 def open_ranks(save: Save) -> list[Rank]:

@@ -33,19 +33,14 @@ VERSION_KEY = "checkpoint_version"
 
 @dataclass(frozen=True)
 class Save:
-    """One save in the folder `path`.
-
-    Attributes:
-        rank_files: the numbers in a rank's folder name (two or three; one where neither pipeline nor expert parallelism
-            is used) to its file; empty for a distributed checkpoint.
-        distributed: the folder of a distributed checkpoint; None where there are files of ranks.
-        nemo: the folder with NeMo's config; None for Megatron-LM.
-    """
+    """One save in the folder `path`."""
 
     path: Path
+    # the numbers in a rank's folder name (two or three; one where neither pipeline nor expert parallelism is used) to
+    # its file; empty for a distributed checkpoint
     rank_files: Mapping[tuple[int, ...], Path]
-    distributed: Path | None = None
-    nemo: Path | None = None
+    distributed: Path | None = None  # the folder of a distributed checkpoint; None where there are files of ranks
+    nemo: Path | None = None  # the folder with NeMo's config; None for Megatron-LM
 
 
 def is_save(path: Path) -> bool:
@@ -210,17 +205,11 @@ def _word(tracker: Path) -> str:
 
 @dataclass(frozen=True)
 class RunState:
-    """The model of an opened checkpoint.
+    """The model of an opened checkpoint."""
 
-    Attributes:
-        tensors: Megatron core's name, with the layer's number in the whole model, to the whole tensor; gate and up rows
-            of a gated feed-forward follow each other, rows of queries, keys and values alternate by group.
-        shards: number of files with weights.
-        version: of the layout, for `inspect`.
-        dropped: as in Checkpoint.
-    """
-
+    # Megatron core's name, with the layer's number in the whole model, to the whole tensor; gate and up rows of a gated
+    # feed-forward follow each other, rows of queries, keys and values alternate by group
     tensors: Mapping[str, LazyTensor]
-    shards: int
-    version: str
-    dropped: tuple[str, ...] = ()
+    shards: int  # number of files with weights
+    version: str  # of the layout, for `inspect`
+    dropped: tuple[str, ...] = ()  # as in Checkpoint

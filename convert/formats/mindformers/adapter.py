@@ -59,15 +59,11 @@ HALF_PRECISION = 2.0**-7
 
 @dataclass(frozen=True)
 class LoraFamily:
-    """How the LoRA pairs of one model family are converted.
+    """How the LoRA pairs of one model family are converted."""
 
-    Attributes:
-        sign: matches the beginning of names that only this family has.
-        place: renames the factors to the base's modules, and reorders their rows.
-    """
-
-    sign: re.Pattern[str]
+    sign: re.Pattern[str]  # matches the beginning of names that only this family has
     names: Mapping[str, str | None]
+    # renames the factors to the base's modules, and reorders their rows
     place: Callable[[dict[str, ForeignPair], RunConfig, LayerSizes, Mapping[str, str]], dict[str, ForeignPair]]
 
 

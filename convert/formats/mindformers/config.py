@@ -27,21 +27,13 @@ LAYER_LIMIT = 10_000
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The fields of a run's model configuration, type-checked when they are read (MalformedInput).
+    """The fields of a run's model configuration, type-checked when they are read (MalformedInput)."""
 
-    Attributes:
-        source: name of the checkpoint's file or folder, for error messages.
-        fields: `model_config`, with the fields that the user adds.
-        arch: class of the model, such as `LlamaForCausalLM`; empty where it is unknown.
-        lora: `pet_config`, the LoRA settings of the run.
-        file_name: of the YAML file next to the checkpoint; empty where the user gives the configuration.
-    """
-
-    source: str
-    fields: Mapping[str, Any]
-    arch: str
-    lora: Mapping[str, Any]
-    file_name: str = ""
+    source: str  # name of the checkpoint's file or folder, for error messages
+    fields: Mapping[str, Any]  # `model_config`, with the fields that the user adds
+    arch: str  # class of the model, such as `LlamaForCausalLM`; empty where it is unknown
+    lora: Mapping[str, Any]  # `pet_config`, the LoRA settings of the run
+    file_name: str = ""  # of the YAML file next to the checkpoint; empty where the user gives the configuration
 
     def integer(self, *names: str, default: int | None = None) -> int:
         """The first of `names` that is set, a positive integer, else the default; InputRefused without either."""

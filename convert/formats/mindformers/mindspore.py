@@ -45,16 +45,11 @@ WINDOW = 1024
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a message; the payload is at `start` to `stop` in the file.
-
-    Attributes:
-        wire: `VARINT`, `FIXED64`, `BYTES` or `FIXED32`.
-        value: the number of a `VARINT`, unsigned; 0 otherwise.
-    """
+    """One field of a message; the payload is at `start` to `stop` in the file."""
 
     number: int
-    wire: int
-    value: int
+    wire: int  # `VARINT`, `FIXED64`, `BYTES` or `FIXED32`
+    value: int  # the number of a `VARINT`, unsigned; 0 otherwise
     start: int
     stop: int
 
@@ -159,21 +154,14 @@ DEVICE_LIMIT = 1 << 20
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How one tensor is divided among ranks.
+    """How one tensor is divided among ranks."""
 
-    Attributes:
-        devices: the device matrix.
-        axes: for each axis of the tensor, the dimensions of the matrix that divide it, counted from the last one.
-        step: number of ranks among which the model itself is divided, if the optimizer divides axis 0 further.
-        size: number of parts into which the optimizer divides axis 0; 0 if it does not.
-        uneven: whether the parts have different sizes, which is unsupported.
-    """
-
-    devices: tuple[int, ...]
+    devices: tuple[int, ...]  # the device matrix
+    # for each axis of the tensor, the dimensions of the matrix that divide it, counted from the last one
     axes: tuple[tuple[int, ...], ...]
-    step: int = 0
-    size: int = 0
-    uneven: bool = False
+    step: int = 0  # number of ranks among which the model itself is divided, if the optimizer divides axis 0 further
+    size: int = 0  # number of parts into which the optimizer divides axis 0; 0 if it does not
+    uneven: bool = False  # whether the parts have different sizes, which is unsupported
 
     @property
     def ranks(self) -> int:

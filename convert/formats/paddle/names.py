@@ -23,47 +23,30 @@ DROPPED = re.compile(r"\brotary(?:_pos)?_emb\.(?:inv_freq|cos_cached|sin_cached)
 
 @dataclass(frozen=True)
 class TensorRule:
-    """How one Paddle tensor, or several, become one Hugging Face tensor or several.
+    """How one Paddle tensor, or several, become one Hugging Face tensor or several."""
 
-    Attributes:
-        sources: names in the file, `{}` for the layer number; several are joined along their last axis.
-        targets: Hugging Face names; one for each of `pieces` if there are several.
-        shape: shape in the file of each whole source.
-        split: the axis along which tensor-parallel ranks split it; None if every rank has a copy.
-        linear: whether it is [in, out] in the file and [out, in] in Hugging Face models.
-        pieces: sizes, along the output axis, of the parts of a fused tensor within one group.
-        groups: number of groups in a fused tensor.
-        units: number of indivisible units along `split`, such as heads; if it is not a multiple of the ranks, every
-            rank has a copy. 0 if it always is.
-    """
-
-    sources: tuple[str, ...]
-    targets: tuple[str, ...]
-    shape: tuple[int, ...]
-    split: int | None = None
-    linear: bool = False
-    pieces: tuple[int, ...] = ()
-    groups: int = 1
+    sources: tuple[str, ...]  # names in the file, `{}` for the layer number; several are joined along their last axis
+    targets: tuple[str, ...]  # Hugging Face names; one for each of `pieces` if there are several
+    shape: tuple[int, ...]  # shape in the file of each whole source
+    split: int | None = None  # the axis along which tensor-parallel ranks split it; None if every rank has a copy
+    linear: bool = False  # whether it is [in, out] in the file and [out, in] in Hugging Face models
+    pieces: tuple[int, ...] = ()  # sizes, along the output axis, of the parts of a fused tensor within one group
+    groups: int = 1  # number of groups in a fused tensor
+    # number of indivisible units along `split`, such as heads; if it is not a multiple of the ranks, every rank has a
+    # copy. 0 if it always is
     units: int = 0
 
 
 @dataclass(frozen=True)
 class PaddleFamily:
-    """The tensors of one model family.
+    """The tensors of one model family."""
 
-    Attributes:
-        prefix: of its tensor names.
-        rules: `rules(config, shapes)` from the Hugging Face config and the shapes in the first file.
-        layers: the config's field for the number of layers.
-        embedding: Hugging Face name of the embedding, to which the output head may be tied.
-        tensor_parallel: whether the files of tensor-parallel ranks can be joined.
-    """
-
-    prefix: str
+    prefix: str  # of its tensor names
+    # `rules(config, shapes)` from the Hugging Face config and the shapes in the first file
     rules: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], list[TensorRule]]
-    layers: str
-    embedding: str
-    tensor_parallel: bool = True
+    layers: str  # the config's field for the number of layers
+    embedding: str  # Hugging Face name of the embedding, to which the output head may be tied
+    tensor_parallel: bool = True  # whether the files of tensor-parallel ranks can be joined
 
 
 def _column(source: str, target: str, inputs: int, outputs: int) -> TensorRule:

@@ -47,16 +47,11 @@ ROTATED = re.compile(r"\.self_attn\.[qk]_proj\.weight$")
 
 @dataclass(frozen=True)
 class TorchtuneFamily:
-    """How a model type differs from the common names.
+    """How a model type differs from the common names."""
 
-    Attributes:
-        names: in addition to `NAMES`.
-        rotates_neighbors: rotary positions rotate neighbors, so that rows of queries and keys are reordered.
-        fused: Hugging Face's name of a fused matrix to the names of its parts.
-    """
-
-    names: Mapping[str, str | None] = field(default_factory=dict)
-    rotates_neighbors: bool = True
+    names: Mapping[str, str | None] = field(default_factory=dict)  # in addition to `NAMES`
+    rotates_neighbors: bool = True  # rotary positions rotate neighbors, so that rows of queries and keys are reordered
+    # Hugging Face's name of a fused matrix to the names of its parts
     fused: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 

@@ -31,24 +31,16 @@ Shape = tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The tensors of a model.
+    """The tensors of a model."""
 
-    Attributes:
-        class_name: transformers' class, such as `LlamaForCausalLM`.
-        shapes: name to shape of everything in its state dict.
-        buffers: those that are not trained, of any dtype.
-        shared: name to the names that may replace it: of the tensor it is tied to, or of the same object.
-        ignored: patterns of names that transformers ignores when it loads.
-        tied: whether the config, or else the class, ties the head to the embedding.
-    """
-
-    class_name: str
+    class_name: str  # transformers' class, such as `LlamaForCausalLM`
     model_type: str
-    shapes: Mapping[str, Shape]
-    buffers: frozenset[str]
+    shapes: Mapping[str, Shape]  # name to shape of everything in its state dict
+    buffers: frozenset[str]  # those that are not trained, of any dtype
+    # name to the names that may replace it: of the tensor it is tied to, or of the same object
     shared: Mapping[str, frozenset[str]]
-    ignored: tuple[re.Pattern[str], ...]
-    tied: bool
+    ignored: tuple[re.Pattern[str], ...]  # patterns of names that transformers ignores when it loads
+    tied: bool  # whether the config, or else the class, ties the head to the embedding
 
     def ignores(self, name: str) -> bool:
         """Whether transformers passes over a tensor of this name."""

@@ -50,17 +50,12 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "em
 
 @dataclass(frozen=True)
 class ModelNames:
-    """Names of a causal language model's parts; empty if the source of transformers does not contain them.
+    """Names of a causal language model's parts; empty if the source of transformers does not contain them."""
 
-    Attributes:
-        base: the attribute that holds the model without its head, such as `model` or `transformer`.
-        tied: default for whether the head is the embedding; None if unknown.
-    """
-
-    base: str
+    base: str  # the attribute that holds the model without its head, such as `model` or `transformer`
     embedding: str = ""
     head: str = ""
-    tied: bool | None = None
+    tied: bool | None = None  # default for whether the head is the embedding; None if unknown
 
     @property
     def roots(self) -> tuple[str, ...]:
