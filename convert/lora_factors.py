@@ -30,14 +30,10 @@ MERGE = "merge it into a new folder: `llmconv merge-lora BASE ADAPTER -o OUT`"
 
 
 def lora_factors(folder: Path, adapter: str | Path, alpha: float | None = None) -> dict[str, Array]:
-    """A [rank, in] and B [out, rank] of every module by input name, float32; B includes the scale.
+    """A [rank, in] and B [out, rank], times the scale, of every module by input name, float32.
 
-    `folder` is the base, a Hugging Face folder; `alpha` is `lora_alpha` if the adapter's files do not contain it.
-
-    Raises:
-        InputRefused: not an adapter, or a file is missing.
-        MalformedInput: an adapter for another base, incomplete, or not finite.
-        UnsupportedInput: the adapter changes the model by more than products of two factors.
+    `folder` is the base; `alpha` is `lora_alpha` if the files lack it. Raises InputRefused for missing files,
+    MalformedInput for another base, UnsupportedInput for changes other than products of two factors.
     """
     base = open_checkpoint(folder)
     opened = open_adapters([adapter], (), base, alpha)

@@ -135,10 +135,8 @@ def open_again(
 ) -> Checkpoint:
     """The model of a Hugging Face folder, every tensor under its own name, with fields of the `config` files replaced.
 
-    Raises:
-        UsageProblem: one of `options`, those of `to-hf` that only training formats have, is given.
-        UnsupportedInput: the weights are quantized.
-        MalformedInput: the folder is damaged, or its weights are not those of the given config.
+    Raises UsageProblem for `options` of training formats, UnsupportedInput for quantized weights, MalformedInput for a
+    damaged folder or another model's config.
     """
     refuse_options(options, (OPTION,), "a Hugging Face folder")
     opened = open_checkpoint(folder)
@@ -317,15 +315,10 @@ VALUE_HEAD = re.compile(r"(?:value|v)_head\..*")
 def open_adapters(
     adapters: Sequence[str | Path], initial: Sequence[str | Path], base: Checkpoint, alpha: float | None
 ) -> list[Adapter]:
-    """Opens all adapters (folders, files or hub ids) of a merge, each with its state before training if given.
+    """Opens a merge's adapters (folders, files, hub ids), with `initial` ones (none, or one each, `-` for none).
 
-    Args:
-        initial: one per adapter, `-` for none; or empty.
-        alpha: `lora_alpha` for adapters whose files do not contain it.
-
-    Raises:
-        UsageProblem: not as many initial adapters as adapters, or options that an adapter contradicts.
-        InputRefused: a file is missing; see also the openers of each kind.
+    `alpha` is `lora_alpha` where files lack it. Raises UsageProblem for another number of initial ones or a
+    contradiction, InputRefused for missing files, and what the openers of each kind raise.
     """
     if initial and len(initial) != len(adapters):
         raise UsageProblem(

@@ -84,18 +84,11 @@ def with_adapter(
     options: Mapping[str, Any],
     open_model: Callable[[dict[str, LazyTensor], Checkpoint | None], Checkpoint],
 ) -> Checkpoint:
-    """The model with its adapter merged or kept separately, or the adapter alone.
+    """The model with its adapter merged or (`split`) kept separately, or the adapter alone, by the `options`.
 
-    Args:
-        run: from `find_adapter`.
-        options: `base`, the folder of the base model; `adapter`, `merge` (the default) or `split`.
-        open_model: `open_model(tensors, folder)` returns the base model; `folder` is the source of its tensors, None if
-            they are from the run; without tensors it returns the other contents of the run.
-
-    Raises:
-        UsageProblem: a base is given but not needed.
-        UnsupportedInput: the base is needed but not given, or the adapter cannot be merged.
-        MalformedInput: the adapter belongs to another base.
+    `open_model(tensors, base)` returns the base model, of `base` if its tensors are not the run's; without tensors the
+    other contents. Raises UsageProblem for a superfluous base, UnsupportedInput without a needed one, or if the adapter
+    cannot be merged, MalformedInput for another base.
     """
     run = _of_its_base(run)
     split, folder = options.get("adapter") == "split", options.get("base")
@@ -239,13 +232,10 @@ class PeftRun:
 
 
 def find_adapter(stored: Mapping[str, Any], tensors: Mapping[str, LazyTensor], path: Path) -> PeftRun | None:
-    """Adapter and base model, or None if the run does not use PEFT.
+    """Adapter (`stored`: its config, or empty) and base model; None if the run does not use PEFT.
 
-    `stored` is the content of `adapter_config.json`, or empty; `tensors` have no wrappers of trainers in their names.
-
-    Raises:
-        MalformedInput: `peft_config` and the tensors contradict each other, or a name belongs to neither model.
-        UnsupportedInput: the method is not LoRA, there are several adapters, or trained parts were not saved.
+    Raises MalformedInput for contradictions or foreign names, UnsupportedInput for another method, several adapters, or
+    trained parts that were not saved.
     """
     if not stored and not any(".lora_" in name for name in tensors):
         return None

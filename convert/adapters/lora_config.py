@@ -112,14 +112,9 @@ def matching_key(pattern: Mapping[str, Any], module: str, time: MatchTime) -> st
 def parse_config(fields: Mapping[str, Any], alpha: float | None = None, *, initial: bool = False) -> LoraConfig:
     """The config of a PEFT LoRA adapter from the content of `adapter_config.json`.
 
-    Args:
-        alpha: `lora_alpha` if the file does not contain it.
-        initial: the adapter as it was before training is given too, so training may have changed the base.
-
-    Raises:
-        UnsupportedInput: a field for which the merged weight is not W + s·B·A.
-        MalformedInput: a value of the wrong kind, or an alpha of 0.
-        UsageProblem: `alpha` contradicts the file.
+    `alpha` is `lora_alpha` if the file lacks it; with `initial` training may have changed the base. UnsupportedInput:
+    the merged weight is not W + s·B·A; MalformedInput: an invalid value, an alpha of 0; UsageProblem: `alpha`
+    contradicts the file.
     """
     _require_plain_lora(fields, initial)
     own = fields.get("lora_alpha")

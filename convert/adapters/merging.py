@@ -219,13 +219,9 @@ HEADS = ("score", "classifier", "qa_outputs", "classification_head")
 
 
 def follow_task(edits: Edits, adapters: Sequence[Adapter], head: str, config: dict[str, Any]) -> None:
-    """Changes `config` to the class which the adapters were trained as, and leaves out the output head that it lacks.
+    """Changes `config` to the class of `TASKS` which adapters were trained as, and leaves out the head that it lacks.
 
-    A task of `TASKS` counts; every other keeps the class of the base.
-
-    Raises:
-        MalformedInput: adapters of different tasks, or the trained head is not in the file.
-        UnsupportedInput: the installed transformers has no such class for the base.
+    Raises MalformedInput for different tasks or a missing head, UnsupportedInput if transformers has no such class.
     """
     tasks = {task: adapter for adapter in adapters if (task := _task(adapter))}
     if len(tasks) > 1:

@@ -144,15 +144,10 @@ def as_adapter(
     others: Mapping[str, LazyTensor] | None = None,
     notes: Sequence[str] = (),
 ) -> Adapter:
-    """The Adapter with these factors; InputRefused if alpha is unknown; other errors as in `open_adapter`.
+    """The Adapter of `files` with these factors by module, other tensors (PEFT's names), and warnings (`notes`).
 
-    Args:
-        files: with the tensors; all in one folder.
-        fields: `r`, `lora_alpha` and other fields of PEFT's config, as far as the files contain them.
-        factors: by module, in Hugging Face names.
-        alpha: `lora_alpha` if the files do not contain it.
-        others: further tensors under PEFT's names.
-        notes: warnings, one line each.
+    `fields` are those of PEFT's config that the files contain, `alpha` is `lora_alpha` if they lack it (InputRefused if
+    it is unknown); other errors as in `open_adapter`.
     """
     own_alpha = alpha if (stated := fields.get("lora_alpha")) is None else stated
     if factors and own_alpha is None:
@@ -186,16 +181,10 @@ def join_modules(
     source: str,
     combine: JoinRows = lambda rows: concat(rows, 0),
 ) -> dict[str, ForeignPair]:
-    """The factors with those of `parts` in each layer joined into one pair.
+    """The factors with those of `parts` (in row order, each of `counts` rows) of each layer as one pair of `whole`.
 
-    A of the joined pair stacks the A of the trained parts; its B is block-diagonal. Raises MalformedInput for a shape
-    mismatch, UnsupportedInput for parts of different ranks, or DoRA on some of them only.
-
-    Args:
-        parts: last components of the modules' paths, in the order of the rows.
-        whole: last component of the joined module's path.
-        counts: number of rows of each part.
-        combine: joins the rows of all parts (default: one after the other).
+    Its A stacks the A of the trained parts, its B is block-diagonal (rows as `combine` joins them). Raises
+    MalformedInput for a shape mismatch, UnsupportedInput for parts of different ranks, or DoRA on some of them only.
     """
     result: dict[str, ForeignPair] = {}
     for module, own in factors.items():

@@ -250,16 +250,10 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def open_adapter(path: Path, alpha: float | None = None, *, initial: bool = False) -> Adapter:
-    """Opens an adapter folder (or the `adapter_model.*` file in one).
+    """Opens an adapter folder (or the file in one); `alpha`: if the config lacks it; `initial`: one of such a pair.
 
-    Args:
-        alpha: `lora_alpha` if the config does not contain it.
-        initial: the adapter as it was before training is given too, or this is that adapter.
-
-    Raises:
-        InputRefused: config or weights are missing.
-        MalformedInput: incomplete pairs, mismatched ranks, or values that are not finite.
-        UnsupportedInput: a variant of LoRA that cannot be merged.
+    Raises InputRefused for missing files, MalformedInput for incomplete pairs or values that are not finite,
+    UnsupportedInput for a variant of LoRA that cannot be merged.
     """
     folder = path if path.is_dir() else path.parent
     if not (folder / CONFIG).is_file():
@@ -331,13 +325,9 @@ def is_tuned(path: Path) -> bool:
 
 
 def open_tuned(path: Path, alpha: float | None = None) -> Adapter:
-    """Opens an adapter folder (or the `adapter_model.*` file in one) of a kind in `tuners/kinds/`.
+    """Opens an adapter folder (or the file in one) of another kind than LoRA; errors as in `open_adapter`.
 
-    Raises:
-        InputRefused: the weights are missing.
-        MalformedInput: incomplete, two adapters in one file, or values that are not finite.
-        UnsupportedInput: a kind that cannot be merged, or an unknown one.
-        UsageProblem: `alpha` is given; these kinds store their scale in the config.
+    Raises UsageProblem for an `alpha`: these kinds store their scale in the config.
     """
     folder = path if path.is_dir() else path.parent
     fields = read_json(folder / CONFIG)

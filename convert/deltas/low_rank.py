@@ -262,15 +262,10 @@ class LowRankDelta:
 
 
 def plan_low_rank(base: Checkpoint, tuned: Checkpoint, rank: int, dtype: str) -> LowRankDelta:
-    """The files of an adapter. Reads and compares both models; products are computed later.
+    """The files of an adapter of at most this rank; compares both models, products are computed later.
 
-    Args:
-        rank: rank of the products; less for smaller weights.
-        dtype: `keep` (products in float32, other tensors unchanged) or a floating-point type.
-
-    Raises:
-        UsageProblem: `rank` is not positive.
-        UnsupportedInput: a change that a PEFT adapter cannot represent.
+    `dtype` is `keep` (products in float32) or a float type. Raises UsageProblem for a rank that is not positive,
+    UnsupportedInput for a change that a PEFT adapter cannot represent.
     """
     if rank < 1:
         raise UsageProblem(f"invalid `--rank {rank}`", hint="give a positive number, such as 16")

@@ -42,11 +42,8 @@ if TYPE_CHECKING:
 def with_code(checkpoint: Checkpoint, code: TrustedCode, source: str) -> Checkpoint:
     """The checkpoint with the Python files of its configs (`auto_map`), compared with the model that they build.
 
-    The caller trusts `code`.
-
-    Raises:
-        MalformedInput: a file is missing or cannot be copied (see `collect_code`); wrong keys or shapes.
-        UnsupportedInput: the code cannot be run, or does not build a model.
+    The caller trusts `code`. Raises MalformedInput for missing files (`collect_code`), keys or shapes, UnsupportedInput
+    if the code does not build a model.
     """
     side_files = dict(checkpoint.side_files)
     tokenizer = parse_object(side_files.get(TOKENIZER_CONFIG, b"{}"), TOKENIZER_CONFIG)

@@ -71,14 +71,10 @@ def select(
     *,
     buffers: bool = False,
 ) -> dict[str, LazyTensor]:
-    """Hugging Face name to tensor, without wrappers, buffers, and values that are not tensors (a warning lists those).
+    """Hugging Face name to tensor (`tensor(name, leaf)`), without wrappers, buffers and (a warning) other values.
 
-    Raises UnsupportedInput for two tensors with one name, or an object where a tensor is expected.
-
-    Args:
-        tensor: `tensor(name, leaf)` gives the LazyTensor of a `Leaf` of the state dict.
-        prefix: that the trainer's module adds to every name; kept unless all names have it.
-        buffers: keep buffers, since only the model's own code knows which ones it loads.
+    `prefix` is what the trainer's module adds to every name; with `buffers` they are kept, since only a model's own
+    code knows which ones it loads. Raises UnsupportedInput for two tensors with one name, or an object.
     """
     names = {key: WRAPPERS.sub("", str(key)) for key in state}
     prefix = prefix if all(name.startswith(prefix) for name in names.values()) else ""

@@ -74,13 +74,9 @@ def contents_around(file: StateFile) -> tuple[str, ...]:
 def assemble(
     file: StateFile, format: str, given: Mapping[str, Any], tokenizer: Path | None, version: str = ""
 ) -> Checkpoint:
-    """The whole model in `file`; InputRefused without a config, or if the state dict is not the model it describes.
+    """The whole model in `file`, with any one prefix; InputRefused without a config, or if it describes another model.
 
-    Args:
-        file: its names are Hugging Face's after any one prefix.
-        given: fields that the user adds to the config; `drop` leaves out tensors outside the model.
-        tokenizer: the user's, instead of the files next to the checkpoint.
-        version: the program that wrote the checkpoint, if known.
+    `given` are the user's fields (`drop` leaves out other tensors), `tokenizer` is the user's, `version` the writer's.
     """
     source, warnings = file.path.name, list[str]()
     fields = {name: value for name, value in given.items() if name != "drop"}

@@ -254,16 +254,10 @@ def updates_of(
     is_conv1d: Callable[[str], bool],
     weight: float,
 ) -> Iterator[tuple[str, TunerUpdate]]:
-    """Names of the base's tensors and their updates by an adapter's `tuner` (none without one); reads nothing large.
+    """Names of the base's tensors and their updates, times `weight`, by a `tuner` if any; reads nothing large.
 
-    Args:
-        homes: `<module>.weight` to the name of the base's tensor.
-        is_conv1d: returns whether a weight is stored in×out, for square ones.
-        weight: factor of the updates.
-
-    Raises:
-        MalformedInput: tensors that do not fit each other, or this base.
-        UnsupportedInput: the weight in the base is not floating-point.
+    `homes` maps `<module>.weight` to the base's name. Raises MalformedInput for another base, UnsupportedInput for a
+    weight that is not floating-point.
     """
     tuner = adapter.tuner
     if tuner is None:

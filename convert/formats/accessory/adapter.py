@@ -52,16 +52,10 @@ def is_accessory_adapter(path: Path) -> bool:
 
 
 def open_accessory_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -> Adapter:
-    """Opens the trained parameters of an Accessory run from the folder of an epoch.
+    """Opens what an Accessory run trained, from the folder of an epoch; LoRA pairs have no `alpha`.
 
-    Args:
-        base: the model to merge into, a llama or a mixtral.
-        alpha: must be None if there are LoRA pairs; Accessory has no such factor.
-
-    Raises:
-        InputRefused: the shards are a whole model.
-        MalformedInput: the base does not have a tensor, or has it in another shape.
-        UnsupportedInput: the plugin is of another family, or the base cannot have trained biases.
+    Raises InputRefused for a whole model, MalformedInput for another base, UnsupportedInput for another family, or
+    biases that the base cannot have.
     """
     shards = open_shards(path)
     family = plugin_family(path, (name for shard in shards for name in shard))

@@ -45,13 +45,10 @@ WITHOUT = "extract an exact delta, without `--to`"
 
 
 def save_delta(base: Checkpoint, tuned: Checkpoint, shards: int | None) -> WrittenDelta:
-    """The files of a delta, and those of the tuned model that Accessory's loader looks for next to weights.
+    """The files of a delta in `shards` ranks (None: as the base), and those that Accessory's loader looks for.
 
-    `shards` is the number of ranks; None: as many as the base has, one if it is not split.
-
-    Raises:
-        UnsupportedInput: Accessory has no such model, or its deltas cannot contain the change.
-        UsageProblem: the model cannot be divided among this number of ranks.
+    Raises UnsupportedInput for a model or change that it cannot have, UsageProblem for a number that does not divide
+    it.
     """
     count = shards or (base.shards if base.format in SPLIT else 1)
     before, after = args_of(base), args_of(tuned)
@@ -104,15 +101,10 @@ def is_accessory_delta(path: Path) -> bool:
 
 
 def plus_accessory(base: Checkpoint, folder: Path, dtype: str) -> Checkpoint:
-    """The tuned model in Hugging Face names, with the base's config, tokenizer and side files.
+    """The tuned model in Hugging Face names and `dtype` (see `all_rounded`), with the base's config and side files.
 
-    Args:
-        folder: the shards of the delta.
-        dtype: as in `llmconv.convert.deltas.arithmetic.all_rounded`.
-
-    Raises:
-        UnsupportedInput: Accessory does not have such a base, or transformers lacks parts of the delta.
-        MalformedInput: a shard is missing, or the delta contradicts the base.
+    Raises UnsupportedInput for a base or parts that Accessory or transformers lacks, MalformedInput for another base,
+    or a missing shard.
     """
     args = args_of(base)
     family, name = args.params.family, folder.absolute().name

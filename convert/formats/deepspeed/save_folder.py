@@ -68,12 +68,10 @@ def _saves(folder: Path) -> Iterator[Path]:
 
 
 def open_save(path: Path) -> Save:
-    """The save at `path`, or the newest of those in it.
+    """The save at `path`, or the newest of those in it; InputRefused for several without `latest`.
 
-    Raises:
-        InputRefused: there are several saves and no `latest`.
-        MalformedInput: `latest` names a save that does not exist, or two files belong to one rank.
-        UnsupportedInput: the model is split by tensor, pipeline or expert parallelism.
+    Raises MalformedInput for a wrong `latest` or two files of one rank, UnsupportedInput for tensor, pipeline or expert
+    parallelism.
     """
     folder = path if _holds_states(path) else _newest(path)
     home = next((candidate for candidate in (folder, folder.parent) if _is_home(candidate, folder, path)), path)

@@ -47,16 +47,9 @@ def is_litgpt_adapter(path: Path) -> bool:
 
 
 def open_litgpt_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -> Adapter:
-    """Opens a LitGPT LoRA, the file or its folder.
+    """Opens a LitGPT LoRA, the file or its folder; `alpha` is for one without `hyperparameters.yaml`.
 
-    Args:
-        base: the model to merge into; `model_config.yaml` must describe it.
-        alpha: `lora_alpha`, if there is no `hyperparameters.yaml`.
-
-    Raises:
-        InputRefused: a file is missing.
-        MalformedInput: the base does not have a tensor, or has it in another shape.
-        UnsupportedInput: the base belongs to another family.
+    Raises InputRefused for a missing file, MalformedInput for another base, UnsupportedInput for another family.
     """
     file = path / FILE if path.is_dir() else path
     lit, source = read_settings(file.parent, file.name), file.parent.name

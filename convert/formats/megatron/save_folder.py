@@ -126,10 +126,8 @@ def _nemo_weights(folder: Path) -> Path | None:
 def find_save(path: Path) -> Save:
     """The save at `path`: the newest of a run, or the one in the tracker file.
 
-    Raises:
-        InputRefused: the folder contains several saves and no tracker file, or is that of one rank.
-        MalformedInput: the checkpoint in the tracker file does not exist, or the folder contains none.
-        UnsupportedInput: a container that is not read.
+    Raises InputRefused for several saves without it or the folder of one rank, MalformedInput if there is none, or not
+    the tracked one, UnsupportedInput for a container that is not read.
     """
     if path.is_file():
         return Save(path.parent, {_numbers(path.parent) or (0,): path})

@@ -74,16 +74,10 @@ def is_mindformers_adapter(path: Path) -> bool:
 
 
 def open_mindformers_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -> Adapter:
-    """Opens the LoRA pairs of a MindSpore checkpoint, a file or the folder of a run, as an adapter.
+    """Opens the LoRA pairs of a MindSpore checkpoint, a file or a run's folder; `alpha`: if no YAML declares it.
 
-    Args:
-        base: the model to merge into. If the file holds only trained tensors, those that are not LoRA pairs replace
-            tensors of the base; if it holds the whole model, they are only compared with the base.
-        alpha: `lora_alpha`, if there is no YAML of the run next to the file that declares it.
-
-    Raises:
-        InputRefused: there are no pairs, alpha is unknown, or the file's other weights differ from the base's.
-        MalformedInput: the base does not have a tensor, or has it in another shape.
+    Other tensors replace the base's; those of a whole model are only compared. Raises InputRefused without pairs or
+    alpha, or if other weights differ from the base's, MalformedInput for names or shapes of another base.
     """
     found = open_parameters(path)
     run = read_run_config(path, {})

@@ -79,15 +79,10 @@ def _rank_files(folder: Path) -> dict[int, Path]:
 
 
 def open_parameters(path: Path, strategy: Path | None = None) -> Parameters:
-    """Opens a path for which `is_mindspore` is true; reads only headers.
+    """Opens a path that `is_mindspore`, by headers; `strategy` is the run's, None: in or next to the folder.
 
-    Args:
-        strategy: file or folder of the run's strategy; None: in or next to the folder.
-
-    Raises:
-        UsageProblem: a `strategy` for a checkpoint that is not divided.
-        UnsupportedInput: a file is encrypted or quantized, or there are several ranks without a strategy file.
-        MalformedInput: a file is truncated, contradictory or missing.
+    Raises UsageProblem for a superfluous `strategy`, UnsupportedInput for encrypted or quantized files, or ranks
+    without one, MalformedInput for missing or damaged files.
     """
     ranks = _rank_files(path) if path.is_dir() else {}
     if strategy and len(ranks) < 2:
@@ -167,9 +162,7 @@ def merge_ranks(
 ) -> dict[str, LazyTensor]:
     """Joins the tensors of all ranks (rank to tensors by name); of equal copies, the one of the lowest rank is read.
 
-    Raises:
-        UnsupportedInput: a tensor is divided unevenly or along more than two axes.
-        MalformedInput: a tensor has no layout, a rank is missing, or parts contradict each other.
+    Raises UnsupportedInput for an uneven division, MalformedInput for a missing layout or rank, or contradictions.
     """
     holders: dict[str, list[int]] = {}
     for rank, tensors in sorted(shards.items()):

@@ -52,16 +52,9 @@ def is_mlx_adapter(path: Path) -> bool:
 
 
 def open_mlx_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -> Adapter:
-    """Opens an mlx-lm adapter.
+    """Opens an mlx-lm adapter, its folder or a file in it; `alpha`, which is scale·rank, if the config is ambiguous.
 
-    Args:
-        path: the folder, or a weights file in it (mlx-lm keeps earlier ones as `0000100_adapters.safetensors`).
-        base: the model to merge into.
-        alpha: scale·rank; only if the config is ambiguous.
-
-    Raises:
-        MalformedInput: unexpected keys, wrong shapes, or an invalid config.
-        UnsupportedInput: mlx-lm's computation for a module or model is unknown.
+    Raises MalformedInput for keys, shapes or an invalid config, UnsupportedInput for an unknown computation.
     """
     folder = path if path.is_dir() else path.parent
     weights = path if path.is_file() else folder / WEIGHTS

@@ -50,14 +50,10 @@ def is_paddle_adapter(path: Path) -> bool:
 
 
 def open_paddle_adapter(path: Path, alpha: float | None = None) -> Adapter:
-    """Opens a PaddleNLP LoRA folder (or its weights file) as an adapter of the model that `to-hf` makes of its base.
+    """Opens a PaddleNLP LoRA (folder or file) for the model that `to-hf` makes; `alpha`: if its config lacks it.
 
-    `alpha` is `lora_alpha`, if the config does not contain it.
-
-    Raises:
-        InputRefused: a file is missing.
-        MalformedInput: unexpected keys, or a shape mismatch.
-        UnsupportedInput: the adapter is not plain LoRA, or the family is unknown.
+    Raises InputRefused for a missing file, MalformedInput for wrong keys or shapes, UnsupportedInput for other kinds or
+    families.
     """
     folder = path if path.is_dir() else path.parent
     files = {

@@ -66,15 +66,10 @@ def _is_own(file: Path) -> bool:
 
 
 def open_torchtune_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -> Adapter:
-    """Opens an adapter in torchtune's names, the file or the folder of an epoch.
+    """Opens an adapter in torchtune's names, the file or the folder of an epoch; old recipes do not store `alpha`.
 
-    Args:
-        base: the model to merge into; its config determines the order of rows (UnsupportedInput if unknown).
-        alpha: `lora_alpha`, which old recipes store only in their YAML.
-
-    Raises:
-        InputRefused: there are several adapters, or alpha is unknown.
-        MalformedInput: the base does not have a tensor, or has it in another shape.
+    Raises InputRefused for several adapters or no alpha, MalformedInput for another base, UnsupportedInput for a family
+    whose order of rows is unknown.
     """
     files = _files(path)
     if len(files) > 1:
