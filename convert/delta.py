@@ -11,22 +11,22 @@ from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.deltas.arithmetic import (
+    SCRIPTS,
     Differences,
     WeightSum,
     open_difference,
+    plan_script_delta,
     plus_difference,
     require_difference,
 )
 from llmconv.convert.deltas.exact import open_exact, plan_exact
 from llmconv.convert.deltas.low_rank import LowRankDelta, plan_low_rank
-from llmconv.convert.deltas.scripts import SCRIPTS, plan_script_delta
 from llmconv.convert.formats import delta_formats, detect
 from llmconv.convert.models.code_model import with_copied_code
-from llmconv.convert.models.dtype import check_dtype, with_cast
+from llmconv.convert.models.head_and_dtype import check_dtype, settled, with_cast
 from llmconv.convert.models.model_config import SHARD_LIMIT
-from llmconv.convert.models.tied_head import settled
 from llmconv.convert.opening import open_training
-from llmconv.convert.state_dicts.safetensors_files import is_model_folder
+from llmconv.convert.state_dicts.files import is_model_folder
 from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import fetches, files_under, local_path, reading_safely

@@ -11,9 +11,8 @@ from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.formats import Format, formats
 from llmconv.convert.models.completeness import DROPPED, as_loaded, check_complete
-from llmconv.convert.models.dtype import check_dtype, with_cast
+from llmconv.convert.models.head_and_dtype import check_dtype, settle_head, with_cast
 from llmconv.convert.models.model_config import SHARD_LIMIT
-from llmconv.convert.models.tied_head import settle_head
 from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.files.paths import Placed, output_place
 from llmconv.files.sources import fetches, local_path, reading_safely

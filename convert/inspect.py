@@ -24,10 +24,9 @@ from llmconv.convert.exported_graphs import (
     verdict_in,
 )
 from llmconv.convert.formats import Format
-from llmconv.convert.models.tied_head import settled
+from llmconv.convert.models.head_and_dtype import settled
 from llmconv.convert.opening import explain, open_format, recognized
-from llmconv.convert.state_dicts.files import raw_tensors, torch_tensors
-from llmconv.convert.state_dicts.safetensors_files import is_model_folder
+from llmconv.convert.state_dicts.files import is_model_folder, raw_tensors, torch_tensors
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.safetensors_file import FileTensor, read_header
 from llmconv.files.source_file import open_source

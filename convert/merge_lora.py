@@ -20,15 +20,15 @@ from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
 from llmconv.convert.adapters.adapter import Adapter, is_zero
 from llmconv.convert.adapters.base_checks import SampleCheck, check_written, warn_of_origin
-from llmconv.convert.adapters.merge_options import DEFAULTS, MergeOptions, Recipe, recipe_of
+from llmconv.convert.adapters.combining import DEFAULTS, MergeOptions, Recipe, recipe_of
 from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.placement.edits import Edits
 from llmconv.convert.algebra.operations import equal
 from llmconv.convert.models.code_model import with_copied_code
 from llmconv.convert.models.completeness import check_folder, refuse_unmerged
-from llmconv.convert.models.dtype import with_dtype
+from llmconv.convert.models.head_and_dtype import with_dtype
 from llmconv.convert.opening import open_adapters, recognized
-from llmconv.convert.state_dicts.safetensors_files import is_model_folder
+from llmconv.convert.state_dicts.files import is_model_folder
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem, listing
 from llmconv.files.paths import Placed, output_place
 from llmconv.files.source_file import open_source

@@ -25,12 +25,10 @@ from llmconv.convert.deltas import DELTA_FILE, is_recorded_delta
 from llmconv.convert.formats import Format, adapter_format, by_name, detect, formats
 from llmconv.convert.models.code_model import with_code
 from llmconv.convert.models.completeness import check_complete, check_folder, why_incomplete
-from llmconv.convert.models.config_file import CODE_FIELDS, merged_configs
-from llmconv.convert.models.trusted_code import OPTION, own_fields, trusted_code
+from llmconv.convert.models.config_file import CODE_FIELDS, OPTION, merged_configs, own_fields, trusted_code
 from llmconv.convert.peft_runs import saved_name
-from llmconv.convert.state_dicts.files import SUFFIXES
+from llmconv.convert.state_dicts.files import SUFFIXES, is_model_folder, training_file_kind, weight_files
 from llmconv.convert.state_dicts.files import SUFFIXES as TORCH
-from llmconv.convert.state_dicts.safetensors_files import is_model_folder, training_file_kind, weight_files
 from llmconv.convert.tokenizers import read_tokenizer
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.packing import unpacked

@@ -20,11 +20,11 @@ from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora_config import FORMULA, parse_config
 from llmconv.convert.adapters.merging import merged, with_tied_head
 from llmconv.convert.adapters.peft_file import to_adapter
-from llmconv.convert.adapters.placement.base_in_memory import BaseInMemory, base_in_memory
+from llmconv.convert.adapters.placement.edits import BaseInMemory, base_in_memory
 from llmconv.convert.adapters.placement.tensor_names import AS_STORED, match_names
 from llmconv.convert.models.completeness import check_complete, select
 from llmconv.convert.models.config_file import without_code
-from llmconv.convert.models.tied_head import settled
+from llmconv.convert.models.head_and_dtype import settled
 from llmconv.convert.state_dicts.checkpoint import assemble, side_files_of
 from llmconv.convert.state_dicts.files import StateFile
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing

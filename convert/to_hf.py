@@ -8,9 +8,8 @@ from typing import Any
 
 from llmconv.argument_checks import checked, require_choice
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.models.dtype import check_dtype, with_cast
-from llmconv.convert.models.tied_head import settled
-from llmconv.convert.models.trusted_code import OPTION, TrustedCode
+from llmconv.convert.models.config_file import OPTION, TrustedCode
+from llmconv.convert.models.head_and_dtype import check_dtype, settled, with_cast
 from llmconv.convert.opening import open_training
 from llmconv.errors import UsageProblem
 from llmconv.files.hub import source_name

@@ -1,8 +1,15 @@
-"""Adapter: the content of an opened adapter of any kind: pairs A and B, whole tensors, trained rows."""
+"""Adapter: the content of an opened adapter of any kind: pairs A and B, whole tensors, trained rows.
+
+Whole tensors are trained ones (`modules_to_save`), and originals that PEFT (`get_peft_model_state_dict`) saves next to
+them with `save_embedding_layers`, the default for a resized vocabulary: `.base_layer.weight` under LoRA,
+`.token_adapter.base_layer.weight` under trained rows, and for `modules_to_save` the same tensor as `.weight` and as
+`.modules_to_save.weight`, with `.original_module.weight` for the one before training.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,11 +17,140 @@ from typing import Any
 import numpy as np
 
 from llmconv.convert.adapters.lora_config import LoraConfig
-from llmconv.convert.adapters.saved_modules import TokenRows
-from llmconv.convert.adapters.tuners import Tuner
-from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors
+from llmconv.convert.adapters.tuners import ModuleTensors, Tuner
+from llmconv.convert.algebra.operations import equal
+from llmconv.convert.models.blueprint.transformers_source import EMBEDDINGS, HEADS
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.tensors import LazyTensor
+from llmconv.tensors import BY_NAME, FLOATS, Array, LazyTensor, cast
+
+ORIGINAL = re.compile(r"\.(?:original_module|(?:token_adapter\.)?base_layer)(?=\.\w+$)")
+TRAINED = re.compile(r"\.(?:modules_to_save|ln_tuning_layers)(?:\.\w+)?(?=\.\w+$)")
+FLOAT32 = BY_NAME["float32"]
+
+
+@dataclass(frozen=True)
+class WholeTensors:
+    """The whole tensors of a file by their names in the model: trained ones, and originals before training."""
+
+    trained: dict[str, LazyTensor] = field(default_factory=dict)
+    originals: dict[str, LazyTensor] = field(default_factory=dict)
+
+    def place(self, plain: str) -> tuple[dict[str, LazyTensor], str]:
+        """The dictionary and the key for a tensor of this name."""
+        if ORIGINAL.search(plain):
+            return self.originals, ORIGINAL.sub("", plain)
+        return self.trained, TRAINED.sub("", plain)
+
+    def all(self) -> dict[str, LazyTensor]:
+        """The tensors that replace the base's."""
+        return self.originals | self.trained
+
+    def untrained(self, saved: Collection[str]) -> dict[str, LazyTensor]:
+        """The tensors that were not trained: an embedding or head outside `modules_to_save` was only resized."""
+        ends = (*EMBEDDINGS, *HEADS)
+        more = {
+            name: tensor
+            for name, tensor in self.trained.items()
+            if name.endswith(ends) and not is_saved(name, saved) and name not in self.originals
+        }
+        return self.originals | more
+
+
+def is_saved(name: str, modules: Collection[str]) -> bool:
+    """Whether the tensor is in `modules_to_save`, or in a module below one of them."""
+    return bool(parts_from_saved(name, modules))
+
+
+def parts_from_saved(name: str, modules: Collection[str]) -> int:
+    """Components of a name from the saved module on (PEFT compares ends of paths, and saves all below), or 0."""
+    parts = name.split(".")
+    ends = tuple(modules)
+    return next((len(parts) - at + 1 for at in range(len(parts) - 1, 0, -1) if ".".join(parts[:at]).endswith(ends)), 0)
+
+
+def place_once(place: dict[str, LazyTensor], key: str, tensor: LazyTensor, named: str, *, may_repeat: bool) -> None:
+    """Adds a tensor to `place`; MalformedInput if its key has another one (with `may_repeat`, an unequal one)."""
+    if key in place and not (may_repeat and equal(place[key], tensor)):
+        raise MalformedInput(
+            f"{named} twice, under different names (duplicate key)",
+            hint="several adapters are in one file; save each in its own folder",
+        )
+    place[key] = tensor
+
+
+def same_values(one: LazyTensor, other: LazyTensor) -> bool:
+    """Whether two tensors have equal values, in whatever floating-point types they are stored."""
+    if one.shape != other.shape:
+        return False
+    wide = all(tensor.dtype.name in FLOATS for tensor in (one, other))
+    return equal(cast(one, FLOAT32), cast(other, FLOAT32)) if wide else equal(one, other)
+
+
+def changed_originals(originals: Mapping[str, LazyTensor], base: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The originals that differ from the base's tensors."""
+    return {
+        name: tensor for name, tensor in originals.items() if not (name in base and same_values(tensor, base[name]))
+    }
+
+
+TRAINABLE_HEADS = ("lm_head", "embed_out")
+"""Modules that may be tied to the embedding; some checkpoints then contain its trained rows twice."""
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Rows [ids, dim] of an embedding that one adapter trained, and their ids."""
+
+    ids: tuple[int, ...]
+    rows: LazyTensor
+
+
+def pair_tokens(deltas: Mapping[str, LazyTensor], config: LoraConfig) -> dict[str, TokenRows]:
+    """The trained rows of each module (PEFT `utils/other.py`, `set_additional_trainable_modules`).
+
+    `config.tokens` has their ids by the end of a module's path, or by `""` for the only module; MalformedInput if
+    config and tensors contradict each other.
+    """
+    result = {}
+    for module, rows in deltas.items():
+        named = {ids for key, ids in config.tokens.items() if f".{module}".endswith(f".{key}")}
+        tied = set(config.tokens.values()) if module in TRAINABLE_HEADS and len(deltas) > 1 else set()
+        found = {ids for key, ids in config.tokens.items() if key == ""} or named or tied
+        ids = found.pop() if len(found) == 1 else None
+        if ids is None:
+            raise _contradiction(f"the file contains trained tokens of `{module}`, but the config lacks their indices")
+        if len(rows.shape) != 2 or rows.shape[0] != len(ids):
+            raise _contradiction(
+                f"shape mismatch for the trained tokens of `{module}`: expected {len(ids)} rows, got {list(rows.shape)}"
+            )
+        result[module] = TokenRows(ids, rows)
+    found = {tokens.ids for tokens in result.values()}
+    # PEFT does not save the rows of a tied head, which equal the embedding's
+    apart = [
+        ids for key, ids in config.tokens.items() if key.rpartition(".")[2] not in TRAINABLE_HEADS or ids not in found
+    ]
+    if len(result) < len(apart):
+        raise _contradiction(f"the config has trained tokens of {len(apart)} modules, the file of {len(result)}")
+    return result
+
+
+def _contradiction(message: str) -> MalformedInput:
+    return MalformedInput(message, hint="config and tensors belong to different adapters; copy the adapter again")
+
+
+def with_rows(base: LazyTensor, trained: Sequence[TokenRows]) -> LazyTensor:
+    """`base` with the trained rows in place of its own, rounded to its element type."""
+    homes = {row: (tokens.rows, at) for tokens in trained for at, row in enumerate(tokens.ids)}
+
+    def load(start: int, stop: int) -> Array:
+        rows = np.array(base.rows(start, stop))
+        for row in homes.keys() & range(start, stop) if len(homes) < stop - start else range(start, stop):
+            if row in homes:
+                tensor, at = homes[row]
+                rows[row - start] = tensor.rows(at, at + 1)[0].astype(rows.dtype)
+        return rows
+
+    return LazyTensor(base.dtype, base.shape, load, lambda other: with_rows(cast(base, other), trained))
 
 
 @dataclass(frozen=True)

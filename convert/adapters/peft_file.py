@@ -28,11 +28,10 @@ from pathlib import Path
 import numpy as np
 
 from llmconv.checkpoint import INDEX, SINGLE, read_json
-from llmconv.convert.adapters.adapter import Adapter, Pair, check
+from llmconv.convert.adapters.adapter import Adapter, Pair, WholeTensors, check, pair_tokens, place_once
 from llmconv.convert.adapters.lora_config import BlockDiagonal, LoraConfig, parse_config, task_of
-from llmconv.convert.adapters.saved_modules import WholeTensors, pair_tokens, place_once
-from llmconv.convert.adapters.tuners import Tuner, by_peft_type
-from llmconv.convert.adapters.tuners.module_tensors import AdapterFields, ModuleTensors, invalid_field
+from llmconv.convert.adapters.tuner_kinds import by_peft_type
+from llmconv.convert.adapters.tuners import AdapterFields, ModuleTensors, Tuner, invalid_field
 from llmconv.errors import LISTED, InputRefused, MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.pointer_files import refuse_git_lfs

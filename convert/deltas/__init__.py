@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.deltas.arithmetic import Differences
+from llmconv.convert.deltas.arithmetic import WrittenDelta
 from llmconv.errors import MalformedInput
 from llmconv.output.manifest import read_manifest
-from llmconv.output.plan import Plan
 
 DELTA_FILE = "delta.json"
 """The file that identifies the folder of an exact delta."""
@@ -24,14 +23,6 @@ def is_recorded_delta(folder: Path) -> bool:
         return False
     options = steps[-1].get("options") if steps and steps[-1].get("command") == "delta-extract" else None
     return isinstance(options, dict) and "to" in options
-
-
-@dataclass(frozen=True)
-class WrittenDelta:
-    """The files of a delta for another tool; `differences` counts, during writing, what its sum does not restore."""
-
-    plan: Plan
-    differences: Differences
 
 
 @dataclass(frozen=True)

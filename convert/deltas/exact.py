@@ -42,7 +42,7 @@ from llmconv.background import prefetch
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.models.config_file import without_code
-from llmconv.convert.models.tied_head import HEAD, find_embedding
+from llmconv.convert.models.head_and_dtype import HEAD, find_embedding
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.checksums import ChecksummedRange, combine, crc32
 from llmconv.files.safetensors_file import NAME_LIMIT, RANK_LIMIT, FileTensor

@@ -1,7 +1,7 @@
 """The training formats: one package or file per training system, found by listing this folder.
 
 A package contains everything about one system: `format.py` (the constant `FORMAT`), and as needed `read.py`,
-`names.py`, `config.py`, `tokenizer.py`, `write.py`, `adapter.py` (`ADAPTER`: its LoRA files) and `delta.py` (`DELTA`).
+`names.py`, `config.py`, `write.py`, `adapter.py` (`ADAPTER`: its LoRA files) and `delta.py` (`DELTA`).
 A small format is one file.
 """
 

@@ -31,9 +31,8 @@ from typing import Any
 from llmconv.checkpoint import SIDE_FILES, Checkpoint, read_json
 from llmconv.convert.formats import Format
 from llmconv.convert.models.completeness import as_loaded, select
-from llmconv.convert.models.config_file import causal_lm_config
+from llmconv.convert.models.config_file import OPTION, causal_lm_config, own_fields
 from llmconv.convert.models.mpt_config import enlarged, native_tensors
-from llmconv.convert.models.trusted_code import OPTION, own_fields
 from llmconv.convert.peft_runs import (
     OPTIONS,
     differences,

@@ -17,8 +17,7 @@ from llmconv.convert.formats.composer import is_sharded
 from llmconv.convert.formats.megatron.save_folder import is_megatron_distributed
 from llmconv.convert.formats.meta.read import LLAMA
 from llmconv.convert.models.completeness import as_loaded, select
-from llmconv.convert.models.config_file import causal_lm_config
-from llmconv.convert.models.trusted_code import OPTION, own_fields
+from llmconv.convert.models.config_file import OPTION, causal_lm_config, own_fields
 from llmconv.convert.peft_runs import OPTIONS, opened_with_adapter, without_adapter
 from llmconv.convert.state_dicts.distributed import (
     PARTS,

@@ -1,6 +1,6 @@
 """Safetensors in Hugging Face's names, of any trainer: one file, or shards with or without an index, and a config.
 
-Layout: `convert/state_dicts/safetensors_files.py`, as accelerate's `save_model` and `save_state` write it.
+Layout: `convert/state_dicts/files.py`, as accelerate's `save_model` and `save_state` write it.
 `config.json` is next to the weights, or given with `--config`. A folder that already is a Hugging Face model does not
 have this format, unless its tensor names still have a trainer's prefix.
 """
@@ -16,20 +16,22 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.formats import Format, owner
 from llmconv.convert.formats.paddle.read import names_paddle
-from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS, model_names
+from llmconv.convert.models.blueprint.transformers_source import EMBEDDINGS, HEADS, model_names
 from llmconv.convert.models.completeness import WRAPPERS
-from llmconv.convert.models.trusted_code import OPTION
+from llmconv.convert.models.config_file import OPTION
 from llmconv.convert.peft_runs import OPTIONS, assembled_run
 from llmconv.convert.state_dicts.checkpoint import stored_config
-from llmconv.convert.state_dicts.files import ADAPTER_NAMES, StateFile, has_hugging_face_names
-from llmconv.convert.state_dicts.safetensors_files import (
+from llmconv.convert.state_dicts.files import (
+    ADAPTER_NAMES,
     SUFFIX,
+    StateFile,
+    has_hugging_face_names,
     header_of,
     is_model_folder,
-    is_shard,
+    is_safetensors_shard,
     one_checkpoint,
-    open_state,
-    peek_state,
+    open_safetensors_state,
+    peek_safetensors_state,
     training_files_in,
 )
 from llmconv.errors import InputRefused
@@ -42,7 +44,7 @@ def _detect(path: Path) -> bool:
             return False
     elif path.suffix != SUFFIX:
         return False
-    found = None if names_paddle(path) else peek_state(path)
+    found = None if names_paddle(path) else peek_safetensors_state(path)
     if found is None or not _in_hugging_face_names(found):
         return False
     return not (path.is_dir() and is_model_folder(path)) or all(map(WRAPPERS.match, found.state))
@@ -57,7 +59,9 @@ def _in_hugging_face_names(found: StateFile) -> bool:
     if all(ADAPTER_NAMES.search(name) for name in found.state):
         return False
     layers = any(".layers." in name or ".h." in name for name in found.state)
-    return (layers and any(name.endswith(HEADS) for name in found.state)) or (layers and is_shard(found.path))
+    return (layers and any(name.endswith(HEADS) for name in found.state)) or (
+        layers and is_safetensors_shard(found.path)
+    )
 
 
 def _is_mindspore(path: Path) -> bool:
@@ -66,9 +70,9 @@ def _is_mindspore(path: Path) -> bool:
 
 
 def _read(path: Path, config: Mapping[str, Any]) -> StateFile:
-    if path.is_file() and is_shard(path):
+    if path.is_file() and is_safetensors_shard(path):
         raise InputRefused(f"`{path.name}` is one shard of several", hint=f"give their folder: `{path.parent}`")
-    found = open_state(path)
+    found = open_safetensors_state(path)
     return replace(found, state=_with_embedding(found.state, {**stored_config(path), **config}))
 
 
@@ -93,7 +97,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
 
 
 def _peek(path: Path) -> Mapping[str, LazyTensor]:
-    return open_state(path).tensors()
+    return open_safetensors_state(path).tensors()
 
 
 FORMAT = Format(

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.formats import Format, owner
-from llmconv.convert.models.trusted_code import OPTION
+from llmconv.convert.models.config_file import OPTION
 from llmconv.convert.peft_runs import OPTIONS, assembled_run
 from llmconv.convert.state_dicts.files import (
     StateFile,

@@ -2,6 +2,9 @@
 
 The files are copied as data (`llmconv/model_code.py`). With the caller's consent (`TrustedCode`) they run once, on the
 meta device, so that the stored names and shapes are compared with the model's before anything is written.
+
+Baichuan-13B, Baichuan 2 13B and ChatGLM-6B are computed by their own code alone, which the caller gives with `--code`:
+tensors get its names, those of the published `pytorch_model.bin.index.json`.
 """
 
 from __future__ import annotations
@@ -11,10 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from llmconv.checkpoint import Checkpoint, parse_object
-from llmconv.convert.models.blueprint.comparison import check_floats, refuse_gaps, refuse_shapes
+from llmconv.convert.algebra.operations import concat
+from llmconv.convert.models.blueprint.blueprint import check_floats, refuse_gaps, refuse_shapes
 from llmconv.convert.models.completeness import check_complete, is_buffer
-from llmconv.convert.models.trusted_code import TrustedCode, localized
+from llmconv.convert.models.config_file import OPTION, TrustedCode, localized, own_fields, without_code
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.model_code import (
     AUTO_MAP,
@@ -28,15 +34,16 @@ from llmconv.model_code import (
     references,
 )
 from llmconv.output.plan import json_bytes
-from llmconv.tensors import LazyTensor
+from llmconv.tensors import BY_NAME, Array, LazyTensor
+
+if TYPE_CHECKING:
+    from llmconv.convert.models.meta_model import LoadingGaps
+
 
 UNSTORED = (
     "the code computes {}, which no weights contain: transformers 5 loads such buffers without their values, unless "
     "`_init_weights` of the code computes them again; llmconv's own commands do"
 )
-
-if TYPE_CHECKING:
-    from llmconv.convert.models.meta_model import LoadingGaps
 
 
 def with_code(checkpoint: Checkpoint, code: TrustedCode, source: str) -> Checkpoint:
@@ -155,3 +162,74 @@ def _unusable(folder: Path, problem: Exception) -> UnsupportedInput:
         f"the code in `{folder}` builds no model that the weights could be compared with: {problem}",
         hint="it may be for another version of transformers, or the configuration is of another model; `-v` shows more",
     )
+
+
+HEAD = "lm_head.weight"
+EMBEDDINGS = {"baichuan": "model.embed_tokens.weight", "chatglm": "transformer.word_embeddings.weight"}
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps")
+"""Fields that Baichuan has under Llama's names."""
+
+Model = tuple[dict[str, LazyTensor], dict[str, Any]]
+"""Tensors by the names of the code, and the content of `config.json`."""
+
+
+def needs_code(code: TrustedCode | None, source: str, what: str, reason: str) -> TrustedCode:
+    """The consent with a folder of code, else UnsupportedInput; `reason`: how `what` differs from transformers."""
+    if code is None or code.given is None:
+        raise UnsupportedInput(
+            f"`{source}` is {what}: {reason}",
+            hint="only its own code computes it; give a folder with that with `--code FOLDER --trust-remote-code`",
+        )
+    return code
+
+
+def baichuan(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], code: TrustedCode, source: str) -> Model:
+    """A Llama with ALiBi as Baichuan-13B: queries, keys and values are one matrix, `W_pack`, in this order.
+
+    `tensors` and `config` are Llama's; the head of a Baichuan 2 is not normalized, since its code does that. `code` has
+    the code of a `baichuan`. Raises MalformedInput if the heads are grouped, or the code is that of another model.
+    """
+    if config.get("num_key_value_heads") not in (None, config["num_attention_heads"]):
+        raise MalformedInput(
+            f"`{source}` has fewer key heads than query heads, which no Baichuan has", hint="give its own configuration"
+        )
+    packed: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        stem, query, part = name.rpartition(".q_proj.")
+        if query:
+            packed[f"{stem}.W_pack.{part}"] = concat([tensors[f"{stem}.{one}_proj.{part}"] for one in "qkv"], 0)
+        elif not name.rpartition(".")[0].endswith((".k_proj", ".v_proj")):
+            packed[name] = tensor
+    fields = {name: config[name] for name in SIZES}
+    fields["model_max_length"] = config.get("max_position_embeddings", 4096)
+    return _with_head(packed, "baichuan"), _config(code, "baichuan", fields, source)
+
+
+def chatglm(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], code: TrustedCode, source: str) -> Model:
+    """ChatGLM-6B in its code's names, with stored frequencies, the embedding as head; MalformedInput: another code."""
+    named = _with_head(dict(tensors), "chatglm")
+    size = config["hidden_size"] // config["num_attention_heads"] // 2
+    for layer in range(config["num_layers"]):
+        named.setdefault(f"transformer.layers.{layer}.attention.rotary_emb.inv_freq", _frequencies(size))
+    return named, _config(code, "chatglm", config, source)
+
+
+def _with_head(tensors: dict[str, LazyTensor], kind: str) -> dict[str, LazyTensor]:
+    return tensors if HEAD in tensors else {**tensors, HEAD: tensors[EMBEDDINGS[kind]]}
+
+
+def _config(code: TrustedCode, kind: str, fields: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The `config.json` of the code's folder with the sizes of the checkpoint."""
+    own = own_fields({}, {"model_type": kind, OPTION: code}, source) or {}
+    return {**without_code(code.declared())[0], **fields, "model_type": kind, AUTO_MAP: own[AUTO_MAP]}
+
+
+def _frequencies(size: int) -> LazyTensor:
+    """`[size / 2]`, float16: 10000^(-2i/size), as ChatGLM-6B's `RotaryEmbedding` has them."""
+
+    def load(start: int, stop: int) -> Array:
+        exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+        values: Array = (1 / np.float32(10000) ** exponents).astype(np.float16)
+        return values[start:stop]
+
+    return LazyTensor(BY_NAME["float16"], (len(range(0, size, 2)),), load)

@@ -9,11 +9,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from llmconv.convert.models.blueprint.blueprint import Blueprint, blueprint
-from llmconv.convert.models.blueprint.comparison import (
+from llmconv.convert.models.blueprint.blueprint import (
     COMPUTED,
     LAYER_COUNTS,
     RULES,
+    Blueprint,
+    blueprint,
     check_floats,
     check_layers,
     check_rules,
@@ -22,7 +23,7 @@ from llmconv.convert.models.blueprint.comparison import (
     refuse_gaps,
     refuse_shapes,
 )
-from llmconv.convert.models.blueprint.names import causal_lm_classes, model_names
+from llmconv.convert.models.blueprint.transformers_source import causal_lm_classes, model_names
 from llmconv.convert.models.config_file import architecture
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.files.paths import kind_of

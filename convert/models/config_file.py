@@ -1,20 +1,89 @@
-"""Reading and cleaning configurations: JSON and YAML files of the user, fields that are removed, the model's class."""
+"""Reading and cleaning configurations: the files of the user, the fields of a model, consent to its own code."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from llmconv.causal_lm import is_encoder
-from llmconv.checkpoint import read_json, require_shallow
+from llmconv.checkpoint import own_file, read_json, require_shallow
 from llmconv.convert.models import mpt_config
-from llmconv.convert.models.blueprint.names import auto_classes, causal_lm_classes
-from llmconv.convert.models.trusted_code import class_name, own_fields, trusted_code
+from llmconv.convert.models.blueprint.transformers_source import auto_classes, causal_lm_classes
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
-from llmconv.model_code import AUTO_MAP
+from llmconv.model_code import AUTO_MAP, REPOSITORY, auto_map, holds, model_class
+
+OPTION = "trust_remote_code"
+"""The option of `to_hf` under which a format finds a `TrustedCode`; a JSON file can only give it a plain value."""
+
+
+@dataclass(frozen=True)
+class TrustedCode:
+    """Consent to run a model's code in `given` (None: next to the config) or the first of `others` with all modules."""
+
+    given: Path | None = None
+    others: tuple[Path, ...] = ()
+
+    def folder(self, names: Iterable[str]) -> Path:
+        """The first folder with the modules of all classes, such as `modeling_x.XForCausalLM`, or the first of all."""
+        folders = (self.given,) if self.given else self.others
+        return next((folder for folder in folders if holds(folder, names)), folders[0])
+
+    def declared(self) -> dict[str, Any]:
+        """The `config.json` in the caller's folder; empty without one, MalformedInput if not JSON or a link out."""
+        if not self.given or not (self.given / "config.json").is_file():
+            return {}
+        return read_json(own_file(self.given, "config.json"))
+
+
+def trusted_code(options: Mapping[str, Any]) -> TrustedCode | None:
+    """The consent among the options of a format; None without."""
+    found = options.get(OPTION)
+    return found if isinstance(found, TrustedCode) else None
+
+
+def own_fields(stored: Mapping[str, Any], given: Mapping[str, Any], source: str) -> dict[str, Any] | None:
+    """The config of a model with trusted code, else None; InputRefused: no class there, or another model's."""
+    code = trusted_code(given)
+    if code is None:
+        return None
+    fields = {**stored, **{name: value for name, value in given.items() if name != OPTION}}
+    declared = code.declared()
+    if "model_type" not in fields:  # the folder of the code describes the model, too
+        fields = {**declared, **fields}
+    kind, other = fields.get("model_type"), declared.get("model_type")
+    if other is not None and kind != other:
+        raise MalformedInput(
+            f"the code in `{code.given}` is that of a `{str(other)[:60]}`, and `{source}` is a `{str(kind)[:60]}`",
+            hint="give the folder of the model that was trained, or its configuration with `--config`",
+        )
+    found = declared if auto_map(declared) else fields
+    if not model_class(found):
+        if code.given:
+            raise InputRefused(
+                f"no `config.json` names a class of the code in `{code.given}`",
+                hint="its `auto_map` needs an `AutoModelForCausalLM`, such as `modeling_x.XForCausalLM`",
+            )
+        return None
+    return {**fields, AUTO_MAP: localized(found[AUTO_MAP]) if code.given else found[AUTO_MAP]}
+
+
+def localized(found: Any) -> Any:
+    """An `auto_map` whose classes are in the model's folder: `org/name--module.Class` becomes `module.Class`."""
+    if isinstance(found, dict):
+        return {name: localized(value) for name, value in found.items()}
+    if isinstance(found, list):
+        return [localized(value) for value in found]
+    return found.rpartition(REPOSITORY)[2] if isinstance(found, str) else found
+
+
+def class_name(fields: Mapping[str, Any]) -> str:
+    """The name of the language model's class, without its module."""
+    return model_class(fields).rpartition(".")[2]
+
 
 CODE_FIELDS = (AUTO_MAP, "trust_remote_code", "custom_pipelines", "_attn_implementation_internal")
 """Fields that make a loader run code or fetch a repository that the file names."""
@@ -114,7 +183,7 @@ def causal_lm_config(
 ) -> dict[str, Any]:
     """The `config.json` of a causal language model: the checkpoint's fields, updated with the user's (`given`).
 
-    With consent to the model's own code, its `auto_map` is kept (`trusted_code.py`); fields that are left out are
+    With consent to the model's own code, its `auto_map` is kept; fields that are left out are
     warnings. Raises InputRefused without `model_type`, UnsupportedInput if transformers lacks it, or cannot express
     this MPT.
     """

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.models.tied_head import settle_head
+from llmconv.convert.models.head_and_dtype import settle_head
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing
 
 COUNT_LIMIT = 1 << 31

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
-from llmconv.convert.models.blueprint.names import ModelNames, causal_lm_classes, model_names
+from llmconv.convert.models.blueprint.transformers_source import ModelNames, causal_lm_classes, model_names
 from llmconv.convert.models.completeness import BUFFERS, Leaf, as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.models.mpt_config import enlarged

@@ -19,7 +19,7 @@ import llmconv.export
 import llmconv.generation
 import llmconv.push
 import llmconv.verify
-from llmconv.convert.adapters.merge_options import DEFAULTS as MERGE_DEFAULTS
+from llmconv.convert.adapters.combining import DEFAULTS as MERGE_DEFAULTS
 from llmconv.export.export_options import DEFAULTS as EXPORT_DEFAULTS
 from llmconv.generation.generate import RunningOptions
 from llmconv.runtime.onnxruntime.session_file import SessionOptions

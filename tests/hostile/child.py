@@ -26,9 +26,7 @@ from typing import Any
 
 from llmconv.cli.inspect import shown_rows
 from llmconv.convert import apply_delta, extract_delta, from_hf, merge_lora, to_hf
-from llmconv.convert.adapters.tuners import tuners
 from llmconv.convert.inspect import inspect
-from llmconv.convert.models import names_in_memory
 from llmconv.convert.models.meta_model import meta_model
 from llmconv.errors import LlmconvError
 from llmconv.quantized_weights.methods import methods
@@ -61,10 +59,9 @@ FOREIGN = {"fallocate", "mallopt", "renameat2"}
 PARSED = (None, "<unknown>")
 """What `compile` calls a tree that was read before, and source that `ast.parse` only reads; `exec` shows either."""
 
-tuners(), methods()  # llmconv's own modules, imported when the first adapter or quantized model asks for them
+methods()  # llmconv's own modules, imported when the first quantized model asks for them
 meta_model({"model_type": "llama", "hidden_size": 4, "num_attention_heads": 1, "num_hidden_layers": 1})
 """torch and transformers, which build a model of shapes where the names of a model in memory are asked for."""
-assert names_in_memory
 
 COMMANDS: dict[str, Callable[..., object]] = {
     "to-hf": to_hf,

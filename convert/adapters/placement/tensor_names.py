@@ -2,7 +2,7 @@
 
 `Naming` is how the tensors of a base are called while adapters are placed. Most adapters have names that the files
 have, too. Otherwise adapters are placed on the names in memory that transformers has for stored tensors
-(`convert/models/names_in_memory.py`), and the result is renamed to the stored names.
+(`convert/models/meta_model.py`), and the result is renamed to the stored names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from llmconv.convert.adapters.saved_modules import parts_from_saved
+from llmconv.convert.adapters.adapter import parts_from_saved
 from llmconv.errors import MalformedInput
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")

@@ -15,8 +15,17 @@ from functools import partial
 from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.deltas import DeltaFormat, WrittenDelta
-from llmconv.convert.deltas.arithmetic import FLOAT16, FLOAT32, Arithmetic, Differences, added, all_rounded, wider
+from llmconv.convert.deltas import DeltaFormat
+from llmconv.convert.deltas.arithmetic import (
+    FLOAT16,
+    FLOAT32,
+    Arithmetic,
+    Differences,
+    WrittenDelta,
+    added,
+    all_rounded,
+    wider,
+)
 from llmconv.convert.formats.accessory.config import ATTENTION, MLP, args_of, has_biases
 from llmconv.convert.formats.accessory.read import (
     DELTA_FILE,
@@ -28,8 +37,7 @@ from llmconv.convert.formats.accessory.read import (
     to_hugging_face,
     whole_tensors,
 )
-from llmconv.convert.models.dtype import with_dtype
-from llmconv.convert.models.tied_head import settle_head
+from llmconv.convert.models.head_and_dtype import settle_head, with_dtype
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.files.torch_writer import torch_pieces
 from llmconv.output.plan import Plan, Shard

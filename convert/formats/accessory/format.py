@@ -38,9 +38,9 @@ from llmconv.convert.formats.accessory.read import (
     save,
     to_hugging_face,
 )
-from llmconv.convert.formats.meta.tokenizer import MetaTokenizer, find_tokenizer, tokenizer_for
+from llmconv.convert.formats.meta.format import MetaTokenizer, find_tokenizer, tokenizer_for
 from llmconv.convert.models.config_file import without_code
-from llmconv.convert.state_dicts.safetensors_files import training_files_in
+from llmconv.convert.state_dicts.files import training_files_in
 from llmconv.convert.tokenizers import special_ids
 from llmconv.errors import InputRefused, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor

@@ -48,8 +48,8 @@ from llmconv.convert.formats.accessory.config import (
     table_of,
 )
 from llmconv.convert.formats.meta.read import SUFFIX, file_order, open_shard, split_dim
+from llmconv.convert.models.head_and_dtype import with_head
 from llmconv.convert.models.model_config import refuse_shards
-from llmconv.convert.models.tied_head import with_head
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.torch_writer import torch_pieces
 from llmconv.output.plan import Plan, Shard, json_bytes

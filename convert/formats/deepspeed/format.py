@@ -18,12 +18,20 @@ from typing import Any
 
 from llmconv.checkpoint import ADAPTER_CONFIG, INDEX, SINGLE, Checkpoint, read_json, read_side_files
 from llmconv.convert.formats import Format
-from llmconv.convert.formats.deepspeed.save_folder import ModelStates, Save, is_deepspeed, open_save, refuse
-from llmconv.convert.formats.deepspeed.zero_stages import FlatSlice, joined, open_frozen, open_masters
-from llmconv.convert.models.blueprint.names import HEADS
+from llmconv.convert.formats.deepspeed.save_folder import (
+    FlatSlice,
+    ModelStates,
+    Save,
+    is_deepspeed,
+    joined,
+    open_frozen,
+    open_masters,
+    open_save,
+    refuse,
+)
+from llmconv.convert.models.blueprint.transformers_source import HEADS
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded, select
-from llmconv.convert.models.config_file import causal_lm_config
-from llmconv.convert.models.trusted_code import OPTION
+from llmconv.convert.models.config_file import OPTION, causal_lm_config
 from llmconv.convert.peft_runs import OPTIONS, opened_with_adapter
 from llmconv.convert.state_dicts.files import Sign
 from llmconv.convert.tokenizers import read_tokenizer

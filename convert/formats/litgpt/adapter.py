@@ -25,7 +25,7 @@ from llmconv.convert.adapters.other_tools import (
 )
 from llmconv.convert.algebra.operations import concat, interleave_rows, slice_rows
 from llmconv.convert.formats.litgpt.config import SAME_FUNCTION, LitConfig, family_of, read_settings
-from llmconv.convert.formats.litgpt.convert_tensors import FUSED, group_counts, table_of
+from llmconv.convert.formats.litgpt.format import FUSED, group_counts, table_of
 from llmconv.convert.models.config_file import read_config_file
 from llmconv.convert.state_dicts.files import open_state
 from llmconv.errors import MalformedInput, UnsupportedInput

@@ -1,17 +1,21 @@
 """LitGPT: `lit_model.pth` next to `model_config.yaml`, with the tokenizer and often the `config.json` of the origin.
 
 Layout (Lightning-AI/litgpt `utils.py`, `save_config`, `copy_config_files`): a state dict, flat or under `model`.
-Without a `config.json` one is made from the YAML; otherwise the two must agree.
+Without a `config.json` one is made from the YAML; otherwise the two must agree. Names (`model.py`,
+`scripts/convert_lit_checkpoint.py`) have a table per family. Rows of `attn.qkv` are all queries, all keys, all values;
+of `attn.attn`, its name until the end of 2024, the queries, key and value of one group after the other.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
+from llmconv.convert.algebra.operations import concat, interleave_rows, pick_rows, rename, require, slice_rows
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.formats.litgpt.config import (
     SAME_FUNCTION,
@@ -21,12 +25,217 @@ from llmconv.convert.formats.litgpt.config import (
     reconcile,
     to_config,
 )
-from llmconv.convert.formats.litgpt.convert_tensors import to_hugging_face
 from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.state_dicts.checkpoint import config_folder, contents_around, side_files_of, stored_config
 from llmconv.convert.state_dicts.files import Sign, StateFile, open_state
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
+from llmconv.tensors import LazyTensor
+
+FUSED = ("gpt_neox", "falcon")
+"""Families that fuse queries, keys and values group by group, as LitGPT did until the end of 2024."""
+
+
+def to_hugging_face(
+    stored: Mapping[str, LazyTensor], lit: LitConfig, family: str, source: str
+) -> dict[str, LazyTensor]:
+    """The model's tensors in Hugging Face's names, split and joined lazily; MalformedInput for wrong keys or shapes."""
+    if lit.n_layer * max(1, lit.n_expert) > len(stored):
+        raise MalformedInput(
+            f"`{source}` holds {len(stored)} tensors, too few for {lit.n_layer} layers",
+            hint="`model_config.yaml` belongs to another model, or the checkpoint is partial",
+        )
+    expected = _shapes(lit)
+    current = {_new_name(name): tensor for name, tensor in stored.items()}
+    if len(current) != len(stored):
+        raise MalformedInput(
+            f"duplicate key in `{source}`: a fused matrix has both its old and its new name",
+            hint="two checkpoints are mixed in one file",
+        )
+    require(expected, current, source)
+    wrong = [f"{name} {list(tensor.shape)}" for name, tensor in current.items() if expected.get(name) != tensor.shape]
+    if wrong:
+        raise MalformedInput(
+            f"`{source}` has {len(wrong)} unexpected keys or shapes for its `model_config.yaml`: {listing(wrong)}",
+            hint="the configuration belongs to another model, or the weights contain adapters that are not merged",
+        )
+    by_group = any(_new_name(name) != name for name in stored)
+    parts: dict[str, LazyTensor] = {}
+    for name, tensor in current.items():
+        stem, dot, kind = name.rpartition(".")
+        if not stem.endswith(".attn.qkv"):
+            parts[name] = tensor
+        elif family in FUSED:
+            parts[name] = tensor if by_group else _grouped(tensor, lit)
+        elif family == "phi3":
+            parts[name] = concat(_split_qkv(tensor, lit, by_group=by_group), 0)
+        else:
+            for one, part in zip("qkv", _split_qkv(tensor, lit, by_group=by_group), strict=True):
+                parts[f"{stem.removesuffix('qkv')}{one}{dot}{kind}"] = part
+    if family == "phi3":
+        _join_feed_forward(parts, lit)
+    return {target: parts[name] for target, name in rename(parts, table_of(lit, family), source).items()}
+
+
+def _new_name(name: str) -> str:
+    return name.replace(".attn.attn.", ".attn.qkv.")
+
+
+def _shapes(lit: LitConfig) -> dict[str, tuple[int, ...]]:
+    """Current name to shape of every tensor of the model."""
+    width, rows = lit.n_embd, lit.n_head * lit.head_size
+    shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (lit.padded_vocab_size, width)}
+    for layer in (f"transformer.h.{number}" for number in range(lit.n_layer)):
+        for name, is_there in (
+            ("norm_1", True),
+            ("norm_2", not lit.shared_attention_norm),
+            ("post_attention_norm", lit.post_attention_norm),
+            ("post_mlp_norm", lit.post_mlp_norm),
+        ):
+            shapes |= _norm(f"{layer}.{name}", lit, width) if is_there else {}
+        if lit.norm_qk:
+            shapes |= _norm(f"{layer}.attn.norm_q", lit, lit.head_size) | _norm(
+                f"{layer}.attn.norm_k", lit, lit.head_size
+            )
+        shapes |= _linear(f"{layer}.attn.qkv", lit.qkv_rows, width, lit.bias or lit.attn_bias)
+        shapes |= _linear(f"{layer}.attn.proj", width, rows, lit.bias)
+        shapes |= _feed_forward(layer, lit)
+    head = _linear("lm_head", lit.padded_vocab_size, width, lit.lm_head_bias)
+    return shapes | _norm("transformer.ln_f", lit, width) | head
+
+
+def _feed_forward(layer: str, lit: LitConfig) -> dict[str, tuple[int, ...]]:
+    if lit.mlp_class_name != "LLaMAMoE":
+        return _mlp(f"{layer}.mlp", lit, lit.intermediate_size)
+    shapes: dict[str, tuple[int, ...]] = {f"{layer}.mlp.gate.weight": (lit.n_expert, lit.n_embd)}
+    inner = replace(lit, mlp_class_name="LLaMAMLP")
+    for number in range(lit.n_expert):
+        shapes |= _mlp(f"{layer}.mlp.experts.{number}", inner, lit.moe_intermediate_size or lit.intermediate_size)
+    return shapes
+
+
+def _mlp(module: str, lit: LitConfig, inner: int) -> dict[str, tuple[int, ...]]:
+    names = ("fc",) if lit.mlp_class_name == "GptNeoxMLP" else ("fc_1", "fc_2")
+    shapes = _linear(f"{module}.proj", lit.n_embd, inner, lit.bias)
+    for name in names:
+        shapes |= _linear(f"{module}.{name}", inner, lit.n_embd, lit.bias)
+    return shapes
+
+
+def _linear(module: str, rows: int, columns: int, bias: bool) -> dict[str, tuple[int, ...]]:
+    return {f"{module}.weight": (rows, columns), **({f"{module}.bias": (rows,)} if bias else {})}
+
+
+def _norm(module: str, lit: LitConfig, size: int) -> dict[str, tuple[int, ...]]:
+    kinds = ("weight", "bias") if lit.norm_class_name == "LayerNorm" else ("weight",)
+    return {f"{module}.{kind}": (size,) for kind in kinds}
+
+
+def group_counts(lit: LitConfig) -> tuple[int, int, int]:
+    """Number of rows of queries, key and value in one group."""
+    return lit.n_head // lit.n_query_groups * lit.head_size, lit.head_size, lit.head_size
+
+
+def _split_qkv(tensor: LazyTensor, lit: LitConfig, *, by_group: bool) -> list[LazyTensor]:
+    """Queries, keys and values of a fused matrix or bias."""
+    counts, first = group_counts(lit), 0
+    parts = []
+    for count in counts:
+        rows = count if by_group else count * lit.n_query_groups
+        parts.append(
+            pick_rows(tensor, sum(counts), first, count) if by_group else slice_rows(tensor, first, first + rows)
+        )
+        first += rows
+    return parts
+
+
+def _grouped(tensor: LazyTensor, lit: LitConfig) -> LazyTensor:
+    return interleave_rows(_split_qkv(tensor, lit, by_group=False), group_counts(lit))
+
+
+def _join_feed_forward(parts: dict[str, LazyTensor], lit: LitConfig) -> None:
+    """Stacks gate and up projections, as Phi-3 has them, in place."""
+    for number in range(lit.n_layer):
+        module = f"transformer.h.{number}.mlp"
+        parts[f"{module}.fc.weight"] = concat([parts.pop(f"{module}.fc_{one}.weight") for one in (1, 2)], 0)
+
+
+LAYER = "transformer.h.{}"
+
+
+def _table(layer: str, modules: Mapping[str, str], outer: Mapping[str, str]) -> dict[str, str | None]:
+    """Names of the weights and biases of a layer's modules, and of those outside the layers."""
+    pairs = {f"{LAYER}.{source}": f"{layer}.{target}" for source, target in modules.items()} | dict(outer)
+    return {f"{source}.{kind}": f"{target}.{kind}" for source, target in pairs.items() for kind in ("weight", "bias")}
+
+
+MLP = {"mlp.fc_1": "mlp.gate_proj", "mlp.fc_2": "mlp.up_proj", "mlp.proj": "mlp.down_proj"}
+QKV = {f"attn.{one}": f"self_attn.{one}_proj" for one in "qkv"}
+NORMS = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
+OUTER = {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "lm_head": "lm_head"}
+LLAMA = _table(
+    "model.layers.{}",
+    {
+        **NORMS,
+        **QKV,
+        **MLP,
+        "attn.proj": "self_attn.o_proj",
+        "attn.norm_q": "self_attn.q_norm",
+        "attn.norm_k": "self_attn.k_norm",
+        "mlp.gate": "block_sparse_moe.gate",
+    },
+    OUTER,
+)
+GEMMA2 = LLAMA | {
+    f"{LAYER}.post_attention_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    f"{LAYER}.norm_2.weight": "model.layers.{}.pre_feedforward_layernorm.weight",
+    f"{LAYER}.post_mlp_norm.weight": "model.layers.{}.post_feedforward_layernorm.weight",
+}
+PHI3 = LLAMA | {
+    f"{LAYER}.attn.qkv.weight": "model.layers.{}.self_attn.qkv_proj.weight",
+    f"{LAYER}.mlp.fc.weight": "model.layers.{}.mlp.gate_up_proj.weight",
+}
+PHI = _table(
+    "model.layers.{}",
+    {
+        **QKV,
+        "norm_1": "input_layernorm",
+        "attn.proj": "self_attn.dense",
+        "mlp.fc": "mlp.fc1",
+        "mlp.proj": "mlp.fc2",
+    },
+    OUTER | {"transformer.ln_f": "model.final_layernorm"},
+)
+DENSE = {"mlp.fc": "mlp.dense_h_to_4h", "mlp.proj": "mlp.dense_4h_to_h"}
+NEOX = _table(
+    "gpt_neox.layers.{}",
+    {**NORMS, **DENSE, "attn.qkv": "attention.query_key_value", "attn.proj": "attention.dense"},
+    {"transformer.wte": "gpt_neox.embed_in", "transformer.ln_f": "gpt_neox.final_layer_norm", "lm_head": "embed_out"},
+)
+FALCON_ATTENTION = {"attn.qkv": "self_attention.query_key_value", "attn.proj": "self_attention.dense"}
+FALCON_OUTER = {
+    "transformer.wte": "transformer.word_embeddings",
+    "transformer.ln_f": "transformer.ln_f",
+    "lm_head": "lm_head",
+}
+FALCON = _table(LAYER, {**DENSE, **FALCON_ATTENTION, "norm_1": "input_layernorm"}, FALCON_OUTER)
+FALCON_40B = _table(LAYER, {**DENSE, **FALCON_ATTENTION, "norm_1": "ln_attn", "norm_2": "ln_mlp"}, FALCON_OUTER)
+
+TABLES = {"gemma2": GEMMA2, "phi3": PHI3, "phi": PHI, "gpt_neox": NEOX, "falcon": FALCON}
+
+
+def table_of(lit: LitConfig, family: str) -> dict[str, str | None]:
+    """LitGPT's names to those of `family`, with the experts of `lit`."""
+    if family == "falcon" and not lit.shared_attention_norm:
+        return FALCON_40B
+    table, moe = TABLES.get(family, LLAMA), "model.layers.{}.block_sparse_moe"
+    experts: dict[str, str | None] = {
+        f"{LAYER}.mlp.experts.{number}.{source}.weight": f"{moe}.experts.{number}.{target}.weight"
+        for number in range(lit.n_expert)
+        for source, target in (("fc_1", "w1"), ("fc_2", "w3"), ("proj", "w2"))
+    }
+    return table | experts
+
 
 FILE = "lit_model.pth"
 WRAPPERS = ("_forward_module.", "_orig_mod.", "module.")

@@ -47,14 +47,18 @@ from llmconv.convert.formats.megatron.config import (
     to_config,
 )
 from llmconv.convert.formats.megatron.join_ranks import Rank, join_ranks, open_distributed, open_ranks, read_common
-from llmconv.convert.formats.megatron.names import EMBEDDING, FC1, HEAD, QKV, hugging_face_name
 from llmconv.convert.formats.megatron.save_folder import (
+    EMBEDDING,
+    FC1,
+    HEAD,
     NEMO2_CONTEXT,
     NEMO_CONFIG,
+    QKV,
     VERSION_KEY,
     RunState,
     Save,
     find_save,
+    hugging_face_name,
     is_save,
 )
 from llmconv.convert.models.completeness import as_loaded

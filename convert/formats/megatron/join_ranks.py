@@ -41,7 +41,8 @@ from llmconv.convert.algebra.operations import (
 )
 from llmconv.convert.formats.megatron.arguments import Arguments
 from llmconv.convert.formats.megatron.config import head_dim, query_groups
-from llmconv.convert.formats.megatron.names import (
+from llmconv.convert.formats.megatron.save_folder import (
+    COMMON_FILE,
     EMBEDDING,
     EXPERT,
     EXTRA_HEADS,
@@ -50,10 +51,11 @@ from llmconv.convert.formats.megatron.names import (
     IGNORED,
     LAYER,
     WRAPPERS,
+    RunState,
+    Save,
     core_name,
     has_old_name,
 )
-from llmconv.convert.formats.megatron.save_folder import COMMON, RunState, Save
 from llmconv.convert.state_dicts.distributed import DistributedFolder, TensorItem, named_leaves, open_folder, reshaped
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickle_machine import Stub
@@ -466,11 +468,13 @@ HALVES = re.compile(r"^(.+\.linear_fc1\.(?:weight|bias)(?:\d+)?)_([wv])$")
 
 def read_common(folder: Path) -> tuple[dict[str, Any], Mapping[Any, Any]]:
     """The arguments in `common.pt`, by name (empty if there are none), and all of its content."""
-    if not (folder / COMMON).is_file():
+    if not (folder / COMMON_FILE).is_file():
         return {}, {}
-    content = open_torch_file(folder / COMMON).content
+    content = open_torch_file(folder / COMMON_FILE).content
     if not isinstance(content, dict):
-        raise MalformedInput(f"`{COMMON}` in `{folder.name}` does not contain a dict", hint="copy the folder again")
+        raise MalformedInput(
+            f"`{COMMON_FILE}` in `{folder.name}` does not contain a dict", hint="copy the folder again"
+        )
     return namespace(content.get("args")), content
 
 

@@ -46,7 +46,7 @@ from llmconv.convert.formats.mindformers.config import (
     split_qkv,
     unfuse,
 )
-from llmconv.convert.formats.mindformers.read import is_mindspore, open_parameters
+from llmconv.convert.formats.mindformers.format import is_mindspore, open_parameters
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 

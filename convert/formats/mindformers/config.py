@@ -14,9 +14,8 @@ from typing import Any
 
 from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products
 from llmconv.convert.algebra.operations import concat, interleave_rows, pick_rows, require
-from llmconv.convert.models.config_file import read_config_file
+from llmconv.convert.models.config_file import OPTION, read_config_file
 from llmconv.convert.models.model_config import ModelSettings
-from llmconv.convert.models.trusted_code import OPTION
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 

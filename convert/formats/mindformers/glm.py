@@ -3,18 +3,26 @@
 Source: mindformers `models/glm2/{glm2,glm2_config,glm2_transformer,glm2_modules,convert_weight}.py`. Both rotate
 neighbors in the first half of each head; since 1.5 `use_rearrange_rope` stores even rows before odd ones. ChatGLM-6B:
 `models/glm/{glm,glm_config,convert_reversed}.py`; only norms and the embedding have other names.
+
+MindFormers' gpt2 and bloom: three dense matrices per attention, feed-forward and output weights stored in×out.
+
+Source: mindformers `models/{gpt2,bloom}/{convert_weight,*_config}.py`, `modules/transformer` (`MultiHeadAttention`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from llmconv.convert.algebra.operations import concat, inverted, permute_rows, rename
+from llmconv.convert.algebra.operations import concat, interleave_rows, inverted, permute_rows, pick_rows, rename, split
 from llmconv.convert.formats.mindformers.config import (
+    BLOOM,
     CHATGLM_6B,
+    DENSE,
     EMBEDDING,
     GLM,
+    GPT2,
     HEAD,
     ConvertedModel,
     Heads,
@@ -28,11 +36,12 @@ from llmconv.convert.formats.mindformers.config import (
     require_embedding,
     split_qkv,
 )
-from llmconv.convert.models.model_config import ModelSettings, refuse_settings
-from llmconv.convert.models.own_families import chatglm, needs_code
-from llmconv.convert.models.trusted_code import trusted_code
+from llmconv.convert.models.code_model import chatglm, needs_code
+from llmconv.convert.models.config_file import trusted_code
+from llmconv.convert.models.model_config import ModelSettings, refuse, refuse_settings
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
+from llmconv.transpose import transposed
 
 QKV = re.compile(r"(.+\.self_attn)\.query_key_value\.(weight|bias)")
 SIDES = re.compile(r"(.+\.mlp)\.gate_proj\.weight")
@@ -192,3 +201,217 @@ def build_chatglm_6b(run: RunConfig, tensors: dict[str, LazyTensor]) -> Converte
         **run.tokens(bos_token_id=None, eos_token_id=None, pad_token_id=None, gmask_token_id=None),
     }
     return ConvertedModel(*chatglm(renamed, fields, code, run.source))
+
+
+SEQ_LENGTH = 2048
+"""Sequence length of BLOOM's training; ALiBi itself has no limit."""
+
+
+BLOOM_IN_OUT = re.compile(r"\.(?:dense|dense_h_to_4h|dense_4h_to_h)\.weight$")
+
+
+def build_gpt2(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
+    """GPT-2, `c_attn` the three matrices side by side, in×out; UnsupportedInput: another activation, norm order."""
+    _require_gelu(run, "GPT-2")
+    renamed = {target: tensors[source] for target, source in rename(tensors, GPT2, run.source).items()}
+    embedding, positions = _embedding(run, renamed, "transformer.wte.weight"), renamed.get("transformer.wpe.weight")
+    hidden, heads, inner = embedding.shape[1], run.integer("num_heads"), _inner(run, embedding.shape[1])
+    joined = _with_attention(
+        run,
+        renamed,
+        "attn",
+        "c_attn",
+        lambda parts: concat(parts, 0) if len(parts[0].shape) == 1 else transposed(concat(parts, 0)),
+    )
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": embedding.num_rows,
+        "n_positions": positions.num_rows if positions else 0,
+        "n_embd": hidden,
+        "n_layer": run.integer("num_layers"),
+        "n_head": heads,
+        "n_inner": inner,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        **run.tokens(bos_token_id=50256, eos_token_id=50256),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "transformer.wte.weight": embedding.shape,
+        "transformer.wpe.weight": (config["n_positions"], hidden),
+    }
+    for layer in (f"transformer.h.{number}" for number in range(config["n_layer"])):
+        shapes |= _linear(f"{layer}.attn.c_attn", hidden, 3 * hidden) | _linear(f"{layer}.attn.c_proj", hidden, hidden)
+        shapes |= _linear(f"{layer}.mlp.c_fc", hidden, inner) | _linear(f"{layer}.mlp.c_proj", inner, hidden)
+        shapes |= _norm(f"{layer}.ln_1", hidden) | _norm(f"{layer}.ln_2", hidden)
+    return _finish(run, joined, shapes | _norm("transformer.ln_f", hidden), config, heads)
+
+
+def build_bloom(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
+    """BLOOM; its `query_key_value` alternates the heads of the three matrices. Errors as in `build_gpt2`."""
+    _require_gelu(run, "BLOOM")
+    plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    renamed = {target: plain[source] for target, source in rename(plain, BLOOM, run.source).items()}
+    embedding = _embedding(run, renamed, "transformer.word_embeddings.weight")
+    hidden, heads, inner = embedding.shape[1], run.integer("num_heads", default=8), _inner(run, embedding.shape[1])
+    counts = [max(1, hidden // heads)] * 3
+    joined = _with_attention(
+        run, renamed, "self_attention", "query_key_value", lambda parts: interleave_rows(parts, counts)
+    )
+    flipped = {
+        name: transposed(tensor) if BLOOM_IN_OUT.search(name) and len(tensor.shape) == 2 else tensor
+        for name, tensor in joined.items()
+    }
+    config = {
+        "model_type": "bloom",
+        "vocab_size": embedding.num_rows,
+        "hidden_size": hidden,
+        "n_layer": run.integer("num_layers", default=2),
+        "n_head": heads,
+        "layer_norm_epsilon": 1e-5,
+        **run.tokens(bos_token_id=1, eos_token_id=2, pad_token_id=3),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"transformer.word_embeddings.weight": embedding.shape}
+    shapes |= _norm("transformer.word_embeddings_layernorm", hidden)
+    for layer in (f"transformer.h.{number}" for number in range(config["n_layer"])):
+        shapes |= _norm(f"{layer}.input_layernorm", hidden)
+        shapes |= _linear(f"{layer}.self_attention.query_key_value", 3 * hidden, hidden, rows=True)
+        shapes |= _linear(f"{layer}.self_attention.dense", hidden, hidden, rows=True)
+        shapes |= _norm(f"{layer}.post_attention_layernorm", hidden)
+        shapes |= _linear(f"{layer}.mlp.dense_h_to_4h", inner, hidden, rows=True)
+        shapes |= _linear(f"{layer}.mlp.dense_4h_to_h", hidden, inner, rows=True)
+    if inner != 4 * hidden:
+        raise refuse_model(run, f"a BLOOM with `expand_ratio` {inner // hidden}", "it always expands four times")
+    return _finish(run, flipped, shapes | _norm("transformer.ln_f", hidden), config, heads)
+
+
+def store_gpt2(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
+    """GPT-2 with its `c_attn` split into three matrices, [out, in]; UnsupportedInput if MindFormers lacks a setting."""
+    held = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
+    refuse_settings(source, settings, held, "MindFormers")
+    parts = _apart(tensors, "c_attn", lambda whole: [transposed(part) for part in split(whole, 1, 3)], _thirds)
+    fields = _fields(settings, source) | {
+        "type": "GPT2Config",
+        "max_position_embeddings": settings["max_position_embeddings"],
+    }
+    fields |= {"seq_length": settings["max_position_embeddings"]}
+    renamed = rename(parts, inverted(GPT2), source)
+    return MindFormersModel({target: parts[name] for target, name in renamed.items()}, "GPT2LMHeadModel", fields)
+
+
+def store_bloom(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
+    """BLOOM with the heads of its `query_key_value` sorted into three matrices; errors as in `store_gpt2`."""
+    usual = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
+    held = {**usual, "apply_residual_connection_post_layernorm": False}
+    refuse_settings(source, settings, held, "MindFormers")
+    fields = _fields(settings, source) | {"type": "BloomConfig", "seq_length": SEQ_LENGTH}
+    dim = fields["hidden_size"] // fields["num_heads"]
+
+    def heads(whole: LazyTensor) -> list[LazyTensor]:
+        return [pick_rows(whole, 3 * dim, part * dim, dim) for part in range(3)]
+
+    parts = _apart(tensors, "query_key_value", heads, heads)
+    flipped = {name: transposed(part) if BLOOM_IN_OUT.search(name) else part for name, part in parts.items()}
+    renamed = rename(flipped, inverted(BLOOM), source)
+    return MindFormersModel({target: flipped[name] for target, name in renamed.items()}, "BloomLMHeadModel", fields)
+
+
+SplitFunction = Callable[[LazyTensor], Sequence[LazyTensor]]
+
+
+def _thirds(bias: LazyTensor) -> Sequence[LazyTensor]:
+    return split(bias, 0, 3)
+
+
+def _apart(
+    tensors: dict[str, LazyTensor], module: str, weights: SplitFunction, biases: SplitFunction
+) -> dict[str, LazyTensor]:
+    """Splits `module` of each layer into `dense1`, `dense2`, `dense3`; the reverse of `_with_attention`."""
+    parts: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        root, _, kind = name.rpartition(f".{module}.")
+        if not root:
+            parts[name] = tensor
+            continue
+        pieces = (weights if kind == "weight" else biases)(tensor)
+        parts |= {f"{root}.{part}.{kind}": piece for part, piece in zip(DENSE, pieces, strict=True)}
+    return parts
+
+
+def _fields(settings: ModelSettings, source: str) -> dict[str, Any]:
+    """Fields of both models; InputRefused: sizes, UnsupportedInput: an MLP that is no multiple of the hidden size."""
+    names = {"vocab_size": "vocab_size", "hidden_size": "hidden_size"}
+    names |= {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
+    run = RunConfig(source, settings, "", {})
+    fields = {ours: run.integer(theirs) for ours, theirs in names.items()}
+    inner = run.integer("intermediate_size", default=4 * fields["hidden_size"])
+    if inner % fields["hidden_size"]:
+        refuse(source, {"intermediate_size": inner}, "MindFormers")
+    return fields | {"expand_ratio": inner // fields["hidden_size"]}
+
+
+def _require_gelu(run: RunConfig, what: str) -> None:
+    activation = run.fields.get("hidden_act") or "gelu"
+    if activation != "gelu" or run.flag("post_layernorm_residual"):
+        raise refuse_model(
+            run,
+            f"a {what} with `hidden_act` {str(activation)[:40]} or post-norms",
+            "it has the tanh GELU and pre-norms",
+        )
+
+
+def _embedding(run: RunConfig, renamed: dict[str, LazyTensor], name: str) -> LazyTensor:
+    embedding = require_embedding(run, renamed.get(name))
+    check_embedding_sizes(run, embedding)
+    return embedding
+
+
+def _inner(run: RunConfig, hidden: int) -> int:
+    return run.integer("expand_ratio", default=4) * hidden
+
+
+def _with_attention(
+    run: RunConfig, renamed: dict[str, LazyTensor], module: str, name: str, join: Any
+) -> dict[str, LazyTensor]:
+    """Joins `dense1`, `dense2`, `dense3` of each layer under `name`."""
+    first = re.compile(rf"(.+\.{module})\.dense1\.(weight|bias)")
+    result = {key: tensor for key, tensor in renamed.items() if not re.search(rf"\.{module}\.dense[123]\.", key)}
+    for key in renamed:
+        if match := first.fullmatch(key):
+            parts = [renamed.get(f"{match[1]}.{part}.{match[2]}") for part in DENSE]
+            try:
+                if None in parts:
+                    raise ValueError("one of the three is missing")
+                result[f"{match[1]}.{name}.{match[2]}"] = join(parts)
+            except ValueError as error:
+                raise MalformedInput(
+                    f"the three parts of `{key}` in `{run.source}` cannot be joined: {error}",
+                    hint="the configuration belongs to another model",
+                ) from error
+    return result
+
+
+def _linear(name: str, first: int, second: int, *, rows: bool = False) -> dict[str, tuple[int, ...]]:
+    """Shapes of a weight [first, second] and of its bias, as long as the outputs (the rows if `rows`)."""
+    return {f"{name}.weight": (first, second), f"{name}.bias": (first if rows else second,)}
+
+
+def _norm(name: str, size: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (size,), f"{name}.bias": (size,)}
+
+
+def _finish(
+    run: RunConfig,
+    tensors: dict[str, LazyTensor],
+    shapes: dict[str, tuple[int, ...]],
+    config: dict[str, Any],
+    heads: int,
+) -> ConvertedModel:
+    """As `finish`, with a tied head: the head of both is the embedding (`GPTHead`, `BloomHead`)."""
+    hidden = shapes[next(iter(shapes))][1]
+    if hidden % heads:
+        raise MalformedInput(
+            f"the hidden size {hidden} of `{run.source}` is not a multiple of its {heads} heads",
+            hint="the configuration belongs to another model",
+        )
+    tied = RunConfig(run.source, {**run.fields, "tie_word_embeddings": True}, run.arch, run.lora)
+    return finish(tied, tensors, shapes, config, "lm_head.weight")

@@ -32,9 +32,9 @@ from llmconv.convert.formats.mindformers.config import (
     require_embedding,
     unfuse,
 )
+from llmconv.convert.models.code_model import baichuan, needs_code
+from llmconv.convert.models.config_file import trusted_code
 from llmconv.convert.models.model_config import ModelSettings, refuse, refuse_settings
-from llmconv.convert.models.own_families import baichuan, needs_code
-from llmconv.convert.models.trusted_code import trusted_code
 from llmconv.errors import InputRefused
 from llmconv.tensors import Array, LazyTensor
 

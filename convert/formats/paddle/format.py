@@ -32,10 +32,9 @@ from llmconv.convert.formats.paddle.read import (
     weight_files,
 )
 from llmconv.convert.formats.paddle.write import read_paddle_tokenizer, save
-from llmconv.convert.models.config_file import with_architecture, without_code
-from llmconv.convert.models.own_families import baichuan, chatglm, needs_code
-from llmconv.convert.models.trusted_code import OPTION, trusted_code
-from llmconv.convert.state_dicts.safetensors_files import training_files_in
+from llmconv.convert.models.code_model import baichuan, chatglm, needs_code
+from llmconv.convert.models.config_file import OPTION, trusted_code, with_architecture, without_code
+from llmconv.convert.state_dicts.files import training_files_in
 from llmconv.convert.tokenizers import read_tokenizer
 from llmconv.errors import InputRefused, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor

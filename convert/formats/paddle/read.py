@@ -32,8 +32,14 @@ import numpy as np
 from llmconv.checkpoint import INDEX, SINGLE
 from llmconv.convert.algebra.operations import concat, replicated
 from llmconv.convert.formats.paddle.names import FAMILIES
-from llmconv.convert.state_dicts.files import indexed_shards, joined, require_listed
-from llmconv.convert.state_dicts.safetensors_files import header_of, numbered, open_safetensors
+from llmconv.convert.state_dicts.files import (
+    header_of,
+    indexed_shards,
+    joined,
+    numbered,
+    open_safetensors,
+    require_listed,
+)
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickle_machine import STRING_LIMIT, PickleHooks, PickleMachine, Stub, text
 from llmconv.files.pickle_reader import HOOKS, RANK_LIMIT, Global, interpret

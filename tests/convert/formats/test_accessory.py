@@ -20,8 +20,7 @@ from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.cli import main
 from llmconv.convert import to_hf
 from llmconv.convert.formats.meta.read import split_dim
-from llmconv.convert.models.dtype import with_cast
-from llmconv.convert.models.tied_head import settled
+from llmconv.convert.models.head_and_dtype import settled, with_cast
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from tests.builders.accessory_models import (

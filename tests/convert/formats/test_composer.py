@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import to_hf
 from llmconv.convert.models.config_file import merged_configs
-from llmconv.convert.models.tied_head import settled
+from llmconv.convert.models.head_and_dtype import settled
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.export import export

@@ -16,7 +16,7 @@ from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
 from llmconv.convert.formats.meta.read import LLAMA
 from llmconv.convert.inspect import inspect
-from llmconv.convert.models.tied_head import settled
+from llmconv.convert.models.head_and_dtype import settled
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from tests.builders.dcp_folders import save

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from benchmarks.zero_checkpoint import crc_of_zeros, deep, save
 from llmconv.convert.formats.deepspeed.format import open_model
-from llmconv.convert.formats.deepspeed.save_folder import open_save
-from llmconv.convert.formats.deepspeed.zero_stages import FlatSlice, first_elements, joined, slices_of
+from llmconv.convert.formats.deepspeed.save_folder import FlatSlice, first_elements, joined, open_save, slices_of
 from llmconv.convert.opening import open_training
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 from tests.builders.zero_saves import Groups, save_zero_2, save_zero_3

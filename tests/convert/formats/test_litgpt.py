@@ -16,7 +16,7 @@ import yaml
 from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
 from llmconv.convert.formats.litgpt.config import family_of, settings_of, to_config
-from llmconv.convert.models.tied_head import settled
+from llmconv.convert.models.head_and_dtype import settled
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from tests.builders.torch_states import FIXTURES

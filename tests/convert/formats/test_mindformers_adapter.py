@@ -14,8 +14,8 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 from llmconv.convert import merge_lora, to_hf
+from llmconv.convert.formats.mindformers.format import open_parameters
 from llmconv.convert.formats.mindformers.mindspore import read_ckpt
-from llmconv.convert.formats.mindformers.read import open_parameters
 from llmconv.convert.from_hf import from_hf
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from tests.builders.tiny_models import save_tiny

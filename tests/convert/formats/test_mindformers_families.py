@@ -13,7 +13,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.models.tied_head import settled
+from llmconv.convert.models.head_and_dtype import settled
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput
 

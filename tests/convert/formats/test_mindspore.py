@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from llmconv.convert.formats.mindformers.format import is_mindspore, open_parameters
 from llmconv.convert.formats.mindformers.mindspore import ParallelLayout, is_mindspore_ckpt, read_ckpt, read_strategy
-from llmconv.convert.formats.mindformers.read import is_mindspore, open_parameters
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 
 Save = Callable[..., Path]

@@ -13,7 +13,7 @@ import torch
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
-from llmconv.convert.models.tied_head import settled
+from llmconv.convert.models.head_and_dtype import settled
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput
 from tests.builders.torch_states import FIXTURES

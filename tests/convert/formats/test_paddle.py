@@ -21,7 +21,7 @@ from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
 from llmconv.convert.formats.paddle.config import to_config
 from llmconv.convert.inspect import inspect
-from llmconv.convert.models.tied_head import settled
+from llmconv.convert.models.head_and_dtype import settled
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused
 from tests.builders.paddle_models import CONFIG, FIXTURES, Model, contents, cut, fused, save, save_whole, whole_model

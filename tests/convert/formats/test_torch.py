@@ -17,7 +17,7 @@ from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
 from llmconv.convert.inspect import inspect
-from llmconv.convert.models.tied_head import settled
+from llmconv.convert.models.head_and_dtype import settled
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from tests.builders.torch_states import FIXTURES, GPT2, LLAMA, gpt2_base_state, llama_state, prefixed, save

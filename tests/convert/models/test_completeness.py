@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmconv.checkpoint import open_weights
 from llmconv.convert.models.blueprint.blueprint import blueprint
 from llmconv.convert.models.completeness import as_loaded, check_complete
-from llmconv.convert.models.tied_head import settle_head
+from llmconv.convert.models.head_and_dtype import settle_head
 from llmconv.convert.opening import open_training
 from llmconv.errors import LlmconvError, MalformedInput
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory

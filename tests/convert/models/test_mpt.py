@@ -16,8 +16,7 @@ from transformers import MptConfig
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import to_hf
-from llmconv.convert.models.config_file import causal_lm_config
-from llmconv.convert.models.trusted_code import OPTION, TrustedCode
+from llmconv.convert.models.config_file import OPTION, TrustedCode, causal_lm_config
 from llmconv.convert.opening import open_training
 from llmconv.errors import MalformedInput, UnsupportedInput
 from tests.builders.mpt_models import CONFIG, IDS, config_with, foundry_logits, random_state, save

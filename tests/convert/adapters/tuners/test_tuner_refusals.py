@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llmconv.convert import merge_lora
-from llmconv.convert.adapters.tuners import UNMERGEABLE, tuners
+from llmconv.convert.adapters.tuner_kinds import TUNERS, UNMERGEABLE
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem
 from tests.builders.hf_models import SMALLEST, smallest_shapes
 
@@ -101,7 +101,7 @@ def test_the_adapters_that_are_spoiled_below_are_good_themselves(kind: str, fold
 
 
 def test_every_tuner_is_spoiled() -> None:
-    assert set(GOOD) == set(tuners()) == {kind for kind, *_ in ATTEMPTS}
+    assert set(GOOD) == set(TUNERS) == {kind for kind, *_ in ATTEMPTS}
 
 
 @pytest.mark.parametrize(("kind", "shapes", "fields", "named"), ATTEMPTS, ids=str)

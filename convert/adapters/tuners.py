@@ -1,16 +1,15 @@
-"""ModuleTensors: the tensors of an adapter for one module, with the fields of its config.
+"""What PEFT's tuners other than LoRA consist of: a module's tensors, the fields of the config, draws of a seed.
 
-The random numbers of torch's CPU generator without torch: some adapters store only a seed.
-
-The generator is the Mersenne Twister, seeded like numpy's `RandomState` (`aten/src/ATen/core/MT19937RNGEngine.h`).
+Some adapters store only a seed: torch's CPU generator is the Mersenne Twister, seeded like numpy's `RandomState`
+(`aten/src/ATen/core/MT19937RNGEngine.h`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -18,6 +17,11 @@ from llmconv.convert.adapters.lora_config import matching_key
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import Array, LazyTensor
 from llmconv.timed_patterns import MatchTime
+
+WeightShape = tuple[int, int]
+FittingShape = tuple[int | None, int | None]
+"""out and in of the weight that an adapter's tensors fit; None for any size."""
+
 
 RowChange = Callable[[Array, int], Array]
 """`delta(rows, start)`: the update of the rows of a weight from `start` on (float64, rows×in), given those rows."""
@@ -165,3 +169,32 @@ def first_of_permutation(size: int, count: int, seed: int) -> Array:
         result[step] = moved.get(step + draw, step + draw)
         moved[step + draw] = moved.pop(step, step)
     return result
+
+
+def no_formula(*learned: object) -> NoReturn:
+    """`fit` and `delta` of a tuner that only has whole tensors."""
+    raise NotImplementedError("a tuner with parts needs `fit` and `delta`")
+
+
+@dataclass(frozen=True)
+class Tuner:
+    """One kind of adapter; a row of `TUNERS`."""
+
+    peft_type: str  # as in `adapter_config.json`
+    parts: tuple[str, ...]  # names of its tensors, after the module's path; empty if it only has whole tensors
+    # known fields of its config: those that are read, and those that only describe the training
+    fields: tuple[str, ...]
+    # `fit(learned)` returns the size of the weight from the shapes alone; refuses a shape mismatch
+    fit: Callable[[ModuleTensors], FittingShape] = no_formula
+    # `delta(learned, shape)` returns a function from rows of the weight to rows of its update, as a matrix out×in
+    # (convolutions are flattened); values needed for all rows are computed once, in `delta`
+    delta: Callable[[ModuleTensors, WeightShape], RowChange] = no_formula
+    # `require(learned, shape)` refuses tensors that do not fit a weight of this size
+    require: Callable[[ModuleTensors, WeightShape], None] = lambda learned, shape: None
+    shared: tuple[str, ...] = ()  # names of tensors that the file has once for all modules
+    # `drawn(fields, shapes)` returns the shared tensors that the file may lack, from the config and the sizes of all
+    # adapted weights
+    drawn: Callable[[AdapterFields, Sequence[WeightShape]], Mapping[str, LazyTensor]] = lambda settings, shapes: {}
+    conv1d: bool = False  # PEFT supports weights that are stored in×out
+    # the bias of a module is updated like its weight, as a matrix out×1, if `fit` returns out
+    scales_output: bool = False

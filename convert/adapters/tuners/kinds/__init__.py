@@ -1,1 +1,0 @@
-"""One file for each of PEFT's tuners other than LoRA."""
