@@ -297,12 +297,7 @@ NORM = ("norm.weight", "ln_f.weight")
 
 GENERATION = "generation_config.json"
 VOCABULARIES = {
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
 }
 
 

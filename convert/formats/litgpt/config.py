@@ -18,17 +18,8 @@ from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 
 LLAMA_3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len")
 COMPARED = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_kv_heads",
-    "intermediate_size",
-    "head_dim",
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "layer_norm_epsilon",
-    "rope_theta",
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_kv_heads"),
+    *("intermediate_size", "head_dim", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta"),
     "num_local_experts",
 )
 

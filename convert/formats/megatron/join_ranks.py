@@ -71,16 +71,8 @@ NEMO_VERSION = 3.0
 """NeMo writes no version, and always had the order of rows of the newest one (but with `megatron_legacy`)."""
 
 SAME = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "num_experts",
-    "swiglu",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "num_experts"),
+    *("swiglu", "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
 )
 """Arguments that all ranks of a run have in common."""
 

@@ -23,21 +23,9 @@ from llmconv.files.torch_reader import open_torch_file
 from llmconv.tensors import LazyTensor
 
 PARAMS = {
-    "dim",
-    "n_layers",
-    "n_heads",
-    "n_kv_heads",
-    "vocab_size",
-    "multiple_of",
-    "ffn_dim_multiplier",
-    "norm_eps",
-    "rope_theta",
-    "use_scaled_rope",
-    "rope_scaling_factor",
-    "rope_high_freq_factor",
-    "max_batch_size",
-    "max_seq_len",
-    "model",
+    *("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps"),
+    *("rope_theta", "use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor", "max_batch_size"),
+    *("max_seq_len", "model"),
 }
 """Fields of `params.json`; any other field that a user gives belongs to `config.json`."""
 

@@ -269,11 +269,7 @@ def _parts(rule: TensorRule, whole: LazyTensor, count: int) -> Sequence[LazyTens
 SENTENCEPIECE = ("sentencepiece.bpe.model", "tokenizer.model")
 TIKTOKEN = "qwen.tiktoken"
 MODEL, JSON, CONFIG, CHAT, ADDED = (
-    "tokenizer.model",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.json",
-    "added_tokens.json",
+    *("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "chat_template.json", "added_tokens.json"),
 )
 PADDLE_CLASSES = {"GPTTokenizer": "GPT2Tokenizer", "BloomTokenizer": "PreTrainedTokenizerFast"}
 """Classes that transformers does not have, or has only without `tokenizer.json`."""
@@ -284,15 +280,7 @@ QWEN_PATTERN = (
 )
 QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{number}|>" for number in range(205)))
 GLM_SPECIAL = (
-    "[MASK]",
-    "[gMASK]",
-    "[sMASK]",
-    "sop",
-    "eop",
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|observation|>",
+    *("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
 )
 GLM_PREFIX = ("[gMASK]", "sop")
 
