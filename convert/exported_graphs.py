@@ -197,8 +197,7 @@ def _kind(name: str, tensors: Mapping[str, LazyTensor], size: int | None) -> tup
 
 def _elements(codes: LazyTensor, kind: tuple[int, int], *, fewest: bool) -> int:
     """Elements of a weight; the last block of a row may contain one element, or be full."""
-    size = kind[1]
-    if not size:
+    if not (size := kind[1]):
         return prod(codes.shape)
     *outer, blocks, _ = codes.shape
     columns = blocks * size - (size - 1 if fewest and blocks else 0)
@@ -238,8 +237,7 @@ class VerdictSummary:
 
 def verdict_in(folder: Path, graphs: Sequence[GraphSummary]) -> VerdictSummary | None:
     """The recorded verdict, or None; MalformedInput: invalid manifest. Graphs are read, of weights size and header."""
-    content = read_manifest(folder).verified
-    if content is None:
+    if (content := read_manifest(folder).verified) is None:
         return None
     try:
         recorded = parse_verdict(content)

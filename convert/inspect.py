@@ -283,8 +283,7 @@ def _inspect_delta(folder: Path) -> Inspection:
 
 
 def _inspect_adapter(folder: Path) -> Inspection:
-    file = next((folder / name for name in ADAPTER_FILES if (folder / name).is_file()), None)
-    if file is None:
+    if (file := next((folder / name for name in ADAPTER_FILES if (folder / name).is_file()), None)) is None:
         raise InputRefused(
             f"`{folder}` has `{ADAPTER_CONFIG}` but no weights", hint=f"it needs {' or '.join(ADAPTER_FILES)}"
         )

@@ -56,8 +56,7 @@ def adapter_file(folder: Path, adapter: str | Path, alpha: float | None = None) 
     `folder` has graphs of `export --lora-inputs` (else InputRefused). Other arguments and errors as in `lora_factors`.
     """
     declared = [declared_factors(load_guarded(folder / entry.files[0])) for entry in graph_entries(folder)]
-    common = set.intersection(*map(set, declared)) if declared else set[str]()
-    if not common:
+    if not (common := set.intersection(*map(set, declared)) if declared else set[str]()):
         raise InputRefused(
             f"`{folder}` has no graphs with inputs for LoRA factors",
             hint=f"`llmconv export {folder} --lora-inputs all-linear`",

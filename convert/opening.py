@@ -91,8 +91,7 @@ def _plain_tensors(path: Path) -> Format | None:
 
 def searching_next_to(options: Mapping[str, Any], path: Path, config: tuple[Path, ...]) -> dict[str, Any]:
     """The options of `to_hf`; consent to code then includes that next to the user's, checkpoint's or base's config."""
-    code = trusted_code(options)
-    if code is None:
+    if (code := trusted_code(options)) is None:
         return dict(options)
     folder = path if path.is_dir() else path.absolute().parent
     above = [home for home in folder.absolute().parents[:2] if (home / "config.json").is_file()]
@@ -230,8 +229,7 @@ def _explain_folder(folder: Path) -> LlmconvError:
             f"`{folder}` is a Lightning checkpoint that DeepSpeed wrote",
             hint=f"give the folder inside: `{folder / 'checkpoint'}`",
         )
-    checkpoints = checkpoint_files(folder)
-    if checkpoints:
+    if checkpoints := checkpoint_files(folder):
         return InputRefused(
             f"`{folder}` contains {len(checkpoints)} checkpoint files, and not as the shards of one",
             hint=f"name the file, such as `{checkpoints[-1]}`",
@@ -253,8 +251,7 @@ def _explain_file(path: Path) -> LlmconvError:
         return known_refusal(path) or _unknown(path)
     if head.startswith(b"PK") or is_torch_file(path):
         return _explain_torch(path)
-    foreign = known_refusal(path) if path.suffix == ".onnx" else foreign_file(head, path.name)
-    if foreign:
+    if foreign := known_refusal(path) if path.suffix == ".onnx" else foreign_file(head, path.name):
         return foreign
     no_zip = explain_no_zip(path, head)
     return no_zip if isinstance(no_zip, UnsupportedInput) else _unknown(path)

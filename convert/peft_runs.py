@@ -99,8 +99,7 @@ def with_adapter(
             f"`{run.path.name}` holds a LoRA adapter without its base model",
             hint="give the base's Hugging Face folder with `--base`, or write the adapter alone with `--adapter split`",
         )
-    base = open_checkpoint(Path(folder)) if folder else None
-    if base:
+    if base := open_checkpoint(Path(folder)) if folder else None:
         require_model_type(base.config, base.path)
     model = settled(open_model(dict(base.tensors) if base else run.base, base))
     if base:
@@ -304,8 +303,7 @@ def saved_name(name: str) -> tuple[str, str]:
     """
     parts = name.split(".")
     kinds = (WHOLE, "trainable_tokens_delta")
-    at = next((i for i, part in enumerate(parts) if part.startswith("lora_") or part in kinds), None)
-    if at is None:
+    if (at := next((i for i, part in enumerate(parts) if part.startswith("lora_") or part in kinds), None)) is None:
         return "", ""
     kind, tail = parts[at], parts[at + 1 :]
     label = tail.pop(0) if tail and tail[0] not in LEAVES else ""

@@ -116,8 +116,7 @@ def pair_tokens(deltas: Mapping[str, LazyTensor], config: LoraConfig) -> dict[st
         named = {ids for key, ids in config.tokens.items() if f".{module}".endswith(f".{key}")}
         tied = set(config.tokens.values()) if module in TRAINABLE_HEADS and len(deltas) > 1 else set()
         found = {ids for key, ids in config.tokens.items() if key == ""} or named or tied
-        ids = found.pop() if len(found) == 1 else None
-        if ids is None:
+        if (ids := found.pop() if len(found) == 1 else None) is None:
             raise _contradiction(f"the file contains trained tokens of `{module}`, but the config lacks their indices")
         if len(rows.shape) != 2 or rows.shape[0] != len(ids):
             raise _contradiction(

@@ -208,8 +208,7 @@ def check_written(plan: Checkpoint, edits: Edits, output: Path, *, summed: bool)
     changed = [name for name in plan if name in edits.changes]
     replaced = [name for name in plan if name not in edits.changes and edits.touches(name)]
     others = [name for name in plan if not edits.touches(name)]
-    names = [name for names in (changed, replaced, others) for name in _spread(names)]
-    if not names:
+    if not (names := [name for names in (changed, replaced, others) for name in _spread(names)]):
         raise Inconclusive("the merged folder has no tensors", hint="check the base folder")
     for name in names:
         exact, tensor = _exact(plan, edits, name, summed), written[name]

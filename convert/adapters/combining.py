@@ -497,7 +497,6 @@ def _ranked(combination: Combination, adapters: Sequence[Adapter]) -> Combinatio
     combination.check(len(adapters))
     if combination.method != "svd" or combination.rank is not None:
         return combination
-    ranks = [pair.rank for adapter in adapters for pair in adapter.pairs.values()]
-    if not ranks:
+    if not (ranks := [pair.rank for adapter in adapters for pair in adapter.pairs.values()]):
         raise UsageProblem("no adapter has a rank", hint="give the rank of the result: `--rank R`")
     return replace(combination, rank=max(ranks))

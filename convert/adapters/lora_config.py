@@ -230,8 +230,7 @@ def _are_counts(value: Any, length: int | None = None) -> bool:
 
 
 def _blocks(fields: Mapping[str, Any]) -> BlockDiagonal | None:
-    own = dict(_map(fields, "use_bdlora"))
-    if not own:
+    if not (own := dict(_map(fields, "use_bdlora"))):
         return None
     count = int(_number("nblocks", own.get("nblocks", 1)))
     return BlockDiagonal(count, _names(own, "target_modules_bd_a"), _names(own, "target_modules_bd_b"))

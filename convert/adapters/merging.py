@@ -46,8 +46,7 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
             "the base is quantized", hint="merge into the unquantized model the adapter was trained on, then quantize"
         )
     own = base.config.get("model_type")
-    other = next((adapter for adapter in adapters if adapter.model_type not in ("", own)), None)
-    if other:
+    if other := next((adapter for adapter in adapters if adapter.model_type not in ("", own)), None):
         raise MalformedInput(
             f"`{other.name}` was trained on a {other.model_type}, the base is a {own}",
             hint="give the base that the adapter was trained on",
@@ -127,8 +126,7 @@ def _restacked(
 ) -> tuple[dict[str, LazyTensor], list[int], int]:
     """The tensors under their new layer numbers, the old number of each layer, and the old number of layers."""
     layers = {name: match for name in tensors if (match := LAYER.fullmatch(name))}
-    stacks = Counter(match[1] for match in layers.values())
-    if not stacks:
+    if not (stacks := Counter(match[1] for match in layers.values())):
         raise UnsupportedInput("the base has no numbered layers to replicate", hint="give a decoder of the llama kind")
     prefix = stacks.most_common(1)[0][0]
     layers = {name: match for name, match in layers.items() if match[1] == prefix}
@@ -183,8 +181,7 @@ def _config(config: Mapping[str, Any], count: int, order: Sequence[int]) -> dict
 def fit_vocabulary(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]) -> bool:
     """Sets `vocab_size` to a resized embedding's rows; whether it changed. MalformedInput: not embedding and head."""
     sizes = {name: edits.current(name).num_rows for name in (embedding, head) if name and edits.tensors.get(name)}
-    changed = [name for name, size in sizes.items() if size != edits.tensors[name].num_rows]
-    if not changed:
+    if not (changed := [name for name, size in sizes.items() if size != edits.tensors[name].num_rows]):
         return False
     if len(set(sizes.values())) > 1:
         raise MalformedInput(
@@ -235,8 +232,7 @@ def follow_task(edits: Edits, adapters: Sequence[Adapter], head: str, config: di
         )
     for task, adapter in tasks.items():
         table, ending = TASKS[task]
-        found = _head(edits.tensors)
-        if not found:
+        if not (found := _head(edits.tensors)):
             raise MalformedInput(
                 f"`{adapter.name}` was trained for {task}, and neither its file nor the base contains the head",
                 hint="save the adapter with the head in `modules_to_save`; to merge it into the language model alone, "
@@ -309,8 +305,7 @@ def side_files_of(
     others = {name: content for name, content in base.side_files.items() if not name.startswith(TOKENIZER)}
     if tokenizer:
         return _with_ids(base.side_files, others | read_tokenizer(tokenizer), config), []
-    own = [(adapter, files) for adapter in adapters if (files := _tokenizer(adapter, needed=resized))]
-    if not own:
+    if not (own := [(adapter, files) for adapter in adapters if (files := _tokenizer(adapter, needed=resized))]):
         return dict(base.side_files), [*_other_tokens(base, [(adapter, {}) for adapter in adapters])]
     adapter, files = own[0]
     if resized:
@@ -325,8 +320,7 @@ def side_files_of(
 def _other_tokens(base: Checkpoint, own: Sequence[tuple[Adapter, SideFiles]]) -> Iterator[str]:
     """A warning for each adapter saved with other special or added tokens (at which generation would not stop)."""
     for adapter, files in own:
-        found = [*_token_differences(base.side_files, files), *_generation_differences(base, adapter)]
-        if found:
+        if found := [*_token_differences(base.side_files, files), *_generation_differences(base, adapter)]:
             yield (
                 f"the adapter `{adapter.name}` was saved with other settings than the base, whose are kept: "
                 f"{'; '.join(found)}; `--tokenizer {adapter.path}` takes the tokenizer from there, with its ids"

@@ -73,8 +73,7 @@ def pair_up(tensors: Mapping[str, LazyTensor], sign: re.Pattern[str], source: st
                 )
             parts[part] = tensor
     for module, parts in found.items():
-        absent = [part for part in "ab" if part not in parts]
-        if absent:
+        if absent := [part for part in "ab" if part not in parts]:
             raise MalformedInput(
                 f"`{source}` lacks {absent[0].upper()} of `{module}`",
                 hint="the file is incomplete; save or copy the adapter again",
@@ -93,8 +92,7 @@ def renamed(
 ) -> dict[str, ForeignPair]:
     """The factors by the names of `table` (`{}`: a layer); MalformedInput, with similar names of `what`, for others."""
     homes = {module: _home(module, table) for module in factors}
-    unknown = sorted(module for module, home in homes.items() if home is None)
-    if unknown:
+    if unknown := sorted(module for module, home in homes.items() if home is None):
         raise unplaced(unknown, table, source, what)
     if len(set(homes.values())) < len(homes):
         raise MalformedInput(

@@ -258,8 +258,7 @@ def open_adapter(path: Path, alpha: float | None = None, *, initial: bool = Fals
     if not (folder / CONFIG).is_file():
         raise _not_an_adapter(path)
     config = parse_config(read_json(folder / CONFIG), alpha, initial=initial)
-    weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
-    if weights is None:
+    if (weights := next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)) is None:
         raise InputRefused(f"`{folder}` contains no adapter weights", hint=f"it needs `{WEIGHTS[0]}`")
     return to_adapter(folder, (weights,), config, read_tensors(weights))
 
@@ -283,8 +282,7 @@ def _not_an_adapter(path: Path) -> InputRefused:
         return InputRefused(
             f"`{path}` is a delta, not an adapter", hint=f"run `llmconv delta apply BASE {path} -o OUT`"
         )
-    inner = sorted(path.glob(f"*/{CONFIG}"), key=lambda file: (len(file.parent.name), file.parent.name))
-    if inner:
+    if inner := sorted(path.glob(f"*/{CONFIG}"), key=lambda file: (len(file.parent.name), file.parent.name)):
         names = ", ".join(file.parent.name for file in inner)
         hint = f"give one of its folders: {names}"
     elif not any(path.iterdir()):
@@ -336,8 +334,7 @@ def open_tuned(path: Path, alpha: float | None = None) -> Adapter:
             f"`--alpha` is for LoRA, the adapter is of `peft_type` {tuner.peft_type!r}",
             hint="leave out `--alpha`; to merge more or less of an adapter give `--weight`",
         )
-    weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
-    if weights is None:
+    if (weights := next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)) is None:
         raise InputRefused(f"`{folder}` contains no adapter weights", hint=f"it needs `{WEIGHTS[0]}`")
     settings = AdapterFields(fields)
     learned, wholes = _sort_entries(read_tensors(weights), weights.name, tuner, settings)

@@ -149,8 +149,7 @@ def inverted(table: Mapping[str, str | None]) -> dict[str, str | None]:
 
 def require(targets: Iterable[str], produced: Mapping[str, Any], source: str) -> None:
     """Raises MalformedInput, which lists the missing keys, unless `produced` has every name of `targets`."""
-    missing = [name for name in targets if name not in produced]
-    if missing:
+    if missing := [name for name in targets if name not in produced]:
         raise MalformedInput(
             f"`{source}` lacks {len(missing)} tensors of the model; missing keys: {listing(missing)}",
             hint="the checkpoint is incomplete, or its configuration is of another model",

@@ -529,8 +529,7 @@ def _weights(side: Checkpoint, script: Script) -> NamedTensors:
 def _one_token_more(below: NamedTensors, above: NamedTensors, script: Script) -> list[str]:
     """The names of the matrices with one token more; UnsupportedInput for any other difference in shape."""
     odd = [name for name in above if above[name].shape != below[name].shape]
-    wrong = [name for name in odd if not is_vocabulary(name) or above[name].shape[1:] != below[name].shape[1:]]
-    if wrong:
+    if wrong := [name for name in odd if not is_vocabulary(name) or above[name].shape[1:] != below[name].shape[1:]]:
         shapes = [f"{name} {list(above[name].shape)} for {list(below[name].shape)}" for name in wrong]
         raise UnsupportedInput(f"shape mismatch for {len(wrong)} tensors: {listing(shapes)}", hint=WITHOUT)
     if more := sorted({above[name].num_rows - below[name].num_rows for name in odd} - {1}):

@@ -210,8 +210,7 @@ class ExactDelta:
         if missing := [name for name in sources if name not in base]:
             raise self._other_base(f"{len(missing)} missing keys: {listing(missing)}")
         kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in base.items()}
-        odd = [name for name, source in sources.items() if kinds[name] != (source.dtype, source.shape)]
-        if odd:
+        if odd := [name for name, source in sources.items() if kinds[name] != (source.dtype, source.shape)]:
             raise self._other_base(f"{len(odd)} tensors have another shape or dtype: {listing(odd)}")
         tensors = {
             name: one.over(base[one.base.name] if one.base else None, self._other_base)

@@ -306,8 +306,7 @@ def _sorted(base: Checkpoint, below: NamedTensors, above: NamedTensors) -> tuple
     if odd := sorted(below.keys() ^ above.keys()):
         raise UnsupportedInput(f"only one of the two models has {listing(odd)}", hint=EXACT)
     changed = [name for name in above if _differ(below[name], above[name])]
-    odd = [name for name in changed if not _fits(name, below[name], above[name])]
-    if odd:
+    if odd := [name for name in changed if not _fits(name, below[name], above[name])]:
         raise UnsupportedInput(f"no adapter has the change of {len(odd)} tensors: {listing(odd)}", hint=EXACT)
     model = blueprint(base.config)
     if model and (odd := [name for name in changed if name not in model.shapes]):
@@ -429,8 +428,7 @@ def _warnings(
     names = sorted({*base.config, *tuned.config} - {*TRACES})
     odd = [name for name in names if base.config.get(name) != tuned.config.get(name)]
     warnings = [f"an adapter does not contain other changes of the config: {listing(odd)}"] if odd else []
-    grown = next((name for name in whole if below[name].shape != above[name].shape), None)
-    if grown:
+    if grown := next((name for name in whole if below[name].shape != above[name].shape), None):
         rows = above[grown].num_rows
         warnings.append(f"the vocabulary changed: PEFT needs `resize_token_embeddings({rows})` on the base first")
     return warnings

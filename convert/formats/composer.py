@@ -59,8 +59,7 @@ def _detect(path: Path) -> bool:
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     run = open_run(path)
-    model = run.branch("state", "model")
-    if not model:
+    if not (model := run.branch("state", "model")):
         raise InputRefused(
             f"`{path.name}` has no `state.model`, so there are no weights in it",
             hint="it was saved without the model; give another checkpoint of the run",

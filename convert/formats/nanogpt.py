@@ -71,16 +71,14 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         warnings.append(f"dropped {listing(code)} from the configuration: no code comes from a checkpoint")
     settings = with_architecture(_config(args, found, warnings) | extra)
     settings = as_loaded(tensors, settings)
-    side_files = side_files_of(_file(path), tokenizer)
-    if not side_files:
+    if not (side_files := side_files_of(_file(path), tokenizer)):
         warnings.append("nanoGPT saves no tokenizer; give one with `--tokenizer` (GPT-2's, where the run used it)")
     dropped = contents_around(found) + ((f"{len(masks)} causal masks, which the model computes",) if masks else ())
     return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), _version(found), 1, dropped)
 
 
 def _read(path: Path) -> StateFile:
-    found = open_state(_file(path))
-    if found is None:
+    if (found := open_state(_file(path))) is None:
         raise MalformedInput(f"`{path.name}` contains no `model`", hint="give the `ckpt.pt` of a run")
     return found
 
@@ -147,8 +145,7 @@ def _check(tensors: Mapping[str, LazyTensor], args: Mapping[str, int], source: s
 
 def _config(args: Mapping[str, int], found: StateFile, warnings: list[str]) -> dict[str, Any]:
     """GPT-2's config; exact GELU since 17 May 2023, else tanh; without `bias` from before 27 January 2023."""
-    is_old = "bias" not in found.around["model_args"]
-    if not is_old:
+    if not (is_old := "bias" not in found.around["model_args"]):
         warnings.append(
             "nanoGPT has the exact GELU since May 2023; for an older run give `activation_function` `gelu_new` with "
             "`--config`"

@@ -53,8 +53,7 @@ def _read(path: Path) -> StateFile:
         raise InputRefused(
             f"`{path.name}` is one shard of several", hint=f"give the folder that contains all of them: `{path.parent}`"
         )
-    found = open_state(path)
-    if found is None:
+    if (found := open_state(path)) is None:
         raise MalformedInput(f"`{path.name}` contains no state dict", hint="it should contain tensors by name")
     return found
 

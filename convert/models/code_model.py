@@ -93,8 +93,7 @@ def unstored_buffers(model: Any) -> list[str]:
 
 def _require_classes(folder: Path, names: Sequence[str]) -> None:
     """Refuses a class that is in another repository or folder, where `--code` is the way out."""
-    missing = next((name for name in names if not holds(folder, [name])), None)
-    if missing is None:
+    if (missing := next((name for name in names if not holds(folder, [name])), None)) is None:
         return
     repository, separated, _ = missing.rpartition(REPOSITORY)
     place = f"another repository (`{repository[:80]}`), and nothing is downloaded" if separated else "another folder"

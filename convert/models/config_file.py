@@ -47,8 +47,7 @@ def trusted_code(options: Mapping[str, Any]) -> TrustedCode | None:
 
 def own_fields(stored: Mapping[str, Any], given: Mapping[str, Any], source: str) -> dict[str, Any] | None:
     """The config of a model with trusted code, else None; InputRefused: no class there, or another model's."""
-    code = trusted_code(given)
-    if code is None:
+    if (code := trusted_code(given)) is None:
         return None
     fields = {**stored, **{name: value for name, value in given.items() if name != OPTION}}
     declared = code.declared()

@@ -140,8 +140,7 @@ def _without_buffers(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
     counts: Counter[str] = Counter()
     kept: dict[str, Any] = {}
     for name, leaf in state.items():
-        kind = next((kind for kind, sign, ranks in BUFFERS if sign.search(name) and _rank(leaf) in ranks), None)
-        if kind:
+        if kind := next((kind for kind, sign, ranks in BUFFERS if sign.search(name) and _rank(leaf) in ranks), None):
             counts[kind] += 1
         else:
             kept[name] = leaf
@@ -181,8 +180,7 @@ class NameMapping:
 def map_names(stored: Sequence[str], model: ModelNames, source: str) -> NameMapping:
     """Maps names by the only prefix; MalformedInput without an embedding, UnsupportedInput for several models."""
     whole, base_only = _prefixes(stored, model)
-    found = whole or base_only
-    if not found:
+    if not (found := whole or base_only):
         raise MalformedInput(
             f"missing key `{model.embedding or 'embed_tokens.weight'}` in `{source}`; it begins with {listing(stored)}",
             hint="the configuration belongs to another model, or the checkpoint is partial",

@@ -62,8 +62,7 @@ class StateFile:
 
 def refuse_quantized(names: Mapping[str, Any], source: str) -> None:
     """Raises UnsupportedInput if there are packed parts of quantized matrices."""
-    found = [name for name in names if QUANTIZED.search(name)]
-    if found:
+    if found := [name for name in names if QUANTIZED.search(name)]:
         raise UnsupportedInput(
             f"`{source}` is quantized: it contains {listing(found)}", hint="give the weights from before quantization"
         )
@@ -71,8 +70,7 @@ def refuse_quantized(names: Mapping[str, Any], source: str) -> None:
 
 def refuse_objects(state: Mapping[str, Any], source: str) -> None:
     """Raises UnsupportedInput for the first object (`ShardedTensor`, `NF4Tensor` and the like) among the tensors."""
-    name = next((name for name, leaf in state.items() if isinstance(leaf, Stub)), None)
-    if name is not None:
+    if (name := next((name for name, leaf in state.items() if isinstance(leaf, Stub)), None)) is not None:
         raise UnsupportedInput(f"`{name}` in `{source}` {OBJECT[0]}", hint=OBJECT[1])
 
 
@@ -216,8 +214,7 @@ def open_bin_folder(folder: Path) -> StateFile:
 
 
 def _open(file: Path) -> StateFile:
-    found = open_state(file)
-    if found is None:
+    if (found := open_state(file)) is None:
         raise MalformedInput(f"`{file.name}` contains no state dict", hint="it should contain tensors by name")
     return found
 
@@ -241,15 +238,13 @@ def _numbered(folder: Path) -> list[Path]:
         raise InputRefused(
             f"`{folder}` contains the shards of several checkpoints", hint="move those of one into a separate folder"
         )
-    files = plain or {int(match[1]): entry for match, entry in tuned}
-    if not files:
+    if not (files := plain or {int(match[1]): entry for match, entry in tuned}):
         raise MalformedInput(
             f"`{folder}` contains no regular file with weights",
             hint="a link, a pipe or a folder has its name; copy it again",
         )
     count = max(totals | {max(files)})
-    missing = next((number for number in range(1, count + 1) if number not in files), None)
-    if missing is not None:
+    if (missing := next((number for number in range(1, count + 1) if number not in files), None)) is not None:
         raise MalformedInput(
             f"`{folder}` has {len(files)} of {count} shards; number {missing} is missing",
             hint="copy the folder again",
@@ -412,8 +407,7 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
 
 def several_files(folder: Path) -> InputRefused:
     """The error for a folder whose safetensors files are not one checkpoint."""
-    files = [file.name for file in weight_files(folder)]
-    if not files:
+    if not (files := [file.name for file in weight_files(folder)]):
         return InputRefused(f"`{folder}` contains no safetensors weights", hint="is the copy complete?")
     return InputRefused(
         f"`{folder}` contains {len(files)} safetensors files that are not shards of one checkpoint: {listing(files)}",

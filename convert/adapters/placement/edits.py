@@ -283,8 +283,7 @@ def updates_of(
     `homes` maps `<module>.weight` to the base's name. Raises MalformedInput for another base, UnsupportedInput for a
     weight that is not floating-point.
     """
-    tuner = adapter.tuner
-    if tuner is None:
+    if (tuner := adapter.tuner) is None:
         return
     places = {}
     for module, learned in adapter.learned.items():

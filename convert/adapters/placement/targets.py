@@ -127,8 +127,7 @@ def _add_to_expert(result: Array, rows: Array, products: Sequence[ExpertProduct]
     edges = sorted({0, len(rows), *(edge for each in products for edge in (each.first, each.first + each.count))})
     for start, stop in zip(edges, edges[1:], strict=False):
         here = [each for each in products if each.first <= start and stop <= each.first + each.count]
-        pairs = [product.change.factors(start - product.first, stop - product.first) for product in here]
-        if pairs:
+        if pairs := [product.change.factors(start - product.first, stop - product.first) for product in here]:
             result[start:stop] = add_products_to_rows(rows[start:stop], pairs, dtype)
         else:
             wide = rows[start:stop].astype(np.float64)
@@ -425,8 +424,7 @@ def parameter_names(modules: Sequence[str], config: LoraConfig, names: Sequence[
         wrapped.setdefault(module.replace(WRAPPER, ""), []).append(module)
     result: dict[str, str] = {}
     for module, levels in wrapped.items():
-        own = _parameters(module, config.parameters, len(levels), names)
-        if not own:
+        if not (own := _parameters(module, config.parameters, len(levels), names)):
             continue
         if len(own) != len(levels) or (len(own) > 1 and not set(own) <= set(DECLARED)):
             raise UnsupportedInput(

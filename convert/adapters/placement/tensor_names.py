@@ -35,8 +35,7 @@ def match_names(
     tensor. Raises MalformedInput, which lists similar names, for a name with no match, or with several.
     """
     found = {name: name for name in wanted if name in names}
-    missing = sorted(set(wanted) - set(found))
-    if not missing:
+    if not (missing := sorted(set(wanted) - set(found))):
         return found
     respelled = {name: spelled(name) for name in missing}
     spellings = [respelled] if {*respelled.values()} <= {*names} else []

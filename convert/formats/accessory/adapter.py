@@ -122,8 +122,7 @@ def _homes(rest: dict[str, LazyTensor], names: Mapping[str, str | None], source:
         return rename(rest, names, source)
     except MalformedInput:
         known = [name for name in rest if _is_known(name, names)]
-        left = sorted(rest.keys() - set(known))
-        if not left:
+        if not (left := sorted(rest.keys() - set(known))):
             raise
         raise unplaced(left, [name for name, target in names.items() if target], source, DESCRIPTION) from None
 
@@ -138,8 +137,7 @@ def _with_biases(
     """Adds zero biases to layers without one, and returns the config fields that enable biases."""
     biases = {name: tensor for name, tensor in others.items() if name.endswith(".bias")}
     if base.config.get("model_type") != "llama":
-        trained = [name for name, tensor in biases.items() if name not in base and not is_zero(tensor)]
-        if trained:
+        if trained := [name for name, tensor in biases.items() if name not in base and not is_zero(tensor)]:
             raise UnsupportedInput(
                 f"`{source}` holds {len(trained)} trained biases, such as `{trained[0]}`, which are unsupported in a "
                 f"{base.config.get('model_type')}",

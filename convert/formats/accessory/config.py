@@ -208,8 +208,7 @@ def _max_positions(params: AccessoryParams) -> int:
 
 def _rope_scaling(fields: Mapping[str, Any], source: str) -> dict[str, Any] | None:
     """Accessory multiplies positions by it (`llama.py`, precompute_freqs_cis), transformers divides by `factor`."""
-    value = fields.get("rope_scaling")
-    if value is None:
+    if (value := fields.get("rope_scaling")) is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 / NUMBER_LIMIT < value < NUMBER_LIMIT:
         raise MalformedInput(

@@ -78,8 +78,7 @@ def open_shards(folder: Path, kind: re.Pattern[str] = SHARD) -> list[dict[str, L
             f"`{folder.name}` is a delta, not a model",
             hint=f"add it to its base, such as Meta's folder: `llmconv delta apply BASE {folder.name} -o OUT`",
         )
-    numbers = _numbered(folder, own, kind) if own else _numbered_meta(folder, names)
-    if not numbers:
+    if not (numbers := _numbered(folder, own, kind) if own else _numbered_meta(folder, names)):
         raise InputRefused(
             f"`{folder}` contains no `consolidated.…` shards",
             hint="give the folder that training started from, or that it saved",
@@ -134,8 +133,7 @@ def _check_same(folder: Path, shards: Sequence[dict[str, LazyTensor]]) -> None:
         {name: (tensor.dtype.name, tensor.shape) for name, tensor in shard.items() if not EXPERT.search(name)}
         for shard in shards
     ]
-    different = sorted({name for layout in layouts for name, _ in layout.items() ^ layouts[0].items()})
-    if different:
+    if different := sorted({name for layout in layouts for name, _ in layout.items() ^ layouts[0].items()}):
         raise MalformedInput(
             f"the shards of `{folder.name}` differ in {len(different)} tensors: {listing(different)}",
             hint="the shards belong to different checkpoints; copy the folder again",
@@ -424,8 +422,7 @@ def _fuse_falcon(whole: dict[str, LazyTensor], params: AccessoryParams) -> dict[
     """Joins q, k and v into the one matrix that transformers has."""
     tensors: dict[str, LazyTensor] = {}
     for name, tensor in whole.items():
-        match = re.fullmatch(r"(layers\.\d+\.self_attention)\.w([qkv])\.(weight|bias)", name)
-        if not match:
+        if not (match := re.fullmatch(r"(layers\.\d+\.self_attention)\.w([qkv])\.(weight|bias)", name)):
             tensors[name] = tensor
             continue
         trio = [whole.get(f"{match[1]}.w{letter}.{match[3]}") for letter in "qkv"]

@@ -164,8 +164,7 @@ def _states_path(save: Save) -> Path:
             f"`{save.name}` contains model states of ZeRO-3 and of a lower stage",
             hint="two saves were written into one folder; keep the files of one of them",
         )
-    path = save.model or save.zero_models.get(0)
-    if path is None:
+    if (path := save.model or save.zero_models.get(0)) is None:
         name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if save.zero_models else "mp_rank_00_model_states.pt"
         raise MalformedInput(
             f"`{save.name}` has no model states: `{name}` is missing",
@@ -197,8 +196,7 @@ def _rest(save: Save, states: ModelStates, known: Mapping[str, LazyTensor]) -> d
             hint="save a full (unsharded, unquantized) state dict",
         )
     rest = {name: tensor for name, tensor in states.tensors("module").items() if name not in known}
-    empty = [name for name, tensor in rest.items() if not prod(tensor.shape)]
-    if empty:
+    if empty := [name for name, tensor in rest.items() if not prod(tensor.shape)]:
         raise MalformedInput(
             f"missing keys: `{save.name}` has no weights for {len(empty)} parameters: {listing(empty)}",
             hint="they were frozen and left out (`exclude_frozen_parameters`); take them from the base model",
@@ -251,8 +249,7 @@ def open_universal(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[
     """Name to master weight of every parameter (MalformedInput if missing); those from stage 3 are stored flat."""
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     whole = {name for name in names if (folder / name / WEIGHTS).is_file()}
-    missing = sorted({*shapes, *names} - whole)
-    if missing:
+    if missing := sorted({*shapes, *names} - whole):
         raise MalformedInput(
             f"missing keys: `{folder.name}` lacks the weights of {len(missing)} parameters: {listing(missing)}",
             hint=f"each has a folder with `{WEIGHTS}`; copy the folder again, all of it",

@@ -186,8 +186,7 @@ class ModelStates:
 
     def param_shapes(self) -> list[dict[str, tuple[int, ...]]] | None:
         """Shapes of trained parameters per group, in order (else MalformedInput); None in stage 0."""
-        value = self.content.get("param_shapes")
-        if value is None:
+        if (value := self.content.get("param_shapes")) is None:
             return None
         groups = [value] if isinstance(value, dict) else value
         if not isinstance(groups, list):
@@ -237,8 +236,7 @@ def refuse(path: Path, problem: str) -> NoReturn:
 
 def open_masters(save: Save, states: ModelStates) -> dict[str, LazyTensor]:
     """Master weights by name, in the optimizer's dtype; MalformedInput: a rank is missing, or sizes contradict."""
-    groups = states.param_shapes()
-    if groups is None:
+    if (groups := states.param_shapes()) is None:
         raise _mismatch(save, "optimizer states, but no `param_shapes` in its model states")
     ranks = open_ranks(save)
     if ranks[0].stage == 3:
@@ -298,16 +296,14 @@ def _stage_3(save: Save, ranks: Sequence[RankStates], shapes: Mapping[str, tuple
 
 def open_frozen(save: Save, states: ModelStates) -> dict[str, LazyTensor]:
     """Frozen parameters in the model's dtype: whole in stage 2, fragments in stage 3; errors as in `open_masters`."""
-    shapes = states.frozen_shapes()
-    if not shapes:
+    if not (shapes := states.frozen_shapes()):
         return {}
     files = [states]
     if states.path != save.model:
         check_ranks(save, save.zero_models, len(save.optimizers) or max(save.zero_models) + 1)
         files = [ModelStates(file) for file in save.zero_models.values()]
     fragments = [file.tensors("frozen_param_fragments") for file in files]
-    missing = [name for name in shapes if any(name not in rank for rank in fragments)]
-    if missing:
+    if missing := [name for name in shapes if any(name not in rank for rank in fragments)]:
         raise _mismatch(save, f"no weights of {len(missing)} frozen parameters: {listing(missing)}")
     return {name: _frozen(save, [rank[name] for rank in fragments], shape) for name, shape in shapes.items()}
 
@@ -460,8 +456,7 @@ class RankStates:
 
     def paddings(self, group: int, parameters: int) -> Sequence[int]:
         """Padding elements after each parameter of a group (`parameter_alignment`, since DeepSpeed 0.19.7)."""
-        stored = self._state.get("param_alignment_paddings")
-        if stored is None:
+        if (stored := self._state.get("param_alignment_paddings")) is None:
             return [0] * parameters
         paddings = stored[group] if isinstance(stored, list) and group < len(stored) else None
         if (

@@ -66,8 +66,7 @@ def open_litgpt_adapter(path: Path, base: Checkpoint, alpha: float | None = None
         )
     settings = file.parent / HYPERPARAMETERS
     hyperparameters = read_config_file(settings) if settings.is_file() else {}
-    found = open_state(file)
-    if found is None:
+    if (found := open_state(file)) is None:
         raise MalformedInput(f"`{file.name}` holds no state dict", hint="it should hold tensors by name")
     tensors = {_unwrapped(name): tensor for name, tensor in found.tensors().items()}
     table = table_of(lit, kind)
@@ -98,8 +97,7 @@ def _split_fused(
     ]
     apart: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
-        match = QKV.fullmatch(name)
-        if not match:
+        if not (match := QKV.fullmatch(name)):
             apart[name] = tensor
             continue
         sizes = [size for _, size in trained]

@@ -100,8 +100,7 @@ def _gemma_config(lit: LitConfig, family: str) -> dict[str, Any]:
 
 def _rope_scaling(lit: LitConfig, source: str) -> dict[str, Any] | None:
     """transformers' `rope_scaling`: Llama 3.1's formula, or positions divided by a number."""
-    adjust = lit.rope_adjustments
-    if adjust is None:
+    if (adjust := lit.rope_adjustments) is None:
         ratio = lit.rope_condense_ratio
         return None if ratio == 1 else {"rope_type": "linear", "factor": float(ratio)}
     numbers = {name: adjust.get(name) for name in LLAMA_3}
@@ -245,8 +244,7 @@ TYPES: dict[str, tuple[type, ...]] = {
 
 def read_settings(folder: Path, source: str) -> LitConfig:
     """The configuration in `folder`; InputRefused if there is none, MalformedInput if a field is invalid."""
-    file = next((folder / name for name in FILES if (folder / name).is_file()), None)
-    if file is None:
+    if (file := next((folder / name for name in FILES if (folder / name).is_file()), None)) is None:
         raise InputRefused(
             f"`{source}` has no `{FILES[0]}` next to it, which is needed to split its fused matrices",
             hint="copy the file next to the weights; `litgpt download` and `litgpt finetune` write it",
@@ -400,8 +398,7 @@ def _require_plain(lit: LitConfig, source: str, family: str) -> None:
         "its own attention scale": family != "gemma2" and lit.attention_scores_scalar not in (None, lit.head_size),
         f"the GELU `{str(lit.gelu_approximate)[:40]}`": lit.gelu_approximate not in GELU,
     }
-    found = next((option for option, is_set in options.items() if is_set), None)
-    if found:
+    if found := next((option for option, is_set in options.items() if is_set), None):
         raise refused(source, lit, f"a model with {found}")
 
 

@@ -256,16 +256,14 @@ def _file(path: Path) -> Path:
 
 
 def _read(path: Path) -> StateFile:
-    found = open_state(_file(path))
-    if found is None:
+    if (found := open_state(_file(path))) is None:
         raise MalformedInput(f"`{path.name}` contains no state dict", hint="it should hold tensors by name")
     return found
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     found, warnings = _read(path), list[str]()
-    names = [name for name in found.state if any(part in name for part in ADAPTERS)]
-    if names:
+    if names := [name for name in found.state if any(part in name for part in ADAPTERS)]:
         raise UnsupportedInput(
             f"`{path.name}` holds adapters that are not merged: {listing(names)}",
             hint="LoRA: merge it into the converted base, `llmconv merge-lora BASE lit_model.pth.lora -o OUT`; the "

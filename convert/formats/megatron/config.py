@@ -271,8 +271,7 @@ def family_of(arguments: Arguments, wanted: str | None) -> Family:
     """The family of a run (UnsupportedInput if none fits); must be `wanted`, a `model_type`, if the user gives one."""
     parts = _parts(arguments)
     fitting = [family for family in FAMILIES if _fits(family, parts)]
-    chosen = [family for family in fitting if wanted in (None, family.model_type)]
-    if chosen:
+    if chosen := [family for family in fitting if wanted in (None, family.model_type)]:
         return chosen[0]
     if fitting:
         raise UnsupportedInput(
@@ -355,8 +354,7 @@ def window_of(arguments: Arguments) -> int | None:
     Megatron's pair counts the tokens before and after it (`core/transformer/utils.py`, `window` masks). Raises
     MalformedInput if it is not a pair of numbers, UnsupportedInput if tokens would see later ones.
     """
-    value = arguments.values.get("window_size")
-    if value is None:
+    if (value := arguments.values.get("window_size")) is None:
         return None
     if not isinstance(value, tuple | list) or len(value) != 2 or any(type(side) is not int for side in value):
         raise arguments.invalid("window_size", value, "a pair of numbers")
@@ -396,8 +394,7 @@ def arguments_of(config: Mapping[str, Any], source: str) -> Arguments:
     if "num_layers" in config and "model_type" not in config:
         return Arguments(source, config)
     fields = {ALIASES.get(name, name): value for name, value in config.items()}
-    family = next((row for row in FAMILIES if row.model_type == fields.get("model_type")), None)
-    if family is None:
+    if (family := next((row for row in FAMILIES if row.model_type == fields.get("model_type")), None)) is None:
         raise InputRefused(
             f"`{source}` does not contain the arguments of its run",
             hint="give the model's `config.json` with `--config`, or a YAML file with Megatron's arguments",

@@ -209,8 +209,7 @@ class _Run:
 def _find(path: Path) -> _Run:
     save = find_save(path)
     ranks = [] if save.distributed else open_ranks(save)
-    stored = read_nemo(save.path)
-    if not stored:
+    if not (stored := read_nemo(save.path)):
         stored = read_common(save.distributed)[0] if save.distributed else dict(ranks[0].arguments)
     return _Run(path.name, save, ranks, stored)
 
@@ -226,8 +225,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     family = family_of(arguments, given.get("model_type"))
     computed = to_config(arguments, family)
     state = run.state(arguments)
-    side_files = _side_files(run.save, tokenizer)
-    if not side_files:
+    if not (side_files := _side_files(run.save, tokenizer)):
         warnings.append("a Megatron checkpoint contains no tokenizer; give one with `--tokenizer` if you need it")
     embedding = state.tensors.get(EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
@@ -276,8 +274,7 @@ def _layout(arguments: Arguments, model_type: str, vocabulary: int) -> Layout:
 
 def _rounded_norms(state: RunState, layout: Layout) -> list[str]:
     """A warning where 1 + weight is rounded to 16 bits."""
-    dtypes = norm_dtypes(state.tensors) - {"float32"} if layout.zero_centered else set()
-    if not dtypes:
+    if not (dtypes := norm_dtypes(state.tensors) - {"float32"} if layout.zero_centered else set()):
         return []
     return [
         f"the norms multiply with 1 + weight; the sums were rounded to {', '.join(sorted(dtypes))}: `--dtype float32` "
@@ -345,8 +342,7 @@ def to_hugging_face(tensors: Mapping[str, LazyTensor], layout: Layout) -> dict[s
                 hint="the arguments are of another model",
             ) from error
         for own, part in parts.items():
-            target = hugging_face_name(own, layout.model_type)
-            if target is None:
+            if (target := hugging_face_name(own, layout.model_type)) is None:
                 unknown.append(name)
             else:
                 converted[target] = part

@@ -230,8 +230,7 @@ def whole_numbers(source: str, stages: Sequence[Mapping[str, Any]]) -> list[dict
 
 def require_complete(source: str, numbers: Sequence[int], count: int, what: str) -> None:
     """Checks for exactly the ranks 0 … `count` - 1 of the kind `what`; InputRefused: missing, MalformedInput: more."""
-    missing = first_missing(set(numbers), count)
-    if missing is not None:
+    if (missing := first_missing(set(numbers), count)) is not None:
         raise InputRefused(
             f"`{source}` was saved by {count} {what}-parallel ranks; rank {missing} is missing",
             hint="give the folder of the save (`iter_…`) with the files of all ranks",
@@ -360,8 +359,7 @@ def _globally(grid: Grid, parts: Parts, arguments: Arguments) -> Parts:
     whole: Parts = {}
     local = arguments.count("num_experts", 1) // grid.expert if arguments.values.get("num_experts") else 0
     for name, places in _separated(grid, parts, local, arguments).items():
-        match = EXPERT.fullmatch(name)
-        if not match:
+        if not (match := EXPERT.fullmatch(name)):
             whole[name] = places
             continue
         if int(match[2]) >= local:
@@ -503,12 +501,10 @@ def _apart(folder: DistributedFolder, name: str, item: TensorItem) -> Iterator[t
     """The tensors stacked in an item, by their names with the numbers of layer and expert."""
     layers = STACKED_LAYERS.match(name)
     template = f"{layers[1]}.{{}}.{layers[2]}" if layers else name.replace("{", "(").replace("}", ")")
-    experts = EXPERTS.match(template)
-    if experts:
+    if experts := EXPERTS.match(template):
         number = "" if re.match(r"\d+\.", experts[2]) else ".{}"
         template = f"{experts[1]}{number}.{experts[2]}"
-    axes = template.count("{}")
-    if not axes:
+    if not (axes := template.count("{}")):
         yield template, folder.tensor(name, item)
         return
     for index, tensor in folder.elements(name, item, axes).items():
@@ -519,8 +515,7 @@ def _joined(found: Mapping[str, LazyTensor], source: str) -> dict[str, LazyTenso
     """The tensors with gate and up in one, gate rows first."""
     tensors: dict[str, LazyTensor] = {}
     for name, tensor in found.items():
-        match = HALVES.fullmatch(name)
-        if not match:
+        if not (match := HALVES.fullmatch(name)):
             tensors[name] = tensor
         elif match[2] == "w":
             up = found.get(f"{match[1]}_v")

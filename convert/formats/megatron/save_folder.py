@@ -164,8 +164,7 @@ def hugging_face_name(name: str, model_type: str) -> str | None:
     `name` is Megatron core's, with `self_attention.q`, `.k`, `.v` (or `.qkv`) and `mlp.gate`, `.up` after a split.
     """
     stack, layer, outside = TABLES.get(model_type, LLAMA_TABLE)
-    match = LAYER.fullmatch(name)
-    if not match:
+    if not (match := LAYER.fullmatch(name)):
         return next((target + name.removeprefix(own) for own, target in outside.items() if _is_part(name, own)), None)
     module, _, kind = match[2].rpartition(".")
     if module == "mlp.shared_experts" and kind == "gate_weight":
@@ -262,8 +261,7 @@ def _ranks(folder: Path) -> dict[tuple[int, ...], Path]:
     found = {}
     for entry in sorted(folder.iterdir()):
         if match := RANK.fullmatch(entry.name):
-            file = next((entry / name for name in RANK_FILES if (entry / name).is_file()), None)
-            if file:
+            if file := next((entry / name for name in RANK_FILES if (entry / name).is_file()), None):
                 found[tuple(int(number) for number in match.groups() if number is not None)] = file
     return found
 

@@ -226,8 +226,7 @@ def _parts(
     name: str, tensor: LazyTensor, decoder: LlamaLikeConfig, shards: int, *, embedding_by_rows: bool
 ) -> Sequence[LazyTensor]:
     """The part of a tensor for each rank."""
-    dim = split_dim(name)
-    if dim is None:
+    if (dim := split_dim(name)) is None:
         return [tensor] * shards
     if name.startswith("tok_") and embedding_by_rows:
         dim = 0

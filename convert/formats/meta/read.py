@@ -224,8 +224,7 @@ SHARD = re.compile(r"consolidated\.(\d+)\.pth")
 def open_shards(path: Path) -> list[Mapping[str, LazyTensor]]:
     """Name to tensor of each rank, in order; MalformedInput if one is missing, or names, shapes or dtypes differ."""
     found = {int(match[1]): entry for entry in path.iterdir() if (match := SHARD.fullmatch(entry.name))}
-    missing = first_missing(found, max(found) + 1)
-    if missing is not None:
+    if (missing := first_missing(found, max(found) + 1)) is not None:
         raise MalformedInput(
             f"`{path.name}` has {len(found)} shards, but `consolidated.{missing:02}.pth` is missing",
             hint="copy the missing shard; all shards are needed",
@@ -304,8 +303,7 @@ def join(
     """The tensor `name` (Meta's) from all shards, in Hugging Face's row order; MalformedInput if not joinable."""
     parts = [shard[name] for shard in shards]
     head_dim = int(params["dim"]) // int(params["n_heads"])
-    dim = split_dim(name)
-    if dim is None:
+    if (dim := split_dim(name)) is None:
         return parts[0]
     if name.endswith((".wk.weight", ".wv.weight")):
         repeat = max(1, parts[0].shape[0] * len(parts) // (kv_heads * head_dim))

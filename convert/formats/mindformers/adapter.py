@@ -81,8 +81,7 @@ def open_mindformers_adapter(path: Path, base: Checkpoint, alpha: float | None =
     """
     found = open_parameters(path)
     run = read_run_config(path, {})
-    pairs = {name: tensor for name, tensor in found.tensors.items() if LORA.fullmatch(name)}
-    if not pairs:
+    if not (pairs := {name: tensor for name, tensor in found.tensors.items() if LORA.fullmatch(name)}):
         raise InputRefused(
             f"`{path.name}` holds {len(found.tensors)} tensors and no LoRA pair",
             hint=f"convert a whole model with `llmconv to-hf {path.name} --config run.yaml -o OUT`",
@@ -220,8 +219,7 @@ FAMILIES = (
 def _whole(others: Mapping[str, LazyTensor], family: LoraFamily, source: str) -> dict[str, LazyTensor]:
     """Trained tensors that replace the base's, by Hugging Face name."""
     homes = {name: _home(name, family) for name in others}
-    unknown = sorted(name for name, home in homes.items() if home is None)
-    if unknown:
+    if unknown := sorted(name for name, home in homes.items() if home is None):
         raise unplaced(unknown, [name for name, home in family.names.items() if home], source, DESCRIPTION)
     return {home: others[name] for name, home in homes.items() if home is not None}
 

@@ -44,8 +44,7 @@ class RunConfig:
 
     def number(self, *names: str, default: float | None = None) -> float:
         """The first of `names` that is set, a finite number (YAML 1.1 reads `1e-5` as text); errors as in `integer`."""
-        name = next((name for name in names if self.fields.get(name) is not None), None)
-        if name is None:
+        if (name := next((name for name in names if self.fields.get(name) is not None), None)) is None:
             if default is None:
                 raise InputRefused(
                     f"the configuration of `{self.source}` has no `{names[0]}`",

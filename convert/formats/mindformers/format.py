@@ -170,8 +170,7 @@ def _open_file(path: Path) -> Parameters:
         file = read_ckpt(path)
         return Parameters(file.tensors, file.warnings)
     header = read_header(path)
-    packed = [name for name in header.tensors if header.metadata.get(name) == "Int4"]
-    if packed:
+    if packed := [name for name in header.tensors if header.metadata.get(name) == "Int4"]:
         raise UnsupportedInput(
             f"`{path.name}` holds {len(packed)} tensors of packed int4 values: {listing(packed)}",
             hint="only plain float, integer and bool tensors can be converted; dequantize it first",
@@ -180,8 +179,7 @@ def _open_file(path: Path) -> Parameters:
 
 
 def _open_ranks(folder: Path, files: Mapping[int, Path], given: Path | None) -> Parameters:
-    missing = first_missing(files, max(files) + 1)
-    if missing is not None:
+    if (missing := first_missing(files, max(files) + 1)) is not None:
         raise MalformedInput(
             f"`{folder.name}` has {len(files)} ranks, but `rank_{missing}` is missing",
             hint="copy the missing folder; all ranks are needed",
@@ -190,8 +188,7 @@ def _open_ranks(folder: Path, files: Mapping[int, Path], given: Path | None) -> 
     warnings = tuple(dict.fromkeys(warning for part in opened.values() for warning in part.warnings))
     if len(opened) == 1:
         return opened[0]
-    strategy = find_strategy(folder, given)
-    if strategy is None:
+    if (strategy := find_strategy(folder, given)) is None:
         raise UnsupportedInput(
             f"`{folder.name}` holds {len(opened)} ranks, but no strategy file describes how they are divided",
             hint="name the run's `strategy` folder (`ckpt_strategy_rank_*.ckpt`) with `--strategy`",
@@ -214,8 +211,7 @@ def merge_ranks(
     for rank, tensors in sorted(shards.items()):
         for name in tensors:
             holders.setdefault(name, []).append(rank)
-    unknown = [name for name in holders if name not in strategy.layouts]
-    if unknown:
+    if unknown := [name for name in holders if name not in strategy.layouts]:
         raise MalformedInput(
             f"the strategy `{strategy.path}` contains no layout for {len(unknown)} tensors of `{folder.name}`: "
             + listing(unknown),

@@ -68,8 +68,7 @@ def build_llama(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedMode
 
 def build_qwen(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     """Qwen 1 as `qwen2`, which computes the same within the trained length."""
-    fused = next((name for name in tensors if "w_gate_hidden" in name), None)
-    if fused:
+    if fused := next((name for name in tensors if "w_gate_hidden" in name), None):
         raise refuse_model(run, f"a Qwen 1 with fused feed-forward (`{fused}`)", "the order of its parts is unknown")
     model = _build(run, tensors, QWEN, "qwen2")
     note = "converted Qwen 1 to `qwen2`, which lacks its dynamic NTK and logn attention beyond the trained length"

@@ -491,8 +491,7 @@ def _tensor(source: ProtobufFile, parts: Sequence[TensorMessage]) -> LazyTensor:
         done, skip = 0, start * row_bytes
         with open_data(source.path) as file:
             for begin, end in spans:
-                count = min(max(0, end - begin - skip), len(array) - done)
-                if count:
+                if count := min(max(0, end - begin - skip), len(array) - done):
                     fill(file, array.data[done : done + count], begin + skip, source.path)
                 done, skip = done + count, max(0, skip - (end - begin))
         return array.view(dtype.numpy).reshape(stop - start, *first.dims[1:])

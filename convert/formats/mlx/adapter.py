@@ -110,8 +110,7 @@ def _factors(
     tensors: Mapping[str, LazyTensor], kind: str, source: str
 ) -> tuple[dict[str, ForeignPair], dict[str, LazyTensor]]:
     """The factors of linear layers, and the tensors of embeddings in PEFT's names."""
-    unknown = [name for name in tensors if not FACTOR.fullmatch(name)]
-    if unknown:
+    if unknown := [name for name in tensors if not FACTOR.fullmatch(name)]:
         raise MalformedInput(
             f"`{source}` has {len(unknown)} unexpected keys for its `fine_tune_type` {kind}: {listing(unknown)}",
             hint="the adapter has another `fine_tune_type` than its config declares; save it again with mlx-lm",

@@ -211,8 +211,7 @@ def _qwen(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[s
         _divides(source, heads, hidden, "hidden sizes for heads"),
     )
     _refuse(source, config, {"rotary_pct": 1.0, "no_bias": True, "kv_channels": head_dim})
-    long_input_options = [name for name in ("use_dynamic_ntk", "use_logn_attn") if config.get(name, True)]
-    if long_input_options:
+    if long_input_options := [name for name in ("use_dynamic_ntk", "use_logn_attn") if config.get(name, True)]:
         warnings.append(f"Qwen 2 has no {' and '.join(long_input_options)}: beyond {length} tokens the results differ")
     return {
         "model_type": "qwen2",

@@ -112,8 +112,7 @@ def _refuse_adapter(path: Path) -> None:
 
 
 def _refuse_quantized(path: Path, names: Iterable[str]) -> None:
-    found = [name for name in names if name.endswith(QUANTIZED)]
-    if found:
+    if found := [name for name in names if name.endswith(QUANTIZED)]:
         raise UnsupportedInput(
             f"`{path.name}` is quantized: it holds {listing(found)}",
             hint="give the weights from before quantization; Paddle's packed ones are ordered for its GPU kernels",

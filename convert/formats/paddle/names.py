@@ -295,14 +295,12 @@ def apply_rules(
     """All in Hugging Face's names and order, from ranks with the same names; MalformedInput: wrong keys or shapes."""
     all_rules = unrolled(rules, min(layers, len(ranks[0])))
     used = {name for rule in all_rules for name in rule.sources}
-    missing = [name for rule in all_rules for name in rule.sources if name not in ranks[0]]
-    if missing:
+    if missing := [name for rule in all_rules for name in rule.sources if name not in ranks[0]]:
         raise MalformedInput(
             f"`{source}` has {len(missing)} missing keys: {listing(missing)}",
             hint="a file of the checkpoint is missing, or its configuration belongs to another model",
         )
-    unknown = [name for name in ranks[0] if name not in used and not DROPPED.search(name)]
-    if unknown:
+    if unknown := [name for name in ranks[0] if name not in used and not DROPPED.search(name)]:
         raise MalformedInput(
             f"`{source}` has {len(unknown)} unexpected keys: {listing(unknown)}",
             hint="the configuration belongs to another model, or the model has parts that are unsupported",

@@ -122,8 +122,7 @@ def open_pdparams(path: Path) -> PaddleFile:
     others: list[str] = []
     for key, value in content.items():
         name = key if isinstance(key, str) else f"({type(key).__name__})"
-        array = _named_array(value)
-        if array is not None:
+        if (array := _named_array(value)) is not None:
             tensors[name] = _tensor(path, name, array)
         elif name not in (PARAMETER_NAMES, SPLIT_ARRAYS):
             others.append(name)
@@ -506,8 +505,7 @@ def open_rank_files(
     degree = config.get("tensor_parallel_degree")
     count = max(max(tp for tp, _ in files) + 1, min(degree, 1000) if type(degree) is int else 1)
     stages = max(pp for _, pp in files) + 1
-    missing = [(tp, pp) for tp in range(count) for pp in range(stages) if (tp, pp) not in files]
-    if missing:
+    if missing := [(tp, pp) for tp in range(count) for pp in range(stages) if (tp, pp) not in files]:
         tp, pp = missing[0]
         raise MalformedInput(
             f"`{folder.name}` lacks the files of {len(missing)} of {count * stages} ranks, the first is tensor-parallel"
@@ -516,8 +514,7 @@ def open_rank_files(
         )
     ranks = [_stages([files[tp, pp] for pp in range(stages)]) for tp in range(count)]
     for tp, rank in enumerate(ranks):
-        different = sorted(set(rank) ^ set(ranks[0]))
-        if different:
+        if different := sorted(set(rank) ^ set(ranks[0])):
             raise MalformedInput(
                 f"`{files[tp, 0].name}` and `{files[0, 0].name}` differ in {len(different)} tensors: "
                 + listing(different),

@@ -246,8 +246,7 @@ def _sources(rule: TensorRule, targets: Sequence[LazyTensor], source: str) -> li
     except ValueError as error:
         raise _mismatch(rule, source, str(error)) from error
     expected = rule.shape[::-1] if rule.linear else rule.shape
-    wrong = next((tensor.shape for tensor in found if tensor.shape != expected), None)
-    if wrong is not None:
+    if (wrong := next((tensor.shape for tensor in found if tensor.shape != expected), None)) is not None:
         raise _mismatch(rule, source, f"expected {list(expected)}, got {list(wrong)}")
     return found
 

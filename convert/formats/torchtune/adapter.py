@@ -81,8 +81,7 @@ def open_torchtune_adapter(path: Path, base: Checkpoint, alpha: float | None = N
     settings = file.parent / CONFIG
     fields = _fields(read_json(settings)) if settings.is_file() else {}
     tensors = {WRAPPERS.sub("", name): tensor for name, tensor in read_tensors(file).items()}
-    left = [name for name in tensors if not FACTOR.fullmatch(name)]
-    if left:
+    if left := [name for name in tensors if not FACTOR.fullmatch(name)]:
         raise unplaced(left, [f"{module}.lora_a.weight" for module in MODULES], file.name, "a torchtune adapter")
     factors = _placed(pair_up(tensors, FACTOR, file.name), family, base, file.name)
     return as_adapter([file], settings if settings.is_file() else None, fields, factors, alpha)

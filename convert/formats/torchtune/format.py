@@ -83,16 +83,14 @@ def _files(path: Path) -> list[Path]:
 
 
 def _read(path: Path) -> StateFile:
-    found = open_state(_files(path)[0])
-    if found is None:
+    if (found := open_state(_files(path)[0])) is None:
         raise MalformedInput(f"`{path.name}` contains no state dict", hint="it should contain tensors by name")
     return found
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     found, warnings = _read(path), list[str]()
-    names = [name for name in found.state if "lora_" in name or name.endswith(".magnitude")]
-    if names:
+    if names := [name for name in found.state if "lora_" in name or name.endswith(".magnitude")]:
         raise UnsupportedInput(
             f"`{path.name}` holds LoRA matrices that are not merged: {listing(names)}",
             hint="give the merged weights that the recipe saves next to the adapter, or merge it into the Hugging Face "

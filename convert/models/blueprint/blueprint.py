@@ -291,8 +291,7 @@ def compare(tensors: Mapping[str, LazyTensor], plan: Blueprint, source: str) -> 
     names, shapes = dict(zip(tensors, tensors, strict=True)), dict(plan.shapes)
     missing, unexpected = _gaps(names.values(), plan, shapes)
     if missing or unexpected:
-        rules = conversions(plan.class_name, plan.model_type)
-        if rules is None:
+        if (rules := conversions(plan.class_name, plan.model_type)) is None:
             return False
         names = new_names(tensors, rules, shapes)
         shapes = _as_stored(set(names.values()), shapes, rules)
@@ -363,8 +362,7 @@ def refuse_shapes(wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], 
 def check_floats(tensors: Mapping[str, LazyTensor], source: str) -> None:
     """Refuses (MalformedInput) weights that are not floats of 16 bits or more: they are quantized, or not weights."""
     kinds = {name: tensor.dtype.name for name, tensor in tensors.items()}
-    odd = [f"{name} ({kind})" for name, kind in kinds.items() if kind not in (*FLOATS, "float64")]
-    if odd:
+    if odd := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in (*FLOATS, "float64")]:
         raise MalformedInput(
             f"`{source}` has {len(odd)} weights that are not floats: {listing(odd)}",
             hint="give the weights from before quantization",
@@ -416,8 +414,7 @@ def check_rules(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], mo
     check_sizes(config, source)
     every = set[str]().union(*layers.values())
     uneven = (f"{number}.{rest}" for number, found in layers.items() for rest in every - found)
-    lacking = [] if _has_kinds(config) else sorted(islice(uneven, LACKING_LIMIT))
-    if lacking:
+    if lacking := [] if _has_kinds(config) else sorted(islice(uneven, LACKING_LIMIT)):
         raise MalformedInput(
             f"`{source}` lacks tensors that other layers have: {listing(lacking)}",
             hint="the checkpoint is partial; transformers would fill the gaps with random weights",
@@ -450,8 +447,7 @@ def model_heads(model: ModelNames) -> tuple[str, ...]:
 
 def check_sizes(config: Mapping[str, Any], source: str) -> None:
     """Refuses (MalformedInput) sizes in a config that are not positive numbers; `source` names the file in messages."""
-    odd = [f"{name} {str(config[name])[:40]}" for name in SIZES if name in config and not _is_size(config[name])]
-    if odd:
+    if odd := [f"{name} {str(config[name])[:40]}" for name in SIZES if name in config and not _is_size(config[name])]:
         raise MalformedInput(
             f"the configuration of `{source}` has sizes that are not positive numbers: {listing(odd)}",
             hint="give the model's own `config.json` with `--config`",
