@@ -237,7 +237,9 @@ def _sources(checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> list[Path]:
 
 def plan_merge(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe) -> Merge:
     """Places all adapters' tensors on the base (plain or quantized), without writing; errors as in `merge_lora`."""
-    quantized = quantized_base(base)
+    # the quantized base, or None; MalformedInput: parts missing or mismatched, UnsupportedInput: unknown method
+    found = quantized_checkpoint(base)
+    quantized = QuantizedBase(found.stored, found.method, found.weights, found.plain) if found else None
     check_choice(recipe.base_quant, quantized, recipe.dtype)
     plain = quantized.plain if quantized else base
     result, edits = merged(plain, adapters, recipe)
@@ -310,7 +312,17 @@ class QuantizedBase(QuantizedCheckpoint):
 
     def requantized(self, merged: Checkpoint) -> tuple[Checkpoint, dict[str, PackedWeight]]:
         """The result in the base's format, and changed weights; UnsupportedInput if weights moved or were resized."""
-        self._require_in_place(merged)
+        names = {id(tensor): name for name, tensor in self.plain.items()}
+        moved = [name for name, tensor in merged.items() if name in self.plain and names.get(id(tensor), name) != name]
+        moved += [
+            name for name, weight in self.weights.items() if name not in merged or merged[name].shape != weight.shape
+        ]
+        moved += [name for name in merged if name not in self.plain and self._was_quantized(name)]
+        if moved:
+            raise UnsupportedInput(
+                f"the merge moves or resizes weights of the base, {listing(moved)} among them, which stay quantized",
+                hint="give `--base-quant dequantize`",
+            )
         changed = {
             name: weight.requantized(with_recent_rows(merged[name]))
             for name, weight in self.weights.items()
@@ -336,25 +348,6 @@ class QuantizedBase(QuantizedCheckpoint):
             for part, tensor in weight.parts.items()
             if tensor is not self.stored[part]
         }
-
-    def _require_in_place(self, merged: Checkpoint) -> None:
-        names = {id(tensor): name for name, tensor in self.plain.items()}
-        moved = [name for name, tensor in merged.items() if name in self.plain and names.get(id(tensor), name) != name]
-        moved += [
-            name for name, weight in self.weights.items() if name not in merged or merged[name].shape != weight.shape
-        ]
-        moved += [name for name in merged if name not in self.plain and self._was_quantized(name)]
-        if moved:
-            raise UnsupportedInput(
-                f"the merge moves or resizes weights of the base, {listing(moved)} among them, which stay quantized",
-                hint="give `--base-quant dequantize`",
-            )
-
-
-def quantized_base(checkpoint: Checkpoint) -> QuantizedBase | None:
-    """The quantized base, or None; MalformedInput: parts missing or mismatched, UnsupportedInput: unknown method."""
-    found = quantized_checkpoint(checkpoint)
-    return QuantizedBase(found.stored, found.method, found.weights, found.plain) if found else None
 
 
 def check_choice(choice: str | None, base: QuantizedBase | None, dtype: str) -> None:

@@ -250,31 +250,27 @@ def _explain_file(path: Path) -> LlmconvError:
     if path.suffix not in SUFFIXES and is_zip and not is_torch_file(path):
         return known_refusal(path) or _unknown(path)
     if head.startswith(b"PK") or is_torch_file(path):
-        return _explain_torch(path)
+        try:
+            content = open_torch_file(path).content
+        except LlmconvError as problem:
+            return problem
+        if isinstance(content, Stub):
+            return UnsupportedInput(
+                f"`{path.name}` is a whole object (`{str(content.function)[:80]}`), pickled with its class",
+                hint="load it where its code is, and save its `state_dict()`",
+            )
+        if isinstance(content, dict) and "ds_version" in content:
+            return InputRefused(
+                f"`{path.name}` is one file of a DeepSpeed checkpoint", hint=f"give its folder, `{path.parent}`"
+            )
+        keys = ", ".join(f"`{key}`" for key in list(content)[:4]) if isinstance(content, dict) else "not a dict"
+        return UnsupportedInput(
+            f"`{path.name}` is a torch file, but not of a known training format (it contains {keys})", hint=_known()
+        )
     if foreign := known_refusal(path) if path.suffix == ".onnx" else foreign_file(head, path.name):
         return foreign
     no_zip = explain_no_zip(path, head)
     return no_zip if isinstance(no_zip, UnsupportedInput) else _unknown(path)
-
-
-def _explain_torch(path: Path) -> LlmconvError:
-    try:
-        content = open_torch_file(path).content
-    except LlmconvError as problem:
-        return problem
-    if isinstance(content, Stub):
-        return UnsupportedInput(
-            f"`{path.name}` is a whole object (`{str(content.function)[:80]}`), pickled with its class",
-            hint="load it where its code is, and save its `state_dict()`",
-        )
-    if isinstance(content, dict) and "ds_version" in content:
-        return InputRefused(
-            f"`{path.name}` is one file of a DeepSpeed checkpoint", hint=f"give its folder, `{path.parent}`"
-        )
-    keys = ", ".join(f"`{key}`" for key in list(content)[:4]) if isinstance(content, dict) else "not a dict"
-    return UnsupportedInput(
-        f"`{path.name}` is a torch file, but not of a known training format (it contains {keys})", hint=_known()
-    )
 
 
 def _weights_next_to(path: Path) -> str:

@@ -245,7 +245,14 @@ def find_adapter(stored: Mapping[str, Any], tensors: Mapping[str, LazyTensor], p
         adapter |= {PREFIX + name: tensor for name, tensor in base.items()}
         base = {}
     found = PeftRun(path, config, base, adapter)
-    _add_biases(found, tensors)
+    # adds trained biases, which lie in the base's modules, to the adapter, as PEFT does
+    if (expected := found.config.get("bias") or "none") not in ("none", "all", "lora_only"):
+        raise _invalid("bias", expected)
+    for name, tensor in tensors.items() if expected != "none" else ():
+        module = _base_name(name).removesuffix(".bias")
+        if name.endswith(".bias") and not saved_name(name)[0] and (expected == "all" or module in found.modules):
+            found.adapter.pop(PREFIX + _base_name(name), None)
+            found.adapter[name] = tensor
     _require_complete(found)
     return found
 
@@ -314,17 +321,6 @@ def saved_name(name: str) -> tuple[str, str]:
 
 def _base_name(name: str) -> str:
     return ".".join(part for part in name.removeprefix(PREFIX).split(".") if part not in PARTS_OF_BASE)
-
-
-def _add_biases(run: PeftRun, tensors: Mapping[str, LazyTensor]) -> None:
-    """Adds trained biases, which lie in the base's modules, to the adapter, as PEFT does."""
-    if (expected := run.config.get("bias") or "none") not in ("none", "all", "lora_only"):
-        raise _invalid("bias", expected)
-    for name, tensor in tensors.items() if expected != "none" else ():
-        module = _base_name(name).removesuffix(".bias")
-        if name.endswith(".bias") and not saved_name(name)[0] and (expected == "all" or module in run.modules):
-            run.adapter.pop(PREFIX + _base_name(name), None)
-            run.adapter[name] = tensor
 
 
 def _require_complete(run: PeftRun) -> None:

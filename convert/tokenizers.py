@@ -162,6 +162,15 @@ def merges_of(model: SentencePieceModel) -> list[tuple[str, str]]:
 def tokenizer_json(model: SentencePieceModel) -> dict[str, Any]:
     """The content of `tokenizer.json`; encoding begins with bos."""
     bos = model.pieces[model.bos][0]
+    steps: list[dict[str, Any]] = []
+    if model.charsmap:
+        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(model.charsmap).decode()})
+    if model.remove_extra_whitespaces:
+        steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    if model.add_dummy_prefix:
+        steps.append({"type": "Prepend", "prepend": SPACE})
+    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
     return {
         "version": "1.0",
         "truncation": None,
@@ -171,7 +180,7 @@ def tokenizer_json(model: SentencePieceModel) -> dict[str, Any]:
             for index, (text, _, kind) in enumerate(model.pieces)
             if kind in (UNKNOWN, CONTROL, USER_DEFINED)
         ],
-        "normalizer": {"type": "Sequence", "normalizers": _normalizers(model)},
+        "normalizer": {"type": "Sequence", "normalizers": steps},
         "pre_tokenizer": None,
         "post_processor": bos_template(bos, model.bos),
         "decoder": _decoder(model),
@@ -188,19 +197,6 @@ def tokenizer_json(model: SentencePieceModel) -> dict[str, Any]:
             "merges": [list(pair) for pair in merges_of(model)],
         },
     }
-
-
-def _normalizers(model: SentencePieceModel) -> list[dict[str, Any]]:
-    steps: list[dict[str, Any]] = []
-    if model.charsmap:
-        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(model.charsmap).decode()})
-    if model.remove_extra_whitespaces:
-        steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
-        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
-    if model.add_dummy_prefix:
-        steps.append({"type": "Prepend", "prepend": SPACE})
-    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
-    return steps
 
 
 def _decoder(model: SentencePieceModel) -> dict[str, Any]:

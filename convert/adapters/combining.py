@@ -79,14 +79,6 @@ class Combination:
                 f"`--majority-sign` does not apply to `--combine {self.method}`",
                 hint="only to `ties`, `dare_ties`",
             )
-        self._check_densities(adapters)
-        if self.rank is not None and (self.rank < 1 or not METHODS[self.method].truncates):
-            raise UsageProblem(
-                f"`--rank {self.rank}` does not apply to `--combine {self.method}`",
-                hint="only `--combine svd` has a rank, of at least 1",
-            )
-
-    def _check_densities(self, adapters: int) -> None:
         pruning = ", ".join(name for name, method in METHODS.items() if method.prunes)
         if self.densities and not METHODS[self.method].prunes:
             raise UsageProblem(
@@ -101,6 +93,11 @@ class Combination:
         if odd := [density for density in self.densities if not 0 < density <= 1]:
             raise UsageProblem(
                 f"the density {odd[0]} is not above 0 and at most 1", hint="give the share to keep: `--density 0.5`"
+            )
+        if self.rank is not None and (self.rank < 1 or not METHODS[self.method].truncates):
+            raise UsageProblem(
+                f"`--rank {self.rank}` does not apply to `--combine {self.method}`",
+                hint="only `--combine svd` has a rank, of at least 1",
             )
 
     def density(self, number: int) -> float:
@@ -294,16 +291,12 @@ def kth_largest(tensor: LazyTensor, count: int) -> float:
     above = np.cumsum(counts[::-1])[::-1]
     group = int(np.flatnonzero(above >= count)[-1])
     rest = count - (int(above[group + 1]) if group + 1 < len(above) else 0)
-    return _of_group(tensor, group, rest)
-
-
-def _of_group(tensor: LazyTensor, group: int, rank: int) -> float:
     parts = []
     for start, stop in tensor.blocks():
         bits = _bits(tensor, start, stop)
         parts.append(bits[(bits >> np.uint64(SHIFT)) == group])
     members = np.concatenate(parts)
-    return float(np.partition(members, len(members) - rank)[len(members) - rank].view(np.float64))
+    return float(np.partition(members, len(members) - rest)[len(members) - rest].view(np.float64))
 
 
 def _bits(tensor: LazyTensor, start: int, stop: int) -> Array:

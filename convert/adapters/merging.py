@@ -61,7 +61,10 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
     vectors = TaskVectors(edits, adapters, recipe.weights, recipe.combination)
     for number in vectors.order:
         edits.place(adapters[number], recipe.weights[number])
-    follow_tokens(edits, embedding, head)
+    # copies trained rows of the embedding to a tied head, in place (PEFT `TrainableTokensWrapper`, `tied_adapter`)
+    tied = edits.tied or (head in edits.tensors and edits.config.get(TIE) is True)
+    if embedding in edits.tokens and tied and head not in edits.tokens:
+        edits.tokens[head] = edits.tokens[embedding]
     config = deepcopy(base.config)
     for adapter in adapters:
         config |= adapter.fields
@@ -194,13 +197,6 @@ def fit_vocabulary(edits: Edits, embedding: str | None, head: str, config: dict[
     return True
 
 
-def follow_tokens(edits: Edits, embedding: str | None, head: str) -> None:
-    """Copies trained rows of the embedding to a tied head, in place (PEFT `TrainableTokensWrapper`, `tied_adapter`)."""
-    tied = edits.tied or (head in edits.tensors and edits.config.get(TIE) is True)
-    if embedding in edits.tokens and tied and head not in edits.tokens:
-        edits.tokens[head] = edits.tokens[embedding]
-
-
 def untie(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]) -> None:
     """Gives a head that is no longer the embedding its own tensor and changes `config`; else removes it, in place."""
     if edits.tied and edits.same(head, embedding):
@@ -239,7 +235,13 @@ def follow_task(edits: Edits, adapters: Sequence[Adapter], head: str, config: di
                 "set `task_type` to CAUSAL_LM in its `adapter_config.json`",
             )
         if not architecture(config).endswith(ending):
-            config["architectures"] = [_class(str(config.get("model_type")), table)]
+            model_type = str(config.get("model_type"))
+            if model_type not in (classes := auto_classes(table)):
+                raise UnsupportedInput(
+                    f"transformers has no class for {table.lower().replace('_', ' ')} of type `{model_type[:80]}`",
+                    hint="merge it with PEFT's `merge_and_unload`, in the code that trained it",
+                )
+            config["architectures"] = [classes[model_type]]
             if head in edits.tensors and not edits.touches(head):
                 del edits.tensors[head]
                 edits.warnings.append(
@@ -254,15 +256,6 @@ def _task(adapter: Adapter) -> str:
         return adapter.config.task
     wrapped = adapter.config.base_class if not adapter.config.task else ""
     return next((task for task, (_, ending) in TASKS.items() if wrapped.endswith(ending)), "")
-
-
-def _class(model_type: str, table: str) -> str:
-    if model_type not in (classes := auto_classes(table)):
-        raise UnsupportedInput(
-            f"transformers has no class for {table.lower().replace('_', ' ')} of type `{model_type[:80]}`",
-            hint="merge it with PEFT's `merge_and_unload`, in the code that trained it",
-        )
-    return classes[model_type]
 
 
 def _head(names: Iterable[str]) -> str:

@@ -53,7 +53,14 @@ FACTOR = re.compile(r"(?P<module>.+?)\.lora_(?P<kind>embedding_)?(?P<part>[AB])(
 
 def to_adapter(path: Path, weights: tuple[Path, ...], config: LoraConfig, tensors: Mapping[str, LazyTensor]) -> Adapter:
     """The adapter of `tensors`, in the names that PEFT saves or has at run time; errors as in `open_adapter`."""
-    found = _sort(ungrouped(tensors), weights[0].name)
+    # the tensors with those of grouped experts as factors of each expert's layers; MalformedInput for other shapes
+    result: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        if match := GROUPED.fullmatch(name):
+            result |= _of_experts(name, tensor, match)
+        else:
+            result[name] = tensor
+    found = _sort(result, weights[0].name)
     # refuses modules without exactly one A and one B; a misnamed key shows as two of them
     absent = {module: _absent(parts) for module, parts in found.factors.items()}
     if missing := [f"{part} of `{module}`" for module, part in absent.items() if part]:
@@ -137,19 +144,6 @@ def _pair(module: str, parts: dict[str, LazyTensor], config: LoraConfig) -> Pair
             hint="config and tensors belong to different adapters; copy the adapter again",
         )
     a, b = dense(a, b, module, config.blocks)
-    _check_shapes(module, a, b)
-    return Pair(flat(a), flat(b), bias, embedding, magnitude, a.shape[2:])
-
-
-def flat(tensor: LazyTensor) -> LazyTensor:
-    """The tensor as a matrix: all dimensions after the first as one, as for the product of a convolution's factors."""
-    shape = (tensor.shape[0], prod(tensor.shape[1:]))
-    if tensor.shape == shape:
-        return tensor
-    return LazyTensor(tensor.dtype, shape, lambda start, stop: tensor.rows(start, stop).reshape(-1, shape[1]))
-
-
-def _check_shapes(module: str, a: LazyTensor, b: LazyTensor) -> None:
     if len(a.shape) < 2 or len(b.shape) < 2 or 0 in (*a.shape, *b.shape):
         raise MalformedInput(
             f"A of `{module}` has shape {list(a.shape)}, B {list(b.shape)}: they were saved before they were gathered",
@@ -169,6 +163,15 @@ def _check_shapes(module: str, a: LazyTensor, b: LazyTensor) -> None:
         raise MalformedInput(
             f"A of `{module}` has rank {a.shape[0]}, B has rank {b.shape[1]}", hint="copy the adapter again"
         )
+    return Pair(flat(a), flat(b), bias, embedding, magnitude, a.shape[2:])
+
+
+def flat(tensor: LazyTensor) -> LazyTensor:
+    """The tensor as a matrix: all dimensions after the first as one, as for the product of a convolution's factors."""
+    shape = (tensor.shape[0], prod(tensor.shape[1:]))
+    if tensor.shape == shape:
+        return tensor
+    return LazyTensor(tensor.dtype, shape, lambda start, stop: tensor.rows(start, stop).reshape(-1, shape[1]))
 
 
 def is_blocked(parts: tuple[str, ...], module: str) -> bool:
@@ -206,17 +209,6 @@ def dense(a: LazyTensor, b: LazyTensor, module: str, blocks: BlockDiagonal | Non
 
 GROUPED = re.compile(r"(?P<experts>.+\.experts)\.lora_(?P<of>gate_and_up|down)_(?P<part>[AB])(?:\.weight)?")
 MODULES = {"gate_and_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
-
-
-def ungrouped(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The tensors with those of grouped experts as factors of each expert's layers; MalformedInput for other shapes."""
-    result: dict[str, LazyTensor] = {}
-    for name, tensor in tensors.items():
-        if match := GROUPED.fullmatch(name):
-            result |= _of_experts(name, tensor, match)
-        else:
-            result[name] = tensor
-    return result
 
 
 def _of_experts(name: str, tensor: LazyTensor, match: re.Match[str]) -> dict[str, LazyTensor]:

@@ -463,7 +463,21 @@ def rotations(learned: ModuleTensors) -> Array:
         factors: Array = np.where(norms <= limit, 1, limit / np.maximum(norms, np.finfo(float).tiny))
         skew = skew * factors
     if settings.flag("use_cayley_neumann", True):
-        return neumann(skew, int(settings.positive("num_cayley_neumann_terms", 5)))
+        # the series with n terms: I + 2Q + … + 2Qⁿ⁻² + Qⁿ⁻¹; with three, PEFT computes I + 2Q + 2Q² + Q³
+        terms = int(settings.positive("num_cayley_neumann_terms", 5))
+        identity: Array = np.broadcast_to(np.eye(skew.shape[-1]), skew.shape)
+        if terms < 2:
+            return identity
+        total: Array = identity + 2 * skew
+        if terms == 2:
+            return total
+        power = skew @ skew
+        total = total + 2 * power
+        for _ in range(3, terms - 1):
+            power = power @ skew
+            total = total + 2 * power
+        last: Array = power @ skew
+        return total + last
     return cayley(skew)
 
 
@@ -472,23 +486,6 @@ def cayley(skew: Array) -> Array:
     identity = np.eye(skew.shape[-1])
     solved: Array = np.linalg.solve(identity - skew, identity + skew)
     return solved.transpose(0, 2, 1)
-
-
-def neumann(skew: Array, terms: int) -> Array:
-    """The series with n terms: I + 2Q + … + 2Qⁿ⁻² + Qⁿ⁻¹; with three, PEFT computes I + 2Q + 2Q² + Q³."""
-    identity: Array = np.broadcast_to(np.eye(skew.shape[-1]), skew.shape)
-    if terms < 2:
-        return identity
-    total: Array = identity + 2 * skew
-    if terms == 2:
-        return total
-    power = skew @ skew
-    total = total + 2 * power
-    for _ in range(3, terms - 1):
-        power = power @ skew
-        total = total + 2 * power
-    last: Array = power @ skew
-    return total + last
 
 
 OFT = Tuner(

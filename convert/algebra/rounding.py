@@ -82,24 +82,20 @@ def widen(values: Array) -> Array:
         wide: Array = bits.view(np.float32)
         return wide
     if values.dtype == np.float16 and values.flags.c_contiguous:
-        return widen_float16(values)
+        # C-contiguous float16 `values` in float32
+        result = np.empty(values.shape, np.float32)
+        source, target = values.reshape(-1).view(np.int16), result.reshape(-1)
+        for start in range(0, len(source), TILE):
+            tile, bits = target[start : start + TILE], source[start : start + TILE]
+            if not _has_subnormals() or (bits & INFINITY).max() == INFINITY:
+                return values.astype(np.float32)
+            moved = tile.view(np.int32)
+            moved[...] = bits
+            moved <<= SHIFT
+            moved &= ~0x70000000  # the copies of the sign
+            tile *= UP
+        return result
     return values if values.dtype.itemsize >= 4 else values.astype(np.float32)
-
-
-def widen_float16(values: Array) -> Array:
-    """C-contiguous float16 `values` in float32."""
-    result = np.empty(values.shape, np.float32)
-    source, target = values.reshape(-1).view(np.int16), result.reshape(-1)
-    for start in range(0, len(source), TILE):
-        tile, bits = target[start : start + TILE], source[start : start + TILE]
-        if not _has_subnormals() or (bits & INFINITY).max() == INFINITY:
-            return values.astype(np.float32)
-        moved = tile.view(np.int32)
-        moved[...] = bits
-        moved <<= SHIFT
-        moved &= ~0x70000000  # the copies of the sign
-        tile *= UP
-    return result
 
 
 def round_to_float16(target: Array, values: Array) -> bool:

@@ -191,7 +191,12 @@ class Differences:
                 below[: last - start] = self._operand(base.rows(start, last), name)
             result = _rounded(above - below, stored, name)
             restored = _rounded(below + widen(result), stored, name)
-            self._counts[number, start] = rows.size, _unlike(rows, restored)
+            # the number of elements whose values differ by a bit, in the wider of the two types
+            wide, other = widen(rows), widen(restored)
+            if wide.dtype != other.dtype:
+                wide, other = wide.astype(np.float64), other.astype(np.float64)
+            bits = np.dtype(f"u{wide.itemsize}")
+            self._counts[number, start] = rows.size, int(np.count_nonzero(wide.view(bits) != other.view(bits)))
             return result
 
         return LazyTensor(stored, tuned.shape, load)
@@ -225,15 +230,6 @@ def _rounded(values: Array, dtype: DType, name: str) -> Array:
     except UnsupportedInput as error:
         raise UnsupportedInput(f"`{name}` has a value too large for {dtype.name}", hint=EXACT) from error
     return result
-
-
-def _unlike(tuned: Array, restored: Array) -> int:
-    """The number of elements whose values differ by a bit, in the wider of the two types."""
-    wide, other = widen(tuned), widen(restored)
-    if wide.dtype != other.dtype:
-        wide, other = wide.astype(np.float64), other.astype(np.float64)
-    bits = np.dtype(f"u{wide.itemsize}")
-    return int(np.count_nonzero(wide.view(bits) != other.view(bits)))
 
 
 FLOAT16, FLOAT32 = BY_NAME["float16"], BY_NAME["float32"]
@@ -485,7 +481,16 @@ def plan_script_delta(base: Checkpoint, tuned: Checkpoint, to: str, max_shard_si
     below, above = (_weights(side, script) for side in (base, tuned))
     if odd := sorted(below.keys() ^ above.keys()):
         raise UnsupportedInput(f"only one of the two models has {listing(odd)}", hint=WITHOUT)
-    grown = _one_token_more(below, above, script)
+    # the names of the matrices with one token more; UnsupportedInput for any other difference in shape
+    grown = [name for name in above if above[name].shape != below[name].shape]
+    if wrong := [name for name in grown if not is_vocabulary(name) or above[name].shape[1:] != below[name].shape[1:]]:
+        shapes = [f"{name} {list(above[name].shape)} for {list(below[name].shape)}" for name in wrong]
+        raise UnsupportedInput(f"shape mismatch for {len(wrong)} tensors: {listing(shapes)}", hint=WITHOUT)
+    if more := sorted({above[name].num_rows - below[name].num_rows for name in grown} - {1}):
+        change = f"{more[0]} more" if more[0] > 0 else f"{-more[0]} fewer"
+        raise UnsupportedInput(
+            f"the tuned model has {change} tokens, and {script.title}'s script adds one, `[PAD]`, or none", hint=WITHOUT
+        )
     differences = Differences(script.arithmetic)
     if script.mean_rows:
         below = {n: with_mean_rows(t, above[n].num_rows) if n in grown else t for n, t in below.items()}
@@ -496,11 +501,7 @@ def plan_script_delta(base: Checkpoint, tuned: Checkpoint, to: str, max_shard_si
     delta = replace(tuned, tensors=tensors, config=with_dtype(config, tensors))
     warnings = [f"dropped {listing(code)} from the configuration: a delta contains no code"] if code else []
     warnings += _warnings(base, tuned, script, grown=bool(grown))
-    return WrittenDelta(Plan(delta, *_script_files(delta, max_shard_size), tuple(warnings)), differences)
-
-
-def _script_files(delta: Checkpoint, max_shard_size: str | int) -> tuple[tuple[Shard, ...], dict[str, bytes]]:
-    """Torch files with an index, also where there is one file: FastChat's `--low-cpu-mem` reads no other names."""
+    # torch files with an index, also where there is one file: FastChat's `--low-cpu-mem` reads no other names
     groups = by_size(delta.tensors, parse_size(max_shard_size))
     shards = tuple(
         Shard(f"pytorch_model-{number:05}-of-{len(groups):05}.bin", group, torch_pieces)
@@ -509,7 +510,7 @@ def _script_files(delta: Checkpoint, max_shard_size: str | int) -> tuple[tuple[S
     weight_map = {name: shard.name for shard in shards for name in shard.tensors}
     index = {"metadata": {"total_size": delta.nbytes}, "weight_map": weight_map}
     small = {"config.json": json_bytes(delta.config), "pytorch_model.bin.index.json": json_bytes(index)}
-    return shards, {**delta.side_files, **small}
+    return WrittenDelta(Plan(delta, shards, {**delta.side_files, **small}, tuple(warnings)), differences)
 
 
 def _weights(side: Checkpoint, script: Script) -> NamedTensors:
@@ -524,20 +525,6 @@ def _weights(side: Checkpoint, script: Script) -> NamedTensors:
             hint=WITHOUT,
         )
     return tensors
-
-
-def _one_token_more(below: NamedTensors, above: NamedTensors, script: Script) -> list[str]:
-    """The names of the matrices with one token more; UnsupportedInput for any other difference in shape."""
-    odd = [name for name in above if above[name].shape != below[name].shape]
-    if wrong := [name for name in odd if not is_vocabulary(name) or above[name].shape[1:] != below[name].shape[1:]]:
-        shapes = [f"{name} {list(above[name].shape)} for {list(below[name].shape)}" for name in wrong]
-        raise UnsupportedInput(f"shape mismatch for {len(wrong)} tensors: {listing(shapes)}", hint=WITHOUT)
-    if more := sorted({above[name].num_rows - below[name].num_rows for name in odd} - {1}):
-        change = f"{more[0]} more" if more[0] > 0 else f"{-more[0]} fewer"
-        raise UnsupportedInput(
-            f"the tuned model has {change} tokens, and {script.title}'s script adds one, `[PAD]`, or none", hint=WITHOUT
-        )
-    return odd
 
 
 def _require_recognized(base: Checkpoint, delta: NamedTensors, above: NamedTensors) -> None:

@@ -107,16 +107,6 @@ def byte_planes(change: Array) -> Array:
     return content
 
 
-def from_planes(content: bytes, itemsize: int) -> Array:
-    """The reverse of `byte_planes`; the length of `content` is a multiple of `itemsize`."""
-    first, *others = np.frombuffer(content, np.uint8).reshape(itemsize, -1)
-    steps = first.astype(f"<u{itemsize}")
-    for plane in others:
-        steps <<= 8
-        steps |= plane
-    return np.asarray(steps)
-
-
 def can_predict(base: LazyTensor, dtype: DType, shape: tuple[int, ...]) -> bool:
     """Whether a tuned tensor can be stored as a difference from `base`: equal row shape, equal dtype or both float."""
     same_rows = len(base.shape) == len(shape) and base.shape[1:] == shape[1:]
@@ -230,7 +220,9 @@ class ExactDelta:
         if not whole:
             cut = {one.base.name for one in self.stored.values() if one.base and one.shape[:1] < one.base.shape[:1]}
             sources = {name: sources[name] for name in cut}
-        if different := _different(sources, base):
+        # the names of the base's tensors with another sha256
+        digests = prefetch(partial(_sha256, base[name]) for name in sources)
+        if different := [name for name, digest in zip(sources, digests, strict=True) if digest != sources[name].sha256]:
             raise self._other_base(
                 f"{len(different)} of {len(sources)} tensors have other values: {listing(different)}"
             )
@@ -243,12 +235,6 @@ class ExactDelta:
             f"the base is not the one that `{self.path.absolute().name}` was made from: {problem}",
             hint=f"give the model that the delta was extracted from (its folder was called `{self.base_name}`)",
         )
-
-
-def _different(sources: Mapping[str, BaseTensor], base: Checkpoint) -> list[str]:
-    """The names of the base's tensors with another sha256."""
-    digests = prefetch(partial(_sha256, base[name]) for name in sources)
-    return [name for name, digest in zip(sources, digests, strict=True) if digest != sources[name].sha256]
 
 
 def _sha256(tensor: LazyTensor) -> str:
@@ -481,7 +467,13 @@ class DeltaTensor:
         rows = predicted_rows(known, self.dtype, shape)
         if block.size:
             content = self._unpacked(block.position, block.size, prod(shape) * self.dtype.itemsize)
-            rows = with_differences(rows, from_planes(content, self.dtype.itemsize))
+            # the reverse of `byte_planes`; the length of `content` is a multiple of `itemsize`
+            first, *others = np.frombuffer(content, np.uint8).reshape(self.dtype.itemsize, -1)
+            steps = first.astype(f"<u{self.dtype.itemsize}")
+            for plane in others:
+                steps <<= 8
+                steps |= plane
+            rows = with_differences(rows, np.asarray(steps))
         crc = block.base_crc if rows is known else crc32(as_bytes(rows))  # the base's rows are already checked
         if crc != block.crc:
             _refuse(self.path, "has a wrong checksum of the tuned rows")

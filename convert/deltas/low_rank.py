@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import sqrt
 from threading import Lock
-from typing import Any
 
 import numpy as np
 
@@ -280,7 +279,27 @@ def plan_low_rank(base: Checkpoint, tuned: Checkpoint, rank: int, dtype: str) ->
     tensors |= {_stored_name(name, products): above[name] for name in whole}
     if dtype != "keep":
         tensors = {name: cast(tensor, BY_NAME[dtype]) for name, tensor in tensors.items()}
-    config = _adapter_config(base, rank, changes, whole, turned=bool(turned))
+    small = {_module(name): min(change.shape) for name, change in changes.items() if min(change.shape) < rank}
+    biases = [name for name in whole if _is_linear_bias(name, base)]
+    saved = sorted({_module(name) for name in whole if name not in biases})
+    config = {
+        "alpha_pattern": small,
+        "base_model_name_or_path": base.path.absolute().name,
+        "bias": "all" if biases else "none",
+        "fan_in_fan_out": bool(turned),
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": rank,
+        "lora_dropout": 0.0,
+        "modules_to_save": saved or None,
+        "peft_type": "LORA",
+        "r": rank,
+        "rank_pattern": small,
+        "target_modules": sorted(map(_module, changes)),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
     adapter = replace(tuned, tensors=tensors, config=config)
     warnings = tuple(_warnings(base, tuned, below, above, whole))
     plan = plan_checkpoint(replace(tuned, tensors={}, adapter=adapter))
@@ -394,32 +413,6 @@ def _stored_name(name: str, products: list[str]) -> str:
     """PEFT's name for a tensor that is stored whole; that of a layer with a product has one more level."""
     module, _, kind = name.rpartition(".")
     return f"{PREFIX}{module}.base_layer.{kind}" if f"{module}.weight" in products else PREFIX + name
-
-
-def _adapter_config(
-    base: Checkpoint, rank: int, changes: Mapping[str, MatrixChange], whole: list[str], *, turned: bool
-) -> dict[str, Any]:
-    small = {_module(name): min(change.shape) for name, change in changes.items() if min(change.shape) < rank}
-    biases = [name for name in whole if _is_linear_bias(name, base)]
-    saved = sorted({_module(name) for name in whole if name not in biases})
-    return {
-        "alpha_pattern": small,
-        "base_model_name_or_path": base.path.absolute().name,
-        "bias": "all" if biases else "none",
-        "fan_in_fan_out": turned,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "lora_alpha": rank,
-        "lora_dropout": 0.0,
-        "modules_to_save": saved or None,
-        "peft_type": "LORA",
-        "r": rank,
-        "rank_pattern": small,
-        "target_modules": sorted(map(_module, changes)),
-        "task_type": "CAUSAL_LM",
-        "use_dora": False,
-        "use_rslora": False,
-    }
 
 
 def _warnings(

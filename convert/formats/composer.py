@@ -54,7 +54,13 @@ from llmconv.tensors import LazyTensor
 
 
 def _detect(path: Path) -> bool:
-    return is_run(path)
+    if is_folder(path):
+        return True
+    if not is_torch_file(path):
+        return is_sharded(path)
+    content = open_torch_file(path).content
+    # a state dict of a torch optimizer has a `state`, too
+    return isinstance(content, dict) and "state" in content and "param_groups" not in content
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
@@ -164,17 +170,6 @@ def branch(value: Any, *keys: str) -> dict[Any, Any]:
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value if isinstance(value, dict) else {}
-
-
-def is_run(path: Path) -> bool:
-    """Whether `path` is a Composer run, by its content."""
-    if is_folder(path):
-        return True
-    if not is_torch_file(path):
-        return is_sharded(path)
-    content = open_torch_file(path).content
-    # a state dict of a torch optimizer has a `state`, too
-    return isinstance(content, dict) and "state" in content and "param_groups" not in content
 
 
 def open_run(path: Path) -> ComposerRun:
@@ -327,7 +322,13 @@ def open_sharded(path: Path) -> tuple[dict[str, Any], Callable[[str, Any], LazyT
         known = {name: folder.values(state.get(name, {})) for name in ("integrations", "metadata")}
         rest = {**folder.tree, **state}
         left = sizes_of({name: tree for name, tree in rest.items() if name not in ("state", MODEL_KEY, *known)})
-    content = {"state": {MODEL_KEY: _lazy(folder, model), **_with_empty_files(known)}}
+    # restores the content of JSON files that are an empty dict, which torch does not store
+    huggingface = known["integrations"].get("huggingface") if isinstance(known["integrations"], dict) else None
+    files = huggingface.get("tokenizer") if isinstance(huggingface, dict) else None
+    for entry in files.values() if isinstance(files, dict) else ():
+        if isinstance(entry, dict) and entry.get("file_extension") == ".json":
+            entry.setdefault("content", {})
+    content = {"state": {MODEL_KEY: _lazy(folder, model), **known}}
     return content, lambda _, tensor: tensor, folder.shards, left
 
 
@@ -335,16 +336,6 @@ def _lazy(folder: DistributedFolder, model: Any) -> dict[str, Any]:
     """The state dict with a LazyTensor for each tensor, and bytes items unchanged."""
     entries = model.items() if isinstance(model, Mapping) else ()
     return {str(key): folder.tensor(str(key), item) if isinstance(item, TensorItem) else item for key, item in entries}
-
-
-def _with_empty_files(known: dict[str, Any]) -> dict[str, Any]:
-    """Restores the content of JSON files that are an empty dict, which torch does not store."""
-    huggingface = known["integrations"].get("huggingface") if isinstance(known["integrations"], dict) else None
-    files = huggingface.get("tokenizer") if isinstance(huggingface, dict) else None
-    for entry in files.values() if isinstance(files, dict) else ():
-        if isinstance(entry, dict) and entry.get("file_extension") == ".json":
-            entry.setdefault("content", {})
-    return known
 
 
 def refuse_rank_file(path: Path, model: Any) -> None:

@@ -52,7 +52,8 @@ def _detect(path: Path) -> bool:
 
 def _in_hugging_face_names(found: StateFile) -> bool:
     """Whether the names are those of a transformers model, possibly with the embedding only under the head's name."""
-    if _is_mindspore(found.path):
+    files = [found.path] if found.path.is_file() else one_checkpoint(found.path)
+    if any(header_of(file).metadata.get("format") == "ms" for file in files[:1]):
         return False
     if owner(found) is None and has_hugging_face_names(found):
         return True
@@ -62,11 +63,6 @@ def _in_hugging_face_names(found: StateFile) -> bool:
     return (layers and any(name.endswith(HEADS) for name in found.state)) or (
         layers and is_safetensors_shard(found.path)
     )
-
-
-def _is_mindspore(path: Path) -> bool:
-    files = [path] if path.is_file() else one_checkpoint(path)
-    return any(header_of(file).metadata.get("format") == "ms" for file in files[:1])
 
 
 def _read(path: Path, config: Mapping[str, Any]) -> StateFile:

@@ -142,7 +142,7 @@ def model_of_class(config: Mapping[str, Any], name: str, dtype: str = "float32")
     fields = without_fetching(constructor_fields(config))
     with building():
         kind: Any = getattr(transformers, name, None) if CLASS_NAME.fullmatch(name) else None
-        if not (is_model := isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
             raise NotBuildable(f"transformers has no model `{name}`")
         settings = AutoConfig.for_model(str(config.get("model_type")), **fields)
         part = settings.get_text_config()
@@ -310,7 +310,17 @@ class NamesInMemory:
         with quiet():
             made = rule.convert(key, model=self._model, config=self._model.config)
         origins = {name: self._origin(name, value, names, starts) for name, value in made.items()}
-        return Joint(_inverted(names, layouts, origins), origins)
+        # the location of the stored tensors' lines in those in memory; NotBuildable if a line is in none of them
+        result = {}
+        for number, (name, layout) in enumerate(zip(names, layouts, strict=True)):
+            owner, line = (np.full(layout.count, -1, np.int64) for _ in range(2))
+            for place, origin in enumerate(origins.values()):
+                mine = np.flatnonzero(origin.owner == number)
+                owner[origin.line[mine]], line[origin.line[mine]] = place, mine
+            if (owner < 0).any():
+                raise NotBuildable(f"`{name}` is only partly in the model")
+            result[name] = Origin(layout, tuple(origins), owner, line)
+        return Joint(result, origins)
 
     def _origin(self, name: str, made: Any, names: list[str], starts: Any) -> Origin:
         made = made[0] if isinstance(made, list) else made
@@ -343,20 +353,6 @@ def _numbered(lines: Lines, start: int) -> Any:
     shape = lines.shape if len(lines.shape) == 1 else (*lines.shape[:-1], 1)
     shape = (lines.shape[0], 1) if len(lines.shape) > 3 else shape
     return torch.arange(start, start + lines.count).reshape(shape)
-
-
-def _inverted(names: list[str], layouts: list[Lines], origins: Mapping[str, Origin]) -> dict[str, Origin]:
-    """The location of the stored tensors' lines in those in memory; NotBuildable if a line is in none of them."""
-    result = {}
-    for number, (name, layout) in enumerate(zip(names, layouts, strict=True)):
-        owner, line = (np.full(layout.count, -1, np.int64) for _ in range(2))
-        for place, origin in enumerate(origins.values()):
-            mine = np.flatnonzero(origin.owner == number)
-            owner[origin.line[mine]], line[origin.line[mine]] = place, mine
-        if (owner < 0).any():
-            raise NotBuildable(f"`{name}` is only partly in the model")
-        result[name] = Origin(layout, tuple(origins), owner, line)
-    return result
 
 
 def classes(config: Mapping[str, Any], others: Collection[str]) -> list[str]:

@@ -97,7 +97,20 @@ def native_config(config: Mapping[str, Any], source: str, warnings: list[str]) -
         raise UnsupportedInput(
             f"`{source}` is an MPT of LLM Foundry that transformers' MPT cannot express: {options}", hint=HINT
         )
-    warnings += _larger(attention, _width(config, ffn, sizes), sizes)
+    # lines about what transformers' class has no smaller form of
+    width = _width(config, ffn, sizes)
+    heads, found = _key_heads(attention, sizes), []
+    if heads != sizes["n_heads"]:
+        found.append(
+            f"keys and values of {heads} heads are repeated for {sizes['n_heads']}, since transformers' MPT has as "
+            "many as queries: weights and caches are larger, and results the same"
+        )
+    if width != 4 * sizes["d_model"]:
+        found.append(
+            f"the MLP of width {int(width)} is filled up with zeros to {4 * sizes['d_model']}, the only width of "
+            "transformers' MPT: weights are larger, and results the same"
+        )
+    warnings += found
     if attention.get("attn_pdrop"):
         warnings.append(f"left out `attn_pdrop` {attention['attn_pdrop']}, which matters only in training")
     kept = {name: value for name, value in config.items() if name not in FOUNDRY_ONLY}
@@ -210,22 +223,6 @@ def _key_heads(attention: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
     kind = attention.get("attn_type", "multihead_attention")
     known = {"multihead_attention": sizes["n_heads"], "multiquery_attention": 1}
     return known.get(kind, attention.get("kv_n_heads"))
-
-
-def _larger(attention: Mapping[str, Any], width: int, sizes: Mapping[str, int]) -> list[str]:
-    """Lines about what transformers' class has no smaller form of."""
-    heads, found = _key_heads(attention, sizes), []
-    if heads != sizes["n_heads"]:
-        found.append(
-            f"keys and values of {heads} heads are repeated for {sizes['n_heads']}, since transformers' MPT has as "
-            "many as queries: weights and caches are larger, and results the same"
-        )
-    if width != 4 * sizes["d_model"]:
-        found.append(
-            f"the MLP of width {int(width)} is filled up with zeros to {4 * sizes['d_model']}, the only width of "
-            "transformers' MPT: weights are larger, and results the same"
-        )
-    return found
 
 
 def _other_than(

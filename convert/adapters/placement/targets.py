@@ -247,7 +247,24 @@ class AdapterTargets:
         if name in self.parts:
             yield from self._change_part(module, pair, weight, self.parts[name])
         elif self._is_fused(name, pair):
-            yield from self._change_experts(module, pair, weight, name)
+            # the pairs of all experts, for a base with one fused tensor or separate ones
+            experts, _ = self._sizes(name)
+            if pair.rank % experts:
+                raise MalformedInput(
+                    f"the adapter has {pair.rank} rows of A for the {experts} experts of `{name}`",
+                    hint="the adapter was trained on another model; see its `base_model_name_or_path`",
+                )
+            scale = weight * self._scale(module, pair.rank // experts)
+            layout = ExpertLayout(experts, self._experts_transposed, self.adapter.config.fused_by_unsloth)
+            for index, change in enumerate(layout.changes(pair.a, pair.b, scale)):
+                if name in self.tensors:
+                    yield name, [ExpertProduct(index, 0, self.tensors[name].shape[1], change)]
+                    continue
+                first = 0
+                for tensor in self.stacks[name][index]:
+                    count = self.tensors[tensor].shape[0]
+                    yield tensor, [_rows(change, first, count)]
+                    first += count
         else:
             yield name, self._change(module, pair, weight, name)
 
@@ -303,26 +320,6 @@ class AdapterTargets:
             raise other_base(self.adapter.name, self.wanted[module], there, own)
         factors = self._factors(module, pair, weight, transposed=transposed)
         yield part.tensor, [ExpertProduct(part.expert, part.first, part.count, change) for change in factors]
-
-    def _change_experts(self, module: str, pair: Pair, weight: float, name: str) -> NamedChanges:
-        """The pairs of all experts, for a base with one fused tensor or separate ones."""
-        experts, _ = self._sizes(name)
-        if pair.rank % experts:
-            raise MalformedInput(
-                f"the adapter has {pair.rank} rows of A for the {experts} experts of `{name}`",
-                hint="the adapter was trained on another model; see its `base_model_name_or_path`",
-            )
-        scale = weight * self._scale(module, pair.rank // experts)
-        layout = ExpertLayout(experts, self._experts_transposed, self.adapter.config.fused_by_unsloth)
-        for index, change in enumerate(layout.changes(pair.a, pair.b, scale)):
-            if name in self.tensors:
-                yield name, [ExpertProduct(index, 0, self.tensors[name].shape[1], change)]
-                continue
-            first = 0
-            for tensor in self.stacks[name][index]:
-                count = self.tensors[tensor].shape[0]
-                yield tensor, [_rows(change, first, count)]
-                first += count
 
     @cached_property
     def _experts_transposed(self) -> bool:

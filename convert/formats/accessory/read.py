@@ -84,7 +84,22 @@ def open_shards(folder: Path, kind: re.Pattern[str] = SHARD) -> list[dict[str, L
             hint="give the folder that training started from, or that it saved",
         )
     shards = [_without_prefix(open_shard(folder / numbers[number], "model")) for number in sorted(numbers)]
-    _check_same(folder, shards)
+    # refuses shards that differ in names, shapes or dtypes; each whole expert must lie in one shard only
+    layouts = [
+        {name: (tensor.dtype.name, tensor.shape) for name, tensor in shard.items() if not EXPERT.search(name)}
+        for shard in shards
+    ]
+    if different := sorted({name for layout in layouts for name, _ in layout.items() ^ layouts[0].items()}):
+        raise MalformedInput(
+            f"the shards of `{folder.name}` differ in {len(different)} tensors: {listing(different)}",
+            hint="the shards belong to different checkpoints; copy the folder again",
+        )
+    experts = [name for shard in shards for name in shard if EXPERT.search(name)]
+    if len(set(experts)) != len(experts):
+        raise MalformedInput(
+            f"two shards of `{folder.name}` contain the same expert",
+            hint="a shard was copied twice; copy the folder again",
+        )
     return shards
 
 
@@ -125,25 +140,6 @@ def _check_numbers(folder: Path, numbers: Mapping[int, str], count: int) -> None
 
 def _without_prefix(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     return {name.removeprefix("llma."): tensor for name, tensor in tensors.items()}
-
-
-def _check_same(folder: Path, shards: Sequence[dict[str, LazyTensor]]) -> None:
-    """Refuses shards that differ in names, shapes or dtypes; each whole expert must lie in one shard only."""
-    layouts = [
-        {name: (tensor.dtype.name, tensor.shape) for name, tensor in shard.items() if not EXPERT.search(name)}
-        for shard in shards
-    ]
-    if different := sorted({name for layout in layouts for name, _ in layout.items() ^ layouts[0].items()}):
-        raise MalformedInput(
-            f"the shards of `{folder.name}` differ in {len(different)} tensors: {listing(different)}",
-            hint="the shards belong to different checkpoints; copy the folder again",
-        )
-    experts = [name for shard in shards for name in shard if EXPERT.search(name)]
-    if len(set(experts)) != len(experts):
-        raise MalformedInput(
-            f"two shards of `{folder.name}` contain the same expert",
-            hint="a shard was copied twice; copy the folder again",
-        )
 
 
 def join(

@@ -153,9 +153,21 @@ def open_model(save: Save) -> SavedModel:
     version = f"deepspeed {states.version}".strip()
     shards = len(masters) if save.universal else len(save.optimizers) or 1
     dropped = ("the optimizer's moments",) if masters else ()
-    return SavedModel(
-        tensors | rest, version, shards, _warnings(save, states, masters, rest), dropped + _dropped(states, rest)
-    )
+    warnings = []
+    half = _half_dtype(states)
+    if masters and half:
+        warnings.append(f"these are the float32 master weights; `--dtype {half}` converts to the dtype of the run")
+    if not masters and states.param_shapes() is not None:
+        warnings.append(f"`{save.name}` has no optimizer states: the weights are the module's, not the master weights")
+    copies = [name for name, tensor in states.tensors("module").items() if prod(tensor.shape) and name not in rest]
+    parts = []
+    if copies:
+        parts.append("the module's copies of the master weights")
+    if isinstance(states.content.get("optimizer"), dict):
+        parts.append("the optimizer's state")
+    if states.content.get("lr_scheduler") is not None:
+        parts.append("the schedule of the learning rate")
+    return SavedModel(tensors | rest, version, shards, tuple(warnings), dropped + tuple(parts))
 
 
 def _states_path(save: Save) -> Path:
@@ -206,18 +218,6 @@ def _rest(save: Save, states: ModelStates, known: Mapping[str, LazyTensor]) -> d
     return rest
 
 
-def _warnings(
-    save: Save, states: ModelStates, masters: Mapping[str, LazyTensor], rest: Mapping[str, LazyTensor]
-) -> tuple[str, ...]:
-    warnings = []
-    half = _half_dtype(states)
-    if masters and half:
-        warnings.append(f"these are the float32 master weights; `--dtype {half}` converts to the dtype of the run")
-    if not masters and states.param_shapes() is not None:
-        warnings.append(f"`{save.name}` has no optimizer states: the weights are the module's, not the master weights")
-    return tuple(warnings)
-
-
 def _half_dtype(states: ModelStates) -> str:
     """The 16-bit dtype of the training run, or empty."""
     settings = states.content.get("ds_config")
@@ -228,18 +228,6 @@ def _half_dtype(states: ModelStates) -> str:
     return next(
         (tensor.dtype.name for tensor in states.tensors("module").values() if tensor.dtype.name in HALF_DTYPES), ""
     )
-
-
-def _dropped(states: ModelStates, rest: Mapping[str, LazyTensor]) -> tuple[str, ...]:
-    copies = [name for name, tensor in states.tensors("module").items() if prod(tensor.shape) and name not in rest]
-    parts = []
-    if copies:
-        parts.append("the module's copies of the master weights")
-    if isinstance(states.content.get("optimizer"), dict):
-        parts.append("the optimizer's state")
-    if states.content.get("lr_scheduler") is not None:
-        parts.append("the schedule of the learning rate")
-    return tuple(parts)
 
 
 WEIGHTS = "fp32.pt"

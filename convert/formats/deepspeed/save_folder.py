@@ -241,12 +241,6 @@ def open_masters(save: Save, states: ModelStates) -> dict[str, LazyTensor]:
     ranks = open_ranks(save)
     if ranks[0].stage == 3:
         return _stage_3(save, ranks, {name: shape for group in groups for name, shape in group.items()})
-    return _stage_2(save, ranks, groups)
-
-
-def _stage_2(
-    save: Save, ranks: Sequence[RankStates], groups: Sequence[Mapping[str, tuple[int, ...]]]
-) -> dict[str, LazyTensor]:
     partitions = [rank.flat_weights() for rank in ranks]
     if any(len(flat_weights) != len(groups) for flat_weights in partitions):
         raise _mismatch(save, f"{len(partitions[0])} groups of flat weights for {len(groups)} groups of parameters")

@@ -36,7 +36,21 @@ EPSILONS = ("layernorm_epsilon", "norm_epsilon")
 def to_config(arguments: Arguments, family: Family) -> dict[str, Any]:
     """`config.json` without vocabulary and ids; UnsupportedInput: no such family, MalformedInput: invalid values."""
     if family.model_type == "gpt2":
-        return _gpt2(arguments)
+        width, heads = arguments.count("hidden_size"), arguments.count("num_attention_heads")
+        _refuse_groups(arguments)
+        if head_dim(arguments) * heads != width:
+            raise arguments.unsupported("kv_channels")
+        return {
+            "model_type": "gpt2",
+            "n_embd": width,
+            "n_inner": arguments.count("ffn_hidden_size", 4 * width),
+            "n_layer": arguments.count("num_layers"),
+            "n_head": heads,
+            "n_positions": arguments.count("max_position_embeddings"),
+            "layer_norm_epsilon": epsilon(arguments),
+            "activation_function": {"tanh": "gelu_new", "none": "gelu"}[gelu(arguments)],
+            "tie_word_embeddings": is_tied(arguments),
+        }
     heads = arguments.count("num_attention_heads")
     config: dict[str, Any] = {
         "model_type": family.model_type,
@@ -66,24 +80,6 @@ def to_config(arguments: Arguments, family: Family) -> dict[str, Any]:
     if family.model_type == "llama":
         config["mlp_bias"] = family.bias
     return config | (_experts(arguments, family) if family.experts else {})
-
-
-def _gpt2(arguments: Arguments) -> dict[str, Any]:
-    width, heads = arguments.count("hidden_size"), arguments.count("num_attention_heads")
-    _refuse_groups(arguments)
-    if head_dim(arguments) * heads != width:
-        raise arguments.unsupported("kv_channels")
-    return {
-        "model_type": "gpt2",
-        "n_embd": width,
-        "n_inner": arguments.count("ffn_hidden_size", 4 * width),
-        "n_layer": arguments.count("num_layers"),
-        "n_head": heads,
-        "n_positions": arguments.count("max_position_embeddings"),
-        "layer_norm_epsilon": epsilon(arguments),
-        "activation_function": {"tanh": "gelu_new", "none": "gelu"}[gelu(arguments)],
-        "tie_word_embeddings": is_tied(arguments),
-    }
 
 
 def _neox(arguments: Arguments) -> dict[str, Any]:
@@ -287,9 +283,13 @@ def family_of(arguments: Arguments, wanted: str | None) -> Family:
 def _parts(arguments: Arguments) -> dict[str, Any]:
     """The attributes of a Family, from the arguments."""
     bias = has_bias(arguments)
+    # whether the norms are RMSNorm; UnsupportedInput unless that or LayerNorm
+    kind = arguments.word("normalization", "LayerNorm").lower()
+    if kind not in NORMS:
+        raise arguments.unsupported("normalization")
     return {
         "rope": position_kind(arguments) == "rope",
-        "rms": norm_kind(arguments),
+        "rms": NORMS[kind],
         "gated": arguments.flag("swiglu"),
         "bias": bias,
         "qkv_bias": bias or arguments.flag("add_qkv_bias"),
@@ -338,14 +338,6 @@ def position_kind(arguments: Arguments) -> str:
     if kind == POSITIONS[0] and not arguments.flag("add_position_embedding", default=True):
         raise arguments.unsupported("add_position_embedding")
     return kind
-
-
-def norm_kind(arguments: Arguments) -> bool:
-    """Whether the norms are RMSNorm; UnsupportedInput unless that or LayerNorm."""
-    kind = arguments.word("normalization", "LayerNorm").lower()
-    if kind not in NORMS:
-        raise arguments.unsupported("normalization")
-    return NORMS[kind]
 
 
 def window_of(arguments: Arguments) -> int | None:

@@ -111,36 +111,33 @@ SILU, GELU = ".silu", ".gelu"
 def read_nemo(folder: Path) -> dict[str, Any]:
     """Arguments of NeMo or Megatron Bridge, or none; MalformedInput: another file, UnsupportedInput: a setting."""
     if (folder / NEMO_CONFIG).is_file():
-        return _nemo1(read_config_file(folder / NEMO_CONFIG), folder.name)
+        fields = read_config_file(folder / NEMO_CONFIG)
+        inner = fields.get("model")
+        config = inner if isinstance(inner, dict) and "num_layers" in inner else fields
+        for name, allowed in ONLY_VALUE.items():
+            if config.get(name) not in allowed:
+                raise _unsupported(folder.name, name, config[name])
+        activation = config.get("activation", "gelu")
+        if activation not in (*GATED, "gelu"):
+            raise _unsupported(folder.name, "activation", activation)
+        norm = str(config.get("normalization", "layernorm")).lower()
+        fused = config.get("bias_activation_fusion", True) is not False or bool(config.get("openai_gelu"))
+        made = {
+            "swiglu": activation in GATED,
+            "bias_gelu_fusion": fused,
+            "openai_gelu": False,
+            "untie_embeddings_and_output_weights": config.get("share_embeddings_and_output_weights", True) is False,
+            "normalization": "LayerNorm" if norm == "layernorm1p" else norm,
+            "layernorm_zero_centered_gamma": norm == "layernorm1p" or bool(config.get("layernorm_zero_centered_gamma")),
+        }
+        kept = {name: value for name, value in config.items() if name != "max_position_embeddings"}
+        return _renamed(kept) | made
     file = folder / NEMO2_CONTEXT / NEMO2_FILE
     if file.is_file():
         return _transformer_config(read_config_file(file).get("config"), file)
     if (folder / BRIDGE_FILE).is_file():
         return _transformer_config(read_config_file(folder / BRIDGE_FILE).get("model"), folder / BRIDGE_FILE)
     return {}
-
-
-def _nemo1(fields: Mapping[str, Any], source: str) -> dict[str, Any]:
-    inner = fields.get("model")
-    config = inner if isinstance(inner, dict) and "num_layers" in inner else fields
-    for name, allowed in ONLY_VALUE.items():
-        if config.get(name) not in allowed:
-            raise _unsupported(source, name, config[name])
-    activation = config.get("activation", "gelu")
-    if activation not in (*GATED, "gelu"):
-        raise _unsupported(source, "activation", activation)
-    norm = str(config.get("normalization", "layernorm")).lower()
-    fused = config.get("bias_activation_fusion", True) is not False or bool(config.get("openai_gelu"))
-    made = {
-        "swiglu": activation in GATED,
-        "bias_gelu_fusion": fused,
-        "openai_gelu": False,
-        "untie_embeddings_and_output_weights": config.get("share_embeddings_and_output_weights", True) is False,
-        "normalization": "LayerNorm" if norm == "layernorm1p" else norm,
-        "layernorm_zero_centered_gamma": norm == "layernorm1p" or bool(config.get("layernorm_zero_centered_gamma")),
-    }
-    kept = {name: value for name, value in config.items() if name != "max_position_embeddings"}
-    return _renamed(kept) | made
 
 
 def _transformer_config(config: Any, file: Path) -> dict[str, Any]:
@@ -235,7 +232,20 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         )
     padded = embedding.num_rows
     vocabulary = true_vocabulary(arguments, padded, config, side_files, warnings)
-    layout = _layout(arguments, family.model_type, vocabulary)
+    dim = head_dim(arguments)
+    layout = Layout(
+        arguments.source,
+        family.model_type,
+        arguments.count("num_attention_heads"),
+        query_groups(arguments),
+        dim,
+        arguments.flag("swiglu"),
+        arguments.flag("rotary_interleaved"),
+        int(dim * rotary_percent(arguments)),
+        any(arguments.flag(name) for name in ZERO_CENTERED),
+        is_tied(arguments),
+        vocabulary,
+    )
     bos, eos = special_ids(side_files)
     fields = {**computed, "vocab_size": vocabulary, "bos_token_id": bos, "eos_token_id": eos}
     settings = causal_lm_config({}, merged(fields, given, run.source, compared=has_own), run.source, warnings)
@@ -252,23 +262,6 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         version=f"megatron {state.version}",
         shards=state.shards,
         dropped=state.dropped,
-    )
-
-
-def _layout(arguments: Arguments, model_type: str, vocabulary: int) -> Layout:
-    dim = head_dim(arguments)
-    return Layout(
-        arguments.source,
-        model_type,
-        arguments.count("num_attention_heads"),
-        query_groups(arguments),
-        dim,
-        arguments.flag("swiglu"),
-        arguments.flag("rotary_interleaved"),
-        int(dim * rotary_percent(arguments)),
-        any(arguments.flag(name) for name in ZERO_CENTERED),
-        is_tied(arguments),
-        vocabulary,
     )
 
 

@@ -228,20 +228,6 @@ def whole_numbers(source: str, stages: Sequence[Mapping[str, Any]]) -> list[dict
     return renamed
 
 
-def require_complete(source: str, numbers: Sequence[int], count: int, what: str) -> None:
-    """Checks for exactly the ranks 0 … `count` - 1 of the kind `what`; InputRefused: missing, MalformedInput: more."""
-    if (missing := first_missing(set(numbers), count)) is not None:
-        raise InputRefused(
-            f"`{source}` was saved by {count} {what}-parallel ranks; rank {missing} is missing",
-            hint="give the folder of the save (`iter_…`) with the files of all ranks",
-        )
-    if max(numbers) >= count:
-        raise MalformedInput(
-            f"`{source}` was saved by {count} {what}-parallel ranks, and has a rank {max(numbers)}",
-            hint="two saves were written into one folder; keep the folders of one of them",
-        )
-
-
 ROWS = re.compile(r"\.(?:linear_qkv|linear_fc1)\.(?:weight|bias)$")
 COLUMNS = re.compile(r"\.(?:linear_proj|linear_fc2)\.weight$")
 
@@ -308,7 +294,18 @@ def _parts(grid: Grid, ranks: Mapping[tuple[int, int, int], Rank], arguments: Ar
     for number, (what, count) in enumerate(
         (("tensor", grid.tensor), ("pipeline", grid.pipeline), ("expert", grid.expert))
     ):
-        require_complete(grid.source, [place[number] for place in ranks], count, what)
+        # checks for exactly the ranks 0 … `count` - 1 of the kind `what`; InputRefused: missing, MalformedInput: more
+        numbers = [place[number] for place in ranks]
+        if (missing := first_missing(set(numbers), count)) is not None:
+            raise InputRefused(
+                f"`{grid.source}` was saved by {count} {what}-parallel ranks; rank {missing} is missing",
+                hint="give the folder of the save (`iter_…`) with the files of all ranks",
+            )
+        if max(numbers) >= count:
+            raise MalformedInput(
+                f"`{grid.source}` was saved by {count} {what}-parallel ranks, and has a rank {max(numbers)}",
+                hint="two saves were written into one folder; keep the folders of one of them",
+            )
     chosen = {place[1]: rank for place, rank in reversed(sorted(ranks.items(), key=lambda item: item[0]))}
     virtual = max(len(rank.stages) for rank in chosen.values())
     if any(len(rank.stages) != virtual for rank in ranks.values()):

@@ -260,9 +260,9 @@ def _ranks(folder: Path) -> dict[tuple[int, ...], Path]:
     """The numbers of each rank to its file."""
     found = {}
     for entry in sorted(folder.iterdir()):
-        if match := RANK.fullmatch(entry.name):
-            if file := next((entry / name for name in RANK_FILES if (entry / name).is_file()), None):
-                found[tuple(int(number) for number in match.groups() if number is not None)] = file
+        file = next((entry / name for name in RANK_FILES if (entry / name).is_file()), None)
+        if file and (match := RANK.fullmatch(entry.name)):
+            found[tuple(int(number) for number in match.groups() if number is not None)] = file
     return found
 
 

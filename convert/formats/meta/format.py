@@ -188,38 +188,37 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
     }
     refuse_shards(decoder.source, shards, sizes, {"num_key_value_heads": decoder.kv_heads})
     ranks: list[dict[str, LazyTensor]] = [{} for _ in range(shards)]
-    for name, tensor in llama_tensors(checkpoint, decoder).items():
+    # A Llama in Meta's names and row order, with a tied head; MalformedInput for wrong keys or shapes
+    tensors = with_head(checkpoint, "model.embed_tokens.weight", tied=False)
+    shapes = decoder.shapes()
+    require(shapes, tensors, decoder.source)
+    renamed = rename(tensors, inverted(LLAMA), decoder.source)
+    # raises MalformedInput, which lists the tensors whose shape differs from the expected one
+    wrong = [f"{name} {list(tensors[name].shape)}" for name, shape in shapes.items() if tensors[name].shape != shape]
+    if wrong:
+        raise MalformedInput(
+            f"shape mismatch with `config.json` for {len(wrong)} tensors of `{decoder.source}`: {listing(wrong)}",
+            hint="the config belongs to another model; copy the folder again",
+        )
+    order, rotated = inverse_order(rope_order(decoder.head_dim)), (".wq.weight", ".wk.weight")
+    for name, tensor in {
+        name: permute_rows(tensors[target], order) if name.endswith(rotated) else tensors[target]
+        for name, target in renamed.items()
+    }.items():
         for rank, part in zip(
             ranks, _parts(name, tensor, decoder, shards, embedding_by_rows=embedding_by_rows), strict=True
         ):
             rank[name] = part
     files = tuple(Shard(f"consolidated.{number:02}.pth", rank, torch_pieces) for number, rank in enumerate(ranks))
     small = ({TOKENIZER: tokenizer} if tokenizer else {}) | {"params.json": json_bytes(params)}
-    return Plan(checkpoint, files, small, _losses(decoder, params, tokenizer))
-
-
-def llama_tensors(checkpoint: Checkpoint, decoder: LlamaLikeConfig) -> dict[str, LazyTensor]:
-    """A Llama in Meta's names and row order, with a tied head; MalformedInput for wrong keys or shapes."""
-    tensors = with_head(checkpoint, "model.embed_tokens.weight", tied=False)
-    shapes = decoder.shapes()
-    require(shapes, tensors, decoder.source)
-    renamed = rename(tensors, inverted(LLAMA), decoder.source)
-    check_written_shapes(tensors, shapes, decoder.source)
-    order, rotated = inverse_order(rope_order(decoder.head_dim)), (".wq.weight", ".wk.weight")
-    return {
-        name: permute_rows(tensors[target], order) if name.endswith(rotated) else tensors[target]
-        for name, target in renamed.items()
-    }
-
-
-def check_written_shapes(tensors: Mapping[str, LazyTensor], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
-    """Raises MalformedInput, which lists the tensors whose shape differs from the expected one."""
-    wrong = [f"{name} {list(tensors[name].shape)}" for name, shape in shapes.items() if tensors[name].shape != shape]
-    if wrong:
-        raise MalformedInput(
-            f"shape mismatch with `config.json` for {len(wrong)} tensors of `{source}`: {listing(wrong)}",
-            hint="the config belongs to another model; copy the folder again",
-        )
+    # warnings about content that Meta's folder cannot hold
+    losses = []
+    if tokenizer is None:
+        losses.append(f"`{decoder.source}` has no `{TOKENIZER}`, the only tokenizer that Meta's code reads")
+    read_back = config_of(params, decoder)["max_position_embeddings"]
+    if read_back != decoder.max_positions:
+        losses.append(f"`params.json` does not contain `max_position_embeddings`; `to-hf` will assume {read_back}")
+    return Plan(checkpoint, files, small, tuple(losses))
 
 
 def _parts(
@@ -247,17 +246,6 @@ def _tokenizer(checkpoint: Checkpoint, decoder: LlamaLikeConfig) -> bytes | None
         return None
     made = tiktoken_of(content) if isinstance(content, dict) else None
     return made if made and made.count(b"\n") + NUM_SPECIAL == decoder.vocabulary else None
-
-
-def _losses(decoder: LlamaLikeConfig, params: Mapping[str, Any], tokenizer: bytes | None) -> tuple[str, ...]:
-    """Warnings about content that Meta's folder cannot hold."""
-    losses = []
-    if tokenizer is None:
-        losses.append(f"`{decoder.source}` has no `{TOKENIZER}`, the only tokenizer that Meta's code reads")
-    read_back = config_of(params, decoder)["max_position_embeddings"]
-    if read_back != decoder.max_positions:
-        losses.append(f"`params.json` does not contain `max_position_embeddings`; `to-hf` will assume {read_back}")
-    return tuple(losses)
 
 
 def _detect(path: Path) -> bool:

@@ -81,11 +81,6 @@ def is_scaled(params: Mapping[str, Any]) -> bool:
     return bool(params.get("use_scaled_rope"))
 
 
-def kv_heads_of(params: Mapping[str, Any]) -> int:
-    """`n_kv_heads`; absent or null means one per head."""
-    return int(params.get("n_kv_heads") or params["n_heads"])
-
-
 def intermediate_of(params: Mapping[str, Any]) -> int:
     """Rows of w1 over all shards (meta-llama/llama `model.py`, FeedForward; llama-models the same).
 
@@ -275,7 +270,7 @@ def check_shapes(path: Path, shards: Sequence[Mapping[str, LazyTensor]], params:
             hint="a shard is missing or superfluous, or `params.json` belongs to another model",
         )
     keys = shards[0]["layers.0.attention.wk.weight"].shape[0]
-    stored, declared = keys * count // head_dim, kv_heads_of(params)
+    stored, declared = keys * count // head_dim, int(params.get("n_kv_heads") or params["n_heads"])
     if stored == declared:
         return declared // _copies(shards, keys, head_dim)
     if keys != head_dim or stored % declared:

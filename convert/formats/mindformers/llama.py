@@ -144,19 +144,16 @@ def rope_settings(run: RunConfig, usual: float | None = 10000.0) -> dict[str, An
         factor = run.number("scaling_factor", default=1.0)
         return {"rope_theta": theta, "rope_scaling": {"rope_type": "linear", "factor": factor}}
     if method in SCALING and isinstance(factor, dict):
-        return {"rope_theta": theta, "rope_scaling": _scaling(RunConfig(run.source, factor, "", {}), method)}
+        # transformers' `rope_scaling` for the two methods that have their own settings
+        numbers = RunConfig(run.source, factor, "", {})
+        old = {ORIGINAL: numbers.integer(ORIGINAL)}
+        found: dict[str, Any] = {name: numbers.number(name) for name in SCALING[method]}
+        found = {"rope_type": method.lower(), **found, **old}
+        if method == "YARN":  # FreqsMgr scales the rotary table by this quotient
+            whole, part = (_mscale(found["factor"], numbers.number(name)) for name in ("mscale", "mscale_all_dim"))
+            found["attention_factor"] = whole / part
+        return {"rope_theta": theta, "rope_scaling": found}
     raise refuse_model(run, f"a model with `extend_method` {method[:40]}", "its rotary formula differs")
-
-
-def _scaling(numbers: RunConfig, method: str) -> dict[str, Any]:
-    """transformers' `rope_scaling` for the two methods that have their own settings."""
-    old = {ORIGINAL: numbers.integer(ORIGINAL)}
-    found: dict[str, Any] = {name: numbers.number(name) for name in SCALING[method]}
-    found = {"rope_type": method.lower(), **found, **old}
-    if method == "YARN":  # FreqsMgr scales the rotary table by this quotient
-        whole, part = (_mscale(found["factor"], numbers.number(name)) for name in ("mscale", "mscale_all_dim"))
-        found["attention_factor"] = whole / part
-    return found
 
 
 def _mscale(factor: float, mscale: float) -> float:

@@ -59,27 +59,23 @@ def own_kind(config: Mapping[str, Any]) -> str:
 def to_own_config(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The config of a model of its own code; UnsupportedInput for an option, MalformedInput for an invalid field."""
     if own_kind(config) == "chatglm":
-        return _chatglm_6b(config, source)
+        # source: paddlenlp `transformers/chatglm/{configuration,modeling}.py`; the fields of THUDM's own code
+        fixed = {"position_encoding_2d": True, "pre_seq_len": None, "attention_scale": True, "activation": "gelu"}
+        _refuse(source, config, {**fixed, "quantization_bit": 0})
+        hidden, heads = number(config, "hidden_size", source, 4096), number(config, "num_attention_heads", source, 32)
+        _divides(source, 4 * heads, hidden, "hidden sizes for four times the heads")
+        sizes = {
+            "vocab_size": number(config, "vocab_size", source, 130528),
+            "hidden_size": hidden,
+            "num_layers": number(config, "num_hidden_layers", source, config.get("num_layers", 28)),
+            "num_attention_heads": heads,
+            "inner_hidden_size": number(config, "inner_hidden_size", source, 16384),
+            "max_sequence_length": number(config, "max_sequence_length", source, 2048),
+            "layernorm_epsilon": real(config, "layernorm_epsilon", source, 1e-5),
+        }
+        tokens = (*TOKENS, "mask_token_id", "gmask_token_id")
+        return {**{name: config[name] for name in tokens if name in config}, **sizes, "position_encoding_2d": True}
     return _decoder({**config, "model_type": "llama"}, source, [])
-
-
-def _chatglm_6b(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Source: paddlenlp `transformers/chatglm/{configuration,modeling}.py`; the fields of THUDM's own code."""
-    fixed = {"position_encoding_2d": True, "pre_seq_len": None, "attention_scale": True, "activation": "gelu"}
-    _refuse(source, config, {**fixed, "quantization_bit": 0})
-    hidden, heads = number(config, "hidden_size", source, 4096), number(config, "num_attention_heads", source, 32)
-    _divides(source, 4 * heads, hidden, "hidden sizes for four times the heads")
-    sizes = {
-        "vocab_size": number(config, "vocab_size", source, 130528),
-        "hidden_size": hidden,
-        "num_layers": number(config, "num_hidden_layers", source, config.get("num_layers", 28)),
-        "num_attention_heads": heads,
-        "inner_hidden_size": number(config, "inner_hidden_size", source, 16384),
-        "max_sequence_length": number(config, "max_sequence_length", source, 2048),
-        "layernorm_epsilon": real(config, "layernorm_epsilon", source, 1e-5),
-    }
-    tokens = (*TOKENS, "mask_token_id", "gmask_token_id")
-    return {**{name: config[name] for name in tokens if name in config}, **sizes, "position_encoding_2d": True}
 
 
 def number(config: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:

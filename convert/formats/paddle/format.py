@@ -50,7 +50,18 @@ def _detect(path: Path) -> bool:
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
-    _refuse_adapter(path)
+    names = [path.name] if path.is_file() else sorted(entry.name for entry in path.iterdir())
+    found = next((match for name in names if (match := ADAPTER_FILES.fullmatch(name))), None)
+    if found and found[1] == "prefix":
+        raise UnsupportedInput(
+            f"`{path.name}` is a prefix (`{found[0]}`), not a model",
+            hint="convert the model that it was trained on",
+        )
+    if found:
+        raise UnsupportedInput(
+            f"`{path.name}` is a LoRA adapter (`{found[0]}`), not a model",
+            hint="convert its base model with `to-hf`, then `llmconv merge-lora BASE ADAPTER_FILES -o OUT`",
+        )
     folder = path if path.is_dir() else path.parent
     stored = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     fields = {name: value for name, value in config.items() if name != OPTION}
@@ -94,21 +105,6 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         dropped=training_files_in(path),
         source_type=str(paddle["model_type"]),
     )
-
-
-def _refuse_adapter(path: Path) -> None:
-    names = [path.name] if path.is_file() else sorted(entry.name for entry in path.iterdir())
-    found = next((match for name in names if (match := ADAPTER_FILES.fullmatch(name))), None)
-    if found and found[1] == "prefix":
-        raise UnsupportedInput(
-            f"`{path.name}` is a prefix (`{found[0]}`), not a model",
-            hint="convert the model that it was trained on",
-        )
-    if found:
-        raise UnsupportedInput(
-            f"`{path.name}` is a LoRA adapter (`{found[0]}`), not a model",
-            hint="convert its base model with `to-hf`, then `llmconv merge-lora BASE ADAPTER_FILES -o OUT`",
-        )
 
 
 def _refuse_quantized(path: Path, names: Iterable[str]) -> None:

@@ -395,24 +395,20 @@ def peek(path: Path) -> Mapping[str, LazyTensor]:
 
 def names_paddle(path: Path) -> bool:
     """Whether safetensors have Paddle's names, or metadata `np` and its config; PaddleFormers' have neither."""
-    metadata, names = first_names(path)
-    if any(name.startswith(PREFIXES) for name in names):
-        return True
-    if any(name.startswith(OTHERS) for name in names):
-        return False
-    config = (path if path.is_dir() else path.parent) / "config.json"
-    return metadata.get("format") == "np" and config.is_file() and b'"paddlenlp_version"' in config.read_bytes()
-
-
-def first_names(path: Path) -> tuple[dict[str, str], list[str]]:
-    """Metadata and tensor names of a safetensors file, or the first in a folder; empty if none is readable."""
+    # metadata and tensor names of a safetensors file, or the first in a folder; empty if none is readable
     files = sorted(path.glob("model*.safetensors")) if path.is_dir() else [path]
     file = next((entry for entry in files if entry.is_file()), None)
     try:
         header = header_of(file) if file else None
     except (LlmconvError, OSError):
         header = None
-    return (header.metadata, list(header.tensors)) if header else ({}, [])
+    metadata, names = (header.metadata, list(header.tensors)) if header else ({}, [])
+    if any(name.startswith(PREFIXES) for name in names):
+        return True
+    if any(name.startswith(OTHERS) for name in names):
+        return False
+    config = (path if path.is_dir() else path.parent) / "config.json"
+    return metadata.get("format") == "np" and config.is_file() and b'"paddlenlp_version"' in config.read_bytes()
 
 
 def open_ranks(path: Path, config: Mapping[str, Any]) -> list[Mapping[str, LazyTensor]]:

@@ -300,7 +300,31 @@ def read_paddle_tokenizer(folder: Path, model_type: str, warnings: list[str]) ->
     settings = _settings(read_json(folder / CONFIG) if CONFIG in files else {})
     source = next((folder / name for name in (*SENTENCEPIECE, TIKTOKEN) if (folder / name).is_file()), None)
     if JSON not in files and source is not None:
-        return _converted(files, source, settings, model_type, warnings)
+        # the files with a `tokenizer.json` made from PaddleNLP's own kind
+        added = {str(text): number for text, number in _added(source.parent).items() if type(number) is int}
+        if source.name == TIKTOKEN:
+            content, names = _qwen(source.read_bytes())
+        else:
+            files = {**files, MODEL: source.read_bytes()}
+            model = parse_sentencepiece(files[MODEL])
+            if not model.is_bpe or min(model.bos, model.eos, model.unk) < 0:
+                warnings.append(f"`{source.name}` is not a BPE with bos, eos and unk; it is written as it is")
+                return {**files, **({CONFIG: _json(settings)} if settings else {})}
+            content = tokenizer_json(model)
+            names = {"bos_token": model.pieces[model.bos][0], "eos_token": model.pieces[model.eos][0]}
+            names["unk_token"] = model.pieces[model.unk][0]
+            if settings.get("add_bos_token") is False:
+                content["post_processor"] = None
+            if model_type == "chatglm_v2":
+                added |= {text: len(model.pieces) + number for number, text in enumerate(GLM_SPECIAL)}
+                content["post_processor"] = _prefix(added)
+        known = {entry["id"] for entry in content["added_tokens"]}
+        more = sorted((number, text) for text, number in added.items() if number not in known)
+        content["added_tokens"] += [added_token(number, text, special=True) for number, text in more]
+        merged = {**names, **settings, "tokenizer_class": "PreTrainedTokenizerFast"}
+        merged.setdefault("clean_up_tokenization_spaces", False)
+        files.pop(ADDED, None)
+        return {**files, JSON: _json(content, indent=None), CONFIG: _json(merged)}
     if not files:
         warnings.append(f"`{folder.name}` contains no tokenizer; give one with `--tokenizer` if you need it")
     return {**files, CONFIG: _json(settings)} if settings else files
@@ -311,36 +335,6 @@ def _settings(stored: Mapping[str, Any]) -> dict[str, Any]:
     settings = {name: value for name, value in stored.items() if name not in ("auto_map", "name_or_path")}
     kind = settings.get("tokenizer_class")
     return settings | ({"tokenizer_class": PADDLE_CLASSES[kind]} if kind in PADDLE_CLASSES else {})
-
-
-def _converted(
-    files: dict[str, bytes], source: Path, settings: dict[str, Any], model_type: str, warnings: list[str]
-) -> dict[str, bytes]:
-    """The files with a `tokenizer.json` made from PaddleNLP's own kind."""
-    added = {str(text): number for text, number in _added(source.parent).items() if type(number) is int}
-    if source.name == TIKTOKEN:
-        content, names = _qwen(source.read_bytes())
-    else:
-        files = {**files, MODEL: source.read_bytes()}
-        model = parse_sentencepiece(files[MODEL])
-        if not model.is_bpe or min(model.bos, model.eos, model.unk) < 0:
-            warnings.append(f"`{source.name}` is not a BPE with bos, eos and unk; it is written as it is")
-            return {**files, **({CONFIG: _json(settings)} if settings else {})}
-        content = tokenizer_json(model)
-        names = {"bos_token": model.pieces[model.bos][0], "eos_token": model.pieces[model.eos][0]}
-        names["unk_token"] = model.pieces[model.unk][0]
-        if settings.get("add_bos_token") is False:
-            content["post_processor"] = None
-        if model_type == "chatglm_v2":
-            added |= {text: len(model.pieces) + number for number, text in enumerate(GLM_SPECIAL)}
-            content["post_processor"] = _prefix(added)
-    known = {entry["id"] for entry in content["added_tokens"]}
-    more = sorted((number, text) for text, number in added.items() if number not in known)
-    content["added_tokens"] += [added_token(number, text, special=True) for number, text in more]
-    merged = {**names, **settings, "tokenizer_class": "PreTrainedTokenizerFast"}
-    merged.setdefault("clean_up_tokenization_spaces", False)
-    files.pop(ADDED, None)
-    return {**files, JSON: _json(content, indent=None), CONFIG: _json(merged)}
 
 
 def _added(folder: Path) -> dict[str, Any]:

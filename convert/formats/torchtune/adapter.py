@@ -77,7 +77,13 @@ def open_torchtune_adapter(path: Path, base: Checkpoint, alpha: float | None = N
             f"`{path.name}` holds {len(files)} adapters: {', '.join(file.name for file in files[:5])}",
             hint=f"give one of them, such as `{files[-1]}`",
         )
-    file, family = files[0], _family(base)
+    kind = str(base.config.get("model_type"))
+    if kind not in FAMILIES:
+        raise UnsupportedInput(
+            f"the base is a {kind[:40]}, for which the order of rows in torchtune's adapters is unknown",
+            hint=f"supported are {', '.join(FAMILIES)}; for others give only the folder that torchtune wrote for PEFT",
+        )
+    file, family = files[0], FAMILIES[kind]
     settings = file.parent / CONFIG
     fields = _fields(read_json(settings)) if settings.is_file() else {}
     tensors = {WRAPPERS.sub("", name): tensor for name, tensor in read_tensors(file).items()}
@@ -90,16 +96,6 @@ def open_torchtune_adapter(path: Path, base: Checkpoint, alpha: float | None = N
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields for merging; those about the training run are left out."""
     return {name: config[name] for name in ("r", "lora_alpha") if config.get(name) is not None}
-
-
-def _family(base: Checkpoint) -> TorchtuneFamily:
-    kind = str(base.config.get("model_type"))
-    if kind not in FAMILIES:
-        raise UnsupportedInput(
-            f"the base is a {kind[:40]}, for which the order of rows in torchtune's adapters is unknown",
-            hint=f"supported are {', '.join(FAMILIES)}; for others give only the folder that torchtune wrote for PEFT",
-        )
-    return FAMILIES[kind]
 
 
 def _placed(

@@ -114,18 +114,27 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     renamed = rename(stored, NAMES | dict(family.names), path.name)
     tensors = {target: stored[name] for target, name in renamed.items()}
     if family.rotates_neighbors:
-        tensors = _permuted(tensors, _head_dim(settings), path.name)
-    tensors = _fused(tensors, family.fused, path.name)
+        # size of one attention head: `head_dim`, or the hidden size divided by the number of heads
+        fields = [settings.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads")]
+        size, hidden, heads = [value if type(value) is int and value > 0 else None for value in fields]
+        tensors = _permuted(tensors, size or (hidden // heads if hidden and heads else None), path.name)
+    # stacks the parts of fused matrices, keeps other tensors; MalformedInput if parts are missing or do not match
+    result = dict(tensors)
+    for joined, parts in family.fused.items():
+        for first in [name for name in tensors if f".{parts[0]}." in name]:
+            names = [first.replace(parts[0], part) for part in parts]
+            require(names, result, path.name)
+            try:
+                result[first.replace(parts[0], joined)] = concat([result.pop(name) for name in names], 0)
+            except ValueError as error:
+                raise MalformedInput(
+                    f"the parts of `{joined}` in `{path.name}` cannot be joined: {error}",
+                    hint="the checkpoint is damaged or partial",
+                ) from error
+    tensors = result
     settings = as_loaded(tensors, settings)
     side_files = side_files_of(found.path, tokenizer)
     return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), dropped=contents_around(found))
-
-
-def _head_dim(config: Mapping[str, Any]) -> int | None:
-    """Size of one attention head: `head_dim`, or the hidden size divided by the number of heads."""
-    fields = [config.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads")]
-    size, hidden, heads = [value if type(value) is int and value > 0 else None for value in fields]
-    return size or (hidden // heads if hidden and heads else None)
 
 
 def _permuted(tensors: Mapping[str, LazyTensor], size: int | None, source: str) -> dict[str, LazyTensor]:
@@ -145,23 +154,6 @@ def _permuted(tensors: Mapping[str, LazyTensor], size: int | None, source: str) 
             f"the heads of `{source}` do not match its configuration: {error}",
             hint="the configuration belongs to another model",
         ) from error
-
-
-def _fused(tensors: Mapping[str, LazyTensor], fused: Mapping[str, Sequence[str]], source: str) -> dict[str, LazyTensor]:
-    """Stacks the parts of fused matrices, keeps other tensors; MalformedInput if parts are missing or do not match."""
-    result = dict(tensors)
-    for joined, parts in fused.items():
-        for first in [name for name in tensors if f".{parts[0]}." in name]:
-            names = [first.replace(parts[0], part) for part in parts]
-            require(names, result, source)
-            try:
-                result[first.replace(parts[0], joined)] = concat([result.pop(name) for name in names], 0)
-            except ValueError as error:
-                raise MalformedInput(
-                    f"the parts of `{joined}` in `{source}` cannot be joined: {error}",
-                    hint="the checkpoint is damaged or partial",
-                ) from error
-    return result
 
 
 FORMAT = Format(

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from llmconv.convert.algebra.operations import require
@@ -77,18 +76,14 @@ def _blueprint(text: str) -> Blueprint | None:
     try:
         settings = _config_class(source(folder / f"configuration_{folder.name}.py"), kind)(**constructor_fields(config))
         remap_layer_types(config=settings)
-        model = _modeling(name, folder)[name](settings)
+        # the source of the class `name`, which may be that of another model type
+        kinds = [kind for kind, other in causal_lm_classes().items() if other == name]
+        folders = [folder, *(found for kind in kinds if (found := model_folder(kind)))]
+        sources = (source(found / f"modeling_{found.name}.py") for found in folders)
+        model = next(found for found in sources if name in found.classes)[name](settings)
         return _described(model, kind)
     except Exception:
         return None
-
-
-def _modeling(name: str, folder: Path) -> SourceFile:
-    """The source of the class `name`, which may be that of another model type."""
-    kinds = [kind for kind, other in causal_lm_classes().items() if other == name]
-    folders = [folder, *(found for kind in kinds if (found := model_folder(kind)))]
-    sources = (source(found / f"modeling_{found.name}.py") for found in folders)
-    return next(found for found in sources if name in found.classes)
 
 
 def constructor_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,12 +239,6 @@ def is_known(rule: object) -> bool:
     return type(rule) in (Renaming, PrefixChange) or (isinstance(rule, Converter) and rule.stacks_experts)
 
 
-def new_names(names: Iterable[str], rules: list[Any], known: Mapping[str, Any]) -> dict[str, str]:
-    """Stored name to that in the installed transformers; names in `known` stay. `rules` are from `conversions`."""
-    renamings = [rule for rule in rules if type(rule) in (Renaming, PrefixChange)]
-    return {name: name if name in known else _renamed(name, renamings) for name in names}
-
-
 def _renamed(name: str, renamings: list[Renaming]) -> str:
     for rule in renamings:
         name = rule.new_name(name)
@@ -293,7 +282,9 @@ def compare(tensors: Mapping[str, LazyTensor], plan: Blueprint, source: str) -> 
     if missing or unexpected:
         if (rules := conversions(plan.class_name, plan.model_type)) is None:
             return False
-        names = new_names(tensors, rules, shapes)
+        # stored name to that in the installed transformers; names in `known` stay. `rules` are from `conversions`
+        renamings = [rule for rule in rules if type(rule) in (Renaming, PrefixChange)]
+        names = {name: name if name in shapes else _renamed(name, renamings) for name in tensors}
         shapes = _as_stored(set(names.values()), shapes, rules)
         missing, unexpected = _gaps(names.values(), plan, shapes)
         if (missing or unexpected) and not all(is_known(rule) for rule in rules):
@@ -427,7 +418,9 @@ def check_rules(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], mo
     inner = any(end in part for rests in layers.values() for part in rests for end in FINAL_NORM)
     if inner and not any(end in name for name in outside for end in FINAL_NORM):
         raise MalformedInput(f"`{source}` has no norm after its last layer", hint=PARTIAL)
-    if config.get("tie_word_embeddings") is False and not any(head in tensors for head in model_heads(model)):
+    if config.get("tie_word_embeddings") is False and not any(
+        head in tensors for head in tuple(dict.fromkeys((*HEADS, *([model.head] if model.head else []))))
+    ):
         raise MalformedInput(
             f"`{source}` has no output head, and its configuration does not tie it to the embedding",
             hint="give a configuration with `tie_word_embeddings` true, if that is how it was trained",
@@ -438,11 +431,6 @@ def check_rules(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], mo
 def _has_kinds(config: Mapping[str, Any]) -> bool:
     kinds = [value for field in KINDS_OF_LAYERS if isinstance(value := config.get(field), list)]
     return any(field in config for field in UNEVEN_FIELDS) or any(value[1:] != value[:-1] for value in kinds)
-
-
-def model_heads(model: ModelNames) -> tuple[str, ...]:
-    """How the output head may be called."""
-    return tuple(dict.fromkeys((*HEADS, *([model.head] if model.head else []))))
 
 
 def check_sizes(config: Mapping[str, Any], source: str) -> None:
