@@ -56,10 +56,6 @@ def _shard_folder(path: Path) -> Path | None:
     return path if is_folder(path) else inner[0] if len(inner) == 1 else None
 
 
-def _detect(path: Path) -> bool:
-    return _shard_folder(path) is not None
-
-
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     shards = _shard_folder(path) or path
     folder, warnings = open_folder(shards), list[str]()
@@ -195,7 +191,7 @@ def _peek(path: Path) -> Mapping[str, LazyTensor]:
 FORMAT = Format(
     name="dcp",
     title="torch Distributed Checkpoint (FSDP, accelerate, torchtitan): a folder of `.distcp` shards and `.metadata`",
-    detect=_detect,
+    detect=lambda path: _shard_folder(path) is not None,
     open=_open,
     covers="any causal language model in Hugging Face's names, sharded in any grid over any number of ranks; "
     "torchtitan's Llama; LoRA runs, merged or kept apart; give `config.json` with `--config` if there is none with it",

@@ -16,13 +16,8 @@ from llmconv.convert.models.config_file import OPTION
 from llmconv.convert.state_dicts.checkpoint import assemble
 from llmconv.convert.state_dicts.files import Sign, StateFile, open_state
 from llmconv.errors import InputRefused
-from llmconv.tensors import LazyTensor
 
 VERSION = "pytorch-lightning_version"
-
-
-def _detect(path: Path) -> bool:
-    return has_sign_of(FORMAT.name, path)
 
 
 def _read(path: Path) -> StateFile:
@@ -40,18 +35,14 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     return assemble(found, FORMAT.name, config, tokenizer, f"lightning {str(version)[:20]}")
 
 
-def _peek(path: Path) -> Mapping[str, LazyTensor]:
-    return _read(path).tensors()
-
-
 FORMAT = Format(
     name="lightning",
     title="PyTorch Lightning: a `.ckpt` of a module that holds a Hugging Face model",
-    detect=_detect,
+    detect=lambda path: has_sign_of("lightning", path),
     sign=Sign(keys=(VERSION,)),
     open=_open,
     covers="any causal language model of transformers, under any one attribute of the module; give its `config.json` "
     "with `--config`; `--drop` leaves out what is not part of the model",
     options=("drop", OPTION),
-    peek=_peek,
+    peek=lambda path: _read(path).tensors(),
 )

@@ -48,10 +48,6 @@ OWN_NAMES = re.compile(r"^(?:_orig_mod\.|module\.)*transformer\.h\.\d+\.attn\.c_
 """Names that no other system has (its `train.py`)."""
 
 
-def _detect(path: Path) -> bool:
-    return has_sign_of(FORMAT.name, _file(path))
-
-
 def _file(path: Path) -> Path:
     return path / FILE if path.is_dir() else path
 
@@ -174,7 +170,7 @@ def _version(found: StateFile) -> str:
 FORMAT = Format(
     name="nanogpt",
     title="nanoGPT: `ckpt.pt`, or the folder it lies in",
-    detect=_detect,
+    detect=lambda path: has_sign_of("nanogpt", _file(path)),
     sign=Sign(keys=("model_args",), names=OWN_NAMES),
     open=_open,
     covers="GPT-2 of any size, compiled or not, with and without biases",

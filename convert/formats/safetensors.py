@@ -35,7 +35,6 @@ from llmconv.convert.state_dicts.files import (
     training_files_in,
 )
 from llmconv.errors import InputRefused
-from llmconv.tensors import LazyTensor
 
 
 def _detect(path: Path) -> bool:
@@ -92,10 +91,6 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     return replace(opened, dropped=(*training_files_in(path), *opened.dropped))
 
 
-def _peek(path: Path) -> Mapping[str, LazyTensor]:
-    return open_safetensors_state(path).tensors()
-
-
 FORMAT = Format(
     name="safetensors",
     title="Safetensors in Hugging Face's names: one file, or a folder of shards, as accelerate writes them",
@@ -105,5 +100,5 @@ FORMAT = Format(
     "weights; shards with or without an index; shared tensors that are stored once; LoRA runs saved with their base, "
     "merged or kept apart; `--drop` leaves out what is not part of the model",
     options=("drop", *OPTIONS, OPTION),
-    peek=_peek,
+    peek=lambda path: open_safetensors_state(path).tensors(),
 )

@@ -21,12 +21,11 @@ from llmconv.convert.state_dicts.files import (
     is_shard,
     model_files,
     open_bin_folder,
-    open_state,
     peek_state,
+    require_state,
 )
-from llmconv.errors import InputRefused, MalformedInput
+from llmconv.errors import InputRefused
 from llmconv.files.torch_reader import is_torch_file
-from llmconv.tensors import LazyTensor
 
 
 def _detect(path: Path) -> bool:
@@ -53,17 +52,11 @@ def _read(path: Path) -> StateFile:
         raise InputRefused(
             f"`{path.name}` is one shard of several", hint=f"give the folder that contains all of them: `{path.parent}`"
         )
-    if (found := open_state(path)) is None:
-        raise MalformedInput(f"`{path.name}` contains no state dict", hint="it should contain tensors by name")
-    return found
+    return require_state(path)
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     return assembled_run(_read(path), FORMAT.name, config, tokenizer)
-
-
-def _peek(path: Path) -> Mapping[str, LazyTensor]:
-    return _read(path).tensors()
 
 
 FORMAT = Format(
@@ -75,5 +68,5 @@ FORMAT = Format(
     "from before torch 1.6; models saved without their head; LoRA runs saved with their base, merged or kept apart; "
     "`--drop` leaves out what is not part of the model",
     options=("drop", *OPTIONS, OPTION),
-    peek=_peek,
+    peek=lambda path: _read(path).tensors(),
 )

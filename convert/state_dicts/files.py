@@ -209,11 +209,12 @@ def open_bin_folder(folder: Path) -> StateFile:
         return _open_indexed(folder, indices[0])
     for name in BINS:
         if (folder / name).is_file():
-            return union(folder, [_open(folder / name)])
-    return union(folder, [_open(file) for file in _numbered(folder)])
+            return union(folder, [require_state(folder / name)])
+    return union(folder, [require_state(file) for file in _numbered(folder)])
 
 
-def _open(file: Path) -> StateFile:
+def require_state(file: Path) -> StateFile:
+    """As `open_state`; MalformedInput if there is none."""
     if (found := open_state(file)) is None:
         raise MalformedInput(f"`{file.name}` contains no state dict", hint="it should contain tensors by name")
     return found
@@ -222,7 +223,7 @@ def _open(file: Path) -> StateFile:
 def _open_indexed(folder: Path, index: str) -> StateFile:
     shards = []
     for name, listed in indexed_shards(folder, index, lambda name: name.endswith(".bin")).items():
-        shards.append(_open(folder / name))
+        shards.append(require_state(folder / name))
         require_listed(name, shards[-1].state, listed, index)
     return union(folder, shards)
 

@@ -27,8 +27,8 @@ from llmconv.convert.adapters.other_tools import (
 from llmconv.convert.algebra.operations import permute_rows, rename, rope_order
 from llmconv.convert.formats.accessory.config import ATTENTION, LINEAR, MLP, AccessoryParams, has_biases, table_of
 from llmconv.convert.formats.accessory.read import (
-    DELTA_FILE,
     SHARD,
+    holds_shards,
     is_zero,
     join,
     open_shards,
@@ -42,13 +42,6 @@ FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_[ab])\.weight")
 QUERY_OR_KEY = re.compile(r"\.self_attn\.[qk]_proj(?:\.bias)?$")
 SWITCHES = {"attention_bias": ATTENTION, "mlp_bias": MLP}
 DESCRIPTION = "a LLaMA2-Accessory model of the base's kind"
-
-
-def is_accessory_adapter(path: Path) -> bool:
-    """Whether `path` is a folder of Accessory's shards; `open` checks that they are not a whole model."""
-    if not path.is_dir():
-        return False
-    return any(SHARD.fullmatch(entry.name) or DELTA_FILE.fullmatch(entry.name) for entry in path.iterdir())
 
 
 def open_accessory_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -> Adapter:
@@ -158,6 +151,6 @@ def _with_biases(
 
 ADAPTER = AdapterFormat(
     title="LLaMA2-Accessory (`consolidated.NN-of-MM.model.pth` with only what was trained)",
-    detect=is_accessory_adapter,
+    detect=holds_shards,
     open=open_accessory_adapter,
 )

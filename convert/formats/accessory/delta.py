@@ -103,11 +103,6 @@ def _lost_tokenizer(base: Checkpoint, tuned: Checkpoint) -> list[str]:
     return ["the tokenizers differ, and a sum with Accessory's deltas keeps that of the base"]
 
 
-def is_accessory_delta(path: Path) -> bool:
-    """Whether `path` is a folder with shards of a delta."""
-    return path.is_dir() and any(DELTA_FILE.fullmatch(entry.name) for entry in path.iterdir())
-
-
 def plus_accessory(base: Checkpoint, folder: Path, dtype: str) -> Checkpoint:
     """The tuned model in Hugging Face names and `dtype` (see `all_rounded`), with the base's config and side files.
 
@@ -158,4 +153,8 @@ def _add(base_tensors: dict[str, LazyTensor], delta: dict[str, LazyTensor], sour
     return {**base_tensors, **sums}
 
 
-DELTA = DeltaFormat(detect=is_accessory_delta, apply=plus_accessory, save=save_delta)
+DELTA = DeltaFormat(
+    detect=lambda path: path.is_dir() and any(DELTA_FILE.fullmatch(entry.name) for entry in path.iterdir()),
+    apply=plus_accessory,
+    save=save_delta,
+)

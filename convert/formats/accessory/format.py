@@ -24,11 +24,10 @@ from llmconv.convert.formats.accessory.config import (
     to_config,
 )
 from llmconv.convert.formats.accessory.read import (
-    DELTA_FILE,
     EXTRA_FILES,
-    SHARD,
     check_shapes,
     differing_copies,
+    holds_shards,
     join,
     kinds,
     leave_out,
@@ -44,12 +43,6 @@ from llmconv.convert.state_dicts.files import training_files_in
 from llmconv.convert.tokenizers import special_ids
 from llmconv.errors import InputRefused, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
-
-
-def _detect(path: Path) -> bool:
-    return path.is_dir() and any(
-        SHARD.fullmatch(entry.name) or DELTA_FILE.fullmatch(entry.name) for entry in path.iterdir()
-    )
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
@@ -149,7 +142,7 @@ FORMAT = Format(
     title="LLaMA2-Accessory: a folder of `consolidated.NN-of-MM.model.pth`",
     covers="any number of shards, whole or (with `--base`) only what was trained; the plugins `llama`, `llama_peft`, "
     "`mixtral`, `internlm`, `falcon`, and the language model of the others with `--drop`",
-    detect=_detect,
+    detect=holds_shards,
     open=_open,
     options=("base", "drop"),
     peek=peek,

@@ -65,6 +65,12 @@ FUSED_EXPERTS = re.compile(r"(.*\.feed_forward)\.(w[123])")
 """mixtral_sparse: all experts in one matrix, whose name does not end with `.weight`."""
 
 
+def holds_shards(path: Path) -> bool:
+    """Whether `path` is a folder of Accessory's shards, whole or not, or of its deltas'."""
+    kinds = (SHARD, DELTA_FILE)
+    return path.is_dir() and any(kind.fullmatch(entry.name) for entry in path.iterdir() for kind in kinds)
+
+
 def open_shards(folder: Path, kind: re.Pattern[str] = SHARD) -> list[dict[str, LazyTensor]]:
     """The shards of a model (Accessory's or Meta's) or a delta in order: name, without the prefix `llma.`, to tensor.
 

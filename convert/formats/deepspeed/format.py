@@ -42,10 +42,6 @@ from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import LazyTensor
 
 
-def _detect(path: Path) -> bool:
-    return is_deepspeed(path)
-
-
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     save = open_save(path)
     model = open_model(save)
@@ -109,18 +105,14 @@ def _side_files(home: Path, tokenizer: Path | None) -> dict[str, bytes]:
     return {name: stored[name] for name in ("generation_config.json",) if name in stored} | read_tokenizer(tokenizer)
 
 
-def _peek(path: Path) -> Mapping[str, LazyTensor]:
-    return open_model(open_save(path)).tensors
-
-
 FORMAT = Format(
     name="deepspeed",
     title="DeepSpeed ZeRO: a folder with `latest` and one such as `global_step500`",
-    detect=_detect,
+    detect=is_deepspeed,
     sign=Sign(keys=("ds_version", "ds_config", "param_shapes")),
     open=_open,
     options=(*OPTIONS, OPTION),
-    peek=_peek,
+    peek=lambda path: open_model(open_save(path)).tensors,
     covers="ZeRO stages 0 to 3 of any number of ranks, frozen and tied weights, universal checkpoints; "
     "LoRA runs, merged or kept apart; float32 master weights",
 )

@@ -25,9 +25,9 @@ from llmconv.convert.adapters.other_tools import (
 )
 from llmconv.convert.algebra.operations import concat, interleave_rows, slice_rows
 from llmconv.convert.formats.litgpt.config import SAME_FUNCTION, LitConfig, family_of, read_settings
-from llmconv.convert.formats.litgpt.format import FUSED, group_counts, table_of
+from llmconv.convert.formats.litgpt.format import FUSED, group_counts, table_of, unwrapped
 from llmconv.convert.models.config_file import read_config_file
-from llmconv.convert.state_dicts.files import open_state
+from llmconv.convert.state_dicts.files import require_state
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
@@ -37,8 +37,6 @@ QKV = re.compile(r"(?P<root>.+\.attn)\.(?:qkv|attn)\.(?P<part>lora_[AB])")
 PARTS = {"q": "lora_query", "k": "lora_key", "v": "lora_value"}
 TRAINED = {"lora_query": True, "lora_key": False, "lora_value": True}
 """The parts of the fused matrix that `litgpt finetune lora` trains by default."""
-
-WRAPPERS = ("_forward_module.", "_orig_mod.", "module.")
 
 
 def is_litgpt_adapter(path: Path) -> bool:
@@ -66,9 +64,7 @@ def open_litgpt_adapter(path: Path, base: Checkpoint, alpha: float | None = None
         )
     settings = file.parent / HYPERPARAMETERS
     hyperparameters = read_config_file(settings) if settings.is_file() else {}
-    if (found := open_state(file)) is None:
-        raise MalformedInput(f"`{file.name}` holds no state dict", hint="it should hold tensors by name")
-    tensors = {_unwrapped(name): tensor for name, tensor in found.tensors().items()}
+    tensors = {unwrapped(name): tensor for name, tensor in require_state(file).tensors().items()}
     table = table_of(lit, kind)
     if left := sorted(name for name in tensors if not FACTOR.fullmatch(name)):
         raise unplaced(left, [f"{name.removesuffix('.weight')}.lora_A" for name in table], source, "LitGPT's LoRA")
@@ -79,12 +75,6 @@ def open_litgpt_adapter(path: Path, base: Checkpoint, alpha: float | None = None
         if old in hyperparameters
     }
     return as_adapter([file], settings if settings.is_file() else None, fields, factors, alpha)
-
-
-def _unwrapped(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.removeprefix(wrapper)
-    return name
 
 
 def _split_fused(

@@ -28,7 +28,7 @@ from llmconv.convert.formats.litgpt.config import (
 from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.state_dicts.checkpoint import config_folder, contents_around, side_files_of, stored_config
-from llmconv.convert.state_dicts.files import Sign, StateFile, open_state
+from llmconv.convert.state_dicts.files import Sign, StateFile, require_state
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 
@@ -247,22 +247,12 @@ OWN_NAMES = re.compile(
 """Names that no other system has (its `model.py`)."""
 
 
-def _detect(path: Path) -> bool:
-    return has_sign_of(FORMAT.name, _file(path))
-
-
 def _file(path: Path) -> Path:
     return path / FILE if path.is_dir() else path
 
 
-def _read(path: Path) -> StateFile:
-    if (found := open_state(_file(path))) is None:
-        raise MalformedInput(f"`{path.name}` contains no state dict", hint="it should hold tensors by name")
-    return found
-
-
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
-    found, warnings = _read(path), list[str]()
+    found, warnings = require_state(_file(path)), list[str]()
     if names := [name for name in found.state if any(part in name for part in ADAPTERS)]:
         raise UnsupportedInput(
             f"`{path.name}` holds adapters that are not merged: {listing(names)}",
@@ -274,7 +264,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     family = _family(lit, stored, path.name)
     computed = to_config(lit, family, path.name)
     settings = causal_lm_config(reconcile(stored, computed, path.name), config, path.name, warnings)
-    plain = {_unwrapped(name): tensor for name, tensor in found.tensors().items()}
+    plain = {unwrapped(name): tensor for name, tensor in found.tensors().items()}
     tensors = to_hugging_face(plain, lit, family, path.name)
     settings["tie_word_embeddings"] = None  # LitGPT always keeps two matrices: their values decide
     settings = as_loaded(tensors, settings)
@@ -292,7 +282,8 @@ def _family(lit: LitConfig, stored: Mapping[str, Any], source: str) -> str:
     return str(declared) if declared in SAME_FUNCTION.get(family, ()) else family
 
 
-def _unwrapped(name: str) -> str:
+def unwrapped(name: str) -> str:
+    """The name without what trainers put before it."""
     for wrapper in WRAPPERS:
         name = name.removeprefix(wrapper)
     return name
@@ -305,10 +296,10 @@ def _version(found: StateFile) -> str:
 FORMAT = Format(
     name="litgpt",
     title="LitGPT: `lit_model.pth` next to `model_config.yaml`, or the folder of both",
-    detect=_detect,
+    detect=lambda path: has_sign_of("litgpt", _file(path)),
     sign=Sign(names=OWN_NAMES),
     open=_open,
     covers="Llama 2 and 3, Code Llama, TinyLlama, Mistral, Mixtral, Phi 1.5 to 4, Qwen 2, 2.5 and 3, Gemma 1 and 2, "
     "Pythia, Falcon; fused matrices of both ages",
-    peek=lambda path: _read(path).tensors(),
+    peek=lambda path: require_state(_file(path)).tensors(),
 )

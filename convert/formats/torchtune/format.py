@@ -18,7 +18,7 @@ from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.state_dicts.checkpoint import contents_around, side_files_of, stored_config
-from llmconv.convert.state_dicts.files import Sign, StateFile, open_state, torch_files
+from llmconv.convert.state_dicts.files import Sign, require_state, torch_files
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 
@@ -73,23 +73,13 @@ OWN_NAMES = re.compile(r"^(?:_orig_mod\.|module\.)*layers\.\d+\.(?:attn\.output_
 """Names that no other system has (its `modules/transformer.py`)."""
 
 
-def _detect(path: Path) -> bool:
-    return len(_files(path)) == 1
-
-
 def _files(path: Path) -> list[Path]:
     candidates = list(torch_files(path)) if path.is_dir() else [path]
     return [file for file in candidates if has_sign_of(FORMAT.name, file)]
 
 
-def _read(path: Path) -> StateFile:
-    if (found := open_state(_files(path)[0])) is None:
-        raise MalformedInput(f"`{path.name}` contains no state dict", hint="it should contain tensors by name")
-    return found
-
-
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
-    found, warnings = _read(path), list[str]()
+    found, warnings = require_state(_files(path)[0]), list[str]()
     if names := [name for name in found.state if "lora_" in name or name.endswith(".magnitude")]:
         raise UnsupportedInput(
             f"`{path.name}` holds LoRA matrices that are not merged: {listing(names)}",
@@ -159,10 +149,10 @@ def _permuted(tensors: Mapping[str, LazyTensor], size: int | None, source: str) 
 FORMAT = Format(
     name="torchtune",
     title="torchtune's own names: a file, or the folder of an epoch",
-    detect=_detect,
+    detect=lambda path: len(_files(path)) == 1,
     sign=Sign(names=OWN_NAMES),
     open=_open,
     covers="Llama 2 to 3.3, Code Llama, Mistral, Qwen 2, 2.5 and 3, Gemma, Phi-3 and 4; no Gemma 2, which it computes "
     "differently",
-    peek=lambda path: _read(path).tensors(),
+    peek=lambda path: require_state(_files(path)[0]).tensors(),
 )
