@@ -151,9 +151,9 @@ CASES: dict[str, Case] = {
     "nanogpt: layers of 150 digits": nano("no valid", args(n_layer=10**100)),
     "nanogpt: no heads": nano("no valid", args(n_head=0)),
     "nanogpt: heads less than none": nano("no valid", args(n_head=-2)),
-    "nanogpt: another width": nano("unexpected keys or shapes", args(n_embd=1 << 20)),
+    "nanogpt: another width": nano("shape mismatch", args(n_embd=1 << 20)),
     "nanogpt: a width of a text": nano("no valid", args(n_embd="a" * 100_000)),
-    "nanogpt: another vocabulary": nano("unexpected keys or shapes", args(vocab_size=7)),
+    "nanogpt: another vocabulary": nano("shape mismatch", args(vocab_size=7)),
     "nanogpt: a name that leads out": nano(
         "no|not", lambda content: content["model"].update({"../../evil": torch.zeros(2)})
     ),
