@@ -106,7 +106,12 @@ def _join_feed_forward(parts: dict[str, LazyTensor], lit: LitConfig, source: str
     for number in range(lit.n_layer):
         module = f"transformer.h.{number}.mlp"
         require(names := [f"{module}.fc_{one}.weight" for one in (1, 2)], parts, source)
-        parts[f"{module}.fc.weight"] = concat([parts.pop(name) for name in names], 0)
+        try:
+            parts[f"{module}.fc.weight"] = concat([parts.pop(name) for name in names], 0)
+        except ValueError as error:
+            raise MalformedInput(
+                f"shape mismatch in `{source}` for `{module}`: {error}", hint="copy the checkpoint again"
+            ) from error
 
 
 LAYER = "transformer.h.{}"
