@@ -86,11 +86,11 @@ def widen(values: Array) -> Array:
         result = np.empty(values.shape, np.float32)
         source, target = values.reshape(-1).view(np.int16), result.reshape(-1)
         for start in range(0, len(source), TILE):
-            tile, bits = target[start : start + TILE], source[start : start + TILE]
-            if not _has_subnormals() or (bits & INFINITY).max() == INFINITY:
+            tile, halves = target[start : start + TILE], source[start : start + TILE]
+            if not _has_subnormals() or (halves & INFINITY).max() == INFINITY:
                 return values.astype(np.float32)
             moved = tile.view(np.int32)
-            moved[...] = bits
+            moved[...] = halves
             moved <<= SHIFT
             moved &= ~0x70000000  # the copies of the sign
             tile *= UP

@@ -99,18 +99,17 @@ def native_config(config: Mapping[str, Any], source: str, warnings: list[str]) -
         )
     # lines about what transformers' class has no smaller form of
     width = _width(config, ffn, sizes)
-    heads, found = _key_heads(attention, sizes), []
+    heads = _key_heads(attention, sizes)
     if heads != sizes["n_heads"]:
-        found.append(
+        warnings.append(
             f"keys and values of {heads} heads are repeated for {sizes['n_heads']}, since transformers' MPT has as "
             "many as queries: weights and caches are larger, and results the same"
         )
     if width != 4 * sizes["d_model"]:
-        found.append(
+        warnings.append(
             f"the MLP of width {int(width)} is filled up with zeros to {4 * sizes['d_model']}, the only width of "
             "transformers' MPT: weights are larger, and results the same"
         )
-    warnings += found
     if attention.get("attn_pdrop"):
         warnings.append(f"left out `attn_pdrop` {attention['attn_pdrop']}, which matters only in training")
     kept = {name: value for name, value in config.items() if name not in FOUNDRY_ONLY}

@@ -363,8 +363,8 @@ def table_of(params: AccessoryParams) -> NameTable:
         return LLAMA
     kept = {name: target for name, target in LLAMA.items() if ".feed_forward." not in name}
     source, moe = "layers.{}.feed_forward.", "model.layers.{}.block_sparse_moe."
-    layers = [f"experts.{number}.{layer}.weight" for number in range(params.experts) for layer in ("w1", "w2", "w3")]
-    return kept | {source + name: moe + name for name in ["gate.weight", *layers]}
+    experts = [f"experts.{number}.{layer}.weight" for number in range(params.experts) for layer in ("w1", "w2", "w3")]
+    return kept | {source + name: moe + name for name in ["gate.weight", *experts]}
 
 
 def has_biases(tensors: Iterable[str], layers: Iterable[str]) -> bool:
