@@ -296,7 +296,7 @@ def _writable_formats() -> list[str]:
 
 
 def _writable_deltas() -> list[str]:
-    from llmconv.convert.deltas.scripts import SCRIPTS
+    from llmconv.convert.deltas.arithmetic import SCRIPTS
     from llmconv.convert.formats import delta_formats
 
     return [*(name for name, one in delta_formats().items() if one.save is not None), *SCRIPTS]
