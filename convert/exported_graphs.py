@@ -80,11 +80,8 @@ class CodesSummary:
         return {**{name: value for name, value in asdict(self).items() if name != "parameters"}, "matrices": matrices}
 
 
-USUAL = ("input_ids", "attention_mask", "position_ids")
-"""Inputs of almost every graph, which are not shown."""
-
-WITHOUT_CACHE = ("embeddings", "vision")
-"""Roles of graphs whose entries declare no cache, because they never have one."""
+USUAL = ("input_ids", "attention_mask", "position_ids")  # inputs of almost every graph, which are not shown
+WITHOUT_CACHE = ("embeddings", "vision")  # roles of graphs whose entries declare no cache, because they never have one
 
 
 def graphs_in(folder: Path) -> tuple[GraphSummary, ...]:
@@ -204,8 +201,7 @@ def _elements(codes: LazyTensor, kind: tuple[int, int], *, fewest: bool) -> int:
     return prod(outer) * columns
 
 
-SHOWN = ("llmconv", "onnxruntime")
-"""Libraries whose versions the table shows."""
+SHOWN = ("llmconv", "onnxruntime")  # libraries whose versions the table shows
 
 
 @dataclass(frozen=True)

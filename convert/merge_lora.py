@@ -42,8 +42,7 @@ from llmconv.quantized_weights.packed_weight import TILE_ELEMENTS, PackedWeight,
 from llmconv.quantized_weights.quantized_checkpoint import FIELD, QuantizedCheckpoint, quantized_checkpoint
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, LazyTensor, cast
 
-PLAIN = ("safetensors", "torch")
-"""Formats of which `open_checkpoint` says itself what is missing."""
+PLAIN = ("safetensors", "torch")  # formats of which `open_checkpoint` says itself what is missing
 
 
 @dataclass(frozen=True)

@@ -192,8 +192,7 @@ def only_checkpoint_file(path: Path) -> Path | None:
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
-OF_DEEPSPEED = "_optim_states.pt"
-"""Suffix of DeepSpeed's optimizer files."""
+OF_DEEPSPEED = "_optim_states.pt"  # suffix of DeepSpeed's optimizer files
 
 
 def explain(path: Path) -> LlmconvError:
@@ -287,15 +286,9 @@ def _known() -> str:
 
 
 PREFIX = "base_model.model."
-SMALL = (".json", ".md", ".txt", ".jinja", ".model")
-"""Suffixes of the files next to the weights of an adapter."""
-
-ADAPTER_SUFFIXES = (".safetensors", *TORCH)
-"""Suffixes of files of weights."""
-
-OWN = re.compile(r"(?:adapter_model|README)\..*")
-"""PEFT's file in its two forms, of which it reads one."""
-
+SMALL = (".json", ".md", ".txt", ".jinja", ".model")  # suffixes of the files next to the weights of an adapter
+ADAPTER_SUFFIXES = (".safetensors", *TORCH)  # suffixes of files of weights
+OWN = re.compile(r"(?:adapter_model|README)\..*")  # PEFT's file in its two forms, of which it reads one
 WHOLE_MODEL = re.compile(r"(?:pytorch_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin)")
 """The weights of a model in whose folder an adapter lies."""
 

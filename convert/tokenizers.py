@@ -26,8 +26,7 @@ from llmconv.errors import InputRefused, MalformedInput
 BPE = 2
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 SPACE = "\u2581"
-PIECE = {1: bytes, 2: bytes, 3: int}
-"""Field number to its type on the wire: text, score, type."""
+PIECE = {1: bytes, 2: bytes, 3: int}  # field number to its type on the wire: text, score, type
 TRAINER = {3: int, 35: int, 40: int, 41: int, 42: int}
 NORMALIZER = {2: bytes, 3: int, 4: int}
 
@@ -240,9 +239,7 @@ PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 NUM_SPECIAL = 256
-BOS, EOS, EOM, EOT = 0, 1, 8, 9
-"""Special tokens, by their offset after the last rank."""
-
+BOS, EOS, EOM, EOT = 0, 1, 8, 9  # special tokens, by their offset after the last rank
 NAMED = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
 NAMED_SINCE_3_1 = NAMED | {4: "finetune_right_pad_id", 8: "eom_id", 10: "python_tag"}
 

@@ -29,9 +29,7 @@ FAMILIES = (
 """Words in model names that identify the architecture; not phi, falcon, granite, stablelm, internlm, some of which have
 Llama's."""
 
-ALIASES = {"pythia": "gpt_neox", "smollm": "llama"}
-"""Model names to the word in their `model_type`."""
-
+ALIASES = {"pythia": "gpt_neox", "smollm": "llama"}  # model names to the word in their `model_type`
 LAYER = re.compile(r"^(?P<stem>.*?\.(?:layers|h|blocks|block)\.)(?P<number>\d+)\.(?P<rest>.+)$")
 NOT_OF_THE_NAME = re.compile(r"[^a-z0-9]")
 
@@ -151,9 +149,7 @@ def _layers(names: Iterable[str]) -> dict[str, set[int]]:
     return dict(found)
 
 
-SAMPLE = 16
-"""Maximum number of tensors of each group (changed, replaced, unchanged), evenly spread over the names."""
-
+SAMPLE = 16  # maximum number of tensors of each group (changed, replaced, unchanged), evenly spread over the names
 BINS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, None))
 """Distances in representable numbers (ULP) that the histogram counts together."""
 

@@ -117,8 +117,7 @@ class TaskVector:
     factors: Callable[[], tuple[Array, Array]] | None = None
 
 
-ReadRows = Callable[[int, int], Array]
-"""`rows(start, stop)` of an update: float64, two-dimensional."""
+ReadRows = Callable[[int, int], Array]  # `rows(start, stop)` of an update: float64, two-dimensional
 
 
 def combine(
@@ -260,7 +259,7 @@ def _truncated_matrix(whole: Array, rank: int) -> Array:
     return made
 
 
-METHODS: dict[str, CombinationMethod] = {
+METHODS: dict[str, CombinationMethod] = {  # by PEFT's names
     "linear": CombinationMethod(_whole),
     "cat": CombinationMethod(_whole),
     "svd": CombinationMethod(_whole, truncates=True),
@@ -269,11 +268,9 @@ METHODS: dict[str, CombinationMethod] = {
     "dare_linear": CombinationMethod(_drawn, prunes=True),
     "dare_ties": CombinationMethod(_drawn, prunes=True, elects=True),
 }
-"""By PEFT's names."""
 
 
-SHIFT = 44
-"""Low bits of a float64 that the first pass ignores: it counts by exponent and eight bits of the fraction."""
+SHIFT = 44  # low bits of a float64 that the first pass ignores: it counts by exponent and eight bits of the fraction
 
 
 def kth_largest(tensor: LazyTensor, count: int) -> float:

@@ -14,14 +14,13 @@ from llmconv.timed_patterns import SPECIAL, MatchTime, PatternProblem, compiled,
 
 FORMULA = "its update is not W + s·B·A; merge it with PEFT's `merge_and_unload` and `save_pretrained`"
 
-REFUSED: dict[str, str] = {
+REFUSED: dict[str, str] = {  # unsupported config field to the way out: the merged weight would not be W + s·B·A
     "alora_invocation_tokens": "the update depends on the prompt, so no merged model equals it; serve the adapter",
     "arrow_config": "the update depends on the input, so no merged model equals it; serve the adapter",
     "use_qalora": "the update works on groups of inputs; " + FORMULA,
     "kasa_config": "the base is truncated by an SVD first; " + FORMULA,
     "megatron_config": "tensor-parallel adapters are saved per rank; gather and save the adapter as plain PEFT",
 }
-"""Unsupported config field to the way out: the merged weight would not be W + s·B·A."""
 
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` for which training changes the base, so that A and B do not fit the original one."""
@@ -29,9 +28,7 @@ CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 SAME_BASE = ("gaussian", "orthogonal", "eva", "mica", "true", "false")
 """Values of `init_lora_weights` for which training keeps the base."""
 
-QUANTIZED_BASE = "loftq"
-"""The value for which the base differs from the original by more than the initial adapter."""
-
+QUANTIZED_BASE = "loftq"  # the value for which the base differs from the original by more than the initial adapter
 NO_INITIAL = (
     "give the adapter as it was before training with `--initial-adapter`, or save the trained one with PEFT's "
     "`path_initial_model_for_weight_conversion`; if BASE is the base as training changed it, set "
@@ -42,7 +39,7 @@ NO_QUANTIZED = (
     "true in `adapter_config.json`"
 )
 
-KNOWN = {
+KNOWN = {  # fields that are read, or irrelevant to the merged weight
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "lora_bias", "modules_to_save"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying"),
     *("fan_in_fan_out", "init_lora_weights", "lora_dropout", "inference_mode", "peft_type", "task_type"),
@@ -51,7 +48,6 @@ KNOWN = {
     *("qalora_group_size", "use_dora", "layer_replication", "target_parameters", "trainable_token_indices"),
     "use_bdlora",
 }
-"""Fields that are read, or irrelevant to the merged weight."""
 
 
 @dataclass(frozen=True)
@@ -257,11 +253,8 @@ def _invalid(name: str, value: Any) -> MalformedInput:
     )
 
 
-TOTAL_LIMIT = 4000
-"""Characters of all patterns of an adapter, plain names not counted."""
-
-FORM = r"(.*\.)?({})$"
-"""PEFT's expression for a pattern."""
+TOTAL_LIMIT = 4000  # characters of all patterns of an adapter, plain names not counted
+FORM = r"(.*\.)?({})$"  # PEFT's expression for a pattern
 
 
 def matches(pattern: str, module: str, time: MatchTime | None = None) -> bool:

@@ -22,9 +22,7 @@ try:
 except ImportError:  # llmconv was installed without a C compiler
     compiled = None
 
-TILE_ELEMENTS = 1 << 18
-"""Elements summed at once: two megabytes in float64, which fit into a core's cache."""
-
+TILE_ELEMENTS = 1 << 18  # elements summed at once: two megabytes in float64, which fit into a core's cache
 ROWS = 8
 PRODUCT_LIMIT = 1 << 18
 """Largest rows·r·columns of one product. OpenBLAS divides larger ones among its own threads (`interface/gemm.c`), which

@@ -104,9 +104,7 @@ COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
 LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type")
 """Fields with one entry for each layer."""
 
-MOST = 4096
-"""Maximum number of layers: a short config could ask for more than fit into memory."""
-
+MOST = 4096  # maximum number of layers: a short config could ask for more than fit into memory
 NUMBERED = ("mlp_only_layers", "moe_layers", "attn_layer_indices")
 """Fields with layer numbers, which are ambiguous for a model with other layers."""
 
@@ -205,12 +203,11 @@ def untie(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]
         set_everywhere(config, TIE, False)
 
 
-TASKS = {
+TASKS = {  # PEFT's `task_type` to the table of transformers' classes, and the ending of their names
     "SEQ_CLS": ("SEQUENCE_CLASSIFICATION", "ForSequenceClassification"),
     "TOKEN_CLS": ("TOKEN_CLASSIFICATION", "ForTokenClassification"),
     "QUESTION_ANS": ("QUESTION_ANSWERING", "ForQuestionAnswering"),
 }
-"""PEFT's `task_type` to the table of transformers' classes, and the ending of their names."""
 
 HEADS = ("score", "classifier", "qa_outputs", "classification_head")
 """How transformers' classes call the module that replaces the output head."""

@@ -243,14 +243,13 @@ def padded_columns(part: LazyTensor | None, column: int, shape: tuple[int, int],
     return LazyTensor(dtype, shape, rows)
 
 
-NAMES = {
+NAMES = {  # their fields in the configs of transformers
     "hidden": ("hidden_size", "n_embd"),
     "queries": ("num_attention_heads", "n_head"),
     "keys": ("num_key_value_heads", "num_kv_heads"),
     "dim": ("head_dim",),
     "inner": ("intermediate_size", "n_inner", "ffn_hidden_size"),
 }
-"""Their fields in the configs of transformers."""
 
 
 @dataclass(frozen=True)

@@ -255,8 +255,7 @@ def open_adapter(path: Path, alpha: float | None = None, *, initial: bool = Fals
     return to_adapter(folder, (weights,), config, read_tensors(weights))
 
 
-GRAPH_ADAPTER = ".onnx_adapter"
-"""Suffix of the files that `llmconv onnx-adapter` writes."""
+GRAPH_ADAPTER = ".onnx_adapter"  # suffix of the files that `llmconv onnx-adapter` writes
 
 
 def _not_an_adapter(path: Path) -> InputRefused:
@@ -293,18 +292,16 @@ def read_tensors(path: Path) -> dict[str, LazyTensor]:
     return {str(name): torch_file.tensor(str(name), ref) for name, ref in content.items()}
 
 
-KNOWN = {
+KNOWN = {  # fields that most tuners have: read, or irrelevant to the merged weight
     *("peft_type", "peft_version", "task_type", "inference_mode", "auto_mapping", "base_model_name_or_path"),
     *("revision", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
     *("bias", "fan_in_fan_out", "init_weights", "init_ia3_weights"),
 }
-"""Fields that most tuners have: read, or irrelevant to the merged weight."""
 
-LORA_ONLY = (
+LORA_ONLY = (  # fields without a known meaning for other tuners
     *("use_dora", "lora_bias", "layer_replication", "target_parameters", "trainable_token_indices"),
     *("alora_invocation_tokens", "arrow_config", "use_qalora", "use_bdlora", "kasa_config", "megatron_config"),
 )
-"""Fields without a known meaning for other tuners."""
 
 
 def is_tuned(path: Path) -> bool:

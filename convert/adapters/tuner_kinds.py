@@ -396,8 +396,7 @@ HRA = Tuner(
 # `use_cayley_neumann` I + 2Q + 2Q² + … + Qⁿ⁻¹. `coft` first shortens Q to eps/√blocks. An embedding is W·R.
 
 
-MOST_TERMS = 1000
-"""Limit of the length of the series, which has converged long before."""
+MOST_TERMS = 1000  # limit of the length of the series, which has converged long before
 
 
 def _oft_fit(learned: ModuleTensors) -> FittingShape:
@@ -558,13 +557,12 @@ PROMPT = f"{VIRTUAL}; serve the adapter with PEFT"
 PREFIX = f"{VIRTUAL}: `llmconv generate MODEL --prefix-tuning ADAPTER`, or `llmconv export MODEL --prefix ADAPTER`"
 MIXTURE = "the update depends on the input, so no merged model equals it; serve the adapter with PEFT"
 LAYERS = "it adds layers to the model, so no merged model equals it; serve the adapter with PEFT"
-UNMERGEABLE: dict[str, str] = {
+UNMERGEABLE: dict[str, str] = {  # `peft_type` to the way out, for adapters that no merged weights equal
     **dict.fromkeys(("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"), PREFIX),
     **dict.fromkeys(("MULTITASK_PROMPT_TUNING", "CPT", "CARTRIDGE"), PROMPT),
     **dict.fromkeys(("XLORA", "POLY"), MIXTURE),
     **dict.fromkeys(("ADAPTION_PROMPT",), LAYERS),
 }
-"""`peft_type` to the way out, for adapters that no merged weights equal."""
 
 
 def by_peft_type(kind: object) -> Tuner:

@@ -74,8 +74,7 @@ class ModuleTensors:
         return int(self.settings.of_module("rank_pattern", self.module, self.settings.positive("r", default)))
 
 
-LARGEST = 2.0**63
-"""Limit of a number; JSON has integers of any length."""
+LARGEST = 2.0**63  # limit of a number; JSON has integers of any length
 
 
 @dataclass(frozen=True)

@@ -241,8 +241,7 @@ def inverse_order(order: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(place) for place in np.argsort(order))
 
 
-HEAD_LIMIT = 1 << 16
-"""Maximum number of rows of a head; real ones have a few hundred at most."""
+HEAD_LIMIT = 1 << 16  # maximum number of rows of a head; real ones have a few hundred at most
 
 
 @lru_cache(maxsize=8)

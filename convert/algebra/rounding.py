@@ -26,16 +26,13 @@ from llmconv.tensors import Array
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
-TILE = 1 << 15
-"""Elements at once, so that all passes over them stay in the core's cache."""
-
+TILE = 1 << 15  # elements at once, so that all passes over them stay in the core's cache
 SHIFT, EXPONENT, SIGN = 13, np.uint32(0x7F800000), np.uint32(0x8000)
 UP, DOWN = np.float32(2.0**112), np.float32(2.0**-112)
 SMALLEST = np.uint32((127 - 14) << 23)
 """The exponent of the smallest normal float16, whose last bit is that of the subnormal ones."""
 
-OVERFLOW, INFINITY = np.float32(65520), 0x7C00
-"""The first float32 that is rounded to infinity; the bits of that."""
+OVERFLOW, INFINITY = np.float32(65520), 0x7C00  # the first float32 that is rounded to infinity; the bits of that
 
 
 def round_into(target: Array, values: Array) -> None:
@@ -153,8 +150,7 @@ def _counters_of(library: ctypes.CDLL) -> list[Counter]:
     return [(getattr(library, name.format("get")), getattr(library, name.format("set"))) for name in names[:1]]
 
 
-COUNTERS = _thread_counters()
-"""Looked up once, before any input is there: while one is read nothing else is opened."""
+COUNTERS = _thread_counters()  # looked up once, before any input is there: while one is read nothing else is opened
 
 
 _lock = Lock()

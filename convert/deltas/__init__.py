@@ -11,8 +11,7 @@ from llmconv.convert.deltas.arithmetic import WrittenDelta
 from llmconv.errors import MalformedInput
 from llmconv.output.manifest import read_manifest
 
-DELTA_FILE = "delta.json"
-"""The file that identifies the folder of an exact delta."""
+DELTA_FILE = "delta.json"  # the file that identifies the folder of an exact delta
 
 
 def is_recorded_delta(folder: Path) -> bool:

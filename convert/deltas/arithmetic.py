@@ -41,14 +41,9 @@ from llmconv.tensors import BY_NAME, FLOATS, Array, DType, LazyTensor
 CHECKSUM = "checksum_psum.txt"
 
 SEVEN_BILLION = {"hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 32001}
-SEVEN_BILLION_SUM = 50637.1836
-"""The constant in the script; only the 7B model was published."""
-
-TOLERANCE = 0.5
-"""Both numbers are sums in float32 with rounding errors of about 0.1; another base is off by hundreds."""
-
-SMALL, FEW = 0.5, 64
-"""Norm of a row close to zero, relative to the mean row; number of new rows to check."""
+SEVEN_BILLION_SUM = 50637.1836  # the constant in the script; only the 7B model was published
+TOLERANCE = 0.5  # both numbers are sums in float32 with rounding errors of about 0.1; another base is off by hundreds
+SMALL, FEW = 0.5, 64  # norm of a row close to zero, relative to the mean row; number of new rows to check
 
 
 def begins_at_mean(base: LazyTensor, delta: LazyTensor) -> bool:

@@ -48,11 +48,8 @@ SPARE, DEPTH, GAIN = 8, 16, 1e-3
 MEMORY = 512 << 20
 """Bytes of a change in float32 that is held; a larger one (a head of a large vocabulary) is computed per product."""
 
-SAFE = 30
-"""float32 safely represents the squares of norms between 2⁻³⁰ and 2³⁰."""
-
-TINY = 1e-5
-"""Relative to the longest column: the rounding error of float32 for a column that the others span."""
+SAFE = 30  # float32 safely represents the squares of norms between 2⁻³⁰ and 2³⁰
+TINY = 1e-5  # relative to the longest column: the rounding error of float32 for a column that the others span
 
 
 @dataclass(frozen=True)
@@ -196,12 +193,9 @@ class _Matrix:
         return total
 
 
-NARROW = 32
-"""Columns of the narrow matrix per product."""
-
+NARROW = 32  # columns of the narrow matrix per product
 HIGH = (8, PRODUCT_LIMIT // (8 * NARROW))
-TURNED = (128, PRODUCT_LIMIT // (128 * NARROW))
-"""Rows and columns of a tile of the large matrix."""
+TURNED = (128, PRODUCT_LIMIT // (128 * NARROW))  # rows and columns of a tile of the large matrix
 
 
 def product(left: Array, right: Array) -> Array:
@@ -427,9 +421,7 @@ def _warnings(
     return warnings
 
 
-KEPT = 8
-"""Number of products in memory: as many as the writer may need out of order."""
-
+KEPT = 8  # number of products in memory: as many as the writer may need out of order
 CHUNK = 4096
 
 DENSE, THIN, SPARSE = 1 << 20, 512, 8

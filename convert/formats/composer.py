@@ -221,7 +221,7 @@ def other_parts(folder: Path) -> dict[str, int]:
     return {part: size for part, size in sizes.items() if size}
 
 
-PARTS = {
+PARTS = {  # keys in the state, or (generators, and in old sharded runs the optimizer) next to it
     "optimizers": "the optimizer's state",
     "schedulers": "the learning rate schedulers",
     "algorithms": "the algorithms",
@@ -233,7 +233,6 @@ PARTS = {
     "timestamp": "the time stamp",
     "rng": "the random number generators",
 }
-"""Keys in the state, or (generators, and in old sharded runs the optimizer) next to it."""
 
 KEPT = {"model", "integrations", "metadata", "run_name", "rank_zero_seed"}
 VERSION = re.compile(r"[\w.+-]{1,60}")

@@ -38,14 +38,9 @@ from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listi
 from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import LazyTensor
 
-INNER = "pytorch_model_fsdp_*"
-"""Name of the model's folder inside those of accelerate and the Trainer."""
-
-TOP = "."
-"""The value of `--root` for the nested dict itself."""
-
-ROPE_TABLE = "freqs_cis"
-"""A complex buffer of older torchtitan models, which recompute it."""
+INNER = "pytorch_model_fsdp_*"  # name of the model's folder inside those of accelerate and the Trainer
+TOP = "."  # the value of `--root` for the nested dict itself
+ROPE_TABLE = "freqs_cis"  # A complex buffer of older torchtitan models, which recompute it
 
 
 def _shard_folder(path: Path) -> Path | None:

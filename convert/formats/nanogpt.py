@@ -27,9 +27,7 @@ from llmconv.transpose import transposed
 FILE = "ckpt.pt"
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 SIZE_LIMIT = 1 << 31
-END_OF_TEXT = 50256
-"""Id of GPT-2's only special token; a smaller vocabulary (characters) has none."""
-
+END_OF_TEXT = 50256  # id of GPT-2's only special token; a smaller vocabulary (characters) has none
 PARTS = ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 NAMES: dict[str, str | None] = {
     "transformer.wte.weight": "transformer.wte.weight",

@@ -19,7 +19,7 @@ COUNT_LIMIT = 1 << 31
 OTHER_SIZES = {"n_head", "n_heads", "n_embd", "d_model"}
 """Names of sizes in models that are not like Llama (GPT-2, Bloom, MPT, OPT)."""
 
-ALIASES = {
+ALIASES = {  # names of GPT-2 and BLOOM for fields of the others
     "n_embed": "hidden_size",
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
@@ -27,7 +27,6 @@ ALIASES = {
     "n_positions": "max_position_embeddings",
     "n_inner": "intermediate_size",
 }
-"""Names of GPT-2 and BLOOM for fields of the others."""
 
 WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 PARTIAL = "partial_rotary_factor"
@@ -56,7 +55,7 @@ BLOOM = {
     "apply_residual_connection_post_layernorm": False,
     "tie_word_embeddings": True,
 }
-DEFAULTS: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, dict[str, Any]] = {  # by `model_type`, what transformers takes for a field that is not there
     "llama": LLAMA,
     "mistral": {**ROTARY, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {**ROTARY, **WINDOW, "max_position_embeddings": 32768, "num_key_value_heads": 32},
@@ -65,7 +64,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "bloom": BLOOM,
 }
-"""By `model_type`, what transformers takes for a field that is not there."""
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 ABSOLUTE: dict[str, tuple[str, ...]] = {"gpt2": (*SIZES, *GPT2), "bloom": (*SIZES[:2], *SIZES[3:], *BLOOM)}
@@ -248,8 +246,7 @@ def tied(checkpoint: Checkpoint) -> Checkpoint:
 
 SHARD_LIMIT = 256
 FITS_SHOWN = 12
-OFF = (None, False, 0)
-"""Values that switch a field off."""
+OFF = (None, False, 0)  # values that switch a field off
 
 
 def refuse_fields(decoder: LlamaLikeConfig, held: Mapping[str, tuple[Any, ...]], what: str) -> None:

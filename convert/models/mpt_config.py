@@ -20,11 +20,10 @@ from llmconv.tensors import LazyTensor
 
 MODEL_TYPES = ("mpt", "mosaic_gpt")
 
-FOUNDRY_ONLY = frozenset(
+FOUNDRY_ONLY = frozenset(  # fields of Foundry's configuration that transformers' has not
     ("norm_eps", "ffn_config", "fc_type", "init_config", "attention_bias", "block_overrides", "final_logit_softcapping")
     + ("head_dim", "use_pad_tok_in_ffn", "fuse_norm_attn_norm", "loss_fn", "name", "moe_world_size")
 )
-"""Fields of Foundry's configuration that transformers' has not."""
 
 OLD_ATTENTION = {"attn_qk_ln": "qk_ln", "attn_clip_qkv": "clip_qkv"} | {
     name: name
@@ -46,14 +45,13 @@ ATTENTION: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
 }
 """Options of `attn_config`: what Foundry takes where they are left out, and the values that transformers' MPT has."""
 
-MODEL: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
+MODEL: Mapping[str, tuple[Any, tuple[Any, ...]]] = {  # options of the model, as in `ATTENTION`
     "no_bias": (False, (True,)),
     "norm_type": ("low_precision_layernorm", ("low_precision_layernorm", "layernorm")),
     "logit_scale": (None, (None, 1)),
     "final_logit_softcapping": (None, (None,)),
     "block_overrides": (None, (None,)),
 }
-"""Options of the model, as in `ATTENTION`."""
 
 HARMLESS = frozenset(
     ("attn_type", "kv_n_heads", "kv_dim", "attn_pdrop", "attn_impl", "clip_qkv", "softmax_scale", "fused_qkv")
@@ -63,9 +61,7 @@ HARMLESS = frozenset(
 """Fields of `attn_config` that are looked at elsewhere, or that change nothing here (`attn_uses_sequence_id` acts only
 on packed sequences, which are given in training)."""
 
-MAX = 1e30
-"""No number of a configuration is larger; a NaN is not smaller."""
-
+MAX = 1e30  # no number of a configuration is larger; a NaN is not smaller
 SIZES = {"d_model": 2048, "n_heads": 16, "n_layers": 24, "max_seq_len": 2048, "vocab_size": 50368}
 """Sizes, and what both libraries take where they are left out."""
 

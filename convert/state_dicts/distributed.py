@@ -39,8 +39,7 @@ SIZE_LIMIT = 512 << 20
 DEPTH_LIMIT = 64
 """Maximum number of keys from the root of the nested dict to a leaf; a tokenizer's JSON is the deepest in use."""
 
-KeyPath = tuple[str | int, ...]
-"""The keys that lead to an item of the nested dict."""
+KeyPath = tuple[str | int, ...]  # the keys that lead to an item of the nested dict
 
 
 class BlobLocation(NamedTuple):
@@ -259,8 +258,7 @@ def refuse(folder: Path, problem: str) -> NoReturn:
 
 
 SUFFIX = ".distcp"
-GAP_LIMIT = 64
-"""Maximum number of missing elements of a list: torch does not store empty dicts."""
+GAP_LIMIT = 64  # maximum number of missing elements of a list: torch does not store empty dicts
 
 
 OPTIMIZER, SCHEDULER, GENERATORS = "the optimizer's state", "the learning rate schedule", "the random number generators"
@@ -456,8 +454,7 @@ def _nbytes(item: StoredItem) -> int:
     return sum(location.length for location in locations)
 
 
-CELL_LIMIT = 1 << 22
-"""Maximum number of cells between all boundaries of all chunks; a regular grid has one per chunk."""
+CELL_LIMIT = 1 << 22  # maximum number of cells between all boundaries of all chunks; a regular grid has one per chunk
 
 
 def is_tiled(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:

@@ -29,10 +29,9 @@ WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
-QUANTIZED = re.compile(
+QUANTIZED = re.compile(  # parts of a quantized matrix: GPTQ, AWQ, bitsandbytes, torch's own, float8 with scales
     r"\.(?:qweight|qzeros|SCB|weight_format|absmax|quant_map|quant_state\b.*|_packed_params\b.*|weight_scale(?:_inv)?)$"
 )
-"""Parts of a quantized matrix: GPTQ, AWQ, bitsandbytes, torch's own, float8 with scales."""
 
 OBJECT = (
     "is an object, not a plain tensor",
@@ -130,8 +129,7 @@ EMBEDDING = re.compile(r"(?<!embedding\.)\b(?:embed_tokens|wte|embed_in|word_emb
 """Names of Hugging Face's input embeddings; Megatron's is in a module `embedding`."""
 
 ADAPTER_NAMES = re.compile(r"lora_|\.modules_to_save\.|prompt_embeddings")
-MEGATRON_KEY = "checkpoint_version"
-"""A key of Megatron's checkpoints (its `checkpointing.py`), which are unsupported."""
+MEGATRON_KEY = "checkpoint_version"  # A key of Megatron's checkpoints (its `checkpointing.py`), which are unsupported
 
 
 @dataclass(frozen=True)
@@ -160,9 +158,7 @@ def has_hugging_face_names(found: StateFile) -> bool:
     return any(EMBEDDING.search(name) for name in found.state)
 
 
-BINS = ("pytorch_model.bin", "pytorch_model_fsdp.bin")
-"""The whole model; a Trainer with FSDP writes the second."""
-
+BINS = ("pytorch_model.bin", "pytorch_model_fsdp.bin")  # the whole model; a Trainer with FSDP writes the second
 RANK_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_.*\.pt|mp_rank_\d+_model_states\.pt")
 """DeepSpeed's own files, in the folder or one level below: the format `deepspeed` reads their float32 weights."""
 
@@ -281,9 +277,7 @@ def require_listed(shard: str, found: Iterable[str], listed: set[str], index: st
         )
 
 
-LISTED = 8
-"""Number of parts that are listed, the largest first; the rest is counted."""
-
+LISTED = 8  # number of parts that are listed, the largest first; the rest is counted
 UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
@@ -300,8 +294,7 @@ def size_text(count: int) -> str:
     return f"{count / 1000**unit:.3g} {UNITS[unit]}"
 
 
-DEPTH = 4
-"""Maximum nesting of dicts; deeper ones belong to optimizers."""
+DEPTH = 4  # maximum nesting of dicts; deeper ones belong to optimizers
 
 
 def raw_tensors(path: Path) -> dict[str, LazyTensor]:

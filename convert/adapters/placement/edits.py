@@ -213,8 +213,7 @@ class Edits:
         return own if one and other and not (one.startswith(other) or other.startswith(one)) else ""
 
 
-TILE_ELEMENTS = 1 << 18
-"""Elements computed at once, so that intermediate results stay small."""
+TILE_ELEMENTS = 1 << 18  # elements computed at once, so that intermediate results stay small
 
 
 @dataclass

@@ -34,11 +34,10 @@ from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import Array, DType, LazyTensor
 from llmconv.transpose import is_conv1d
 
-PARTS = {
+PARTS = {  # name of a fused tensor to the separate tensors that it stacks by rows, under each naming convention
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
-"""Name of a fused tensor to the separate tensors that it stacks by rows, under each naming convention."""
 
 ONE = re.compile(r"(?P<experts>.+\.experts)\.(?P<index>\d+)\.(?P<part>\w+)\.weight")
 FUSED = re.compile(r"(?P<experts>.+\.experts)\.(?P<name>gate_up_proj|down_proj)")
@@ -142,8 +141,7 @@ class WeightUpdate(Protocol):
         ...
 
 
-WeightChange = LoraProduct | ExpertProduct | WeightUpdate
-"""An update of a tensor; the first two kinds have faster sums."""
+WeightChange = LoraProduct | ExpertProduct | WeightUpdate  # an update of a tensor; the first two kinds have faster sums
 
 
 def add_changes(base: LazyTensor, changes: Sequence[WeightChange], dtype: DType) -> LazyTensor:
@@ -172,8 +170,7 @@ def _add_updates(base: LazyTensor, updates: Sequence[WeightUpdate], dtype: DType
     return LazyTensor(dtype, base.shape, load, lambda other: _add_updates(base, updates, other))
 
 
-NamedChanges = Iterator[tuple[str, Sequence[WeightChange]]]
-"""Names of the base's tensors, and their updates."""
+NamedChanges = Iterator[tuple[str, Sequence[WeightChange]]]  # names of the base's tensors, and their updates
 
 
 class AdapterTargets:
@@ -366,11 +363,10 @@ def other_base(adapter: str, name: str, base: tuple[int, ...], own: tuple[int, .
 
 
 WRAPPER = ".base_layer"
-DECLARED = (
+DECLARED = (  # the order in which modules of transformers declare their parameters
     *("gate_up_proj", "gate_up_proj_bias", "gate_proj", "up_proj", "w1", "w3", "fc1", "input_linear", "weight"),
     *("down_proj", "down_proj_bias", "w2", "fc2", "output_linear", "bias"),
 )
-"""The order in which modules of transformers declare their parameters."""
 
 ALWAYS_TRANSPOSED = ("gpt_oss", "openai_privacy_filter", "aria_text")
 """Model types whose experts are marked `is_transposed`: [E, in, out] to every version of PEFT."""
@@ -378,8 +374,7 @@ ALWAYS_TRANSPOSED = ("gpt_oss", "openai_privacy_filter", "aria_text")
 SWAPPED_SINCE = (0, 19)
 """PEFT reads unmarked [E, d1, d2] as [E, out, in] since this version (pull request 3083), before as [E, in, out]."""
 
-MatrixShape = tuple[int, int]
-"""Rows of B and columns of A."""
+MatrixShape = tuple[int, int]  # rows of B and columns of A
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from llmconv.convert.adapters.adapter import parts_from_saved
 from llmconv.errors import MalformedInput
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-LISTED = 3
-"""Number of unmatched names that an error lists."""
+LISTED = 3  # number of unmatched names that an error lists
 
 
 def same_name(name: str) -> str:

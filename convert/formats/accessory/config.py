@@ -13,7 +13,7 @@ from llmconv.convert.formats.meta.read import LLAMA, feed_forward_of, intermedia
 from llmconv.convert.models.model_config import LlamaLikeConfig, read_decoder, refuse_fields, refuse_other_values
 from llmconv.errors import MalformedInput, UnsupportedInput
 
-FIELDS = {
+FIELDS = {  # fields of Accessory's ModelArgs; any other field that a user gives belongs to `config.json`
     *("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps"),
     *("rope_theta", "rope_scaling", "max_batch_size", "max_seq_len", "lora_rank", "bias_tuning", "norm_tuning"),
     *("prefix_layers", "prefix_len", "use_prefix_new_gate", "v_embed_dim", "v_depth", "v_num_heads", "v_mlp_ratio"),
@@ -22,23 +22,20 @@ FIELDS = {
     *("use_scaled_init", "use_swiglu", "attention_dropout", "hidden_dropout", "bias", "multi_query", "parallel_attn"),
     *("new_decoder_architecture", "num_kv_heads", "use_scaled_rope"),
 }
-"""Fields of Accessory's ModelArgs; any other field that a user gives belongs to `config.json`."""
 
-SIZES = {
+SIZES = {  # required fields of each family
     "llama": ("dim", "n_layers", "n_heads"),
     "mixtral": ("dim", "hidden_dim", "n_layers", "n_heads"),
     "internlm": ("hidden_size", "num_layers", "num_attention_heads"),
     "falcon": ("hidden_size", "num_layers", "num_attention_heads"),
 }
-"""Required fields of each family."""
 
 POSITIVE_NUMBERS = (
     *("n_kv_heads", "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_theta", "max_seq_len", "mlp_ratio"),
     *("layer_norm_epsilon", "load_balancing_weight"),
 )
 INTEGERS = ("n_kv_heads", "multiple_of", "max_seq_len")
-COUNT_LIMIT = 100_000
-"""More layers or experts than any model has, so that loops over them stay short."""
+COUNT_LIMIT = 100_000  # more layers or experts than any model has, so that loops over them stay short
 NUMBER_LIMIT = 1e15
 
 
@@ -331,7 +328,7 @@ NameTable = dict[str, str | None]
 
 FALCON_LINEAR = ("self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 
-INTERNLM = {
+INTERNLM = {  # InternLM's names for a Llama's layers; its w2 is the up projection, its w3 the down projection
     "embedding": "tok_embeddings",
     "mixer.out_proj": "attention.wo",
     "norm1": "attention_norm",
@@ -341,7 +338,6 @@ INTERNLM = {
     "mlp.w3": "feed_forward.w2",
     "head": "output",
 }
-"""InternLM's names for a Llama's layers; its w2 is the up projection, its w3 the down projection."""
 
 LINEAR = re.compile(r"\.(wq|wk|wv|wo|w1|w2|w3)$")
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")

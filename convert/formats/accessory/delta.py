@@ -43,9 +43,7 @@ from llmconv.files.torch_writer import torch_pieces
 from llmconv.output.plan import Plan, Shard
 from llmconv.tensors import DType, LazyTensor
 
-SPLIT = ("meta", "accessory")
-"""Formats whose files are model-parallel ranks."""
-
+SPLIT = ("meta", "accessory")  # formats whose files are model-parallel ranks
 RUN_FIELDS = {"max_batch_size", "max_seq_len", "lora_rank", "bias_tuning", "norm_tuning"}
 """Fields of `config.json` that a tuned model may change: they do not change what the shared weights mean."""
 

@@ -207,13 +207,12 @@ LLAMAS = (
     *("llama_ens", "llama_ens_light", "llama_ens5", "llama_ens5_light", "llama_ens5p2", "llama_ens10"),
 )
 MIXTRALS = ("mixtral", "mixtral_peft", "mixtral_sparse", "mixtral_sparse_ens", "mixtral_sparse_ens5")
-FAMILIES = {
+FAMILIES = {  # Upstream's plugins (`accessory/model/LLM/`) to the family of their language model
     **dict.fromkeys(LLAMAS, "llama"),
     **dict.fromkeys(MIXTRALS, "mixtral"),
     "internlm": "internlm",
     "falcon": "falcon",
 }
-"""Upstream's plugins (`accessory/model/LLM/`) to the family of their language model."""
 
 VISION = re.compile(
     r"(?:clip|clip_proj|clip_proj_norm|openclip_convnext_xxl|dinov2_vitg14|qformer|qformer_proj"

@@ -391,8 +391,7 @@ def joined(slices: Sequence[FlatSlice], shape: tuple[int, ...], dtype: DType) ->
 GROUPS = {2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
 """The key of the flat weights, by stage; stage 1 has that of stage 2."""
 
-OLD_GROUPS = ("local_sub_partitions_of_fp32_groups", "fp32_groups")
-"""The keys in releases before 0.3.17."""
+OLD_GROUPS = ("local_sub_partitions_of_fp32_groups", "fp32_groups")  # the keys in releases before 0.3.17
 
 
 class RankStates:

@@ -195,10 +195,9 @@ FILE = "lit_model.pth"
 WRAPPERS = ("_forward_module.", "_orig_mod.", "module.")
 ADAPTERS = ("lora_", "adapter_", "gating_factor")
 HEADS = ("lm_head.weight", "embed_out.weight")
-OWN_NAMES = re.compile(
+OWN_NAMES = re.compile(  # names that no other system has (its `model.py`)
     r"^(?:_orig_mod\.|module\.|_forward_module\.)*transformer\.h\.\d+\.(?:attn\.(?:attn|qkv)|norm_[12])\."
 )
-"""Names that no other system has (its `model.py`)."""
 
 
 def _file(path: Path) -> Path:

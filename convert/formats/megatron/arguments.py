@@ -106,9 +106,7 @@ def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
 
 
-OFF: tuple[Any, ...] = (None, False, 0, "", [], (), {}, "none")
-"""Values of an argument that is not set."""
-
+OFF: tuple[Any, ...] = (None, False, 0, "", [], (), {}, "none")  # values of an argument that is not set
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": OFF,
     "add_decoder": OFF,
@@ -208,8 +206,7 @@ IGNORED_PREFIXES = re.compile(
 )
 """Groups of arguments with defaults other than off, which have an effect only with one of `NEUTRAL`, or none."""
 
-SENSITIVE = re.compile(
+SENSITIVE = re.compile(  # parts of names that suggest that an argument changes the model
     r"attention|attn|rope|rotary|(?<!de)norm(?!al)|moe_|expert|glu|residual|softmax|window|position|logit|qk_|embedding|"
     r"mamba|hybrid|_mla|linear_|activation|latent|tokentype|hyper_conn|mtp"
 )
-"""Parts of names that suggest that an argument changes the model."""

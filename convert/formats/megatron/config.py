@@ -22,15 +22,12 @@ LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 OWN_FACTOR, MEGATRON_FACTOR = "model_rope_scaling_factor", 8.0
 """The factor of NeMo and Megatron Bridge; Megatron-LM (`gpt_builders.py`) ignores its argument, and takes 8."""
 
-INTERPOLATION = "model_interpolation_factor"
-"""The number that NeMo and Megatron Bridge divide positions by."""
-
+INTERPOLATION = "model_interpolation_factor"  # the number that NeMo and Megatron Bridge divide positions by
 BALANCED = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 """Losses that balance the load of experts; `sinkhorn` is none: it weights experts without normalizing."""
 
 LAYER_LIMIT = 4096
-EPSILONS = ("layernorm_epsilon", "norm_epsilon")
-"""Names of the argument: until core 0.4 and since 0.16, and in between."""
+EPSILONS = ("layernorm_epsilon", "norm_epsilon")  # names of the argument: until core 0.4 and since 0.16, and in between
 
 
 def to_config(arguments: Arguments, family: Family) -> dict[str, Any]:
@@ -245,7 +242,7 @@ class Family:
     window: bool = False  # attention may be limited to a window; `None`: it must not be
 
 
-FAMILIES = (
+FAMILIES = (  # in this order; the first that fits is taken unless `--config` names another
     Family("llama"),
     Family("llama", bias=True, qkv_bias=True),
     Family("mistral", window=True),
@@ -257,7 +254,6 @@ FAMILIES = (
     Family("gpt_neox", rms=False, gated=False, bias=True, qkv_bias=True),
     Family("gpt2", rope=False, rms=False, gated=False, bias=True, qkv_bias=True),
 )
-"""In this order; the first that fits is taken unless `--config` names another."""
 
 POSITIONS = ("learned_absolute", "rope")
 NORMS = {"layernorm": False, "rmsnorm": True, "layernorm1p": False}
@@ -356,7 +352,7 @@ def window_of(arguments: Arguments) -> int | None:
     return None if before == -1 else before + 1
 
 
-SIZES = {
+SIZES = {  # fields of `config.json` with the value of an argument
     "hidden_size": "hidden_size",
     "intermediate_size": "ffn_hidden_size",
     "num_hidden_layers": "num_layers",
@@ -374,7 +370,6 @@ SIZES = {
     "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
     "rotary_pct": "rotary_percent",
 }
-"""Fields of `config.json` with the value of an argument."""
 
 EXACT_GELU = "gelu"
 FREE = ("max_position_embeddings", "n_positions", "vocab_size", "model_type")

@@ -301,8 +301,7 @@ FORMAT = Format(
 
 NORM = re.compile(r"(?:layernorm|layer_norm)\.weight$")
 HEAD_NORM = re.compile(r"\.[qk]_layernorm\.(?:weight|bias)$")
-WHOLE_QKV = ("gpt_neox", "gpt2")
-"""Families that keep queries, keys and values in one matrix."""
+WHOLE_QKV = ("gpt_neox", "gpt2")  # families that keep queries, keys and values in one matrix
 
 
 @dataclass(frozen=True)

@@ -70,11 +70,10 @@ DEPTH_LIMIT = 8
 NEMO_VERSION = 3.0
 """NeMo writes no version, and always had the order of rows of the newest one (but with `megatron_legacy`)."""
 
-SAME = (
+SAME = (  # arguments that all ranks of a run have in common
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "num_experts"),
     *("swiglu", "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
 )
-"""Arguments that all ranks of a run have in common."""
 
 PARTS = {
     "optimizer": "the optimizer's state",
@@ -231,9 +230,7 @@ def whole_numbers(source: str, stages: Sequence[Mapping[str, Any]]) -> list[dict
 ROWS = re.compile(r"\.(?:linear_qkv|linear_fc1)\.(?:weight|bias)$")
 COLUMNS = re.compile(r"\.(?:linear_proj|linear_fc2)\.weight$")
 
-Place = tuple[int, int]
-"""Tensor rank and expert rank."""
-
+Place = tuple[int, int]  # tensor rank and expert rank
 Parts = dict[str, dict[Place, list[LazyTensor]]]
 """Name to the parts of a tensor; several at one place are copies, on different pipeline stages."""
 

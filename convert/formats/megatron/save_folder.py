@@ -54,8 +54,7 @@ OLD_LAYER = re.compile(r"^(decoder\.layers\.\d{1,9}\.)(.+)\.(weight|bias)$")
 IGNORED = re.compile(r"(?:^|\.)(?:_extra_state(?:/.*)?|inv_freq|core_attention\..*_extra_state.*|position_ids)$")
 """Values that the model computes, or that only scale numbers of 8 bits."""
 
-EXTRA_HEADS = re.compile(r"^mtp\.")
-"""Heads that predict later tokens; the model's logits do not depend on them."""
+EXTRA_HEADS = re.compile(r"^mtp\.")  # heads that predict later tokens; the model's logits do not depend on them
 
 
 def core_name(name: str) -> str:
@@ -189,8 +188,7 @@ RANK_FILES = ("model_optim_rng.pt", "model_rng.pt", "model_weights.ckpt")
 BACKEND_FILE, COMMON_FILE = "metadata.json", "common.pt"
 NEMO_CONFIG, NEMO_WEIGHTS, NEMO2_WEIGHTS, NEMO2_CONTEXT = "model_config.yaml", "model_weights", "weights", "context"
 SMALL = 4096
-VERSION_KEY = "checkpoint_version"
-"""A key of a rank's file that no other system has."""
+VERSION_KEY = "checkpoint_version"  # A key of a rank's file that no other system has
 
 
 @dataclass(frozen=True)

@@ -67,10 +67,8 @@ from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.tensors import LazyTensor
 
 TOKENIZER = "tokenizer.model"
-RELEASED_SENTENCEPIECE = (32000, 32016)
-"""Vocabulary of Llama 1 and 2, and of Code Llama."""
-RELEASED_TIKTOKEN = 128256
-"""Vocabulary of Llama 3."""
+RELEASED_SENTENCEPIECE = (32000, 32016)  # vocabulary of Llama 1 and 2, and of Code Llama
+RELEASED_TIKTOKEN = 128256  # vocabulary of Llama 3
 
 
 @dataclass(frozen=True)

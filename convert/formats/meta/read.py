@@ -22,21 +22,17 @@ from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.torch_reader import open_torch_file
 from llmconv.tensors import LazyTensor
 
-PARAMS = {
+PARAMS = {  # fields of `params.json`; any other field that a user gives belongs to `config.json`
     *("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps"),
     *("rope_theta", "use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor", "max_batch_size"),
     *("max_seq_len", "model"),
 }
-"""Fields of `params.json`; any other field that a user gives belongs to `config.json`."""
 
 COUNTS = ("dim", "n_layers", "n_heads", "n_kv_heads", "multiple_of")
 NUMBERS = ("norm_eps", "ffn_dim_multiplier", "rope_theta", "rope_scaling_factor", "rope_high_freq_factor")
 REQUIRED = ("dim", "n_layers", "n_heads", "norm_eps")
-NUMBER_LIMIT = 1e12
-"""Larger than any size or frequency of a model."""
-
-SMALL_DIMS = (2048, 3072)
-"""Hidden sizes of Llama 3.2 1B and 3B."""
+NUMBER_LIMIT = 1e12  # larger than any size or frequency of a model
+SMALL_DIMS = (2048, 3072)  # hidden sizes of Llama 3.2 1B and 3B
 
 
 @dataclass(frozen=True)
@@ -331,13 +327,12 @@ def _different_copies(path: Path) -> MalformedInput:
     )
 
 
-FREQUENCIES: dict[str, str | None] = {
+FREQUENCIES: dict[str, str | None] = {  # buffers that models compute
     "rope.freqs": None,
     "layers.{}.attention.inner_attention.rope.freqs": None,
 }
-"""Buffers that models compute."""
 
-LLAMA: dict[str, str | None] = FREQUENCIES | {
+LLAMA: dict[str, str | None] = FREQUENCIES | {  # to Hugging Face's names, in the order in which a loader needs them
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "layers.{}.attention.wq.weight": "model.layers.{}.self_attn.q_proj.weight",
     "layers.{}.attention.wk.weight": "model.layers.{}.self_attn.k_proj.weight",
@@ -351,7 +346,6 @@ LLAMA: dict[str, str | None] = FREQUENCIES | {
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-"""To Hugging Face's names, in the order in which a loader needs them."""
 
 COLUMN = {"wq", "wk", "wv", "w1", "w3", "output", "dense_h_to_4h"}
 ROW = {"wo", "w2", "dense", "dense_4h_to_h"}

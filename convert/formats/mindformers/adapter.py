@@ -53,8 +53,7 @@ from llmconv.tensors import LazyTensor
 FACTOR = re.compile(r"(?P<module>.+)\.(?:mindpet_delta_|tk_delta_)?(?P<part>lora_[ab])(?:\.weight)?", re.IGNORECASE)
 DESCRIPTION = "a LoRA of MindFormers"
 FUSED_GLM = ".self_attention.query_key_value"
-HALF_PRECISION = 2.0**-7
-"""Largest relative difference between two roundings of a number to half precision."""
+HALF_PRECISION = 2.0**-7  # largest relative difference between two roundings of a number to half precision
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listi
 from llmconv.tensors import LazyTensor
 
 OPTIONS = ("qkv_layout", "strategy", OPTION)
-LAYER_LIMIT = 10_000
-"""More layers than any model has; a loop over them must end."""
+LAYER_LIMIT = 10_000  # more layers than any model has; a loop over them must end
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ LLAMA = _llama_names("model", "tok_embeddings", "norm_out", "w1", "w3")
 QWEN = _llama_names("transformer", "wte", "ln_f", "w3", "w1")
 
 
-CORE: dict[str, str | None] = {
+CORE: dict[str, str | None] = {  # names since 1.6, which are Megatron's (`toolkit/weight_convert/qwen3`)
     "embedding.word_embeddings.weight": EMBEDDING,
     "decoder.final_layernorm.weight": "model.norm.weight",
     "output_layer.weight": HEAD,
@@ -168,7 +167,6 @@ CORE: dict[str, str | None] = {
         for kind in ("weight", "bias")
     },
 }
-"""Names since 1.6, which are Megatron's (`toolkit/weight_convert/qwen3`)."""
 
 GLM_LAYER = "transformer.encoder.layers.{}"
 GLM: dict[str, str | None] = {
@@ -191,8 +189,7 @@ for _kind in ("weight", "bias"):
     for _part in "qkv":
         GLM[f"{GLM_LAYER}.self_attention.w{_part}.{_kind}"] = f"model.layers.{{}}.self_attn.{_part}_proj.{_kind}"
 
-DENSE = ("dense1", "dense2", "dense3")
-"""Queries, keys and values."""
+DENSE = ("dense1", "dense2", "dense3")  # Queries, keys and values
 
 
 def _linear_names(root: str, modules: dict[str, str]) -> dict[str, str | None]:
@@ -258,13 +255,12 @@ CHATGLM_6B: dict[str, str | None] = {
 LAYOUTS = ("plain", "interleaved")
 
 
-FUSED = (
+FUSED = (  # names of the fused matrices, with those of their parts: queries, keys and values, or gate and up
     (re.compile(r"(.+\.attention)\.(?:w_qkv|w)\.(weight|bias)"), ("wq", "wk", "wv")),
     (re.compile(r"(.+\.feed_forward)\.w_gate_hidden\.(weight|bias)"), ("w1", "w3")),
     (re.compile(r"(.+\.self_attention)\.linear_qkv\.(weight|bias)"), ("linear_q", "linear_k", "linear_v")),
     (re.compile(r"(.+\.mlp)\.linear_fc1\.(weight|bias)"), ("gating", "hidden")),
 )
-"""Names of the fused matrices, with those of their parts: queries, keys and values, or gate and up."""
 
 
 def unfuse(run: RunConfig, tensors: Mapping[str, LazyTensor], heads: Heads) -> dict[str, LazyTensor]:
@@ -473,8 +469,7 @@ def check_embedding_sizes(run: RunConfig, embedding: LazyTensor) -> dict[str, in
 LORA = re.compile(r"(.+)\.(?:mindpet_delta_|tk_delta_)?lora_([ab])(?:\.weight)?", re.IGNORECASE)
 
 
-IN_OUT = re.compile(r"\.(?:projection|mapping)\.weight$")
-"""Weights of gpt2 and bloom that are stored as [in, out]."""
+IN_OUT = re.compile(r"\.(?:projection|mapping)\.weight$")  # weights of gpt2 and bloom that are stored as [in, out]
 
 
 def merge_lora(run: RunConfig, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:

@@ -69,13 +69,12 @@ MINDFORMERS_NAMES = re.compile(
 )
 """Tensor names of MindFormers that Hugging Face models do not have, for files without the metadata `ms`."""
 
-NOT_THE_MODEL = re.compile(
+NOT_THE_MODEL = re.compile(  # optimizer states, counters and caches that training and serving save among the weights
     r"^[^.]+$"  # epoch_num, step_num, loss_scale, global_step, beta1_power, …
     r"|^(?:adam_[a-z]+|accu_grads|moments?|momentum|velocity|pma_weight|ema_weight|clone_param32)\."
     r"|__param_key__"
     r"|(?:^|\.)(?:key|value)_(?:past|cache)(?:\.|$)"
 )
-"""Optimizer states, counters and caches that training and serving save among the weights."""
 
 
 @dataclass(frozen=True)
@@ -324,7 +323,7 @@ def _run(checkpoint: Checkpoint, stored: MindFormersModel) -> dict[str, Any]:
     return {"model": {"arch": {"type": stored.arch}, "model_config": model_config}}
 
 
-SPLIT_AXES = (
+SPLIT_AXES = (  # name patterns, with the axis along which ranks divide the tensors; of all others every rank has a copy
     (re.compile(r"\.attention\.w[qkv]\.(?:weight|bias)$|\.feed_forward\.w[13]\.weight$|^lm_head\.weight$"), 0),
     (re.compile(r"\.attention\.wo\.weight$|\.feed_forward\.w2\.weight$"), 1),
     (re.compile(r"\.attention\.dense[123]\.(?:weight|bias)$|\.(?:attention|output)\.projection\.weight$"), 0),
@@ -335,7 +334,6 @@ SPLIT_AXES = (
     (re.compile(r"\.linear_(?:qkv|fc1)\.weight$|^output_layer\.weight$"), 0),
     (re.compile(r"\.linear_(?:proj|fc2)\.weight$"), 1),
 )
-"""Name patterns, with the axis along which ranks divide the tensors; of all others every rank has a copy."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from llmconv.transpose import transposed
 QKV = re.compile(r"(.+\.self_attn)\.query_key_value\.(weight|bias)")
 SIDES = re.compile(r"(.+\.mlp)\.gate_proj\.weight")
 
-FIXED = {
+FIXED = {  # options that `glm` does not have, with the value that it implements
     "rmsnorm": True,
     "apply_residual_connection_post_layernorm": False,
     "post_layer_norm": True,
@@ -54,7 +54,6 @@ FIXED = {
     "post_self_attn_layernorm": False,
     "post_mlp_layernorm": False,
 }
-"""Options that `glm` does not have, with the value that it implements."""
 
 
 def build_glm(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
@@ -203,8 +202,7 @@ def build_chatglm_6b(run: RunConfig, tensors: dict[str, LazyTensor]) -> Converte
     return ConvertedModel(*chatglm(renamed, fields, code, run.source))
 
 
-SEQ_LENGTH = 2048
-"""Sequence length of BLOOM's training; ALiBi itself has no limit."""
+SEQ_LENGTH = 2048  # sequence length of BLOOM's training; ALiBi itself has no limit
 
 
 BLOOM_IN_OUT = re.compile(r"\.(?:dense|dense_h_to_4h|dense_4h_to_h)\.weight$")

@@ -41,11 +41,10 @@ from llmconv.tensors import Array, LazyTensor
 BAICHUAN2_VOCABULARY = 125696
 NORM_HEAD_EPS = 1e-5
 
-SCALING = {
+SCALING = {  # ModelSettings of rotary methods, by `extend_method`
     "LLAMA3": ("factor", "low_freq_factor", "high_freq_factor"),
     "YARN": ("factor", "beta_fast", "beta_slow"),
 }
-"""ModelSettings of rotary methods, by `extend_method`."""
 
 ORIGINAL = "original_max_position_embeddings"
 SEQ_LENGTH = 4096

@@ -39,8 +39,7 @@ from llmconv.tensors import BY_NAME, Array, LazyTensor, Piece
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 VARINT_BYTES = 10
 PACKED_BYTES = 64 * VARINT_BYTES
-WINDOW = 1024
-"""Bytes read at once: enough for a few fields with their names, and little of the skipped payload."""
+WINDOW = 1024  # bytes read at once: enough for a few fields with their names, and little of the skipped payload
 
 
 @dataclass(frozen=True)

@@ -32,16 +32,13 @@ EXPERTS = {
 }
 """Modules with all experts of a layer, and their separate modules on disk (mlx-lm `models/*.py`, `sanitize`)."""
 
-EXPERTS_LIMIT = 4096
-"""More experts than any layer has."""
-
+EXPERTS_LIMIT = 4096  # more experts than any layer has
 POSITIONS = ("wpe.weight", "embed_positions.weight")
 
-SAME_WEIGHTS = (
+SAME_WEIGHTS = (  # model types whose weights mlx-lm stores unchanged, so that fully trained ones can be used
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "stablelm"),
     *("starcoder2", "granite", "cohere", "cohere2", "smollm3", "internlm2"),
 )
-"""Model types whose weights mlx-lm stores unchanged, so that fully trained ones can be used."""
 
 
 def is_mlx_adapter(path: Path) -> bool:

@@ -28,10 +28,8 @@ from llmconv.tensors import LazyTensor
 CONFIG = "lora_config.json"
 FILE = re.compile(r"lora_model_state(?:\.(?:tp(\d{2,3}))?_?(?:pp(\d{2,3}))?)?\.pdparams")
 
-LAYER_LIMIT = 10_000
-"""More layers than any model has; tensors of further layers are unexpected keys."""
-
-REFUSED: dict[str, str] = {
+LAYER_LIMIT = 10_000  # more layers than any model has; tensors of further layers are unexpected keys
+REFUSED: dict[str, str] = {  # fields with which the update is not W + s·A·B, and why
     "pissa": "its training changed the base, and the file does not contain the original",
     "loraga": "its training changed the base",
     "enable_lora_list": "the factors of its fused layers are shuffled by head",
@@ -40,7 +38,6 @@ REFUSED: dict[str, str] = {
     "do_qat": "it was trained with fake quantization",
     "nola": "its factors are combinations of random ones",
 }
-"""Fields with which the update is not W + s·A·B, and why."""
 
 
 def is_paddle_adapter(path: Path) -> bool:

@@ -18,12 +18,11 @@ from llmconv.output.plan import json_bytes
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 KEPT = (*TOKENS, "initializer_range", "tie_word_embeddings")
 
-WITHOUT_EQUAL = {
+WITHOUT_EQUAL = {  # families that cannot be converted exactly, with the reason
     "chatglm": "ChatGLM-6B v1 has two rotary positions per token, which no model of transformers has",
     "glm": "PaddleNLP's GLM fills blanks with two positions per token, which transformers' `glm` does not have",
     "ernie": "transformers has ERNIE only as an encoder, not as a causal language model",
 }
-"""Families that cannot be converted exactly, with the reason."""
 
 ALIBI = "a Llama with ALiBi (such as Baichuan-13B)", "transformers has no such model"
 TWO_POSITIONS = "a ChatGLM-6B", WITHOUT_EQUAL["chatglm"]

@@ -17,8 +17,7 @@ from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import LazyTensor
 from llmconv.transpose import transposed
 
-DROPPED = re.compile(r"\brotary(?:_pos)?_emb\.(?:inv_freq|cos_cached|sin_cached)$")
-"""Buffers that models recompute."""
+DROPPED = re.compile(r"\brotary(?:_pos)?_emb\.(?:inv_freq|cos_cached|sin_cached)$")  # buffers that models recompute
 
 
 @dataclass(frozen=True)
@@ -275,7 +274,7 @@ def _chatglm_6b(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 
 EMBEDDING = "model.embed_tokens.weight"
 
-FAMILIES: dict[str, PaddleFamily] = {
+FAMILIES: dict[str, PaddleFamily] = {  # by Paddle's `model_type`
     "llama": PaddleFamily("llama.", _decoder("llama."), "num_hidden_layers", EMBEDDING),
     "baichuan": PaddleFamily("llama.", _decoder("llama."), "num_hidden_layers", EMBEDDING),
     "qwen2": PaddleFamily("qwen2.", _decoder("qwen2."), "num_hidden_layers", EMBEDDING),
@@ -286,7 +285,6 @@ FAMILIES: dict[str, PaddleFamily] = {
     "chatglm": PaddleFamily("chatglm.", _chatglm_6b, "num_layers", "transformer.word_embeddings.weight"),
     "chatglm_v2": PaddleFamily("chatglm_v2.", _chatglm, "num_hidden_layers", EMBEDDING, tensor_parallel=False),
 }
-"""By Paddle's `model_type`."""
 
 
 def apply_rules(

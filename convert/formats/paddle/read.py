@@ -48,9 +48,7 @@ from llmconv.files.source_file import FileProblem, open_source, read_into
 from llmconv.files.torch_writer import PickledCall, PickledName, pickle_pieces
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, Piece
 
-KEPT_BYTES = 1024
-"""Longer values are not read; only their position is kept."""
-
+KEPT_BYTES = 1024  # longer values are not read; only their position is kept
 HEAD_BYTES = 1 << 20
 PARAMETER_NAMES = "StructuredToParameterName@@"
 SPLIT_ARRAYS = "UnpackBigParamInfor@@"

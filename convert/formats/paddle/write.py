@@ -105,9 +105,7 @@ def _side_files(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 PADDLE = "PaddleNLP"
-SCALING = {"linear": "linear", "dynamic": "dynamic_ntk"}
-"""transformers' `rope_type` to `rope_scaling_type`."""
-
+SCALING = {"linear": "linear", "dynamic": "dynamic_ntk"}  # transformers' `rope_type` to `rope_scaling_type`
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """The fields of Llama 3.1's `rope_scaling` that PaddleNLP 3 reads."""
 

@@ -32,12 +32,8 @@ from llmconv.errors import InputRefused, LlmconvError, MalformedInput, Unsupport
 
 CONFIG = "adapter_config.json"
 FILE = re.compile(r"adapter_(?:model|\d{1,9})\.(?:pt|bin|pth|ckpt|safetensors)")
-SAME_IN_TORCHTUNE_NAMES = "adapter_model.pt"
-"""The same adapter as `adapter_model.safetensors`, in torchtune's names."""
-
-OWN_FILE = re.compile(r"adapter_(?:model|\d{1,9})\.pt")
-"""File names that only torchtune uses."""
-
+SAME_IN_TORCHTUNE_NAMES = "adapter_model.pt"  # the same adapter as `adapter_model.safetensors`, in torchtune's names
+OWN_FILE = re.compile(r"adapter_(?:model|\d{1,9})\.pt")  # file names that only torchtune uses
 FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|magnitude)(?:\.weight)?")
 SIGN = re.compile(r"(?:^|\.)layers\.\d+\.(?:attn|mlp)\.\w+\.(?:lora_[ab]\.weight|magnitude)$")
 QUERY_OR_KEY = re.compile(r"\.self_attn\.[qk]_proj$")

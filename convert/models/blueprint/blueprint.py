@@ -35,8 +35,7 @@ from llmconv.convert.models.blueprint.transformers_source import (
 from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import FLOATS, LazyTensor
 
-Shape = tuple[int, ...] | None
-"""None where only running the model's arithmetic would tell."""
+Shape = tuple[int, ...] | None  # none where only running the model's arithmetic would tell
 
 
 @dataclass(frozen=True)
@@ -261,11 +260,10 @@ def _each_expert(start: str, shape: tuple[int, ...], sources: list[str]) -> Iter
             yield start + pattern.replace("*", str(number)), (shape[1] // len(sources), *shape[2:])
 
 
-COMPUTED = re.compile(
+COMPUTED = re.compile(  # buffers that a state dict may have or not
     r"\.(?:attn|attention|self_attn)\.(?:(?:masked_)?bias|causal_mask)$"
     r"|inv_freq$|(?:cos|sin)_cached$|\.embed_positions$|(?:^|\.)(?:position_ids|token_type_ids)$"
 )
-"""Buffers that a state dict may have or not."""
 
 ANOTHER = "the configuration is of another model; give the right one with `--config`"
 PARTIAL = "the checkpoint is partial, or the configuration is of another model"
@@ -364,12 +362,8 @@ RULES = "number of layers, the same tensors in each, embedding, last norm, outpu
 """What `check_rules` looks at, for a message."""
 
 LAYER = re.compile(r"\.(\d+)\.")
-DIGITS = 9
-"""No model has layers with longer numbers; the first digits show that already."""
-
-LACKING_LIMIT = 1000
-"""Maximum number of missing names that are collected for a message."""
-
+DIGITS = 9  # no model has layers with longer numbers; the first digits show that already
+LACKING_LIMIT = 1000  # maximum number of missing names that are collected for a message
 UNEVEN_FIELDS = ("decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "layers_block_type", "moe_layers")
 KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "mlp_layer_types", "attn_type_list")
 """Configuration fields of models whose layers do not all have the same weights."""

@@ -65,9 +65,7 @@ class Unknown:
     __bool__ = __len__ = __iter__ = __index__ = __int__ = __float__ = __contains__ = _raise
 
 
-MODULE_LIMIT = 100_000
-"""Far more modules than any model has; a configuration may ask for any number of them."""
-
+MODULE_LIMIT = 100_000  # far more modules than any model has; a configuration may ask for any number of them
 HOOKS = ("_register_load_state_dict_pre_hook", "register_load_state_dict_post_hook", "register_forward_hook")
 SAME_SHAPE = ("to", "float", "half", "clone", "contiguous", "detach", "requires_grad_") + (
     "normal_",

@@ -23,9 +23,7 @@ from typing import Any
 
 from llmconv.convert.models.blueprint.torch_stand_ins import Module, Nn, Plain, Torch, Unknown
 
-LARGEST = 1 << 24
-"""No size of a model is larger; a list of that many items would still be built in a moment."""
-
+LARGEST = 1 << 24  # no size of a model is larger; a list of that many items would still be built in a moment
 CLASS_FIELDS = ("attribute_map", "sub_configs", "sub_configs_defaults", "model_type")
 HOOKS = ("validate", "convert", "standardize", "remap", "_validate", "_convert")
 
