@@ -33,5 +33,4 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names."""
     return __all__

@@ -269,7 +269,6 @@ def _inexact(kind: str, elements: int, inexact: int | None, named: Mapping[str, 
 
 
 def writable_deltas() -> list[str]:
-    """The values of `to`."""
     return sorted([*SCRIPTS, *(name for name, found in delta_formats().items() if found.save)])
 
 

@@ -42,7 +42,6 @@ class GraphSummary:
 
     @property
     def line(self) -> str:
-        """Everything in one line."""
         opset = f", opset {self.opset}" if self.opset else ""
         target = f", for {self.target}" if self.target else ""
         cache = "no cache" if self.cache == "none" else f"{self.cache} cache"
@@ -68,14 +67,12 @@ class CodesSummary:
 
     @property
     def line(self) -> str:
-        """Everything in one line."""
         how = [*filter(None, [self.method]), *["symmetric"] * self.symmetric, *["calibrated"] * self.calibrated]
         more = f" ({', '.join(how)})" if how else ""
         tensors = f"{self.plain:,} tensor{'s' * (self.plain != 1)} as {'they are' if self.plain != 1 else 'it is'}"
         return f"{self.preset}{more}: {described(self.matrices)}; {tensors}"
 
     def fields(self) -> dict[str, Any]:
-        """Fields of `inspect --json`."""
         matrices = [{"bits": bits, "block": size, "count": count} for (bits, size), count in self.matrices.items()]
         return {**{name: value for name, value in asdict(self).items() if name != "parameters"}, "matrices": matrices}
 
@@ -171,7 +168,6 @@ def codes_in(folder: Path, tensors: Mapping[str, LazyTensor]) -> CodesSummary:
 
 
 def _export_options(manifest: Manifest) -> Mapping[str, Any]:
-    """The options of the last export."""
     found: Iterator[Any] = (done.get("options") for done in reversed(manifest.steps) if done.get("command") == "export")
     options = next(found, None)
     return options if isinstance(options, dict) else {}
@@ -224,7 +220,6 @@ class VerdictSummary:
         return [f"out of date: {'; '.join(stale)}", f"before: {line}"] if stale else [line]
 
     def fields(self) -> dict[str, Any]:
-        """Fields of `inspect --json`."""
         if self.recorded is None:
             return {"unreadable": self.problem}
         stale = {"out_of_date": bool(self.changed or self.unjudged)}

@@ -104,7 +104,6 @@ class Inspection:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
@@ -118,7 +117,6 @@ class Inspection:
         return dict(Counter(tensor.dtype.name for tensor in self.tensors.values()).most_common())
 
     def summary(self) -> dict[str, Any]:
-        """The content of `inspect --json`."""
         return {
             "path": str(self.path),
             "format": self.format,

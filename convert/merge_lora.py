@@ -305,7 +305,6 @@ class QuantizedBase(QuantizedCheckpoint):
         return re.sub(NUMBER, "{}", name) in {re.sub(NUMBER, "{}", weight) for weight in self.weights}
 
     def dequantizing(self, dtype: str) -> str:
-        """The warning about dequantized weights."""
         kind = PLAIN_TYPE.name if dtype == "keep" else dtype
         return f"{len(self.weights)} quantized weights ({self.method.name}) become plain {kind}"
 
@@ -394,7 +393,6 @@ class UpdateSums(NamedTuple):
 
     @property
     def enough(self) -> bool:
-        """Whether most of the update survived."""
         return min(self.retention, self.cosine) >= ENOUGH
 
 
@@ -410,7 +408,6 @@ class Retention:
         return _sum(self.weights.values())
 
     def summary(self) -> dict[str, Any]:
-        """For `--json`: retention and cosine over all weights, and of each."""
         rows = {"total": self.total, **self.weights}
         return {name: {"retention": change.retention, "cosine": change.cosine} for name, change in rows.items()}
 

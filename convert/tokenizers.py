@@ -284,7 +284,6 @@ def tiktoken_merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def byte_alphabet() -> list[str]:
-    """The visible character of each byte (GPT-2's `bytes_to_unicode`)."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = (chr(256 + number) for number in range(256))
     return [chr(byte) if byte in visible else next(spare) for byte in range(256)]

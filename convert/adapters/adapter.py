@@ -42,7 +42,6 @@ class WholeTensors:
         return self.trained, TRAINED.sub("", plain)
 
     def all(self) -> dict[str, LazyTensor]:
-        """The tensors that replace the base's."""
         return self.originals | self.trained
 
     def untrained(self, saved: Collection[str]) -> dict[str, LazyTensor]:
@@ -166,7 +165,6 @@ class Pair:
 
     @property
     def rank(self) -> int:
-        """r: the rows of A and the columns of B."""
         return self.a.shape[0]
 
 
@@ -194,7 +192,6 @@ class Adapter:
 
     @property
     def name(self) -> str:
-        """The folder's name."""
         return self.path.absolute().name
 
 

@@ -182,7 +182,6 @@ class SampleCheck:
         return [head, *rows, f"differs: {', '.join(self.differing)}" if self.differing else fine]
 
     def as_result(self) -> dict[str, Any]:
-        """The result as JSON values."""
         return {
             "tensors": self.tensors,
             "elements": self.elements,

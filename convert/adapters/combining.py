@@ -101,7 +101,6 @@ class Combination:
             )
 
     def density(self, number: int) -> float:
-        """The density of adapter `number`."""
         return self.densities[number if len(self.densities) > 1 else 0] if self.densities else 1.0
 
 
@@ -341,7 +340,6 @@ def _placed(base: Edits, adapter: Adapter) -> Edits:
 
 
 def _digest(adapter: Adapter) -> str:
-    """sha256 of the adapter's config and weights."""
     digest = hashlib.sha256(adapter.settings.read_bytes())
     for path in adapter.weights:
         with open_source(path) as file:

@@ -145,7 +145,6 @@ def parse_config(fields: Mapping[str, Any], alpha: float | None = None, *, initi
 
 
 def task_of(fields: Mapping[str, Any]) -> str:
-    """The `task_type` of an adapter's config; empty if it has none."""
     return task if isinstance(task := fields.get("task_type"), str) else ""
 
 
@@ -273,7 +272,6 @@ def require_few(patterns: Iterable[str]) -> None:
 
 
 def refused(pattern: str, problem: str) -> MalformedInput:
-    """The error for a pattern."""
     return MalformedInput(
         f"the adapter config has the regular expression {pattern[:80]!r}, {problem}",
         hint="repair `rank_pattern` or `alpha_pattern` in `adapter_config.json`",

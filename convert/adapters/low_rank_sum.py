@@ -47,7 +47,6 @@ class LoraProduct:
         return left.astype(np.float64) * self.scale, right.astype(np.float64)
 
     def update(self, base: LazyTensor, start: int, stop: int) -> Array:
-        """Rows `start:stop` of the update, float64, two-dimensional; see `WeightUpdate`."""
         return thin_product(*self.factors(start, stop))
 
 

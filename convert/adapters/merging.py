@@ -262,7 +262,6 @@ def _head(names: Iterable[str]) -> str:
 
 
 def _set_labels(config: dict[str, Any], count: int) -> None:
-    """Names for `count` classes, unless the config has as many."""
     named = config.get("id2label")
     config.pop("num_labels", None)
     if not isinstance(named, dict) or len(named) != count:
@@ -378,7 +377,6 @@ def _set_ids(fields: dict[str, Any], ids: Mapping[str, int]) -> None:
 
 
 def _json(content: bytes) -> dict[str, Any]:
-    """The object in a JSON file; empty where it has none."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):

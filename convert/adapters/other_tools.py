@@ -53,7 +53,6 @@ class ForeignPair:
 
     @property
     def rank(self) -> int:
-        """r: the columns of B."""
         return self.b.shape[-1]
 
     def with_rows(self, rows: RowTransform) -> ForeignPair:
@@ -124,7 +123,6 @@ def unplaced(names: Sequence[str], known: Iterable[str], source: str, what: str)
 
 
 def peft_names(factors: Mapping[str, ForeignPair]) -> dict[str, LazyTensor]:
-    """The tensors under PEFT's names."""
     tensors: dict[str, LazyTensor] = {}
     for module, own in factors.items():
         tensors |= {f"{module}.lora_A.weight": own.a, f"{module}.lora_B.weight": own.b}
@@ -263,7 +261,6 @@ class LayerSizes:
 
     @property
     def attention(self) -> tuple[int, int, int]:
-        """Rows of queries, keys and values."""
         return self.queries * self.dim, self.keys * self.dim, self.keys * self.dim
 
 

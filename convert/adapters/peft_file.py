@@ -107,7 +107,6 @@ class _Sorted:
 
 
 def _sort(tensors: Mapping[str, LazyTensor], file: str) -> _Sorted:
-    """Puts every tensor in exactly one place."""
     result = _Sorted()
     for name, tensor in tensors.items():
         plain = plain_name(name)
@@ -335,7 +334,6 @@ def open_tuned(path: Path, alpha: float | None = None) -> Adapter:
 
 
 def _config(settings: AdapterFields, tuner: Tuner) -> LoraConfig:
-    """The fields that LoRA has, too."""
     if alien := [name for name in LORA_ONLY if settings.fields.get(name) and name not in tuner.fields]:
         raise UnsupportedInput(
             f"the adapter is of `peft_type` {tuner.peft_type!r} and sets `{alien[0]}`, which only LoRA has",

@@ -81,7 +81,6 @@ def _adalora_fit(learned: ModuleTensors) -> FittingShape:
 
 
 def _adalora_delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
-    """Rows of the update: a product of two thin matrices."""
     scale = learned.settings.positive("lora_alpha", 8) / (_adalora_rank_before(learned) + 1e-5)
     left, right = learned.read("lora_B") * scale, learned.read("lora_A") * learned.read("lora_E")
 
@@ -119,14 +118,12 @@ ADALORA = Tuner(
 
 
 def _loha_fit(learned: ModuleTensors) -> FittingShape:
-    """out×in of the two factors, which must agree."""
     first, second = _loha_factor(learned, "1"), _loha_factor(learned, "2")
     learned.scale()
     return learned.same("out", first[0], second[0]), learned.same("in", first[1], second[1])
 
 
 def _loha_factor(learned: ModuleTensors, number: str) -> WeightShape:
-    """out×in of one factor."""
     a, b = learned.shape(f"hada_w{number}_a", 2), learned.shape(f"hada_w{number}_b", 2)
     if f"hada_t{number}" not in learned.tensors:
         learned.same("the rank", a[1], b[0], learned.rank())
@@ -267,7 +264,6 @@ def _vera_drawn(settings: AdapterFields, shapes: Sequence[WeightShape]) -> Mappi
 
 
 def _vera_delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
-    """Rows of the update: a product of two thin matrices."""
     left = learned.read("vera_lambda_b")[:, None] * learned.read("vera_B")[: shape[0]]
     right = learned.read("vera_lambda_d")[:, None] * learned.read("vera_A")[:, : shape[1]]
 
@@ -507,7 +503,6 @@ OFT = Tuner(
 
 
 def _boft_fit(learned: ModuleTensors) -> FittingShape:
-    """out of the scale, in of the blocks."""
     (factors, blocks, size, other), scale = learned.shape("boft_R", 4), learned.shape("boft_s", 2)
     learned.same("the side of a block", size, other)
     learned.same("the short side of `boft_s`", min(scale), 1)

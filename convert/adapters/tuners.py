@@ -48,7 +48,6 @@ class ModuleTensors:
         return shape
 
     def read(self, name: str) -> Array:
-        """One tensor in float64."""
         return self.tensors[name].read().astype(np.float64)
 
     def same(self, what: str, *sizes: int) -> int:
@@ -58,7 +57,6 @@ class ModuleTensors:
         return sizes[0]
 
     def misfit(self, problem: str) -> MalformedInput:
-        """The error for tensors that do not fit each other or the config."""
         return MalformedInput(
             f"the adapter's tensors of `{self.module}` do not fit together or its config: {problem}",
             hint="config and tensors belong to different adapters; copy the adapter again",
@@ -89,21 +87,18 @@ class AdapterFields:
         return _number(name, default if self.fields.get(name) is None else self.fields[name])
 
     def positive(self, name: str, default: float) -> float:
-        """A finite number above 0."""
         value = self.number(name, default)
         if value <= 0:
             raise invalid_field(name, value)
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false."""
         value = default if self.fields.get(name) is None else self.fields[name]
         if not isinstance(value, bool):
             raise invalid_field(name, value)
         return value
 
     def names(self, name: str) -> tuple[str, ...]:
-        """A list of strings."""
         value = self.fields.get(name) or []
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise invalid_field(name, value)

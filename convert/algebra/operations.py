@@ -35,7 +35,6 @@ class Lines:
 
     @property
     def count(self) -> int:
-        """Number of lines."""
         return prod(self._outer) if self._outer else 1
 
     @property
@@ -192,7 +191,6 @@ def _stacked_rows(parts: Sequence[LazyTensor], start: int, stop: int) -> Array:
 
 
 def slice_rows(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
-    """Rows `start:stop` (along the first axis) of `tensor`."""
     shape = (stop - start, *tensor.shape[1:])
     return LazyTensor(tensor.dtype, shape, lambda first, last: tensor.rows(start + first, start + last))
 

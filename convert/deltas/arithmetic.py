@@ -549,7 +549,6 @@ def _warnings(base: Checkpoint, tuned: Checkpoint, script: Script, *, grown: boo
 
 
 def _has_padding(model: Checkpoint) -> bool:
-    """Whether the tokenizer's files name a padding token."""
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
             content: Any = json.loads(model.side_files.get(name, b"{}"))

@@ -61,7 +61,6 @@ class MatrixChange:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
         rows, columns = self.tuned.shape
         return rows, columns
 
@@ -184,7 +183,6 @@ class _Matrix:
         return np.concatenate([product(part, right) for part in self._parts()])
 
     def transposed_times(self, left: Array) -> Array:
-        """Dᵀ · `left` / scale, in the dtype of `left`."""
         total = np.zeros((self._change.shape[1], left.shape[1]), left.dtype)
         start = 0
         for part in self._parts():
@@ -249,7 +247,6 @@ class LowRankDelta:
         return {name: self.factors.share(name).captured for name in self.products}
 
     def captured_overall(self) -> float:
-        """The same ratio for all products together."""
         shares = [self.factors.share(name) for name in self.products]
         return CapturedNorm(sum(share.held for share in shares), sum(share.change for share in shares)).captured
 

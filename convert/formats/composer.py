@@ -190,7 +190,6 @@ OTHER_PARTS = {"optim": "the optimizer's state", "resumption.pkl": "the state fo
 
 
 def is_folder(path: Path) -> bool:
-    """Whether `path` is a folder in this layout."""
     return (path / METADATA).is_file()
 
 
@@ -297,7 +296,6 @@ WAY_OUT = (
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether `path` is a folder with a sharded run, by its content."""
     if is_folder(path) and is_distributed_folder(path / MODEL_KEY):
         return True
     if not is_distributed_folder(path) or not (path / FILE).is_file():
@@ -332,7 +330,6 @@ def open_sharded(path: Path) -> tuple[dict[str, Any], Callable[[str, Any], LazyT
 
 
 def _lazy(folder: DistributedFolder, model: Any) -> dict[str, Any]:
-    """The state dict with a LazyTensor for each tensor, and bytes items unchanged."""
     entries = model.items() if isinstance(model, Mapping) else ()
     return {str(key): folder.tensor(str(key), item) if isinstance(item, TensorItem) else item for key, item in entries}
 

@@ -203,7 +203,6 @@ def _named_in(files: Sequence[Path], names: Iterable[str], dtype: str) -> frozen
 
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The config, and those of the parts in it."""
     inner = [value for value in config.values() if isinstance(value, Mapping)]
     return [config, *(part for value in inner for part in _parts(value))]
 

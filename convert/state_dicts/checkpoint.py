@@ -41,7 +41,6 @@ AROUND = {
 
 
 def config_folder(path: Path) -> Path:
-    """The folder that contains a checkpoint's configuration and tokenizer."""
     return path if path.is_dir() else path.parent
 
 

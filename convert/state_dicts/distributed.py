@@ -449,7 +449,6 @@ def sizes_of(parts: Mapping[Any, Any]) -> dict[str, int]:
 
 
 def _nbytes(item: StoredItem) -> int:
-    """Bytes of an item in its files."""
     locations = [item.location] if isinstance(item, BytesItem) else [chunk.location for chunk in item.chunks]
     return sum(location.length for location in locations)
 

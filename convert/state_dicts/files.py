@@ -189,7 +189,6 @@ def _has_rank_states(folder: Path) -> bool:
 
 
 def is_shard(path: Path) -> bool:
-    """Whether a file has the name of one shard of several."""
     match = SHARD.fullmatch(path.name)
     return bool(match) and int(match[2]) > 1 if match else bool(TORCHTUNE_SHARD.fullmatch(path.name))
 
@@ -355,7 +354,6 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def is_safetensors_shard(path: Path) -> bool:
-    """Whether a file has the name of one shard of several."""
     match = SAFETENSORS_SHARD.fullmatch(path.name)
     return bool(match) and int(match[3]) > 1 if match else False
 

@@ -71,15 +71,12 @@ class Edits:
     naming: Naming = AS_STORED
 
     def touches(self, name: str | None) -> bool:
-        """Whether any adapter changes the tensor."""
         return name in self.whole or name in self.changes or name in self.tokens
 
     def replaces(self, name: str) -> bool:
-        """Whether an adapter replaces the tensor, or rows of it."""
         return name in self.whole or name in self.tokens
 
     def only_tokens(self, name: str | None) -> bool:
-        """Whether replaced rows are the only change of the tensor."""
         return name in self.tokens and name not in self.whole and name not in self.changes
 
     def same(self, name: str, other: str | None) -> bool:
@@ -251,7 +248,6 @@ class TunerUpdate:
     needed: KeptUntilLastRow
 
     def update(self, base: LazyTensor, start: int, stop: int) -> Array:
-        """Rows `start:stop` of the update, float64, two-dimensional; see `WeightUpdate`."""
         if self.transposed:
             whole: Array = self.needed.take(stop - start, lambda: self._whole(base))
             return whole[start:stop]
@@ -343,7 +339,6 @@ class Recovered:
     merged: LazyTensor
 
     def update(self, base: LazyTensor, start: int, stop: int) -> Array:
-        """Rows `start:stop` of the update, float64, two-dimensional; see `WeightUpdate`."""
         made: Array = self.merged.rows(start, stop) - base.rows(start, stop).astype("float64")
         return made.reshape(stop - start, -1)
 
@@ -362,7 +357,6 @@ class BaseInMemory:
     model: Collection[str]  # names of all tensors of the model in memory
 
     def checkpoint(self) -> Checkpoint:
-        """The base to place adapters on."""
         return replace(self.stored, tensors=self.tensors)
 
     def restored(self, merged: dict[str, LazyTensor], edits: Edits) -> tuple[dict[str, LazyTensor], Edits]:

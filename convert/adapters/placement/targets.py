@@ -491,7 +491,6 @@ class DoraUpdate:
     columns: list[Array] = field(default_factory=list, compare=False)  # cache of m/‖V‖ for weights stored in×out
 
     def update(self, base: LazyTensor, start: int, stop: int) -> Array:
-        """Rows `start:stop` of the update, float64, two-dimensional; see `WeightUpdate`."""
         old = _magnitude_rows(base, start, stop)
         new = self._adapted(base, old, start, stop)
         if self.changes[0].transposed:
@@ -501,7 +500,6 @@ class DoraUpdate:
         return self.weight * (new - old)
 
     def _adapted(self, base: LazyTensor, old: Array, start: int, stop: int) -> Array:
-        """Rows of V."""
         new = old.copy()
         for change in self.changes:
             new += change.update(base, start, stop)

@@ -58,7 +58,6 @@ class AccessoryParams:
 
     @property
     def experts(self) -> int:
-        """Number of experts of a Mixtral."""
         return int(_mixture(self.fields).get("num_experts", 8))
 
 
@@ -364,6 +363,5 @@ def table_of(params: AccessoryParams) -> NameTable:
 
 
 def has_biases(tensors: Iterable[str], layers: Iterable[str]) -> bool:
-    """Whether any of the `layers` (`ATTENTION` or `MLP`) has a bias."""
     endings = tuple(f".{layer}.bias" for layer in layers)
     return any(name.endswith(endings) for name in tensors)

@@ -133,7 +133,6 @@ def _common(types: Mapping[str, DType]) -> DType:
 
 
 def _add(base_tensors: dict[str, LazyTensor], delta: dict[str, LazyTensor], source: str) -> dict[str, LazyTensor]:
-    """All tensors in Accessory's names; those of the delta are added in float32."""
     wrong = [
         name for name, tensor in delta.items() if name in base_tensors and base_tensors[name].shape != tensor.shape
     ]

@@ -53,7 +53,6 @@ class Save:
 
     @property
     def name(self) -> str:
-        """The folder's name, for messages."""
         return self.path.name
 
 
@@ -216,7 +215,6 @@ class ModelStates:
 
     @property
     def version(self) -> str:
-        """The version of DeepSpeed; empty if unknown."""
         version = self.content.get("ds_version")
         return version[:40] if isinstance(version, str) and version.isprintable() else ""
 
@@ -338,11 +336,9 @@ class FlatSlice:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
     def read(self, start: int, stop: int) -> Array:
-        """Elements `start:stop` of the slice."""
         return self.flat.rows(self.start + start, self.start + stop)
 
 

@@ -85,7 +85,6 @@ def group_counts(lit: LitConfig) -> tuple[int, int, int]:
 
 
 def _split_qkv(tensor: LazyTensor, lit: LitConfig, *, by_group: bool) -> list[LazyTensor]:
-    """Queries, keys and values of a fused matrix or bias."""
     counts, first = group_counts(lit), 0
     parts = []
     for count in counts:

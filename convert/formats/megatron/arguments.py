@@ -35,7 +35,6 @@ class Arguments:
         return value
 
     def number(self, name: str, default: float) -> float:
-        """A positive number."""
         value = self.values.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e15:
@@ -43,7 +42,6 @@ class Arguments:
         return value
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """A truth value."""
         value = self.values.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -51,7 +49,6 @@ class Arguments:
         return value
 
     def word(self, name: str, default: str) -> str:
-        """A string."""
         value = self.values.get(name)
         value = default if value is None else value
         if not isinstance(value, str):
@@ -59,14 +56,12 @@ class Arguments:
         return value
 
     def invalid(self, name: str, value: Any, expected: str) -> MalformedInput:
-        """The error for an argument of another kind."""
         return MalformedInput(
             f"the argument `{name}` of `{self.source}` is {str(value)[:40]}; expected {expected}",
             hint="the checkpoint was changed, or is not one of a language model",
         )
 
     def unsupported(self, name: str) -> UnsupportedInput:
-        """The error for an argument whose value no family has."""
         return UnsupportedInput(
             f"`{self.source}` was trained with `{name}` {str(self.values.get(name))[:40]}, which is unsupported",
             hint="convert it with Megatron Bridge, which builds the model with Megatron's own code",

@@ -143,7 +143,6 @@ def dense_layers(arguments: Arguments) -> list[int]:
 
 
 def query_groups(arguments: Arguments) -> int:
-    """The number of key/value heads."""
     heads = arguments.count("num_attention_heads")
     grouped = arguments.flag("group_query_attention", default=arguments.values.get("num_query_groups") is not None)
     groups = arguments.count("num_query_groups", heads) if grouped else heads
@@ -155,7 +154,6 @@ def query_groups(arguments: Arguments) -> int:
 
 
 def head_dim(arguments: Arguments) -> int:
-    """Rows of one head."""
     width, heads = arguments.count("hidden_size"), arguments.count("num_attention_heads")
     dim = arguments.count("kv_channels", max(1, width // heads))
     if dim > HEAD_LIMIT:
@@ -173,13 +171,11 @@ def rotary_percent(arguments: Arguments) -> float:
 
 
 def epsilon(arguments: Arguments) -> float:
-    """Epsilon of the norms."""
     name = next((name for name in EPSILONS if arguments.values.get(name) is not None), EPSILONS[0])
     return float(arguments.number(name, 1e-5))
 
 
 def is_tied(arguments: Arguments) -> bool:
-    """Whether the output head is the embedding."""
     return not arguments.flag("untie_embeddings_and_output_weights")
 
 

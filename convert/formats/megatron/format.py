@@ -197,7 +197,6 @@ class _Run:
     stored: Mapping[str, Any]
 
     def state(self, arguments: Arguments) -> RunState:
-        """The whole tensors."""
         if self.save.distributed:
             return open_distributed(self.save.distributed, self.source)
         return join_ranks(self.ranks, arguments)
@@ -421,7 +420,6 @@ def plus_one(tensor: LazyTensor) -> LazyTensor:
 
 
 def norm_dtypes(tensors: Mapping[str, LazyTensor]) -> set[str]:
-    """The names of the dtypes of the norms' weights."""
     return {tensor.dtype.name for name, tensor in tensors.items() if NORM.search(name)}
 
 

@@ -242,7 +242,6 @@ def is_megatron_distributed(folder: Path) -> bool:
 
 
 def _backend(folder: Path) -> str | None:
-    """`sharded_backend` of `metadata.json`; None without `metadata.json`."""
     file = folder / BACKEND_FILE
     if not file.is_file() or file.stat().st_size > SMALL:
         return None

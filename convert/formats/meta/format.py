@@ -222,7 +222,6 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
 def _parts(
     name: str, tensor: LazyTensor, decoder: LlamaLikeConfig, shards: int, *, embedding_by_rows: bool
 ) -> Sequence[LazyTensor]:
-    """The part of a tensor for each rank."""
     if (dim := split_dim(name)) is None:
         return [tensor] * shards
     if name.startswith("tok_") and embedding_by_rows:

@@ -102,7 +102,6 @@ def _is_token(value: Any) -> bool:
 
 
 def _section(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The mapping under `name`, or an empty one."""
     value = parent.get(name)
     return value if isinstance(value, Mapping) else {}
 

@@ -164,7 +164,6 @@ class ParallelLayout:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks in the matrix."""
         return prod(self.devices)
 
     def parts(self) -> tuple[int, ...]:
@@ -202,7 +201,6 @@ class ParallelLayout:
         return (parts[0] * self.size, *parts[1:]) if self.size and parts else parts
 
     def is_sound(self) -> bool:
-        """Whether the numbers are consistent."""
         inside = all(0 <= k < len(self.devices) for axis in self.axes for k in axis)
         counts = all(count > 0 for count in self.devices) and self.ranks <= DEVICE_LIMIT
         if not inside or not counts or not self.axes:
@@ -556,12 +554,10 @@ def _file_dims(values: Iterable[int]) -> bytes:
 
 
 def number_field(number: int, value: int) -> bytes:
-    """An encoded integer field."""
     return _key(number, VARINT) + varint(value)
 
 
 def bytes_field(number: int, content: bytes) -> bytes:
-    """An encoded text or message field."""
     return _key(number, BYTES) + varint(len(content)) + content
 
 

@@ -156,7 +156,6 @@ def _of_experts(module: str, part: str, tensor: LazyTensor, source: str) -> dict
 
 
 def _expert(tensor: LazyTensor, number: int) -> LazyTensor:
-    """The matrix of one expert."""
     return LazyTensor(
         tensor.dtype, tensor.shape[1:], lambda start, stop: tensor.rows(number, number + 1)[0, start:stop]
     )

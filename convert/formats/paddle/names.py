@@ -63,7 +63,6 @@ def _vector(source: str, target: str, size: int, split: int | None = None) -> Te
 
 
 def _norm(source: str, target: str, size: int) -> list[TensorRule]:
-    """Weight and bias of a LayerNorm."""
     return [_vector(f"{source}.{part}", f"{target}.{part}", size) for part in ("weight", "bias")]
 
 
@@ -144,7 +143,6 @@ def _gate_up(old: str, new: str, hidden: int, inner: int, shapes: Mapping[str, t
 
 
 def _has(shapes: Mapping[str, tuple[int, ...]], template: str) -> bool:
-    """Whether any layer has a tensor."""
     pattern = re.compile(re.escape(template).replace(r"\{\}", r"\d+"))
     return any(pattern.fullmatch(name) for name in shapes)
 
@@ -317,7 +315,6 @@ def unrolled(rules: Sequence[TensorRule], layers: int) -> list[TensorRule]:
 
 
 def numbered(rule: TensorRule, layer: int) -> TensorRule:
-    """The rule with a layer number in its names."""
     sources, targets = (tuple(name.format(layer) for name in names) for names in (rule.sources, rule.targets))
     return replace(rule, sources=sources, targets=targets)
 

@@ -443,7 +443,6 @@ def open_ranks(path: Path, config: Mapping[str, Any]) -> list[Mapping[str, LazyT
 
 
 def _rank_files(folder: Path, suffix: str) -> dict[tuple[int, int], Path]:
-    """Files with this suffix by tensor-parallel rank and pipeline stage."""
     return {
         (int(match[1] or 0), int(match[2] or 0)): entry
         for entry in folder.iterdir()

@@ -97,7 +97,6 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
 def _placed(
     factors: Mapping[str, ForeignPair], family: TorchtuneFamily, base: Checkpoint, source: str
 ) -> dict[str, ForeignPair]:
-    """The factors by the base's modules, with rows in its order."""
     placed = renamed(factors, MODULES, source, "a torchtune adapter")
     sizes = sizes_of(base)
     try:

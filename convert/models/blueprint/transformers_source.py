@@ -184,7 +184,6 @@ def transformers_folder() -> Path | None:
 
 @lru_cache(maxsize=16)
 def source(path: Path) -> SourceFile:
-    """The source file `path`, read once."""
     return SourceFile(path)
 
 
