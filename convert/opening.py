@@ -190,8 +190,6 @@ def only_checkpoint_file(path: Path) -> Path | None:
     return files[0] if len({file.resolve() for file in files}) == 1 else None
 
 
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-
 OF_DEEPSPEED = "_optim_states.pt"  # suffix of DeepSpeed's optimizer files
 
 

@@ -76,9 +76,6 @@ class Edits:
     def replaces(self, name: str) -> bool:
         return name in self.whole or name in self.tokens
 
-    def only_tokens(self, name: str | None) -> bool:
-        return name in self.tokens and name not in self.whole and name not in self.changes
-
     def same(self, name: str, other: str | None) -> bool:
         """Whether two tied tensors stay equal after their edits."""
         if other is None or (name in self.tokens) != (other in self.tokens):
