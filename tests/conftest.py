@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,15 @@ from typing import Any
 import pytest
 
 from tests.builders.seeded import TEXT, save_seeded
-from tests.builders.tracing import trace_once
+from tests.builders.tracing import SHARED, trace_once
 from tests.stores.bucket import Bucket, served
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """All processes of a test run share their traces."""
+    if SHARED not in os.environ:
+        os.environ[SHARED] = folder = tempfile.mkdtemp(prefix="llmconv-traces-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection() -> None:
