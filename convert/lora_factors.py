@@ -11,7 +11,7 @@ from llmconv.checkpoint import open_checkpoint
 from llmconv.convert.adapters.base_checks import warn_of_origin
 from llmconv.convert.adapters.low_rank_sum import LoraProduct
 from llmconv.convert.adapters.merging import merged
-from llmconv.convert.adapters.placement.targets import WeightChange
+from llmconv.convert.adapters.targets import WeightChange
 from llmconv.convert.opening import open_adapters
 from llmconv.errors import InputRefused, UnsupportedInput, listing
 from llmconv.progress import warn_all

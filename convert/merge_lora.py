@@ -21,9 +21,9 @@ from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
 from llmconv.convert.adapters.adapter import Adapter, is_zero
 from llmconv.convert.adapters.base_checks import SampleCheck, check_written, warn_of_origin
 from llmconv.convert.adapters.combining import DEFAULTS, MergeOptions, Recipe, recipe_of
+from llmconv.convert.adapters.edits import Edits
 from llmconv.convert.adapters.merging import merged
-from llmconv.convert.adapters.placement.edits import Edits
-from llmconv.convert.algebra.operations import equal
+from llmconv.convert.algebra import equal
 from llmconv.convert.models.code_model import with_copied_code
 from llmconv.convert.models.completeness import check_folder, refuse_unmerged
 from llmconv.convert.models.head_and_dtype import with_dtype

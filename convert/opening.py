@@ -20,13 +20,13 @@ from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.peft_file import CONFIG, WEIGHTS, is_tuned, open_adapter, open_tuned, read_tensors
-from llmconv.convert.algebra.operations import equal
+from llmconv.convert.algebra import equal
+from llmconv.convert.assembly import saved_name
 from llmconv.convert.deltas import DELTA_FILE, is_recorded_delta
 from llmconv.convert.formats import Format, adapter_format, by_name, detect, formats
 from llmconv.convert.models.code_model import with_code
 from llmconv.convert.models.completeness import check_complete, check_folder, why_incomplete
 from llmconv.convert.models.config_file import CODE_FIELDS, OPTION, merged_configs, own_fields, trusted_code
-from llmconv.convert.peft_runs import saved_name
 from llmconv.convert.state_dicts.files import SUFFIXES, is_model_folder, training_file_kind, weight_files
 from llmconv.convert.state_dicts.files import SUFFIXES as TORCH
 from llmconv.convert.tokenizers import read_tokenizer

@@ -97,7 +97,7 @@ def attends_to_later_tokens(kind: str, **fields: Any) -> bool:
 
 def masked_types() -> list[str]:
     """The types for which the installed transformers has a class for masked words and one for causal models."""
-    from llmconv.convert.models.blueprint.transformers_source import (  # noqa: PLC0415
+    from llmconv.convert.models.transformers_source import (  # noqa: PLC0415
         auto_classes,
         causal_lm_classes,
     )

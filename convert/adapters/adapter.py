@@ -18,8 +18,8 @@ import numpy as np
 
 from llmconv.convert.adapters.lora_config import LoraConfig
 from llmconv.convert.adapters.tuners import ModuleTensors, Tuner
-from llmconv.convert.algebra.operations import equal
-from llmconv.convert.models.blueprint.transformers_source import EMBEDDINGS, HEADS
+from llmconv.convert.algebra import equal
+from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import BY_NAME, FLOATS, Array, LazyTensor, cast
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint, read_json
 from llmconv.convert.adapters.adapter import Adapter
+from llmconv.convert.adapters.edits import Edits
 from llmconv.convert.adapters.low_rank_sum import LoraProduct
 from llmconv.convert.adapters.peft_file import CONFIG
-from llmconv.convert.adapters.placement.edits import Edits
 from llmconv.errors import Inconclusive
 from llmconv.tensors import BY_NAME, Array, LazyTensor, cast
 

@@ -31,10 +31,9 @@ from typing import Any, TypedDict
 import numpy as np
 
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.low_rank_sum import LoraProduct
-from llmconv.convert.adapters.placement.edits import Edits, KeptUntilLastRow
-from llmconv.convert.adapters.placement.targets import add_changes
-from llmconv.convert.algebra.rounding import round_into, single_threaded
+from llmconv.convert.adapters.edits import Edits, KeptUntilLastRow
+from llmconv.convert.adapters.low_rank_sum import LoraProduct, round_into, single_threaded
+from llmconv.convert.adapters.targets import add_changes
 from llmconv.convert.models.head_and_dtype import check_dtype
 from llmconv.errors import UsageProblem
 from llmconv.files.hub import source_name

@@ -14,9 +14,8 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, own_file, read_json, read_side_files
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.combining import Recipe, TaskVectors, plain_sum
-from llmconv.convert.adapters.placement.edits import Edits, base_in_memory
-from llmconv.convert.adapters.placement.tensor_names import AS_STORED
-from llmconv.convert.models.blueprint.transformers_source import auto_classes
+from llmconv.convert.adapters.edits import Edits, base_in_memory
+from llmconv.convert.adapters.tensor_names import AS_STORED
 from llmconv.convert.models.config_file import architecture
 from llmconv.convert.models.head_and_dtype import (
     TIE,
@@ -27,6 +26,7 @@ from llmconv.convert.models.head_and_dtype import (
     stored_types,
     with_dtype,
 )
+from llmconv.convert.models.transformers_source import auto_classes
 from llmconv.convert.tokenizers import added_tokens, known_tokens, read_tokenizer, special_tokens
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.output.plan import json_bytes

@@ -19,7 +19,7 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora_config import parse_config
 from llmconv.convert.adapters.peft_file import to_adapter
-from llmconv.convert.algebra.operations import LAYER_NUMBER, concat
+from llmconv.convert.algebra import LAYER_NUMBER, concat
 from llmconv.errors import LISTED, InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import Array, DType, LazyTensor
 

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint, open_weights, read_json, read_side_files
-from llmconv.convert.algebra.rounding import round_into, widen
+from llmconv.convert.adapters.low_rank_sum import round_into, widen
 from llmconv.convert.deltas.low_rank import TRACES
-from llmconv.convert.models.blueprint.transformers_source import EMBEDDINGS
 from llmconv.convert.models.completeness import DROPPED
 from llmconv.convert.models.config_file import without_code
 from llmconv.convert.models.head_and_dtype import HEAD, find_embedding, find_head, is_tied, set_everywhere, with_dtype
+from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.convert.state_dicts.files import is_bin_folder, open_bin_folder
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.torch_writer import torch_pieces

@@ -30,13 +30,12 @@ from threading import Lock
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.adapters.low_rank_sum import PRODUCT_LIMIT
-from llmconv.convert.algebra.operations import equal
-from llmconv.convert.algebra.rounding import single_threaded, widen
-from llmconv.convert.models.blueprint.blueprint import blueprint
-from llmconv.convert.models.blueprint.transformers_source import EMBEDDINGS
+from llmconv.convert.adapters.low_rank_sum import PRODUCT_LIMIT, single_threaded, widen
+from llmconv.convert.algebra import equal
+from llmconv.convert.models.blueprint import blueprint
 from llmconv.convert.models.completeness import DROPPED
 from llmconv.convert.models.head_and_dtype import HEAD, find_embedding, is_tied
+from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.output.plan import Plan, plan_checkpoint
 from llmconv.tensors import BY_NAME, FLOATS, Array, LazyTensor, cast

@@ -1,8 +1,8 @@
 """The training formats: one package or file per training system, found by listing this folder.
 
 A package contains everything about one system: `format.py` (the constant `FORMAT`), and as needed `read.py`,
-`names.py`, `config.py`, `write.py`, `adapter.py` (`ADAPTER`: its LoRA files) and `delta.py` (`DELTA`).
-A small format is one file.
+`names.py`, `config.py`. `ADAPTER` (its LoRA files) is in `format.py` or `adapter.py`, `DELTA` in `format.py` or
+`delta.py`. A small format is one file.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ class Format:
 @lru_cache(maxsize=1)
 def formats() -> dict[str, Format]:
     """Every format by name, in alphabetical order."""
-    return plugins(__name__, "FORMAT", Format, inside="format")
+    return plugins(__name__, "FORMAT", Format, "format")
 
 
 @lru_cache(maxsize=1)
 def adapter_formats() -> dict[str, AdapterFormat]:
     """Every format of adapters other than PEFT's, by the name of its package."""
-    return plugins(__name__, "ADAPTER", AdapterFormat, inside="adapter")
+    return plugins(__name__, "ADAPTER", AdapterFormat, "adapter", "format")
 
 
 @lru_cache(maxsize=1)
 def delta_formats() -> dict[str, DeltaFormat]:
     """Every delta format of a training system, by the name of its package."""
-    return plugins(__name__, "DELTA", DeltaFormat, inside="delta")
+    return plugins(__name__, "DELTA", DeltaFormat, "delta", "format")
 
 
 def detect(path: Path) -> Format | None:

@@ -29,11 +29,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from llmconv.checkpoint import SIDE_FILES, Checkpoint, read_json
-from llmconv.convert.formats import Format
-from llmconv.convert.models.completeness import as_loaded, select
-from llmconv.convert.models.config_file import OPTION, causal_lm_config, own_fields
-from llmconv.convert.models.mpt_config import enlarged, native_tensors
-from llmconv.convert.peft_runs import (
+from llmconv.convert.assembly import (
     OPTIONS,
     differences,
     find_adapter,
@@ -41,6 +37,10 @@ from llmconv.convert.peft_runs import (
     with_adapter,
     without_adapter,
 )
+from llmconv.convert.formats import Format
+from llmconv.convert.models.completeness import as_loaded, select
+from llmconv.convert.models.config_file import OPTION, causal_lm_config, own_fields
+from llmconv.convert.models.mpt_config import enlarged, native_tensors
 from llmconv.convert.state_dicts.distributed import FILE, DistributedFolder, TensorItem, open_folder, sizes_of
 from llmconv.convert.state_dicts.distributed import is_folder as is_distributed_folder
 from llmconv.convert.state_dicts.files import Sign, phrases

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
-from llmconv.convert.algebra.operations import permute_rows, rename, rope_order
+from llmconv.convert.algebra import permute_rows, rename, rope_order
+from llmconv.convert.assembly import OPTIONS, opened_with_adapter, without_adapter
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.composer import is_sharded
 from llmconv.convert.formats.megatron.save_folder import is_megatron_distributed
 from llmconv.convert.formats.meta.read import LLAMA
 from llmconv.convert.models.completeness import as_loaded, select
 from llmconv.convert.models.config_file import OPTION, causal_lm_config, own_fields
-from llmconv.convert.peft_runs import OPTIONS, opened_with_adapter, without_adapter
 from llmconv.convert.state_dicts.distributed import (
     PARTS,
     DistributedFolder,

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
+from llmconv.convert.assembly import assemble
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.config_file import OPTION
-from llmconv.convert.state_dicts.checkpoint import assemble
 from llmconv.convert.state_dicts.files import Sign, StateFile, open_state
 from llmconv.errors import InputRefused
 

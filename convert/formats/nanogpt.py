@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.algebra.operations import rename, require
+from llmconv.convert.algebra import rename, require
+from llmconv.convert.assembly import contents_around, side_files_of
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import with_architecture, without_code
-from llmconv.convert.state_dicts.checkpoint import contents_around, side_files_of
 from llmconv.convert.state_dicts.files import Sign, StateFile, open_state
 from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import DType, LazyTensor

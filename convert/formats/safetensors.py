@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
+from llmconv.convert.assembly import OPTIONS, assembled_run, stored_config
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.formats import Format, owner
 from llmconv.convert.formats.paddle.read import names_paddle
-from llmconv.convert.models.blueprint.transformers_source import EMBEDDINGS, HEADS, model_names
 from llmconv.convert.models.completeness import WRAPPERS
 from llmconv.convert.models.config_file import OPTION
-from llmconv.convert.peft_runs import OPTIONS, assembled_run
-from llmconv.convert.state_dicts.checkpoint import stored_config
+from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS, model_names
 from llmconv.convert.state_dicts.files import (
     ADAPTER_NAMES,
     SUFFIX,

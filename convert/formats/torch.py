@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
+from llmconv.convert.assembly import OPTIONS, assembled_run
 from llmconv.convert.formats import Format, owner
 from llmconv.convert.models.config_file import OPTION
-from llmconv.convert.peft_runs import OPTIONS, assembled_run
 from llmconv.convert.state_dicts.files import (
     StateFile,
     has_hugging_face_names,

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint, parse_object
-from llmconv.convert.algebra.operations import concat
-from llmconv.convert.models.blueprint.blueprint import check_floats, refuse_gaps, refuse_shapes
+from llmconv.convert.algebra import concat
+from llmconv.convert.models.blueprint import check_floats, refuse_gaps, refuse_shapes
 from llmconv.convert.models.completeness import check_complete, is_buffer
 from llmconv.convert.models.config_file import OPTION, TrustedCode, localized, own_fields, without_code
 from llmconv.errors import MalformedInput, UnsupportedInput, listing

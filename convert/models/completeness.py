@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from llmconv.convert.models.blueprint.blueprint import (
+from llmconv.convert.models.blueprint import (
     COMPUTED,
     LAYER_COUNTS,
     RULES,
@@ -23,8 +23,8 @@ from llmconv.convert.models.blueprint.blueprint import (
     refuse_gaps,
     refuse_shapes,
 )
-from llmconv.convert.models.blueprint.transformers_source import causal_lm_classes, model_names
 from llmconv.convert.models.config_file import architecture
+from llmconv.convert.models.transformers_source import causal_lm_classes, model_names
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.files.paths import kind_of
 from llmconv.files.pickle_machine import Stub

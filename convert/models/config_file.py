@@ -12,7 +12,7 @@ import yaml
 from llmconv.causal_lm import is_encoder
 from llmconv.checkpoint import own_file, read_json, require_shallow
 from llmconv.convert.models import mpt_config
-from llmconv.convert.models.blueprint.transformers_source import auto_classes, causal_lm_classes
+from llmconv.convert.models.transformers_source import auto_classes, causal_lm_classes
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.model_code import AUTO_MAP, REPOSITORY, auto_map, holds, model_class
 

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.algebra.operations import equal
-from llmconv.convert.models.blueprint.transformers_source import (
+from llmconv.convert.algebra import equal
+from llmconv.convert.models.completeness import depth_is_possible, why_not_built
+from llmconv.convert.models.config_file import architecture
+from llmconv.convert.models.transformers_source import (
     EMBEDDINGS,
     HEADS,
     assigned,
@@ -24,8 +26,6 @@ from llmconv.convert.models.blueprint.transformers_source import (
     model_folder,
     source,
 )
-from llmconv.convert.models.completeness import depth_is_possible, why_not_built
-from llmconv.convert.models.config_file import architecture
 from llmconv.errors import MalformedInput, UsageProblem
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.model_code import AUTO_MAP

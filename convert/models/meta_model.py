@@ -39,9 +39,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from llmconv.convert.algebra.operations import Lines, Origin
-from llmconv.convert.models.blueprint.blueprint import constructor_fields
-from llmconv.convert.models.blueprint.torch_stand_ins import MODULE_LIMIT
+from llmconv.convert.algebra import Lines, Origin
+from llmconv.convert.models.blueprint import constructor_fields
+from llmconv.convert.models.torch_stand_ins import MODULE_LIMIT
 from llmconv.errors import first_line
 from llmconv.runtime.eager.stored_tensors import kept_in_float32
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.convert.algebra.operations import concat, slice_rows
+from llmconv.convert.algebra import concat, slice_rows
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 

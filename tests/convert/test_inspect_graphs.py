@@ -12,8 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from llmconv.cli import main
-from llmconv.convert import exported_graphs
-from llmconv.convert.inspect import inspect
+from llmconv.convert.inspect import PRESETS, inspect
 from llmconv.errors import MalformedInput
 from llmconv.export import export
 from llmconv.export.quantization import settings
@@ -170,7 +169,7 @@ def test_a_broken_manifest_of_quantized_graphs_is_refused(quantized: Callable[..
 def test_default_blocks_are_those_of_the_presets() -> None:
     forms = {name: [preset.layers, preset.head] for name, preset in settings.PRESETS.items()}
     sizes = {name: max(form.size for form in pair) for name, pair in forms.items()}
-    assert sizes == exported_graphs.PRESETS
+    assert sizes == PRESETS
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.algebra.operations import slice_rows
+from llmconv.convert.algebra import slice_rows
 from llmconv.errors import MalformedInput
 from llmconv.files.checksums import ChecksummedRange, checked_reading, combine
 from llmconv.files.torch_reader import open_torch_file

@@ -1,33 +1,73 @@
-"""LLaMA2-Accessory: a folder of `consolidated.NN-of-MM.model.pth` shards, with or without `config.json`, `meta.json`.
+"""LLaMA2-Accessory: a folder of `consolidated.NN-of-MM.model.pth` shards, its `llama_peft` adapters, and its deltas.
 
 Layout (Alpha-VLLM/LLaMA2-Accessory `accessory/util/misc.py`, `save_checkpoint`): `{"model": {"llma.…": tensor}}` per
-model-parallel rank; everything, or with `--only_save_trainable` only what was trained.
+model-parallel rank, with or without `config.json` and `meta.json`.
+
+With `--only_save_trainable` a rank has only what was trained, LoRA (`model/peft.py`), biases and norms: `lora_a`
+[r, in], `lora_b` [out, r], no alpha, so the update is B·A. Every linear layer has a bias. Rows of queries and keys are
+in Meta's order.
+
+Deltas (`tools/weight_operate.py`), `consolidated.NN-of-MM.model-diff.pth`: tuned − base, subtracted in float32 and
+stored in float16; what the base does not have (LoRA, biases) is stored whole, what the delta does not have stays.
+Reading joins base (of any format) and delta first, so that they may be split differently, and adds in float32 with one
+rounding; upstream's sum is float16. Written files pair with those of the base: in Meta's layout, and as many.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
+from llmconv.convert.adapters.adapter import Adapter
+from llmconv.convert.adapters.other_tools import (
+    AdapterFormat,
+    ForeignPair,
+    as_adapter,
+    pair_up,
+    renamed,
+    sizes_of,
+    unplaced,
+)
+from llmconv.convert.algebra import permute_rows, rename, rope_order
+from llmconv.convert.deltas import DeltaFormat
+from llmconv.convert.deltas.arithmetic import (
+    FLOAT16,
+    FLOAT32,
+    Arithmetic,
+    Differences,
+    WrittenDelta,
+    added,
+    all_rounded,
+    wider,
+)
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.accessory.config import (
     ATTENTION,
+    LINEAR,
     MLP,
     AccessoryParams,
+    args_of,
     has_biases,
     is_field,
     read_params,
+    table_of,
     to_config,
 )
 from llmconv.convert.formats.accessory.read import (
+    DELTA_FILE,
     EXTRA_FILES,
+    SHARD,
     check_shapes,
     differing_copies,
     holds_shards,
+    is_zero,
     join,
     kinds,
     leave_out,
@@ -35,14 +75,21 @@ from llmconv.convert.formats.accessory.read import (
     peek,
     plugin_family,
     save,
+    small_files,
+    split_ranks,
     to_hugging_face,
+    whole_tensors,
+    zero_bias,
 )
 from llmconv.convert.formats.meta.format import MetaTokenizer, find_tokenizer, tokenizer_for
 from llmconv.convert.models.config_file import without_code
+from llmconv.convert.models.head_and_dtype import settle_head, with_dtype
 from llmconv.convert.state_dicts.files import training_files_in
 from llmconv.convert.tokenizers import special_ids
-from llmconv.errors import InputRefused, UnsupportedInput, listing
-from llmconv.tensors import LazyTensor
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.files.torch_writer import torch_pieces
+from llmconv.output.plan import Plan, Shard
+from llmconv.tensors import DType, LazyTensor, cast
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
@@ -147,4 +194,236 @@ FORMAT = Format(
     options=("base", "drop"),
     peek=peek,
     save=save,
+)
+
+
+FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_[ab])\.weight")
+QUERY_OR_KEY = re.compile(r"\.self_attn\.[qk]_proj(?:\.bias)?$")
+SWITCHES = {"attention_bias": ATTENTION, "mlp_bias": MLP}
+DESCRIPTION = "a LLaMA2-Accessory model of the base's kind"
+
+
+def open_accessory_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -> Adapter:
+    """Opens what an Accessory run trained, from the folder of an epoch; LoRA pairs have no `alpha`.
+
+    Raises InputRefused for a whole model, MalformedInput for another base, UnsupportedInput for another family, or
+    biases that the base cannot have.
+    """
+    shards = open_shards(path)
+    family = plugin_family(path, (name for shard in shards for name in shard))
+    kind = str(base.config.get("model_type"))
+    if (family, kind) not in (("llama", "llama"), ("llama", "mistral"), ("mixtral", "mixtral")):
+        raise UnsupportedInput(
+            f"`{path.name}` holds trained parameters of a {family}, the base is a {kind[:40]}",
+            hint="give the base that they were trained on; `llmconv to-hf --base` takes one in Accessory's files",
+        )
+    whole = join(shards, (), _experts(base), path.name)
+    if "tok_embeddings.weight" in whole:
+        raise InputRefused(
+            f"`{path.name}` holds a whole model", hint=f"convert it: `llmconv to-hf {path.name} -o OUT` merges its LoRA"
+        )
+    factors, others = _convert(whole, family, base, path.name)
+    if alpha is not None and not factors:
+        raise InputRefused(f"`{path.name}` holds no LoRA pair", hint="leave out `--alpha`")
+    others, fields = _with_biases(others, base, path.name)
+    ranks = {"r": rank, "lora_alpha": rank} if (rank := next((own.rank for own in factors.values()), 0)) else {}
+    new = sorted(name.removesuffix(".bias") for name in others if name.endswith(".bias") and name not in base)
+    files = sorted(entry for entry in path.iterdir() if SHARD.fullmatch(entry.name))
+    settings = path / "config.json" if (path / "config.json").is_file() else None
+    config = {**(ranks or {"lora_alpha": 1}), "bias": "all" if new else "none", "modules_to_save": new}
+    adapter = as_adapter(files, settings, config, factors, alpha, others)
+    return replace(adapter, fields=fields)
+
+
+def _experts(base: Checkpoint) -> int:
+    count = base.config.get("num_local_experts")
+    return count if type(count) is int and 0 < count < 1 << 16 else 0
+
+
+def _convert(
+    whole: dict[str, LazyTensor], family: str, base: Checkpoint, source: str
+) -> tuple[dict[str, ForeignPair], dict[str, LazyTensor]]:
+    """The factors by the base's modules and the other tensors by its names, rows in its order."""
+    params = AccessoryParams(family, {"moe": {"num_experts": _experts(base)}}, 0, 0, 1, 1, 0)
+    names = table_of(params)
+    table = {name.removesuffix(".weight"): to.removesuffix(".weight") for name, to in names.items() if to}
+    biases = {f"{module}.bias": f"{to}.bias" for module, to in table.items() if LINEAR.search(module)}
+    factors = renamed(pair_up(whole, FACTOR, source), table, source, DESCRIPTION)
+    rest = {name: tensor for name, tensor in whole.items() if not FACTOR.fullmatch(name)}
+    homes = _homes(rest, names | biases, source)
+    order = rope_order(sizes_of(base).dim)
+    try:
+        factors = {
+            module: own.with_rows(lambda rows: permute_rows(rows, order)) if QUERY_OR_KEY.search(module) else own
+            for module, own in factors.items()
+        }
+        others = {
+            target: permute_rows(rest[name], order) if QUERY_OR_KEY.search(target) else rest[name]
+            for target, name in homes.items()
+        }
+    except ValueError as error:
+        raise MalformedInput(
+            f"the heads of `{source}` do not match the base's: {error}", hint="it was trained on another model"
+        ) from error
+    return factors, others
+
+
+def _homes(rest: dict[str, LazyTensor], names: Mapping[str, str | None], source: str) -> dict[str, str]:
+    """The base's tensor name to Accessory's."""
+    try:
+        return rename(rest, names, source)
+    except MalformedInput:
+        known = [name for name in rest if _is_known(name, names)]
+        if not (left := sorted(rest.keys() - set(known))):
+            raise
+        raise unplaced(left, [name for name, target in names.items() if target], source, DESCRIPTION) from None
+
+
+def _is_known(name: str, names: Mapping[str, str | None]) -> bool:
+    return name in names or re.sub(r"(?<=\.)\d{1,9}(?=\.)", "{}", name, count=1) in names
+
+
+def _with_biases(
+    others: dict[str, LazyTensor], base: Checkpoint, source: str
+) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
+    """Adds zero biases to layers without one, and returns the config fields that enable biases."""
+    biases = {name: tensor for name, tensor in others.items() if name.endswith(".bias")}
+    if base.config.get("model_type") != "llama":
+        if trained := [name for name, tensor in biases.items() if name not in base and not is_zero(tensor)]:
+            raise UnsupportedInput(
+                f"`{source}` holds {len(trained)} trained biases, such as `{trained[0]}`, which are unsupported in a "
+                f"{base.config.get('model_type')}",
+                hint="transformers has no equivalent model; train with `bias_tuning` off",
+            )
+        return {name: tensor for name, tensor in others.items() if name not in biases or name in base}, {}
+    result, fields = dict(others), dict[str, Any]()
+    for switch, layers in SWITCHES.items():
+        if not has_biases(biases, layers):
+            continue
+        fields[switch] = True
+        for weight in [name for name in base if name.endswith(tuple(f".{layer}.weight" for layer in layers))]:
+            bias, tensor = weight.removesuffix("weight") + "bias", base[weight]
+            if bias not in base:
+                result[bias] = cast(result[bias], tensor.dtype) if bias in result else zero_bias(tensor)
+    return result, fields
+
+
+ADAPTER = AdapterFormat(
+    title="LLaMA2-Accessory (`consolidated.NN-of-MM.model.pth` with only what was trained)",
+    detect=holds_shards,
+    open=open_accessory_adapter,
+)
+
+
+SPLIT = ("meta", "accessory")  # formats whose files are model-parallel ranks
+RUN_FIELDS = {"max_batch_size", "max_seq_len", "lora_rank", "bias_tuning", "norm_tuning"}
+"""Fields of `config.json` that a tuned model may change: they do not change what the shared weights mean."""
+
+WITHOUT = "extract an exact delta, without `--to`"
+
+
+def save_delta(base: Checkpoint, tuned: Checkpoint, shards: int | None) -> WrittenDelta:
+    """The files of a delta in `shards` ranks (None: as the base), and those that Accessory's loader looks for.
+
+    Raises UnsupportedInput for a model or change that it cannot have, UsageProblem for a number that does not divide
+    it.
+    """
+    count = shards or (base.shards if base.format in SPLIT else 1)
+    before, after = args_of(base), args_of(tuned)
+    # refuses other settings, since a delta is applied with the base's
+    names = sorted({*before.params.fields, *after.params.fields} - RUN_FIELDS)
+    one, other = before.params.fields, after.params.fields
+    odd = [name for name in names if one.get(name) != other.get(name)]
+    if odd or before.params.family != after.params.family:
+        raise UnsupportedInput(
+            f"the two models differ in {listing(odd or ['llama_type'])}, which Accessory's deltas do not contain",
+            hint=WITHOUT,
+        )
+    below, above = split_ranks(base, before, count), split_ranks(tuned, after, count)
+    _require_same_shapes(below[0], above[0])
+    differences = Differences(Arithmetic(FLOAT32, FLOAT16))
+    container = partial(torch_pieces, inside=("model",))
+    files = tuple(
+        Shard(
+            f"consolidated.{number:02}-of-{count:02}.model-diff.pth",
+            {name: differences.of(name, below[number].get(name), tensor) for name, tensor in rank.items()},
+            container,
+        )
+        for number, rank in enumerate(above)
+    )
+    small, warnings = small_files(tuned, after)
+    return WrittenDelta(Plan(tuned, files, small, (*warnings, *_lost_tokenizer(base, tuned))), differences)
+
+
+def _require_same_shapes(below: dict[str, LazyTensor], above: dict[str, LazyTensor]) -> None:
+    odd = sorted(below.keys() - above.keys())
+    odd += [name for name in above if name in below and above[name].shape != below[name].shape]
+    if odd:
+        raise UnsupportedInput(
+            f"the tuned model lacks, or has in another shape, {len(odd)} tensors of the base: {listing(odd)}",
+            hint=WITHOUT,
+        )
+
+
+def _lost_tokenizer(base: Checkpoint, tuned: Checkpoint) -> list[str]:
+    """A warning where the tokenizers differ, since the one of the base stays."""
+    names = ("tokenizer.model", "tokenizer.json")
+    if all(base.side_files.get(name) == tuned.side_files.get(name) for name in names):
+        return []
+    return ["the tokenizers differ, and a sum with Accessory's deltas keeps that of the base"]
+
+
+def plus_accessory(base: Checkpoint, folder: Path, dtype: str) -> Checkpoint:
+    """The tuned model in Hugging Face names and `dtype` (see `all_rounded`), with the base's config and side files.
+
+    Raises UnsupportedInput for a base or parts that Accessory or transformers lacks, MalformedInput for another base,
+    or a missing shard.
+    """
+    args = args_of(base)
+    family, name = args.params.family, folder.absolute().name
+    shards = open_shards(folder, DELTA_FILE)
+    one_head = family == "falcon" and args.params.fields.get("multi_query", True)
+    delta = join(shards, ("wk", "wv") if one_head else (), args.params.experts, name)
+    base_tensors, kept = whole_tensors(base, args), _types(base, shards)
+    leave_out(delta, family, name, drop=False)
+    sums = to_hugging_face(_add(base_tensors, delta, name), args.params, name)
+    tensors = all_rounded(sums, {target: kept.get(target, _common(kept)) for target in sums}, dtype)
+    config = settle_head(tensors, {**base.config, "tie_word_embeddings": None}, [])
+    if family == "llama":
+        config |= {"attention_bias": has_biases(tensors, ATTENTION), "mlp_bias": has_biases(tensors, MLP)}
+    return replace(base, tensors=tensors, config=with_dtype(config, tensors))
+
+
+def _types(base: Checkpoint, shards: Sequence[dict[str, LazyTensor]]) -> dict[str, DType]:
+    """Name to dtype of each tensor of the sum."""
+    added_type = _common({name: tensor.dtype for name, tensor in shards[0].items()})
+    return {name: wider(tensor.dtype, added_type) for name, tensor in base.items()}
+
+
+def _common(types: Mapping[str, DType]) -> DType:
+    return Counter(types.values()).most_common(1)[0][0]
+
+
+def _add(base_tensors: dict[str, LazyTensor], delta: dict[str, LazyTensor], source: str) -> dict[str, LazyTensor]:
+    wrong = [
+        name for name, tensor in delta.items() if name in base_tensors and base_tensors[name].shape != tensor.shape
+    ]
+    if wrong:
+        shapes = [f"{name} {list(delta[name].shape)} for {list(base_tensors[name].shape)}" for name in wrong]
+        raise MalformedInput(
+            f"shape mismatch between `{source}` and the base for {len(wrong)} tensors: {listing(shapes)}",
+            hint="give the model that the training started from",
+        )
+    sums = {
+        name: added(name, base_tensors.get(name), tensor)
+        for name, tensor in delta.items()
+        if not name.endswith("rope.freqs")
+    }
+    return {**base_tensors, **sums}
+
+
+DELTA = DeltaFormat(
+    detect=lambda path: path.is_dir() and any(DELTA_FILE.fullmatch(entry.name) for entry in path.iterdir()),
+    apply=plus_accessory,
+    save=save_delta,
 )

@@ -21,7 +21,7 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products
-from llmconv.convert.algebra.operations import (
+from llmconv.convert.algebra import (
     concat,
     first_missing,
     interleave_rows,

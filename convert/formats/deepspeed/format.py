@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import ADAPTER_CONFIG, INDEX, SINGLE, Checkpoint, read_json, read_side_files
+from llmconv.convert.assembly import OPTIONS, opened_with_adapter
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.deepspeed.save_folder import (
     FlatSlice,
@@ -29,10 +30,9 @@ from llmconv.convert.formats.deepspeed.save_folder import (
     open_save,
     refuse,
 )
-from llmconv.convert.models.blueprint.transformers_source import HEADS
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded, select
 from llmconv.convert.models.config_file import OPTION, causal_lm_config
-from llmconv.convert.peft_runs import OPTIONS, opened_with_adapter
+from llmconv.convert.models.transformers_source import HEADS
 from llmconv.convert.state_dicts.files import Sign
 from llmconv.convert.tokenizers import read_tokenizer
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint, read_side_files
-from llmconv.convert.algebra.operations import (
+from llmconv.convert.algebra import (
     concat,
     interleave_rows,
     permute_rows,
@@ -32,11 +32,13 @@ from llmconv.convert.algebra.operations import (
     split,
 )
 from llmconv.convert.formats import Format
-from llmconv.convert.formats.megatron.arguments import OFF, Arguments, check_arguments
 from llmconv.convert.formats.megatron.config import (
     INTERPOLATION,
+    OFF,
     OWN_FACTOR,
+    Arguments,
     arguments_of,
+    check_arguments,
     family_of,
     head_dim,
     ignored_factor,

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmconv.convert.algebra.operations import (
+from llmconv.convert.algebra import (
     concat,
     first_missing,
     interleave_rows,
@@ -39,8 +39,7 @@ from llmconv.convert.algebra.operations import (
     slice_rows,
     split,
 )
-from llmconv.convert.formats.megatron.arguments import Arguments
-from llmconv.convert.formats.megatron.config import head_dim, query_groups
+from llmconv.convert.formats.megatron.config import Arguments, head_dim, query_groups
 from llmconv.convert.formats.megatron.save_folder import (
     COMMON_FILE,
     EMBEDDING,

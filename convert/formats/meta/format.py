@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
-from llmconv.convert.algebra.operations import (
+from llmconv.convert.algebra import (
     inverse_order,
     inverted,
     permute_rows,

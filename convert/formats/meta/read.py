@@ -15,7 +15,7 @@ from math import floor
 from pathlib import Path
 from typing import Any
 
-from llmconv.convert.algebra.operations import concat, first_missing, permute_rows, replicated, rope_order
+from llmconv.convert.algebra import concat, first_missing, permute_rows, replicated, rope_order
 from llmconv.convert.models.model_config import LlamaLikeConfig, refuse_fields, refuse_other_values
 from llmconv.errors import MalformedInput, listing
 from llmconv.files.pickle_reader import TensorRef

@@ -28,7 +28,7 @@ from llmconv.convert.adapters.other_tools import (
     unplaced,
 )
 from llmconv.convert.adapters.peft_file import CONFIG
-from llmconv.convert.algebra.operations import interleave_rows, permute_rows
+from llmconv.convert.algebra import interleave_rows, permute_rows
 from llmconv.convert.formats.mindformers.config import (
     BLOOM,
     CORE,

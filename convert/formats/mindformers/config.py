@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products
-from llmconv.convert.algebra.operations import concat, interleave_rows, pick_rows, require
+from llmconv.convert.algebra import concat, interleave_rows, pick_rows, require
 from llmconv.convert.models.config_file import OPTION, read_config_file
 from llmconv.convert.models.model_config import ModelSettings
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from llmconv.checkpoint import Checkpoint, read_side_files
-from llmconv.convert.algebra.operations import concat, first_missing, split
+from llmconv.convert.algebra import concat, first_missing, split
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.mindformers.config import (
     OPTIONS,
@@ -30,16 +30,20 @@ from llmconv.convert.formats.mindformers.config import (
     merge_lora,
     read_run_config,
 )
-from llmconv.convert.formats.mindformers.glm import (
+from llmconv.convert.formats.mindformers.families import (
     build_bloom,
     build_chatglm_6b,
+    build_core,
     build_glm,
     build_gpt2,
+    build_llama,
+    build_qwen,
     store_bloom,
+    store_core,
     store_glm,
     store_gpt2,
+    store_llama,
 )
-from llmconv.convert.formats.mindformers.llama import build_core, build_llama, build_qwen, store_core, store_llama
 from llmconv.convert.formats.mindformers.mindspore import (
     WHOLE,
     ParallelLayout,

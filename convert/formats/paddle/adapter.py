@@ -18,7 +18,7 @@ from llmconv.checkpoint import read_json
 from llmconv.convert.adapters.adapter import Adapter, Pair, check
 from llmconv.convert.adapters.lora_config import LoraConfig, parse_config
 from llmconv.convert.adapters.other_tools import AdapterFormat, padded_columns
-from llmconv.convert.algebra.operations import concat
+from llmconv.convert.algebra import concat
 from llmconv.convert.formats.paddle.config import number, to_config
 from llmconv.convert.formats.paddle.names import FAMILIES, PaddleFamily, TensorRule, converted, numbered
 from llmconv.convert.formats.paddle.read import open_rank_files

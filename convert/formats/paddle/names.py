@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.convert.algebra.operations import concat
+from llmconv.convert.algebra import concat
 from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import LazyTensor
 from llmconv.transpose import transposed

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from llmconv.checkpoint import INDEX, SINGLE
-from llmconv.convert.algebra.operations import concat, replicated
+from llmconv.convert.algebra import concat, replicated
 from llmconv.convert.formats.paddle.names import FAMILIES
 from llmconv.convert.state_dicts.files import (
     header_of,

@@ -10,8 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_by_tiles, add_in_one_pass, add_products, compiled
-from llmconv.convert.algebra.rounding import round_into
+from llmconv.convert.adapters.low_rank_sum import (
+    LoraProduct,
+    add_by_tiles,
+    add_in_one_pass,
+    add_products,
+    compiled,
+    round_into,
+)
 from llmconv.tensors import BY_NAME, Array, in_memory
 
 F32 = BY_NAME["float32"]

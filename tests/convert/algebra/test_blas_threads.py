@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmconv.convert.algebra.rounding import COUNTERS, single_threaded
+from llmconv.convert.adapters.low_rank_sum import COUNTERS, single_threaded
 
 
 def test_inside_openblas_has_one_thread_and_afterwards_as_many_as_before() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from llmconv.convert.algebra.operations import (
+from llmconv.convert.algebra import (
     concat,
     equal,
     inverse_order,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmconv.convert.algebra.rounding import round_to_float16, widen
+from llmconv.convert.adapters.low_rank_sum import round_to_float16, widen
 
 ALL = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
 FINITE = ALL[np.isfinite(ALL)]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from llmconv.convert.algebra import operations
-from llmconv.convert.algebra.operations import interleave_rows, pick_rows
+from llmconv.convert import algebra
+from llmconv.convert.algebra import interleave_rows, pick_rows
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 
 
@@ -44,7 +44,7 @@ def test_rows_are_picked_from_every_group(groups: int, first: int, count: int, r
 
 
 def test_large_groups_are_read_without_what_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operations, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(algebra, "BLOCK_BYTES", 1)
     array, lazy = tensor(12, 3)
     asked: list[tuple[int, int]] = []
 

@@ -14,7 +14,7 @@ import tiktoken
 from transformers import AutoTokenizer
 
 from llmconv.convert import to_hf
-from llmconv.convert.formats.paddle.write import GLM_SPECIAL, QWEN_PATTERN, QWEN_SPECIAL, read_paddle_tokenizer
+from llmconv.convert.formats.paddle.format import GLM_SPECIAL, QWEN_PATTERN, QWEN_SPECIAL, read_paddle_tokenizer
 from llmconv.convert.opening import open_training
 from llmconv.convert.tokenizers import parse_tiktoken
 from llmconv.errors import MalformedInput

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmconv.checkpoint import open_weights
-from llmconv.convert.models.blueprint.blueprint import blueprint
+from llmconv.convert.models.blueprint import blueprint
 from llmconv.convert.models.completeness import as_loaded, check_complete
 from llmconv.convert.models.head_and_dtype import settle_head
 from llmconv.convert.opening import open_training
@@ -276,7 +276,7 @@ def test_a_type_that_is_not_known_is_held_to_what_all_models_have() -> None:
 @pytest.mark.slow
 def test_torch_is_not_imported() -> None:
     code = (
-        "import sys; from llmconv.convert.models.blueprint.blueprint import blueprint; "
+        "import sys; from llmconv.convert.models.blueprint import blueprint; "
         "assert blueprint({'model_type': 'llama'}); assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

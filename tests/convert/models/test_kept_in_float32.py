@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import merge_lora, to_hf
-from llmconv.convert.models.blueprint.transformers_source import causal_lm_classes, model_folder
 from llmconv.convert.models.head_and_dtype import stored_types
+from llmconv.convert.models.transformers_source import causal_lm_classes, model_folder
 from tests.builders.lora_models import causal_lm, train
 from tools.tiny_models import tiny_config
 

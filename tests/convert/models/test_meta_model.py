@@ -11,10 +11,10 @@ import pytest
 from transformers import AutoConfig, logging
 
 from llmconv.convert.models import completeness
-from llmconv.convert.models.blueprint.blueprint import blueprint
-from llmconv.convert.models.blueprint.transformers_source import causal_lm_classes
+from llmconv.convert.models.blueprint import blueprint
 from llmconv.convert.models.completeness import check_complete
 from llmconv.convert.models.meta_model import loading_gaps, meta_model
+from llmconv.convert.models.transformers_source import causal_lm_classes
 from llmconv.errors import MalformedInput
 from llmconv.tensors import BY_NAME, LazyTensor
 from tools.tiny_models import tiny_config

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from llmconv.convert import merge_lora
 from llmconv.convert.adapters.low_rank_sum import LoraProduct
-from llmconv.convert.adapters.placement.targets import DoraUpdate, add_changes
+from llmconv.convert.adapters.targets import DoraUpdate, add_changes
 from llmconv.tensors import BY_NAME, in_memory
 from tests.builders.lora_models import assert_equal, train
 

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from llmconv.convert import merge_lora
-from llmconv.convert.adapters.placement.edits import SHARING
+from llmconv.convert.adapters.edits import SHARING
 from llmconv.errors import UnsupportedInput
 from tests.builders.lora_models import State, shake
 from tests.builders.slow_rows import slow_but

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from llmconv.convert import merge_lora
-from llmconv.convert.adapters.placement.tensor_names import match_names, match_saved
+from llmconv.convert.adapters.tensor_names import match_names, match_saved
 from llmconv.errors import MalformedInput
 from tests.builders.lora_models import assert_equal, causal_lm, train
 

@@ -27,7 +27,7 @@ from llmconv.convert.adapters.adapter import (
     with_rows,
 )
 from llmconv.convert.adapters.low_rank_sum import LoraProduct, is_mirrored
-from llmconv.convert.adapters.placement.targets import (
+from llmconv.convert.adapters.targets import (
     AdapterTargets,
     WeightChange,
     add_changes,
@@ -35,12 +35,12 @@ from llmconv.convert.adapters.placement.targets import (
     other_base,
     separate_tensors,
 )
-from llmconv.convert.adapters.placement.tensor_names import AS_STORED, Naming, has_same_end, match_saved, prefix_fits
+from llmconv.convert.adapters.tensor_names import AS_STORED, Naming, has_same_end, match_saved, prefix_fits
 from llmconv.convert.adapters.tuners import FittingShape, ModuleTensors, Tuner, WeightShape
-from llmconv.convert.algebra.operations import Lines, Origin, equal, gathered
-from llmconv.convert.models.blueprint.transformers_source import EMBEDDINGS, HEADS
+from llmconv.convert.algebra import Lines, Origin, equal, gathered
 from llmconv.convert.models.completeness import may_be_built
 from llmconv.convert.models.head_and_dtype import find_embedding, find_head
+from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import BY_NAME, FLOATS, Array, DType, LazyTensor, cast, in_memory
 

@@ -15,9 +15,9 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from llmconv.convert.algebra.operations import require
-from llmconv.convert.models.blueprint.torch_stand_ins import Buffer, Module, Tensor, Unreadable
-from llmconv.convert.models.blueprint.transformers_source import (
+from llmconv.convert.algebra import require
+from llmconv.convert.models.torch_stand_ins import Buffer, Module, Tensor, Unreadable
+from llmconv.convert.models.transformers_source import (
     EMBEDDINGS,
     HEADS,
     STAND_INS,

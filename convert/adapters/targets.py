@@ -27,9 +27,8 @@ import numpy as np
 
 from llmconv.convert.adapters.adapter import Adapter, Pair
 from llmconv.convert.adapters.lora_config import LoraConfig
-from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products, add_products_to_rows
-from llmconv.convert.adapters.placement.tensor_names import AS_STORED, Naming, match_names
-from llmconv.convert.algebra.rounding import round_into
+from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products, add_products_to_rows, round_into
+from llmconv.convert.adapters.tensor_names import AS_STORED, Naming, match_names
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import Array, DType, LazyTensor
 from llmconv.transpose import is_conv1d

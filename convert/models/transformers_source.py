@@ -21,7 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from llmconv.convert.models.blueprint.torch_stand_ins import Module, Nn, Plain, Torch, Unknown
+from llmconv.convert.models.torch_stand_ins import Module, Nn, Plain, Torch, Unknown
 
 LARGEST = 1 << 24  # no size of a model is larger; a list of that many items would still be built in a moment
 CLASS_FIELDS = ("attribute_map", "sub_configs", "sub_configs_defaults", "model_type")

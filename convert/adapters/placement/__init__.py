@@ -1,1 +1,0 @@
-"""Which tensor of the base each tensor of an adapter belongs to, and what it changes there."""

@@ -1,1 +1,0 @@
-"""The algebra of lazy tensors: rename, split, concatenate, permute, transpose; nothing is read."""

@@ -1,1 +1,0 @@
-"""torchtune: its checkpoints, and the adapters that its LoRA recipes write."""
