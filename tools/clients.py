@@ -10,6 +10,7 @@ def main() -> None:
     for make, name in (
         (environments.python, "genai"),
         (environments.python, "optimum"),
+        (environments.python, "lm-eval"),
         (environments.node, "transformersjs"),
         (environments.node, "azurite"),
         (environments.node, "chromium"),
