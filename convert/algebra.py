@@ -8,7 +8,8 @@ Nothing here reads data; a result reads when a writer asks for rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -144,6 +145,15 @@ def inverted(table: Mapping[str, str | None]) -> dict[str, str | None]:
         if target is not None:
             back.setdefault(target, source)
     return back
+
+
+@contextmanager
+def fitting(what: str, hint: str = "the configuration belongs to another model") -> Iterator[None]:
+    """Operations on tensors that may not fit together: their ValueError becomes a MalformedInput that `what` begins."""
+    try:
+        yield
+    except ValueError as error:
+        raise MalformedInput(f"{what}: {error}", hint=hint) from error
 
 
 def require(targets: Iterable[str], produced: Mapping[str, Any], source: str) -> None:

@@ -39,9 +39,8 @@ from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listi
 from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import LazyTensor
 
+# Names of a LayerNorm's parameters in models that came from TensorFlow (`LayerNorm.gamma`)
 OLD_NORM = {"gamma": "weight", "beta": "bias"}
-"""Names of a LayerNorm's parameters in models that came from TensorFlow (`LayerNorm.gamma`)."""
-
 AROUND = {
     "optimizer": "the optimizer's state",
     "optimizer_states": "the optimizer's state",
@@ -421,9 +420,8 @@ def generation_settings(base: Checkpoint | None) -> dict[str, bytes]:
 PREFIX = "base_model.model."
 LEAVES = ("weight", "bias")
 WHOLE = "modules_to_save"
+# Components that PEFT inserts into the names of the base's own tensors
 PARTS_OF_BASE = ("base_layer", "original_module", "token_adapter")
-"""Components that PEFT inserts into the names of the base's own tensors."""
-
 SAVE_ALL = "give a checkpoint with the whole model; Composer saves one with `should_save_peft_only=False`"
 
 

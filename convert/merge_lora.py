@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
 from llmconv.convert.adapters.adapter import Adapter, is_zero
 from llmconv.convert.adapters.base_checks import SampleCheck, check_written, warn_of_origin
-from llmconv.convert.adapters.combining import DEFAULTS, MergeOptions, Recipe, recipe_of
+from llmconv.convert.adapters.combining import DEFAULTS, MergeOptions, Recipe, recipe_of, sha256_of
 from llmconv.convert.adapters.edits import Edits
 from llmconv.convert.adapters.merging import merged
 from llmconv.convert.algebra import equal
@@ -31,7 +30,6 @@ from llmconv.convert.opening import open_adapters, recognized
 from llmconv.convert.state_dicts.files import is_model_folder
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem, listing
 from llmconv.files.paths import Placed, output_place
-from llmconv.files.source_file import open_source
 from llmconv.files.sources import fetches, local_path, reading_safely
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import Plan, plan_checkpoint, require_shard_size
@@ -40,7 +38,7 @@ from llmconv.output.writer import Place, check_output, write_checkpoint
 from llmconv.progress import warn_all
 from llmconv.quantized_weights.packed_weight import TILE_ELEMENTS, PackedWeight, with_recent_rows
 from llmconv.quantized_weights.quantized_checkpoint import FIELD, QuantizedCheckpoint, quantized_checkpoint
-from llmconv.tensors import BLOCK_BYTES, BY_NAME, LazyTensor, cast
+from llmconv.tensors import BY_NAME, LazyTensor, cast
 
 PLAIN = ("safetensors", "torch")  # formats of which `open_checkpoint` says itself what is missing
 
@@ -215,16 +213,7 @@ def _step(
 
 def _identity(adapter: Adapter) -> dict[str, str]:
     settings = [adapter.settings] if adapter.settings not in adapter.weights else []
-    return {"name": adapter.name, "sha256": _sha256(adapter.weights), "config_sha256": _sha256(settings)}
-
-
-def _sha256(paths: Sequence[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        with open_source(path) as file:
-            while chunk := file.read(BLOCK_BYTES):
-                digest.update(chunk)
-    return digest.hexdigest()
+    return {"name": adapter.name, "sha256": sha256_of(adapter.weights), "config_sha256": sha256_of(settings)}
 
 
 def _sources(checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> list[Path]:

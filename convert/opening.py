@@ -287,9 +287,8 @@ PREFIX = "base_model.model."
 SMALL = (".json", ".md", ".txt", ".jinja", ".model")  # suffixes of the files next to the weights of an adapter
 ADAPTER_SUFFIXES = (".safetensors", *TORCH)  # suffixes of files of weights
 OWN = re.compile(r"(?:adapter_model|README)\..*")  # PEFT's file in its two forms, of which it reads one
+# The weights of a model in whose folder an adapter lies
 WHOLE_MODEL = re.compile(r"(?:pytorch_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin)")
-"""The weights of a model in whose folder an adapter lies."""
-
 VALUE_HEAD = re.compile(r"(?:value|v)_head\..*")
 """What reinforcement learning trains on top of a language model, which has no place for it."""
 

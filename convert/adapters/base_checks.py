@@ -22,13 +22,12 @@ from llmconv.convert.adapters.peft_file import CONFIG
 from llmconv.errors import Inconclusive
 from llmconv.tensors import BY_NAME, Array, LazyTensor, cast
 
+# Words in model names that identify the architecture; not phi, falcon, granite, stablelm, internlm, some of which have
+# Llama's
 FAMILIES = (
     *("llama", "qwen", "gemma", "mistral", "mixtral", "gpt2", "gptj", "gpt_neox", "pythia", "bloom", "opt", "mpt"),
     *("olmo", "smollm", "mamba"),
 )
-"""Words in model names that identify the architecture; not phi, falcon, granite, stablelm, internlm, some of which have
-Llama's."""
-
 ALIASES = {"pythia": "gpt_neox", "smollm": "llama"}  # model names to the word in their `model_type`
 LAYER = re.compile(r"^(?P<stem>.*?\.(?:layers|h|blocks|block)\.)(?P<number>\d+)\.(?P<rest>.+)$")
 NOT_OF_THE_NAME = re.compile(r"[^a-z0-9]")
@@ -150,9 +149,8 @@ def _layers(names: Iterable[str]) -> dict[str, set[int]]:
 
 
 SAMPLE = 16  # maximum number of tensors of each group (changed, replaced, unchanged), evenly spread over the names
+# Distances in representable numbers (ULP) that the histogram counts together
 BINS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, None))
-"""Distances in representable numbers (ULP) that the histogram counts together."""
-
 FLOAT64 = BY_NAME["float64"]
 
 ReadRows = Callable[[int, int], Array]

@@ -42,9 +42,8 @@ from llmconv.files.sources import local_path
 from llmconv.output.plan import KEEP
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, DType, LazyTensor
 
+# Elements combined at once: 8 MiB for each adapter, and a few intermediate results of this size
 TILE_ELEMENTS = 1 << 20
-"""Elements combined at once: 8 MiB for each adapter, and a few intermediate results of this size."""
-
 SIGNS = ("total", "frequency")
 
 
@@ -312,7 +311,7 @@ class TaskVectors:
         self.summed = combination.is_sum
         self._combination, self._weights = combination, weights
         alone = len(adapters) == 1 and self.summed
-        self._keys = [""] if alone else [_digest(adapter) for adapter in adapters]
+        self._keys = [""] if alone else [sha256_of((adapter.settings, *adapter.weights)) for adapter in adapters]
         self.order = sorted(range(len(adapters)), key=lambda number: (self._keys[number], weights[number]))
         self._alone = [] if self.summed else [_placed(base, adapter) for adapter in adapters]
 
@@ -338,9 +337,9 @@ def _placed(base: Edits, adapter: Adapter) -> Edits:
     return edits
 
 
-def _digest(adapter: Adapter) -> str:
-    digest = hashlib.sha256(adapter.settings.read_bytes())
-    for path in adapter.weights:
+def sha256_of(paths: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
         with open_source(path) as file:
             while chunk := file.read(BLOCK_BYTES):
                 digest.update(chunk)

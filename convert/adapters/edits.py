@@ -50,9 +50,8 @@ if TYPE_CHECKING:
 
 HEAD = HEADS[0]
 
+# The rest of the name of a transformers class after the family
 CLASS = re.compile(r"(For[A-Z]|LMHead|DoubleHeads|Model|Pretrained|PreTrained).*")
-"""The rest of the name of a transformers class after the family."""
-
 ONE = in_memory(np.ones((1, 1), dtype=np.float32), BY_NAME["float32"])
 
 
@@ -323,9 +322,8 @@ def _matches(shape: WeightShape, fit: FittingShape) -> bool:
 
 FLOAT32 = BY_NAME["float32"]
 
+# Model types whose modules share weights: a name of an adapter may be in the files, and stand for others, too
 SHARING = ("diffusion_gemma", "udop", "zamba", "zamba2")
-"""Model types whose modules share weights: a name of an adapter may be in the files, and stand for others, too."""
-
 Tensors = Mapping[str, LazyTensor]
 
 

@@ -22,12 +22,10 @@ REFUSED: dict[str, str] = {  # unsupported config field to the way out: the merg
     "megatron_config": "tensor-parallel adapters are saved per rank; gather and save the adapter as plain PEFT",
 }
 
+# Values of `init_lora_weights` for which training changes the base, so that A and B do not fit the original one
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Values of `init_lora_weights` for which training changes the base, so that A and B do not fit the original one."""
-
+# Values of `init_lora_weights` for which training keeps the base
 SAME_BASE = ("gaussian", "orthogonal", "eva", "mica", "true", "false")
-"""Values of `init_lora_weights` for which training keeps the base."""
-
 QUANTIZED_BASE = "loftq"  # the value for which the base differs from the original by more than the initial adapter
 NO_INITIAL = (
     "give the adapter as it was before training with `--initial-adapter`, or save the trained one with PEFT's "

@@ -34,9 +34,8 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 TILE = 1 << 15  # elements at once, so that all passes over them stay in the core's cache
 SHIFT, EXPONENT, SIGN = 13, np.uint32(0x7F800000), np.uint32(0x8000)
 UP, DOWN = np.float32(2.0**112), np.float32(2.0**-112)
+# The exponent of the smallest normal float16, whose last bit is that of the subnormal ones
 SMALLEST = np.uint32((127 - 14) << 23)
-"""The exponent of the smallest normal float16, whose last bit is that of the subnormal ones."""
-
 OVERFLOW, INFINITY = np.float32(65520), 0x7C00  # the first float32 that is rounded to infinity; the bits of that
 
 
@@ -131,9 +130,8 @@ def _has_subnormals() -> bool:
 
 
 MAPS = Path("/proc/self/maps")
+# How builds of OpenBLAS call `openblas_get_num_threads` and `openblas_set_num_threads` (cblas.h)
 NAMES = ("scipy_openblas_{}_num_threads64_", "openblas_{}_num_threads64_", "openblas_{}_num_threads")
-"""How builds of OpenBLAS call `openblas_get_num_threads` and `openblas_set_num_threads` (cblas.h)."""
-
 Counter = tuple[Callable[[], int], Callable[[int], None]]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.combining import Recipe, TaskVectors, plain_sum
 from llmconv.convert.adapters.edits import Edits, base_in_memory
 from llmconv.convert.adapters.tensor_names import AS_STORED
-from llmconv.convert.models.config_file import architecture
+from llmconv.convert.models.config_file import architecture, json_object
 from llmconv.convert.models.head_and_dtype import (
     TIE,
     find_embedding,
@@ -101,9 +100,8 @@ def _result(edits: Edits, vectors: TaskVectors, name: str, dtype: DType | None) 
 
 LAYER = re.compile(r"((?:[A-Za-z_]\w*\.)*(?:layers|h|layer)\.)(\d+)(\..+)")
 COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
+# Fields with one entry for each layer
 LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type")
-"""Fields with one entry for each layer."""
-
 MOST = 4096  # maximum number of layers: a short config could ask for more than fit into memory
 NUMBERED = ("mlp_only_layers", "moe_layers", "attn_layer_indices")
 """Fields with layer numbers, which are ambiguous for a model with other layers."""
@@ -269,14 +267,12 @@ def _set_labels(config: dict[str, Any], count: int) -> None:
         config |= {"id2label": names, "label2id": {name: int(label) for label, name in names.items()}}
 
 
+# Prefixes of the names of tokenizer files
 TOKENIZER = ("tokenizer", "special_", "added_", "vocab", "merges", "spiece", "sentencepiece", "chat_template")
-"""Prefixes of the names of tokenizer files."""
-
 VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 GENERATION = "generation_config.json"
+# Fields of `generation_config.json` without a meaning for decoding
 NOT_OF_DECODING = ("transformers_version", "_from_model_config")
-"""Fields of `generation_config.json` without a meaning for decoding."""
-
 TEMPLATE, OLD_TEMPLATE, CONFIG = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
 
 SideFiles = dict[str, bytes]
@@ -338,7 +334,10 @@ def _generation_differences(base: Checkpoint, adapter: Adapter) -> list[str]:
     if not path.is_file():
         return []
     try:
-        mine, others = read_json(own_file(adapter.path, GENERATION)), _json(base.side_files.get(GENERATION, b"{}"))
+        mine, others = (
+            read_json(own_file(adapter.path, GENERATION)),
+            json_object(base.side_files.get(GENERATION, b"{}")),
+        )
     except LlmconvError:
         return []
     fields = [name for name, value in mine.items() if name not in NOT_OF_DECODING and value != others.get(name)]
@@ -362,7 +361,7 @@ def _with_ids(base: Mapping[str, bytes], files: SideFiles, config: dict[str, Any
             _set_ids(part, ids if part is config else {name: ids[name] for name in ids if name in part})
     if GENERATION not in files or not ids:
         return files
-    generation = _json(files[GENERATION])
+    generation = json_object(files[GENERATION])
     _set_ids(generation, ids)
     return files | {GENERATION: json_bytes(generation)}
 
@@ -374,14 +373,6 @@ def _set_ids(fields: dict[str, Any], ids: Mapping[str, int]) -> None:
             fields[name] = number
         elif number not in old:
             fields[name] = [number, *old]
-
-
-def _json(content: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _with_template(base: Checkpoint, own: Sequence[tuple[Adapter, SideFiles]]) -> tuple[SideFiles, list[str]]:
@@ -416,7 +407,7 @@ def template_of(files: Mapping[str, bytes]) -> str:
     if TEMPLATE in files:
         return files[TEMPLATE].decode(errors="replace")
     for name in (OLD_TEMPLATE, CONFIG):
-        found = _json(files.get(name, b"{}")).get("chat_template")
+        found = json_object(files.get(name, b"{}")).get("chat_template")
         if isinstance(found, str) and found:
             return found
     return ""

@@ -40,14 +40,12 @@ from llmconv.files.torch_reader import open_torch_file
 from llmconv.tensors import Array, LazyTensor
 
 CONFIG = "adapter_config.json"
+# Path components that trainers place_once around modules
 WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
-"""Path components that trainers place_once around modules."""
-
 MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.\w+)??(?:\.weight)?")
 TOKENS = re.compile(r"(?P<module>.+?)(?:\.token_adapter)?\.trainable_tokens_delta(?:\.\w+)?")
+# Training state of VeLoRA and MonteCLoRA, which PEFT's merge does not use
 TRAINING_ONLY = re.compile(r"\.lora_(?:velora_\w+|monteclora_\w+|mcsampler\w*)(?:\.|$)")
-"""Training state of VeLoRA and MonteCLoRA, which PEFT's merge does not use."""
-
 FACTOR = re.compile(r"(?P<module>.+?)\.lora_(?P<kind>embedding_)?(?P<part>[AB])(?:\.\w+)??(?:\.(?P<leaf>weight|bias))?")
 
 

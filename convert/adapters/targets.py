@@ -367,12 +367,10 @@ DECLARED = (  # the order in which modules of transformers declare their paramet
     *("down_proj", "down_proj_bias", "w2", "fc2", "output_linear", "bias"),
 )
 
+# Model types whose experts are marked `is_transposed`: [E, in, out] to every version of PEFT
 ALWAYS_TRANSPOSED = ("gpt_oss", "openai_privacy_filter", "aria_text")
-"""Model types whose experts are marked `is_transposed`: [E, in, out] to every version of PEFT."""
-
+# PEFT reads unmarked [E, d1, d2] as [E, out, in] since this version (pull request 3083), before as [E, in, out]
 SWAPPED_SINCE = (0, 19)
-"""PEFT reads unmarked [E, d1, d2] as [E, out, in] since this version (pull request 3083), before as [E, in, out]."""
-
 MatrixShape = tuple[int, int]  # rows of B and columns of A
 
 

@@ -19,10 +19,8 @@ from llmconv.tensors import Array, LazyTensor
 from llmconv.timed_patterns import MatchTime
 
 WeightShape = tuple[int, int]
+# out and in of the weight that an adapter's tensors fit; None for any size
 FittingShape = tuple[int | None, int | None]
-"""out and in of the weight that an adapter's tensors fit; None for any size."""
-
-
 RowChange = Callable[[Array, int], Array]
 """`delta(rows, start)`: the update of the rows of a weight from `start` on (float64, rows×in), given those rows."""
 

@@ -14,7 +14,6 @@ scripts go through the state dict, where a tied output head occurs twice.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -28,7 +27,7 @@ from llmconv.checkpoint import Checkpoint, open_weights, read_json, read_side_fi
 from llmconv.convert.adapters.low_rank_sum import round_into, widen
 from llmconv.convert.deltas.low_rank import TRACES
 from llmconv.convert.models.completeness import DROPPED
-from llmconv.convert.models.config_file import without_code
+from llmconv.convert.models.config_file import json_object, without_code
 from llmconv.convert.models.head_and_dtype import HEAD, find_embedding, find_head, is_tied, set_everywhere, with_dtype
 from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.convert.state_dicts.files import is_bin_folder, open_bin_folder
@@ -283,9 +282,8 @@ def all_rounded(sums: Mapping[str, LazyTensor], kept: Mapping[str, DType], dtype
     return {name: rounded(tensor, chosen or kept[name]) for name, tensor in sums.items()}
 
 
+# Names of the last norm, whose weights are about 1 in a model and about 0 in a delta
 NORM = ("norm.weight", "ln_f.weight")
-"""Names of the last norm, whose weights are about 1 in a model and about 0 in a delta."""
-
 GENERATION = "generation_config.json"
 VOCABULARIES = {
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
@@ -549,11 +547,5 @@ def _warnings(base: Checkpoint, tuned: Checkpoint, script: Script, *, grown: boo
 
 
 def _has_padding(model: Checkpoint) -> bool:
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        try:
-            content: Any = json.loads(model.side_files.get(name, b"{}"))
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(content, dict) and content.get("pad_token"):
-            return True
-    return False
+    names = ("special_tokens_map.json", "tokenizer_config.json")
+    return any(json_object(model.side_files.get(name, b"{}")).get("pad_token") for name in names)

@@ -276,15 +276,12 @@ def open_exact(folder: Path) -> ExactDelta:
     return ExactDelta(folder, stored, base_name, config, side_files)
 
 
+# Small differences are mostly noise: level 3 searches it for repeats, takes four times as long and packs less
 LEVEL = 1
-"""Small differences are mostly noise: level 3 searches it for repeats, takes four times as long and packs less."""
-
+# Bytes of an index, which is read whole; tensors of a file, a number that keeps the index far smaller
 INDEX_LIMIT, TENSORS_LIMIT = 32 << 20, 40_000
-"""Bytes of an index, which is read whole; tensors of a file, a number that keeps the index far smaller."""
-
+# Bytes of a row (an expert of a fused weight) that the base does not have: a frame could unpack to anything
 NEW_ROW_LIMIT = 256 << 20
-"""Bytes of a row (an expert of a fused weight) that the base does not have: a frame could unpack to anything."""
-
 MAGIC, TAIL = 0x184D2A5E, b"LLMDELTA"
 END = struct.Struct("<Q8s")
 
@@ -370,9 +367,8 @@ def _index(entries: Mapping[str, _Entry]) -> bytes:
     return struct.pack("<II", MAGIC, len(frame)) + frame
 
 
+# Sizes of a block, which is held in memory; only blocks of one row may be larger, and of all rows smaller
 BLOCK_LIMIT, BLOCK_LEAST = 16 * BLOCK_BYTES, BLOCK_BYTES // 4
-"""Sizes of a block, which is held in memory; only blocks of one row may be larger, and of all rows smaller."""
-
 SKIPPED = struct.Struct("<II")
 
 

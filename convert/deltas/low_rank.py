@@ -41,12 +41,10 @@ from llmconv.output.plan import Plan, plan_checkpoint
 from llmconv.tensors import BY_NAME, FLOATS, Array, LazyTensor, cast
 from llmconv.transpose import is_conv1d
 
+# Additional columns of a block; maximum number of blocks; share of the captured norm that another block must add
 SPARE, DEPTH, GAIN = 8, 16, 1e-3
-"""Additional columns of a block; maximum number of blocks; share of the captured norm that another block must add."""
-
+# Bytes of a change in float32 that is held; a larger one (a head of a large vocabulary) is computed per product
 MEMORY = 512 << 20
-"""Bytes of a change in float32 that is held; a larger one (a head of a large vocabulary) is computed per product."""
-
 SAFE = 30  # float32 safely represents the squares of norms between 2⁻³⁰ and 2³⁰
 TINY = 1e-5  # relative to the longest column: the rounding error of float32 for a column that the others span
 
@@ -226,9 +224,8 @@ def transposed_product(left: Array, right: Array) -> Array:
 
 
 PREFIX = "base_model.model."
+# Fields of the config that are irrelevant to an adapter
 TRACES = ("torch_dtype", "dtype", "transformers_version", "architectures", "use_cache", "vocab_size")
-"""Fields of the config that are irrelevant to an adapter."""
-
 EXACT = "extract an exact delta, without `--rank`"
 
 

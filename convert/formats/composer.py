@@ -286,9 +286,8 @@ def _nbytes(leaf: Any) -> int:
 
 
 MODEL_KEY = "model"
+# Keys of a Composer state next to the model; at least one of them is always there
 TRACES = {"integrations", "metadata", "timestamp", "run_name", "rank_zero_seed"}
-"""Keys of a Composer state next to the model; at least one of them is always there."""
-
 WAY_OUT = (
     "load all ranks' files with the Composer that wrote them, in as many processes, and save once with "
     "`state_dict_type: full`"

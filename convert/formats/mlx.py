@@ -24,14 +24,13 @@ from llmconv.transpose import transposed
 CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
 FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
 
+# Modules with all experts of a layer, and their separate modules on disk (mlx-lm `models/*.py`, `sanitize`)
 EXPERTS = {
     "block_sparse_moe.switch_mlp.gate_proj": "block_sparse_moe.experts.{}.w1",
     "block_sparse_moe.switch_mlp.up_proj": "block_sparse_moe.experts.{}.w3",
     "block_sparse_moe.switch_mlp.down_proj": "block_sparse_moe.experts.{}.w2",
     **{f"mlp.switch_mlp.{one}_proj": f"mlp.experts.{{}}.{one}_proj" for one in ("gate", "up", "down")},
 }
-"""Modules with all experts of a layer, and their separate modules on disk (mlx-lm `models/*.py`, `sanitize`)."""
-
 EXPERTS_LIMIT = 4096  # more experts than any layer has
 POSITIONS = ("wpe.weight", "embed_positions.weight")
 
@@ -172,5 +171,5 @@ def _require_same_weights(base: Checkpoint, source: str) -> None:
 
 
 ADAPTER = AdapterFormat(
-    title="mlx-lm (`adapters.safetensors` next to `adapter_config.json`)", detect=is_mlx_adapter, open=open_mlx_adapter
+    "mlx-lm (`adapters.safetensors` next to `adapter_config.json`)", is_mlx_adapter, open_mlx_adapter
 )

@@ -28,13 +28,13 @@ from llmconv.convert.adapters.other_tools import (
     unplaced,
 )
 from llmconv.convert.adapters.peft_file import WEIGHTS, read_tensors
-from llmconv.convert.algebra import concat, permute_rows, rename, require, rope_order
+from llmconv.convert.algebra import concat, fitting, permute_rows, rename, require, rope_order
 from llmconv.convert.assembly import contents_around, side_files_of, stored_config
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.state_dicts.files import Sign, require_state, torch_files
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
+from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 
 NAMES: dict[str, str | None] = {
@@ -129,13 +129,8 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         for first in [name for name in tensors if f".{parts[0]}." in name]:
             names = [first.replace(parts[0], part) for part in parts]
             require(names, result, path.name)
-            try:
+            with fitting(f"the parts of `{joined}` in `{path.name}` cannot be joined", "it is damaged or partial"):
                 result[first.replace(parts[0], joined)] = concat([result.pop(name) for name in names], 0)
-            except ValueError as error:
-                raise MalformedInput(
-                    f"the parts of `{joined}` in `{path.name}` cannot be joined: {error}",
-                    hint="the checkpoint is damaged or partial",
-                ) from error
     tensors = result
     settings = as_loaded(tensors, settings)
     side_files = side_files_of(found.path, tokenizer)
@@ -149,16 +144,11 @@ def _permuted(tensors: Mapping[str, LazyTensor], size: int | None, source: str) 
             f"the configuration of `{source}` declares no even size of the heads",
             hint="give the model's own `config.json` with `--config`",
         )
-    try:
+    with fitting(f"the heads of `{source}` do not match its configuration"):
         return {
             name: permute_rows(tensor, rope_order(size)) if ROTATED.search(name) else tensor
             for name, tensor in tensors.items()
         }
-    except ValueError as error:
-        raise MalformedInput(
-            f"the heads of `{source}` do not match its configuration: {error}",
-            hint="the configuration belongs to another model",
-        ) from error
 
 
 FORMAT = Format(
@@ -242,7 +232,7 @@ def _placed(
 ) -> dict[str, ForeignPair]:
     placed = renamed(factors, MODULES, source, "a torchtune adapter")
     sizes = sizes_of(base)
-    try:
+    with fitting(f"the heads of `{source}` do not match the base's", "the adapter was trained on another model"):
         if family.rotates_neighbors:
             placed = {
                 module: own.with_rows(lambda rows: permute_rows(rows, rope_order(sizes.dim)))
@@ -250,11 +240,6 @@ def _placed(
                 else own
                 for module, own in placed.items()
             }
-    except ValueError as error:
-        raise MalformedInput(
-            f"the heads of `{source}` do not match the base's: {error}",
-            hint="the adapter was trained on another model",
-        ) from error
     for whole, parts in family.fused.items():
         counts = sizes.attention if len(parts) == 3 else (sizes.inner, sizes.inner)
         placed = join_modules(placed, parts, whole, counts, source)
@@ -262,7 +247,5 @@ def _placed(
 
 
 ADAPTER = AdapterFormat(
-    title="torchtune (`adapter_model.pt` or `adapter_N.pt` in its own names)",
-    detect=is_torchtune_adapter,
-    open=open_torchtune_adapter,
+    "torchtune (`adapter_model.pt` or `adapter_N.pt` in its own names)", is_torchtune_adapter, open_torchtune_adapter
 )

@@ -358,21 +358,18 @@ def check_floats(tensors: Mapping[str, LazyTensor], source: str) -> None:
         )
 
 
+# What `check_rules` looks at, for a message
 RULES = "number of layers, the same tensors in each, embedding, last norm, output head"
-"""What `check_rules` looks at, for a message."""
-
 LAYER = re.compile(r"\.(\d+)\.")
 DIGITS = 9  # no model has layers with longer numbers; the first digits show that already
 LACKING_LIMIT = 1000  # maximum number of missing names that are collected for a message
 UNEVEN_FIELDS = ("decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "layers_block_type", "moe_layers")
+# Configuration fields of models whose layers do not all have the same weights
 KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "mlp_layer_types", "attn_type_list")
-"""Configuration fields of models whose layers do not all have the same weights."""
-
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 WIDTHS = ("hidden_size", "n_embd", "d_model")
+# Fields of models whose embedding is not as wide as the model
 OTHER_WIDTHS = ("word_embed_proj_dim", "embedding_size", "embedding_dim")
-"""Fields of models whose embedding is not as wide as the model."""
-
 SIZES = (*LAYER_COUNTS, *WIDTHS, "vocab_size", "num_attention_heads", "n_head", "n_heads")
 FINAL_NORM = ("norm", "ln_f")
 EMBEDDING = re.compile(r"emb|wte")

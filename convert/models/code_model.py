@@ -165,9 +165,8 @@ def _unusable(folder: Path, problem: Exception) -> UnsupportedInput:
 
 HEAD = "lm_head.weight"
 EMBEDDINGS = {"baichuan": "model.embed_tokens.weight", "chatglm": "transformer.word_embeddings.weight"}
+# Fields that Baichuan has under Llama's names
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps")
-"""Fields that Baichuan has under Llama's names."""
-
 Model = tuple[dict[str, LazyTensor], dict[str, Any]]
 """Tensors by the names of the code, and the content of `config.json`."""
 

@@ -43,22 +43,18 @@ DROPPED = re.compile(
     r"\.rotary_emb\.inv_freq$"  # a buffer that models compute; rounded in bfloat16 checkpoints
     r"|\._extra_state$"  # Transformer Engine's scaling factors
 )
+# Buffers that models compute and old files contain nevertheless: description, pattern of the name, possible ranks
 BUFFERS: tuple[tuple[str, re.Pattern[str], tuple[int, ...]], ...] = (
     ("causal masks", re.compile(r"\.(?:attn|attention)\.(?:(?:masked_)?bias|causal_mask)$"), (0, 2, 3, 4)),
     ("rotary tables", re.compile(r"\.rotary_emb\.(?:inv_freq|(?:cos|sin)_cached)$|\.embed_positions$"), (1, 2, 3, 4)),
     ("position numbers", re.compile(r"(?:^|\.)position_ids$"), (1, 2)),
 )
-"""Buffers that models compute and old files contain nevertheless: description, pattern of the name, possible ranks."""
-
+# Fields that count what a model is built of, and a number that no real model reaches
 COUNTS, COUNT_LIMIT = re.compile("layer|depth|blocks|experts"), 4096
-"""Fields that count what a model is built of, and a number that no real model reaches."""
-
+# Parts of a module that PEFT wrapped: its weight before training, and the factors of the update
 UNMERGED = re.compile(r"\.(?:lora_(?:[AB]|embedding_[AB]|magnitude_vector)|base_layer)(?:\.|$)")
-"""Parts of a module that PEFT wrapped: its weight before training, and the factors of the update."""
-
+# Fields whose value is one number, flag or name
 SCALARS = re.compile(r"_(?:act|function|bias|type|eps|embeddings|theta)$")
-"""Fields whose value is one number, flag or name."""
-
 Leaf = TensorRef | LazyTensor
 """A tensor of a state dict: a reference into a torch file, or a tensor that is already lazy."""
 

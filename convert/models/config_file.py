@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,17 +85,14 @@ def class_name(fields: Mapping[str, Any]) -> str:
     return model_class(fields).rpartition(".")[2]
 
 
+# Fields that make a loader run code or fetch a repository that the file names
 CODE_FIELDS = (AUTO_MAP, "trust_remote_code", "custom_pipelines", "_attn_implementation_internal")
-"""Fields that make a loader run code or fetch a repository that the file names."""
-
+# Traces of the training machine
 TRACE_FIELDS = ("_name_or_path", "_commit_hash", "_attn_implementation_autoset", "_attn_implementation")
-"""Traces of the training machine."""
-
 YAML_LIMIT = 128 << 10
 YAML_NODES = 100_000
+# A run's configuration has 20 kB, a thousand nodes and six levels; a parser in Python takes 7 s for a megabyte
 YAML_DEPTH = 100
-"""A run's configuration has 20 kB, a thousand nodes and six levels; a parser in Python takes 7 s for a megabyte."""
-
 YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -128,6 +126,15 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise MalformedInput(f"`{path.name}` is not a YAML mapping of names", hint="give the YAML file of the run")
     require_shallow(content, path.name)
     return content
+
+
+def json_object(content: bytes) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is none."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _parse_yaml(text: str) -> Any:

@@ -124,9 +124,8 @@ def _same_bytes(one: LazyTensor, other: LazyTensor) -> bool:
 NARROW = ("float16", "bfloat16")
 FLOAT32 = BY_NAME["float32"]
 FIELDS = ("dtype", "torch_dtype")
+# Fields of transformers' classes: for any half precision, and for float16 alone
 KEPT = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
-"""Fields of transformers' classes: for any half precision, and for float16 alone."""
-
 SIGNS = re.compile(r"_keep_in_fp32_modules|dtype=torch\.float(?:32)?\b")
 """What the source of a model contains that has tensors in float32 whatever its type."""
 

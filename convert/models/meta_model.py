@@ -45,9 +45,8 @@ from llmconv.convert.models.torch_stand_ins import MODULE_LIMIT
 from llmconv.errors import first_line
 from llmconv.runtime.eager.stored_tensors import kept_in_float32
 
+# Fields by which a configuration could have transformers load code or weights from elsewhere; never passed on
 FETCHING = re.compile(r"^_|_implementation$|backbone|^auto_map$|^trust_remote_code$|^custom_pipelines$|name_or_path$")
-"""Fields by which a configuration could have transformers load code or weights from elsewhere; never passed on."""
-
 CLASS_NAME = re.compile(r"[A-Z][A-Za-z0-9_]{1,100}", re.ASCII)
 
 Shape = tuple[int, ...]

@@ -16,9 +16,8 @@ from llmconv.convert.models.head_and_dtype import settle_head
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing
 
 COUNT_LIMIT = 1 << 31
+# Names of sizes in models that are not like Llama (GPT-2, Bloom, MPT, OPT)
 OTHER_SIZES = {"n_head", "n_heads", "n_embd", "d_model"}
-"""Names of sizes in models that are not like Llama (GPT-2, Bloom, MPT, OPT)."""
-
 ALIASES = {  # names of GPT-2 and BLOOM for fields of the others
     "n_embed": "hidden_size",
     "n_embd": "hidden_size",
@@ -66,9 +65,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # by `model_type`, what transformers ta
 }
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# The fields of the models without rotary positions
 ABSOLUTE: dict[str, tuple[str, ...]] = {"gpt2": (*SIZES, *GPT2), "bloom": (*SIZES[:2], *SIZES[3:], *BLOOM)}
-"""The fields of the models without rotary positions."""
-
 ModelSettings = Mapping[str, Any]
 
 

@@ -32,6 +32,7 @@ OLD_ATTENTION = {"attn_qk_ln": "qk_ln", "attn_clip_qkv": "clip_qkv"} | {
 }
 OLD_INIT = ("param_init_fn", "init_div_is_residual", "init_std", "emb_init_std", "emb_init_uniform_lim", "init_gain")
 OLD_FIELDS = {*OLD_ATTENTION, *OLD_INIT, "fan_mode", "init_nonlinearity", "mlp_ratio", "low_precision_layernorm"}
+# Options of `attn_config`: what Foundry takes where they are left out, and the values that transformers' MPT has
 ATTENTION: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "alibi": (False, (True,)),
     "alibi_bias_max": (8, (8,)),
@@ -43,8 +44,6 @@ ATTENTION: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "prefix_lm": (False, (False, None)),
     "attn_logit_softcapping": (None, (None,)),
 }
-"""Options of `attn_config`: what Foundry takes where they are left out, and the values that transformers' MPT has."""
-
 MODEL: Mapping[str, tuple[Any, tuple[Any, ...]]] = {  # options of the model, as in `ATTENTION`
     "no_bias": (False, (True,)),
     "norm_type": ("low_precision_layernorm", ("low_precision_layernorm", "layernorm")),
@@ -53,18 +52,16 @@ MODEL: Mapping[str, tuple[Any, tuple[Any, ...]]] = {  # options of the model, as
     "block_overrides": (None, (None,)),
 }
 
+# Fields of `attn_config` that are looked at elsewhere, or that change nothing here (`attn_uses_sequence_id` acts only
+# on packed sequences, which are given in training)
 HARMLESS = frozenset(
     ("attn_type", "kv_n_heads", "kv_dim", "attn_pdrop", "attn_impl", "clip_qkv", "softmax_scale", "fused_qkv")
     + ("attn_uses_sequence_id", "attn_temperature_tuning", "rope_theta", "rope_impl", "rope_dail_config")
     + ("rope_hf_config", "seq_parallel_world_size")
 )
-"""Fields of `attn_config` that are looked at elsewhere, or that change nothing here (`attn_uses_sequence_id` acts only
-on packed sequences, which are given in training)."""
-
 MAX = 1e30  # no number of a configuration is larger; a NaN is not smaller
+# Sizes, and what both libraries take where they are left out
 SIZES = {"d_model": 2048, "n_heads": 16, "n_layers": 24, "max_seq_len": 2048, "vocab_size": 50368}
-"""Sizes, and what both libraries take where they are left out."""
-
 HINT = (
     "transformers' MPT would compute something else, without an error; give the folder of its code with "
     "`--code FOLDER --trust-remote-code`, if you trust it"

@@ -32,13 +32,11 @@ from llmconv.files.torch_reader import TorchFile, open_torch_blob
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
 
 FILE = ".metadata"
+# Megatron core's subclass of torch's `Metadata` (0.15 and before), with more fields for its optimizer
 MEGATRON_METADATA = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
-"""Megatron core's subclass of torch's `Metadata` (0.15 and before), with more fields for its optimizer."""
-
 SIZE_LIMIT = 512 << 20
+# Maximum number of keys from the root of the nested dict to a leaf; a tokenizer's JSON is the deepest in use
 DEPTH_LIMIT = 64
-"""Maximum number of keys from the root of the nested dict to a leaf; a tokenizer's JSON is the deepest in use."""
-
 KeyPath = tuple[str | int, ...]  # the keys that lead to an item of the nested dict
 
 

@@ -24,9 +24,8 @@ from llmconv.files.safetensors_file import FileTensor, Header, read_header
 from llmconv.files.torch_reader import is_torch_file, open_torch_file
 from llmconv.tensors import LazyTensor
 
+# Keys under which training scripts save the state dict of the model
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
-"""Keys under which training scripts save the state dict of the model."""
-
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 QUANTIZED = re.compile(  # parts of a quantized matrix: GPTQ, AWQ, bitsandbytes, torch's own, float8 with scales
@@ -125,9 +124,8 @@ def without_duplicates(source: str, parts: Iterable[Mapping[str, Any]]) -> dict[
     return whole
 
 
+# Names of Hugging Face's input embeddings; Megatron's is in a module `embedding`
 EMBEDDING = re.compile(r"(?<!embedding\.)\b(?:embed_tokens|wte|embed_in|word_embeddings|embeddings?)\.weight$")
-"""Names of Hugging Face's input embeddings; Megatron's is in a module `embedding`."""
-
 ADAPTER_NAMES = re.compile(r"lora_|\.modules_to_save\.|prompt_embeddings")
 MEGATRON_KEY = "checkpoint_version"  # A key of Megatron's checkpoints (its `checkpointing.py`), which are unsupported
 
@@ -159,9 +157,8 @@ def has_hugging_face_names(found: StateFile) -> bool:
 
 
 BINS = ("pytorch_model.bin", "pytorch_model_fsdp.bin")  # the whole model; a Trainer with FSDP writes the second
+# DeepSpeed's own files, in the folder or one level below: the format `deepspeed` reads their float32 weights
 RANK_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_.*\.pt|mp_rank_\d+_model_states\.pt")
-"""DeepSpeed's own files, in the folder or one level below: the format `deepspeed` reads their float32 weights."""
-
 SHARD = re.compile(r"(?:pytorch_)?model-(\d+)-of-(\d+)\.bin")
 TORCHTUNE_SHARD = re.compile(r"hf_model_(\d+)_(\d+)\.pt")
 INDEX_SUFFIX = ".bin.index.json"
@@ -484,3 +481,9 @@ def training_files_in(path: Path) -> tuple[str, ...]:
     names = sorted(entry.name for entry in path.iterdir() if entry.is_file()) if path.is_dir() else []
     kinds = {kind: [name for name in names if pattern.fullmatch(name)] for kind, pattern in KINDS.items()}
     return tuple(f"{kind} ({listing(found)})" for kind, found in kinds.items() if found)
+
+
+def read_word(file: Path, limit: int) -> str:
+    """The first `limit` characters of a small text file, such as the name of a run's newest save."""
+    with open(file, encoding="utf-8", errors="replace") as text:
+        return text.read(limit).strip()

@@ -35,7 +35,7 @@ from llmconv.convert.adapters.other_tools import (
     sizes_of,
     unplaced,
 )
-from llmconv.convert.algebra import permute_rows, rename, rope_order
+from llmconv.convert.algebra import fitting, permute_rows, rename, rope_order
 from llmconv.convert.deltas import DeltaFormat
 from llmconv.convert.deltas.arithmetic import (
     FLOAT16,
@@ -252,7 +252,7 @@ def _convert(
     rest = {name: tensor for name, tensor in whole.items() if not FACTOR.fullmatch(name)}
     homes = _homes(rest, names | biases, source)
     order = rope_order(sizes_of(base).dim)
-    try:
+    with fitting(f"the heads of `{source}` do not match the base's", "it was trained on another model"):
         factors = {
             module: own.with_rows(lambda rows: permute_rows(rows, order)) if QUERY_OR_KEY.search(module) else own
             for module, own in factors.items()
@@ -261,10 +261,6 @@ def _convert(
             target: permute_rows(rest[name], order) if QUERY_OR_KEY.search(target) else rest[name]
             for target, name in homes.items()
         }
-    except ValueError as error:
-        raise MalformedInput(
-            f"the heads of `{source}` do not match the base's: {error}", hint="it was trained on another model"
-        ) from error
     return factors, others
 
 
@@ -309,16 +305,15 @@ def _with_biases(
 
 
 ADAPTER = AdapterFormat(
-    title="LLaMA2-Accessory (`consolidated.NN-of-MM.model.pth` with only what was trained)",
-    detect=holds_shards,
-    open=open_accessory_adapter,
+    "LLaMA2-Accessory (`consolidated.NN-of-MM.model.pth` with only what was trained)",
+    holds_shards,
+    open_accessory_adapter,
 )
 
 
 SPLIT = ("meta", "accessory")  # formats whose files are model-parallel ranks
+# Fields of `config.json` that a tuned model may change: they do not change what the shared weights mean
 RUN_FIELDS = {"max_batch_size", "max_seq_len", "lora_rank", "bias_tuning", "norm_tuning"}
-"""Fields of `config.json` that a tuned model may change: they do not change what the shared weights mean."""
-
 WITHOUT = "extract an exact delta, without `--to`"
 
 

@@ -24,6 +24,7 @@ from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products
 from llmconv.convert.algebra import (
     concat,
     first_missing,
+    fitting,
     interleave_rows,
     inverse_order,
     inverted,
@@ -156,17 +157,12 @@ def join(
     copies = set(repeated)
     for name in dict.fromkeys(name for shard in shards for name in shard):
         parts = [shard[name] for shard in shards if name in shard]
-        try:
+        with fitting(f"the parts of `{name}` in `{source}` cannot be joined"):
             if fused := FUSED_EXPERTS.fullmatch(name):
                 whole |= _split_experts(fused[1], fused[2], parts, experts)
             else:
                 dim = None if EXPERT.search(name) else split_dim(name, copies)
                 whole[name] = parts[0] if dim is None else concat(parts, dim)
-        except ValueError as error:
-            raise MalformedInput(
-                f"the parts of `{name}` in `{source}` cannot be joined: {error}",
-                hint="the configuration belongs to another model",
-            ) from error
     return whole
 
 
@@ -304,7 +300,7 @@ def check_shapes(
 
 def to_hugging_face(whole: dict[str, LazyTensor], params: AccessoryParams, source: str) -> dict[str, LazyTensor]:
     """The joined tensors in Hugging Face's names and order, with LoRA and zero biases; MalformedInput: keys, shapes."""
-    try:
+    with fitting(f"the heads of `{source}` do not match its configuration"):
         # adds zero biases to layers without one: `attention_bias` and `mlp_bias` of transformers apply to all layers
         tensors = _renamed(whole, params, source)
         complete: dict[str, LazyTensor] = {}
@@ -315,11 +311,6 @@ def to_hugging_face(whole: dict[str, LazyTensor], params: AccessoryParams, sourc
             if kind == "weight" and layer.rpartition(".")[2] in wanted and f"{layer}.bias" not in tensors:
                 complete[f"{layer}.bias"] = zero_bias(tensor)
         return complete
-    except ValueError as error:
-        raise MalformedInput(
-            f"the heads of `{source}` do not match its configuration: {error}",
-            hint="the configuration belongs to another model",
-        ) from error
 
 
 def _renamed(whole: dict[str, LazyTensor], params: AccessoryParams, source: str) -> dict[str, LazyTensor]:

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from llmconv.convert.state_dicts.files import read_word
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import TensorRef
@@ -34,9 +35,8 @@ EXPERT = re.compile(r"(?:(?:layer_\d+_)?expert|expp_rank)_\d+_mp_rank_\d+_(?:mod
 PIPELINE = re.compile(r"layer_\d+-.*model_states\.pt")
 KINDS = (MODEL, ZERO_MODEL, OPTIMIZER, EXPERT, PIPELINE)
 
+# Files that contain the name of the newest save; `ds_to_universal` writes the second
 POINTERS = ("latest", "latest_universal")
-"""Files that contain the name of the newest save; `ds_to_universal` writes the second."""
-
 POINTER_LIMIT = 1024
 
 
@@ -112,18 +112,13 @@ def _newest(path: Path) -> Path:
             f"`{path.name}` contains {len(saves)} saves and no `latest`: {listing(list(saves))}",
             hint=f"give one of them, such as `{[*saves.values()][-1]}`",
         )
-    tag = _read_tag(pointer) if pointer else next(iter(saves))
+    tag = read_word(pointer, POINTER_LIMIT) if pointer else next(iter(saves))
     if tag not in saves:
         raise MalformedInput(
             f"`latest` in `{path.name}` names {tag[:80]!r}, which is not a save",
             hint=f"copy that folder too, or give another one: {listing(list(saves))}",
         )
     return saves[tag]
-
-
-def _read_tag(pointer: Path) -> str:
-    with open(pointer, encoding="utf-8", errors="replace") as file:
-        return file.read(POINTER_LIMIT).strip()
 
 
 def _model_parallel_rank(name: str) -> int:
@@ -384,9 +379,8 @@ def joined(slices: Sequence[FlatSlice], shape: tuple[int, ...], dtype: DType) ->
     return LazyTensor(dtype, shape, load)
 
 
+# The key of the flat weights, by stage; stage 1 has that of stage 2
 GROUPS = {2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
-"""The key of the flat weights, by stage; stage 1 has that of stage 2."""
-
 OLD_GROUPS = ("local_sub_partitions_of_fp32_groups", "fp32_groups")  # the keys in releases before 0.3.17
 
 

@@ -308,13 +308,11 @@ def _invalid(name: str, value: Any, source: str) -> MalformedInput:
     return MalformedInput(f"`{name}` in `{source}` is invalid: {str(value)[:40]!r}", hint="repair or replace the file")
 
 
+# Families that compute the same under other tensor names: a `config.json` next to the weights decides
 SAME_FUNCTION = {
     "llama": ("llama", "mistral", "phi3"),
     "mistral": ("mistral", "phi3"),
 }
-"""Families that compute the same under other tensor names: a `config.json` next to the weights decides."""
-
-
 GELU = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}
 
 LAYER_NORM = {"mlp_class_name": "GptNeoxMLP", "norm_class_name": "LayerNorm", "norm_qk": False, "is_olmo": False}

@@ -28,7 +28,7 @@ from llmconv.convert.adapters.other_tools import (
     renamed,
     unplaced,
 )
-from llmconv.convert.algebra import concat, interleave_rows, pick_rows, rename, require, slice_rows
+from llmconv.convert.algebra import concat, fitting, interleave_rows, pick_rows, rename, require, slice_rows
 from llmconv.convert.assembly import config_folder, contents_around, side_files_of, stored_config
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.formats.litgpt.config import (
@@ -119,12 +119,8 @@ def _join_feed_forward(parts: dict[str, LazyTensor], lit: LitConfig, source: str
     for number in range(lit.n_layer):
         module = f"transformer.h.{number}.mlp"
         require(names := [f"{module}.fc_{one}.weight" for one in (1, 2)], parts, source)
-        try:
+        with fitting(f"shape mismatch in `{source}` for `{module}`", "copy the checkpoint again"):
             parts[f"{module}.fc.weight"] = concat([parts.pop(name) for name in names], 0)
-        except ValueError as error:
-            raise MalformedInput(
-                f"shape mismatch in `{source}` for `{module}`: {error}", hint="copy the checkpoint again"
-            ) from error
 
 
 LAYER = "transformer.h.{}"
@@ -385,7 +381,5 @@ def _without_padding(own: ForeignPair, weight: LazyTensor | None, lit: LitConfig
 
 
 ADAPTER = AdapterFormat(
-    title="LitGPT (`lit_model.pth.lora` next to `hyperparameters.yaml`)",
-    detect=is_litgpt_adapter,
-    open=open_litgpt_adapter,
+    "LitGPT (`lit_model.pth.lora` next to `hyperparameters.yaml`)", is_litgpt_adapter, open_litgpt_adapter
 )

@@ -108,62 +108,33 @@ def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
 
 
 OFF: tuple[Any, ...] = (None, False, 0, "", [], (), {}, "none")  # values of an argument that is not set
+_OFF_WORDS = """
+    activation_func_clamp_value add_decoder attention_output_gate apply_residual_connection_post_layernorm
+    decoder_num_layers enable_hyper_connections experimental_attention_variant glu_linear_offset
+    heterogeneous_block_specs heterogeneous_layers_config_encoded_json heterogeneous_layers_config_path
+    hybrid_attention_ratio hybrid_layer_pattern hybrid_mlp_ratio hybrid_override_pattern is_hybrid_model
+    linear_attention_freq moe_apply_probs_on_input moe_extended_tp moe_latent_size moe_mlp_glu_interleave_size
+    moe_router_enable_expert_bias moe_router_force_biased moe_router_force_load_balancing moe_router_group_topk
+    moe_router_num_groups moe_router_topk_limited_devices moe_shared_expert_glu_interleave_size mrope_section
+    multi_latent_attention no_rope_freq num_tokentypes qk_l2_norm quick_geglu retro_add_retriever softmax_scale
+    spec squared_relu use_mup window_attn_skip_freq
+"""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "activation_func_clamp_value": OFF,
-    "add_decoder": OFF,
-    "attention_output_gate": OFF,
-    "apply_residual_connection_post_layernorm": OFF,
-    "decoder_num_layers": OFF,
-    "enable_hyper_connections": OFF,
-    "experimental_attention_variant": OFF,
-    "glu_linear_offset": OFF,
-    "heterogeneous_block_specs": OFF,
-    "heterogeneous_layers_config_encoded_json": OFF,
-    "heterogeneous_layers_config_path": OFF,
-    "hybrid_attention_ratio": OFF,
-    "hybrid_layer_pattern": OFF,
-    "hybrid_mlp_ratio": OFF,
-    "hybrid_override_pattern": OFF,
-    "is_hybrid_model": OFF,
-    "linear_attention_freq": OFF,
-    "moe_apply_probs_on_input": OFF,
-    "moe_extended_tp": OFF,
-    "moe_latent_size": OFF,
-    "moe_mlp_glu_interleave_size": OFF,
-    "moe_router_enable_expert_bias": OFF,
-    "moe_router_force_biased": OFF,
-    "moe_router_force_load_balancing": OFF,
-    "moe_router_group_topk": OFF,
-    "moe_router_num_groups": OFF,
+    **dict.fromkeys(_OFF_WORDS.split(), OFF),
     "moe_router_score_function": ("softmax", *OFF),
-    "moe_router_topk_limited_devices": OFF,
     "moe_router_topk_scaling_factor": (1, *OFF),
-    "moe_shared_expert_glu_interleave_size": OFF,
-    "mrope_section": OFF,
-    "multi_latent_attention": OFF,
-    "no_rope_freq": OFF,
-    "num_tokentypes": OFF,
-    "qk_l2_norm": OFF,
-    "quick_geglu": OFF,
-    "retro_add_retriever": OFF,
     "rope_type": ("rope", *OFF),
     "rotary_scaling_factor": (1, *OFF),
     "rotary_seq_len_interpolation_factor": (1, *OFF),
-    "softmax_scale": OFF,
     "softmax_type": ("vanilla", *OFF),
-    "spec": OFF,
-    "squared_relu": OFF,
-    "use_mup": OFF,
-    "window_attn_skip_freq": OFF,
 }
 """Arguments that change the model, and the values with which they do not.
 
 `rotary_seq_len_interpolation_factor` is here since Megatron-LM's own models ignore it from core 0.6 to 0.18 only.
 """
 
+# Arguments that the model of before Megatron core ignores, and the values with which that makes no difference
 OLD_MODEL: dict[str, tuple[Any, ...]] = {"rotary_base": (None, 10000), "rotary_interleaved": OFF}
-"""Arguments that the model of before Megatron core ignores, and the values with which that makes no difference."""
-
 _IGNORED_WORDS = """
     account_for_embedding_in_pipeline_split activation_func activation_func_fp8_input_store
     activation_offload_fraction add_position_embedding apply_layernorm_1p apply_rope_fusion
@@ -196,33 +167,28 @@ _IGNORED_WORDS = """
     untie_embeddings_and_output_weights use_flash_attn use_grouped_gemm_for_shared_expert use_kitchen_attention
     use_mamba_mem_eff_path use_rope_scaling use_rotary_position_embeddings use_te_activation_func window_size
 """
+# Arguments that are read by `families`, and those that concern speed, memory, precision or training
 IGNORED = frozenset(_IGNORED_WORDS.split())
-"""Arguments that are read by `families`, and those that concern speed, memory, precision or training."""
-
+# Groups of arguments with defaults other than off, which have an effect only with one of `NEUTRAL`, or none
 IGNORED_PREFIXES = re.compile(
     r"(?:no_|dino_|dsa_|inference_|kv_|linear_|log_|logits_|mamba_|mhc_|mtp_|mscale|mup_|q_lora|qk_clip|qk_head_dim|"
     r"qk_pos_emb_head_dim|relative_attention_|retriever_|retro_|rl_|yarn_|experimental_attention_variant_loss|"
     r"moe_(?:combine|deepep|dispatch|flex|hybridep|ncclep|pad_|paged|permute|router_padding|router_quantile|"
     r"routing_trace|token_))\w*"
 )
-"""Groups of arguments with defaults other than off, which have an effect only with one of `NEUTRAL`, or none."""
-
 SENSITIVE = re.compile(  # parts of names that suggest that an argument changes the model
     r"attention|attn|rope|rotary|(?<!de)norm(?!al)|moe_|expert|glu|residual|softmax|window|position|logit|qk_|embedding|"
     r"mamba|hybrid|_mla|linear_|activation|latent|tokentype|hyper_conn|mtp"
 )
 
 
+# Constants of `RotaryEmbedding._apply_scaling`
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Constants of `RotaryEmbedding._apply_scaling`."""
-
+# The factor of NeMo and Megatron Bridge; Megatron-LM (`gpt_builders.py`) ignores its argument, and takes 8
 OWN_FACTOR, MEGATRON_FACTOR = "model_rope_scaling_factor", 8.0
-"""The factor of NeMo and Megatron Bridge; Megatron-LM (`gpt_builders.py`) ignores its argument, and takes 8."""
-
 INTERPOLATION = "model_interpolation_factor"  # the number that NeMo and Megatron Bridge divide positions by
+# Losses that balance the load of experts; `sinkhorn` is none: it weights experts without normalizing
 BALANCED = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
-"""Losses that balance the load of experts; `sinkhorn` is none: it weights experts without normalizing."""
-
 LAYER_LIMIT = 4096
 EPSILONS = ("layernorm_epsilon", "norm_epsilon")  # names of the argument: until core 0.4 and since 0.16, and in between
 
@@ -232,8 +198,6 @@ def to_config(arguments: Arguments, family: Family) -> dict[str, Any]:
     if family.model_type == "gpt2":
         width, heads = arguments.count("hidden_size"), arguments.count("num_attention_heads")
         _refuse_groups(arguments)
-        if head_dim(arguments) * heads != width:
-            raise arguments.unsupported("kv_channels")
         return {
             "model_type": "gpt2",
             "n_embd": width,
@@ -278,12 +242,9 @@ def to_config(arguments: Arguments, family: Family) -> dict[str, Any]:
 
 def _neox(arguments: Arguments) -> dict[str, Any]:
     _refuse_groups(arguments)
-    if head_dim(arguments) * arguments.count("num_attention_heads") != arguments.count("hidden_size"):
-        raise arguments.unsupported("kv_channels")
-    base = float(arguments.number("rotary_base", 10000))
     return {
         "rotary_pct": rotary_percent(arguments),
-        "rotary_emb_base": base,
+        "rotary_emb_base": float(arguments.number("rotary_base", 10000)),
         "layer_norm_eps": epsilon(arguments),
         "hidden_act": {"tanh": "gelu_pytorch_tanh", "none": "gelu"}[gelu(arguments)],
         "use_parallel_residual": False,
@@ -417,6 +378,8 @@ def ignored_factor(arguments: Arguments) -> list[str]:
 def _refuse_groups(arguments: Arguments) -> None:
     if query_groups(arguments) != arguments.count("num_attention_heads"):
         raise arguments.unsupported("num_query_groups")
+    if head_dim(arguments) * arguments.count("num_attention_heads") != arguments.count("hidden_size"):
+        raise arguments.unsupported("kv_channels")
 
 
 @dataclass(frozen=True)

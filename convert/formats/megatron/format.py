@@ -1,13 +1,11 @@
-"""NeMo's configuration as Megatron's arguments: `model_config.yaml` of NeMo 1, `context/model.yaml` of NeMo 2.
+"""Megatron-LM, Megatron Core and NeMo: files of ranks in any grid, and distributed checkpoints (`torch_dist`).
 
+NeMo's configuration, `model_config.yaml` of NeMo 1 or `context/model.yaml` of NeMo 2, is read as Megatron's arguments.
 Sources: NeMo 1.20 to 2.4, `megatron_gpt_model.py` and `megatron_base_model.py` (`build_transformer_config`),
-`llm/gpt/model/base.py`; Megatron Bridge saves the same fields as NeMo 2 in `run_config.yaml`.
-
-Megatron-LM, Megatron Core and NeMo: files of ranks in any grid, and distributed checkpoints (`torch_dist`).
-
-Layout: see `save_folder.py`. The run's arguments give `config.json`, the sizes of the grid and the order of fused rows
-(Megatron core `transformer/attention.py`, `get_query_key_value_tensors`): for each group of queries, its queries, its
-key and its value; gate rows before up rows. Fused matrices are split, and every name is checked.
+`llm/gpt/model/base.py`; Megatron Bridge saves the same fields as NeMo 2 in `run_config.yaml`. The run's arguments give
+`config.json`, the sizes of the grid and the order of fused rows (Megatron core `transformer/attention.py`,
+`get_query_key_value_tensors`): for each group of queries, its queries, its key and its value; gate rows before up rows.
+Fused matrices are split, and every name is checked.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ import numpy as np
 from llmconv.checkpoint import Checkpoint, read_side_files
 from llmconv.convert.algebra import (
     concat,
+    fitting,
     interleave_rows,
     permute_rows,
     pick_rows,
@@ -86,6 +85,7 @@ RENAMED = {
     "seq_len_interpolation_factor": INTERPOLATION,
     "seq_length": "max_position_embeddings",
 }
+# Settings of NeMo that change the model, and the values with which they do not
 ONLY_VALUE: dict[str, tuple[Any, ...]] = {
     "apply_embedding_scaling": OFF,
     "attention_type": ("multihead", *OFF),
@@ -97,15 +97,11 @@ ONLY_VALUE: dict[str, tuple[Any, ...]] = {
     "normalize_attention_scores": (None, True),
     "transformer_block_type": ("pre_ln", *OFF),
 }
-"""Settings of NeMo that change the model, and the values with which they do not."""
-
 GATED = ("swiglu", "fast-swiglu")
+# Constants of Llama 3.1's frequencies, which NeMo 2 stores; Megatron core has no others
 SCALING = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
-"""Constants of Llama 3.1's frequencies, which NeMo 2 stores; Megatron core has no others."""
-
+# First letters of settings that concern speed and memory alone
 UNREAD = ("_", "activations_checkpoint", "bias_activation", "get_", "num_micro_batches", "transformer_engine")
-"""First letters of settings that concern speed and memory alone."""
-
 READ = ("activation", "activation_func", "share_embeddings_and_output_weights", *ONLY_VALUE)
 SILU, GELU = ".silu", ".gelu"
 
@@ -183,9 +179,8 @@ def _unsupported(source: str, name: str, value: Any) -> UnsupportedInput:
     )
 
 
+# Names of the argument in Megatron core and in Megatron-LM
 ZERO_CENTERED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
-"""Names of the argument in Megatron core and in Megatron-LM."""
-
 NEMO_TOKENIZER = "nemo_tokenizer"
 
 
@@ -268,7 +263,8 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
 
 def _rounded_norms(state: RunState, layout: Layout) -> list[str]:
     """A warning where 1 + weight is rounded to 16 bits."""
-    if not (dtypes := norm_dtypes(state.tensors) - {"float32"} if layout.zero_centered else set()):
+    dtypes = {tensor.dtype.name for name, tensor in state.tensors.items() if NORM.search(name)} - {"float32"}
+    if not layout.zero_centered or not dtypes:
         return []
     return [
         f"the norms multiply with 1 + weight; the sums were rounded to {', '.join(sorted(dtypes))}: `--dtype float32` "
@@ -327,13 +323,9 @@ def to_hugging_face(tensors: Mapping[str, LazyTensor], layout: Layout) -> dict[s
     converted: dict[str, LazyTensor] = {}
     unknown = []
     for name, tensor in _one_embedding(tensors, layout).items():
-        try:
+        what = f"`{name}` {list(tensor.shape)} of `{layout.source}` does not match the arguments"
+        with fitting(what, "the arguments are of another model"):
             parts = dict(_parts(name, tensor, layout))
-        except ValueError as error:
-            raise MalformedInput(
-                f"`{name}` {list(tensor.shape)} of `{layout.source}` does not match the arguments: {error}",
-                hint="the arguments are of another model",
-            ) from error
         for own, part in parts.items():
             if (target := hugging_face_name(own, layout.model_type)) is None:
                 unknown.append(name)
@@ -419,10 +411,6 @@ def plus_one(tensor: LazyTensor) -> LazyTensor:
         return LazyTensor(dtype, tensor.shape, load, into)
 
     return into(tensor.dtype)
-
-
-def norm_dtypes(tensors: Mapping[str, LazyTensor]) -> set[str]:
-    return {tensor.dtype.name for name, tensor in tensors.items() if NORM.search(name)}
 
 
 def true_vocabulary(

@@ -1,24 +1,21 @@
-"""Reads the files of Megatron's ranks: their arguments, and their tensors with the layers' numbers in the whole model.
+"""Joins the tensors of Megatron's ranks, or of its distributed checkpoints (`torch_dist`), into whole ones.
 
-Layout (Megatron-LM `training/checkpointing.py`, `generate_state_dict`): `args` (a Namespace), `checkpoint_version`,
-`iteration`, `model` (or `model0`, `model1`, … with virtual pipeline stages); layers count from 0 in each stage.
-NeMo 1 has `state_dict`, or the state dict alone.
+Files of ranks (Megatron-LM `training/checkpointing.py`, `generate_state_dict`): `args` (a Namespace),
+`checkpoint_version`, `iteration`, `model` (or `model0`, `model1`, … with virtual pipeline stages); layers count from 0
+in each stage. NeMo 1 has `state_dict`, or the state dict alone.
 
-Joins the tensors of tensor-, pipeline- and expert-parallel ranks into whole ones.
-
-Layout (Megatron core `tensor_parallel/layers.py`, `transformer/{attention,mlp}.py`, `moe/experts.py`): ranks divide the
-rows of the embedding, the head, QKV and the first feed-forward matrix (in each: gate rows, then up rows), and the
-columns of the two output projections; everything else is equal on all of them. Expert ranks divide the experts.
+Axes (Megatron core `tensor_parallel/layers.py`, `transformer/{attention,mlp}.py`, `moe/experts.py`): tensor ranks
+divide the rows of the embedding, the head, QKV and the first feed-forward matrix (in each: gate rows, then up rows),
+and the columns of the two output projections; everything else is equal on all of them. Expert ranks divide the experts.
 
 The first grouped layers (`GroupedMLP`, `--moe-grouped-gemm` until 0.9) keep the experts in two matrices: the memory of
 `weight1` is [experts, hidden, rows of the first matrix], that of `weight2` [experts, columns of the second, hidden], so
 each expert's matrices are transposed.
 
-Reads Megatron core's distributed checkpoints (`torch_dist`): whole tensors, layers and experts possibly stacked.
-
-Layout (Megatron core `dist_checkpointing/`, `transformer/{transformer_block,mlp}.py`, `moe/experts.py`): torch's DCP
-next to `common.pt`; `decoder.layers.mlp.….weight` [layers, …] or `decoder.layers.N.….weight`; experts in the same two
-forms; gate and up as one tensor, all gate rows first, or as two, with `_w` and `_v` at the end of their names.
+Distributed checkpoints (Megatron core `dist_checkpointing/`, `transformer/{transformer_block,mlp}.py`,
+`moe/experts.py`): torch's DCP next to `common.pt`; `decoder.layers.mlp.….weight` [layers, …] or
+`decoder.layers.N.….weight`; experts in the same two forms; gate and up as one tensor, all gate rows first, or as two,
+with `_w` and `_v` at the end of their names.
 """
 
 from __future__ import annotations
@@ -33,6 +30,7 @@ from typing import Any
 from llmconv.convert.algebra import (
     concat,
     first_missing,
+    fitting,
     interleave_rows,
     permute_rows,
     replicated,
@@ -66,9 +64,8 @@ from llmconv.transpose import transposed
 CHUNK = re.compile(r"model(\d{0,3})")
 STATE_DICT = "state_dict"
 DEPTH_LIMIT = 8
+# NeMo writes no version, and always had the order of rows of the newest one (but with `megatron_legacy`)
 NEMO_VERSION = 3.0
-"""NeMo writes no version, and always had the order of rows of the newest one (but with `megatron_legacy`)."""
-
 SAME = (  # arguments that all ranks of a run have in common
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "num_experts"),
     *("swiglu", "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
@@ -389,7 +386,7 @@ def _whole(grid: Grid, name: str, places: Mapping[Place, Sequence[LazyTensor]], 
         by_rank[tensor_rank if count > 1 else 0] += copies
     if (missing := first_missing(by_rank, count)) is not None:
         raise _mixed(grid, f"tensor rank {missing} lacks `{name}`")
-    try:
+    with fitting(f"the parts of `{name}` in `{grid.source}` cannot be joined", "ranks of different runs are mixed"):
         pieces = [_one(grid, name, by_rank[number]) for number in range(count)]
         if COLUMNS.search(name):
             return concat(pieces, 1)
@@ -397,11 +394,6 @@ def _whole(grid: Grid, name: str, places: Mapping[Place, Sequence[LazyTensor]], 
             halves = [split(piece, 0, 2) for piece in pieces]
             return concat([half[side] for side in range(2) for half in halves], 0)
         return concat(pieces, 0) if is_shared_out else pieces[0]
-    except ValueError as error:
-        raise MalformedInput(
-            f"the parts of `{name}` in `{grid.source}` cannot be joined: {error}",
-            hint="ranks of different runs are mixed",
-        ) from error
 
 
 def _one(grid: Grid, name: str, copies: Sequence[LazyTensor]) -> LazyTensor:
@@ -439,13 +431,11 @@ def separate_experts(name: str, tensor: LazyTensor, experts: int, hidden: int) -
         yield f"{stem}.{expert}.{matrix}.weight", transposed(part)
 
 
+# First words of the keys of everything but the model
 OTHERS = re.compile(r"^(?:chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state_machine|lr_schedulers)\b")
-"""First words of the keys of everything but the model."""
-
 STACKED_LAYERS = re.compile(r"^(decoder\.layers)\.(?!\d)(.+)$")
+# Megatron's key of experts, which are stacked unless a number follows
 EXPERTS = re.compile(r"^(.+\.mlp\.experts)\.experts\.(.+)$")
-"""Megatron's key of experts, which are stacked unless a number follows."""
-
 HALVES = re.compile(r"^(.+\.linear_fc1\.(?:weight|bias)(?:\d+)?)_([wv])$")
 
 

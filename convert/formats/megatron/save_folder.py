@@ -8,14 +8,14 @@ models (Megatron-LM 2.5 to core 0.15, `megatron/{model,legacy/model}/{language_m
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from llmconv.convert.models.config_file import json_object
 from llmconv.convert.state_dicts.distributed import is_folder
+from llmconv.convert.state_dicts.files import read_word
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.files.torch_reader import is_torch_file, open_torch_file
 from llmconv.tensors import LazyTensor
@@ -28,9 +28,8 @@ EMBEDDING, POSITIONS, HEAD = (
 QKV, PROJECTION = "self_attention.linear_qkv", "self_attention.linear_proj"
 LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.(.+)")
 EXPERT = re.compile(r"(decoder\.layers\.\d{1,9}\.mlp\.experts)\.(\d{1,9})\.(.+)")
+# Experts of Transformer Engine's grouped linear layers, numbered at the end
 GROUPED = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d{1,9})$")
-"""Experts of Transformer Engine's grouped linear layers, numbered at the end."""
-
 FC1 = re.compile(r"\.linear_fc1\.(?:weight|bias)$")
 
 OLD_MODULES = {
@@ -51,9 +50,8 @@ FUSED_NORMS = {
 WRAPPERS = re.compile(r"^(?:module\.|model\.)+")
 OLD_STACK = re.compile(r"^language_model\.(?:encoder|transformer)\.")
 OLD_LAYER = re.compile(r"^(decoder\.layers\.\d{1,9}\.)(.+)\.(weight|bias)$")
+# Values that the model computes, or that only scale numbers of 8 bits
 IGNORED = re.compile(r"(?:^|\.)(?:_extra_state(?:/.*)?|inv_freq|core_attention\..*_extra_state.*|position_ids)$")
-"""Values that the model computes, or that only scale numbers of 8 bits."""
-
 EXTRA_HEADS = re.compile(r"^mtp\.")  # heads that predict later tokens; the model's logits do not depend on them
 
 
@@ -182,9 +180,8 @@ def _is_part(name: str, own: str) -> bool:
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 ITERATION = re.compile(r"iter_(\d{7,12})")
 RANK = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?(?:_(\d{3,5}))?|tp_rank_(\d{2,5})_pp_rank_(\d{3,5})")
+# A rank's file; the second if the distributed optimizer of 2022 kept its part elsewhere, the third in NeMo 1
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt", "model_weights.ckpt")
-"""A rank's file; the second if the distributed optimizer of 2022 kept its part elsewhere, the third in NeMo 1."""
-
 BACKEND_FILE, COMMON_FILE = "metadata.json", "common.pt"
 NEMO_CONFIG, NEMO_WEIGHTS, NEMO2_WEIGHTS, NEMO2_CONTEXT = "model_config.yaml", "model_weights", "weights", "context"
 SMALL = 4096
@@ -245,11 +242,7 @@ def _backend(folder: Path) -> str | None:
     file = folder / BACKEND_FILE
     if not file.is_file() or file.stat().st_size > SMALL:
         return None
-    try:
-        content: Any = json.loads(file.read_bytes())
-    except (ValueError, RecursionError):
-        return None
-    backend = content.get("sharded_backend") if isinstance(content, dict) else None
+    backend = json_object(file.read_bytes()).get("sharded_backend")
     return backend if isinstance(backend, str) else None
 
 
@@ -344,7 +337,7 @@ def _chosen(path: Path) -> Path:
             )
         if saves:
             return next(iter(saves.values()))
-    word = _word(tracker) if tracker.is_file() else ""
+    word = read_word(tracker, SMALL) if tracker.is_file() else ""
     name = f"iter_{int(word):07d}" if word.isdecimal() and len(word) < 13 else word
     if name not in saves:
         raise MalformedInput(
@@ -352,11 +345,6 @@ def _chosen(path: Path) -> Path:
             hint=f"copy that folder too, or give another one: {listing(list(saves))}" if saves else "copy it again",
         )
     return saves[name]
-
-
-def _word(tracker: Path) -> str:
-    with open(tracker, encoding="utf-8", errors="replace") as file:
-        return file.read(SMALL).strip()
 
 
 @dataclass(frozen=True)

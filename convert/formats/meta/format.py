@@ -41,7 +41,7 @@ from llmconv.convert.formats.meta.read import (
     split_dim,
     to_config,
 )
-from llmconv.convert.models.config_file import without_code
+from llmconv.convert.models.config_file import json_object, without_code
 from llmconv.convert.models.head_and_dtype import with_head
 from llmconv.convert.models.model_config import LlamaLikeConfig, read_decoder, refuse_shards
 from llmconv.convert.state_dicts.files import training_files_in
@@ -237,11 +237,8 @@ def _tokenizer(checkpoint: Checkpoint, decoder: LlamaLikeConfig) -> bytes | None
     files = checkpoint.side_files
     if TOKENIZER in files or "tokenizer.json" not in files:
         return files.get(TOKENIZER)
-    try:
-        content = json.loads(files["tokenizer.json"])
-    except (ValueError, RecursionError):
-        return None
-    made = tiktoken_of(content) if isinstance(content, dict) else None
+    content = json_object(files["tokenizer.json"])
+    made = tiktoken_of(content) if content else None
     return made if made and made.count(b"\n") + NUM_SPECIAL == decoder.vocabulary else None
 
 

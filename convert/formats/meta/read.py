@@ -15,7 +15,7 @@ from math import floor
 from pathlib import Path
 from typing import Any
 
-from llmconv.convert.algebra import concat, first_missing, permute_rows, replicated, rope_order
+from llmconv.convert.algebra import concat, first_missing, fitting, permute_rows, replicated, rope_order
 from llmconv.convert.models.model_config import LlamaLikeConfig, refuse_fields, refuse_other_values
 from llmconv.errors import MalformedInput, listing
 from llmconv.files.pickle_reader import TensorRef
@@ -302,14 +302,9 @@ def join(
         parts = [replicated(group, _different_copies(path)) for group in groups]
     if name.startswith("tok_") and parts[0].shape[1] == params["dim"]:
         dim = 0  # Llama 3 splits the embedding by rows
-    try:
+    with fitting(f"the parts of `{name}` in `{path.name}` cannot be joined", "`params.json` belongs to another model"):
         whole = concat(parts, dim)
         return permute_rows(whole, rope_order(head_dim)) if name.endswith((".wq.weight", ".wk.weight")) else whole
-    except ValueError as error:
-        raise MalformedInput(
-            f"the parts of `{name}` in `{path.name}` cannot be joined: {error}",
-            hint="`params.json` belongs to another model",
-        ) from error
 
 
 def differing_norms(shards: Sequence[Mapping[str, LazyTensor]]) -> list[str]:

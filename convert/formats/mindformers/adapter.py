@@ -28,7 +28,7 @@ from llmconv.convert.adapters.other_tools import (
     unplaced,
 )
 from llmconv.convert.adapters.peft_file import CONFIG
-from llmconv.convert.algebra import interleave_rows, permute_rows
+from llmconv.convert.algebra import fitting, interleave_rows, permute_rows
 from llmconv.convert.formats.mindformers.config import (
     BLOOM,
     CORE,
@@ -47,7 +47,7 @@ from llmconv.convert.formats.mindformers.config import (
     unfuse,
 )
 from llmconv.convert.formats.mindformers.format import is_mindspore, open_parameters
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.errors import InputRefused, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 
 FACTOR = re.compile(r"(?P<module>.+)\.(?:mindpet_delta_|tk_delta_)?(?P<part>lora_[ab])(?:\.weight)?", re.IGNORECASE)
@@ -127,13 +127,8 @@ def _placed(
     factors: dict[str, ForeignPair], family: LoraFamily, run: RunConfig, base: Checkpoint, source: str
 ) -> dict[str, ForeignPair]:
     table = {name.removesuffix(".weight"): str(to).removesuffix(".weight") for name, to in family.names.items()}
-    try:
+    with fitting(f"the rows of `{source}` do not match the base's heads", "the adapter was trained on another model"):
         return family.place(factors, run, sizes_of(base), table)
-    except ValueError as error:
-        raise MalformedInput(
-            f"the rows of `{source}` do not match the base's heads: {error}",
-            hint="the adapter was trained on another model",
-        ) from error
 
 
 def _llama(
@@ -254,7 +249,7 @@ def _similar(one: LazyTensor, other: LazyTensor) -> bool:
 
 
 ADAPTER = AdapterFormat(
-    title="MindFormers (MindPET pairs in a MindSpore `.ckpt` or safetensors)",
-    detect=is_mindformers_adapter,
-    open=open_mindformers_adapter,
+    "MindFormers (MindPET pairs in a MindSpore `.ckpt` or safetensors)",
+    is_mindformers_adapter,
+    open_mindformers_adapter,
 )

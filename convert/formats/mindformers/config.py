@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products
-from llmconv.convert.algebra import concat, interleave_rows, pick_rows, require
+from llmconv.convert.algebra import concat, fitting, interleave_rows, pick_rows, require
 from llmconv.convert.models.config_file import OPTION, read_config_file
 from llmconv.convert.models.model_config import ModelSettings
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
@@ -232,6 +232,7 @@ BLOOM = _linear_names(
 ) | {"embedding.word_embedding.embedding_table": "transformer.word_embeddings.weight"}
 
 
+# ChatGLM-6B (`models/glm/convert_reversed.py`); the rotary frequencies are computed
 CHATGLM_6B: dict[str, str | None] = {
     "transformer.word_embeddings.embedding_table": "transformer.word_embeddings.weight",
     "transformer.word_embeddings.weight": "transformer.word_embeddings.weight",
@@ -248,9 +249,6 @@ CHATGLM_6B: dict[str, str | None] = {
     },
     "transformer.layers.{}.attention.rotary_emb.inv_freq": None,
 }
-"""ChatGLM-6B (`models/glm/convert_reversed.py`); the rotary frequencies are computed."""
-
-
 LAYOUTS = ("plain", "interleaved")
 
 
@@ -277,13 +275,8 @@ def unfuse(run: RunConfig, tensors: Mapping[str, LazyTensor], heads: Heads) -> d
             continue
         match, parts = found
         layout = layout_of(run, name)
-        try:
+        with fitting(f"`{name}` of `{run.source}` cannot be split"):
             rows = split_qkv(tensor, heads, layout) if len(parts) == 3 else split_gate(tensor, layout)
-        except ValueError as error:
-            raise MalformedInput(
-                f"`{name}` of `{run.source}` cannot be split: {error}",
-                hint="the configuration belongs to another model",
-            ) from error
         result |= {f"{match[1]}.{part}.{match[2]}": tensor for part, tensor in zip(parts, rows, strict=True)}
     return result
 

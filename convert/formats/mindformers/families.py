@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.convert.algebra import concat, interleave_rows, inverted, permute_rows, pick_rows, rename, split
+from llmconv.convert.algebra import concat, fitting, interleave_rows, inverted, permute_rows, pick_rows, rename, split
 from llmconv.convert.formats.mindformers.config import (
     BLOOM,
     CHATGLM_6B,
@@ -63,9 +63,8 @@ SCALING = {  # ModelSettings of rotary methods, by `extend_method`
 }
 
 ORIGINAL = "original_max_position_embeddings"
+# Largest `seq_length` written by default: it sizes the buffers of a run and is not a property of the model
 SEQ_LENGTH = 4096
-"""Largest `seq_length` written by default: it sizes the buffers of a run and is not a property of the model."""
-
 WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
 
 
@@ -334,7 +333,7 @@ def _heads(run: RunConfig, hidden: int) -> Heads:
 def _transformers_tensors(run: RunConfig, renamed: dict[str, LazyTensor], heads: Heads) -> dict[str, LazyTensor]:
     """Splits queries, keys and values, joins gate and up, and puts rows in transformers' order."""
     parts: dict[str, LazyTensor] = {}
-    try:
+    with fitting(f"the layers of `{run.source}` cannot be split"):
         for name, tensor in renamed.items():
             fused, left = GLM_QKV.fullmatch(name), SIDES.fullmatch(name)
             if fused:
@@ -346,11 +345,6 @@ def _transformers_tensors(run: RunConfig, renamed: dict[str, LazyTensor], heads:
                 parts[name] = tensor
         if run.flag("use_rearrange_rope"):
             parts = {name: _interleaved_pairs(name, tensor, heads.dim) for name, tensor in parts.items()}
-    except ValueError as error:
-        raise MalformedInput(
-            f"the layers of `{run.source}` cannot be split: {error}",
-            hint="the configuration belongs to another model",
-        ) from error
     return parts
 
 
@@ -611,15 +605,10 @@ def _with_attention(
     for key in renamed:
         if match := first.fullmatch(key):
             parts = [renamed.get(f"{match[1]}.{part}.{match[2]}") for part in DENSE]
-            try:
+            with fitting(f"the three parts of `{key}` in `{run.source}` cannot be joined"):
                 if None in parts:
                     raise ValueError("one of the three is missing")
                 result[f"{match[1]}.{name}.{match[2]}"] = join(parts)
-            except ValueError as error:
-                raise MalformedInput(
-                    f"the three parts of `{key}` in `{run.source}` cannot be joined: {error}",
-                    hint="the configuration belongs to another model",
-                ) from error
     return result
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from llmconv.checkpoint import Checkpoint, read_side_files
-from llmconv.convert.algebra import concat, first_missing, split
+from llmconv.convert.algebra import concat, first_missing, fitting, split
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.mindformers.config import (
     OPTIONS,
@@ -68,11 +68,10 @@ from llmconv.tensors import LazyTensor
 RANK = re.compile(r"rank_(\d+)")
 SUFFIXES = (".ckpt", ".safetensors")
 
+# Tensor names of MindFormers that Hugging Face models do not have, for files without the metadata `ms`
 MINDFORMERS_NAMES = re.compile(
     r"\.embedding_(?:weight|table)$|\.norm_out\.weight$|(?:layernorm\d?|ln_f|norm)\.gamma$|\.attention_norm\.weight$"
 )
-"""Tensor names of MindFormers that Hugging Face models do not have, for files without the metadata `ms`."""
-
 NOT_THE_MODEL = re.compile(  # optimizer states, counters and caches that training and serving save among the weights
     r"^[^.]+$"  # epoch_num, step_num, loss_scale, global_step, beta1_power, …
     r"|^(?:adam_[a-z]+|accu_grads|moments?|momentum|velocity|pma_weight|ema_weight|clone_param32)\."
@@ -259,16 +258,12 @@ def _assemble(folder: Path, name: str, pieces: Mapping[tuple[int, ...], LazyTens
         raise _unsupported(folder, name, f"along {len(grid)} axes")
     rows, columns = (*grid[:2], 1, 1)[:2] if grid else (1, 1)
     rest = (0,) * max(0, len(grid) - 2)
-    try:
+    hint = f"ranks of different runs are mixed, or the strategy `{strategy.path}` belongs to another run"
+    with fitting(f"the parts of `{name}` in `{folder.name}` cannot be joined", hint):
         lines = [
             concat([pieces[(row, column, *rest)[: len(grid)]] for column in range(columns)], 1) for row in range(rows)
         ]
         return concat(lines, 0)
-    except ValueError as error:
-        raise MalformedInput(
-            f"the parts of `{name}` in `{folder.name}` cannot be joined: {error}",
-            hint=f"ranks of different runs are mixed, or the strategy `{strategy.path}` belongs to another run",
-        ) from error
 
 
 MODEL, RUN = "model.ckpt", "run.yaml"
@@ -310,12 +305,8 @@ def _stored(checkpoint: Checkpoint, settings: ModelSettings) -> MindFormersModel
             f"`{source}` is a `{kind}`, which cannot be written in MindFormers' format",
             hint=f"models of these types can be written: {', '.join(known)}",
         )
-    try:
+    with fitting(f"the tensors of `{source}` contradict its `config.json`", "copy the folder again"):
         return known[kind](settings, dict(checkpoint.tensors), source)
-    except ValueError as error:
-        raise MalformedInput(
-            f"the tensors of `{source}` contradict its `config.json`: {error}", hint="copy the folder again"
-        ) from error
 
 
 def _run(checkpoint: Checkpoint, stored: MindFormersModel) -> dict[str, Any]:

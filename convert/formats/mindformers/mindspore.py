@@ -324,17 +324,14 @@ TYPES = {
     **{f"{kind}{bits}": BY_NAME[f"{kind.lower()}{bits}"] for kind in ("Int", "UInt") for bits in (8, 16, 32, 64)},
 }
 TEXT = "str"
+# Maximum number of messages: a constant, and one more for each `BYTES_PER_VALUE` bytes of the file
 VALUES, BYTES_PER_VALUE = 20_000, 256
-"""Maximum number of messages: a constant, and one more for each `BYTES_PER_VALUE` bytes of the file."""
-
 CRC_TAG = b"crc_num"
 CRC_TAIL = len(CRC_TAG) + 10
+# The checksum of files up to this size is verified; of larger ones not, since that would read them twice
 CRC_LIMIT = 64 << 20
-"""The checksum of files up to this size is verified; of larger ones not, since that would read them twice."""
-
+# First bytes of an encrypted file (mindspore `utils/crypto.cc`)
 ENCRYPTED = {b"\xd8\x5e\x3a\x7f": "AES-GCM", b"\xd9\x5e\x3a\x7f": "AES-CBC or SM4-CBC"}
-"""First bytes of an encrypted file (mindspore `utils/crypto.cc`)."""
-
 HEAD = 64
 
 
@@ -496,9 +493,8 @@ def _tensor(source: ProtobufFile, parts: Sequence[TensorMessage]) -> LazyTensor:
     return LazyTensor(dtype, first.dims, load)
 
 
+# Longer content is split into messages with the same tag and dims (`train/serialization.py`, `SLICE_SIZE`)
 CHUNK_BYTES = 512 << 20
-"""Longer content is split into messages with the same tag and dims (`train/serialization.py`, `SLICE_SIZE`)."""
-
 KINDS = {dtype.name: kind for kind, dtype in TYPES.items()}
 WHOLE = -1
 

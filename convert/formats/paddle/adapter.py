@@ -212,7 +212,7 @@ def _joined(
 
 
 ADAPTER = AdapterFormat(
-    title="PaddleNLP (`lora_config.json` next to `lora_model_state*.pdparams`)",
-    detect=is_paddle_adapter,
-    open=lambda path, base, alpha: open_paddle_adapter(path, alpha),
+    "PaddleNLP (`lora_config.json` next to `lora_model_state*.pdparams`)",
+    is_paddle_adapter,
+    lambda path, base, alpha: open_paddle_adapter(path, alpha),
 )

@@ -6,12 +6,12 @@ Also `generation_config.json` in both directions, for the fields that both have 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import read_json
+from llmconv.convert.models.config_file import json_object
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.output.plan import json_bytes
 
@@ -327,11 +327,7 @@ def read_generation_config(folder: Path) -> dict[str, bytes]:
 
 def paddle_generation_config(content: bytes) -> bytes:
     """PaddleNLP's `generation_config.json` from transformers'; without fields if that is not a JSON object."""
-    try:
-        stored = json.loads(content)
-    except (ValueError, RecursionError):
-        stored = None
-    fields = stored if isinstance(stored, dict) else {}
+    fields = json_object(content)
     return json_bytes(_shared_fields(fields) | {STRATEGY: SAMPLING if fields.get("do_sample") else GREEDY})
 
 

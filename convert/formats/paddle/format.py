@@ -127,9 +127,8 @@ def _side_files(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 PADDLE = "PaddleNLP"
 SCALING = {"linear": "linear", "dynamic": "dynamic_ntk"}  # transformers' `rope_type` to `rope_scaling_type`
+# The fields of Llama 3.1's `rope_scaling` that PaddleNLP 3 reads
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""The fields of Llama 3.1's `rope_scaling` that PaddleNLP 3 reads."""
-
 SAME = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 DECODER = (*SAME, "intermediate_size", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta")
 
@@ -289,9 +288,8 @@ TIKTOKEN = "qwen.tiktoken"
 MODEL, JSON, CONFIG, CHAT, ADDED = (
     *("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "chat_template.json", "added_tokens.json"),
 )
+# Classes that transformers does not have, or has only without `tokenizer.json`
 PADDLE_CLASSES = {"GPTTokenizer": "GPT2Tokenizer", "BloomTokenizer": "PreTrainedTokenizerFast"}
-"""Classes that transformers does not have, or has only without `tokenizer.json`."""
-
 QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.convert.algebra import concat
+from llmconv.convert.algebra import concat, slice_rows
 from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import LazyTensor
 from llmconv.transpose import transposed
@@ -373,12 +373,7 @@ def _piece(rule: TensorRule, shard: LazyTensor, which: int, shards: int) -> Lazy
 
 
 def _rows(tensor: LazyTensor, ranges: Sequence[tuple[int, int]]) -> LazyTensor:
-    return concat([_slice(tensor, start, stop) for start, stop in ranges], 0)
-
-
-def _slice(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
-    shape = (stop - start, *tensor.shape[1:])
-    return LazyTensor(tensor.dtype, shape, lambda first, last: tensor.rows(start + first, start + last))
+    return concat([slice_rows(tensor, start, stop) for start, stop in ranges], 0)
 
 
 def _columns(tensor: LazyTensor, ranges: Sequence[tuple[int, int]]) -> LazyTensor:

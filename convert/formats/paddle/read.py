@@ -51,9 +51,8 @@ from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, Piece
 KEPT_BYTES = 1024  # longer values are not read; only their position is kept
 HEAD_BYTES = 1 << 20
 PARAMETER_NAMES = "StructuredToParameterName@@"
+# Before protocol 4 arrays over 2^30 - 1 bytes are split: `{name: {"OriginShape": sizes, "slices": [names]}}`
 SPLIT_ARRAYS = "UnpackBigParamInfor@@"
-"""Before protocol 4 arrays over 2^30 - 1 bytes are split: `{name: {"OriginShape": sizes, "slices": [names]}}`."""
-
 TORCH_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 
 NUMPY_CODES = {dtype.numpy.str[1:]: dtype for dtype in BY_NAME.values() if dtype.numpy.kind in "fiub"}
