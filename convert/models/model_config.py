@@ -90,26 +90,6 @@ class LlamaLikeConfig:
     scaling: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)  # the whole config
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of a llama without biases, by Hugging Face's name, in the order of a forward pass."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        block = {
-            "input_layernorm": (self.hidden,),
-            "self_attn.q_proj": (queries, self.hidden),
-            "self_attn.k_proj": (keys, self.hidden),
-            "self_attn.v_proj": (keys, self.hidden),
-            "self_attn.o_proj": (self.hidden, queries),
-            "post_attention_layernorm": (self.hidden,),
-            "mlp.gate_proj": (self.intermediate, self.hidden),
-            "mlp.up_proj": (self.intermediate, self.hidden),
-            "mlp.down_proj": (self.hidden, self.intermediate),
-        }
-        words = (self.vocabulary, self.hidden)
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": words}
-        for layer in range(self.layers):
-            shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in block.items()}
-        return {**shapes, "model.norm.weight": (self.hidden,), "lm_head.weight": words}
-
 
 def read_decoder(checkpoint: Checkpoint) -> LlamaLikeConfig:
     """The model of a Hugging Face folder; UnsupportedInput if it is not like Llama, MalformedInput for bad sizes."""

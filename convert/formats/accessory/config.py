@@ -233,7 +233,6 @@ class AccessoryArgs:
     plugin: str  # the `llama_type` of `meta.json`
     params: AccessoryParams  # the sizes; its `fields` are the content of `config.json`
     shared: Mapping[str, int]  # name to size of everything that is divided among ranks
-    settings: Mapping[str, Any]  # the Hugging Face config that `to-hf` derives from it
     # linear layers with a bias that the table of names lacks, by the last component of Hugging Face's names
     biases: tuple[str, ...] = ()
 
@@ -260,7 +259,7 @@ def args_of(checkpoint: Checkpoint) -> AccessoryArgs:
         read_back |= {"num_kv_heads": settings["num_kv_heads"], norms: settings[norms]}
         own |= {"num_kv_heads": decoder.kv_heads, norms: decoder.fields.get(norms) or settings[norms]}
     refuse_other_values(decoder, own, read_back, CODE)
-    return AccessoryArgs(str(plugin), params, _shared(decoder, params), settings, biases)
+    return AccessoryArgs(str(plugin), params, _shared(decoder, params), biases)
 
 
 def _fields(decoder: LlamaLikeConfig) -> dict[str, Any]:

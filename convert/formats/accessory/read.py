@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -274,30 +273,6 @@ def is_zero(tensor: LazyTensor) -> bool:
     return not any(tensor.rows(*block).any() for block in tensor.blocks())
 
 
-def check_shapes(
-    tensors: Mapping[str, LazyTensor], params: AccessoryParams, settings: Mapping[str, Any], source: str
-) -> None:
-    """Raises MalformedInput, which lists the tensors whose shape is not the one that transformers expects."""
-    dim, hidden, kv = params.dim, params.intermediate, params.kv_heads * params.head_dim
-    fused = dim + 2 * settings.get("num_kv_heads", 0) * params.head_dim
-    rows = {"k_proj": kv, "v_proj": kv, "query_key_value": fused, "gate": params.experts}
-    rows |= dict.fromkeys(("gate_proj", "up_proj", "w1", "w3", "dense_h_to_4h"), hidden)
-    rows |= dict.fromkeys(("lm_head", "embed_tokens", "word_embeddings"), settings["vocab_size"])
-    columns = dict.fromkeys(("down_proj", "w2", "dense_4h_to_h"), hidden)
-    wrong = []
-    for name, tensor in tensors.items():
-        layer = name.split(".")[-2]
-        expected = (rows.get(layer, dim), columns.get(layer, dim))
-        is_vector = name.endswith(".bias") or "norm" in layer or layer.startswith("ln_")
-        if tensor.shape != (expected[:1] if is_vector else expected):
-            wrong.append(f"{name} {list(tensor.shape)}")
-    if wrong:
-        raise MalformedInput(
-            f"shape mismatch with the configuration for {len(wrong)} tensors of `{source}`: {listing(wrong)}",
-            hint="the configuration belongs to another model, or a shard is missing",
-        )
-
-
 def to_hugging_face(whole: dict[str, LazyTensor], params: AccessoryParams, source: str) -> dict[str, LazyTensor]:
     """The joined tensors in Hugging Face's names and order, with LoRA and zero biases; MalformedInput: keys, shapes."""
     with fitting(f"the heads of `{source}` do not match its configuration"):
@@ -476,7 +451,6 @@ def whole_tensors(checkpoint: Checkpoint, args: AccessoryArgs) -> dict[str, Lazy
     expected = [target.format(layer) for target in table.values() if target for layer in range(params.layers)]
     require(dict.fromkeys(expected), tensors, source)
     renamed = rename(tensors, inverted(table), source)
-    check_shapes(tensors, params, args.settings, source)
     whole: dict[str, LazyTensor] = {}
     for name, target in renamed.items():
         whole |= _converted(name, tensors[target], params)

@@ -61,7 +61,7 @@ from llmconv.convert.tokenizers import (
     tokenizer_json,
 )
 from llmconv.convert.tokenizers import reserved_tokens as special_tokens
-from llmconv.errors import MalformedInput, listing
+from llmconv.errors import listing
 from llmconv.files.torch_writer import torch_pieces
 from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.tensors import LazyTensor
@@ -188,16 +188,7 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
     ranks: list[dict[str, LazyTensor]] = [{} for _ in range(shards)]
     # A Llama in Meta's names and row order, with a tied head; MalformedInput for wrong keys or shapes
     tensors = with_head(checkpoint, "model.embed_tokens.weight", tied=False)
-    shapes = decoder.shapes()
-    require(shapes, tensors, decoder.source)
     renamed = rename(tensors, inverted(LLAMA), decoder.source)
-    # raises MalformedInput, which lists the tensors whose shape differs from the expected one
-    wrong = [f"{name} {list(tensors[name].shape)}" for name, shape in shapes.items() if tensors[name].shape != shape]
-    if wrong:
-        raise MalformedInput(
-            f"shape mismatch with `config.json` for {len(wrong)} tensors of `{decoder.source}`: {listing(wrong)}",
-            hint="the config belongs to another model; copy the folder again",
-        )
     order, rotated = inverse_order(rope_order(decoder.head_dim)), (".wq.weight", ".wk.weight")
     for name, tensor in {
         name: permute_rows(tensors[target], order) if name.endswith(rotated) else tensors[target]

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products
-from llmconv.convert.algebra import concat, fitting, interleave_rows, pick_rows, require
+from llmconv.convert.algebra import concat, fitting, interleave_rows, pick_rows
 from llmconv.convert.models.config_file import OPTION, read_config_file
 from llmconv.convert.models.model_config import ModelSettings
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
 OPTIONS = ("qkv_layout", "strategy", OPTION)
@@ -387,45 +387,16 @@ def heads_of(run: RunConfig, hidden: int) -> Heads:
     return Heads(queries, keys, dim)
 
 
-def finish(
-    run: RunConfig,
-    tensors: dict[str, LazyTensor],
-    shapes: dict[str, tuple[int, ...]],
-    config: dict[str, Any],
-    head: str,
-) -> ConvertedModel:
-    """Compares the tensors with the expected shapes (MalformedInput), and adds `tie_word_embeddings` to the config.
-
-    The run's `tie_word_embeddings` allows a missing output head (name: `head`). `shapes` has every tensor of the model,
-    in the order in which they are written.
-    """
-    tied = head not in tensors
+def finish(run: RunConfig, tensors: dict[str, LazyTensor], config: dict[str, Any]) -> ConvertedModel:
+    """Adds `tie_word_embeddings` to the config; MalformedInput if the run does not tie a missing output head."""
+    tied = HEAD not in tensors
     if tied and not run.flag("tie_word_embeddings"):
         raise MalformedInput(
             f"`{run.source}` has no output head, and its configuration does not tie it to the embedding",
             hint="if it was trained this way, give a configuration with `tie_word_embeddings: True`",
         )
-    expected = {name: shape for name, shape in shapes.items() if name != head or not tied}
-    require(expected, tensors, run.source)
-    unexpected = [name for name in tensors if name not in expected]
-    mismatched = [name for name, shape in expected.items() if tensors[name].shape != shape]
-    if unexpected or mismatched:
-        raise MalformedInput(
-            f"{len(unexpected + mismatched)} tensors of `{run.source}` contradict its configuration: "
-            + _contradiction(tensors, expected, unexpected, mismatched),
-            hint="the configuration belongs to another model, or these are the shards of one rank",
-        )
     settings = {**config, "tie_word_embeddings": tied or None}  # a head may be a second copy: its values decide
-    return ConvertedModel({name: tensors[name] for name in expected}, settings)
-
-
-def _contradiction(
-    tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]], unexpected: list[str], wrong: list[str]
-) -> str:
-    if not wrong:
-        return f"unexpected keys: {listing(unexpected)}"
-    name = wrong[0]
-    return f"shape mismatch for `{name}`: expected {list(expected[name])}, got {list(tensors[name].shape)}"
+    return ConvertedModel(tensors, settings)
 
 
 def refuse_model(run: RunConfig, what: str, reason: str) -> UnsupportedInput:

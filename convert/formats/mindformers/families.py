@@ -118,7 +118,7 @@ def _build(run: RunConfig, tensors: dict[str, LazyTensor], names: dict[str, str 
         raise refuse_model(run, f"a Qwen 3 with biases on {sorted(biases)}", "it has none")
     if kind != "qwen2":
         config |= {"attention_bias": bool(biases), "mlp_bias": False}
-    return finish(run, renamed, _shapes(config, heads, biases), config, HEAD)
+    return finish(run, renamed, config)
 
 
 def _config(run: RunConfig, embedding: LazyTensor, intermediate: int, heads: Heads, kind: str) -> dict[str, Any]:
@@ -233,27 +233,6 @@ def _renamed(tensors: dict[str, LazyTensor], names: Mapping[str, str | None], so
     return {target: tensors[name] for target, name in rename(tensors, inverted(names), source).items()}
 
 
-def _shapes(config: dict[str, Any], heads: Heads, biases: set[str]) -> dict[str, tuple[int, ...]]:
-    hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    rows = {"q": heads.queries * heads.dim, "k": heads.keys * heads.dim, "v": heads.keys * heads.dim, "o": hidden}
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (vocabulary, hidden)}
-    for layer in (f"model.layers.{number}" for number in range(config["num_hidden_layers"])):
-        for one, count in rows.items():
-            shapes[f"{layer}.self_attn.{one}_proj.weight"] = (count, rows["q"] if one == "o" else hidden)
-            if one in biases:
-                shapes[f"{layer}.self_attn.{one}_proj.bias"] = (count,)
-        if config["model_type"] == "qwen3":
-            shapes |= {f"{layer}.self_attn.{one}_norm.weight": (heads.dim,) for one in "qk"}
-        shapes |= {
-            f"{layer}.mlp.gate_proj.weight": (inner, hidden),
-            f"{layer}.mlp.up_proj.weight": (inner, hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, inner),
-            f"{layer}.input_layernorm.weight": (hidden,),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
-        }
-    return shapes | {"model.norm.weight": (hidden,), HEAD: (vocabulary, hidden)}
-
-
 def _baichuan2(run: RunConfig, tensors: dict[str, LazyTensor], vocabulary: int) -> dict[str, LazyTensor]:
     """Normalizes the head of Baichuan 2, as its `NormHead`; InputRefused if it is unknown whether it is one."""
     if vocabulary == BAICHUAN2_VOCABULARY and not run.arch:
@@ -319,7 +298,7 @@ def build_glm(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
         "rope_theta": 10000.0 * run.number("rope_ratio", default=1.0),
         **run.tokens(bos_token_id=None, eos_token_id=2, pad_token_id=0),
     }
-    return finish(run, parts, _glm_shapes(config, heads), config, HEAD)
+    return finish(run, parts, config)
 
 
 def _heads(run: RunConfig, hidden: int) -> Heads:
@@ -380,25 +359,6 @@ def store_glm(settings: ModelSettings, tensors: dict[str, LazyTensor], source: s
         **GLM_FIXED,
     }
     return MindFormersModel(renamed, "ChatGLM2ForConditionalGeneration", fields)
-
-
-def _glm_shapes(config: dict[str, Any], heads: Heads) -> dict[str, tuple[int, ...]]:
-    hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    rows = {"q": heads.queries * heads.dim, "k": heads.keys * heads.dim, "v": heads.keys * heads.dim}
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (vocabulary, hidden)}
-    for layer in (f"model.layers.{number}" for number in range(config["num_hidden_layers"])):
-        for one, count in rows.items():
-            shapes[f"{layer}.self_attn.{one}_proj.weight"] = (count, hidden)
-            if config["attention_bias"]:
-                shapes[f"{layer}.self_attn.{one}_proj.bias"] = (count,)
-        shapes |= {
-            f"{layer}.self_attn.o_proj.weight": (hidden, rows["q"]),
-            f"{layer}.mlp.gate_up_proj.weight": (2 * inner, hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, inner),
-            f"{layer}.input_layernorm.weight": (hidden,),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
-        }
-    return shapes | {"model.norm.weight": (hidden,), HEAD: (vocabulary, hidden)}
 
 
 def build_chatglm_6b(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
@@ -462,15 +422,7 @@ def build_gpt2(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel
         "layer_norm_epsilon": 1e-5,
         **run.tokens(bos_token_id=50256, eos_token_id=50256),
     }
-    shapes: dict[str, tuple[int, ...]] = {
-        "transformer.wte.weight": embedding.shape,
-        "transformer.wpe.weight": (config["n_positions"], hidden),
-    }
-    for layer in (f"transformer.h.{number}" for number in range(config["n_layer"])):
-        shapes |= _linear(f"{layer}.attn.c_attn", hidden, 3 * hidden) | _linear(f"{layer}.attn.c_proj", hidden, hidden)
-        shapes |= _linear(f"{layer}.mlp.c_fc", hidden, inner) | _linear(f"{layer}.mlp.c_proj", inner, hidden)
-        shapes |= _norm(f"{layer}.ln_1", hidden) | _norm(f"{layer}.ln_2", hidden)
-    return _finish(run, joined, shapes | _norm("transformer.ln_f", hidden), config, heads)
+    return _finish(run, joined, config, hidden, heads)
 
 
 def build_bloom(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
@@ -497,18 +449,9 @@ def build_bloom(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedMode
         "layer_norm_epsilon": 1e-5,
         **run.tokens(bos_token_id=1, eos_token_id=2, pad_token_id=3),
     }
-    shapes: dict[str, tuple[int, ...]] = {"transformer.word_embeddings.weight": embedding.shape}
-    shapes |= _norm("transformer.word_embeddings_layernorm", hidden)
-    for layer in (f"transformer.h.{number}" for number in range(config["n_layer"])):
-        shapes |= _norm(f"{layer}.input_layernorm", hidden)
-        shapes |= _linear(f"{layer}.self_attention.query_key_value", 3 * hidden, hidden, rows=True)
-        shapes |= _linear(f"{layer}.self_attention.dense", hidden, hidden, rows=True)
-        shapes |= _norm(f"{layer}.post_attention_layernorm", hidden)
-        shapes |= _linear(f"{layer}.mlp.dense_h_to_4h", inner, hidden, rows=True)
-        shapes |= _linear(f"{layer}.mlp.dense_4h_to_h", hidden, inner, rows=True)
     if inner != 4 * hidden:
         raise refuse_model(run, f"a BLOOM with `expand_ratio` {inner // hidden}", "it always expands four times")
-    return _finish(run, flipped, shapes | _norm("transformer.ln_f", hidden), config, heads)
+    return _finish(run, flipped, config, hidden, heads)
 
 
 def store_gpt2(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
@@ -612,28 +555,14 @@ def _with_attention(
     return result
 
 
-def _linear(name: str, first: int, second: int, *, rows: bool = False) -> dict[str, tuple[int, ...]]:
-    """Shapes of a weight [first, second] and of its bias, as long as the outputs (the rows if `rows`)."""
-    return {f"{name}.weight": (first, second), f"{name}.bias": (first if rows else second,)}
-
-
-def _norm(name: str, size: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (size,), f"{name}.bias": (size,)}
-
-
 def _finish(
-    run: RunConfig,
-    tensors: dict[str, LazyTensor],
-    shapes: dict[str, tuple[int, ...]],
-    config: dict[str, Any],
-    heads: int,
+    run: RunConfig, tensors: dict[str, LazyTensor], config: dict[str, Any], hidden: int, heads: int
 ) -> ConvertedModel:
     """As `finish`, with a tied head: the head of both is the embedding (`GPTHead`, `BloomHead`)."""
-    hidden = shapes[next(iter(shapes))][1]
     if hidden % heads:
         raise MalformedInput(
             f"the hidden size {hidden} of `{run.source}` is not a multiple of its {heads} heads",
             hint="the configuration belongs to another model",
         )
     tied = RunConfig(run.source, {**run.fields, "tie_word_embeddings": True}, run.arch, run.lora)
-    return finish(tied, tensors, shapes, config, "lm_head.weight")
+    return finish(tied, tensors, config)

@@ -54,6 +54,7 @@ from llmconv.convert.formats.mindformers.mindspore import (
     read_ckpt,
     strategy_bytes,
 )
+from llmconv.convert.models.completeness import check_complete
 from llmconv.convert.models.config_file import with_architecture
 from llmconv.convert.models.head_and_dtype import settle_head
 from llmconv.convert.models.model_config import ModelSettings, refuse_other_settings, refuse_shards, settings_of, tied
@@ -399,6 +400,8 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     with _blaming(found.strategy):
         tensors, merged = merge_lora(run, found.tensors)
         model = family.build(run, tensors)
+        if found.strategy and AUTO_MAP not in model.config:
+            check_complete(model.tensors, model.config, path.name)
     warnings = [*found.warnings, *merged, *model.warnings]
     if run.file_name:
         warnings.append(f"the configuration is that of `{run.file_name}`, which lies next to the checkpoint")

@@ -280,7 +280,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "another activation": ("LlamaForCausalLM", {"hidden_act": "gelu"}, "SwiGLU"),
     "heads that do not divide": ("", {"num_heads": 5}, "do not match the hidden size"),
-    "key heads of another model": ("", {"n_kv_heads": 4}, "contradict its configuration"),
+    "key heads of another model": ("", {"n_kv_heads": 4}, "another shape than its configuration"),
     "another hidden size": ("", {"hidden_size": 64}, "`hidden_size` 64"),
     "more layers": ("", {"num_layers": 3}, "lacks 9 tensors"),
     "fewer layers": ("", {"num_layers": 1}, "unexpected keys"),
