@@ -206,6 +206,10 @@ def _decoder(model: SentencePieceModel) -> dict[str, Any]:
     return {"type": "Sequence", "decoders": steps}
 
 
+def tokenizer_bytes(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, ensure_ascii=False) + "\n").encode()
+
+
 def added_token(index: int, text: str, *, special: bool) -> dict[str, Any]:
     """One entry of `added_tokens`; decoding may skip a `special` token."""
     return {

@@ -30,7 +30,6 @@ from llmconv.convert.algebra import (
     permute_rows,
     pick_rows,
     rename,
-    require,
     rope_order,
     slice_rows,
     split,
@@ -296,8 +295,6 @@ def _renamed(whole: dict[str, LazyTensor], params: AccessoryParams, source: str)
     _check_layers(whole, params.layers, source)
     table = table_of(params)
     renamed = rename(dict.fromkeys(map(_owner, whole)), table, source)
-    expected = [target.format(layer) for target in table.values() if target for layer in range(params.layers)]
-    require(dict.fromkeys(expected), renamed, source)
     order = rope_order(params.head_dim) if params.family in ("llama", "mixtral") else ()
     tensors: dict[str, LazyTensor] = {}
     for target, owner in sorted(renamed.items(), key=lambda pair: file_order(pair[0])):
@@ -448,8 +445,6 @@ def whole_tensors(checkpoint: Checkpoint, args: AccessoryArgs) -> dict[str, Lazy
     table = _with_biases(table_of(params), args.biases)
     embedding = next(to for name, to in table.items() if to and name.endswith("_embeddings.weight"))
     tensors = with_head(checkpoint, embedding, tied=params.family == "falcon")
-    expected = [target.format(layer) for target in table.values() if target for layer in range(params.layers)]
-    require(dict.fromkeys(expected), tensors, source)
     renamed = rename(tensors, inverted(table), source)
     whole: dict[str, LazyTensor] = {}
     for name, target in renamed.items():

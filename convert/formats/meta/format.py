@@ -58,6 +58,7 @@ from llmconv.convert.tokenizers import (
     read_tokenizer,
     tiktoken_json,
     tiktoken_of,
+    tokenizer_bytes,
     tokenizer_json,
 )
 from llmconv.convert.tokenizers import reserved_tokens as special_tokens
@@ -134,10 +135,10 @@ def load_tokenizer(path: Path, *, since_3_1: bool) -> MetaTokenizer:
 def _from_sentencepiece(data: bytes, model: SentencePieceModel) -> MetaTokenizer:
     names = {"bos_token": model.bos, "eos_token": model.eos, "unk_token": model.unk}
     settings = _settings({name: model.pieces[index][0] for name, index in names.items() if index >= 0})
-    files = {TOKENIZER: data, "tokenizer_config.json": _json(settings)}
+    files = {TOKENIZER: data, "tokenizer_config.json": json_bytes(settings)}
     warnings: tuple[str, ...] = ()
     if model.is_bpe and min(names.values()) >= 0:
-        files["tokenizer.json"] = _json(tokenizer_json(model), indent=None)
+        files["tokenizer.json"] = tokenizer_bytes(tokenizer_json(model))
     else:
         warnings = ("the sentencepiece model is not a BPE with bos, eos and unk; only `tokenizer.model` is written",)
     return MetaTokenizer(files, model.bos, model.eos, (model.eos,), len(model.pieces), warnings)
@@ -147,8 +148,8 @@ def _from_tiktoken(ranks: dict[bytes, int], *, since_3_1: bool) -> MetaTokenizer
     names, base = special_tokens(since_3_1=since_3_1), len(ranks)
     settings = _settings({"bos_token": names[BOS], "eos_token": names[EOS]})
     files = {
-        "tokenizer.json": _json(tiktoken_json(ranks, since_3_1=since_3_1), indent=None),
-        "tokenizer_config.json": _json(settings),
+        "tokenizer.json": tokenizer_bytes(tiktoken_json(ranks, since_3_1=since_3_1)),
+        "tokenizer_config.json": json_bytes(settings),
     }
     # the files do not distinguish a chat model from a base model, which never emits the other two
     stops = (EOS, EOM, EOT) if since_3_1 else (EOS, EOT)
@@ -165,10 +166,6 @@ def _settings(tokens: dict[str, str]) -> dict[str, Any]:
         "model_input_names": ["input_ids", "attention_mask"],
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-
-
-def _json(content: Any, indent: int | None = 2) -> bytes:
-    return (json.dumps(content, ensure_ascii=False, indent=indent) + "\n").encode()
 
 
 def save(checkpoint: Checkpoint, shards: int) -> Plan:

@@ -388,15 +388,9 @@ def heads_of(run: RunConfig, hidden: int) -> Heads:
 
 
 def finish(run: RunConfig, tensors: dict[str, LazyTensor], config: dict[str, Any]) -> ConvertedModel:
-    """Adds `tie_word_embeddings` to the config; MalformedInput if the run does not tie a missing output head."""
-    tied = HEAD not in tensors
-    if tied and not run.flag("tie_word_embeddings"):
-        raise MalformedInput(
-            f"`{run.source}` has no output head, and its configuration does not tie it to the embedding",
-            hint="if it was trained this way, give a configuration with `tie_word_embeddings: True`",
-        )
-    settings = {**config, "tie_word_embeddings": tied or None}  # a head may be a second copy: its values decide
-    return ConvertedModel(tensors, settings)
+    """With `tie_word_embeddings` in the config: the run's without an output head, else null, and its values decide."""
+    tied = run.flag("tie_word_embeddings") if HEAD not in tensors else None
+    return ConvertedModel(tensors, {**config, "tie_word_embeddings": tied})
 
 
 def refuse_model(run: RunConfig, what: str, reason: str) -> UnsupportedInput:

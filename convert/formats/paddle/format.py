@@ -12,7 +12,6 @@ are those of paddlenlp `transformers/{llama,chatglm_v2,qwen}/tokenizer.py`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +64,7 @@ from llmconv.convert.tokenizers import (
     parse_tiktoken,
     read_tokenizer,
     tiktoken_json,
+    tokenizer_bytes,
     tokenizer_json,
 )
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
@@ -326,7 +326,7 @@ def read_paddle_tokenizer(folder: Path, model_type: str, warnings: list[str]) ->
             model = parse_sentencepiece(files[MODEL])
             if not model.is_bpe or min(model.bos, model.eos, model.unk) < 0:
                 warnings.append(f"`{source.name}` is not a BPE with bos, eos and unk; it is written as it is")
-                return {**files, **({CONFIG: _json(settings)} if settings else {})}
+                return {**files, **({CONFIG: json_bytes(settings)} if settings else {})}
             content = tokenizer_json(model)
             names = {"bos_token": model.pieces[model.bos][0], "eos_token": model.pieces[model.eos][0]}
             names["unk_token"] = model.pieces[model.unk][0]
@@ -341,10 +341,10 @@ def read_paddle_tokenizer(folder: Path, model_type: str, warnings: list[str]) ->
         merged = {**names, **settings, "tokenizer_class": "PreTrainedTokenizerFast"}
         merged.setdefault("clean_up_tokenization_spaces", False)
         files.pop(ADDED, None)
-        return {**files, JSON: _json(content, indent=None), CONFIG: _json(merged)}
+        return {**files, JSON: tokenizer_bytes(content), CONFIG: json_bytes(merged)}
     if not files:
         warnings.append(f"`{folder.name}` contains no tokenizer; give one with `--tokenizer` if you need it")
-    return {**files, CONFIG: _json(settings)} if settings else files
+    return {**files, CONFIG: json_bytes(settings)} if settings else files
 
 
 def _settings(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -380,10 +380,6 @@ def _prefix(ids: Mapping[str, int]) -> dict[str, Any]:
         "pair": [*marks, text, {"Sequence": {"id": "B", "type_id": 0}}],
         "special_tokens": {name: {"id": name, "ids": [ids[name]], "tokens": [name]} for name in GLM_PREFIX},
     }
-
-
-def _json(content: Any, indent: int | None = 2) -> bytes:
-    return (json.dumps(content, ensure_ascii=False, indent=indent) + "\n").encode()
 
 
 QUANTIZED = (".quant_weight", ".quant_scale", ".weight_scale", ".activation_quanter")
@@ -435,8 +431,9 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         build = baichuan if own == "baichuan" else chatglm
         tensors, settings = build(tensors, settings, code, path.name)
     else:
-        _tie(tensors, settings, path)
-        settings = with_architecture(settings)
+        # PaddleNLP leaves out its default, true: with a head, the values decide then
+        tied = settings.get("tie_word_embeddings", None if HEAD in tensors else True)
+        settings = with_architecture({**settings, "tie_word_embeddings": tied})
     side_files = {**_tokenizer(tokenizer, folder, paddle["model_type"], warnings), **read_generation_config(folder)}
     release = stored.get("paddlenlp_version")
     return Checkpoint(
@@ -459,20 +456,6 @@ def _refuse_quantized(path: Path, names: Iterable[str]) -> None:
             f"`{path.name}` is quantized: it holds {listing(found)}",
             hint="give the weights from before quantization; Paddle's packed ones are ordered for its GPU kernels",
         )
-
-
-def _tie(tensors: Mapping[str, LazyTensor], settings: dict[str, Any], path: Path) -> None:
-    """Sets `tie_word_embeddings`: true without a head, else as stored, null where the values decide."""
-    declared = settings.get("tie_word_embeddings")
-    if HEAD not in tensors:
-        if declared is False:
-            raise InputRefused(
-                f"`{path.name}` has no output head, and its configuration does not tie it to the embedding",
-                hint="if it was trained this way, give a configuration with `tie_word_embeddings` true",
-            )
-        settings["tie_word_embeddings"] = True
-    else:
-        settings["tie_word_embeddings"] = declared  # PaddleNLP leaves out its default, true: then the values decide
 
 
 def _tokenizer(given: Path | None, folder: Path, model_type: str, warnings: list[str]) -> dict[str, bytes]:
