@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.algebra import rename, require
+from llmconv.convert.algebra import rename
 from llmconv.convert.assembly import contents_around, side_files_of
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
@@ -57,7 +57,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     masks = [name for name in stored if name.endswith(".attn.bias")]
     renamed = {target: stored[name] for target, name in rename(stored, NAMES, path.name).items()}
     warnings: list[str] = []
-    tensors = _with_biases(renamed, args, path.name, warnings)
+    tensors = _with_biases(renamed, args, warnings)
     tensors = {
         name: transposed(tensor) if MATRIX.search(name) and len(tensor.shape) == 2 else tensor
         for name, tensor in tensors.items()
@@ -94,16 +94,11 @@ def _model_args(found: StateFile, source: str) -> dict[str, int]:
     return sizes
 
 
-def _with_biases(
-    tensors: dict[str, LazyTensor], args: Mapping[str, int], source: str, warnings: list[str]
-) -> dict[str, LazyTensor]:
-    """Adds zero biases to a run without biases, which computes the same; MalformedInput for other missing keys."""
+def _with_biases(tensors: dict[str, LazyTensor], args: Mapping[str, int], warnings: list[str]) -> dict[str, LazyTensor]:
+    """Adds zero biases to a run without biases, which computes the same."""
     parts = [f"transformer.h.{layer}.{part}" for layer in range(args["n_layer"]) for part in PARTS]
     modules = [*parts, "transformer.ln_f"]
-    require([f"{module}.weight" for module in modules], tensors, source)
-    require(["transformer.wte.weight", "transformer.wpe.weight"], tensors, source)
     if any(f"{module}.bias" in tensors for module in modules):
-        require([f"{module}.bias" for module in modules], tensors, source)
         return tensors
     warnings.append("added zero biases, which compute the same: the run had none (`bias=False`), and GPT-2 needs them")
     full: dict[str, LazyTensor] = {}
