@@ -312,8 +312,17 @@ def pick_rows(tensor: LazyTensor, group: int, first: int, count: int) -> LazyTen
     return LazyTensor(tensor.dtype, (tensor.num_rows // group * count, *tensor.shape[1:]), load)
 
 
+def deal_rows(tensor: LazyTensor, counts: Sequence[int]) -> list[LazyTensor]:
+    """The parts that `interleave_rows` joined, `counts` rows of each in turn; ValueError if groups do not fit."""
+    return [pick_rows(tensor, sum(counts), sum(counts[:part]), count) for part, count in enumerate(counts)]
+
+
+def zeros(dtype: DType, shape: tuple[int, ...]) -> LazyTensor:
+    return LazyTensor(dtype, shape, lambda start, stop: np.zeros((stop - start, *shape[1:]), dtype.numpy))
+
+
 def interleave_rows(parts: Sequence[LazyTensor], counts: Sequence[int]) -> LazyTensor:
-    """The next `counts[k]` rows of each part in turn, the reverse of `pick_rows`; ValueError if parts do not match."""
+    """The next `counts[k]` rows of each part in turn, the reverse of `deal_rows`; ValueError if parts do not match."""
     kinds = {(part.dtype, part.shape[1:], part.num_rows / count) for part, count in zip(parts, counts, strict=True)}
     group = sum(counts)
     groups = parts[0].num_rows // counts[0]

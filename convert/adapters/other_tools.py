@@ -257,7 +257,7 @@ class LayerSizes:
     queries: int
     keys: int
     dim: int
-    inner: int
+    inner: int = 0
 
     @property
     def attention(self) -> tuple[int, int, int]:

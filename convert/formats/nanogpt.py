@@ -11,17 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.algebra import rename
+from llmconv.convert.algebra import rename, zeros
 from llmconv.convert.assembly import contents_around, side_files_of
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import with_architecture, without_code
 from llmconv.convert.state_dicts.files import Sign, StateFile, open_state
 from llmconv.errors import MalformedInput, listing
-from llmconv.tensors import DType, LazyTensor
+from llmconv.tensors import LazyTensor
 from llmconv.transpose import transposed
 
 FILE = "ckpt.pt"
@@ -105,12 +103,8 @@ def _with_biases(tensors: dict[str, LazyTensor], args: Mapping[str, int], warnin
     for name, tensor in tensors.items():
         full[name] = tensor
         if (module := name.removesuffix(".weight")) in modules:
-            full[f"{module}.bias"] = _zeros(tensor.dtype, tensor.num_rows)
+            full[f"{module}.bias"] = zeros(tensor.dtype, tensor.shape[:1])
     return full
-
-
-def _zeros(dtype: DType, size: int) -> LazyTensor:
-    return LazyTensor(dtype, (size,), lambda start, stop: np.zeros(stop - start, dtype.numpy))
 
 
 def _config(args: Mapping[str, int], found: StateFile, warnings: list[str]) -> dict[str, Any]:

@@ -12,9 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from llmconv.convert.algebra import concat, slice_rows
+from llmconv.convert.algebra import concat, slice_rows, zeros
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
@@ -324,11 +322,7 @@ def _enlarged(name: str, tensor: LazyTensor, sizes: Mapping[str, int], heads: in
         repeated = [part for part in parts for _ in range(all_heads // heads)]
         return concat([slice_rows(tensor, 0, width), *repeated], 0)
     if missing and name.endswith(".ffn.up_proj.weight") and tensor.shape == (inner, width):
-        return concat([tensor, _zeros(tensor, (missing, width))], 0)
+        return concat([tensor, zeros(tensor.dtype, (missing, width))], 0)
     if missing and name.endswith(".ffn.down_proj.weight") and tensor.shape == (width, inner):
-        return concat([tensor, _zeros(tensor, (width, missing))], 1)
+        return concat([tensor, zeros(tensor.dtype, (width, missing))], 1)
     return tensor
-
-
-def _zeros(like: LazyTensor, shape: tuple[int, int]) -> LazyTensor:
-    return LazyTensor(like.dtype, shape, lambda start, stop: np.zeros((stop - start, shape[1]), like.dtype.numpy))

@@ -35,7 +35,7 @@ from llmconv.convert.adapters.other_tools import (
     sizes_of,
     unplaced,
 )
-from llmconv.convert.algebra import fitting, permute_rows, rename, rope_order
+from llmconv.convert.algebra import fitting, permute_rows, rename, rope_order, zeros
 from llmconv.convert.deltas import DeltaFormat
 from llmconv.convert.deltas.arithmetic import (
     FLOAT16,
@@ -78,7 +78,6 @@ from llmconv.convert.formats.accessory.read import (
     split_ranks,
     to_hugging_face,
     whole_tensors,
-    zero_bias,
 )
 from llmconv.convert.formats.meta.format import MetaTokenizer, find_tokenizer, tokenizer_for
 from llmconv.convert.models.config_file import without_code
@@ -298,7 +297,9 @@ def _with_biases(
         for weight in [name for name in base if name.endswith(tuple(f".{layer}.weight" for layer in layers))]:
             bias, tensor = weight.removesuffix("weight") + "bias", base[weight]
             if bias not in base:
-                result[bias] = cast(result[bias], tensor.dtype) if bias in result else zero_bias(tensor)
+                result[bias] = (
+                    cast(result[bias], tensor.dtype) if bias in result else zeros(tensor.dtype, tensor.shape[:1])
+                )
     return result, fields
 
 

@@ -16,23 +16,22 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products
 from llmconv.convert.algebra import (
     concat,
+    deal_rows,
     first_missing,
     fitting,
     interleave_rows,
     inverse_order,
     inverted,
     permute_rows,
-    pick_rows,
     rename,
     rope_order,
     slice_rows,
     split,
+    zeros,
 )
 from llmconv.convert.formats.accessory.config import (
     ATTENTION,
@@ -283,7 +282,7 @@ def to_hugging_face(whole: dict[str, LazyTensor], params: AccessoryParams, sourc
             complete[name] = tensor
             layer, _, kind = name.rpartition(".")
             if kind == "weight" and layer.rpartition(".")[2] in wanted and f"{layer}.bias" not in tensors:
-                complete[f"{layer}.bias"] = zero_bias(tensor)
+                complete[f"{layer}.bias"] = zeros(tensor.dtype, tensor.shape[:1])
         return complete
 
 
@@ -358,13 +357,6 @@ def _with_lora(parts: dict[str, LazyTensor], owner: str, source: str) -> LazyTen
     changes = [LoraProduct(parts["lora_a"], parts["lora_b"], 1.0)]
     merged = add_products(weight, changes, weight.dtype)
     return replace(merged, recast=lambda dtype: add_products(weight, changes, dtype))
-
-
-def zero_bias(weight: LazyTensor) -> LazyTensor:
-    """A bias of zeros for a weight, [rows], in its dtype."""
-    return LazyTensor(
-        weight.dtype, weight.shape[:1], lambda start, stop: np.zeros(stop - start, dtype=weight.dtype.numpy)
-    )
 
 
 def _internlm_as_llama(whole: dict[str, LazyTensor], params: AccessoryParams) -> dict[str, LazyTensor]:
@@ -466,11 +458,8 @@ def _converted(name: str, tensor: LazyTensor, params: AccessoryParams) -> dict[s
     """One tensor as Accessory stores it: rows in Meta's order; a fused matrix of Falcon's becomes three."""
     if params.family == "falcon" and (fused := QKV.fullmatch(name)):
         size, heads = params.head_dim, 1 if params.fields["multi_query"] else params.heads
-        counts = (params.heads // heads * size, size, size)
-        return {
-            f"{fused[1]}.w{letter}.{fused[2]}": pick_rows(tensor, sum(counts), sum(counts[:index]), counts[index])
-            for index, letter in enumerate("qkv")
-        }
+        parts = zip("qkv", deal_rows(tensor, (params.heads // heads * size, size, size)), strict=True)
+        return {f"{fused[1]}.w{letter}.{fused[2]}": part for letter, part in parts}
     if params.family != "falcon" and ROTATED.search(name):
         return {name: permute_rows(tensor, inverse_order(rope_order(params.head_dim)))}
     return {name: tensor}

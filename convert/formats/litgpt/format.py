@@ -28,7 +28,7 @@ from llmconv.convert.adapters.other_tools import (
     renamed,
     unplaced,
 )
-from llmconv.convert.algebra import concat, fitting, interleave_rows, pick_rows, rename, require, slice_rows
+from llmconv.convert.algebra import concat, deal_rows, fitting, interleave_rows, rename, require, slice_rows
 from llmconv.convert.assembly import config_folder, contents_around, side_files_of, stored_config
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.formats.litgpt.config import (
@@ -99,15 +99,7 @@ def group_counts(lit: LitConfig) -> tuple[int, int, int]:
 
 
 def _split_qkv(tensor: LazyTensor, lit: LitConfig, *, by_group: bool) -> list[LazyTensor]:
-    counts, first = group_counts(lit), 0
-    parts = []
-    for count in counts:
-        rows = count if by_group else count * lit.n_query_groups
-        parts.append(
-            pick_rows(tensor, sum(counts), first, count) if by_group else slice_rows(tensor, first, first + rows)
-        )
-        first += rows
-    return parts
+    return deal_rows(tensor, [count if by_group else count * lit.n_query_groups for count in group_counts(lit)])
 
 
 def _grouped(tensor: LazyTensor, lit: LitConfig) -> LazyTensor:

@@ -21,10 +21,10 @@ import numpy as np
 from llmconv.checkpoint import Checkpoint, read_side_files
 from llmconv.convert.algebra import (
     concat,
+    deal_rows,
     fitting,
     interleave_rows,
     permute_rows,
-    pick_rows,
     replicated,
     rope_order,
     slice_rows,
@@ -381,8 +381,8 @@ def _attention(stem: str, kind: str, tensor: LazyTensor, layout: Layout) -> Iter
     rows = sum(counts) * layout.groups
     if tensor.num_rows != rows:
         raise ValueError(f"expected {rows} rows, got {tensor.num_rows}")
-    parts = [pick_rows(tensor, sum(counts), sum(counts[:part]), counts[part]) for part in range(3)]
-    parts = [*(_by_halves(part, layout) for part in parts[:2]), parts[2]]
+    *turned, values = deal_rows(tensor, counts)
+    parts = [*(_by_halves(part, layout) for part in turned), values]
     if layout.model_type not in WHOLE_QKV:
         for word, part in zip("qkv", parts, strict=True):
             yield f"{stem}{word}.{kind}", part

@@ -39,7 +39,6 @@ from llmconv.convert.formats.mindformers.config import (
     LLAMA,
     LORA,
     QWEN,
-    Heads,
     RunConfig,
     layout_of,
     read_run_config,
@@ -135,7 +134,6 @@ def _llama(
     factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str]
 ) -> dict[str, ForeignPair]:
     """Splits fused queries, keys and values, or gate and up; each part keeps the A of the whole."""
-    heads = Heads(sizes.queries, sizes.keys, sizes.dim)
     apart: dict[str, ForeignPair] = {}
     for module, own in factors.items():
         name = f"{module}.weight"
@@ -150,7 +148,7 @@ def _llama(
                 hint="put the run's YAML next to the file, and in its `model_config` the line `qkv_layout: plain` if "
                 "MindFormers up to 1.4 wrote it, `qkv_layout: interleaved` since 1.5",
             ) from error
-        parts = unfuse(run, {name: own.b}, heads)
+        parts = unfuse(run, {name: own.b}, sizes)
         apart |= {part.removesuffix(".weight"): replace(own, b=rows) for part, rows in parts.items()}
     return renamed(apart, table, run.source, DESCRIPTION)
 
@@ -158,11 +156,10 @@ def _llama(
 def _glm(
     factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str]
 ) -> dict[str, ForeignPair]:
-    heads = Heads(sizes.queries, sizes.keys, sizes.dim)
     apart: dict[str, ForeignPair] = {}
     for module, own in factors.items():
         root = module.removesuffix(FUSED_GLM)
-        parts = split_qkv(own.b, heads, "plain") if root != module else []
+        parts = split_qkv(own.b, sizes, "plain") if root != module else []
         apart |= {
             f"{root}.self_attention.w{one}": replace(own, b=rows) for one, rows in zip("qkv", parts, strict=False)
         }

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products
-from llmconv.convert.algebra import concat, fitting, interleave_rows, pick_rows
+from llmconv.convert.adapters.other_tools import LayerSizes
+from llmconv.convert.algebra import concat, deal_rows, fitting, interleave_rows
 from llmconv.convert.models.config_file import OPTION, read_config_file
 from llmconv.convert.models.model_config import ModelSettings
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
@@ -260,7 +261,7 @@ FUSED = (  # names of the fused matrices, with those of their parts: queries, ke
 )
 
 
-def unfuse(run: RunConfig, tensors: Mapping[str, LazyTensor], heads: Heads) -> dict[str, LazyTensor]:
+def unfuse(run: RunConfig, tensors: Mapping[str, LazyTensor], heads: LayerSizes) -> dict[str, LazyTensor]:
     """Splits the `FUSED` tensors, such as `w_qkv` (in 1.0 `w`) into `wq`, `wk` and `wv`; the others stay.
 
     Until 1.4 the parts follow each other; since 1.5 each key/value head follows its queries, and gate and up rows
@@ -296,19 +297,18 @@ def layout_of(run: RunConfig, name: str) -> str:
     )
 
 
-def split_qkv(tensor: LazyTensor, heads: Heads, layout: str) -> list[LazyTensor]:
+def split_qkv(tensor: LazyTensor, heads: LayerSizes, layout: str) -> list[LazyTensor]:
     """Queries, keys, values of [(queries + 2 keys) * dim, …] in a layout of `LAYOUTS`; ValueError for other sizes."""
-    rows = [heads.queries * heads.dim, heads.keys * heads.dim, heads.keys * heads.dim]
+    rows = heads.attention
     if tensor.num_rows != sum(rows):
         raise ValueError(f"expected {sum(rows)} rows, got {tensor.num_rows}")
-    counts = rows if layout == "plain" else [count // heads.keys for count in rows]
-    return [pick_rows(tensor, sum(counts), sum(counts[:part]), counts[part]) for part in range(3)]
+    return deal_rows(tensor, rows if layout == "plain" else [count // heads.keys for count in rows])
 
 
 def split_gate(tensor: LazyTensor, layout: str) -> list[LazyTensor]:
     """The gate and up rows of a fused matrix; ValueError if the number of rows is odd."""
     count = tensor.num_rows // 2 if layout == "plain" else 1
-    return [pick_rows(tensor, 2 * count, part * count, count) for part in range(2)]
+    return deal_rows(tensor, (count, count))
 
 
 def fuse(
@@ -326,15 +326,6 @@ def fuse(
                 raise ValueError(f"`{name}` is present without one of {', '.join(parts[1:])}")
             fused[f"{root}.{whole}.{kind}"] = interleave_rows(present, counts) if counts else concat(present, 0)
     return fused
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Number of query heads and of key/value heads, and the elements of each head."""
-
-    queries: int
-    keys: int
-    dim: int
 
 
 @dataclass(frozen=True)
@@ -372,7 +363,7 @@ class MindFormersFamily:
     )
 
 
-def heads_of(run: RunConfig, hidden: int) -> Heads:
+def heads_of(run: RunConfig, hidden: int) -> LayerSizes:
     """The head sizes in the configuration; MalformedInput if they contradict the hidden size."""
     queries = run.integer("num_heads", "num_attention_heads")
     keys = run.integer(
@@ -384,7 +375,7 @@ def heads_of(run: RunConfig, hidden: int) -> Heads:
             f"{queries} heads and {keys} key/value heads do not match the hidden size {hidden} of `{run.source}`",
             hint="the configuration belongs to another model; give the YAML file of the run with `--config`",
         )
-    return Heads(queries, keys, dim)
+    return LayerSizes(queries, keys, dim)
 
 
 def finish(run: RunConfig, tensors: dict[str, LazyTensor], config: dict[str, Any]) -> ConvertedModel:

@@ -22,7 +22,17 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.convert.algebra import concat, fitting, interleave_rows, inverted, permute_rows, pick_rows, rename, split
+from llmconv.convert.adapters.other_tools import LayerSizes
+from llmconv.convert.algebra import (
+    concat,
+    deal_rows,
+    fitting,
+    interleave_rows,
+    inverted,
+    permute_rows,
+    rename,
+    split,
+)
 from llmconv.convert.formats.mindformers.config import (
     BLOOM,
     CHATGLM_6B,
@@ -35,7 +45,6 @@ from llmconv.convert.formats.mindformers.config import (
     LLAMA,
     QWEN,
     ConvertedModel,
-    Heads,
     MindFormersModel,
     RunConfig,
     check_embedding_sizes,
@@ -121,7 +130,7 @@ def _build(run: RunConfig, tensors: dict[str, LazyTensor], names: dict[str, str 
     return finish(run, renamed, config)
 
 
-def _config(run: RunConfig, embedding: LazyTensor, intermediate: int, heads: Heads, kind: str) -> dict[str, Any]:
+def _config(run: RunConfig, embedding: LazyTensor, intermediate: int, heads: LayerSizes, kind: str) -> dict[str, Any]:
     return {
         "model_type": kind,
         **check_embedding_sizes(run, embedding),
@@ -301,7 +310,7 @@ def build_glm(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     return finish(run, parts, config)
 
 
-def _heads(run: RunConfig, hidden: int) -> Heads:
+def _heads(run: RunConfig, hidden: int) -> LayerSizes:
     fields = {"num_attention_heads": 32, "kv_channels": 128, **run.fields}
     multi = run.fields.get("multi_query_attention", True)
     keys = fields.get("multi_query_group_num", 2) if multi else fields["num_attention_heads"]
@@ -309,7 +318,7 @@ def _heads(run: RunConfig, hidden: int) -> Heads:
     return heads_of(RunConfig(run.source, known, run.arch, run.lora), hidden)
 
 
-def _transformers_tensors(run: RunConfig, renamed: dict[str, LazyTensor], heads: Heads) -> dict[str, LazyTensor]:
+def _transformers_tensors(run: RunConfig, renamed: dict[str, LazyTensor], heads: LayerSizes) -> dict[str, LazyTensor]:
     """Splits queries, keys and values, joins gate and up, and puts rows in transformers' order."""
     parts: dict[str, LazyTensor] = {}
     with fitting(f"the layers of `{run.source}` cannot be split"):
@@ -458,7 +467,9 @@ def store_gpt2(settings: ModelSettings, tensors: dict[str, LazyTensor], source: 
     """GPT-2 with its `c_attn` split into three matrices, [out, in]; UnsupportedInput if MindFormers lacks a setting."""
     held = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
     refuse_settings(source, settings, held, "MindFormers")
-    parts = _apart(tensors, "c_attn", lambda whole: [transposed(part) for part in split(whole, 1, 3)], _thirds)
+    parts = _apart(
+        tensors, "c_attn", lambda w: [transposed(part) for part in split(w, 1, 3)], lambda bias: split(bias, 0, 3)
+    )
     fields = _fields(settings, source) | {
         "type": "GPT2Config",
         "max_position_embeddings": settings["max_position_embeddings"],
@@ -474,22 +485,14 @@ def store_bloom(settings: ModelSettings, tensors: dict[str, LazyTensor], source:
     held = {**usual, "apply_residual_connection_post_layernorm": False}
     refuse_settings(source, settings, held, "MindFormers")
     fields = _fields(settings, source) | {"type": "BloomConfig", "seq_length": BLOOM_LENGTH}
-    dim = fields["hidden_size"] // fields["num_heads"]
-
-    def heads(whole: LazyTensor) -> list[LazyTensor]:
-        return [pick_rows(whole, 3 * dim, part * dim, dim) for part in range(3)]
-
-    parts = _apart(tensors, "query_key_value", heads, heads)
+    counts = [fields["hidden_size"] // fields["num_heads"]] * 3
+    parts = _apart(tensors, "query_key_value", *[lambda whole: deal_rows(whole, counts)] * 2)
     flipped = {name: transposed(part) if BLOOM_IN_OUT.search(name) else part for name, part in parts.items()}
     renamed = rename(flipped, inverted(BLOOM), source)
     return MindFormersModel({target: flipped[name] for target, name in renamed.items()}, "BloomLMHeadModel", fields)
 
 
 SplitFunction = Callable[[LazyTensor], Sequence[LazyTensor]]
-
-
-def _thirds(bias: LazyTensor) -> Sequence[LazyTensor]:
-    return split(bias, 0, 3)
 
 
 def _apart(
