@@ -368,7 +368,7 @@ def _check_places(run: PeftRun, model: Checkpoint) -> None:
 
 def _in_memory(run: PeftRun, model: Checkpoint) -> BaseInMemory | None:
     try:
-        adapter = to_adapter(run.path, (run.path,), parse_config(run.config), run.adapter)
+        adapter = run.opened()
     except UnsupportedInput:
         return None  # written unchanged, or refused later
     return base_in_memory(model, with_tied_head(model), [adapter])
@@ -382,17 +382,14 @@ def _lost_biases(run: PeftRun) -> list[str]:
 
 
 def _merged(run: PeftRun, model: Checkpoint) -> Checkpoint:
-    result, edits = merged(model, [_opened(run)])
-    note = f"the LoRA adapter is merged into {len(edits.changes)} weights; `--adapter split` keeps it apart"
-    return replace(result, warnings=(*model.warnings, *edits.warnings, note))
-
-
-def _opened(run: PeftRun) -> Adapter:
     try:
-        return to_adapter(run.path, (run.path,), parse_config(run.config), run.adapter)
+        adapter = run.opened()
     except UnsupportedInput as problem:
         hint = f"{problem.hint}; `--adapter split` writes it separately"
         raise UnsupportedInput(problem.message, hint=hint) from problem
+    result, edits = merged(model, [adapter])
+    note = f"the LoRA adapter is merged into {len(edits.changes)} weights; `--adapter split` keeps it apart"
+    return replace(result, warnings=(*model.warnings, *edits.warnings, note))
 
 
 VERSIONED = ("transformers_version", "torch_dtype", "dtype", "architectures", "use_cache")
@@ -439,6 +436,10 @@ class PeftRun:
         """Paths of the modules with low-rank factors."""
         plain_names = (name.removeprefix(PREFIX) for name in self.adapter)
         return {name.partition(".lora_")[0] for name in plain_names if ".lora_" in name}
+
+    def opened(self) -> Adapter:
+        """UnsupportedInput if it cannot be merged."""
+        return to_adapter(self.path, (self.path,), parse_config(self.config), self.adapter)
 
 
 def find_adapter(stored: Mapping[str, Any], tensors: Mapping[str, LazyTensor], path: Path) -> PeftRun | None:

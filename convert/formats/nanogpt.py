@@ -16,7 +16,7 @@ from llmconv.convert.algebra import rename, zeros
 from llmconv.convert.assembly import contents_around, side_files_of
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
-from llmconv.convert.models.config_file import with_architecture, without_code
+from llmconv.convert.models.config_file import plain_fields, with_architecture
 from llmconv.convert.state_dicts.files import Sign, StateFile, open_state
 from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import LazyTensor
@@ -60,10 +60,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         name: transposed(tensor) if MATRIX.search(name) and len(tensor.shape) == 2 else tensor
         for name, tensor in tensors.items()
     }
-    extra, code = without_code(config)
-    if code:
-        warnings.append(f"dropped {listing(code)} from the configuration: no code comes from a checkpoint")
-    settings = with_architecture(_config(args, found, warnings) | extra)
+    settings = with_architecture({**_config(args, found, warnings), **plain_fields(config, warnings)})
     settings = as_loaded(tensors, settings)
     if not (side_files := side_files_of(_file(path), tokenizer)):
         warnings.append("nanoGPT saves no tokenizer; give one with `--tokenizer` (GPT-2's, where the run used it)")

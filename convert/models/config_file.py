@@ -184,6 +184,14 @@ def without_code(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, 
     return kept, tuple(dropped)
 
 
+def plain_fields(config: Mapping[str, Any], warnings: list[str]) -> dict[str, Any]:
+    """The config without code-execution fields, which are warnings, and traces."""
+    kept, dropped = without_code(config)
+    if dropped:
+        warnings.append(f"dropped {listing(dropped)} from the configuration: no code comes from a checkpoint")
+    return kept
+
+
 def causal_lm_config(
     stored: Mapping[str, Any], given: Mapping[str, Any], source: str, warnings: list[str]
 ) -> dict[str, Any]:
@@ -195,13 +203,11 @@ def causal_lm_config(
     """
     if own := _own_config(stored, given, source):
         return own
-    config, dropped = without_code({**stored, **given})
+    config = plain_fields({**stored, **given}, warnings if trusted_code(given) is None else [])
     if "model_type" not in config:
         raise InputRefused(
             f"`{source}` does not contain a model configuration", hint="give the model's `config.json` with `--config`"
         )
-    if dropped and trusted_code(given) is None:
-        warnings.append(f"dropped {listing(dropped)} from the configuration: no code comes from a checkpoint")
     if config["model_type"] in mpt_config.MODEL_TYPES:
         config = mpt_config.native_config(config, source, warnings)
     config = with_architecture(config)

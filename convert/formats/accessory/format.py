@@ -80,7 +80,7 @@ from llmconv.convert.formats.accessory.read import (
     whole_tensors,
 )
 from llmconv.convert.formats.meta.format import MetaTokenizer, find_tokenizer, tokenizer_for
-from llmconv.convert.models.config_file import without_code
+from llmconv.convert.models.config_file import plain_fields
 from llmconv.convert.models.head_and_dtype import settle_head, with_dtype
 from llmconv.convert.state_dicts.files import training_files_in
 from llmconv.convert.tokenizers import special_ids
@@ -111,9 +111,8 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     tokens, more = _tokenizer(path, tokenizer, base, settings["vocab_size"])
     kept = EXTRA_FILES if tokenizer is None else ("generation_config.json",)
     extra_files = {name: content for name, content in read_side_files(path).items() if name in kept}
-    extra, code = without_code({name: value for name, value in config.items() if name not in (*given, *FORMAT.options)})
-    if code:
-        warnings.append(f"dropped {listing(code)} from the configuration: no code comes from a checkpoint")
+    others = {name: value for name, value in config.items() if name not in (*given, *FORMAT.options)}
+    extra = plain_fields(others, warnings)
     if differing_copies(own, ("norm.weight", "ln_f.weight")):
         warnings.append("the norms differ between shards; those of shard 0 are used, as upstream does")
     settings |= {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos} | extra

@@ -41,7 +41,7 @@ from llmconv.convert.formats.meta.read import (
     split_dim,
     to_config,
 )
-from llmconv.convert.models.config_file import json_object, without_code
+from llmconv.convert.models.config_file import json_object, plain_fields
 from llmconv.convert.models.head_and_dtype import with_head
 from llmconv.convert.models.model_config import LlamaLikeConfig, read_decoder, refuse_shards
 from llmconv.convert.state_dicts.files import training_files_in
@@ -258,9 +258,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     tokens, warnings = tokenizer_for(
         tokenizer or find_tokenizer(path), sizes.vocabulary, path.name, since_3_1=is_scaled(params)
     )
-    extra, dropped = without_code({name: value for name, value in config.items() if name not in PARAMS})
-    if dropped:
-        warnings.append(f"dropped {listing(dropped)} from the configuration: no code comes from a checkpoint")
+    extra = plain_fields({name: value for name, value in config.items() if name not in PARAMS}, warnings)
     settings |= {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos} | extra
     warnings += differing_norms(shards)
     side_files = {**tokens.files, **_generation_config(tokens)}

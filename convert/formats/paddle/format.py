@@ -46,7 +46,7 @@ from llmconv.convert.formats.paddle.read import (
     weight_files,
 )
 from llmconv.convert.models.code_model import baichuan, chatglm, needs_code
-from llmconv.convert.models.config_file import OPTION, trusted_code, with_architecture, without_code
+from llmconv.convert.models.config_file import OPTION, plain_fields, trusted_code, with_architecture
 from llmconv.convert.models.model_config import (
     ModelSettings,
     refuse,
@@ -407,12 +407,9 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     folder = path if path.is_dir() else path.parent
     stored = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     fields = {name: value for name, value in config.items() if name != OPTION}
-    paddle, dropped = without_code({**stored, **fields})
-    if not paddle:
-        raise InputRefused(f"`{path.name}` has no `config.json` next to it", hint="give the run's with `--config`")
     warnings: list[str] = []
-    if dropped:
-        warnings.append(f"dropped {listing(dropped)} from the configuration: no code comes from a checkpoint")
+    if not (paddle := plain_fields({**stored, **fields}, warnings)):
+        raise InputRefused(f"`{path.name}` has no `config.json` next to it", hint="give the run's with `--config`")
     own, code = own_kind(paddle), trusted_code(config)
     if own:
         code = needs_code(code, path.name, *(ALIBI if own == "baichuan" else TWO_POSITIONS))
