@@ -282,8 +282,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "heads that do not divide": ("", {"num_heads": 5}, "do not match the hidden size"),
     "key heads of another model": ("", {"n_kv_heads": 4}, "another shape than its configuration"),
     "another hidden size": ("", {"hidden_size": 64}, "`hidden_size` 64"),
-    "more layers": ("", {"num_layers": 3}, "lacks 9 tensors"),
-    "fewer layers": ("", {"num_layers": 1}, "unexpected keys"),
+    "more layers": ("", {"num_layers": 3}, "has 2 layers, its configuration says 3"),
+    "fewer layers": ("", {"num_layers": 1}, "has 2 layers, its configuration says 1"),
     "a number that is none": ("", {"rms_norm_eps": "small"}, "'small'"),
     "a number that is not finite": ("", {"theta": float("inf")}, "'inf'"),
 }
