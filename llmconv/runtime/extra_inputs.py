@@ -56,6 +56,12 @@ class ModelCall:
         """Tokens, mask and positions."""
         return self.input_ids, self.attention_mask, self.position_ids
 
+    def after(self, length: int, first_position: int) -> ModelCall:
+        """The same tokens after a prefix of `length` virtual tokens; `first_position` is that of the first real one."""
+        ones = np.ones((len(self.input_ids), length), dtype=np.int64)
+        mask = np.concatenate([ones, self.attention_mask], axis=1)
+        return ModelCall(self.input_ids, mask, self.position_ids + first_position)
+
     @property
     def sizes(self) -> dict[str, int]:
         """The size of every symbolic axis."""

@@ -24,7 +24,7 @@ from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.files.safetensors_file import read_header
 from llmconv.runtime.cache_names import is_state
-from llmconv.runtime.extra_inputs import PAST, POSITIONS, TOTAL, ExtraInput
+from llmconv.runtime.extra_inputs import PAST, POSITIONS, TOTAL, ExtraInput, ModelCall
 from llmconv.runtime.runner import (
     TOKEN_AXIS,
     ArrayCache,
@@ -196,28 +196,13 @@ class PrefixedRunner(Runner):
         """Whether the model can continue the prefix and a past in one run."""
         return self._runner.continues_in_one_run(batch, past + self._length, new)
 
-    def prefill(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None = None,
-        extras: Extras | None = None,
-        placed: PlacedEmbeddings | None = None,
+    def _run_prompt(
+        self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
     ) -> Step:
-        given = self._after_prefix(input_ids, attention_mask, position_ids, past)
-        return self._runner.prefill(*given, self._moved(extras), placed)
+        return self._runner.prefill(*self._after_prefix(call, past), self._moved(extras), placed)
 
-    def decode(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None = None,
-        extras: Extras | None = None,
-    ) -> Step:
-        given = self._after_prefix(input_ids, attention_mask, position_ids, past)
-        return self._runner.decode(*given, self._moved(extras))
+    def _run_step(self, call: ModelCall, past: Cache | None, extras: Extras | None) -> Step:
+        return self._runner.decode(*self._after_prefix(call, past), self._moved(extras))
 
     def _moved(self, extras: Extras | None) -> Extras | None:
         """The values with positions that count from the prefix on."""
@@ -225,13 +210,8 @@ class PrefixedRunner(Runner):
             return extras
         return {**extras, POSITIONS: extras[POSITIONS] + self._first_position}
 
-    def _after_prefix(
-        self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None
-    ) -> tuple[Array, Array, Array, Cache]:
-        rows = len(input_ids)
-        ones = np.ones((rows, self._length), dtype=np.int64)
-        mask = np.concatenate([ones, attention_mask], axis=1)
-        return input_ids, mask, position_ids + self._first_position, past or self._cache(rows)
+    def _after_prefix(self, call: ModelCall, past: Cache | None) -> tuple[Array, Array, Array, Cache]:
+        return *call.after(self._length, self._first_position).arrays, past or self._cache(len(call.input_ids))
 
     def _cache(self, rows: int) -> Cache:
         return ArrayCache({name: np.repeat(array, rows, axis=0) for name, array in self._content.items()}, self._length)

@@ -15,7 +15,7 @@ import numpy as np
 from llmconv.errors import UsageProblem
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.context_length import LengthSwitch
-from llmconv.runtime.extra_inputs import ExtraInput
+from llmconv.runtime.extra_inputs import ExtraInput, ModelCall
 from llmconv.tensors import Array
 
 
@@ -194,6 +194,7 @@ class Runner(Protocol):
         Raises:
             UsageProblem: there is no `embedding_size`.
         """
+        return self._run_prompt(ModelCall(input_ids, attention_mask, position_ids), past, extras, placed)
 
     def decode(
         self,
@@ -204,7 +205,16 @@ class Runner(Protocol):
         extras: Extras | None = None,
     ) -> Step:
         """Runs one step of the generation; arguments, and the default, as `prefill`."""
-        return self.prefill(input_ids, attention_mask, position_ids, past, extras)
+        return self._run_step(ModelCall(input_ids, attention_mask, position_ids), past, extras)
+
+    def _run_prompt(
+        self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
+    ) -> Step:
+        name = type(self).__name__
+        raise NotImplementedError(f"`{name}` has neither `prefill` nor `_run_prompt`")
+
+    def _run_step(self, call: ModelCall, past: Cache | None, extras: Extras | None) -> Step:
+        return self.prefill(*call.arrays, past, extras)
 
 
 def refuse_placed(placed: PlacedEmbeddings | None) -> None:

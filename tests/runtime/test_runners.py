@@ -135,14 +135,14 @@ def test_logits_of_a_step_stay_when_the_next_is_run(tmp_path: Path, talking: Pat
 def test_threads_of_prompts_leave_the_cores_to_those_of_steps(talking: Path, tmp_path: Path) -> None:
     different = {"cache": "shared-buffer", "target": "ort-cpu"}
     runner = OrtRunner.from_folder(exported(talking, tmp_path / "model", **different))
-    assert [spins(graph) for graph in (runner._prefill, runner._decode)] == [False, True]
-    assert spins(OrtRunner.from_files(talking / "decode.onnx")._decode)
+    assert [spins(graph) for graph in (runner._prompt_graph, runner._step_graph)] == [False, True]
+    assert spins(OrtRunner.from_files(talking / "decode.onnx")._step_graph)
 
 
 @pytest.mark.slow
 def test_threads_of_a_stage_leave_the_cores_to_those_of_the_next(talking: Path, tmp_path: Path) -> None:
     runner = OrtRunner.from_folder(exported(talking, tmp_path / "model", stages=2))
-    assert not any(spins(graph) for graph in (runner._prefill, runner._decode))
+    assert not any(spins(graph) for graph in (runner._prompt_graph, runner._step_graph))
 
 
 @pytest.mark.slow

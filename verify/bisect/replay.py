@@ -25,10 +25,9 @@ import torch
 
 from llmconv.runtime.cache_names import is_state, past_of
 from llmconv.runtime.eager.cache import to_numpy
-from llmconv.runtime.extra_inputs import ModelCall
 from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
-from llmconv.runtime.onnxruntime.runner import OrtRunner, after_prefix
+from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import TENSOR_DTYPES, SessionSettings
 from llmconv.runtime.runner import Cache, Runner
 from llmconv.tensors import Array
@@ -361,7 +360,7 @@ def feeds_of(graph: OrtGraph, call: Call, past: Cache | None) -> dict[str, Array
     """All inputs of a graph with a growing cache, for one call; a `past` of None is an empty cache."""
     tokens = call.tokens
     if graph.entry.prefix and past:
-        tokens = ModelCall(call.input_ids, *after_prefix(call.attention_mask, call.position_ids, graph.entry.prefix))
+        tokens = tokens.after(graph.entry.prefix.length, graph.entry.prefix.first_position)
     given = {**vars(tokens), **graph.embed(call.input_ids), **graph.extra_values(call.extras).of(tokens)}
     if past:
         given |= {past_of(name): array for name, array in past.arrays().items()}

@@ -263,22 +263,6 @@ class EagerRunner(Runner):
     def extra_inputs(self) -> Mapping[str, ExtraInput]:
         return self._extra_inputs
 
-    def prefill(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None = None,
-        extras: Extras | None = None,
-        placed: PlacedEmbeddings | None = None,
-    ) -> Step:
-        """Runs the prompt; `past` remains unchanged.
-
-        Raises UnsupportedInput if the hook of an extra input returns another shape or dtype; UsageProblem for a token
-        outside of the vocabulary, or a given value of no extra input or that does not fit.
-        """
-        return self._run(ModelCall(input_ids, attention_mask, position_ids), past, extras, placed)
-
     @property
     def embedding_size(self) -> int | None:
         """Number of columns of the embedding table; None if the model takes tokens only."""
@@ -291,9 +275,13 @@ class EagerRunner(Runner):
                 hint="the prompt was encoded by the tokenizer of another model",
             )
 
-    def _run(
+    def _run_prompt(
         self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
     ) -> Step:
+        """Raises UnsupportedInput if the hook of an extra input returns another shape or dtype.
+
+        Raises UsageProblem for a token outside of the vocabulary, or a value of no extra input or that does not fit.
+        """
         self._require_tokens(call.input_ids)
         new_tokens, values = call.input_ids.shape[1], ExtraValues(self._extra_inputs, extras or {}).of(call)
         whole, all_values = call, values

@@ -94,7 +94,7 @@ class TorchRunner(EagerRunner):
         tensors = {name: ComputedTensor(tensor) for name, tensor in self._tensors.items()}
         return self._built(folder, fields, dtype, tensors, self._tensors)
 
-    def _run(
+    def _run_prompt(
         self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
     ) -> Step:
         if past is None:

@@ -26,6 +26,7 @@ from onnx import TensorProto, helper
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, first_line
 from llmconv.memory import raise_if_out_of_memory, trim
 from llmconv.runtime.cache_names import is_past, is_present, is_state, layer_of, past_of
+from llmconv.runtime.extra_inputs import ModelCall
 from llmconv.runtime.low_memory.weights import LOW_MEMORY_HINT, PlannedCall, PrecomputedRunner, SpillFile
 from llmconv.runtime.onnxruntime.graph import LENGTH_AXIS, OrtCache, OrtGraph, step_of
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
@@ -36,7 +37,6 @@ from llmconv.runtime.onnxruntime.session_settings import TENSOR_DTYPES, Device, 
 from llmconv.runtime.onnxruntime.shared_buffers import as_input
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Step
-from llmconv.tensors import Array
 
 FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16}
 TYPES = {
@@ -333,17 +333,11 @@ class PiecedGraph(OrtGraph):
     def _connect(self, paths: Sequence[Path], settings: SessionSettings) -> Any:
         return DeclaredGraph(paths, settings.change)
 
-    def run(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None = None,
-        extras: Extras | None = None,
-        placed: PlacedEmbeddings | None = None,
+    def run_call(
+        self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
     ) -> Step:
         """As `OrtGraph.run`, for tokens only; returns precomputed results if there are any."""
-        return self.precomputed.prefill(input_ids, attention_mask, position_ids, past, extras)
+        return self.precomputed.prefill(*call.arrays, past, extras)
 
     def _run_all(self, calls: Sequence[PlannedCall]) -> list[Step]:
         """Runs all calls piece by piece; within a piece, a call runs after the call that it continues."""

@@ -34,7 +34,7 @@ from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.eager.cache import EagerCache, keeps_states, to_numpy
 from llmconv.runtime.eager.runner import EagerRunner, layer_modules, single_torch_thread
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, StoredTensor, stored_tensors
-from llmconv.runtime.extra_inputs import SEQUENCE, ExtraInput, ExtraValues
+from llmconv.runtime.extra_inputs import SEQUENCE, ExtraInput, ExtraValues, ModelCall
 from llmconv.runtime.low_memory.weights import (
     LOW_MEMORY_HINT,
     LazyMatrices,
@@ -240,27 +240,17 @@ class StreamedRunner(EagerRunner):
             name for name, t in tensors if t.is_meta and name not in streamed and id(t) not in self._lazy
         )
 
-    # --- single calls -------------------------------------------------------------------------------------------------
-
-    def prefill(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None = None,
-        extras: Extras | None = None,
-        placed: PlacedEmbeddings | None = None,
+    def _run_prompt(
+        self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
     ) -> Step:
-        """As `Runner.prefill`. Every call reads all weights; `run_all` reads them once for several calls."""
+        """Every call reads all weights; `run_all` reads them once for several calls."""
         refuse_placed(placed)
-        return self.run_all([PlannedCall(input_ids, attention_mask, position_ids, past, extras=extras or {})])[0]
+        return self.run_all([PlannedCall(*call.arrays, past, extras=extras or {})])[0]
 
     def embed(self, input_ids: Array) -> Array:
         """As `EagerRunner.embed`."""
         with self.compute_mode():
             return to_numpy(self.model.get_input_embeddings()(torch.from_numpy(input_ids)))
-
-    # --- several calls together ---------------------------------------------------------------------------------------
 
     def run_all(self, calls: Sequence[PlannedCall]) -> list[Step]:
         """The results of all calls, with as few passes over the weights as possible; raises as `PassScheduler.run`."""
@@ -277,8 +267,9 @@ class StreamedRunner(EagerRunner):
         self._caches, self._written = {}, {number: [] for number in range(len(calls))}
         self._parents = [call.parent for call in calls]
         pasts = [self._expected_past(calls, number) for number in range(len(calls))]
+        run = super()._run_prompt
         runs: list[Callable[[], Step]] = [
-            partial(self._run, call.tokens, past, call.extras) for call, past in zip(calls, pasts, strict=True)
+            partial(run, call.tokens, past, call.extras) for call, past in zip(calls, pasts, strict=True)
         ]
         try:
             with single_torch_thread() if self._is_small else nullcontext():

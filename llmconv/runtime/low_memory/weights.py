@@ -253,21 +253,15 @@ class PrecomputedRunner(Runner):
             content.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
         return content.digest()
 
-    def prefill(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None = None,
-        extras: Extras | None = None,
-        placed: PlacedEmbeddings | None = None,
+    def _run_prompt(
+        self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
     ) -> Step:
-        """As `Runner.prefill`; a call that was not precomputed runs now. Raises the LlmconvError of the call."""
+        """A call that was not precomputed runs now; raises the LlmconvError of the call."""
         refuse_placed(placed)
-        call = PlannedCall(input_ids, attention_mask, position_ids, extras=extras or {})
+        planned = PlannedCall(*call.arrays, extras=extras or {})
         if past is not None and not isinstance(past, KeyedCache):
-            return self._run_all([replace(call, past=past)])[0]
-        return self._kept_call(past, call).step()
+            return self._run_all([replace(planned, past=past)])[0]
+        return self._kept_call(past, planned).step()
 
     def present(self, past: KeyedCache | None, call: RunnerCall) -> SpilledCache:
         """The cache after a call; raises the LlmconvError of the call."""

@@ -302,12 +302,18 @@ class OrtGraph:
             UnsupportedInput: no input map declares an input of the graph, or a hook returns another shape or dtype.
             UsageProblem: a given value is of no extra input, or has another shape or dtype.
         """
-        call, values = ModelCall(input_ids, attention_mask, position_ids), self.extra_values(extras)
+        return self.run_call(ModelCall(input_ids, attention_mask, position_ids), past, extras, placed)
+
+    def run_call(
+        self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
+    ) -> Step:
+        """As `run`."""
+        values = self.extra_values(extras)
         with self._refusing():
             results, present = (
                 self._buffered.run(call, values, past, placed)
                 if self._buffered
-                else self._run_growing({**vars(call), **self.embed(input_ids, placed), **values.of(call)}, past)
+                else self._run_growing({**vars(call), **self.embed(call.input_ids, placed), **values.of(call)}, past)
             )
         return step_of(self.result_names, results, present)
 

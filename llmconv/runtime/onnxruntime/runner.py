@@ -11,9 +11,9 @@ import numpy as np
 
 from llmconv.errors import InputRefused
 from llmconv.files.hub import snapshot_home
-from llmconv.runtime.extra_inputs import ExtraInput
+from llmconv.runtime.extra_inputs import ExtraInput, ModelCall
 from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry, graph_entries, single_pass_entries
+from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries, single_pass_entries
 from llmconv.runtime.onnxruntime.lora_names import require_factors
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, WidenedWeights, for_concurrent_use
 from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step
@@ -27,7 +27,7 @@ class OrtRunner(Runner):
     """
 
     def __init__(self, prefill: OrtGraph, decode: OrtGraph) -> None:
-        self._prefill, self._decode = prefill, decode
+        self._prompt_graph, self._step_graph = prefill, decode
         self._prefix = prefill.entry.prefix
 
     @classmethod
@@ -72,8 +72,8 @@ class OrtRunner(Runner):
     @property
     def lora_inputs(self) -> Mapping[str, Sequence[int | str]]:
         """Declared shapes of the inputs for LoRA factors that all graphs have, by name."""
-        others = self._decode.lora_inputs
-        return {name: shape for name, shape in self._prefill.lora_inputs.items() if others.get(name) == shape}
+        others = self._step_graph.lora_inputs
+        return {name: shape for name, shape in self._prompt_graph.lora_inputs.items() if others.get(name) == shape}
 
     def with_factors(self, factors: Mapping[str, Array]) -> OrtRunner:
         """The same graphs, sharing their memory, with the LoRA factors of an adapter.
@@ -85,9 +85,9 @@ class OrtRunner(Runner):
             InputRefused: the graphs have no such inputs, or inputs of other shapes.
         """
         require_factors(factors, self.lora_inputs)
-        prefill = self._prefill.with_factors(factors)
-        is_one = self._decode is self._prefill
-        made = OrtRunner(prefill, prefill if is_one else self._decode.with_factors(factors))
+        prefill = self._prompt_graph.with_factors(factors)
+        is_one = self._step_graph is self._prompt_graph
+        made = OrtRunner(prefill, prefill if is_one else self._step_graph.with_factors(factors))
         made.length_switch = self.length_switch
         return made
 
@@ -99,7 +99,7 @@ class OrtRunner(Runner):
     @property
     def dtype(self) -> np.dtype[Any]:
         """The float type that the prefill graph computes in."""
-        return self._prefill.dtype
+        return self._prompt_graph.dtype
 
     @property
     def max_batch_size(self) -> int | None:
@@ -114,61 +114,40 @@ class OrtRunner(Runner):
 
     def continues_in_one_run(self, batch: int, past: int, new: int) -> bool:
         """Whether the fixed sizes of the prefill graph allow that in one run."""
-        sizes = self._prefill.sizes
+        sizes = self._prompt_graph.sizes
         if sizes is None:
             return True
         fits = not sizes.refusal(batch, past + self.virtual_tokens, new)
         return fits and (new == 1 or sizes.width(batch, past, new) > 1)
 
     def _smallest(self, name: str) -> int | None:
-        sizes = [getattr(graph.sizes, name) for graph in (self._prefill, self._decode) if graph.sizes]
+        sizes = [getattr(graph.sizes, name) for graph in (self._prompt_graph, self._step_graph) if graph.sizes]
         return min((size for size in sizes if size is not None), default=None)
 
     @property
     def extra_inputs(self) -> Mapping[str, ExtraInput]:
         """Those of the prefill graph; the decode graph has the same."""
-        return self._prefill.extra_inputs
+        return self._prompt_graph.extra_inputs
 
     @property
     def embedding_size(self) -> int | None:
         """Size of the embeddings that the prefill graph takes."""
-        return self._prefill.embedding_size
+        return self._prompt_graph.embedding_size
 
-    def prefill(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None = None,
-        extras: Extras | None = None,
-        placed: PlacedEmbeddings | None = None,
+    def _run_prompt(
+        self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
     ) -> Step:
-        """Runs the prompt on the prefill graph.
+        self._require_whole(len(call.input_ids), call.attention_mask.shape[1], call.input_ids.shape[1])
+        return self._prompt_graph.run_call(self._after_prefix(call, past), past, extras, placed)
 
-        Raises:
-            InputRefused: the sizes of the graph do not allow it.
-        """
-        self._require_whole(len(input_ids), attention_mask.shape[1], input_ids.shape[1])
-        tokens = input_ids, *self._after_prefix(attention_mask, position_ids, past)
-        return self._prefill.run(*tokens, past, extras, placed)
-
-    def decode(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None = None,
-        extras: Extras | None = None,
-    ) -> Step:
-        """Runs a step on the decode graph."""
-        graph = (
-            self._prefill if self._prefix and past is None else self._decode
-        )  # only the prefill graph has the prefix
-        return graph.run(input_ids, *self._after_prefix(attention_mask, position_ids, past), past, extras)
+    def _run_step(self, call: ModelCall, past: Cache | None, extras: Extras | None) -> Step:
+        has_prefix = self._prefix and past is None  # which only the prefill graph has
+        graph = self._prompt_graph if has_prefix else self._step_graph
+        return graph.run_call(self._after_prefix(call, past), past, extras)
 
     def _require_whole(self, rows: int, tokens: int, new: int) -> None:
         """Refuses to read a prompt in pieces of a fixed size where each piece would have other rotary frequencies."""
-        sizes = self._prefill.sizes
+        sizes = self._prompt_graph.sizes
         if sizes is None or self.reads_in_parts(tokens) or sizes.width(rows, tokens - new, new) >= new:
             return
         most = self.length_switch.tokens if self.length_switch else 0
@@ -178,11 +157,9 @@ class OrtRunner(Runner):
             hint="shorten the prompt, or export with `--shapes dynamic`",
         )
 
-    def _after_prefix(self, attention_mask: Array, position_ids: Array, past: Cache | None) -> tuple[Array, Array]:
-        """Mask and positions, extended by the prefix if the cache begins with it."""
-        if self._prefix is None or past is None:
-            return attention_mask, position_ids
-        return after_prefix(attention_mask, position_ids, self._prefix)
+    def _after_prefix(self, call: ModelCall, past: Cache | None) -> ModelCall:
+        prefix = self._prefix if past is not None else None  # the cache begins with it
+        return call.after(prefix.length, prefix.first_position) if prefix else call
 
 
 def _without_graphs(folder: Path) -> InputRefused:
@@ -193,12 +170,6 @@ def _without_graphs(folder: Path) -> InputRefused:
         hint=f"run `llmconv export {folder}{elsewhere}`, or give `--backend torch`"
         + ("; `llmconv embed` runs graphs of embeddings, classes and scores" if others else ""),
     )
-
-
-def after_prefix(attention_mask: Array, position_ids: Array, prefix: PrefixEntry) -> tuple[Array, Array]:
-    """Mask int64 [batch, past + new tokens] and positions int64 [batch, new tokens], with a prefix before the cache."""
-    ones = np.ones((len(attention_mask), prefix.length), dtype=np.int64)
-    return np.concatenate([ones, attention_mask], axis=1), position_ids + prefix.first_position
 
 
 def _open_pair(

@@ -30,7 +30,6 @@ from llmconv.progress import say, warn
 from llmconv.ray_connection import connected
 from llmconv.runtime.extra_inputs import ExtraValues, ModelCall
 from llmconv.runtime.onnxruntime.graph import extra_names, step_of
-from llmconv.runtime.onnxruntime.runner import after_prefix
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, short_provider
 from llmconv.runtime.runner import Cache, CacheEdit, Extras, PlacedEmbeddings, RemoteCache, Runner, Step, refuse_placed
 from llmconv.runtime.stages.connection import TOKEN, Address, BadMessage, Connection, Message, introduce, token
@@ -251,32 +250,18 @@ class StagedRunner(Runner):
     def virtual_tokens(self) -> int:
         return self._prefix.length if self._prefix else 0
 
-    def prefill(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None = None,
-        extras: Extras | None = None,
-        placed: PlacedEmbeddings | None = None,
+    def _run_prompt(
+        self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
     ) -> Step:
         refuse_placed(placed)
-        return self._run("prefill", ModelCall(input_ids, attention_mask, position_ids), past, extras)
+        return self._run("prefill", call, past, extras)
 
-    def decode(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None = None,
-        extras: Extras | None = None,
-    ) -> Step:
-        use = "prefill" if self._prefix and past is None else "decode"
-        return self._run(use, ModelCall(input_ids, attention_mask, position_ids), past, extras)
+    def _run_step(self, call: ModelCall, past: Cache | None, extras: Extras | None) -> Step:
+        return self._run("prefill" if self._prefix and past is None else "decode", call, past, extras)
 
     def _run(self, use: str, call: ModelCall, past: Cache | None, extras: Extras | None) -> Step:
         if self._prefix and past is not None:
-            call = ModelCall(call.input_ids, *after_prefix(call.attention_mask, call.position_ids, self._prefix))
+            call = call.after(self._prefix.length, self._prefix.first_position)
         values = {name: array.astype("int64", copy=False) for name, array in vars(call).items()}
         values |= ExtraValues(given=extras or {}).of(call)
         parts = past.parts if isinstance(past, StagedCache) else [past] * len(self._stages)

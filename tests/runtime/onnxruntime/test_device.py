@@ -104,7 +104,7 @@ def test_a_provider_that_copies_its_inputs_gives_the_same_steps(
 @pytest.mark.slow
 def test_outputs_stay_where_they_are_asked_to(buffered: Path) -> None:
     export(buffered, cache="growing", overwrite=True)
-    graph = OrtRunner.from_folder(buffered)._decode
+    graph = OrtRunner.from_folder(buffered)._step_graph
     feeds = {"input_ids": IDS, "attention_mask": np.ones_like(IDS), "position_ids": np.arange(9)[None]}
     values = {name: host_value(array) for name, array in feeds.items() if name in graph.inputs}
     values |= zip(graph.past_names, graph._past_values(None, 1), strict=True)
