@@ -164,23 +164,19 @@ def huge_pages(size: int) -> Iterator[None]:
     libc.mallopt(MMAP_THRESHOLD, LARGEST)
     libc.mallopt(TRIM_THRESHOLD, NEVER)
     try:
-        _reserve(libc, size)
+        # grows the heap by `size` untouched bytes and requests huge pages for them
+        allocate, free, advise = libc.malloc, libc.free, libc.madvise
+        allocate.argtypes, allocate.restype = [ctypes.c_size_t], ctypes.c_void_p
+        free.argtypes = [ctypes.c_void_p]
+        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        blocks = [allocate(min(BLOCK, size - done)) for done in range(0, size, BLOCK)]
+        for block in filter(None, blocks):
+            start = block // PAGE * PAGE
+            advise(start, min(BLOCK, size) + PAGE, mmap.MADV_HUGEPAGE)  # pages around the block may be huge, too
+        for block in filter(None, blocks):
+            free(block)
         yield
     finally:
         libc.mallopt(MMAP_THRESHOLD, USUAL_MMAP)
         libc.mallopt(TRIM_THRESHOLD, USUAL_TRIM)
         trim()
-
-
-def _reserve(libc: ctypes.CDLL, size: int) -> None:
-    """Grows the heap by `size` untouched bytes and requests huge pages for them."""
-    allocate, free, advise = libc.malloc, libc.free, libc.madvise
-    allocate.argtypes, allocate.restype = [ctypes.c_size_t], ctypes.c_void_p
-    free.argtypes = [ctypes.c_void_p]
-    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    blocks = [allocate(min(BLOCK, size - done)) for done in range(0, size, BLOCK)]
-    for block in filter(None, blocks):
-        start = block // PAGE * PAGE
-        advise(start, min(BLOCK, size) + PAGE, mmap.MADV_HUGEPAGE)  # pages around the block may be huge, too
-    for block in filter(None, blocks):
-        free(block)

@@ -94,8 +94,18 @@ def collect_code(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
             name = _file_of(folder, module[:part])
             if not name or name in files:
                 continue
-            files[name] = _read(folder, name)
-            _require_few(folder, files)
+            path = own_file(folder, name)
+            if not path.parent.resolve().is_relative_to(folder.resolve()):
+                raise MalformedInput(
+                    f"`{name}` in `{folder}` is behind a link that leads out of the folder",
+                    hint="replace it with a copy of the folder, if that belongs to the model",
+                )
+            files[name] = read_small(path, FILE_BYTES)
+            if len(files) > FILES or sum(map(len, files.values())) > ALL_BYTES:
+                raise MalformedInput(
+                    f"the code in `{folder}` has more than {FILES} files, or {ALL_BYTES:,} bytes",
+                    hint="a model's code is a few files; copy it again",
+                )
             pending += _imported(folder, name, files[name])
     return dict(sorted(files.items()))
 
@@ -140,24 +150,6 @@ def _file_of(folder: Path, module: Module) -> str:
         return ""
     stem = "/".join(module)
     return next((name for name in (f"{stem}.py", f"{stem}/__init__.py") if (folder / name).is_file()), "")
-
-
-def _read(folder: Path, name: str) -> bytes:
-    path = own_file(folder, name)
-    if not path.parent.resolve().is_relative_to(folder.resolve()):
-        raise MalformedInput(
-            f"`{name}` in `{folder}` is behind a link that leads out of the folder",
-            hint="replace it with a copy of the folder, if that belongs to the model",
-        )
-    return read_small(path, FILE_BYTES)
-
-
-def _require_few(folder: Path, files: Mapping[str, bytes]) -> None:
-    if len(files) > FILES or sum(map(len, files.values())) > ALL_BYTES:
-        raise MalformedInput(
-            f"the code in `{folder}` has more than {FILES} files, or {ALL_BYTES:,} bytes",
-            hint="a model's code is a few files; copy it again",
-        )
 
 
 def _imported(folder: Path, name: str, content: bytes) -> Iterator[Module]:

@@ -31,14 +31,6 @@ def connected(option: str) -> Iterator[Any]:
         yield ray
         return
     _require_reachable(os.environ.get("RAY_ADDRESS", ""))
-    _connect(ray)
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
-
-
-def _connect(ray: Any) -> None:
     terminated = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False, **_safe_path(ray))
@@ -46,6 +38,10 @@ def _connect(ray: Any) -> None:
         raise _unreachable(error) from error
     with suppress(ValueError):  # not the main thread, where ray did not replace it either
         signal.signal(signal.SIGTERM, terminated)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
 
 
 def _safe_path(ray: Any) -> dict[str, Any]:

@@ -52,7 +52,12 @@ class _Panels:
         with self.lock:  # threads ask for neighboring blocks: one reads the panel, the others wait for it
             panel = _panel(self, number)
         first = number * self.width
-        return _turned(panel[:, max(start - first, 0) : stop - first])
+        # the transpose of `block`, written in tiles
+        block = panel[:, max(start - first, 0) : stop - first]
+        turned = np.empty(block.shape[::-1], block.dtype)
+        for row in range(0, block.shape[0], TILE_ROWS):
+            turned[:, row : row + TILE_ROWS] = block[row : row + TILE_ROWS].T
+        return turned
 
 
 @lru_cache(maxsize=2)
@@ -60,14 +65,6 @@ def _panel(panels: _Panels, number: int) -> Array:
     """One panel; the last two of all tensors are kept."""
     first = number * panels.width
     return _columns(panels.tensor, first, min(first + panels.width, panels.tensor.shape[1]))
-
-
-def _turned(block: Array) -> Array:
-    """The transpose of `block`, written in tiles."""
-    turned = np.empty(block.shape[::-1], block.dtype)
-    for row in range(0, block.shape[0], TILE_ROWS):
-        turned[:, row : row + TILE_ROWS] = block[row : row + TILE_ROWS].T
-    return turned
 
 
 def _columns(tensor: LazyTensor, first: int, last: int) -> Array:

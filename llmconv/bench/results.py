@@ -218,20 +218,16 @@ def write_plot(result: BenchResult, path: Written) -> None:
     matplotlib = importlib.import_module("matplotlib")
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # it has read a `matplotlibrc` of the current folder, which may start TeX
-        _write(result, path)
-
-
-def _write(result: BenchResult, path: Path) -> None:
-    figure_module = importlib.import_module("matplotlib.figure")
-    batches = sorted({cell.batch for cell in result.cells})
-    figure = figure_module.Figure(figsize=(11, 4 * len(batches)), layout="constrained")
-    panels = figure.subplots(len(batches), len(PANELS), squeeze=False)
-    for row, batch in zip(panels, batches, strict=True):
-        for axes, (kind, label) in zip(row, PANELS, strict=True):
-            _draw(axes, [cell for cell in result.cells if cell.batch == batch], result.candidates, kind)
-            axes.set(title=f"batch size {batch}", xlabel="tokens of the prompt", ylabel=label)
-    panels[0][0].legend(fontsize="small")
-    replace_file(path, lambda file: figure.savefig(file, dpi=150, format=path.suffix[1:].lower()))
+        figure_module = importlib.import_module("matplotlib.figure")
+        batches = sorted({cell.batch for cell in result.cells})
+        figure = figure_module.Figure(figsize=(11, 4 * len(batches)), layout="constrained")
+        panels = figure.subplots(len(batches), len(PANELS), squeeze=False)
+        for row, batch in zip(panels, batches, strict=True):
+            for axes, (kind, label) in zip(row, PANELS, strict=True):
+                _draw(axes, [cell for cell in result.cells if cell.batch == batch], result.candidates, kind)
+                axes.set(title=f"batch size {batch}", xlabel="tokens of the prompt", ylabel=label)
+        panels[0][0].legend(fontsize="small")
+        replace_file(path, lambda file: figure.savefig(file, dpi=150, format=path.suffix[1:].lower()))
 
 
 def _draw(axes: Any, cells: Sequence[Measurement], candidates: Sequence[str], kind: str) -> None:

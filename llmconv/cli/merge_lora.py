@@ -88,16 +88,12 @@ def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, 
         retention = {"retention": merge.retention.summary()} if merge.retention else {}
         options.print_json({**options.as_result(merge.plan, output, dry_run), **_fates(merge), **retention, **check})
     else:
-        _print(merge, output, dry_run)
+        counts = f"; tensors: {len(merge.merged)} merged, {len(merge.replaced)} replaced, {len(merge.added)} added"
+        options.print_plan(merge.plan, output, dry_run, counts, lambda name: _fate(merge, name))
+        if merge.check:
+            click.echo("\n".join(merge.check.lines()))
     if merge.check and merge.check.differing:
         click.get_current_context().exit(1)
-
-
-def _print(merge: Merge, output: Path, dry_run: bool) -> None:
-    counts = f"; tensors: {len(merge.merged)} merged, {len(merge.replaced)} replaced, {len(merge.added)} added"
-    options.print_plan(merge.plan, output, dry_run, counts, lambda name: _fate(merge, name))
-    if merge.check:
-        click.echo("\n".join(merge.check.lines()))
 
 
 def _fate(merge: Merge, stored: str) -> str:

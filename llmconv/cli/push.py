@@ -42,7 +42,24 @@ def command(folder: str, repository: str, as_json: bool, dry_run: bool, **choice
     if as_json:
         options.print_json(_as_result(done, dry_run))
     else:
-        _print(done, folder, dry_run)
+        # prints a line about the commit, in a dry run also each file, and what differs
+        same = len(done.files) - len(done.changed)
+        if not done.is_needed:
+            click.echo(f"{done.address} has all {same} files of {folder}: nothing to do")
+        else:
+            verb = "would push" if dry_run else "pushed"
+            counts = f"{len(done.changed)} files, {done.nbytes:,} bytes; {same} unchanged, {len(done.deleted)} deleted"
+            click.echo(f"{verb} {folder} to {done.address}: {counts}{', with a model card' if done.card else ''}")
+        if done.commit:
+            click.echo(printable(done.commit.pull_request or done.commit.url))
+        for name in done.changed if dry_run else ():
+            click.echo(f"  {name}  {done.files[name].size:,} bytes")
+        for name in done.deleted if dry_run else ():
+            click.echo(f"  {name}  deleted")
+        for name in done.differing or ():
+            click.echo(f"FAILED | {name} | the Hub has other bytes")
+        if done.differing == ():
+            click.echo(f"verified: the Hub has the sha256 of all {len(done.files)} files")
     if done.differing:
         click.get_current_context().exit(1)
 
@@ -64,24 +81,3 @@ def _as_result(done: Push, dry_run: bool) -> dict[str, Any]:
         "differing": None if done.differing is None else list(done.differing),
         "written": commit is not None and not dry_run,
     }
-
-
-def _print(done: Push, folder: str, dry_run: bool) -> None:
-    """Prints a line about the commit, in a dry run also each file, and what differs."""
-    same = len(done.files) - len(done.changed)
-    if not done.is_needed:
-        click.echo(f"{done.address} has all {same} files of {folder}: nothing to do")
-    else:
-        verb = "would push" if dry_run else "pushed"
-        counts = f"{len(done.changed)} files, {done.nbytes:,} bytes; {same} unchanged, {len(done.deleted)} deleted"
-        click.echo(f"{verb} {folder} to {done.address}: {counts}{', with a model card' if done.card else ''}")
-    if done.commit:
-        click.echo(printable(done.commit.pull_request or done.commit.url))
-    for name in done.changed if dry_run else ():
-        click.echo(f"  {name}  {done.files[name].size:,} bytes")
-    for name in done.deleted if dry_run else ():
-        click.echo(f"  {name}  deleted")
-    for name in done.differing or ():
-        click.echo(f"FAILED | {name} | the Hub has other bytes")
-    if done.differing == ():
-        click.echo(f"verified: the Hub has the sha256 of all {len(done.files)} files")

@@ -454,7 +454,13 @@ def mirror_files(store: Blocks, files: Sequence[tuple[Path, Head]], folder: Path
     """Fetches small files to their paths, and makes the others files of which only what is read is fetched."""
     pool = fetching_pool()
     for path, head in files:
-        _make_folder(path.parent, head)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise MalformedInput(
+                f"the object `{head.key}` lies below another object",
+                hint="give a folder in which no object is a folder, too",
+            ) from error
     lazy = [(path, head) for path, head in files if head.size and not _is_small(head)]
     for path, head in lazy:
         add(MirroredFile(path, store, head, folder, pool))
@@ -486,16 +492,6 @@ def _below(key: str, heads: Sequence[Head]) -> Iterator[tuple[str, Head]]:
                 f"the folder contains an object with the name {head.key[:80]!r}", hint="rename or delete it"
             )
         yield "/".join(parts), head
-
-
-def _make_folder(path: Path, head: Head) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise MalformedInput(
-            f"the object `{head.key}` lies below another object",
-            hint="give a folder in which no object is a folder, too",
-        ) from error
 
 
 class StoreTree:

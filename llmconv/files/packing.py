@@ -246,31 +246,24 @@ def _unpacked(path: Path, size: int, _changed: int) -> Path | None:
     with open(path, "rb") as file:
         folder = make_temporary_folder()
         try:
-            return _unpack_into(folder, path.name, file, codec)
+            with open(folder / "unpacked", "w+b", buffering=0) as target:
+                link = folder / path.name
+                if DESCRIPTORS.is_dir():
+                    (folder / "unpacked").unlink()
+                _unpack(path.name, file, codec, target)
+                name = path.name
+                if again := find_codec(target, name):
+                    raise UnsupportedInput(
+                        f"the content of `{name}` is compressed again, with {again.name}", hint="unpack it once by hand"
+                    )
+                if DESCRIPTORS.is_dir():
+                    link.symlink_to(DESCRIPTORS / str(os.dup(target.fileno())))
+                else:
+                    (folder / "unpacked").rename(link)
+            return link
         except BaseException:
             remove_temporary_folder(folder)
             raise
-
-
-def _unpack_into(folder: Path, name: str, file: BinaryIO, codec: Codec | None) -> Path:
-    with open(folder / "unpacked", "w+b", buffering=0) as target:
-        link = folder / name
-        if DESCRIPTORS.is_dir():
-            (folder / "unpacked").unlink()
-        _unpack(name, file, codec, target)
-        _check_packed_once(name, target)
-        if DESCRIPTORS.is_dir():
-            link.symlink_to(DESCRIPTORS / str(os.dup(target.fileno())))
-        else:
-            (folder / "unpacked").rename(link)
-    return link
-
-
-def _check_packed_once(name: str, target: BinaryIO) -> None:
-    if again := find_codec(target, name):
-        raise UnsupportedInput(
-            f"the content of `{name}` is compressed again, with {again.name}", hint="unpack it once by hand"
-        )
 
 
 def _unpack(name: str, file: BinaryIO, codec: Codec | None, target: BinaryIO) -> None:
@@ -285,10 +278,6 @@ def _unpack(name: str, file: BinaryIO, codec: Codec | None, target: BinaryIO) ->
         space.require(size)
     else:
         blocks = chain([head], iter(lambda: stream.read(BLOCK), b""))
-    _write(name, file, blocks, target, space)
-
-
-def _write(name: str, file: BinaryIO, blocks: Iterator[bytes], target: BinaryIO, space: _FreeSpace) -> None:
     written = read = 0
     checked = 0
     with bytes_bar(f"unpacking {name}", os.fstat(file.fileno()).st_size) as advance:
@@ -399,7 +388,14 @@ class TarArchive:
         """Skips to the data of the next file and returns its size; None at the end of the archive."""
         size: int | None = None
         while (record := self._take()).strip(b"\0"):
-            header = self._parse(record)
+            self._headers += 1
+            try:
+                header = tarfile.TarInfo.frombuf(record, "utf-8", "surrogateescape")
+            except (tarfile.HeaderError, ValueError) as error:
+                raise self._malformed("has a damaged header") from error
+            if header.size < 0 or self._headers > HEADER_LIMIT:
+                raise self._malformed("has a damaged header, or far too many headers")
+            self._check_name(header.name)
             if header.type in EXTENDED:
                 size = self._extended_size(self._small(header))
             elif header.type in NAMES:
@@ -410,19 +406,10 @@ class TarArchive:
                 raise self._malformed(f"contains `{header.name[:80]}`, which is a link, a device or a sparse file")
             else:
                 size = None
-        self._read_zeros()
+        while block := self._stream.read(BLOCK):
+            if block.strip(b"\0"):
+                raise self._malformed("has bytes after its end")
         return None
-
-    def _parse(self, record: bytes) -> tarfile.TarInfo:
-        self._headers += 1
-        try:
-            header = tarfile.TarInfo.frombuf(record, "utf-8", "surrogateescape")
-        except (tarfile.HeaderError, ValueError) as error:
-            raise self._malformed("has a damaged header") from error
-        if header.size < 0 or self._headers > HEADER_LIMIT:
-            raise self._malformed("has a damaged header, or far too many headers")
-        self._check_name(header.name)
-        return header
 
     def _check_name(self, name: str) -> None:
         if name.startswith("/") or "\\" in name or ".." in PurePosixPath(name).parts:
@@ -467,11 +454,6 @@ class TarArchive:
         if len(data) < count:
             raise self._malformed("is truncated")
         return data
-
-    def _read_zeros(self) -> None:
-        while block := self._stream.read(BLOCK):
-            if block.strip(b"\0"):
-                raise self._malformed("has bytes after its end")
 
     def _malformed(self, problem: str) -> MalformedInput:
         return MalformedInput(

@@ -103,7 +103,13 @@ def read_header(path: Path) -> Header:
         (length,) = struct.unpack("<Q", prefix)
         if length > min(HEADER_LIMIT, size - 8):
             raise FileProblem(f"declares a header of {length} bytes in a file of {size}")
-        fields = _parse_json(file.read(length))
+        text = file.read(length)
+        try:
+            fields = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+        except (ValueError, RecursionError):
+            raise FileProblem("has a header that is not valid JSON") from None
+        if not isinstance(fields, dict):
+            raise FileProblem("has a header that is not a JSON object")
         metadata = fields.pop("__metadata__", None)
         metadata = {} if metadata is None else metadata  # mlx writes null
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -147,16 +153,6 @@ def _span(name: str, field: Any) -> tuple[int, int]:
 
 def _naturals(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 62 for item in value)
-
-
-def _parse_json(text: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError):
-        raise FileProblem("has a header that is not valid JSON") from None
-    if not isinstance(fields, dict):
-        raise FileProblem("has a header that is not a JSON object")
-    return fields
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -205,7 +205,12 @@ def _download(uri: str, *, in_parts: bool) -> Path:
     """Fetches a URI; object stores with obstore, which can fetch parts, and everything else with fsspec."""
     with _temporary() as folder, _fetching_from(uri):
         if not (is_store_address(uri) and find_spec("obstore")):
-            return _download_all(uri, folder)
+            import fsspec  # noqa: PLC0415 - not needed for local paths
+
+            filesystem, remote = fsspec.url_to_fs(uri)
+            remote = follow(remote, LocalTree() if uri.startswith(("file:", "local:")) else BucketTree(filesystem))
+            filesystem.get(remote, str(folder) + "/", recursive=filesystem.isdir(remote))
+            return _without_query(next(folder.iterdir(), folder))
         path = make_mirror(uri, folder, whole=not in_parts)
         _addresses[str(path)] = uri.rstrip("/")
         return path
@@ -235,15 +240,6 @@ def _fetching_from(uri: str) -> Iterator[None]:
             without_credentials(f"cannot fetch `{uri}`: {error}"),
             hint=missing if isinstance(error, ImportError) else "check the address and the credentials",
         ) from error
-
-
-def _download_all(uri: str, folder: Path) -> Path:
-    import fsspec  # noqa: PLC0415 - not needed for local paths
-
-    filesystem, remote = fsspec.url_to_fs(uri)
-    remote = follow(remote, LocalTree() if uri.startswith(("file:", "local:")) else BucketTree(filesystem))
-    filesystem.get(remote, str(folder) + "/", recursive=filesystem.isdir(remote))
-    return _without_query(next(folder.iterdir(), folder))
 
 
 def _without_query(path: Path) -> Path:

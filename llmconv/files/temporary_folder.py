@@ -36,7 +36,17 @@ def make_temporary_folder() -> Path:
 
 
 def _make_home(place: Path) -> Path:
-    _sweep(place)
+    for folder in place.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            found = folder.lstat()
+            old = time.time() - found.st_mtime > YOUNG
+            if old and found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode) and folder not in _locks:
+                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+                finally:
+                    os.close(descriptor)
     home = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
     _locks[home] = os.open(home, os.O_RDONLY | os.O_DIRECTORY)
     with suppress(OSError):  # a file system without locks, where the folders of a killed process stay
@@ -53,25 +63,6 @@ def remove_temporary_folder(folder: Path) -> None:
     with _changing, suppress(OSError):  # it has other folders
         home.rmdir()
         os.close(_locks.pop(home))
-
-
-def _sweep(home: Path) -> None:
-    """Removes the folders of this user that no process has locked."""
-    for folder in home.glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            found = folder.lstat()
-            old = time.time() - found.st_mtime > YOUNG
-            if old and found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode) and folder not in _locks:
-                _remove_unlocked(folder)
-
-
-def _remove_unlocked(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(descriptor)
 
 
 @atexit.register

@@ -67,7 +67,16 @@ class TorchFile:
             raise self._problem(f"declares tensor `{name}` larger than its storage of {elements} elements")
         if _is_contiguous(ref.shape, ref.stride):
             return FileTensor(self.path, record.start + ref.offset * dtype.itemsize, dtype, ref.shape, record)
-        return _strided(FileTensor(self.path, record.start, dtype, (elements,)), ref, record)
+        # a non-contiguous view, such as a transposed one: each block gathers its elements from the storage
+        storage = FileTensor(self.path, record.start, dtype, (elements,))
+
+        def load(start: int, stop: int) -> Array:
+            record.was_touched()
+            block = np.empty((stop - start, *ref.shape[1:]), storage.dtype.numpy)
+            _gather(storage, ref.offset + start * ref.stride[0], ref.stride, block)
+            return block
+
+        return LazyTensor(storage.dtype, ref.shape, load)
 
     def _record(self, name: str, ref: TensorRef) -> ChecksummedRange:
         storage = ref.storage
@@ -96,18 +105,6 @@ def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
             return prod(shape) == 0
         expected *= size
     return True
-
-
-def _strided(storage: FileTensor, ref: TensorRef, record: ChecksummedRange) -> LazyTensor:
-    """A non-contiguous view, such as a transposed one: each block gathers its elements from the storage."""
-
-    def load(start: int, stop: int) -> Array:
-        record.was_touched()
-        block = np.empty((stop - start, *ref.shape[1:]), storage.dtype.numpy)
-        _gather(storage, ref.offset + start * ref.stride[0], ref.stride, block)
-        return block
-
-    return LazyTensor(storage.dtype, ref.shape, load)
 
 
 def _gather(storage: FileTensor, offset: int, stride: tuple[int, ...], block: Array) -> None:
@@ -160,18 +157,14 @@ def open_torch_blob(path: Path, start: int, size: int) -> TorchFile:
 def _open(path: Path, size: int, _changed: int) -> TorchFile | LlmconvError:
     """Cached, with its errors, because every format looks at a file before one opens it."""
     try:
-        return _read_any(path, size)
+        if is_legacy(path):
+            content, places = read_legacy(path)
+            return TorchFile(
+                path, content, {key: ChecksummedRange(path, key, *place, None) for key, place in places.items()}
+            )
+        return _read(path, 0, size)
     except LlmconvError as error:
         return type(error)(error.message, hint=error.hint)  # without its frames, which hold the data read
-
-
-def _read_any(path: Path, size: int) -> TorchFile:
-    if is_legacy(path):
-        content, places = read_legacy(path)
-        return TorchFile(
-            path, content, {key: ChecksummedRange(path, key, *place, None) for key, place in places.items()}
-        )
-    return _read(path, 0, size)
 
 
 def _read(path: Path, start: int, size: int) -> TorchFile:
@@ -438,7 +431,14 @@ def read_legacy(path: Path) -> tuple[Any, StoragePositions]:
         _, position = _pickle(data, 0, path)
         protocol, position = _pickle(data, position, path)
         system, position = _pickle(data, position, path)
-        _check_system(path, protocol, system)
+        if protocol != PROTOCOL:
+            shown = str(protocol)[:20] if isinstance(protocol, int) else type(protocol).__name__
+            raise UnsupportedInput(
+                f"`{path.name}` has protocol {shown} of old torch files; only {PROTOCOL} is supported",
+                hint="if you trust the file, load it with torch and save it again with `torch.save`",
+            )
+        if not isinstance(system, dict) or system.get("little_endian") is not True:
+            raise UnsupportedInput(f"`{path.name}` is big-endian", hint="save it again on a little-endian machine")
         content, position = _pickle(data, position, path, PickleHooks(HOOKS.name, HOOKS.call, storages.refer))
         keys, position = _pickle(data, position, path)
         records = _records(data, position, keys, storages.roots)
@@ -450,17 +450,6 @@ def _pickle(data: mmap, start: int, path: Path, hooks: PickleHooks = HOOKS) -> t
     machine = PickleMachine(data, hooks, alone=False)
     machine.position = start
     return interpret(machine, path.name), machine.position
-
-
-def _check_system(path: Path, protocol: Any, system: Any) -> None:
-    if protocol != PROTOCOL:
-        shown = str(protocol)[:20] if isinstance(protocol, int) else type(protocol).__name__
-        raise UnsupportedInput(
-            f"`{path.name}` has protocol {shown} of old torch files; only {PROTOCOL} is supported",
-            hint="if you trust the file, load it with torch and save it again with `torch.save`",
-        )
-    if not isinstance(system, dict) or system.get("little_endian") is not True:
-        raise UnsupportedInput(f"`{path.name}` is big-endian", hint="save it again on a little-endian machine")
 
 
 class _Storages:

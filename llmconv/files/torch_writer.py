@@ -132,7 +132,15 @@ def torch_pieces(tensors: Mapping[str, LazyTensor], *, inside: tuple[str, ...] =
     `inside` are keys of the enclosing dicts, outermost first: `("model",)` gives `{"model": {name: tensor}}`. Raises
     UnsupportedInput for an element type for which torch has no storage class.
     """
-    members = _members(tensors, inside)
+    # in the order of `torch.save`
+    contents: list[tuple[str, bytes | LazyTensor]] = [("data.pkl", _pickle(tensors, inside)), ("byteorder", b"little")]
+    contents += [(f"data/{number}", tensor) for number, tensor in enumerate(tensors.values())]
+    contents += [("version", b"3\n")]
+    members: list[_Member] = []
+    for place, (name, content) in enumerate(contents):
+        position = members[-1].end if members else 0
+        number = place - 2 if isinstance(content, LazyTensor) else None
+        members.append(_Member(b"archive/" + name.encode(), content, position, number))
     for member in members:
         yield _local_header(member)
         yield member.content
@@ -166,19 +174,6 @@ class _Member:
     def crc(self, crcs: Sequence[int]) -> int:
         """CRC-32 of the content, given those of the tensors."""
         return zlib.crc32(self.content) if isinstance(self.content, bytes) else crcs[self.number or 0]
-
-
-def _members(tensors: Mapping[str, LazyTensor], inside: tuple[str, ...]) -> list[_Member]:
-    """In the order of `torch.save`."""
-    contents: list[tuple[str, bytes | LazyTensor]] = [("data.pkl", _pickle(tensors, inside)), ("byteorder", b"little")]
-    contents += [(f"data/{number}", tensor) for number, tensor in enumerate(tensors.values())]
-    contents += [("version", b"3\n")]
-    members: list[_Member] = []
-    for place, (name, content) in enumerate(contents):
-        position = members[-1].end if members else 0
-        number = place - 2 if isinstance(content, LazyTensor) else None
-        members.append(_Member(b"archive/" + name.encode(), content, position, number))
-    return members
 
 
 def _pickle(tensors: Mapping[str, LazyTensor], inside: tuple[str, ...]) -> bytes:

@@ -291,7 +291,12 @@ def _make(make: Callable[[], str], writer: int) -> NoReturn:
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-        _limit_memory()
+        with suppress(OSError, ValueError):
+            with open("/proc/self/statm", "rb") as file:
+                now = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            most = resource.getrlimit(resource.RLIMIT_AS)[1]
+            wanted = now + MEMORY
+            resource.setrlimit(resource.RLIMIT_AS, (wanted if most < 0 else min(wanted, most), most))
         try:
             answer = SUCCEEDED + make().encode("utf-8", "surrogatepass")
         except MemoryError:
@@ -303,16 +308,6 @@ def _make(make: Callable[[], str], writer: int) -> NoReturn:
             os.write(writer, answer[start : start + (1 << 16)])
     finally:
         os._exit(0)
-
-
-def _limit_memory() -> None:
-    """Limits the address space to its present size plus `MEMORY`; only time is limited where /proc is missing."""
-    with suppress(OSError, ValueError):
-        with open("/proc/self/statm", "rb") as file:
-            now = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        most = resource.getrlimit(resource.RLIMIT_AS)[1]
-        wanted = now + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (wanted if most < 0 else min(wanted, most), most))
 
 
 def _read(reader: int) -> bytes:

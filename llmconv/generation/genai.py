@@ -81,7 +81,11 @@ class GenaiEngine:
         self, starts: Sequence[RowStart], settings: GenerationSettings, decode: Callable[[Sequence[int]], str], *_: Any
     ) -> Generator[TextPiece]:
         """See `LoopEngine.grow`; GenAI has its own cache and takes a prompt at once."""
-        _require_known(settings)
+        unknown = sorted(settings.extra.keys() - BEAMS_ONLY - PASSED_ON)
+        if settings.min_p and not settings.is_greedy:
+            unknown.append("min_p")
+        if unknown:
+            raise UsageProblem(f"GenAI does not support {', '.join(unknown)}", hint=OTHER)
         settings = settings.but(eos_token_id=settings.eos_token_id | self.ends)
         rows = [Row(at, start, settings, decode) for at, start in enumerate(starts)]
         yield from (TextPiece(row.index, "", None, row.finish) for row in rows if row.finish)
@@ -171,14 +175,6 @@ def search_options(settings: GenerationSettings, vocabulary: int) -> dict[str, A
 
 
 PASSED_ON = {"no_repeat_ngram_size"}  # fields of `generation_config.json` that have the same name in GenAI
-
-
-def _require_known(settings: GenerationSettings) -> None:
-    unknown = sorted(settings.extra.keys() - BEAMS_ONLY - PASSED_ON)
-    if settings.min_p and not settings.is_greedy:
-        unknown.append("min_p")
-    if unknown:
-        raise UsageProblem(f"GenAI does not support {', '.join(unknown)}", hint=OTHER)
 
 
 def _library() -> Any:

@@ -417,7 +417,19 @@ def own_keywords(
     if "device_id" in given:
         device, kept = _placed(_number(given, "device_id"), device, kept)
     if "infer_seq_length" in given:
-        kept = _limited(_number(given, "infer_seq_length"), kept)
+        # the options with a length of prompt and text together of at most `length` tokens
+        length = _number(given, "infer_seq_length")
+        if kept.get("max_new_tokens") is not None:
+            raise UsageProblem(
+                "`infer_seq_length` and `max_new_tokens` both set the length",
+                hint="give one of them: `infer_seq_length` includes the prompt, as `max_length` does",
+            )
+        longest = kept.get("max_length")
+        if longest is not None and fitted(longest, int, "max_length") > length:
+            raise UsageProblem(
+                f"`max_length` {longest} is more than `infer_seq_length` {length}", hint="give `max_length` alone"
+            )
+        kept = {**kept, "max_length": length if longest is None else longest}
     return BACKENDS.get(backend or "", backend), device, kept
 
 
@@ -445,21 +457,6 @@ def _placed(number: int, device: Any, options: dict[str, Any]) -> tuple[Any, dic
             f"`device` {device} and `device_id` both name a device", hint=f'give `device="cuda:{number}"`'
         )
     return f"cuda:{number}", {name: value for name, value in options.items() if name != "provider"}
-
-
-def _limited(length: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with a length of prompt and text together of at most `length` tokens."""
-    if options.get("max_new_tokens") is not None:
-        raise UsageProblem(
-            "`infer_seq_length` and `max_new_tokens` both set the length",
-            hint="give one of them: `infer_seq_length` includes the prompt, as `max_length` does",
-        )
-    longest = options.get("max_length")
-    if longest is not None and fitted(longest, int, "max_length") > length:
-        raise UsageProblem(
-            f"`max_length` {longest} is more than `infer_seq_length` {length}", hint="give `max_length` alone"
-        )
-    return {**options, "max_length": length if longest is None else longest}
 
 
 def placed(model: Any, backend: str | None, device: Any, dtype: Any, options: dict[str, Any]) -> dict[str, Any]:

@@ -270,7 +270,16 @@ def _of_item(name: str, item: Any, field: str | None) -> Prompt:
     if _is_chat(item):
         require_contents(item, f"{name} of the prompts")
         return Prompt(item)
-    return _of_object(name, item, field)
+    # the prompt of a JSON object; `name` is its line or item, for messages
+    value = item
+    given = value if isinstance(value, dict) else {}
+    if field is None:
+        content, used = _content(name, given)
+    else:
+        content, used = _chosen(name, given, field), {field}
+    fields = {key: value for key, value in given.items() if key not in used}
+    others = {**_embeddings(name, given), "inputs": _inputs(name, given)}
+    return Prompt(content, fields, **others, images=_images(name, given))
 
 
 def _reason(error: Exception) -> str:
@@ -294,18 +303,6 @@ def _of_json(number: int, line: str, field: str | None) -> Prompt:
 
 def _slipped(where: str, slip: StrictJsonError) -> MalformedInput:
     return MalformedInput(f"in {where}: {slip}", hint=slip.hint)
-
-
-def _of_object(name: str, value: Any, field: str | None) -> Prompt:
-    """The prompt of a JSON object; `name` is its line or item, for messages."""
-    given = value if isinstance(value, dict) else {}
-    if field is None:
-        content, used = _content(name, given)
-    else:
-        content, used = _chosen(name, given, field), {field}
-    fields = {key: value for key, value in given.items() if key not in used}
-    others = {**_embeddings(name, given), "inputs": _inputs(name, given)}
-    return Prompt(content, fields, **others, images=_images(name, given))
 
 
 def _inputs(name: str, given: Mapping[str, Any]) -> dict[str, Any]:

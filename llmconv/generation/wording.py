@@ -60,7 +60,13 @@ class Wording:
             InputRefused: the prompt has no tokens, there is no chat template, or its embeddings cannot be used.
             UsageProblem: see `cut`; or a prompt with embeddings is to be cut.
         """
-        _require_no_input(model, prompt, name)
+        # refuses a field of the caller's own that has the name of an extra input of the model, which would be ignored
+        known = () if model.engine else model.runner.extra_inputs
+        if named := next((field for field in prompt.fields if field in known), ""):
+            raise InputRefused(
+                f"{name} has a field `{named}`, which is an input of the model",
+                hint=f'write it as {{"prompt": "…", "inputs": {{"{named}": …}}}}',
+            )
         if prompt.images:
             encoded = self._with_images(model, prompt, name)
         elif prompt.embeddings is not None:
@@ -120,16 +126,6 @@ class Wording:
     def stops(self) -> tuple[str, ...]:
         """Stop strings of the template."""
         return find_template(self._chat_template).stops if self._chat_template else ()
-
-
-def _require_no_input(model: TextModel, prompt: Prompt, name: str) -> None:
-    """Refuses a field of the caller's own that has the name of an extra input of the model, which would be ignored."""
-    known = () if model.engine else model.runner.extra_inputs
-    if named := next((field for field in prompt.fields if field in known), ""):
-        raise InputRefused(
-            f"{name} has a field `{named}`, which is an input of the model",
-            hint=f'write it as {{"prompt": "…", "inputs": {{"{named}": …}}}}',
-        )
 
 
 def shared_length(first: Sequence[int], second: Sequence[int]) -> int:

@@ -157,7 +157,18 @@ class StagedFolder:
             stack.enter_context(parents_made(self.path))
             self._folder = stack.enter_context(_open_partial(self.path))
             stack.callback(self._close_lock)
-            self._take_lock()
+            # locks the file and, where supported, the folder: a run removes the file shortly before it ends
+            found = self._folder.find(LOCK)
+            if found and not stat.S_ISREG(found.st_mode):
+                self._folder.remove(LOCK)
+            self._lock = os.open(LOCK, LOCK_FLAGS, 0o666, dir_fd=self._folder.descriptor)
+            try:
+                fcntl.flock(self._lock, self.lock_kind | fcntl.LOCK_NB)
+                _lock_folder(self._folder.descriptor, self.lock_kind)
+            except BlockingIOError as error:
+                raise self._taken() from error
+            if not self._folder.is_at(self.path):
+                raise self._taken()
             self._open_journal()
             self._disposable, self._open = self._folder, stack.pop_all()
         return self
@@ -180,20 +191,6 @@ class StagedFolder:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-
-    def _take_lock(self) -> None:
-        """Locks the file and, where supported, the folder: a run removes the file shortly before it ends."""
-        found = self._folder.find(LOCK)
-        if found and not stat.S_ISREG(found.st_mode):
-            self._folder.remove(LOCK)
-        self._lock = os.open(LOCK, LOCK_FLAGS, 0o666, dir_fd=self._folder.descriptor)
-        try:
-            fcntl.flock(self._lock, self.lock_kind | fcntl.LOCK_NB)
-            _lock_folder(self._folder.descriptor, self.lock_kind)
-        except BlockingIOError as error:
-            raise self._taken() from error
-        if not self._folder.is_at(self.path):
-            raise self._taken()
 
     def _taken(self) -> OutputFailed:
         return OutputFailed(f"another run is writing `{self.output}`", hint="wait until it has ended")

@@ -357,26 +357,22 @@ def record_in_manifest(folder: Path, key: str, value: dict[str, Any]) -> str:
     """
     try:
         with Folder.open(folder) as home:
-            return _recorded(home, key, value)
+            found = home.find(MANIFEST)
+            if found is None or not stat.S_ISREG(found.st_mode):
+                return "it is not a regular file"
+            if not found.st_mode & WRITABLE:
+                return "it is write-protected"
+            old = home.read(MANIFEST, MANIFEST_BYTES)
+            if old is None:
+                return "it cannot be read"
+            new = (json.dumps({**parse_object(old, MANIFEST), key: value}, indent=2) + "\n").encode()
+            if len(new) > MANIFEST_BYTES:
+                return "it would be too large"
+            return "" if new == old else _replaced(home, new, found)
     except OSError as error:
         return error.strerror or str(error)
     except InputRefused as problem:
         return problem.message
-
-
-def _recorded(home: Folder, key: str, value: dict[str, Any]) -> str:
-    found = home.find(MANIFEST)
-    if found is None or not stat.S_ISREG(found.st_mode):
-        return "it is not a regular file"
-    if not found.st_mode & WRITABLE:
-        return "it is write-protected"
-    old = home.read(MANIFEST, MANIFEST_BYTES)
-    if old is None:
-        return "it cannot be read"
-    new = (json.dumps({**parse_object(old, MANIFEST), key: value}, indent=2) + "\n").encode()
-    if len(new) > MANIFEST_BYTES:
-        return "it would be too large"
-    return "" if new == old else _replaced(home, new, found)
 
 
 def _replaced(home: Folder, content: bytes, found: os.stat_result) -> str:

@@ -86,7 +86,11 @@ def take(store: ObjectStore, claim: Claim, *, joins: bool) -> tuple[Claim, bool]
     """
     for _ in range(TRIES):
         if found := read_claim(store):
-            _require_same(store, found, claim, joins=joins)
+            if found.key != claim.key:
+                clean = f"`llmconv clean {store.address}`"
+                raise _taken(store, f"it has other inputs or options: wait, or remove what it left with {clean}")
+            if not joins:
+                raise _taken(store, "wait until it has ended; `--resume` continues an interrupted run")
             return found, False
         content = json_bytes({name: getattr(claim, name) for name in ("key", "files", "replaced", "old")})
         if store.create(CLAIM, content):
@@ -94,14 +98,6 @@ def take(store: ObjectStore, claim: Claim, *, joins: bool) -> tuple[Claim, bool]
                 warn(f"the store of `{store.address}` cannot refuse a second writer: let no other run write there")
             return claim, True
     raise _taken(store, "wait until it has ended")
-
-
-def _require_same(store: ObjectStore, found: Claim, claim: Claim, *, joins: bool) -> None:
-    if found.key != claim.key:
-        clean = f"`llmconv clean {store.address}`"
-        raise _taken(store, f"it has other inputs or options: wait, or remove what it left with {clean}")
-    if not joins:
-        raise _taken(store, "wait until it has ended; `--resume` continues an interrupted run")
 
 
 def _taken(store: ObjectStore, way: str) -> OutputFailed:
@@ -152,7 +148,13 @@ class StoreFolder:
         self.store.delete(sorted((head.key for head in self.store.list(JOURNAL)), key=CLAIM.__eq__))
 
     def require_free(self, overwrite: bool, inputs: Sequence[Path], *, resume: bool) -> None:
-        self._require_apart(inputs)
+        for place in filter(None, map(mirror.address_of, inputs)):
+            if place.is_within(self.address) or self.address.is_within(place):
+                where = "contains" if place.is_within(self.address) else "is inside"
+                raise InputRefused(
+                    f"`{self.address}` {where} the input `{place}`",
+                    hint="choose an `-o` that neither contains an input nor is inside one",
+                )
         found = {head.key for head in self.store.list() if not head.key.startswith(f"{JOURNAL}/")}
         if MANIFEST not in found and found and self.store.head(CLAIM) is None:
             raise InputRefused(
@@ -171,16 +173,6 @@ class StoreFolder:
                 f"`{self.address}` also contains `{foreign[0]}`, which llmconv did not make, so it is not overwritten",
                 hint="choose another `-o`, or remove it yourself",
             )
-
-    def _require_apart(self, inputs: Sequence[Path]) -> None:
-        """Refuses an output around or inside an input: `--overwrite` would delete what the run is to read."""
-        for place in filter(None, map(mirror.address_of, inputs)):
-            if place.is_within(self.address) or self.address.is_within(place):
-                where = "contains" if place.is_within(self.address) else "is inside"
-                raise InputRefused(
-                    f"`{self.address}` {where} the input `{place}`",
-                    hint="choose an `-o` that neither contains an input nor is inside one",
-                )
 
     def require_space(self, plan: Plan) -> None:
         """See `Destination`; a store has room."""
@@ -258,23 +250,15 @@ class UnfinishedObjects:
         if isinstance(error, OSError | OutputFailed | KeyboardInterrupt) and self.finished:
             return
         with suppress(Exception):  # the first error is the one to show
-            self._dispose()
+            # deletes all files of this output, also those of a worker that was stopped before it had recorded them
+            mine = {*self.files, *map(entry_key, self.files)}
+            self.store.delete([*(head.key for head in self.store.list() if head.key in mine), CLAIM])
             abort_uploads(self.target.address, self.files)  # of workers and tasks that were stopped
-
-    def _dispose(self) -> None:
-        """Deletes all files of this output, also those of a worker that was stopped before it had recorded them."""
-        mine = {*self.files, *map(entry_key, self.files)}
-        self.store.delete([*(head.key for head in self.store.list() if head.key in mine), CLAIM])
 
     def _unpublish(self) -> None:
         """Deletes an existing output, first what readers know it by, so that nobody sees a mixture of two."""
         old = self.target.manifest().files
         self.store.delete([*GATES, *(name for name in old if name not in GATES)])
-
-    def _delete_replaced(self) -> None:
-        """Deletes files of the replaced output that a run which was killed has left, and that are not of this one."""
-        replaced = {*self._claim.replaced} - {*self.finished}
-        self.store.delete([head.key for head in self.store.list() if head.key in replaced] if replaced else [])
 
     def _read_journal(self) -> dict[str, dict[str, Any]]:
         """Entries of files of this output whose size and ETag are those of the store; nothing is read again."""
@@ -342,7 +326,9 @@ class UnfinishedObjects:
     def commit(self, manifest: Manifest) -> None:
         """Puts the small files, then the manifest unless there is one, and deletes the journal."""
         manifest.files = dict(self.finished)
-        self._delete_replaced()
+        # deletes files of the replaced output that a run which was killed has left, and that are not of this one
+        replaced = {*self._claim.replaced} - {*self.finished}
+        self.store.delete([head.key for head in self.store.list() if head.key in replaced] if replaced else [])
         for name in sorted(self._small, key=_last):
             self.store.write(name, self._small[name], len(self._small[name]))
         content = manifest.encode()

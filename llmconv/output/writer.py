@@ -72,7 +72,13 @@ def write_in_ray(call: Call, shards: Sequence[Shard], advance: Callable[[int], N
         UnsupportedInput: ray is not installed here, or a node has another version of llmconv.
         UsageProblem: an argument contains a credential.
     """
-    _require_public(call)
+    for value in call.arguments.values():
+        for text in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(text, str | Path) and is_address(text) and _has_credential(str(text)):
+                raise UsageProblem(
+                    "a URI with a credential in it is not sent to a cluster",
+                    hint="give every node the credential in its environment, and the plain URI here",
+                )
     with connected("--engine ray") as ray, _failing(ray):
         tasks = _Tasks(ray, call)
         try:
@@ -141,17 +147,6 @@ def _resources(ray: Any) -> dict[str, Any]:
         return {"num_cpus": 0, "resources": {NETWORK: 1}}
     most = max((node.get("CPU", 0) for node in nodes), default=0)
     return {"num_cpus": min(CPUS, most or CPUS)}
-
-
-def _require_public(call: Call) -> None:
-    """Refuses a URI with a user, password or signature, which the logs of a cluster would show."""
-    for value in call.arguments.values():
-        for text in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(text, str | Path) and is_address(text) and _has_credential(str(text)):
-                raise UsageProblem(
-                    "a URI with a credential in it is not sent to a cluster",
-                    hint="give every node the credential in its environment, and the plain URI here",
-                )
 
 
 def _has_credential(uri: str) -> bool:
@@ -327,7 +322,14 @@ def _write_shards(plan: Plan, folder: UnfinishedOutput, name: str, sources: Stat
                 continue
             entry = folder.make_shard(shard, advance)
             checks.finish()
-            _require_unchanged(sources)
+            for source, before in sources.items():
+                if (source.suffix in WEIGHTS or len(sources) == 1) and not (
+                    source.exists() and _identity(source) == before
+                ):
+                    raise InputRefused(
+                        f"`{source.name}` changed while it was read",
+                        hint="make sure that nothing writes to it, and run again",
+                    )
             folder.record(shard.name, entry)
             if crowded:
                 folder.release(shard.name, [*sources])
@@ -401,18 +403,6 @@ def _reuse_freed_blocks() -> None:
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, HEAP_BYTES)
         libc.mallopt(M_TRIM_THRESHOLD, HEAP_BYTES)
-
-
-def _require_unchanged(sources: Stats) -> None:
-    """Raises InputRefused if planned weights changed: a shard may contain tensors of two versions.
-
-    Others may write into other files of a checkpoint's folder.
-    """
-    for source, before in sources.items():
-        if (source.suffix in WEIGHTS or len(sources) == 1) and not (source.exists() and _identity(source) == before):
-            raise InputRefused(
-                f"`{source.name}` changed while it was read", hint="make sure that nothing writes to it, and run again"
-            )
 
 
 def _fingerprint(plan: Plan, steps: Sequence[dict[str, Any]], stats: Sequence[Identity]) -> str:

@@ -72,36 +72,33 @@ def open_prefix(path: Path) -> Prefix:
     if (path / PRE_CACHES).is_file():
         return _pre_caches(path / PRE_CACHES)
     if (path / ADAPTER_CONFIG).is_file():
-        return _peft(path)
+        folder = path
+        found = read_json(folder / ADAPTER_CONFIG).get("peft_type")
+        if found not in KINDS:
+            raise UnsupportedInput(
+                f"unsupported prefix: `{folder}` is an adapter of type `{found}`",
+                hint=f"a prefix is one of {', '.join(KINDS)}; `llmconv merge-lora` merges the others into the weights",
+            )
+        if not (folder / ADAPTER_WEIGHTS).is_file():
+            raise InputRefused(
+                f"`{folder}` has no `{ADAPTER_WEIGHTS}`", hint="save the adapter with `save_pretrained`, as safetensors"
+            )
+        tensors = read_header(folder / ADAPTER_WEIGHTS).tensors
+        if set(tensors) != {EMBEDDINGS}:
+            raise MalformedInput(
+                f"`{ADAPTER_WEIGHTS}` contains {', '.join(sorted(tensors)[:3]) or 'nothing'} instead of `{EMBEDDINGS}`",
+                hint="save the adapter again with `save_pretrained`, out of training mode",
+            )
+        content = tensors[EMBEDDINGS].read().astype(np.float32)
+        if content.ndim != 2 or not content.size:
+            raise MalformedInput(
+                f"invalid shape of `{EMBEDDINGS}`: {list(content.shape)}", hint="it must have one row per virtual token"
+            )
+        return Prefix(KINDS[found], content, len(content), len(content))
     raise InputRefused(
         f"`{path}` does not contain a prefix",
         hint=f"give a PEFT adapter with `{ADAPTER_CONFIG}`, or a folder with PaddleNLP's `{PRE_CACHES}`",
     )
-
-
-def _peft(folder: Path) -> Prefix:
-    found = read_json(folder / ADAPTER_CONFIG).get("peft_type")
-    if found not in KINDS:
-        raise UnsupportedInput(
-            f"unsupported prefix: `{folder}` is an adapter of type `{found}`",
-            hint=f"a prefix is one of {', '.join(KINDS)}; `llmconv merge-lora` merges the others into the weights",
-        )
-    if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise InputRefused(
-            f"`{folder}` has no `{ADAPTER_WEIGHTS}`", hint="save the adapter with `save_pretrained`, as safetensors"
-        )
-    tensors = read_header(folder / ADAPTER_WEIGHTS).tensors
-    if set(tensors) != {EMBEDDINGS}:
-        raise MalformedInput(
-            f"`{ADAPTER_WEIGHTS}` contains {', '.join(sorted(tensors)[:3]) or 'nothing'} instead of `{EMBEDDINGS}`",
-            hint="save the adapter again with `save_pretrained`, out of training mode",
-        )
-    content = tensors[EMBEDDINGS].read().astype(np.float32)
-    if content.ndim != 2 or not content.size:
-        raise MalformedInput(
-            f"invalid shape of `{EMBEDDINGS}`: {list(content.shape)}", hint="it must have one row per virtual token"
-        )
-    return Prefix(KINDS[found], content, len(content), len(content))
 
 
 def _pre_caches(path: Path) -> Prefix:

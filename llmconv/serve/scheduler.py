@@ -203,20 +203,17 @@ class Scheduler:
                     self._change.wait()
                 if self._ended:
                     break
-                job = self._next_job()
+                # the job whose turn it is; with the lock held. After the deadline all jobs are ended
+                if self._deadline is not None:
+                    self._refuse(self._waiting)
+                    if time.monotonic() >= self._deadline:
+                        self._refuse(self._active)
+                self._admit()
+                job = self._active[0] if self._active else None
             if job:
                 self._turn(job)
         for job in (*self._active, *self._waiting):
             job.deliver(ShuttingDown())
-
-    def _next_job(self) -> Job[Any] | None:
-        """The job whose turn it is; with the lock held. After the deadline all jobs are ended."""
-        if self._deadline is not None:
-            self._refuse(self._waiting)
-            if time.monotonic() >= self._deadline:
-                self._refuse(self._active)
-        self._admit()
-        return self._active[0] if self._active else None
 
     def _admit(self) -> None:
         """Moves waiting jobs to free places; with the lock held."""

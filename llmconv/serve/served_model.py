@@ -78,21 +78,18 @@ class ServedModel:
         self._conversations = ConversationPool(kept, model.runner)
         self._stops = find_template(template).stops
         if self.chats:
-            self._require_template()
+            try:
+                require_valid(self.model.tokenizer, self._template)
+            except InputRefused as error:
+                if self._template != TOKENIZER:
+                    raise
+                warn(f"{error.message}: chat requests are refused unless `--template` gives another")
         token_ids(model.tokenizer, "a")  # the first call changes a tokenizer; later ones run while others decode
 
     @property
     def chats(self) -> bool:
         """Whether there is a chat template; without one the model only continues texts."""
         return self._template != TOKENIZER or bool(self.model.tokenizer.chat_template)
-
-    def _require_template(self) -> None:
-        try:
-            require_valid(self.model.tokenizer, self._template)
-        except InputRefused as error:
-            if self._template != TOKENIZER:
-                raise
-            warn(f"{error.message}: chat requests are refused unless `--template` gives another")
 
     @property
     def sees(self) -> bool:

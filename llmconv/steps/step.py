@@ -139,7 +139,15 @@ def make_step(name: str, command_name: str, options: Mapping[str, Any], group: c
     words = {key: [*_texts(name, key, value, known[key])] for key, value in given.items()}
     _require_texts(name, command_name, words)
     arguments = (*_options(known, words), "--", *_positional(known, words))
-    _require_accepted(name, command_name, command, arguments)
+    try:
+        command.make_context(f"llmconv {command_name}", [*arguments])
+    except UsageProblem as error:
+        raise UsageProblem(f"step `{name}`: {error.message}", hint=error.hint) from error
+    except click.UsageError as error:
+        message = " ".join(error.format_message().split()).replace("'", "`").rstrip(".")
+        raise UsageProblem(
+            f"step `{name}`: {message[:1].lower()}{message[1:]}", hint=f"see `llmconv {command_name} --help`"
+        ) from error
     read = [key for key, parameter in known.items() if reads(parameter) and key not in NO_FILES]
     writes = [key for key, parameter in known.items() if _writes(parameter)]
     return Step(
@@ -215,19 +223,6 @@ def _positional(known: Mapping[str, click.Parameter], words: Mapping[str, list[s
     for key, parameter in known.items():
         if isinstance(parameter, click.Argument):
             yield from words.get(key, ())
-
-
-def _require_accepted(name: str, command_name: str, command: click.Command, arguments: tuple[str, ...]) -> None:
-    """Lets the command parse its arguments, before any step runs."""
-    try:
-        command.make_context(f"llmconv {command_name}", [*arguments])
-    except UsageProblem as error:
-        raise UsageProblem(f"step `{name}`: {error.message}", hint=error.hint) from error
-    except click.UsageError as error:
-        message = " ".join(error.format_message().split()).replace("'", "`").rstrip(".")
-        raise UsageProblem(
-            f"step `{name}`: {message[:1].lower()}{message[1:]}", hint=f"see `llmconv {command_name} --help`"
-        ) from error
 
 
 def _writes(parameter: click.Parameter) -> bool:

@@ -34,17 +34,13 @@ def watch(report: Callable[[], None]) -> None:
 def _watch(reading: int, report: Callable[[], None]) -> None:
     while numbers := os.read(reading, 1):
         if code := EXITS.get(signal.Signals(numbers[0])):
-            _end_if_hanging(code, report)
-
-
-def _end_if_hanging(code: int, report: Callable[[], None]) -> None:
-    came = time.monotonic()
-    while time.monotonic() < came + WATCHED:
-        if is_hanging(came, GRACE):
-            for function in (*_cleaning, report):
-                function()
-            os._exit(code)  # threads that wait for the store would hold up any other exit
-        time.sleep(0.1)
+            came = time.monotonic()
+            while time.monotonic() < came + WATCHED:
+                if is_hanging(came, GRACE):
+                    for function in (*_cleaning, report):
+                        function()
+                    os._exit(code)  # threads that wait for the store would hold up any other exit
+                time.sleep(0.1)
 
 
 _began: dict[object, float] = {}  # when each began, by `time.monotonic`; the calls of all threads

@@ -309,7 +309,13 @@ def connect(address: StoreAddress) -> Connection:
     or the environment lacks what this store needs.
     """
     require_obstore(address)
-    _require_no_fork(address)
+    # refuses a fork of a process that has used obstore, whose threads it does not have: it would wait forever
+    _users.add(os.getpid())
+    if len(_users) > 1:
+        raise UnsupportedInput(
+            f"`{address}` cannot be opened in a fork of a process that has used an object store",
+            hint="start processes by `spawn` or `forkserver`, as `multiprocessing.get_context` does",
+        )
     from obstore.exceptions import BaseError  # noqa: PLC0415 - an extra
     from obstore.store import S3Store, from_url  # noqa: PLC0415
 
@@ -328,16 +334,6 @@ def connect(address: StoreAddress) -> Connection:
             f"cannot connect to `{address}`: {first_line(error)}",
             hint="check the address and the environment variables",
         ) from error
-
-
-def _require_no_fork(address: StoreAddress) -> None:
-    """Refuses a fork of a process that has used obstore, whose threads it does not have: it would wait forever."""
-    _users.add(os.getpid())
-    if len(_users) > 1:
-        raise UnsupportedInput(
-            f"`{address}` cannot be opened in a fork of a process that has used an object store",
-            hint="start processes by `spawn` or `forkserver`, as `multiprocessing.get_context` does",
-        )
 
 
 _users: set[int] = set()  # this process, if it has connected to a store, and the one that it was forked from

@@ -26,16 +26,6 @@ BITS, PER_WORD = 4, 8
 def open_awq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
     """The quantized weights; raises MalformedInput, or UnsupportedInput unless 4 bits in the layout `gemm`."""
     config = checkpoint.config["quantization_config"]
-    _require_gemm(config)
-    found = [name.removesuffix(WORDS) for name in checkpoint if name.endswith(WORDS)]
-    weights = {f"{stem}.weight": _open(checkpoint, stem, config) for stem in found}
-    for name in checkpoint:
-        if name.endswith((ZEROS, SCALES)) and f"{name.rpartition('.')[0]}.weight" not in weights:
-            refuse(name, "does not belong to a quantized weight")
-    return weights
-
-
-def _require_gemm(config: Mapping[str, Any]) -> None:
     version = str(config.get("version") or config.get("format") or "gemm").lower()
     if config.get("backend") == "llm-awq":  # its layout counts, whatever the version says
         version = "llm-awq"
@@ -45,6 +35,12 @@ def _require_gemm(config: Mapping[str, Any]) -> None:
             f"the model is AWQ in the layout `{version[:40]}` of {str(bits)[:20]} bits",
             hint="supported: `gemm` of 4 bits; save it with AutoAWQ, or take the model it was quantized from",
         )
+    found = [name.removesuffix(WORDS) for name in checkpoint if name.endswith(WORDS)]
+    weights = {f"{stem}.weight": _open(checkpoint, stem, config) for stem in found}
+    for name in checkpoint:
+        if name.endswith((ZEROS, SCALES)) and f"{name.rpartition('.')[0]}.weight" not in weights:
+            refuse(name, "does not belong to a quantized weight")
+    return weights
 
 
 def _open(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any]) -> GroupedWeight:

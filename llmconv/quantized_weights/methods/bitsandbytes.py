@@ -219,7 +219,15 @@ def _above(bounds: Array, values: Array) -> Array:
 
 def open_four_bit(tensors: Mapping[str, LazyTensor], name: str, state_name: str) -> FourBitWeight:
     """The weight `name`, whose JSON state is in the tensor `state_name`; raises MalformedInput if they do not match."""
-    state = _read_state(tensors[state_name], state_name)
+    tensor = tensors[state_name]
+    if tensor.dtype.name != "uint8" or tensor.nbytes > STATE_BYTES:
+        refuse(state_name, f"is {tensor.dtype.name} of {tensor.nbytes} bytes, not a small JSON text in uint8")
+    try:
+        state = json.loads(tensor.read().tobytes().decode())
+    except (ValueError, RecursionError):
+        refuse(state_name, "is not valid JSON")
+    if not isinstance(state, dict):
+        refuse(state_name, "is not a JSON object")
     if state_name.removeprefix(name + STATE) not in KINDS or state.get("quant_type") not in KINDS:
         refuse(state_name, f"is of the type {str(state.get('quant_type'))[:40]!r}, neither nf4 nor fp4")
     shape = _shape(state, state_name)
@@ -245,18 +253,6 @@ def _nested(state: Mapping[str, Any], name: str, source: str) -> NestedScales:
         refuse(source, "has a `nested_offset` that is not a number")
     block = _size(state, "nested_blocksize", source, BLOCK_SIZES)
     return NestedScales(f"{name}.nested_absmax", f"{name}.nested_quant_map", float(offset), block)
-
-
-def _read_state(tensor: LazyTensor, name: str) -> dict[str, Any]:
-    if tensor.dtype.name != "uint8" or tensor.nbytes > STATE_BYTES:
-        refuse(name, f"is {tensor.dtype.name} of {tensor.nbytes} bytes, not a small JSON text in uint8")
-    try:
-        state = json.loads(tensor.read().tobytes().decode())
-    except (ValueError, RecursionError):
-        refuse(name, "is not valid JSON")
-    if not isinstance(state, dict):
-        refuse(name, "is not a JSON object")
-    return state
 
 
 def _shape(state: Mapping[str, Any], name: str) -> tuple[int, ...]:

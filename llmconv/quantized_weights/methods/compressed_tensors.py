@@ -55,7 +55,11 @@ def open_compressed(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
     """
     config = checkpoint.config["quantization_config"]
     for name in {str(scheme.get("format")) for scheme in (config, *groups_of(config)) if scheme.get("format")}:
-        _require_known(name)
+        if name not in FORMATS:
+            raise UnsupportedInput(
+                f"the model is stored by compressed-tensors as `{name[:40]}`, which is not supported",
+                hint=f"supported are {', '.join(FORMATS[:4])}; take the model it was quantized from",
+            )
     _require_read(config)
     schemes = WeightSchemes(config)
     weights: dict[str, PackedWeight] = {}
@@ -69,14 +73,6 @@ def open_compressed(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
         if name.endswith((SCALES, ZEROS, GROUPS, SHAPE)) and f"{name.rpartition('.')[0]}.weight" not in weights:
             refuse(name, "does not belong to a quantized weight")
     return weights
-
-
-def _require_known(name: str) -> None:
-    if name not in FORMATS:
-        raise UnsupportedInput(
-            f"the model is stored by compressed-tensors as `{name[:40]}`, which is not supported",
-            hint=f"supported are {', '.join(FORMATS[:4])}; take the model it was quantized from",
-        )
 
 
 def _require_read(config: Mapping[str, Any]) -> None:

@@ -97,20 +97,16 @@ def restore(cache: Any, name: str, tensor: torch.Tensor) -> None:
     prefix, _, rest = name.partition(".")
     index, part = layer_of(name) or 0, rest.partition(".")[2]
     if prefix == "present":
-        _restore_keys(cache, index, part, tensor)
+        if part == "key":
+            cache.update(tensor, tensor[..., :0], index)
+        else:
+            cache.layers[index].values = tensor
         return
     layer, number = cache.layers[index], int(part or 0)
     kind = prefix.removeprefix("present_")
     layer.lazy_initialization(**{f"{kind}_states": tensor}, state_idx=number)
     getattr(layer, f"{kind}_states")[number].copy_(tensor)
     layer.has_previous_state[number] = True
-
-
-def _restore_keys(cache: Any, index: int, part: str, tensor: torch.Tensor) -> None:
-    if part == "key":
-        cache.update(tensor, tensor[..., :0], index)
-    else:
-        cache.layers[index].values = tensor
 
 
 def to_numpy(tensor: torch.Tensor) -> Array:

@@ -120,7 +120,10 @@ class PassScheduler(Generic[T]):
                 self._step(waiting, len(passes))
         finally:
             for this in passes:
-                _end(this)
+                if this.thread and this.thread.is_alive():
+                    this.ended = True
+                    this.resume.release()
+                    this.thread.join()
         return [this.result for this in passes]  # type: ignore[misc]
 
     def _step(self, waiting: Sequence[tuple[int, ForwardPass[T]]], count: int) -> None:
@@ -160,13 +163,6 @@ def _advance(this: ForwardPass[Any]) -> None:
     this.paused.acquire()
     if this.error and not this.ended:
         raise this.error
-
-
-def _end(this: ForwardPass[Any]) -> None:
-    if this.thread and this.thread.is_alive():
-        this.ended = True
-        this.resume.release()
-        this.thread.join()
 
 
 RESIDENT = 1 << 24
@@ -366,7 +362,11 @@ class StreamedRunner(EagerRunner):
             with self._weights.loaded(barrier):
                 written: dict[int, list[int]] = {}
                 for number, work in works:
-                    self._copy_parent_layers(number, written)
+                    # takes over the keys and values of this layer from the call that this one continues
+                    parent = self._parents[number]
+                    if parent is not None:
+                        for layer in written[parent]:
+                            self._caches[number].layers[layer] = copy.copy(self._caches[parent].layers[layer])
                     before = _keys(self._caches[number])
                     self.limit_margins.begin(barrier)
                     work.result = work.work()
@@ -379,13 +379,6 @@ class StreamedRunner(EagerRunner):
         if barrier.startswith("matrix "):
             barrier = f"matrix {[*self._matrices].index(int(barrier.removeprefix('matrix ')))}"
         self.limit_margins.begin(f"after {barrier}")
-
-    def _copy_parent_layers(self, number: int, written: dict[int, list[int]]) -> None:
-        """Takes over the keys and values of this layer from the call that this one continues."""
-        parent = self._parents[number]
-        if parent is not None:
-            for layer in written[parent]:
-                self._caches[number].layers[layer] = copy.copy(self._caches[parent].layers[layer])
 
     def _note(self, barrier: str, number: int, layers: list[int]) -> None:
         if set(layers) & set(self._written[number]):

@@ -181,7 +181,15 @@ def _check_range(path: Path, tensor: onnx.TensorProto, sizes: dict[str, int]) ->
     if not _is_plain(name) or (folder and not (_is_plain(folder) and name.endswith(".safetensors"))):
         _refuse(path, f"stores `{tensor.name[:80]}` in {location[:80]!r}, which is not a plain file name")
     if location not in sizes:
-        sizes[location] = _size_of(path, location)
+        # bytes of a file next to the graph
+        data = path.parent / location
+        if not data.exists():
+            raise MalformedInput(
+                f"`{path.name}` maps `{location}`, which is missing", hint="copy the weights again, next to the graph"
+            )
+        if not data.is_file() or not _may_follow(path, data) or ("/" in location and data.parent.is_symlink()):
+            _refuse(path, f"needs `{location}`, which is a link or not a file")
+        sizes[location] = data.stat().st_size
     offset, length = fields.get("offset", "0"), fields.get("length", "0")
     if not (offset.isascii() and offset.isdigit() and length.isascii() and length.isdigit()):
         _refuse(path, f"has an invalid offset or length for `{tensor.name[:80]}`")
@@ -190,18 +198,6 @@ def _check_range(path: Path, tensor: onnx.TensorProto, sizes: dict[str, int]) ->
             f"`{path.name}` stores `{tensor.name[:80]}` beyond the end of `{location}`",
             hint="the weights are truncated or belong to another model; copy them again, or export again",
         )
-
-
-def _size_of(path: Path, location: str) -> int:
-    """Bytes of a file next to the graph."""
-    data = path.parent / location
-    if not data.exists():
-        raise MalformedInput(
-            f"`{path.name}` maps `{location}`, which is missing", hint="copy the weights again, next to the graph"
-        )
-    if not data.is_file() or not _may_follow(path, data) or ("/" in location and data.parent.is_symlink()):
-        _refuse(path, f"needs `{location}`, which is a link or not a file")
-    return data.stat().st_size
 
 
 def _is_plain(location: object) -> bool:

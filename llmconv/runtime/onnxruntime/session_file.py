@@ -322,7 +322,10 @@ def read_genai_config(folder: Path) -> dict[str, Any]:
         if name == "session_options":
             _check_session(value)
         elif name.endswith(("filename", SHARED)):
-            _check_file(folder, name, value)
+            if not isinstance(value, str) or not value or Path(value).name != value or not value.isprintable():
+                _refuse(f"`{name}` is {str(value)[:80]!r}, which is not a plain file name")
+            if value.endswith(GRAPHS) and (folder / value).exists():
+                load_guarded(folder / value)
     model = content.get("model")
     if not isinstance(model, dict):
         _refuse("missing object `model`")
@@ -383,13 +386,6 @@ def out_of_bounds(value: Any, most: int = LARGEST) -> bool:
         digits = value.strip().removeprefix("-")
         return digits.isdecimal() and (len(digits) > len(str(most)) or int(digits) > most)
     return isinstance(value, int | float) and not -most <= value <= most
-
-
-def _check_file(folder: Path, name: str, value: Any) -> None:
-    if not isinstance(value, str) or not value or Path(value).name != value or not value.isprintable():
-        _refuse(f"`{name}` is {str(value)[:80]!r}, which is not a plain file name")
-    if value.endswith(GRAPHS) and (folder / value).exists():
-        load_guarded(folder / value)
 
 
 def _refuse(problem: str) -> NoReturn:

@@ -248,7 +248,16 @@ class StageServer:
         """Answers one client until it leaves, which frees its caches."""
         caches, reason = HeldCaches(self._stage), "the server stops"
         try:
-            self._converse(connection, caches, name)
+            prints, number = self._export.fingerprints, self._stage.number
+            silence = greet(connection, number, prints, self._shared, HELLO_SECONDS)
+            self._admit(connection)
+            connection.send(Message("stage", {"number": number, "fingerprint": prints[number - 1]}))
+            connection.seconds = PATIENCE
+            say(f"client {name}: connected")
+            while True:
+                asked = connection.receive(idle=True)
+                self._running = running = self._worker.submit(_answer, caches, asked)
+                connection.send(_awaited(running, connection, max(silence / SIGNS, 0.05)))
         except Refused as refusal:
             reason = str(refusal)
             with suppress(OSError):
@@ -269,18 +278,6 @@ class StageServer:
                 self._greeters.pop(connection, None)
                 self._clients.discard(connection)
             say(f"client {name}: disconnected ({reason}), {len(caches)} caches freed")
-
-    def _converse(self, connection: Connection, caches: HeldCaches, name: str) -> None:
-        prints, number = self._export.fingerprints, self._stage.number
-        silence = greet(connection, number, prints, self._shared, HELLO_SECONDS)
-        self._admit(connection)
-        connection.send(Message("stage", {"number": number, "fingerprint": prints[number - 1]}))
-        connection.seconds = PATIENCE
-        say(f"client {name}: connected")
-        while True:
-            asked = connection.receive(idle=True)
-            self._running = running = self._worker.submit(_answer, caches, asked)
-            connection.send(_awaited(running, connection, max(silence / SIGNS, 0.05)))
 
     def _admit(self, connection: Connection) -> None:
         """Makes a client of a connection that has greeted; raises Refused if there are too many."""
@@ -342,7 +339,19 @@ class HeldCaches:
         if asked.kind != "run" or use not in self._stage.graphs:
             raise BadMessage("the request is not a run of the stage")
         graph, past = self._stage.graphs[use], self._past(asked)
-        _require_inputs(graph, asked.tensors)
+        # checks names, dtypes and fixed axes of what a client sends
+        if asked.tensors.keys() != graph.taken.keys():
+            raise BadMessage(f"the inputs are not {', '.join(graph.taken)}")
+        for name, array in asked.tensors.items():
+            shape, kind = graph.taken[name], graph.types.get(name, "tensor(int64)")
+            dtype = DTYPES["int64"] if kind == "tensor(int64)" else TENSOR_DTYPES.get(kind)
+            shape = shape or list(array.shape)  # quantized graphs do not declare that of a hidden state
+            if array.dtype != dtype or array.ndim != len(shape):
+                raise BadMessage(f"`{name}` has another dtype, or another number of axes")
+            if any(isinstance(axis, int) and axis != size for axis, size in zip(shape, array.shape, strict=True)):
+                raise BadMessage(f"`{name}` has the shape {list(array.shape)} instead of {shape}")
+            if not array.ndim or not array.size or len(array) != len(next(iter(asked.tensors.values()))):
+                raise BadMessage("the batch is empty, or not of one size")
         if len(self._held) >= MAX_CACHES:
             raise InputRefused(f"the client keeps {MAX_CACHES} caches", hint="keep fewer conversations")
         return self._answer(self._stage.run(use, asked.tensors, past))
@@ -398,19 +407,3 @@ def _edit(fields: Any, cache: Cache) -> CacheEdit:
     if (kind == "cut" and len(found) > 1) or (kind == "moved" and rows != 1):
         raise BadMessage("the change does not fit the cache")
     return CacheEdit(kind, found, as_number(virtual, "a number in a change of a cache", cache.length))
-
-
-def _require_inputs(graph: StageGraph, tensors: Mapping[str, Array]) -> None:
-    """Checks names, dtypes and fixed axes of what a client sends."""
-    if tensors.keys() != graph.taken.keys():
-        raise BadMessage(f"the inputs are not {', '.join(graph.taken)}")
-    for name, array in tensors.items():
-        shape, kind = graph.taken[name], graph.types.get(name, "tensor(int64)")
-        dtype = DTYPES["int64"] if kind == "tensor(int64)" else TENSOR_DTYPES.get(kind)
-        shape = shape or list(array.shape)  # quantized graphs do not declare that of a hidden state
-        if array.dtype != dtype or array.ndim != len(shape):
-            raise BadMessage(f"`{name}` has another dtype, or another number of axes")
-        if any(isinstance(axis, int) and axis != size for axis, size in zip(shape, array.shape, strict=True)):
-            raise BadMessage(f"`{name}` has the shape {list(array.shape)} instead of {shape}")
-        if not array.ndim or not array.size or len(array) != len(next(iter(tensors.values()))):
-            raise BadMessage("the batch is empty, or not of one size")
