@@ -97,11 +97,7 @@ def is_encoder(config: Mapping[str, Any]) -> bool:
 
 
 def require_causal(config: Mapping[str, Any], source: str | Path) -> None:
-    """Raises UnsupportedInput for a configuration of an encoder, a classifier, or an encoder-decoder.
-
-    The class is that of `architectures`; a configuration without it is accepted. Raises MalformedInput as
-    `require_sizes`.
-    """
+    """Raises UnsupportedInput if `architectures` names an encoder, a classifier or an encoder-decoder."""
     require_sizes(config, source)
     declared = config.get("architectures")
     names = [name for name in declared if isinstance(name, str)] if isinstance(declared, list) else []
@@ -145,10 +141,7 @@ OTHER_TASKS: dict[str, Callable[[str], bool]] = {"embed": _is_bare, "classify": 
 
 
 def require_task(config: Mapping[str, Any], source: str | Path, task: str) -> None:
-    """Raises UnsupportedInput if the class of a configuration does not fit the task of `export`, such as `classify`.
-
-    A configuration without `architectures` is accepted. Raises MalformedInput as `require_sizes`.
-    """
+    """Raises UnsupportedInput if the class in `architectures` does not fit the task of `export`, such as `classify`."""
     require_sizes(config, source)
     declared = config.get("architectures")
     names = [name for name in declared if isinstance(name, str)] if isinstance(declared, list) else []

@@ -153,10 +153,7 @@ def _require_shards(folder: Path, index: str, names: list[str]) -> None:
 
 
 def read_side_files(folder: Path) -> dict[str, bytes]:
-    """The files of `folder` that are in `SIDE_FILES`, name to content.
-
-    Raises MalformedInput for one that is too large or a link out of the folder, UnsupportedInput for a Git LFS pointer.
-    """
+    """The `SIDE_FILES` of `folder`; MalformedInput for a large one or a link out, UnsupportedInput for Git LFS."""
     files = {name: read_small(own_file(folder, name)) for name in SIDE_FILES if (folder / name).is_file()}
     for name, content in files.items():
         refuse_git_lfs(content, name)
@@ -164,10 +161,7 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
 
 
 def own_file(folder: Path, name: str) -> Path:
-    """The path of a file to copy; a link out of the folder could publish a private file with the model.
-
-    Raises MalformedInput for such a link, except into the blobs of the hub's cache.
-    """
+    """The path of a file to copy; MalformedInput for a link out of the folder, except into the hub's cache."""
     path, home = folder / name, folder.resolve()
     target = path.resolve()
     model = snapshot_home(home)

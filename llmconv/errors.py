@@ -32,12 +32,7 @@ KEPT = "finished files stay for `--resume`"  # note of an interrupt that left so
 
 
 class LlmconvError(Exception):
-    """Base class of all errors.
-
-    Args:
-        message: one line without a final period.
-        hint: what the user can do.
-    """
+    """Base class of all errors: `message`, one line without a final period, and `hint`, what the user can do."""
 
     exit_code: ClassVar[int] = 3
 

@@ -115,10 +115,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def raise_if_out_of_memory(error: BaseException, where: str) -> None:
-    """Raises OutOfMemory if an error of another library means that memory ran out; `where` is for the message.
-
-    Called before such errors are reported as problems of the input.
-    """
+    """Raises OutOfMemory if an error of another library means that, before it is taken for one of the input."""
     if is_out_of_memory(error):
         raise OutOfMemory(f"memory ran out {where}", hint=HINT) from error
 

@@ -30,10 +30,7 @@ def is_quiet() -> bool:
 
 
 def status(text: str) -> None:
-    """Shows what is being done in a line of stderr that the next one replaces; an empty text removes it.
-
-    Nothing is shown with `-q`, or where stderr is not a terminal.
-    """
+    """Shows what is done in a line of a terminal's stderr, replaced by the next; none with `-q`, or for empty text."""
     if (text or _shown) and _is_shown():
         width = shutil.get_terminal_size().columns - 1
         _shown[:] = [text] if text else []

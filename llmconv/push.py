@@ -135,10 +135,7 @@ def _address(repository: str, revision: str | None, *, pr: bool) -> HubAddress:
 
 
 def _planned(found: FolderFiles, digests: Mapping[str, FileDigest], target: HubRepository) -> tuple[Contents, Push]:
-    """All contents, and what is to be uploaded and deleted.
-
-    Raises InputRefused if the branch contains files of a model that llmconv did not make.
-    """
+    """All contents, what to upload and to delete; InputRefused if the branch has a model not made by llmconv."""
     require_own_weights(target)
     contents: dict[str, Path | bytes] = dict(found.files)
     files = dict(digests)
@@ -200,10 +197,7 @@ REPORT = {"report.json", "junit.xml", "summary.md", "report.html", "run.json", "
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """What is uploaded of a folder that llmconv made: path in the folder to file, for a link the one that it leads to.
-
-    `left_out` are hidden files, which are not uploaded.
-    """
+    """What is uploaded of a folder: file (of a link, its target) by path; `left_out` are its hidden files."""
 
     folder: Path
     manifest: Manifest

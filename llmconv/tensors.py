@@ -135,10 +135,7 @@ class Flushed:
 
 
 def rounded(values: Array, dtype: DType, name: str, flushed: Flushed | None = None) -> Array:
-    """Values of any shape rounded to a float dtype (nearest even); `flushed` counts the values that become zero.
-
-    Raises InputRefused if a finite value is too large for `dtype`.
-    """
+    """Values rounded to a float dtype, nearest even, `flushed` counting new zeros; InputRefused if one overflows."""
     with np.errstate(over="ignore"):
         result: Array = values.astype(dtype.numpy)
     if dtype.name != "float16":

@@ -261,10 +261,7 @@ def _measure(workers: Sequence[WorkerProcess], prompts: list[list[int]], new: in
 
 
 def lengths_within(folder: Path, lengths: Sequence[int], new: int) -> list[int]:
-    """The given lengths, or the default ones that leave room for `new` tokens, or the longest that does.
-
-    Raises UsageProblem if a given length leaves no room in the context of the model in `folder`.
-    """
+    """Lengths (default: those that fit) with room for `new` tokens; UsageProblem for a given one without it."""
     context = context_length(folder)
     fitting = [length for length in lengths or LENGTHS if context is None or length + new <= context]
     if not lengths and not fitting and context is not None:

@@ -371,10 +371,7 @@ VALUES = {
 
 
 def hint_for(command: str, option: str, known: Iterable[str] = ()) -> str:
-    """The hint for an `option` (such as `--prompt`) that a command does not have; empty if there is none but the help.
-
-    `known` are the command's options, spelled with dashes.
-    """
+    """The hint for an `option` that a command does not have, next to its `known` ones; empty for the help alone."""
     dashed, under = option.replace("_", "-"), "--" + option.removeprefix("--").replace("-", "_")
     if dashed != option and dashed in {*known}:
         return HINTS.get((command, option), f"`{dashed}`")

@@ -42,10 +42,7 @@ class ChecksummedRange:
     refusal: Callable[[], InputRefused] | None = field(default=None, compare=False, repr=False)
 
     def was_read(self, begin: int, data: memoryview) -> None:
-        """Adds `data`, read from position `begin` of the range, to the checksum, inside `checked_reading`.
-
-        Raises InputRefused (by `refusal`) if the range is complete and its checksum differs.
-        """
+        """Adds `data` from position `begin`, inside `checked_reading`; raises `refusal` if a complete range differs."""
         checks = _current.get()
         if checks and self.crc is None:
             checks.unchecked.add(self.path.name)

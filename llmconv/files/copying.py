@@ -27,10 +27,7 @@ def will_need(fd: int, start: int, length: int) -> None:
 
 
 def copy_in_kernel(source: int, target: int, start: int, length: int) -> int:
-    """Copies at most `length` bytes between two descriptors, both at byte `start` (`copy_file_range(2)`).
-
-    Returns the bytes copied; 0 where the kernel cannot.
-    """
+    """Copies at most `length` bytes, both from byte `start` (`copy_file_range(2)`); the count, 0 if it cannot."""
     try:
         return os.copy_file_range(source, target, length, start, start)
     except (OSError, AttributeError):  # EXDEV, EINVAL, ENOSYS, …: a real problem shows in plain reading and writing

@@ -112,10 +112,7 @@ def _unreachable(address: HubAddress) -> InputRefused:
 
 
 def cached(address: HubAddress) -> Path | None:
-    """The folder (or file) of a model in the hub's cache, None if it is not cached.
-
-    A folder with only the needed files counts, too, although `snapshot_download` calls it incomplete.
-    """
+    """The folder (or file) of a model in the hub's cache, even if only the needed files are there; else None."""
     from huggingface_hub import snapshot_download, try_to_load_from_cache  # noqa: PLC0415 - see above
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
@@ -154,10 +151,7 @@ def source_name(path: Path) -> str:
 
 
 def needed(files: Iterable[str]) -> list[str]:
-    """The files of a repository that its model needs: one kind of weights, the configuration, the tokenizer.
-
-    Of any other repository (a training checkpoint, or a model exported by llmconv) all files are needed.
-    """
+    """The files that a repository's model needs: weights of one kind, configuration, tokenizer; all of any other."""
     listed = list(files)
     if "llmconv.json" in listed:
         return listed
@@ -181,10 +175,7 @@ class HubFiles:
         self._address, self._commit = address, commit
 
     def blocks(self, head: Head, start: int, stop: int) -> Iterator[memoryview]:
-        """Bytes `start` to `stop` (exclusive, larger than `start`) of a file by one request, as they arrive.
-
-        Raises InputRefused if the Hub does not give the file, or cannot be reached.
-        """
+        """Bytes `start:stop` of a file by one request, as they arrive; InputRefused if the Hub does not give it."""
         from huggingface_hub import hf_hub_url, utils  # noqa: PLC0415 - 0.3 s that a local path does not pay
 
         hub: Any = utils  # its names are not exported to type checkers

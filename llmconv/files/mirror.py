@@ -101,10 +101,7 @@ class MirroredFile:
             self._edges = {}
 
     def fetch_whole(self) -> None:
-        """Puts the whole object into the file, for readers that open it themselves.
-
-        Raises InputRefused if the object changed, OutputFailed if the store failed.
-        """
+        """Puts the whole object into the file for readers that open it; InputRefused if the object changed."""
         with self._whole_lock:
             if self.is_whole:
                 return

@@ -59,10 +59,7 @@ Placed = Annotated[str | Path, PLACED]
 
 
 def output_place(value: Any, name: str = "output") -> Path | StoreAddress | HubAddress:
-    """The place of an output folder: an address in an object store or on the Hub, or a local path as `output_path`.
-
-    Raises InputRefused for anything else, or credentials in it; UsageProblem as `path_of`.
-    """
+    """The place of an output folder: an address or a local path; InputRefused for anything else, or credentials."""
     if isinstance(value, StoreAddress | HubAddress):
         return value
     if is_hub_address(value):
@@ -86,10 +83,7 @@ def local_only(place: Path | StoreAddress | HubAddress) -> Path | None:
 
 
 def output_path(value: Any, name: str = "output") -> Path:
-    """The local path of an output; `./s3:/x` is in a local folder `s3:`, `s3:/x` is a URI.
-
-    Raises InputRefused for a URI, or `-`; UsageProblem as `path_of`.
-    """
+    """The local path of an output, also `./s3:/x`; InputRefused for a URI or `-`, UsageProblem as `path_of`."""
     path = path_of(value, name)
     text = os.fspath(value)
     if text == "-":

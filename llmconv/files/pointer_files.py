@@ -48,10 +48,7 @@ class PointerTree(Protocol):
 
 
 def follow(path: str, tree: PointerTree) -> str:
-    """Resolves `path`: itself, unless it is a pointer or only its pointer exists.
-
-    Raises InputRefused if a target does not exist, MalformedInput for a circle, or a pointer out of its bucket.
-    """
+    """Resolves a pointer, or a file that has only one; InputRefused without target, MalformedInput for a circle."""
     seen: list[str] = []
     while len(seen) < HOPS:
         if not tree.exists(path) and tree.exists(path + SUFFIX):

@@ -138,10 +138,7 @@ class Folder:
         self.write_together({name: content})
 
     def write_together(self, files: Mapping[str, WritableContent]) -> None:
-        """Replaces several files, by name (or `a/b`); all are complete on the disk before the first one appears.
-
-        Raises InputRefused as `require_replaceable`; OSError, and nothing has changed, unless a rename failed.
-        """
+        """Replaces files by name (or `a/b`), all on the disk before the first appears; InputRefused, OSError."""
         with ExitStack() as stack:
             new = [self._prepared(stack, name, content) for name, content in files.items()]
             for entry in new:
@@ -188,10 +185,7 @@ class Folder:
         return content if len(content) <= limit else None
 
     def open_to_append(self, name: str) -> BinaryIO:
-        """Opens or makes a regular file for reading and appending, for a file that grows over several runs.
-
-        Raises InputRefused for a link, a second hard link, or no regular file; OSError.
-        """
+        """Opens or makes a file that grows over several runs; InputRefused for a link or no regular file; OSError."""
         require_plain(self.path / name)
         descriptor = os.open(name, APPEND, 0o666, dir_fd=self.descriptor)
         found = os.fstat(descriptor)
@@ -334,10 +328,7 @@ NAME_MAX = 255  # maximum bytes of a file's name
 
 
 def replace_file(path: Path, content: WritableContent) -> None:
-    """Replaces one file that the user named, durably and in one step; missing folders above it are made.
-
-    Raises InputRefused as `require_plain`; OSError, and the old file is unchanged.
-    """
+    """Replaces one file that the user named, durably, or not at all (OSError); InputRefused as `require_plain`."""
     with parents_made(path), Folder.open(path.parent) as folder:
         require_plain(path)
         folder.write_together({path.name: content})
@@ -392,10 +383,7 @@ def unwritable(folder: Path, error: OSError) -> OutputFailed:
 
 
 def require_parents(output: Path) -> None:
-    """Requires that the folders above a file or folder to write exist or can be made.
-
-    Raises InputRefused if one is a file or a broken link, or `output` is the root of the file system.
-    """
+    """Requires that folders above an output exist or can be made; InputRefused for a file, a broken link or `/`."""
     above = next((path for path in output.absolute().parents if os.path.lexists(path)), None)
     if above is None:
         raise InputRefused(f"`{output}` is the root of the file system", hint="choose a path in it")

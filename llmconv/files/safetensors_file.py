@@ -89,10 +89,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Reads and validates the header of a safetensors file; no tensor data is read.
-
-    Raises MalformedInput for an invalid length, name, dtype, shape or offset, UnsupportedInput for a Git LFS pointer.
-    """
+    """The checked header of a safetensors file; MalformedInput for invalid fields, UnsupportedInput for Git LFS."""
     size = path.stat().st_size
     with naming(f"`{path.name}`", DAMAGED), open_source(path) as file:
         prefix = file.read(8)
@@ -170,10 +167,7 @@ def file_of(tensors: Mapping[str, LazyTensor]) -> Path | None:
 
 
 def holds(path: Path, tensors: Mapping[str, LazyTensor]) -> bool:
-    """Whether a file has these tensors at these offsets, and the metadata `format: pt` that transformers 4 requires.
-
-    Raises MalformedInput unless it is a safetensors file.
-    """
+    """Whether a file has these tensors at these offsets, and `format: pt`; MalformedInput for another file."""
     header = read_header(path)
     return header.metadata.get("format") == "pt" and _places(header.tensors) == _places(tensors)
 

@@ -18,10 +18,7 @@ from llmconv.files.mirror import MirroredFile, find
 
 
 class FileProblem(Exception):
-    """A problem, worded to follow the name of its file, such as "is truncated".
-
-    `hint` is the way out; empty for the one that `naming` was given.
-    """
+    """A problem, worded to follow the name of its file, such as "is truncated"; an empty `hint` is that of `naming`."""
 
     def __init__(self, problem: str, hint: str = "") -> None:
         super().__init__(problem)
@@ -30,10 +27,7 @@ class FileProblem(Exception):
 
 @contextmanager
 def naming(subject: str, hint: str) -> Iterator[None]:
-    """Turns a FileProblem raised inside into MalformedInput, such as "`model.safetensors` is truncated".
-
-    `hint` is the way out, unless the problem has its own.
-    """
+    """Adds the file's name to a FileProblem raised inside: MalformedInput "`model.safetensors` is truncated"."""
     try:
         yield
         return

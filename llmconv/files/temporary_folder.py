@@ -89,10 +89,7 @@ UNFINISHED = "unfinished-"  # prefix of folders that are being made; each is loc
 
 
 def user_cache(name: str) -> Path:
-    """The folder for one purpose in the user's cache, `$XDG_CACHE_HOME/llmconv/NAME`; it may be missing.
-
-    Raises InputRefused if the user has no home folder, and `XDG_CACHE_HOME` is not set.
-    """
+    """The folder, perhaps missing, for one purpose in the user's cache; InputRefused if there is no home folder."""
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:
@@ -131,10 +128,7 @@ def _made(home: Path, stack: ExitStack) -> Path:
 
 @contextmanager
 def _locked(folder: Path, *, needed: bool = True) -> Iterator[None]:
-    """Holds the lock of a folder, which ends with the process; raises BlockingIOError if another process holds it.
-
-    Raises OSError if it is a link or a file, or if `needed` is set and this disk cannot lock folders.
-    """
+    """Holds a folder's lock: BlockingIOError if another process has it, OSError for a link, or if `needed` and none."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         try:

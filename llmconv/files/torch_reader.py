@@ -460,10 +460,7 @@ class _Storages:
         self.parts: dict[str, tuple[str, int, int, int]] = {}
 
     def refer(self, reference: Any) -> StorageRef:
-        """The storage of a persistent id `("storage", type, key, location, numel, view)`.
-
-        The view is None or `(key, offset, numel)`.
-        """
+        """The storage of a persistent id `("storage", type, key, location, numel, None or (key, offset, numel))`."""
         match reference:
             case ("storage", Global() as kind, str() as key, str(), int() as numel, *view) if (
                 0 <= numel < STORAGE_LIMIT and len(key) <= NAME_LIMIT

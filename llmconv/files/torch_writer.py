@@ -48,10 +48,7 @@ class PersistentId:
 
 
 def pickle_pieces(value: Any, protocol: int = 2) -> Iterator[Piece]:
-    """Yields the pickle of a value made of dicts, tuples, text, numbers, None and the records of this module.
-
-    A LazyTensor becomes a bytes object (protocol 4 only) whose content is streamed.
-    """
+    """Yields the pickle of dicts, tuples, text, numbers, None and records here; LazyTensors as streamed bytes."""
     text = bytearray(b"\x80" + bytes([protocol]))
     for part in _parts(value):
         if isinstance(part, LazyTensor):

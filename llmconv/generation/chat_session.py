@@ -56,10 +56,7 @@ class Chat:
         self.messages, self._conversation, self._ran = [], Conversation(), []
 
     def ask(self, text: str) -> Iterator[TextPiece]:
-        """The answer, piece by piece; if the iterator is closed early, the text so far is kept as the answer.
-
-        Raises InputRefused if the template fails on the messages, or they are too long for the context.
-        """
+        """The answer, piece by piece, kept as far as it was read; InputRefused if the chat cannot be encoded."""
         if not isinstance(text, str):
             raise UsageProblem(f"the message is {kind_of(text)}, not a string", hint="give one `str`")
         ids = self._encode([*self.messages, {"role": "user", "content": text}])

@@ -111,10 +111,7 @@ TEMPLATES = {
 
 
 def find_template(name: str) -> Template:
-    """A template by its name, or by the path of a Jinja file.
-
-    Raises UsageProblem if there is none, InputRefused if the file cannot be read.
-    """
+    """A template by name, or by the path of a Jinja file; UsageProblem if there is none, InputRefused if unreadable."""
     if name in TEMPLATES:
         return TEMPLATES[name]
     path = Path(name)
@@ -127,10 +124,7 @@ def find_template(name: str) -> Template:
 
 
 def require_template(tokenizer: Any, template: str) -> Template:
-    """The template, by its name in `TEMPLATES` or the path of a Jinja file.
-
-    Raises InputRefused if the tokenizer has no template of its own, UsageProblem for an unknown one.
-    """
+    """As `find_template`; InputRefused if the tokenizer has no template of its own."""
     found = find_template(template)
     if found.text is None and not tokenizer.chat_template:
         named = ", ".join(name for name in TEMPLATES if name != TOKENIZER)
@@ -166,10 +160,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
 
 
 def require_valid(tokenizer: Any, template: str) -> None:
-    """Requires that a template can be parsed and ends; whether it takes some messages, only they can tell.
-
-    Raises InputRefused for invalid Jinja or too much time or memory, UsageProblem for an unknown template.
-    """
+    """Requires that a template parses and ends; InputRefused for invalid Jinja or too much time or memory."""
     try:
         _text(tokenizer, template, [{"role": "user", "content": "Hello"}], for_answer=True)
     except RenderLimitExceeded as error:
@@ -260,10 +251,7 @@ class RenderLimitExceeded(Exception):
 
 
 def bounded_text(make: Callable[[], str]) -> str:
-    """The text that `make` returns in a forked child process; it must be pure Python, without threads or locks.
-
-    Raises RenderLimitExceeded for too much time or memory, ValueError with the message of any other error.
-    """
+    """The text of `make` in a forked child (pure Python, no threads): RenderLimitExceeded, ValueError for errors."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child never uses
@@ -331,19 +319,13 @@ Render = Callable[[Sequence[Mapping[str, Any]]], str]  # messages to text; raise
 
 
 class ContentForms:
-    """The forms that one template reads, tried when they are needed, and kept by `source`.
-
-    `render` renders messages in it, without a part for an answer.
-    """
+    """The forms that a template reads, tried by `render`, without a part for an answer, and kept by `source`."""
 
     def __init__(self, source: str, render: Render) -> None:
         self._known, self._render = _known(source), render
 
     def fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with every content in a form that the template reads; unchanged where it reads neither form.
-
-        Parts other than texts are left as they are. Raises RenderLimitExceeded.
-        """
+        """The messages with each content in a form that the template reads, if any; raises RenderLimitExceeded."""
         return [{**message, "content": self._content(str(message["role"]), message["content"])} for message in messages]
 
     def _reads(self, role: str, in_parts: bool) -> bool:

@@ -353,11 +353,7 @@ class GenerationCost:
         return f"{counts}; {first}, then {self.rate:.1f} tokens/s; peak memory {self.peak_bytes / 1e9:.2f} GB"
 
     def times(self, encode_seconds: float) -> str:
-        """One line for a person on where the time went.
-
-        Args:
-            encode_seconds: time in which all prompts became tokens.
-        """
+        """One line for a person on where the time went, `encode_seconds` of it until all prompts became tokens."""
         spent = f"encode {encode_seconds:.3f} s, generate {self.seconds - self.decode_seconds:.3f} s"
         percentiles = f"p50 {self.latency(50):.3f} s, p90 {self.latency(90):.3f} s"
         return f"{spent}, decode {self.decode_seconds:.3f} s; latency {percentiles}"
@@ -372,10 +368,7 @@ class GenerationCost:
 
 
 class Meter:
-    """Measures one batch; `prompts` are numbers of tokens.
-
-    With `at_once`, all tokens of a text come together, as in a beam search.
-    """
+    """Measures one batch of `prompts` (token counts); `at_once`: all tokens of a text come together, as of beams."""
 
     def __init__(self, prompts: Sequence[int], at_once: bool = False) -> None:
         self._prompts, self._at_once = prompts, at_once

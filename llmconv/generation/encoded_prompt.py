@@ -22,10 +22,7 @@ from llmconv.tensors import BY_NAME, Array
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as a model takes it: tokens, and None or a function for embeddings in place of those of some tokens.
-
-    The function reads or computes them, so that those of many prompts need not be in memory at a time.
-    """
+    """A prompt as a model takes it: tokens, and a function that makes embeddings for some of them, or None."""
 
     ids: list[int]
     embeddings: Callable[[], PromptEmbeddings] | None = None
@@ -49,10 +46,7 @@ LARGEST = 1 << 30  # maximum number of bytes of the embeddings of one prompt, in
 
 
 def as_embeddings(value: Any, name: str = "`embeddings`") -> Array:
-    """An array or a torch tensor of floats as embeddings, float32 [tokens, hidden].
-
-    Raises UsageProblem for another shape or dtype, a size that is too large, or values not finite in float32.
-    """
+    """Floats of an array or a torch tensor as float32 [tokens, hidden]; UsageProblem for others, or not finite ones."""
     if hasattr(value, "detach"):  # a tensor; numpy has no bfloat16
         value = value.detach().float().cpu()
     if not hasattr(value, "__array__"):
@@ -152,10 +146,7 @@ def token_of(tokenizer: Any, placeholder: str) -> int:
 
 
 def require_size(size: int | None, rows: Array, why: str) -> None:
-    """Raises LlmconvError if embeddings `rows` [count, hidden] do not have the `size` that a model takes.
-
-    None is the size of a model that takes tokens only; then `why` is the way out.
-    """
+    """Raises LlmconvError unless embeddings [count, hidden] have the model's `size`; `why` if that is None."""
     problem: LlmconvError | None = None
     if size is None:
         problem = UsageProblem("the model takes tokens, and no embeddings", hint=why)
@@ -176,10 +167,7 @@ KINDS = {"int64": "iu", "int32": "iu", "bool": "b", "float32": "fiu"}
 
 
 def given_inputs(given: RequestInputs, tokens: int, known: Mapping[str, ExtraInput], name: str) -> GivenInputs:
-    """The values of a prompt of `tokens` tokens, checked against the resolved extra inputs `known` of the model.
-
-    Raises InputRefused for an unknown input, or a value of another shape or kind.
-    """
+    """The values of a prompt of `tokens` tokens, checked (InputRefused) against the resolved inputs `known`."""
     if not isinstance(given, Mapping):
         raise InputRefused(f"the inputs of {name} are {kind_of(given)}", hint='give {"name": values}')
     return GivenInputs(tokens, {one: _array(one, value, tokens, known, name) for one, value in given.items()})
@@ -216,10 +204,7 @@ def _prompt_call(tokens: int) -> ModelCall:
 def inputs_of_prompts(
     prompts: Sequence[Sequence[int]], inputs: Sequence[RequestInputs] | None, known: Mapping[str, ExtraInput]
 ) -> list[GivenInputs | None]:
-    """The values by name of each prompt (token ids), checked by `given_inputs`; None for a prompt without any.
-
-    Raises UsageProblem unless there is one mapping per prompt.
-    """
+    """The checked values by name of each prompt, None for none; UsageProblem unless there is a mapping per prompt."""
     if inputs is None:
         return [None] * len(prompts)
     if not (isinstance(inputs, Sequence) and len(inputs) == len(prompts)):

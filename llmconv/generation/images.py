@@ -93,10 +93,7 @@ class ImageEncoder:
 
     @cached_property
     def marker(self) -> str:
-        """Text that stands for one image in a prompt, before the processor expands it.
-
-        Raises InputRefused if the processor is of another family, or the tokenizer lacks the token.
-        """
+        """Text that stands for one image in a prompt; InputRefused for another processor, or a tokenizer without it."""
         try:
             return self.family.marker(self.processor, self.placeholder)
         except AttributeError as error:
@@ -190,10 +187,7 @@ def _refused(problem: str, error: Exception) -> InputRefused:
 
 
 def with_images(messages: Sequence[Any], count: int) -> list[Any]:
-    """A chat with parts for images, before the text of its first message that is not a system message.
-
-    Raises UsageProblem if the messages have parts for another number of images.
-    """
+    """A chat with parts for images, put before its first text unless it has them; UsageProblem for another number."""
     parts = [part for one in messages if isinstance(one["content"], list | tuple) for part in one["content"]]
     known = sum(isinstance(part, dict) and part.get("type") == "image" for part in parts)
     if known not in (0, count):

@@ -254,10 +254,7 @@ class LoopEngine:
         cache: PrefixCache | None = None,
         most: int = 0,
     ) -> Generator[TextPiece]:
-        """Continues a batch by greedy search or sampling, after the `cache` of `TextModel.stream`.
-
-        `most` is the maximum number of prompt tokens per step; 0 for all.
-        """
+        """Continues a batch by greedy search or sampling, after `cache`, with at most `most` prompt tokens per step."""
         longest = max((len(start.prompt) + start.limit for start in starts), default=0)
         if len(starts) > 1 and not self.runner.reads_in_parts(longest):  # a longer one would change the others
             for index, start in enumerate(starts):

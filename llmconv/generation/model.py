@@ -189,10 +189,7 @@ class TextModel:
 
     @property
     def sequences(self) -> int | None:
-        """Maximum number of prompts in a batch; None for any number.
-
-        One if a tuned prefix precedes the padding of a batch, and a window counts both.
-        """
+        """Maximum number of prompts in a batch, None for any: one if a tuned prefix precedes padding in a window."""
         if self.engine:
             return self.engine.sequences
         return 1 if self.virtual_tokens and has_window(self.folder) else self.runner.max_batch_size
@@ -257,11 +254,7 @@ class TextModel:
         return ids if self.images is None else self.images.without_images(ids, name)
 
     def require_images(self) -> ImageEncoder:
-        """What prepares prompts with images.
-
-        Raises:
-            UsageProblem: the model takes no images.
-        """
+        """What prepares prompts with images; raises UsageProblem if the model takes no images."""
         if self.images is None:
             raise UsageProblem(
                 f"`{self.folder}` takes no images with the backend `{self.backend}`",
@@ -418,11 +411,7 @@ class TextModel:
         return [[piece.token for piece in pieces_of(*one) if piece.token is not None] for one in found]
 
     def limits(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[int]:
-        """Maximum number of new tokens of each prompt, by the settings and by the room in the context.
-
-        Raises:
-            InputRefused: a prompt is empty, or too long for the context.
-        """
+        """Maximum number of new tokens of each prompt; raises InputRefused if one is empty or too long."""
         named = zip(prompt_names(len(prompts)), prompts, strict=True)
         return [self.limit(name, len(prompt), settings) for name, prompt in named]
 
@@ -505,10 +494,7 @@ def parts_of_files(
 
 
 def room_in(context: int | None, runner: Runner) -> int | None:
-    """Tokens of prompt and new text together; None if `context`, for which the model was made, is unknown.
-
-    A tuned prefix takes part of it; raises InputRefused if it leaves no room.
-    """
+    """Tokens of prompt and new text in a `context` less a tuned prefix, None if unknown; InputRefused for no room."""
     lengths = [context - runner.virtual_tokens if context else None, runner.cache_capacity]
     length = min((length for length in lengths if length is not None), default=None)
     if length is not None and length < 1:
@@ -520,10 +506,7 @@ def room_in(context: int | None, runner: Runner) -> int | None:
 
 
 def limit_of(name: str, prompt_tokens: int, settings: GenerationSettings, context: int | None, room: int | None) -> int:
-    """Maximum number of new tokens of a prompt; raises InputRefused if it is empty, or too long for the context.
-
-    `context` limits the tokens of a prompt, `room` those of a prompt and its new text; None for no limit.
-    """
+    """Maximum number of new tokens of a prompt within `context` and `room` (None: no limit); else InputRefused."""
     wanted = settings.new_tokens(prompt_tokens)
     if prompt_tokens == 0:
         raise InputRefused(f"{name} has no tokens", hint="give a prompt that is not empty")

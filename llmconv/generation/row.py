@@ -345,10 +345,7 @@ class TokenCandidates:
 
 
 def pick_token(logits: Array, settings: GenerationSettings, generator: np.random.Generator, seen: Array | None) -> int:
-    """The next token by logits [vocabulary], which stay unchanged; the greedy choice takes the lowest id among equals.
-
-    `generator` gives one number when sampling; `seen` tokens get the repetition penalty. Raises MalformedInput for NaN.
-    """
+    """The next token by logits [vocabulary], greedily the lowest id among equals; MalformedInput for NaN."""
     if seen is not None:
         logits = penalized(logits, seen, settings.repetition_penalty)
     likeliest = int(logits.argmax())

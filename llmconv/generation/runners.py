@@ -127,10 +127,7 @@ DTYPES = ("float32", "float16", "bfloat16")  # dtypes of the eager model
 
 @dataclass(frozen=True)
 class TorchOptions:
-    """Options of the eager model: an adapter for PEFT or `merge-lora`, torch's name of the device, one of `DTYPES`.
-
-    None means no adapter, the CPU, and the dtype of the weights.
-    """
+    """Options of the eager model: an adapter, torch's name of the device, one of `DTYPES`; None for the defaults."""
 
     adapter: str | Path | None = None
     device: str | None = None
@@ -260,10 +257,7 @@ def is_model(value: Any) -> bool:
 
 
 def load_object(model: Any, settings: SessionSettings | None = None) -> GivenModel:
-    """A model of transformers that is in memory, set to evaluation; `settings` has the number of threads.
-
-    Raises UsageProblem for another kind of model, or settings of onnxruntime.
-    """
+    """A model of transformers in memory, in evaluation mode; UsageProblem for others or onnxruntime's settings."""
     _refuse_session(settings)
     from llmconv.runtime.eager.torch_runner import GivenModel  # noqa: PLC0415 - imports torch
 
@@ -305,10 +299,7 @@ def _tuned(folder: Path, adapter: str | Path | None) -> dict[str, Any]:
 def load_images(
     files: ModelFiles, backend: str, runner: Runner, settings: SessionSettings | None = None
 ) -> ImageEncoder | None:
-    """Prepares prompts with images; opened when it is needed; None for a model that takes none.
-
-    `backend` is `onnx` (the vision graph; `files` were found from a folder) or `torch` (the eager model's tower).
-    """
+    """Prepares prompts with images by the vision graph (`onnx`) or the eager tower; opened lazily; None: no images."""
     if files.prefill or backend not in ("onnx", "torch"):
         return None
     if backend == "onnx":

@@ -56,10 +56,7 @@ def is_hub_address(value: object) -> bool:
 
 
 def parse_hub_address(text: str) -> HubAddress:
-    """The address `hf://[models/]org/name[@revision][/folder]` that a user wrote.
-
-    Raises InputRefused for another form, or a dataset, a space, a bucket or a kernel.
-    """
+    """The address `hf://[models/]org/name[@revision][/folder]`; InputRefused for others, a dataset, a space."""
     found = PARTS.fullmatch("hf://" + text.strip()[len("hf://") :])
     if found and found["kind"] in OTHER_KINDS:
         raise InputRefused(

@@ -173,10 +173,7 @@ class HubRepository:
             return Path(path).read_bytes()
 
     def create(self, *, private: bool | None) -> None:
-        """Makes the repository unless it exists.
-
-        Raises InputRefused without a token or access, or if the repository is public and may not be.
-        """
+        """Makes the repository unless it exists; InputRefused without access, or if it is public and may not be."""
         require_token()
         if self.state.exists:
             if private and not self.state.private:
@@ -269,10 +266,7 @@ class HubRepository:
 
 
 def sent(addition: CommitOperationAdd, size: int, sha256: str) -> bool:
-    """Marks an LFS object (`size` in bytes) that the Hub has as sent, so that a commit names it without its content.
-
-    Returns False if this version of huggingface_hub does not support it; the file must be sent again.
-    """
+    """Marks an LFS object of the Hub as sent; returns False if this version of huggingface_hub does not support it."""
     from huggingface_hub.lfs import UploadInfo  # noqa: PLC0415
 
     state: dict[str, Any] = {"_upload_mode": "lfs", "_should_ignore": False, "_is_uploaded": True}

@@ -131,10 +131,7 @@ class HubFolder:
 
 
 class UnfinishedCommit:
-    """An `UnfinishedOutput`; `resume` uses what an interrupted run with the same `key` has sent.
-
-    `key` is the fingerprint of sources, options and address.
-    """
+    """An `UnfinishedOutput`; `resume` uses what a run with the same `key` (sources, options, address) has sent."""
 
     def __init__(self, target: HubFolder, *, key: str, resume: bool) -> None:
         self.target, self._key, self._resume = target, key, resume
@@ -273,10 +270,7 @@ def foreign_weights(repository: HubRepository) -> list[str]:
 
 
 def require_own_weights(repository: HubRepository) -> None:
-    """Raises InputRefused for a branch with weights of others, which would be one model with those of the output.
-
-    A branch that does not exist yet begins as a copy of `main`, and its first commit may delete them.
-    """
+    """Raises InputRefused for a branch (if new, the copy of `main`) with weights of others beside the output's."""
     if repository.state.has_branch and (weights := foreign_weights(repository)):
         raise InputRefused(
             f"`{repository.address}` contains `{weights[0]}`, which llmconv did not make",
@@ -300,10 +294,7 @@ def uploads_folder() -> Path:
 
 
 class UploadJournal:
-    """The journal of one upload, which it locks; raises OutputFailed if another run has locked it.
-
-    `resume` keeps the entries of an interrupted run; `key` is the fingerprint of inputs, options and place.
-    """
+    """The locked journal of an upload (OutputFailed if it is); `resume` keeps entries of a run with the same `key`."""
 
     def __init__(self, key: str, *, resume: bool) -> None:
         home = uploads_folder()

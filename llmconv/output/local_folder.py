@@ -310,10 +310,7 @@ def _entry(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_partial(path: Path) -> Folder:
-    """Opens the partial folder, a new one, or that of an earlier run of the same user; raises OutputFailed.
-
-    Raises InputRefused if it is a link, or belongs to another user, who could change its files.
-    """
+    """Opens the partial folder, new or of an earlier run; OutputFailed, InputRefused for a link or another user's."""
     try:
         path.mkdir()
         return Folder.open_own(path)

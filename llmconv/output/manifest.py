@@ -351,10 +351,7 @@ TICK = 1000  # how much younger the new file is, in ns
 
 
 def record_in_manifest(folder: Path, key: str, value: dict[str, Any]) -> str:
-    """Sets `key` in the manifest of `folder`, in one step; a file that already has the value is not written.
-
-    Returns the reason why the manifest is as before, empty if it has the value.
-    """
+    """Sets `key` in the manifest of `folder` in one step, unless it has it; the reason if it cannot, else empty."""
     try:
         with Folder.open(folder) as home:
             found = home.find(MANIFEST)

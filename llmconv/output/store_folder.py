@@ -80,10 +80,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def take(store: ObjectStore, claim: Claim, *, joins: bool) -> tuple[Claim, bool]:
-    """Puts a claim, or with `joins` accepts an existing one with the same key; returns it, and whether it is new.
-
-    Raises OutputFailed if another run has the output, or the store failed.
-    """
+    """Puts a claim, or `joins` one with the same key; the claim, and whether it is new; OutputFailed if taken."""
     for _ in range(TRIES):
         if found := read_claim(store):
             if found.key != claim.key:

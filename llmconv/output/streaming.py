@@ -68,10 +68,7 @@ class ShardContent:
 
 
 def stream_shard(file: IO[bytes], shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Writes one file, on the disk when this returns; returns its manifest entry: bytes and sha256.
-
-    `file` is new, empty and unbuffered; `advance` is called with the number of bytes of each block written.
-    """
+    """Writes the new, unbuffered `file` durably, reporting bytes to `advance`; returns bytes and sha256."""
     content = ShardContent(shard)
     size = flushed = 0
     with BackgroundQueue(1) as flushing, closing(content.blocks()) as blocks:
@@ -131,10 +128,7 @@ def check_copy(path: Path, shard: Shard) -> None:
 
 
 def copy_unchanged(new: NewFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Copies the source of a shard to `new` and returns the manifest entry.
-
-    `advance` is called with the bytes of each block written. Raises MalformedInput if the source changed meanwhile.
-    """
+    """Copies a shard's source to `new`, reporting to `advance`; its entry; MalformedInput if the source changed."""
     assert shard.copy_of
     entry = copy_file(shard.copy_of, new.file, advance)
     require_unchanged(new.path, shard)

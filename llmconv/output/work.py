@@ -112,10 +112,7 @@ class Workers:
 
 @dataclass(frozen=True)
 class Ray:
-    """All shards, in tasks of a Ray cluster, and publishes them.
-
-    The cluster is that of `RAY_ADDRESS`, else one that runs on this machine, else one that is started for the run.
-    """
+    """Publishes all shards, written in tasks of `RAY_ADDRESS`, a cluster here, or one that is started for the run."""
 
 
 Work = Part | Shards | Finish | Workers | Ray

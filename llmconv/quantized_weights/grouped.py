@@ -155,10 +155,7 @@ def require_count(name: str, columns: int, count: int, size: int | None) -> None
 
 
 def groups_in_order(name: str, columns: int, count: int, size: int | None) -> Array:
-    """int64 [columns]: the group of every column; neighbors share one, and the last group may be partial.
-
-    Arguments and errors are as for `require_count`; MalformedInput also for several groups of unknown size.
-    """
+    """int64 [columns]: each column's group, the last perhaps partial; MalformedInput as `require_count`."""
     if size is None and count > 1:
         refuse(name, f"has scales of {count} groups, and the `quantization_config` has no `group_size`")
     require_count(name, columns, count, size)

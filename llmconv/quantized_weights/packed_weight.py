@@ -58,10 +58,7 @@ class PackedWeight(ABC):
 
 
 def with_recent_rows(tensor: LazyTensor) -> LazyTensor:
-    """A computed tensor whose last small ranges of rows are cached: codes and scales are made from the same ones.
-
-    The arrays are shared and must not be changed.
-    """
+    """A computed tensor that caches its last small ranges of rows, which must not be changed."""
 
     def load(start: int, stop: int) -> Array:
         small = (stop - start) * prod(tensor.shape[1:]) <= TILE_ELEMENTS
@@ -189,10 +186,7 @@ class IntegerCodes:
 
     @property
     def block_size(self) -> int | None:
-        """The largest block that onnxruntime has a product for, with columns of one group each; None without one.
-
-        Columns are sorted by group before they are cut into blocks.
-        """
+        """The largest block, columns sorted by group, that onnxruntime has a product for; else None."""
         groups = np.sort(self.groups)
         for size in SIZES:
             blocks = np.pad(groups, (0, -len(groups) % size), mode="edge").reshape(-1, size)

@@ -27,10 +27,7 @@ class QuantizedCheckpoint:
 
 
 def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
-    """The quantized weights of a checkpoint, or None if its config has no `quantization_config`.
-
-    Raises MalformedInput for missing or mismatched parts of a weight, UnsupportedInput for an unknown method.
-    """
+    """The quantized weights, None without `quantization_config`; MalformedInput, UnsupportedInput for a method."""
     if not checkpoint.config.get(FIELD):
         return None
     method = _method(checkpoint.config)

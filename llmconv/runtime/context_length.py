@@ -57,10 +57,7 @@ def context_length(folder: Path) -> int | None:
 
 
 def length_of(config: Mapping[str, Any]) -> int | None:
-    """Maximum number of tokens that the config of a language model declares; None if it declares none.
-
-    Where rotary scaling reaches further than the declared length, it is what the scaling reaches.
-    """
+    """Tokens that a language model's config declares, or that its rotary scaling reaches beyond; None for neither."""
     declared = _declared(config)
     if declared is None:
         return None

@@ -34,10 +34,7 @@ TRUST_HINT = "read the code; if you trust it, `--trust-remote-code` runs it"
 
 
 def uses_custom_code(fields: Mapping[str, Any], trusted: bool) -> bool:
-    """Whether custom code builds the model: the folder has some, and the caller trusts it.
-
-    Without trust, transformers builds the model if it knows the `model_type`; else raises UnsupportedInput.
-    """
+    """Whether custom code builds the model: some is there, and trusted; UnsupportedInput if nothing else can."""
     named = model_class(fields)
     if not named or trusted:
         return bool(named)

@@ -152,11 +152,7 @@ class ExtraInput:
         return SEQUENCE in self.axes or TOTAL in self.axes
 
     def value(self, call: ModelCall) -> Array:
-        """The default for a call.
-
-        Raises:
-            UnsupportedInput: the hook fails, or its result has another dtype or shape.
-        """
+        """The default for a call; UnsupportedInput if the hook fails, or returns another dtype or shape."""
         if not callable(self.default):
             return np.full(self.shape(call), self.default, dtype=BY_NAME[self.dtype].numpy)
         try:
@@ -220,10 +216,7 @@ def _problem(extra: ExtraInput) -> str:
 
 
 def resolved_inputs(extras: Iterable[ExtraInput], config: Any) -> dict[str, ExtraInput]:
-    """The inputs of a model by name, with numbers as sizes; without those that have one valid value only.
-
-    Raises UnsupportedInput as `ExtraInput.resolved`.
-    """
+    """The inputs by name with numbers as sizes, without those of one valid value; UnsupportedInput as `resolved`."""
     found = [extra.resolved(config) for extra in extras]
     return {extra.name: extra for extra in found if not extra.is_fixed}
 
@@ -330,10 +323,7 @@ def grown(extra: ExtraInput, array: Array, sizes: Mapping[str, int]) -> Array:
 
 
 def with_past(inputs: Mapping[str, ExtraInput], values: Mapping[str, Array], past: int) -> dict[str, Array]:
-    """Values of new tokens after `past` in the cache, as transformers takes them.
-
-    Those of `both_ways` are for past tokens, too, and left out where all are 0.
-    """
+    """Values of new tokens after `past`; those of `both_ways` for past tokens, too, left out where all are 0."""
     found = dict(values)
     for name in [name for name in values if inputs[name].both_ways]:
         array = found.pop(name)

@@ -34,10 +34,7 @@ class PromptEmbeddings:
 
 @dataclass(frozen=True)
 class PlacedEmbeddings:
-    """Embeddings in place of those of some tokens of a batch: `where`, bool [batch, tokens].
-
-    `rows`, float32 [count, hidden], are in the order of the batch's rows.
-    """
+    """Embeddings, float32 [count, hidden] in row order, in place of the tokens `where`, bool [batch, tokens]."""
 
     where: Array
     rows: Array
@@ -89,10 +86,7 @@ class Cache(Protocol):
 
 @dataclass(frozen=True)
 class Choices:
-    """The K most likely tokens, most likely first, as the graph itself chose them, int64 [batch, new tokens, K].
-
-    `scores` are their log-probabilities over the whole vocabulary, of the same shape.
-    """
+    """The graph's K likeliest tokens, int64 [batch, new tokens, K], and their log-probabilities `scores`."""
 
     tokens: Array
     scores: Array
@@ -224,10 +218,7 @@ def refuse_placed(placed: PlacedEmbeddings | None) -> None:
 
 
 def default_positions(attention_mask: Array, new_tokens: int) -> Array:
-    """Positions of the last `new_tokens` tokens, padding not counted; int64 [batch, new_tokens].
-
-    The rule of transformers' `generate`: cumulative sum of the mask, minus one.
-    """
+    """int64 [batch, new_tokens]: cumulative sum of the mask, minus one, as transformers' `generate` counts."""
     positions: Array = np.maximum(attention_mask.cumsum(axis=1, dtype=np.int64) - 1, 0)
     return positions[:, positions.shape[1] - new_tokens :]
 

@@ -40,10 +40,7 @@ HIDDEN = re.compile(r"\\u00[2-7][0-9a-fA-F]", re.IGNORECASE)  # a letter written
 
 
 def require_small_template(folder: Path) -> None:
-    """Raises MalformedInput if templates in `tokenizer.json` add too many tokens, before anything else opens it.
-
-    Most of the file is the vocabulary, so only the templates are parsed.
-    """
+    """Raises MalformedInput if templates in `tokenizer.json` add too many tokens; only these are parsed, first."""
     path = folder / FILE
     if not path.is_file():
         return
@@ -68,10 +65,7 @@ def _counts(template: dict[str, Any], name: str) -> tuple[int, int]:
 
 
 def _templates(text: str) -> Iterator[dict[str, Any]]:
-    """Every template in the post-processors of a file; none of a file that is not valid JSON.
-
-    Raises MalformedInput for too many post-processors.
-    """
+    """Templates in a file's post-processors, none without valid JSON; MalformedInput for too many post-processors."""
     places = [found.end() for found in TEMPLATE.finditer(text)]
     if len(places) > MAX_PLACES:
         raise MalformedInput(
@@ -166,10 +160,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
 
 
 def find_tokenizer(given: Any, folder: Path, trust_remote_code: bool) -> Any:
-    """The tokenizer that a caller gives, as an object or by its folder; for None, that of the model in `folder`.
-
-    Raises UsageProblem if `given` is neither, and as `load_tokenizer`.
-    """
+    """The tokenizer of a caller, an object or a folder, None for that in `folder`; UsageProblem for others."""
     if given is None:
         return load_tokenizer(folder, trust_remote_code)
     if isinstance(given, str | os.PathLike):

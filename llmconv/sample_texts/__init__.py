@@ -25,10 +25,7 @@ def evaluation_text() -> str:
 
 
 def is_default(name: str | Path) -> bool:
-    """Whether `name` is the word for the calibration text; a `Path` never is.
-
-    Raises UsageProblem if it is, and a file has this name, too.
-    """
+    """Whether `name`, never a Path, is the word for the calibration text; UsageProblem if a file has it, too."""
     if not isinstance(name, str) or name != DEFAULT:
         return False
     if Path(name).exists():

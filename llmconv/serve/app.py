@@ -64,11 +64,7 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class AccessRules:
-    """Which requests the server accepts.
-
-    Raises:
-        UsageProblem: an invalid origin.
-    """
+    """Which requests the server accepts; raises UsageProblem for an invalid origin."""
 
     hosts: Sequence[str] = ()  # host names of this server, in addition to `localhost` and IP addresses
     origins: Sequence[str] = ()  # other sites whose pages may send requests, such as `https://chat.example`
@@ -268,10 +264,7 @@ async def collect(http: HttpRequest, job: Job[ChoiceDelta], reply: ResponseBuild
 
 
 async def while_connected(http: HttpRequest, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is canceled when the client disconnects.
-
-    The body of `http` has been read. Raises ClientDisconnect.
-    """
+    """The result of `work`, canceled (ClientDisconnect) when the client leaves; `http`'s body has been read."""
     working, disconnected = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(http))
     try:
         await asyncio.wait((working, disconnected), return_when=asyncio.FIRST_COMPLETED)

@@ -146,11 +146,7 @@ class CompletionRequest:
 
 
 def parse_json(body: bytes) -> Any:
-    """The parsed JSON of a request.
-
-    Raises ApiError for invalid or too deep JSON, a duplicate key, or a number that is not finite or has thousands of
-    digits.
-    """
+    """A request's JSON; ApiError if invalid, too deep, with a duplicate key or a number not finite or too long."""
     try:
         return parse_strictly(body)
     except StrictJsonError as slip:
@@ -323,10 +319,7 @@ NAMES: dict[Any, str] = {str: "a text", list: "a list", dict: "an object", str |
 
 
 class Fields:
-    """The fields of one parsed JSON object; null counts as missing; raises ApiError for another value.
-
-    `prefix` is prepended to field names in error messages.
-    """
+    """A JSON object's fields, null as missing, else ApiError, its names after `prefix`."""
 
     def __init__(self, content: Any, prefix: str = "") -> None:
         if not isinstance(content, dict):
@@ -350,10 +343,7 @@ class Fields:
     def number(
         self, name: str, kind: type[Number], least: float | None = None, most: float | None = None
     ) -> Number | None:
-        """Removes and returns an int or float; None if it is missing. An integer may be written with `.0`.
-
-        Raises ApiError for another type, or a number that is not from `least` to `most` (None for no limit).
-        """
+        """Removes and returns a number or None, `1.0` for 1, too; ApiError unless from `least` to `most`."""
         value = self._left.pop(name, None)
         if value is None:
             return None

@@ -31,10 +31,7 @@ class ShuttingDown(ApiError):
 
 
 class Job(Generic[Item]):
-    """A request in progress: its steps run in the worker thread, its items arrive in the event loop.
-
-    Each `next()` of `steps` is one turn.
-    """
+    """A request in progress: its steps, a turn each, run in the worker thread; items arrive in the event loop."""
 
     def __init__(self, steps: Iterator[Item]) -> None:
         self.steps = steps
@@ -156,10 +153,7 @@ class Scheduler:
             return {"active": len(self._active), "waiting": self._count_waiting()}
 
     def drain(self, grace: float) -> None:
-        """Refuses new and waiting jobs, and ends active ones after `grace` seconds.
-
-        It is called from a signal handler, so it must not take a lock that the interrupted thread may hold.
-        """
+        """Refuses jobs, ends active ones after `grace` seconds; called in a signal handler, so it takes no lock."""
         self._deadline = time.monotonic() + grace
         threading.Thread(target=self._wake, daemon=True).start()
 

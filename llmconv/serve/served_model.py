@@ -24,10 +24,7 @@ PROMPT_STEP = 256  # prompt tokens per step; after each step the next answer has
 
 @dataclass(frozen=True)
 class CompletionChoice:
-    """One answer to generate, a "choice" in OpenAI's API: tokens of the prompt, and `echo`, the text at its start.
-
-    `embeddings` computes the features of the images in the prompt; None without images.
-    """
+    """One answer to generate, OpenAI's "choice": tokens, `echo` their text, `embeddings` computes images' or None."""
 
     ids: tuple[int, ...]
     settings: GenerationSettings

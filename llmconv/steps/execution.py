@@ -272,10 +272,7 @@ class Execution:
             yield Outcome(step, PLANNED if reason else UNCHANGED, "; ".join([reason, *notes]))
 
     def run(self, announce: Callable[[int, Step, str], None]) -> Iterator[Outcome]:
-        """Does the steps one after another; after a failure the others are not run.
-
-        Before each, `announce` is called with its number, from 1, the step, and the reason why it is done.
-        """
+        """Does the steps until one fails; `announce` gets each one's number, from 1, the step and its reason."""
         self._record.keep(self._file.steps)
         failed = False
         for number, step in enumerate(self._file.steps, 1):
@@ -477,10 +474,7 @@ class Record:
         self.save()
 
     def change(self, step: Step, steps: Sequence[Step], inputs: Stamps, outputs: Stamps) -> str:
-        """Why a step is to be done: what differs from the last time; empty if nothing does.
-
-        `inputs` and `outputs` are the stamps as they are now; `steps` are all of the file.
-        """
+        """Why a step is to be done: what differs from the last time in inputs, outputs, options; empty if nothing."""
         done = self.steps.get(step.name)
         if done is None:
             return "not done yet"

@@ -126,11 +126,7 @@ def option_problems(
 
 
 def make_step(name: str, command_name: str, options: Mapping[str, Any], group: click.Group) -> Step:
-    """A step whose options the command accepts; arguments as for `option_problems`.
-
-    Raises MalformedInput for its `option_problems`, UsageProblem if the command refuses a value, or an argument is
-    missing.
-    """
+    """A checked step; MalformedInput for its `option_problems`, UsageProblem if the command refuses a value."""
     command = find_command(group, command_name)
     known = parameters(command)
     for problem in option_problems(name, command_name, options, group):

@@ -66,10 +66,7 @@ def is_store_address(value: object) -> bool:
 
 
 def parse_address(text: str) -> StoreAddress:
-    """The address that a user wrote.
-
-    Raises InputRefused without a bucket, for credentials or a query, or a path that is not plain.
-    """
+    """A user's address; InputRefused without a bucket, for credentials, a query, or a path that is not plain."""
     found = PARTS.fullmatch(text.strip())
     scheme = SCHEMES.get(found["scheme"].lower(), "") if found else ""
     if not found or not scheme:

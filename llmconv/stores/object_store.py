@@ -136,10 +136,7 @@ class ObjectStore:
         return b"".join(self.blocks(head, start, stop))
 
     def blocks(self, head: Head, start: int, stop: int) -> Iterator[memoryview]:
-        """Bytes `start` to `stop` (exclusive, larger) of an object by one request, in blocks of about `BLOCK` bytes.
-
-        They are yielded as they arrive. Raises InputRefused if the object is no longer the one that `head` describes.
-        """
+        """Bytes `start:stop` of an object by one request in about `BLOCK`s; InputRefused unless `head` describes it."""
         import obstore  # noqa: PLC0415
 
         strong = head.e_tag and not head.e_tag.startswith("W/")
@@ -153,10 +150,7 @@ class ObjectStore:
                 yield memoryview(block)
 
     def write(self, key: str, blocks: bytes | Iterable[memoryview], size: int) -> str:
-        """Writes an object of `size` bytes, which becomes visible when all of it is there; returns its ETag.
-
-        An exception that `blocks` raises ends the upload, and is raised.
-        """
+        """Writes an object of `size` bytes, visible as a whole, and its ETag; an error of `blocks` ends the upload."""
         import obstore  # noqa: PLC0415
 
         content = blocks if isinstance(blocks, bytes) else _marked(blocks)
@@ -170,10 +164,7 @@ class ObjectStore:
         return _tag(result)
 
     def create(self, key: str, content: bytes) -> bool:
-        """Writes an object unless there is one; returns whether it did.
-
-        A store that ignores conditions at least is asked before.
-        """
+        """Writes an object unless there is one, whether it did; asks before: a store may ignore conditions."""
         return self.head(key) is None and not self.refuses_second(key, content)
 
     def refuses_second(self, key: str, content: bytes) -> bool:
@@ -346,10 +337,7 @@ def require_obstore(address: StoreAddress) -> None:
 
 
 def open_uploads(address: StoreAddress, names: Collection[str]) -> tuple[Any, list[dict[str, str]]] | None:
-    """A client of boto3, and the multipart uploads of objects `names` below `address` that are open.
-
-    Each is the arguments of its `abort_multipart_upload`. None without boto3, and for stores that do not speak S3.
-    """
+    """A boto3 client and the open uploads (abort arguments) of `names`; None without boto3 or S3."""
     if address.scheme not in ("s3", "oci") or find_spec("boto3") is None:
         return None
     import boto3  # noqa: PLC0415 - an extra

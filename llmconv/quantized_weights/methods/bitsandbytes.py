@@ -89,10 +89,7 @@ class NestedScales:
 
 @dataclass(frozen=True, eq=False)
 class FourBitWeight(PackedWeight):
-    """value = quant_map[code] · scale of its block.
-
-    `block` is the number of elements in a block; `nested` are the scales of the scales, for double quantization.
-    """
+    """value = quant_map[code] · scale of its `block` of elements; `nested` are the scales of 8-bit scales."""
 
     block: int
     nested: NestedScales | None
@@ -311,10 +308,7 @@ class Int8Rows(PackedWeight):
 
 
 def open_int8(tensors: Mapping[str, LazyTensor], name: str) -> Int8Rows:
-    """The weight `name`.
-
-    Raises MalformedInput for missing or mismatched scales, UnsupportedInput for codes in a GPU kernel's order.
-    """
+    """The weight `name`; MalformedInput for its scales, UnsupportedInput for codes in a GPU kernel's order."""
     stem = name.removesuffix("weight")
     codes, scales = tensors[name], part(tensors, f"{stem}SCB", name)
     if len(codes.shape) != 2:

@@ -49,10 +49,7 @@ NOT_READ = {"transform_config": "config_groups", "sparsity_config": "format", "m
 
 
 def open_compressed(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
-    """The quantized weights of a checkpoint; raises MalformedInput for missing, unexpected or mismatched parts.
-
-    Raises UnsupportedInput for another format, or a field that changes the function and is not read.
-    """
+    """The quantized weights; MalformedInput for mismatched parts, UnsupportedInput for formats and fields unread."""
     config = checkpoint.config["quantization_config"]
     for name in {str(scheme.get("format")) for scheme in (config, *groups_of(config)) if scheme.get("format")}:
         if name not in FORMATS:
@@ -215,10 +212,7 @@ class WeightSchemes:
         self._seconds = MATCH_SECONDS
 
     def of(self, module: str) -> WeightScheme:
-        """The scheme of the module at a path.
-
-        Raises MalformedInput for no group, several that differ, or a pattern that is invalid or takes too long.
-        """
+        """A module's scheme; MalformedInput for none, several that differ, or an invalid or too slow pattern."""
         for target, scheme in self._schemes.items():
             if self._matches(target, module):
                 return scheme

@@ -90,10 +90,7 @@ def keeps_states(config: Any) -> bool:
 
 
 def restore(cache: Any, name: str, tensor: torch.Tensor) -> None:
-    """Stores a tensor of another runner's cache in a DynamicCache, in place; keys must come before values.
-
-    `name` is such as `present.0.key`; the shape is [batch, kv_heads, length, head_dim], or a state's [batch, ...].
-    """
+    """Stores `name`, as `present.0.key`, [batch, kv_heads, length, head_dim] or a state; keys before values."""
     prefix, _, rest = name.partition(".")
     index, part = layer_of(name) or 0, rest.partition(".")[2]
     if prefix == "present":

@@ -47,10 +47,7 @@ class ModelLimit(NamedTuple):
 
 
 class LimitMargins:
-    """How close values came to limits while a model ran.
-
-    `shares` is the largest value by limit, divided by the limit; 1 or more if the limit had an effect.
-    """
+    """How close values came to limits while a model ran: `shares` by limit, the largest value divided by it."""
 
     def __init__(self) -> None:
         self.shares: dict[ModelLimit, float] = {}

@@ -343,10 +343,7 @@ class EagerRunner(Runner):
         return {name: t.to(self.model.dtype) if t.is_floating_point() else t for name, t in found.items()}
 
     def call(self, inputs: Mapping[str, Array], cache: Any) -> torch.Tensor:
-        """Runs the model, extends a transformers cache (None to keep none) and returns the logits.
-
-        Floats among `inputs` are cast to the model's precision.
-        """
+        """The logits; extends a transformers cache, if given; floats of `inputs` get the model's precision."""
         tensors = self.tensors(inputs)
         added = self.deepstacked(tensors.pop(DEEPSTACK.name, None))
         with single_torch_thread() if self._is_small else nullcontext(), self.compute_mode(), added:
@@ -481,10 +478,7 @@ def layer_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 @contextmanager
 def added_after_layers(layers: Sequence[nn.Module], features: Tensor | None) -> Iterator[None]:
-    """Context in which the first layers add `features` to their outputs; None for none.
-
-    They are float [batch, tokens, count * hidden], those of the first layer first.
-    """
+    """Context in which the first layers add `features` [batch, tokens, count * hidden] to their outputs, if any."""
     with ExitStack() as hooks:
         if features is not None:
             size = features.shape[-1] // DEEPSTACK_LAYERS
@@ -499,10 +493,7 @@ def _add(part: Tensor, layer: nn.Module, given: Any, output: Tensor) -> Tensor:
 
 
 def deepstacked(model: Any, features: Tensor | None) -> AbstractContextManager[None]:
-    """Context in which features of images (as for `added_after_layers`) reach the first layers.
-
-    transformers takes none after the tower.
-    """
+    """Context in which `features` reach the first layers as `added_after_layers`: transformers takes none there."""
     return nullcontext() if features is None else added_after_layers(model.model.language_model.layers, features)
 
 
@@ -510,10 +501,7 @@ HINT = "run `llmconv verify --method whole`"
 
 
 def skip_layers(layers: Mapping[str, torch.nn.Module], skipped: Collection[str]) -> None:
-    """Replaces the layers `skipped`, among which the first must not be, of a model in place.
-
-    The model raises UnsupportedInput when it runs if a layer returns no hidden state.
-    """
+    """Replaces layers `skipped`, never the first; running raises UnsupportedInput if one returns no hidden state."""
     last = LastResult()
     for name, layer in layers.items():
         if name not in skipped:

@@ -31,10 +31,7 @@ from llmconv.tensors import FLOATS, Array, LazyTensor
 
 @dataclass(frozen=True)
 class TorchCache:
-    """transformers' DynamicCache, which the next call extends in place: only the latest step's cache can be continued.
-
-    `length` is the number of tokens, padding included.
-    """
+    """A DynamicCache, extended in place: only the latest step's can be continued; `length` counts padding, too."""
 
     cache: Any
     length: int
@@ -154,10 +151,7 @@ class GivenModel(TorchRunner):
 
 
 def require_causal_model(model: Any) -> PreTrainedModel:
-    """A causal language model of transformers; of PEFT's model around one, the model with the adapter in its layers.
-
-    Raises UsageProblem for anything else, a tuned prefix, or a model without its weights.
-    """
+    """A causal language model of transformers, of PEFT's with the adapter in its layers; else UsageProblem."""
     if type(model).__module__.partition(".")[0] == "peft" and hasattr(model, "get_base_model"):
         if getattr(model.active_peft_config, "is_prompt_learning", False):
             raise UsageProblem(

@@ -129,10 +129,7 @@ class AnyresImages(ImageFamily):
         return np.concatenate([tiles[0], np.concatenate([whole, ends], axis=1).reshape(-1, len(newline))])
 
     def shrunk(self, features: Array, side: int) -> Array:
-        """Features [rows, columns, hidden] of an image without padding, resized if the model limits their number.
-
-        `side` is the number of rows of a tile.
-        """
+        """Features [rows, columns, hidden], unpadded, shrunk to the model's limit; `side` is the rows of a tile."""
         return features
 
     def examples(self, shape: Sequence[int | str], random: np.random.Generator) -> list[Given]:
@@ -207,10 +204,7 @@ class OneVisionImages(AnyresImages):
 
 
 def resize_bilinear(features: Array, height: int, width: int) -> Array:
-    """Features [rows, columns, hidden] resized without aligned corners and without a filter to [height, width, hidden].
-
-    All float; `height` and `width` are 1 or more.
-    """
+    """Floats [rows, columns, hidden] to [height, width, hidden], 1 or more, without aligned corners or filter."""
     return _resized(_resized(features, 0, height), 1, width).astype(features.dtype)
 
 
@@ -228,10 +222,7 @@ def _resized(features: Array, axis: int, size: int) -> Array:
 
 
 def best_resolution(size: Sequence[int], grids: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """The (height, width) of `grids` that keeps most of an image, then wastes least; transformers' function.
-
-    `size` is the height and width of the image.
-    """
+    """The (height, width) of `grids` that keeps most of an image of `size`, then wastes least, as transformers."""
 
     def merit(grid: Sequence[int]) -> tuple[int, int]:
         scale = min(grid[1] / size[1], grid[0] / size[0])

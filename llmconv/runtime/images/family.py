@@ -75,10 +75,7 @@ class ImageFamily:
         return processor
 
     def text_of_image(self, placeholder: str, processor: Any) -> str:
-        """The text of one image in a prompt that the caller writes no placeholders into.
-
-        `placeholder` is the text of the token that a processor repeats for each feature.
-        """
+        """The text of one image in a prompt without placeholders, whose token the processor repeats per feature."""
         return f"{placeholder}\n"
 
     def marker(self, processor: Any, placeholder: str) -> str:
@@ -90,10 +87,7 @@ class ImageFamily:
         yield {PIXEL_VALUES: given[PIXEL_VALUES]}
 
     def rows(self, outputs: Sequence[Given], given: Given) -> Array:
-        """Features, float [tokens, hidden], in the order of their placeholder tokens.
-
-        `outputs` are those of the vision graph by name, for each of its runs.
-        """
+        """Float [tokens, hidden] in the order of placeholders, from the vision graph's outputs by name of each run."""
         parts = [one[IMAGE_FEATURES] for one in outputs]
         return np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
 
@@ -103,19 +97,13 @@ class ImageFamily:
         return Features(self.rows(outputs, given), outputs)
 
     def inputs(self, where: Array, features: Features, given: Given) -> dict[str, Array]:
-        """Values of the decoder's extra inputs for one prompt by name, without the axis of the batch.
-
-        `where`, bool [tokens], marks its placeholders.
-        """
+        """Values of extra inputs for one prompt by name, without the batch; `where`, bool [tokens]: placeholders."""
         return {}
 
     # --- verification -------------------------------------------------------------------------------------------------
 
     def examples(self, shape: Sequence[int | str], random: np.random.Generator) -> list[Given]:
-        """Random images as a processor returns them: of a prompt with one image, of one with two, and others.
-
-        `shape` is that of `pixel_values` as the vision graph declares it; shapes do not depend on what `random` draws.
-        """
+        """Random images as a processor's: prompts with one, two, others; `shape` of `pixel_values` as declared."""
         size = [int(axis) for axis in shape[1:]]
         kinds = [(1, 1.0), (2, 1.0), *((count, contrast) for contrast in CONTRASTS for count in (1, 3))]
         return [{PIXEL_VALUES: random.standard_normal((count, *size)) * contrast} for count, contrast in kinds]

@@ -122,10 +122,7 @@ class _GraphCutter:
         return ends
 
     def _inside_layers(self) -> set[int]:
-        """Node indices between the first use of a layer's past and the computation of its present.
-
-        No cut lies there, because a call needs the whole present of the layer from the previous call.
-        """
+        """Nodes between a layer's past and its present; no cut is there: a call needs the whole present of the last."""
         indices: dict[int, list[int]] = defaultdict(list)
         for at, node in enumerate(self._live):
             past = {name for name in values_read_by(node) if is_past(name)} if node.op_type != "Shape" else set()
@@ -240,10 +237,7 @@ class DeclaredValue:
 
 
 class DeclaredGraph:
-    """The inputs and outputs of a graph in the form of `SessionChain`, without a session.
-
-    `paths` are the file of the graph, or those of its stages in order; `change` is as in `SessionSettings`.
-    """
+    """The inputs and outputs of a graph (`paths`: of its stages) in the form of `SessionChain`, without a session."""
 
     def __init__(self, paths: Sequence[Path], change: GraphTransform | None = None) -> None:
         self.models = [load_guarded(path) for path in paths]

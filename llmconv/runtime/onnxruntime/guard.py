@@ -233,10 +233,7 @@ NodeIterator = Callable[[Iterable[onnx.NodeProto]], Iterator[onnx.NodeProto]]
 
 
 def expansion_problem(model: onnx.ModelProto, within: NodeIterator) -> str:
-    """The problem of a model's functions, if they are recursive or too large; else empty.
-
-    `within` returns the given nodes and those of their subgraphs.
-    """
+    """The problem of recursive or too large functions, else empty; `within` adds the nodes of subgraphs."""
     bodies = {(one.domain, one.name, one.overload): list(within(one.node)) for one in model.functions}
     called = {key: _calls(body, bodies) for key, body in bodies.items()}
     order = _innermost_first(called)
@@ -276,10 +273,7 @@ def _innermost_first(called: Mapping[FunctionKey, list[FunctionKey]]) -> list[Fu
 
 
 def constant_problem(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> str:
-    """The problem of a model's constants, if one is too large; else empty.
-
-    `nodes` are all of the graph, including those of subgraphs and functions.
-    """
+    """The problem of a too large constant, else empty; `nodes` include those of subgraphs and functions."""
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     found = list(nodes)
     for node in found:

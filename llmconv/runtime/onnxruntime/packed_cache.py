@@ -45,10 +45,7 @@ WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 def open_packed(
     path: Path, model: onnx.ModelProto, options: ort.SessionOptions, providers: Sequence[Any], limit: TimeLimit
 ) -> LimitedSession:
-    """A session with its own copy of the weights in the layout of onnxruntime's kernels.
-
-    `model`, the graph to run, is without its weights, which are in the folder of `path`.
-    """
+    """A session with its own packed weights; those of `model`, the graph to run, are in the folder of `path`."""
     size = sum(int(external_fields(tensor).get("length", 0)) for tensor in external_tensors(model))
     with huge_pages(size):
         return open_changed(path, model, options, providers, limit)

@@ -21,10 +21,7 @@ from llmconv.tensors import Array
 
 
 class OrtRunner(Runner):
-    """The prefill graph for the prompt and the decode graph for the steps; one graph may serve as both.
-
-    Callers pass masks and positions without the tuned prefix of the prefill graph; they are extended here.
-    """
+    """The prefill graph for the prompt, the decode graph (or the same) for steps; masks lack the tuned prefix."""
 
     def __init__(self, prefill: OrtGraph, decode: OrtGraph) -> None:
         self._prompt_graph, self._step_graph = prefill, decode

@@ -242,10 +242,7 @@ class SessionOptions(TypedDict, total=False):
 
 
 def session_settings(options: SessionOptions) -> SessionSettings:
-    """Session settings of onnxruntime: those of `session` or a file, with single options replaced; others are ignored.
-
-    Raises InputRefused for an unreadable file, UsageProblem for both, or an invalid provider.
-    """
+    """The settings of `session` or of a file with options replaced; InputRefused, UsageProblem for both."""
     session, file = options.get("session"), options.get("session_config")
     if session and file:
         raise UsageProblem("`session` and `session_config` exclude each other", hint="give one of them")

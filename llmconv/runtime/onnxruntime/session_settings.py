@@ -69,10 +69,7 @@ def half_precision(model: onnx.ModelProto) -> str:
 def compute_in_float32(
     model: onnx.ModelProto, half: int, constant: Callable[[onnx.TensorProto], Array] = numpy_helper.to_array
 ) -> None:
-    """Replaces the half-precision element type `half` by float32, in place; another half-precision type stays.
-
-    External weights may be left out. `constant` gives the values of an inline tensor of that type.
-    """
+    """Replaces the type `half` by float32 in place, not other half types; `constant` reads values of inline tensors."""
     for graph in graphs(model.graph):
         del graph.value_info[:]
         for info in [*graph.input, *graph.output]:
@@ -267,11 +264,7 @@ class SessionSettings:
         return replace(self, stages={}, **(vars(own) if own else {}))
 
     def require_stages(self, count: int) -> None:
-        """Checks that the settings of single stages are of stages that exist.
-
-        Raises:
-            UsageProblem: there are fewer stages.
-        """
+        """Raises UsageProblem for settings of a stage that does not exist."""
         if odd := [number for number in self.stages if number > count]:
             raise UsageProblem(
                 f"the session options have a section `[stage {odd[0]}]`, but the graphs have {count} "
@@ -280,11 +273,7 @@ class SessionSettings:
             )
 
     def options(self) -> ort.SessionOptions:
-        """The settings as `onnxruntime.SessionOptions`.
-
-        Raises:
-            UsageProblem: onnxruntime refuses a setting.
-        """
+        """The settings as `onnxruntime.SessionOptions`; raises UsageProblem for one that onnxruntime refuses."""
         require_threads(self.threads)
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.threads
@@ -327,29 +316,17 @@ class SessionSettings:
 
     @property
     def device(self) -> Device:
-        """Memory in which the provider computes.
-
-        Raises:
-            UsageProblem: this build of onnxruntime does not have the provider.
-        """
+        """Memory in which the provider computes; UsageProblem if this build of onnxruntime does not have it."""
         return Device.of(provider_name(self.provider), self.provider_options)
 
     def start(self) -> None:
-        """Starts the provider, once in a process for the same options.
-
-        Raises:
-            UsageProblem: it does not start, and onnxruntime would compute on the CPU instead, which it only logs.
-        """
+        """Starts the provider, once in a process; UsageProblem if onnxruntime would fall back to the CPU."""
         name, options = self.providers()[0]
         if name != CPU:
             _start(name, tuple(sorted((str(key), str(value)) for key, value in options.items())))
 
     def providers(self) -> list[Any]:
-        """Execution providers, preferred first, in the form of `InferenceSession`.
-
-        Raises:
-            UsageProblem: this build of onnxruntime does not have the provider, or an option that calls cannot have.
-        """
+        """Providers, preferred first, for `InferenceSession`; UsageProblem for a missing one or a refused option."""
         name = provider_name(self.provider)
         if str(self.provider_options.get("enable_cuda_graph", "0")).lower() in ("1", "true"):
             raise UsageProblem(
@@ -392,10 +369,7 @@ def short_provider(provider: str) -> str:
 
 
 def provider_name(provider: str) -> str:
-    """onnxruntime's name of a provider such as `cuda` or `CUDAExecutionProvider`.
-
-    Raises UsageProblem if this build of onnxruntime does not have it.
-    """
+    """onnxruntime's name of a provider such as `cuda`; UsageProblem if this build of onnxruntime does not have it."""
     available = ort.get_available_providers()
     spelled: dict[str, str] = {name.lower(): name for name in available}
     found = spelled.get(short_provider(provider) + "executionprovider")

@@ -29,10 +29,7 @@ from llmconv.tensors import Array
 
 
 class BoundSession:
-    """A session whose inputs and cache are bound to memory that later runs reuse.
-
-    `results` are the names of the outputs other than the cache; the session computes in the memory of `device`.
-    """
+    """A session bound to memory of `device` that later runs reuse; `results` are outputs other than the cache."""
 
     def __init__(self, session: LimitedSession, results: Sequence[str], device: Device) -> None:
         self._session, self._results, self._binding = session, results, session.io_binding()
@@ -110,10 +107,7 @@ DeclaredShapes = Mapping[str, Sequence[int | str]]
 
 
 class CacheBuffers:
-    """The memory of the cache of one batch, with copies of `arrays`, of which `filled` tokens are used.
-
-    `values` are key and value of layer 0, of layer 1, …, each [batch, kv_heads, capacity, head_dim].
-    """
+    """The memory of a batch's cache: copies of `arrays` [batch, kv_heads, capacity, head_dim]; `filled` tokens."""
 
     def __init__(self, arrays: Sequence[Array], filled: int = 0, device: Device | None = None) -> None:
         self._device = device or Device()

@@ -92,10 +92,7 @@ FOLDED_BYTES, FOLDED_PER_BYTE = 256 << 20, 8
 
 
 class TimeLimit:
-    """The time limits of the sessions of one graph; after one was exceeded, nothing runs any more.
-
-    They grow with `weight_bytes`; `seconds` is the minimum of each, None for `SECONDS`.
-    """
+    """A graph's sessions' limits, growing with `weight_bytes` from `seconds` (`SECONDS`); one exceeded ends all."""
 
     def __init__(self, weight_bytes: int, seconds: float | None = None) -> None:
         self.weight_bytes = weight_bytes
@@ -152,10 +149,7 @@ FEEDS = 3  # the first inputs are tokens, mask and positions
 
 
 class LimitedSession:
-    """An `InferenceSession` of a file, or of its content, with a time limit and the methods of onnxruntime's own.
-
-    Opening, and every method that runs the graph, raises TimeoutError after the limit.
-    """
+    """An `InferenceSession` of a file or its content whose opening and runs raise TimeoutError after the limit."""
 
     def __init__(
         self, graph: Path | bytes, options: ort.SessionOptions, providers: Sequence[Any], limit: TimeLimit
@@ -178,10 +172,7 @@ class LimitedSession:
     def run_on_device(
         self, outputs: Mapping[str, str], feeds: Mapping[str, ort.OrtValue], index: int
     ) -> list[ort.OrtValue]:
-        """Like `run_with_ort_values`, with the outputs left where the next run reads them.
-
-        `outputs` is the memory of each by name, `cpu` or `cuda`; `index` the number of the device.
-        """
+        """Like `run_with_ort_values`, with outputs left on `cpu` or device `index`, where the next run reads them."""
         binding = self.io_binding()
         for name, value in feeds.items():
             binding.bind_ortvalue_input(name, value)

@@ -97,10 +97,7 @@ def as_number(value: Any, what: str, most: int = 2**53) -> int:
 
 
 def read_message(read: Callable[[int], bytearray], max_body: int = MAX_BODY) -> Message:
-    """The next message; `read(n)` returns exactly n bytes.
-
-    Raises BadMessage if it is not a message, or its tensors are larger than `max_body` bytes.
-    """
+    """The next message; `read(n)` returns n bytes; BadMessage for another, or tensors over `max_body` bytes."""
     magic, header_bytes, body_bytes = PREFIX.unpack(read(PREFIX.size))
     if magic != MAGIC:
         other = magic[:3] == MAGIC[:3]
@@ -193,10 +190,7 @@ class Connection:
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, message: Message) -> None:
-        """Sends a message.
-
-        Raises OSError if the peer is gone, or takes nothing for too long; BadMessage if the message is too large.
-        """
+        """Sends a message; OSError if the peer is gone or takes nothing, BadMessage if the message is too large."""
         prefix, header, *body = message.encode()
         self._socket.settimeout(self.seconds)
         for part in chain(

@@ -54,10 +54,7 @@ class StageGraph(OrtGraph):
         self.taken: dict[str, list[int | str]] = {**declared, MASK: self.inputs.get(MASK, ["batch", "total"])}
 
     def run_stage(self, values: Mapping[str, Array], past: Cache | None) -> StageStep:
-        """Runs the layers on `values`, arrays by name, the inputs of the graph among them; None is an empty past.
-
-        Raises MalformedInput if onnxruntime cannot run the graph on them.
-        """
+        """Runs the layers on arrays by name, None is an empty past; MalformedInput if onnxruntime cannot."""
         with self._refusing():
             results, present = self._run_growing({name: values[name] for name in self.taken}, past)
         return StageStep(dict(zip(self.result_names, results, strict=True)), present)
@@ -157,10 +154,7 @@ class StagedExport:
         return [name for name in self.ports[use][number - 1][1] if not is_present(name)]
 
     def require(self, number: int) -> None:
-        """Checks that a stage exists, and that its graphs in the folder are those that were exported.
-
-        Raises UsageProblem if there is none, MalformedInput if a graph is missing, or was changed since.
-        """
+        """Requires the stage (UsageProblem), and its graphs as they were exported (MalformedInput)."""
         if not 1 <= number <= self.count:
             raise UsageProblem(
                 f"`{self.folder}` has no stage {number}", hint=f"its stages are numbered from 1 to {self.count}"

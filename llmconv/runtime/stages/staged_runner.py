@@ -180,10 +180,7 @@ class StageAddresses:
 
 @dataclass(frozen=True)
 class StagedCache:
-    """The cache of a model in stages, as for `RemoteCache`: each part is where its stage is.
-
-    `parts` are in the order of the stages; `length` is the number of tokens, padding included.
-    """
+    """The cache of a model in stages, `parts` in their order, see `RemoteCache`; `length` counts padding, too."""
 
     parts: Sequence[Cache]
     length: int
