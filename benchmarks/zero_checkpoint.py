@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from benchmarks.models import CONFIG, shapes
-from llmconv.files.checksums import combine
+from llmconv.files.source_file import combine
 from llmconv.files.torch_reader import LOCAL_HEADER, PADDING, UINT32_MAX, usual_start
 
 Shape = tuple[int, ...]

@@ -14,8 +14,8 @@ from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.targets import WeightChange
 from llmconv.convert.opening import open_adapters
 from llmconv.errors import InputRefused, UnsupportedInput, listing
+from llmconv.output.manifest import graph_entries
 from llmconv.progress import warn_all
-from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.runtime.onnxruntime.lora_names import (
     declared_factors,

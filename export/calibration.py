@@ -39,8 +39,8 @@ from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, produ
 from llmconv.export.weights import DOMAIN, GROUPED, WeightSource, bind, leaves, match_weights
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.progress import say, warn
-from llmconv.runtime.cache_names import is_present, past_of
 from llmconv.runtime.context_length import context_length
+from llmconv.runtime.extra_inputs import is_present, past_of
 from llmconv.runtime.tokenizer import LONG, TOKENS, CalibrationText
 from llmconv.tensors import Array
 

@@ -29,14 +29,12 @@ from llmconv.export.quantization.products import side_by_side
 from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.files.paths import local_only
-from llmconv.files.safe_folder import Folder, Link, WritableContent
+from llmconv.files.safe_folder import Folder, Link, WritableContent, make_temporary_folder, remove_temporary_folder
 from llmconv.files.safetensors_file import FileTensor, encode_header
-from llmconv.files.temporary_folder import make_temporary_folder, remove_temporary_folder
 from llmconv.output.local_folder import require_space
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest, steps_of_weights
-from llmconv.output.plan import MODEL, Plan, Shard, json_bytes, plan_checkpoint
+from llmconv.output.plan import MODEL, Plan, Shard, failing_safely, json_bytes, plan_checkpoint
 from llmconv.output.store_folder import refuse_links
-from llmconv.output.streaming import failing_safely
 from llmconv.output.writer import Place, check_output, destination_of, write_checkpoint
 from llmconv.progress import say, warn
 from llmconv.runtime.eager.torch_runner import require_causal_model

@@ -28,8 +28,8 @@ from llmconv.export.targets.presets import TARGETS
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, ancestors, integers, replace_value, value_named
 from llmconv.export.weights import WeightSource, bind, mapped_bytes, match_weights
 from llmconv.files.safetensors_file import FileTensor
+from llmconv.output.manifest import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.progress import warn_all
-from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.runtime.prefix import Prefix
 from llmconv.tensors import Array
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import UsageProblem
+from llmconv.output.manifest import EMBEDDINGS_ROLE, GRAPH_FILES, SINGLE_PASS_FILES, VISION_ROLE
 from llmconv.runtime.onnxruntime.graph import VISION
-from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, GRAPH_FILES, SINGLE_PASS_FILES, VISION_ROLE
 from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
 
 FILES: Mapping[str, str] = {  # the usual names by role

@@ -20,8 +20,7 @@ from llmconv.export.input_map import Port
 from llmconv.export.sentence_modules import SentenceHead, TokenScore
 from llmconv.export.targets.presets import TARGETS
 from llmconv.progress import say
-from llmconv.runtime.cache_names import MAX_LENGTH, is_past, is_recurrent
-from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL, ExtraInput
+from llmconv.runtime.extra_inputs import BATCH, MAX_LENGTH, PAST, SEQUENCE, TOTAL, ExtraInput, is_past, is_recurrent
 from llmconv.runtime.onnxruntime.graph import is_token_input
 from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS, WRITE_INDICES
 

@@ -8,8 +8,7 @@ from typing import Any
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.caches import CACHE_KINDS, cache_kind
 from llmconv.export.caches.kind import CacheKind
-from llmconv.runtime.cache_names import layer_of
-from llmconv.runtime.extra_inputs import BATCH, PAST, POSITIONS, SEQUENCE, TOTAL, ExtraInput, resolved_inputs
+from llmconv.runtime.extra_inputs import BATCH, PAST, POSITIONS, SEQUENCE, TOTAL, ExtraInput, layer_of, resolved_inputs
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
 

@@ -30,11 +30,11 @@ from llmconv.export.tracing.fake_model import (
 from llmconv.export.vision_graph import WITHOUT, TensorNaming, alone, build_vision, find_naming
 from llmconv.export.vision_towers import VISION_TOWERS
 from llmconv.export.weights import expressions, missing_key, require_shape
+from llmconv.output.manifest import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.progress import say
 from llmconv.runtime.eager.stored_tensors import kept_in_float32
 from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.images.family import placeholders
-from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION
 from llmconv.tensors import LazyTensor
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from llmconv.errors import MalformedInput
 from llmconv.files.hub import snapshot_home
-from llmconv.files.pointer_files import refuse_git_lfs
+from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.safetensors_file import FileTensor, read_header
 from llmconv.not_a_model_folder import refused_model
 from llmconv.tensors import LazyTensor

@@ -18,10 +18,10 @@ from llmconv.errors import InputRefused, MalformedInput, OutputFailed, UsageProb
 from llmconv.files.paths import Written
 from llmconv.files.safe_folder import replace_file, require_parents
 from llmconv.files.sources import local_path
+from llmconv.output.manifest import GraphEntry, single_pass_entries
 from llmconv.progress import warn
 from llmconv.runtime.context_length import context_length, language_config
 from llmconv.runtime.onnxruntime.graph import SinglePassGraph
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, single_pass_entries
 from llmconv.runtime.onnxruntime.session_file import SessionOptions, session_settings
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.tokenizer import TooManyTokens, encode_prompt, load_tokenizer

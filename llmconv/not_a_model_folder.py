@@ -13,7 +13,7 @@ from typing import Any
 
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.files.hub import TORCH_WEIGHTS
-from llmconv.files.pointer_files import refuse_git_lfs
+from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.source_file import open_source
 from llmconv.files.torch_reader import is_torch_file
 

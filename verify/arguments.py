@@ -9,8 +9,7 @@ from llmconv.checkpoint import INDEX, SINGLE, read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.files.sources import is_remote, local_path
 from llmconv.not_a_model_folder import refused_model
-from llmconv.output.manifest import MANIFEST
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
+from llmconv.output.manifest import MANIFEST, GraphEntry
 
 CODES = "quantized*.safetensors"  # weight files of `llmconv export --quant`
 PATH_LIMIT = 4096  # maximum length of a path in characters (`PATH_MAX`)

@@ -10,8 +10,8 @@ from pathlib import Path
 import onnx
 
 from llmconv.causal_lm import require_causal_folder
+from llmconv.output.manifest import GraphEntry, graph_entries, single_pass_entries
 from llmconv.runtime.onnxruntime.graph import VISION, has_vision
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries, single_pass_entries
 from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
 from llmconv.verify.arguments import recorded_reference, require_weights

@@ -32,8 +32,8 @@ from onnx import helper
 
 from llmconv.errors import LlmconvError, UnsupportedInput, UsageProblem
 from llmconv.output.manifest import read_manifest
-from llmconv.runtime.cache_names import past_of
 from llmconv.runtime.context_length import context_length
+from llmconv.runtime.extra_inputs import past_of
 from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, load_guarded
 from llmconv.runtime.onnxruntime.runner import OrtRunner

@@ -13,12 +13,11 @@ import onnx
 
 from llmconv.checkpoint import open_weights, read_json
 from llmconv.errors import UnsupportedInput
-from llmconv.output.manifest import MANIFEST, read_manifest
+from llmconv.output.manifest import MANIFEST, GraphEntry, PrefixEntry, read_manifest
 from llmconv.quantized_weights.quantized_checkpoint import FIELD
-from llmconv.runtime.cache_names import is_past
 from llmconv.runtime.eager.runner import EagerRunner
+from llmconv.runtime.extra_inputs import is_past
 from llmconv.runtime.onnxruntime.graph import extra_names, open_graph
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry
 from llmconv.runtime.onnxruntime.guard import nodes
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION, SessionSettings

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from llmconv.runtime.cache_names import is_present
+from llmconv.runtime.extra_inputs import is_present
 from llmconv.verify.sigma import Evidence, sigma_text
 
 WHOLE = "whole"  # the method that runs whole models

@@ -25,13 +25,13 @@ from llmconv.checkpoint import SINGLE, open_weights, read_small
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutOfMemory, UnsupportedInput, first_line
 from llmconv.files.safetensors_file import FileTensor, read_header
 from llmconv.memory import raise_if_out_of_memory
+from llmconv.output.manifest import GraphEntry
 from llmconv.runtime.context_length import length_of, length_switch
 from llmconv.runtime.eager.limit_margins import Float64Casts
 from llmconv.runtime.eager.stored_tensors import require_loaded
 from llmconv.runtime.extra_inputs import POSITIONS
 from llmconv.runtime.library_patches import reset_dynamic_rope, silence_kernel_hints, use_eager_experts
 from llmconv.runtime.onnxruntime.graph import SinglePassGraph
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
 from llmconv.verify.audit.decisions import audit_decisions, read_config

@@ -33,8 +33,8 @@ from llmconv.convert.adapters.lora_config import BlockDiagonal, LoraConfig, pars
 from llmconv.convert.adapters.tuner_kinds import by_peft_type
 from llmconv.convert.adapters.tuners import AdapterFields, ModuleTensors, Tuner, invalid_field
 from llmconv.errors import LISTED, InputRefused, MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.pickle_reader import TensorRef
-from llmconv.files.pointer_files import refuse_git_lfs
 from llmconv.files.safetensors_file import read_header
 from llmconv.files.torch_reader import open_torch_file
 from llmconv.tensors import Array, LazyTensor

@@ -44,9 +44,8 @@ from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.models.config_file import without_code
 from llmconv.convert.models.head_and_dtype import HEAD, find_embedding
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
-from llmconv.files.checksums import ChecksummedRange, combine, crc32
 from llmconv.files.safetensors_file import NAME_LIMIT, RANK_LIMIT, FileTensor
-from llmconv.files.source_file import open_source, read_into
+from llmconv.files.source_file import ChecksummedRange, combine, crc32, open_source, read_into
 from llmconv.model_code import code_of
 from llmconv.output.plan import Plan, Shard, json_bytes, plan_checkpoint
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, FLOATS, Array, DType, LazyTensor, Piece, as_bytes

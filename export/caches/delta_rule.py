@@ -17,7 +17,7 @@ from torch import Tensor
 from llmconv.export.caches.kind import CacheKind, CacheState
 from llmconv.export.caches.state_space import CONVOLVE
 from llmconv.export.caches.traced_layers import CHUNKS, call
-from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT
+from llmconv.runtime.extra_inputs import CONVOLUTION, RECURRENT
 
 NORM_EPSILON = 1e-6  # epsilon of the norms of keys and queries; a constant of transformers' function, not in a config
 CUT = """

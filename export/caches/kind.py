@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from llmconv.errors import UnsupportedInput
-from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT
+from llmconv.runtime.extra_inputs import CONVOLUTION, RECURRENT
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid", "hybrid_sliding"}
 STATE_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}

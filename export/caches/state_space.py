@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 
 from llmconv.export.caches.kind import CacheKind, CacheState, first
 from llmconv.export.caches.traced_layers import CHUNKS, RecordedStates, TracedCache, call
-from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT
+from llmconv.runtime.extra_inputs import CONVOLUTION, RECURRENT
 
 
 def convolve(

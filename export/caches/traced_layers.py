@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from llmconv.export.library_patches import EMPTY_LAYER
-from llmconv.runtime.cache_names import layer_of
+from llmconv.runtime.extra_inputs import layer_of
 
 
 class PastLayer(DynamicLayer):  # type: ignore[misc]

@@ -26,8 +26,8 @@ from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.clients import Client, ClientModel, EncodedGraphs, FileContent
 from llmconv.export.clients.image_parts import CONFIG, PREPROCESSOR, PROCESSOR, Edits, ImageModel, take_float32_pixels
 from llmconv.files.safe_folder import Link
+from llmconv.output.manifest import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.output.plan import json_bytes
-from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE
 
 IMAGE_MODELS = frozenset({"llava"})  # types that the client has a class for, among those whose vision tower is exported
 PARTS = {VISION_ROLE: "vision_encoder", EMBEDDINGS_ROLE: "embed_tokens", "unified": "decoder_model_merged"}

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.traced_graph import NodeEditor, constant, integers, replace_value, scalar, value_named
-from llmconv.runtime.cache_names import is_past
+from llmconv.runtime.extra_inputs import is_past
 from llmconv.tensors import Array
 
 TOKENS, SCORES = "tokens", "scores"  # names of the outputs, see `choose_tokens`

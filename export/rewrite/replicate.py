@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from llmconv.export.traced_graph import TracedGraph, producer, scopes, value_named
-from llmconv.runtime.cache_names import CACHE_NAME, cache_order
+from llmconv.runtime.extra_inputs import CACHE_NAME, cache_order
 
 PROLOGUE, EPILOGUE = -1, 1 << 30
 

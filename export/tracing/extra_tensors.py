@@ -21,8 +21,7 @@ from llmconv.errors import LlmconvError, UnsupportedInput, first_line
 from llmconv.export.caches.kind import STATE_TYPES
 from llmconv.export.caches.traced_layers import PastLayer
 from llmconv.export.input_map import InputMap, Port, decoder_config
-from llmconv.runtime.cache_names import is_past
-from llmconv.runtime.extra_inputs import BATCH, DOCUMENT, PAST, SEQUENCE, TOTAL, ExtraInput, require_parameters
+from llmconv.runtime.extra_inputs import BATCH, DOCUMENT, PAST, SEQUENCE, TOTAL, ExtraInput, is_past, require_parameters
 
 HeadShape = tuple[int, int]  # (heads, size of one head)
 

@@ -16,8 +16,7 @@ from llmconv.export.graph_spec import GraphSpec
 from llmconv.export.input_map import InputMap, Port
 from llmconv.export.sentence_modules import Dense, SentenceHead, TokenScore
 from llmconv.export.tracing.fake_model import depth
-from llmconv.runtime.cache_names import is_recurrent
-from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE
+from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, is_recurrent
 from llmconv.runtime.library_patches import cache_parameter
 
 RESULTS: dict[str, tuple[str, ...]] = {  # outputs of a graph by its task: of every token, then of the whole text

@@ -47,8 +47,7 @@ from llmconv.export.tracing.attention import ATTENTION, buffer_cache
 from llmconv.export.tracing.extra_tensors import ExtraTensors, extras_of, ports_of, require_declared, require_fit
 from llmconv.export.tracing.fake_model import build, conversions_of, depth, layers_name, unchanged_buffers
 from llmconv.export.tracing.single_pass import SinglePass, result_ports
-from llmconv.runtime.cache_names import MAX_LENGTH, is_state
-from llmconv.runtime.extra_inputs import BATCH, FULL, PAST, SEQUENCE, SLIDING, TOTAL, ExtraInput
+from llmconv.runtime.extra_inputs import BATCH, FULL, MAX_LENGTH, PAST, SEQUENCE, SLIDING, TOTAL, ExtraInput, is_state
 from llmconv.runtime.library_patches import cache_parameter, masks_new_tokens
 from llmconv.runtime.onnxruntime.graph import is_token_input
 from llmconv.runtime.onnxruntime.session_settings import EXACT

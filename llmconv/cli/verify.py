@@ -191,7 +191,7 @@ def command(
 def _refuse_early(folder: str | None, choices: dict[str, Any]) -> None:
     """Refuses what options and JSON alone show, before torch is imported; `verify` checks all of it again."""
     from llmconv.files.sources import is_remote
-    from llmconv.runtime.onnxruntime.graph_entry import graph_entries, single_pass_entries
+    from llmconv.output.manifest import graph_entries, single_pass_entries
     from llmconv.verify.arguments import recorded_reference, require_folder
     from llmconv.verify.scenarios.selection import Selection
 

@@ -19,7 +19,7 @@ from threading import Lock
 from typing import Any, Protocol
 
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.files.pointer_files import TEXT_LIMIT, follow
+from llmconv.files.paths import TEXT_LIMIT, follow
 from llmconv.stores.address import StoreAddress, parse_address
 from llmconv.stores.object_store import Head, ObjectStore
 

@@ -39,8 +39,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol
 
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.files.safe_folder import make_temporary_folder, remove_temporary_folder
 from llmconv.files.source_file import open_source
-from llmconv.files.temporary_folder import make_temporary_folder, remove_temporary_folder
 from llmconv.progress import bytes_bar
 
 HEAD = 32  # bytes that contain the part of a frame's header read here

@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 
 from llmconv.errors import MalformedInput
-from llmconv.files.checksums import ChecksummedRange
-from llmconv.files.pointer_files import GIT_LFS, refuse_git_lfs
-from llmconv.files.source_file import FileProblem, naming, open_source, read_into
+from llmconv.files.paths import GIT_LFS, refuse_git_lfs
+from llmconv.files.source_file import ChecksummedRange, FileProblem, naming, open_source, read_into
 from llmconv.tensors import BY_CODE, Array, DType, LazyTensor, Piece
 
 HEADER_LIMIT = 100_000_000

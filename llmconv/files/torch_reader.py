@@ -28,13 +28,12 @@ from typing import IO, Any
 import numpy as np
 
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput
-from llmconv.files.checksums import ChecksummedRange
 from llmconv.files.packing import CODECS
+from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.pickle_machine import COPY_AGAIN, NAME_LIMIT, PickleHooks, PickleMachine
 from llmconv.files.pickle_reader import HOOKS, Global, StorageRef, TensorRef, interpret, read_pickle, storage_dtype
-from llmconv.files.pointer_files import refuse_git_lfs
 from llmconv.files.safetensors_file import FileTensor
-from llmconv.files.source_file import FileProblem, is_mirrored, naming, open_source
+from llmconv.files.source_file import ChecksummedRange, FileProblem, is_mirrored, naming, open_source
 from llmconv.tensors import Array, LazyTensor
 
 SPARSE, SPAN_ELEMENTS = 4, 1 << 14

@@ -19,7 +19,7 @@ from llmconv.files import copying
 from llmconv.files.paths import Written, output_path
 from llmconv.files.safe_folder import Folder, parents_made, require_parents, require_plain
 from llmconv.generation.prompts import Prompt
-from llmconv.output.streaming import write_fully
+from llmconv.output.plan import write_fully
 
 TOO_LONG = "too_long"  # `finish` of a prompt that leaves no room for new tokens, or is longer than the context
 

@@ -14,11 +14,10 @@ from pathlib import Path
 
 from llmconv.checkpoint import INDEX, SINGLE, own_file, read_json
 from llmconv.errors import InputRefused, LlmconvError, first_line
+from llmconv.files.safe_folder import UNFINISHED, unfinished_folder, user_cache
 from llmconv.files.sources import files_under
-from llmconv.files.temporary_folder import UNFINISHED, unfinished_folder, user_cache
-from llmconv.output.manifest import MANIFEST
+from llmconv.output.manifest import MANIFEST, graph_entries, single_pass_entries
 from llmconv.progress import say
-from llmconv.runtime.onnxruntime.graph_entry import graph_entries, single_pass_entries
 from llmconv.version import __version__
 
 CONFIG, WEIGHTS = "config.json", ".safetensors"

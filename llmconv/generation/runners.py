@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import prod
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from llmconv.causal_lm import require_causal_folder
-from llmconv.checkpoint import INDEX, SINGLE
-from llmconv.errors import InputRefused, UsageProblem
+from llmconv.checkpoint import INDEX, SINGLE, open_checkpoint
+from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem
 from llmconv.files.hub import cached
 from llmconv.files.paths import kind_of, path_of
 from llmconv.files.sources import is_hub_id, local_path
@@ -23,14 +23,13 @@ from llmconv.generation.images import ImageEncoder, ImageFeatures
 from llmconv.hub.address import hub_address
 from llmconv.memory import available_memory
 from llmconv.not_a_model_folder import refused_model
-from llmconv.output.manifest import MANIFEST, read_manifest
-from llmconv.progress import say
+from llmconv.output.manifest import MANIFEST, graph_entries, read_manifest
+from llmconv.progress import say, warn_all
 from llmconv.runtime.context_length import context_length, language_config, length_switch
 from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.images.families import family_in
 from llmconv.runtime.images.family import ImageFamily
 from llmconv.runtime.onnxruntime.graph import VISION, VisionGraph, has_vision
-from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, load_guarded, nodes
 from llmconv.runtime.onnxruntime.lora_names import SUFFIX, read_adapter, without_inputs
 from llmconv.runtime.onnxruntime.packed_cache import is_packed
@@ -45,6 +44,7 @@ from llmconv.runtime.onnxruntime.session_settings import (
 from llmconv.runtime.prefix import Prefix
 from llmconv.runtime.runner import Runner
 from llmconv.runtime.stages.staged_runner import StageAddresses, StagedRunner
+from llmconv.tensors import LazyTensor
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,6 @@ def _tuned(folder: Path, adapter: str | Path | None) -> dict[str, Any]:
     if adapter is None:
         return {}
     from llmconv.convert.opening import is_for_peft  # noqa: PLC0415 - imports every format
-    from llmconv.generation.merged_adapter import merged_weights  # noqa: PLC0415 - the same
 
     path = local_path(adapter)
     return {"adapter": path} if is_for_peft(path) else {"tensors": merged_weights(folder, path)}
@@ -456,3 +455,32 @@ def _widened(model: onnx.ModelProto, weights: dict[Place, onnx.TensorProto]) -> 
         for place, tensor in weights.items()
         if tensor.data_type in halves and (is_bfloat16 or tensor.name in cast)
     ]
+
+
+MERGE = "merge it into a new folder: `llmconv merge-lora BASE ADAPTER -o OUT`"
+
+
+def merged_weights(folder: Path, adapter: str | Path) -> Mapping[str, LazyTensor]:
+    """The weights that `merge-lora` would write from a base folder and an adapter, each computed when it is read.
+
+    Raises InputRefused, MalformedInput and UnsupportedInput as `merge-lora`, and UnsupportedInput if the adapter
+    changes the model's configuration.
+    """
+    from llmconv.convert.adapters.base_checks import warn_of_origin  # noqa: PLC0415 - as above
+    from llmconv.convert.adapters.merging import merged  # noqa: PLC0415 - as above
+    from llmconv.convert.models.completeness import check_complete  # noqa: PLC0415 - as above
+    from llmconv.convert.opening import open_adapters  # noqa: PLC0415 - as above
+
+    base = open_checkpoint(folder)
+    try:
+        opened = open_adapters([adapter], (), base, None)
+    except LlmconvError as error:
+        if error.hint and "--alpha" in error.hint:
+            error.hint = f"{MERGE}, with `--alpha`"
+        raise
+    result, edits = merged(base, opened)
+    if result.config != base.config:
+        raise UnsupportedInput("the adapter changes `config.json` of the model", hint=MERGE)
+    incomplete = check_complete(result.tensors, result.config, folder.name)
+    warn_all((*warn_of_origin(base, opened, str(folder)), *edits.warnings, *incomplete))
+    return result.tensors

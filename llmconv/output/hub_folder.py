@@ -30,14 +30,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 from llmconv.checkpoint import ADAPTER_CONFIG, parse_object
 from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput, printable
 from llmconv.files import source_file
-from llmconv.files.safe_folder import Folder, Link, NewFile, is_inner
-from llmconv.files.temporary_folder import user_cache
+from llmconv.files.safe_folder import Folder, Link, NewFile, is_inner, user_cache
 from llmconv.hub.address import HubAddress
 from llmconv.hub.repository import FileDigest, HubRepository, digest_of, file_digest, sent
 from llmconv.output.local_folder import require_space
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, parse_manifest
-from llmconv.output.plan import Plan, Shard
-from llmconv.output.streaming import check_copy, failing_safely, require_unchanged, stream_shard
+from llmconv.output.plan import Plan, Shard, check_copy, failing_safely, require_unchanged, stream_shard
 from llmconv.progress import say
 
 if TYPE_CHECKING:

@@ -33,8 +33,7 @@ from llmconv.files.copying import can_clone
 from llmconv.files.safe_folder import FULL, NOFOLLOW, Folder, Link, NewFile, is_inner, parents_made, require_parents
 from llmconv.files.sources import PARTIAL
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest
-from llmconv.output.plan import Plan, Shard
-from llmconv.output.streaming import check_copy, copy_unchanged, failing_safely, stream_shard
+from llmconv.output.plan import Plan, Shard, check_copy, copy_unchanged, failing_safely, stream_shard
 from llmconv.progress import say
 
 

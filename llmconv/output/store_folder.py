@@ -26,8 +26,7 @@ from llmconv.files import mirror, source_file
 from llmconv.files.safe_folder import Link, is_inner
 from llmconv.files.source_file import open_source
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, is_file_entry, parse_manifest
-from llmconv.output.plan import Plan, Shard, json_bytes
-from llmconv.output.streaming import ShardContent, check_copy, failing_safely, require_unchanged
+from llmconv.output.plan import Plan, Shard, ShardContent, check_copy, failing_safely, json_bytes, require_unchanged
 from llmconv.progress import warn
 from llmconv.stores.address import StoreAddress, is_store_address, parse_address
 from llmconv.stores.object_store import ObjectStore, abort_uploads, open_uploads

@@ -26,10 +26,10 @@ from urllib.parse import urlsplit
 from llmconv.checkpoint import parse_object
 from llmconv.errors import KEPT, InputRefused, OutputFailed, UnsupportedInput, UsageProblem, as_fields
 from llmconv.files import mirror, source_file
-from llmconv.files.checksums import checked_reading
 from llmconv.files.mirror import WEIGHTS
 from llmconv.files.paths import is_address
 from llmconv.files.safe_folder import Link
+from llmconv.files.source_file import checked_reading
 from llmconv.hub.address import HubAddress
 from llmconv.output.hub_folder import HubFolder
 from llmconv.output.local_folder import LocalFolder

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Self
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.quantized_weights.methods import QuantizationMethod, methods
+from llmconv.plugins import plugins
 from llmconv.quantized_weights.packed_weight import IntegerCodes, PackedWeight
 from llmconv.tensors import Array, LazyTensor
 from llmconv.transpose import is_conv1d, transposed
 
 FIELD = "quantization_config"
+
+
+@dataclass(frozen=True)
+class QuantizationMethod:
+    """One quantization format; each file of the folder `methods` has one as its constant `METHOD`."""
+
+    name: str  # the `quant_method` of a `quantization_config`, equal to the file's name except for `-`
+    # `open(checkpoint)` returns the quantized weights by their plain names; it checks their parts from headers and
+    # small tensors, and refuses unknown layouts
+    open: Callable[[Checkpoint], Mapping[str, PackedWeight]]
+    # suffixes of names of tensors that plain weights do not need, such as scales of activations
+    dropped: tuple[str, ...] = ()
+
+
+@lru_cache(maxsize=1)
+def methods() -> dict[str, QuantizationMethod]:
+    rows = plugins("llmconv.quantized_weights.methods", "METHOD", QuantizationMethod)
+    return {row.name: row for row in rows.values()}
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ import numpy as np
 from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.files.safetensors_file import read_header
-from llmconv.runtime.cache_names import is_state
-from llmconv.runtime.extra_inputs import PAST, POSITIONS, TOTAL, ExtraInput, ModelCall
+from llmconv.runtime.extra_inputs import PAST, POSITIONS, TOTAL, ExtraInput, ModelCall, is_state
 from llmconv.runtime.runner import (
     TOKEN_AXIS,
     ArrayCache,

@@ -13,9 +13,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from llmconv.errors import UsageProblem
-from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.context_length import LengthSwitch
-from llmconv.runtime.extra_inputs import ExtraInput, ModelCall
+from llmconv.runtime.extra_inputs import ExtraInput, ModelCall, is_state
 from llmconv.tensors import Array
 
 

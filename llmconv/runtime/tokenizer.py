@@ -22,8 +22,7 @@ import numpy as np
 
 from llmconv.checkpoint import read_json, read_small
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem, first_line
-from llmconv.files.paths import kind_of
-from llmconv.files.pointer_files import refuse_git_lfs
+from llmconv.files.paths import kind_of, refuse_git_lfs
 from llmconv.files.sources import local_path
 from llmconv.runtime.context_length import language_config
 from llmconv.runtime.custom_code import TRUST_HINT, custom_code_errors, custom_tokenizer_class, tokenizer_reference

@@ -30,8 +30,7 @@ from typing import Any
 
 from llmconv.convert.models.config_file import YAML_LIMIT
 from llmconv.errors import LlmconvError, OutputFailed
-from llmconv.files.paths import is_address, without_credentials
-from llmconv.files.pointer_files import follow_local
+from llmconv.files.paths import follow_local, is_address, without_credentials
 from llmconv.files.safe_folder import replace_file
 from llmconv.files.sources import PARTIAL, is_hub_id
 from llmconv.hub.address import HubAddress, hub_address, is_hub_address, parse_hub_address

@@ -32,8 +32,7 @@ import yaml
 
 from llmconv.convert.models.config_file import YAML_LIMIT, read_config_file
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem, listing
-from llmconv.files.paths import LOCAL_SCHEMES, is_address
-from llmconv.files.pointer_files import follow_local
+from llmconv.files.paths import LOCAL_SCHEMES, follow_local, is_address
 from llmconv.files.sources import is_hub_id
 from llmconv.steps.step import COMMANDS, NO_FILES, Step, find_command, make_step, option_problems, parameters, reads
 

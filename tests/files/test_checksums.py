@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.algebra import slice_rows
 from llmconv.errors import MalformedInput
-from llmconv.files.checksums import ChecksummedRange, checked_reading, combine
+from llmconv.files.source_file import ChecksummedRange, checked_reading, combine
 from llmconv.files.torch_reader import open_torch_file
 from llmconv.output.plan import plan_checkpoint
 from llmconv.output.writer import write_checkpoint

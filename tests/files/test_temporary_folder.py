@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from llmconv.files.temporary_folder import PREFIX, YOUNG, make_temporary_folder, remove_temporary_folder
+from llmconv.files.safe_folder import PREFIX, YOUNG, make_temporary_folder, remove_temporary_folder
 
 MAKE = """
 import sys
-from llmconv.files.temporary_folder import make_temporary_folder
+from llmconv.files.safe_folder import make_temporary_folder
 folder = make_temporary_folder()
 (folder / "weights").write_bytes(b"1")
 print(folder, flush=True)

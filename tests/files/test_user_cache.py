@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from llmconv.errors import InputRefused
-from llmconv.files.temporary_folder import unfinished_folder
+from llmconv.files.safe_folder import unfinished_folder
 
 MAKE = """
 import sys
 from pathlib import Path
-from llmconv.files.temporary_folder import unfinished_folder
+from llmconv.files.safe_folder import unfinished_folder
 with unfinished_folder(Path(sys.argv[1])) as made:
     (made / "weights").write_bytes(b"x")
     print(made, flush=True)
@@ -63,7 +63,7 @@ def test_a_link_of_that_name_is_not_followed(tmp_path: Path) -> None:
 
 NOBODY = """
 import os
-from llmconv.files.temporary_folder import user_cache
+from llmconv.files.safe_folder import user_cache
 os.setuid(54321)
 user_cache("exported")
 """

@@ -27,8 +27,7 @@ from llmconv.files.safetensors_file import read_header
 from llmconv.generation.encoded_prompt import read_embeddings
 from llmconv.generation.images import open_image
 from llmconv.model_code import collect_code
-from llmconv.output.manifest import read_manifest
-from llmconv.runtime.onnxruntime.graph_entry import graph_entries
+from llmconv.output.manifest import graph_entries, read_manifest
 from llmconv.runtime.onnxruntime.guard import load_guarded, weight_bytes
 from llmconv.runtime.onnxruntime.lora_names import encode_adapter, read_adapter
 from llmconv.runtime.onnxruntime.session_file import read_session_file

@@ -15,7 +15,7 @@ from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import merge_lora, to_hf
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput
 from llmconv.generation import TextModel
-from llmconv.generation.merged_adapter import merged_weights
+from llmconv.generation.runners import merged_weights
 from llmconv.runtime.eager.torch_runner import TorchRunner
 from tests.builders.talking import save_letters
 from tests.convert.adapters.test_other_tools import FIXTURES, base_of

@@ -29,7 +29,7 @@ from llmconv.convert import apply_delta, extract_delta, from_hf, merge_lora, to_
 from llmconv.convert.inspect import inspect
 from llmconv.convert.models.meta_model import meta_model
 from llmconv.errors import LlmconvError
-from llmconv.quantized_weights.methods import methods
+from llmconv.quantized_weights.quantized_checkpoint import methods
 
 MEMORY = 1536 << 20
 SECONDS = 30

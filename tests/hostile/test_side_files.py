@@ -18,9 +18,8 @@ from llmconv.convert.models.transformers_source import model_folder
 from llmconv.convert.tokenizers import parse_sentencepiece
 from llmconv.errors import LlmconvError, MalformedInput
 from llmconv.generation.sampling import GenerationSettings
-from llmconv.output.manifest import read_manifest
+from llmconv.output.manifest import graph_entries, read_manifest
 from llmconv.runtime.context_length import context_length
-from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.session_file import read_session_file
 from tests.hostile.case import Case
 from tests.hostile.child import COMMANDS

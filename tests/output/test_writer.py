@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from llmconv import tensors as tensors_module
 from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, Checkpoint, open_checkpoint
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.output import streaming, writer
+from llmconv.output import plan as plan_module
+from llmconv.output import writer
 from llmconv.output.plan import parse_size, plan_checkpoint
 from llmconv.output.writer import check_output, write_checkpoint
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
@@ -129,8 +130,8 @@ def blocks_of(size: int) -> Iterator[None]:
 
 def test_the_bytes_do_not_depend_on_blocks_or_look_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = write(sample((100, 50)), tmp_path / "usual", 500)
-    monkeypatch.setattr(streaming, "LOOK_AHEAD", 1)
-    monkeypatch.setattr(streaming, "FLUSH_BYTES", 16)
+    monkeypatch.setattr(plan_module, "LOOK_AHEAD", 1)
+    monkeypatch.setattr(plan_module, "FLUSH_BYTES", 16)
     with blocks_of(24):
         assert write(sample((100, 50)), tmp_path / "other", 500) == usual
 

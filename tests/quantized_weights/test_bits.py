@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmconv.quantized_weights.grouped import WIDTHS, pack, unpack
 from llmconv.quantized_weights.methods.awq import pack_outputs, unpack_outputs
-from llmconv.quantized_weights.scaled import float8
+from llmconv.quantized_weights.packed_weight import WIDTHS, float8, pack, unpack
 
 
 @pytest.mark.slow

@@ -196,7 +196,7 @@ def report_of(folder: Path) -> Report:
 
 
 def verified_folder(folder: Path) -> VerifiedFolder:
-    from llmconv.runtime.onnxruntime.graph_entry import graph_entries  # noqa: PLC0415
+    from llmconv.output.manifest import graph_entries  # noqa: PLC0415
     from llmconv.runtime.onnxruntime.session_settings import SessionSettings  # noqa: PLC0415
     from llmconv.verify.graph_folder import _models  # noqa: PLC0415
 

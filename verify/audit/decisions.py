@@ -23,7 +23,7 @@ from onnx.inliner import inline_local_functions
 
 from llmconv.checkpoint import read_json
 from llmconv.errors import first_line
-from llmconv.runtime.cache_names import layer_of
+from llmconv.runtime.extra_inputs import layer_of
 from llmconv.runtime.onnxruntime.session_settings import half_precision
 from llmconv.tensors import BY_NAME, Array
 from llmconv.verify.results import Check

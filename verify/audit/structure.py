@@ -10,8 +10,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from llmconv.runtime.cache_names import MAX_LENGTH, is_recurrent, is_state, past_of
-from llmconv.runtime.extra_inputs import POSITIONS, ExtraInput
+from llmconv.runtime.extra_inputs import MAX_LENGTH, POSITIONS, ExtraInput, is_recurrent, is_state, past_of
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.guard import nodes
 from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS, WRITE_INDICES

@@ -25,9 +25,8 @@ import transformers
 from llmconv.checkpoint import open_weights
 from llmconv.errors import InputRefused
 from llmconv.files.safetensors_file import FileTensor, read_exactly, read_header
-from llmconv.output.manifest import MANIFEST, read_manifest
+from llmconv.output.manifest import MANIFEST, GraphEntry, read_manifest, single_pass_entries
 from llmconv.runtime.onnxruntime.graph import VISION
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, single_pass_entries
 from llmconv.runtime.onnxruntime.guard import external_fields, inner_tensors, is_external
 from llmconv.runtime.onnxruntime.lora_names import is_factor
 from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import torch
 
-from llmconv.runtime.cache_names import layer_of
+from llmconv.runtime.extra_inputs import layer_of
 from llmconv.tensors import Array
 from llmconv.verify.bisect.replay import IN, MASK, OUT, layer_of_scope
 from llmconv.verify.bisect.suspect import HIDDEN, Finding, Suspect, differ, difference

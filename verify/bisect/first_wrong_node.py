@@ -40,8 +40,8 @@ import onnx
 
 from llmconv.errors import OutputFailed, UsageProblem, first_line
 from llmconv.files.safe_folder import Folder, WritableContent, parents_made, require_parents
-from llmconv.output.streaming import write_fully
-from llmconv.runtime.cache_names import is_state, layer_of
+from llmconv.output.plan import write_fully
+from llmconv.runtime.extra_inputs import is_state, layer_of
 from llmconv.tensors import Array
 from llmconv.verify.audit.weights import initializer_values
 from llmconv.verify.bisect.findings import Suspect, find

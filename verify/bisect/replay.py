@@ -23,10 +23,10 @@ import numpy as np
 import onnx
 import torch
 
-from llmconv.runtime.cache_names import is_state, past_of
+from llmconv.output.manifest import GraphEntry
 from llmconv.runtime.eager.cache import to_numpy
+from llmconv.runtime.extra_inputs import is_state, past_of
 from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import TENSOR_DTYPES, SessionSettings
 from llmconv.runtime.runner import Cache, Runner

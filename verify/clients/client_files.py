@@ -25,10 +25,9 @@ from typing_extensions import TypeIs
 
 from llmconv.checkpoint import read_json
 from llmconv.errors import MalformedInput, listing
-from llmconv.output.manifest import MANIFEST, read_manifest
+from llmconv.output.manifest import EMBEDDINGS_ROLE, MANIFEST, VISION_ROLE, read_manifest
 from llmconv.runtime.context_length import language_config
 from llmconv.runtime.onnxruntime.graph import VISION
-from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
 from llmconv.runtime.onnxruntime.session_file import CONFIG, named_files, read_genai_config
 from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS

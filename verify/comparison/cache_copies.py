@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from llmconv.runtime.cache_names import is_past, is_present
+from llmconv.runtime.extra_inputs import is_past, is_present
 from llmconv.runtime.onnxruntime.guard import is_external
 from llmconv.tensors import Array
 

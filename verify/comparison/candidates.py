@@ -17,10 +17,9 @@ import numpy as np
 import onnx
 
 from llmconv.errors import LlmconvError, MalformedInput, OutOfMemory, first_line
-from llmconv.runtime.cache_names import is_state
-from llmconv.runtime.extra_inputs import ExtraValues
+from llmconv.output.manifest import PrefixEntry
+from llmconv.runtime.extra_inputs import ExtraValues, is_state
 from llmconv.runtime.onnxruntime.graph import OrtGraph
-from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
 from llmconv.runtime.onnxruntime.guard import weight_bytes
 from llmconv.runtime.onnxruntime.packed_cache import WEIGHTS_FOLDER, followed
 from llmconv.runtime.onnxruntime.runner import OrtRunner

@@ -39,6 +39,7 @@ from llmconv.checkpoint import open_weights, read_json
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.memory import trim
+from llmconv.output.manifest import GraphEntry, PrefixEntry
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import ScaleFactors
 from llmconv.runtime.low_memory.pieced_graph import PIECE_BYTES, DeclaredValue, PiecedGraph
@@ -53,7 +54,6 @@ from llmconv.runtime.low_memory.weights import (
     SpillFile,
 )
 from llmconv.runtime.onnxruntime.graph import OrtGraph
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry
 from llmconv.runtime.onnxruntime.guard import external_fields, graphs
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings

@@ -12,9 +12,9 @@ import onnx
 
 from llmconv.checkpoint import read_json
 from llmconv.errors import LlmconvError, OutOfMemory, UnsupportedInput
+from llmconv.output.manifest import GraphEntry
 from llmconv.runtime.images.families import family_in
 from llmconv.runtime.onnxruntime.graph import VISION, EmbeddingGraph, OrtGraph, VisionGraph
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS, INPUTS_EMBEDS

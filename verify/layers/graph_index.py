@@ -15,8 +15,8 @@ from typing import Any
 import onnx
 import torch
 
-from llmconv.runtime.cache_names import is_past, layer_of
 from llmconv.runtime.eager.runner import layer_modules
+from llmconv.runtime.extra_inputs import is_past, layer_of
 from llmconv.runtime.low_memory.pieced_graph import values_read_by
 
 NUMBERED = re.compile(r"^(?P<list>(?:[^.]*\.)*?)(?P<number>\d{1,6})(?P<rest>[.\[].*)$")

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import onnx
 from onnx import numpy_helper
 
-from llmconv.runtime.cache_names import is_past, is_present, layer_of
+from llmconv.runtime.extra_inputs import is_past, is_present, layer_of
 from llmconv.runtime.onnxruntime.guard import external_fields, is_external
 from llmconv.verify.layers.graph_index import NO_LAYER, NUMBERED, GraphIndex, NotLayered
 

@@ -20,7 +20,7 @@ from typing import Any
 import onnx
 
 from llmconv.errors import LlmconvError, UsageProblem
-from llmconv.runtime.cache_names import is_past, is_present, layer_of
+from llmconv.runtime.extra_inputs import is_past, is_present, layer_of
 from llmconv.runtime.low_memory.pieced_graph import values_read_by
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.verify.audit.weights import WeightSource, tensors_of

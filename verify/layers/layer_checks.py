@@ -29,8 +29,7 @@ import torch
 from llmconv.errors import LlmconvError, MalformedInput, OutOfMemory, UnsupportedInput, first_line
 from llmconv.memory import raise_if_out_of_memory, trim
 from llmconv.progress import status
-from llmconv.runtime.cache_names import is_past, is_present, is_state, layer_of, present_of
-from llmconv.runtime.extra_inputs import ExtraInput, ExtraValues
+from llmconv.runtime.extra_inputs import ExtraInput, ExtraValues, is_past, is_present, is_state, layer_of, present_of
 from llmconv.runtime.low_memory.pieced_graph import (
     DeclaredValue,
     ValueTypes,

@@ -16,8 +16,7 @@ import onnxruntime as ort
 
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutOfMemory, UsageProblem, first_line
 from llmconv.memory import raise_if_out_of_memory
-from llmconv.runtime.cache_names import cache_order
-from llmconv.runtime.extra_inputs import ExtraValues
+from llmconv.runtime.extra_inputs import ExtraValues, cache_order
 from llmconv.runtime.onnxruntime.graph import SessionChain
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings

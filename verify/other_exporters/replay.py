@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import onnx
 
-from llmconv.runtime.cache_names import past_of
+from llmconv.runtime.extra_inputs import past_of
 from llmconv.runtime.onnxruntime.guard import graphs, load_guarded
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.runner import Cache

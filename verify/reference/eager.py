@@ -20,13 +20,12 @@ import torch
 
 from llmconv.errors import MalformedInput
 from llmconv.files.safetensors_file import read_header
-from llmconv.runtime.cache_names import is_state
+from llmconv.output.manifest import PrefixEntry
 from llmconv.runtime.context_length import LENGTHS
 from llmconv.runtime.eager.limit_margins import ModelLimit
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import ScaleFactors
-from llmconv.runtime.extra_inputs import ExtraInput
-from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
+from llmconv.runtime.extra_inputs import ExtraInput, is_state
 from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.reference.other_roundings import (

@@ -24,10 +24,9 @@ import numpy as np
 import torch
 
 from llmconv.checkpoint import read_json
-from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.eager.limit_margins import ModelLimit
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.runtime.extra_inputs import SEQUENCE, TOTAL, ExtraInput, part
+from llmconv.runtime.extra_inputs import SEQUENCE, TOTAL, ExtraInput, is_state, part
 from llmconv.runtime.runner import Cache, Runner, Step
 from llmconv.tensors import Array
 from llmconv.verify.library_patches import TorchDispatchMode

@@ -11,7 +11,7 @@ from math import log10
 
 import numpy as np
 
-from llmconv.runtime.cache_names import layer_of
+from llmconv.runtime.extra_inputs import layer_of
 from llmconv.tensors import Array
 from llmconv.verify.results import LINE_LIMIT, NAME_LIMIT, SUMMARY_LIMIT, Check, Report, UnmatchedNode, clean
 from llmconv.verify.sigma import GATES, LOWEST, PER_DECADE, SCALE, Evidence, sigma_text

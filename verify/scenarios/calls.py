@@ -16,8 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from llmconv.runtime.cache_names import is_state
-from llmconv.runtime.extra_inputs import BATCH, SEQUENCE, TOTAL, ExtraInput, ModelCall
+from llmconv.runtime.extra_inputs import BATCH, SEQUENCE, TOTAL, ExtraInput, ModelCall, is_state
 from llmconv.runtime.runner import TOKEN_AXIS, Cache, default_positions
 from llmconv.tensors import BY_NAME, Array
 

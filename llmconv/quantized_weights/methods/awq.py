@@ -13,9 +13,17 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UnsupportedInput
-from llmconv.quantized_weights.grouped import GroupedWeight, Packing, group_size, groups_in_order
-from llmconv.quantized_weights.methods import QuantizationMethod
-from llmconv.quantized_weights.packed_weight import part, refuse, require, require_middle
+from llmconv.quantized_weights.packed_weight import (
+    GroupedWeight,
+    Packing,
+    group_size,
+    groups_in_order,
+    part,
+    refuse,
+    require,
+    require_middle,
+)
+from llmconv.quantized_weights.quantized_checkpoint import QuantizationMethod
 from llmconv.tensors import Array, LazyTensor
 
 WORDS, ZEROS, SCALES = ".qweight", ".qzeros", ".scales"

@@ -23,7 +23,6 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UnsupportedInput
-from llmconv.quantized_weights.methods import QuantizationMethod
 from llmconv.quantized_weights.packed_weight import (
     FLOAT32,
     TILE_ELEMENTS,
@@ -39,6 +38,7 @@ from llmconv.quantized_weights.packed_weight import (
     tiled,
     unsigned,
 )
+from llmconv.quantized_weights.quantized_checkpoint import QuantizationMethod
 from llmconv.tensors import BY_NAME, Array, LazyTensor
 
 PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".SCB", ".weight_format")

@@ -23,20 +23,27 @@ import regex
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.quantized_weights.grouped import (
+from llmconv.quantized_weights.methods.fp8 import ACTIVATIONS
+from llmconv.quantized_weights.packed_weight import (
+    LARGEST,
     WHOLE_ROW,
     WIDTHS,
     GroupedWeight,
+    PackedWeight,
     Packing,
+    ScaledWeight,
+    block_size,
     group_size,
     groups_in_order,
+    open_scaled,
     pack,
+    part,
+    refuse,
+    require,
+    require_middle,
     unpack,
 )
-from llmconv.quantized_weights.methods import QuantizationMethod
-from llmconv.quantized_weights.methods.fp8 import ACTIVATIONS
-from llmconv.quantized_weights.packed_weight import PackedWeight, part, refuse, require, require_middle
-from llmconv.quantized_weights.scaled import LARGEST, ScaledWeight, block_size, open_scaled
+from llmconv.quantized_weights.quantized_checkpoint import QuantizationMethod
 from llmconv.tensors import Array, LazyTensor
 
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense", "mixed-precision")

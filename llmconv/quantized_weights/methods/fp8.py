@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.quantized_weights.methods import QuantizationMethod
-from llmconv.quantized_weights.packed_weight import refuse
-from llmconv.quantized_weights.scaled import ScaledWeight, block_size, open_scaled
+from llmconv.quantized_weights.packed_weight import ScaledWeight, block_size, open_scaled, refuse
+from llmconv.quantized_weights.quantized_checkpoint import QuantizationMethod
 
 SCALES = ("_scale_inv", "_scale")
 ACTIVATIONS = ("activation_scale", "input_scale", "k_scale", "v_scale", "q_scale", "output_scale")

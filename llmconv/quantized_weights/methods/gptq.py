@@ -16,18 +16,21 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UnsupportedInput
-from llmconv.quantized_weights.grouped import (
+from llmconv.quantized_weights.packed_weight import (
     WIDTHS,
     GroupedWeight,
     Packing,
     group_size,
     groups_in_order,
     pack,
+    part,
+    refuse,
+    require,
     require_count,
+    require_middle,
     unpack,
 )
-from llmconv.quantized_weights.methods import QuantizationMethod
-from llmconv.quantized_weights.packed_weight import part, refuse, require, require_middle
+from llmconv.quantized_weights.quantized_checkpoint import QuantizationMethod
 from llmconv.tensors import Array, LazyTensor
 
 WORDS, ZEROS, SCALES, GROUPS = ".qweight", ".qzeros", ".scales", ".g_idx"

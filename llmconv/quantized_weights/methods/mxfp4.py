@@ -14,7 +14,6 @@ from typing import Self
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.quantized_weights.methods import QuantizationMethod
 from llmconv.quantized_weights.packed_weight import (
     FLOAT32,
     IntegerCodes,
@@ -25,6 +24,7 @@ from llmconv.quantized_weights.packed_weight import (
     refuse,
     require,
 )
+from llmconv.quantized_weights.quantized_checkpoint import QuantizationMethod
 from llmconv.tensors import Array, LazyTensor
 
 BLOCKS, SCALES = "_blocks", "_scales"

@@ -11,8 +11,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT, layer_of
-from llmconv.runtime.extra_inputs import PAST, SEQUENCE, ExtraInput, ModelCall
+from llmconv.runtime.extra_inputs import CONVOLUTION, PAST, RECURRENT, SEQUENCE, ExtraInput, ModelCall, layer_of
 from llmconv.tensors import Array
 
 STATE_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}

@@ -25,11 +25,10 @@ from onnx import TensorProto, helper
 
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, first_line
 from llmconv.memory import raise_if_out_of_memory, trim
-from llmconv.runtime.cache_names import is_past, is_present, is_state, layer_of, past_of
-from llmconv.runtime.extra_inputs import ModelCall
+from llmconv.output.manifest import GraphEntry
+from llmconv.runtime.extra_inputs import ModelCall, is_past, is_present, is_state, layer_of, past_of
 from llmconv.runtime.low_memory.weights import LOW_MEMORY_HINT, PlannedCall, PrecomputedRunner, SpillFile
 from llmconv.runtime.onnxruntime.graph import LENGTH_AXIS, OrtCache, OrtGraph, step_of
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.guard import external_fields, is_external, load_guarded, nodes
 from llmconv.runtime.onnxruntime.lora_names import declared_factors
 from llmconv.runtime.onnxruntime.packed_cache import WEIGHTS_FOLDER, followed

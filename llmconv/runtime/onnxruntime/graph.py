@@ -15,11 +15,18 @@ import onnxruntime as ort
 
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, first_line
 from llmconv.memory import raise_if_out_of_memory
-from llmconv.output.manifest import read_manifest
-from llmconv.runtime.cache_names import is_past, is_present, is_state
-from llmconv.runtime.extra_inputs import POSITIONS, SYMBOLS, ExtraInput, ExtraValues, ModelCall
+from llmconv.output.manifest import VISION_ROLE, GraphEntry, read_manifest
+from llmconv.runtime.extra_inputs import (
+    POSITIONS,
+    SYMBOLS,
+    ExtraInput,
+    ExtraValues,
+    ModelCall,
+    is_past,
+    is_present,
+    is_state,
+)
 from llmconv.runtime.images.family import IMAGE_FEATURES, PIXEL_VALUES, Given
-from llmconv.runtime.onnxruntime.graph_entry import VISION_ROLE, GraphEntry
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes, weight_bytes
 from llmconv.runtime.onnxruntime.lora_names import is_factor
 from llmconv.runtime.onnxruntime.packed_cache import (

@@ -29,10 +29,10 @@ import onnxruntime as ort
 from onnx import helper
 
 from llmconv.errors import UsageProblem, first_line
-from llmconv.files.temporary_folder import unfinished_folder, user_cache
+from llmconv.files.safe_folder import unfinished_folder, user_cache
 from llmconv.memory import huge_pages, raise_if_out_of_memory
 from llmconv.progress import warn
-from llmconv.runtime.cache_names import MAX_LENGTH, is_present
+from llmconv.runtime.extra_inputs import MAX_LENGTH, is_present
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, is_external, nodes
 from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings, provider_name
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit

@@ -11,9 +11,9 @@ import numpy as np
 
 from llmconv.errors import InputRefused
 from llmconv.files.hub import snapshot_home
+from llmconv.output.manifest import GraphEntry, graph_entries, single_pass_entries
 from llmconv.runtime.extra_inputs import ExtraInput, ModelCall
 from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries, single_pass_entries
 from llmconv.runtime.onnxruntime.lora_names import require_factors
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, WidenedWeights, for_concurrent_use
 from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step

@@ -17,11 +17,10 @@ from typing import Any
 
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem, first_line
 from llmconv.memory import reporting_out_of_memory
-from llmconv.output.manifest import MANIFEST, Manifest, read_manifest
+from llmconv.output.manifest import MANIFEST, GraphEntry, Manifest, graph_entries, read_manifest
 from llmconv.progress import say
-from llmconv.runtime.cache_names import is_past, is_present, is_state
+from llmconv.runtime.extra_inputs import is_past, is_present, is_state
 from llmconv.runtime.onnxruntime.graph import LENGTH_AXIS, OrtCache, OrtGraph
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries
 from llmconv.runtime.onnxruntime.session_settings import (
     TENSOR_DTYPES,
     SessionSettings,

@@ -12,7 +12,7 @@ import pytest
 
 from llmconv.export import export
 from llmconv.runtime import OrtGraph, default_positions
-from llmconv.runtime.cache_names import MAX_LENGTH
+from llmconv.runtime.extra_inputs import MAX_LENGTH
 from llmconv.verify import verify
 from tests.builders.mutants.surgery import add_constant, maker, users
 from tests.conftest import CONFIGS

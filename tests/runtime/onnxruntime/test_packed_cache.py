@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llmconv.cli import main
 from llmconv.errors import UsageProblem
 from llmconv.export.exporter import export
-from llmconv.files.temporary_folder import UNFINISHED
+from llmconv.files.safe_folder import UNFINISHED
 from llmconv.runtime import OrtRunner, SessionSettings, default_positions
 from llmconv.tensors import Array
 from tests.builders.talking import save_letters

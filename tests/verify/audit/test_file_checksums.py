@@ -12,8 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from llmconv.cli import main
-from llmconv.output.manifest import MANIFEST, file_entry, read_manifest
-from llmconv.runtime.onnxruntime.graph_entry import graph_entries
+from llmconv.output.manifest import MANIFEST, file_entry, graph_entries, read_manifest
 from llmconv.verify import Check, verify
 from llmconv.verify.audit.weights import audit_graph_files
 from llmconv.verify.reference.eager import Eager

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from llmconv.cli import main
-from llmconv.runtime.onnxruntime.graph_entry import graph_entries
+from llmconv.output.manifest import graph_entries
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.verify import Report, verify
 from llmconv.verify.bisect.first_wrong_node import name_node

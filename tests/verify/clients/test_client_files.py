@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from llmconv.export import export
-from llmconv.runtime.onnxruntime.graph_entry import graph_entries
+from llmconv.output.manifest import graph_entries
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.clients import client_files

@@ -23,8 +23,7 @@ import onnx
 
 from llmconv.checkpoint import SINGLE, open_checkpoint, read_json
 from llmconv.files.safetensors_file import read_header
-from llmconv.output.plan import Shard, json_bytes
-from llmconv.output.streaming import stream_shard
+from llmconv.output.plan import Shard, json_bytes, stream_shard
 from llmconv.quantized_weights.quantized_checkpoint import FIELD, QuantizedCheckpoint, quantized_checkpoint
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, graphs, load_guarded
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
