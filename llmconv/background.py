@@ -10,7 +10,6 @@ from contextvars import copy_context
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-
 LOOK_AHEAD = 8  # results in flight: enough for the cores, few enough to stay small
 
 

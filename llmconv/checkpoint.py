@@ -23,7 +23,6 @@ SMALL_BYTES = 256 << 20
 """Ten times the largest known index of shards and tokenizer; parsed JSON takes up to twenty times as much memory."""
 
 DEPTH_LIMIT = 100  # maximum nesting of a JSON file; those of models have fewer than ten levels
-
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"

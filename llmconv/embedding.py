@@ -28,7 +28,6 @@ from llmconv.runtime.tokenizer import TooManyTokens, encode_prompt, load_tokeniz
 from llmconv.tensors import Array
 
 __all__ = ["Embedded", "Embedder", "TextFeatures", "embed"]
-
 OUTPUTS = {"embed": "sentence_embedding", "classify": "logits", "rerank": "scores"}
 """The output with one row per text, by role of the graph."""
 

@@ -29,12 +29,10 @@ WITH_HEAD = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 REFERENCE = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*)\.(?P<name>[^\W\d]\w*)")
 REPOSITORY = "--"  # separates a Hub repository from a class in it: `org/name--module.Class`
-
 FILE_BYTES, ALL_BYTES, FILES = 1 << 19, 4 << 20, 200
 """Largest file, bytes and number of all files; transformers' own largest module has 0.3 MB, its syntax tree 30 MB."""
 
 NAME_BYTES, DEPTH = 200, 10  # longest name of a module, and deepest package
-
 Module = tuple[str, ...]  # a dotted name, relative to the model's folder
 
 

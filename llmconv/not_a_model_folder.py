@@ -24,7 +24,6 @@ CODES = re.compile(r"quantized(?:-\d+-of-\d+)?\.safetensors(?:\.index\.json)?")
 """Names of files with quantized weights and with the index of several."""
 
 NAME = re.compile(r"\w[\w.+-]{0,199}")  # a folder's name that a command line can contain as it is
-
 PRESET = re.compile(r"int[48](?:-[a-z]{1,20})?|a8w8")
 """Values of `--quant`; the manifest has the name of a method instead where the codes are those of the model."""
 
@@ -97,7 +96,6 @@ OTHER_FILES = {
 """First bytes of files that are mistaken for models."""
 
 ONNX_ADAPTER = b"TORT"  # bytes 4 to 8 of onnxruntime's adapter files
-
 TO_HF = "convert a training checkpoint first: `llmconv to-hf SOURCE -o OUT`"
 SUFFIXES_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")

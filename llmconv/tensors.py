@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from llmconv.errors import InputRefused
 
 Array = NDArray[Any]
-
 BLOCK_BYTES = 4 << 20
 """Block size for streaming: small enough to stay in the CPU cache for hashing and writing, large enough to be few."""
 

@@ -17,7 +17,6 @@ import regex
 
 PATTERN_LIMIT = 500
 NAME_LIMIT = 200  # characters; module paths have about 60
-
 MATCH_SECONDS, TOTAL_SECONDS = 0.1, 5.0
 """CPU time of one match, and of all matches that share a `MatchTime`; an ordinary match takes microseconds."""
 

@@ -158,7 +158,6 @@ def _hint(candidate: BenchCandidate) -> str:
 
 
 OWN = ("onnx", "packed")  # runtimes that use the onnxruntime of this process's environment
-
 LENGTHS = (128, 512, 2048, 8192)
 NEW_TOKENS, REPEAT = 32, 3
 PAUSE = 0.1  # seconds between two candidates, since the threads of the previous one busy-wait for a while

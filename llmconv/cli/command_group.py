@@ -26,21 +26,16 @@ from llmconv.stores import hung_calls
 from llmconv.version import __version__
 
 BUG_EXIT_CODE = 70  # exit code of an unexpected error, a bug: `EX_SOFTWARE` of sysexits.h
-
 MEMORY_HINT = "close other programs, or use smaller batches, shorter lengths or, in `verify`, `--low-memory`"
 INTERRUPTED_HINT = "run the same command again"
 RESUME_HINT = f"{INTERRUPTED_HINT}; `--resume` keeps the files that this one has finished"
-
 PRINT_ONLY = ("inspect", "formats", "families", "doctor")
 """Commands that only print: if the reader of stdout closes early (`| head`), their exit code is still 0."""
 
 REPORTS_VERSIONS = "doctor"
 EARLY = "_interrupted"  # name of the function in `__main__.py` that ends the program on Ctrl-C before a command begins
-
 HELP = {"-h", "--help"}
-
 READER_LEFT = 141  # exit code of the other commands if the reader of stdout closes early: 128 + SIGPIPE, as in shells
-
 GC_THRESHOLDS = (100_000, 50, 100)
 """Imports and traces make millions of long-lived objects: by default, garbage collection took 6 % of an export."""
 
@@ -194,7 +189,6 @@ def _bug(ctx: click.Context, error: Exception) -> tuple[str, str]:
 
 
 EMBED_TEXTS = "texts are arguments: `llmconv embed FOLDER TEXT…`, or lines of `--text-file FILE`"
-
 SOURCE = "the checkpoint is an argument: `llmconv to-hf SOURCE -o OUT`"
 ANY_SIZE = "leave it out: graphs take any batch and length; fixed ones are"
 QUANT = "`llmconv export MODEL --quant int8` (or `int4`, `a8w8`) quantizes; graphs know by themselves what they are"

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from llmconv.runtime import SessionSettings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-
 BACKENDS = ["onnx", "torch", "genai"]
 
 template = click.option(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import click
 
 MANY = 15  # number of options from which on they are shown under headings
-
 OTHER, MESSAGES = "Options", "Messages"
 
 COMMON: dict[str, tuple[str, ...]] = {

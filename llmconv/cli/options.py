@@ -20,7 +20,6 @@ from llmconv.progress import set_quiet
 from llmconv.stores.address import StoreAddress
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-
 VERBOSE = "llmconv.verbose"  # key in click's `Context.meta` under which a command stores `-v` for the group
 NO_PATHS = {"texts"}  # arguments that are texts; all others are paths or model names
 

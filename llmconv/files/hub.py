@@ -26,7 +26,6 @@ WEIGHTS = re.compile(r".*\.(?:safetensors|bin|pth?|ckpt|pdparams|distcp|npz|tar|
 """Files that may contain weights."""
 
 SECONDS = 10  # timeout of the hub, after which the cache is used
-
 SMALL = re.compile(r"[^/]+\.(?:json|jinja|txt|model|py|yaml|yml|md)")
 """Configuration, tokenizer and code at the top of a repository."""
 
@@ -163,7 +162,6 @@ def needed(files: Iterable[str]) -> list[str]:
 
 
 WAIT_SECONDS = 30  # timeout of one answer
-
 WHOLE, PART = 200, 206
 """Status of an answer with all of a file, from a server that knows no ranges, and of one with the range."""
 

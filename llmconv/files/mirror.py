@@ -27,8 +27,6 @@ SMALL = 2 << 20  # bytes of an object that is fetched by one request, its header
 HEADER = 128 << 10  # bytes for the header of a safetensors file: more than 97 % of them have
 PICKLE = 1 << 20  # bytes at either end of other files: the pickle of a torch file, and the directory of its zip
 WITHOUT_EDGES = ".distcp"  # suffix of files whose metadata lies in another file
-
-
 FILES_WITH_EDGES = 64  # torch files whose ends stay in memory; a folder may have those of a thousand ranks
 
 
@@ -153,10 +151,7 @@ class MirroredFile:
 
 
 _recent: deque[MirroredFile] = deque()  # files whose ends were fetched, the oldest first
-
-
 _files: dict[str, MirroredFile] = {}  # by real path
-
 _addresses: dict[str, StoreAddress] = {}  # what each mirror shows, by the real path of its file or folder
 
 
@@ -227,7 +222,6 @@ def _complete_before_open(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 CHUNK = 8 << 20  # bytes per request, at multiples of it: what S3 recommends for ranges ("Performance guidelines")
-
 LIMIT = 1 << 30
 """Bytes on the disk, and `LEAST` chunks more for every file: few enough that most stay in memory that is used again,
 which takes two thirds of the time of new memory, and is overwritten before it reaches the disk."""
@@ -356,7 +350,6 @@ AHEAD, AHEAD_OF_ALL = 8, 16
 read at the same time, but at least one of each."""
 
 Fetch = Callable[[int, int], Iterable[memoryview]]  # returns bytes `start:stop` of the object, in blocks
-
 CHUNK_FILE = ChunkFile()  # the chunks of this process
 
 
@@ -416,7 +409,6 @@ class ChunkCache:
 
 REQUESTS_AT_ONCE = 16  # of one mirror: a connection to a store carries about 90 MB/s
 SMALL_FILE = 8 << 20  # bytes up to which files that are not known as weights are fetched at once
-
 SIDE_FILES = frozenset((".json", ".jsonl", ".txt", ".md", ".jinja", ".model", ".py", ".yaml", ".yml", ".tiktoken"))
 """Suffixes of files that are fetched at once: other libraries read them."""
 

@@ -45,7 +45,6 @@ from llmconv.progress import bytes_bar
 
 HEAD = 32  # bytes that contain the part of a frame's header read here
 DECODER_MEMORY = 512 << 20  # memory limit of an xz or lzma decoder; `xz -9` needs 65 MiB
-
 INDEX_LIMIT = 1 << 20
 
 
@@ -218,7 +217,6 @@ CODECS = (
 DESCRIPTORS = Path("/proc/self/fd")  # links to all open files, `proc(5)`
 CHECK_BYTES = 64 << 20  # bytes between two checks of the free space
 RESERVE = 256 << 20  # bytes of the disk to leave free; at most a twentieth of the free space
-
 RATIO_LIMIT = 200
 RATIO_FROM = 1 << 30
 """A file that grows by more than this factor, and beyond this size, is a bomb: weights hardly compress."""
@@ -333,7 +331,6 @@ RECORD = 512
 BLOCK = 1 << 20
 HEADER_LIMIT = 1000
 EXTENDED_LIMIT = 1 << 20  # bytes of the data of an extended header, such as a long name
-
 EXTENDED = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
 NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.XGLTYPE)
 PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
@@ -462,7 +459,6 @@ class TarArchive:
 
 
 SKIPPABLE = range(0x184D2A50, 0x184D2A60)  # magic numbers of frames that zstd and lz4 skip (`pzstd` begins with one)
-
 LZOP_MAGIC = b"\x89LZO\x00\r\n\x1a\n"
 LZ4_LEGACY_MAGIC = b"\x02\x21\x4c\x18"
 

@@ -57,8 +57,6 @@ def without_credentials(text: str) -> str:
 
 WRITTEN = "a path to write"
 Written = Annotated[str | Path, WRITTEN]  # a parameter with a file or folder to write; see `output_path`
-
-
 PLACED = "a path or an address to write"
 Placed = Annotated[str | Path, PLACED]
 """A parameter with a folder to write, on this machine, in an object store or on the Hub; see `output_place`."""
@@ -162,10 +160,7 @@ def _instead(value: Any) -> str:
 SUFFIX = ".symlink"
 HOPS = 8
 TEXT_LIMIT = 1024  # maximum bytes of an object's name, that of S3
-
 PLAIN_NAME = re.compile(r"[\w.+@=-]{1,255}")
-
-
 GIT_LFS = b"version https://git-lfs"
 """The first bytes of a Git LFS pointer, which replaces a file that was not fetched (git-lfs `docs/spec.md`)."""
 

@@ -16,12 +16,10 @@ from typing import Any
 from llmconv.files.source_file import FileProblem
 
 NAME_LIMIT = 1_024
-
 MEMORY, MEMORY_PER_BYTE = 48 << 20, 32
 """Limit in bytes of containers: a constant, plus this many per byte of the pickle (optimizer states need 15)."""
 
 MEMOS, BYTES_PER_MEMO = 200_000, 3  # limit of memoized objects: a constant, plus one per this many bytes of the pickle
-
 CONTAINERS = frozenset({tuple, list, dict, set, frozenset})
 COPY_AGAIN = "the file is damaged or hostile; copy it again from where it was saved"
 
@@ -115,7 +113,6 @@ OPCODE_LIMIT = 100_000_000
 INT_BYTES_LIMIT = 64
 STRING_LIMIT = 64 << 20
 DEPTH_LIMIT = 1_000
-
 SET, DICT, LIST, ENTRY, ITEM = 232, 80, 72, 100, 64
 """Bytes in CPython: empty set, dict and list, a dict entry, a set item."""
 

@@ -23,7 +23,6 @@ from llmconv.files.source_file import FileProblem, naming
 from llmconv.tensors import BY_NAME, DType
 
 RANK_LIMIT = 16
-
 COMMAND_MODULES = {"os", "posix", "nt", "sys", "subprocess", "pty", "shutil", "socket", "importlib", "runpy", "ctypes"}
 COMMAND_NAMES = {"eval", "exec", "compile", "open", "__import__", "breakpoint"}
 """Only for the message that the file is an attack: nothing named in a file is run in any case."""
@@ -204,12 +203,9 @@ RECORDS: dict[str, Callable[..., Any]] = {
 
 
 HOOKS = PickleHooks(_name, _record, _storage)
-
-
 TREE, TREE_PER_PART = 1_000_000, 2  # limit of parts in the tree: a constant, plus this many per part in memory
 DEPTH_LIMIT, OBJECT_DEPTH_LIMIT = 200, 5_000  # nesting of containers, and of objects: code that walks them is recursive
 CHARACTERS = 64  # characters of a text that count as one part
-
 KINDS = frozenset({dict, list, tuple, set, frozenset, Stub})
 COUNTED = KINDS | {str, bytes}
 

@@ -348,7 +348,6 @@ def is_inner(name: str) -> bool:
 
 
 PROBE = 4 << 20  # bytes of free space that a report must have; the reports of the largest models are almost as large
-
 HINT = "give another folder to `--report`"
 
 
@@ -448,9 +447,7 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 
 
 PREFIX = "llmconv-fetched-"
-
 YOUNG = 60  # seconds after which a folder that nobody has locked is one of a process that ended
-
 _locks: dict[Path, int] = {}
 """The folder of this process in each temporary directory that it has used, and the descriptor that locks it."""
 

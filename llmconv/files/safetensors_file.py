@@ -28,7 +28,6 @@ HEADER_LIMIT = 100_000_000
 NAME_LIMIT = 1024
 RANK_LIMIT = 16
 ALIGNMENT = 64  # the data section starts at a multiple of this, so that mapped weights are aligned for vector loads
-
 DAMAGED = "the file is damaged or was not written by a safetensors library; copy or download it again"
 
 

@@ -135,7 +135,6 @@ except ImportError:  # no wheel for this platform
     from zlib import crc32 as crc32
 
 POLYNOMIAL = 0xEDB88320  # of CRC-32, with reflected bits, as in zlib
-
 READ_BYTES = 4 << 20
 
 

@@ -24,9 +24,7 @@ from llmconv.stores.address import is_store_address
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
 PARTIAL = ".llmconv-partial"  # suffix of the folder in which an output is being made
-
 HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 """`org/name[@revision]`, or the bare name of one of the hub's oldest models, such as `gpt2`."""
 
@@ -120,7 +118,6 @@ def reading_safely(source: str | Path) -> Iterator[None]:
 
 
 _folders: set[Path] = set()  # temporary folders of this process that contain downloads
-
 _addresses: dict[str, str] = {}  # path of what was fetched from a store or the hub to its address, for messages
 
 

@@ -193,14 +193,12 @@ PICKLE_LIMIT = 256 << 20
 MEMBER_LIMIT = 1_000_000
 DIRECTORY_LIMIT = 256 << 20
 BUFFER = 16 << 10  # bytes per read: enough for all of a small torch file
-
 LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 END, END_64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q4sLQL")
 """The end record, and the zip64 end record with its locator, which large files have before it (APPNOTE 4.3.14-16)."""
 
 ALIGNMENT = 64  # of the data of each member, in every version of torch
 PADDING = b"FB"  # id of the extra field by which torch pads local headers
-
 UINT32_MAX = 0xFFFFFFFF
 HAS_DESCRIPTOR, UTF8_NAME = 0x08, 0x800
 DAMAGE = (zipfile.BadZipFile, EOFError, NotImplementedError, struct.error, ValueError)
@@ -403,7 +401,6 @@ PROTOCOL = 1001
 SIZE = struct.Struct("<q")
 HEAD = 16
 STORAGE_LIMIT = 1 << 62
-
 StoragePositions = dict[str, tuple[int, int]]  # storage key to (position in the file, bytes)
 
 

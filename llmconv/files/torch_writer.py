@@ -114,12 +114,10 @@ ALIGNMENT = 64
 FLAGS = 0x0808  # a data descriptor follows; names are UTF-8
 VERSION, VERSION_ZIP64 = 20, 45
 FULL, FULL_COUNT = 0xFFFFFFFF, 0xFFFF  # placeholders of numbers that only a zip64 record can represent
-
 LOCAL = struct.Struct("<4s5H3L2H")
 CENTRAL = struct.Struct("<4s6H3L5H2L")
 END64 = struct.Struct("<4sQ2H2L4Q4sLQL")
 END = struct.Struct("<4s4H2LH")
-
 STORAGE_OF = {dtype: storage for storage, dtype in STORAGES.items()}
 
 

@@ -237,12 +237,10 @@ def encode_chat(
 
 
 NOT_JINJA = "is not valid Jinja"
-
 SECONDS, MEMORY, CHARACTERS = 5, 512 << 20, 16 << 20
 """CPU seconds, bytes beyond the memory of the process, and bytes of text: a thousand times what templates need."""
 
 WAIT = 60.0  # wall-clock seconds, for a child that gets little CPU time
-
 SUCCEEDED, FAILED = b"+", b"-"
 
 
@@ -314,7 +312,6 @@ def _read(reader: int) -> bytes:
 
 
 NEEDLE = "zq7w3k"  # text of the messages that are tried
-
 Render = Callable[[Sequence[Mapping[str, Any]]], str]  # messages to text; raises an exception where the template fails
 
 

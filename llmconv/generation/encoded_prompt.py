@@ -41,7 +41,6 @@ def rows_of(embeddings: Any) -> Any:
 
 
 FORM = "give an array of floats [tokens, hidden]"
-
 LARGEST = 1 << 30  # maximum number of bytes of the embeddings of one prompt, in float32
 
 

@@ -132,7 +132,6 @@ def _numbered(on_piece: OnPiece | None, start: int) -> OnPiece | None:
 
 BATCH_SIZE = 8
 NEW_TOKENS = 64  # maximum number of new tokens, unless an option or `generation_config.json` gives another
-
 MODEL_FILES = ("*.onnx", "*.safetensors", "tokenizer.json")
 """Files whose size and time show whether a model is still the one that an output file was begun with."""
 

@@ -22,14 +22,11 @@ from llmconv.runtime.tokenizer import token_ids
 from llmconv.tensors import Array
 
 TEXT_INPUTS = ("input_ids", "attention_mask")  # what a processor makes of the text; the rest is of the images
-
 INSTALLED = {"torchvision": "install the torchvision that fits your torch", "num2words": "pip install num2words"}
 """Packages that the processors of some models need, and what to do."""
 
 OTHER_MODEL = "the processor's files are of another model than `config.json`"
-
 MOST_IMAGES = 16  # maximum number of images in a prompt
-
 ImageFeatures = Callable[[Given], Features]  # what the processor makes of the images of one prompt, to their features
 
 
@@ -207,7 +204,6 @@ def _as_parts(content: Any) -> list[Any]:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # formats by Pillow's names; of an animation the first image counts
 LARGEST_FILE, MOST_PIXELS = 32 << 20, 64 << 20  # maximum number of bytes of a file, and of pixels of an image
-
 MOST_RATIO = 200
 """Maximum ratio of its sides, that of Qwen2-VL's processor: one that resizes the shorter side would fill the memory."""
 

@@ -23,7 +23,6 @@ from llmconv.tensors import Array
 
 NEED_THE_MODEL = frozenset({"guidance_scale", "dola_layers", "penalty_alpha", "token_healing", "max_time"})
 NEED_BEAMS = frozenset({"num_beam_groups", "diversity_penalty", "constraints", "force_words_ids"})
-
 Processor = Callable[[Array, Array], Array]  # tokens [length] and logits [vocabulary] to scores [vocabulary]
 
 

@@ -24,7 +24,6 @@ from llmconv.runtime.onnxruntime.session_file import SessionOptions, session_set
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, provider_name
 
 TEXT_GENERATION = "text-generation"
-
 Opener = Callable[..., Any]
 """Called with the model and the keywords of `pipeline`; returns what is called with the inputs."""
 

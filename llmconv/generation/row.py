@@ -28,7 +28,6 @@ from llmconv.runtime.runner import Cache, PromptEmbeddings, Step, default_positi
 from llmconv.tensors import Array
 
 ENTRY_POINTS = "llmconv.input_maps"
-
 PositionRule = Callable[[Array, int], Array]
 """Attention mask and number of new tokens to position ids, as `default_positions`."""
 

@@ -370,9 +370,7 @@ def _refuse_session(settings: SessionSettings | None) -> None:
 
 
 FLOATS = {onnx.TensorProto.FLOAT, *HALF_PRECISION.values()}
-
 WORTH_SAYING = 256 << 20  # copies of fewer bytes are not mentioned
-
 GB = 1e9
 MAPPED_FLOATS = "`llmconv export MODEL -o OUT --dtype float32` writes weights that the graphs map without a copy"
 MAPPED_PACKED = "`--packed-cache` writes packed weights to a file once, and maps it from then on"

@@ -19,11 +19,8 @@ PARTS = re.compile(
 """As in `HfFileSystem`; a slash in the name of a branch is written `%2F`."""
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-
 HUB_NAME = re.compile(rf"{NAME.pattern}(?:@[\w./+-]+)?", re.ASCII)  # `[org/]name[@revision]`
-
 REVISION = re.compile(r"[\w./+-]+")
-
 COMMIT = re.compile(r"[0-9a-f]{40}")  # a commit, which nothing can be added to
 
 

@@ -291,9 +291,7 @@ def _require_writable(address: HubAddress) -> None:
 MOVED = (409, 412)  # statuses of a commit whose parent is no longer the latest commit of its branch
 TOKEN = re.compile(r"[!-~]+")  # characters that a header can contain
 CLIENTS = ("httpx", "httpcore", "requests", "urllib3")  # libraries whose errors mean that there was no answer
-
 NO_ANSWER = (ConnectionError, TimeoutError)
-
 AGAIN = "run the same command again; files that the Hub has already are not sent again"
 
 

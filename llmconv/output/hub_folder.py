@@ -355,7 +355,6 @@ def _is_sha256(value: object) -> bool:
 
 
 CARD = "README.md"
-
 HUB_SOURCE = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)@[0-9a-f]{40}(?:/.*)?", re.ASCII)
 """The name in a step of an input that came from the Hub."""
 
@@ -363,7 +362,6 @@ RELATIONS = {"merge-lora": "finetune", "delta-apply": "finetune", "to-hf": "fine
 """Command to what it makes of a base model; others leave the function as it is."""
 
 REPORT_BYTES = 64 << 20
-
 MARK = b"\n<!-- Written by llmconv, which replaces it as long as it is unedited: sha256 %s -->\n"
 """The end of a card: the sha256 of what stands above it."""
 

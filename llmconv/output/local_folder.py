@@ -116,7 +116,6 @@ def require_space(output: Path, needed: int, home: Path | None = None) -> None:
 JOURNAL = "journal.jsonl"
 JOURNALS = "journal*.jsonl"  # the journal of a run, and those of the processes that work for one
 SIGNATURE = "signature"  # field of a journal entry: what identifies the file on this machine without reading it
-
 LOCK = "lock"
 LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | NOFOLLOW
 JOURNAL_BYTES = 256 << 20

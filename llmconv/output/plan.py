@@ -29,7 +29,6 @@ from llmconv.tensors import Container, LazyTensor, Piece, as_bytes
 
 MODEL = "model"  # beginning of the names of weight files in a Hugging Face folder
 DEFAULT_SIZE = "5GB"  # default size of a shard, as in huggingface_hub
-
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -195,7 +194,6 @@ def json_bytes(content: Any) -> bytes:
 
 
 KEEP = "keep"  # instead of a size: keep the files of the source
-
 Group = dict[str, LazyTensor]
 
 
@@ -236,7 +234,6 @@ def by_source(tensors: Mapping[str, LazyTensor], files: Mapping[str, str], limit
 
 
 FLUSH_BYTES = 32 << 20  # written bytes are flushed in steps of this size, so that the last fsync has little left to do
-
 WRITE_BYTES = 256 << 10
 """Bytes per system call: with 4 MB the kernel allocates huge pages in the cache, which takes three times as long."""
 

@@ -33,7 +33,6 @@ from llmconv.stores.object_store import ObjectStore, abort_uploads, open_uploads
 
 JOURNAL = ".llmconv"
 CLAIM = f"{JOURNAL}/claim.json"
-
 SMALL = 64 << 20  # largest size, in bytes, of a manifest, configuration or journal entry that is read
 TRIES = 5  # how often a claim that vanishes between two requests, because its run has just ended, is asked for again
 
@@ -101,9 +100,7 @@ def _taken(store: ObjectStore, way: str) -> OutputFailed:
 
 
 DONE = f"{JOURNAL}/done"
-
 COPY_BYTES = 8 << 20  # bytes per block of an unchanged file
-
 GATES = ("config.json", INDEX, MANIFEST)
 """Files by which readers know a model; the first that go when an output is replaced, in this order.
 

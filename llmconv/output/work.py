@@ -42,7 +42,6 @@ from llmconv.stores import hung_calls
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
 MOST_PARTS = 10_000
 MOST_WORKERS = 256
 
@@ -357,7 +356,6 @@ def _nothing_to_say() -> None:
 
 
 Task = dict[str, Any]  # `function` and `arguments` of a command, see `Call`, and the name of a `shard`
-
 Answer = dict[str, Any]  # of a shard: its `warnings`, if there are any; or an error's `as_fields`
 
 

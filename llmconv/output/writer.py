@@ -174,14 +174,10 @@ def _failing(ray: Any) -> Iterator[None]:
 
 CONFIG = "config.json"
 UNCHECKED = "`{}` was saved without checksums, so damage to it cannot be detected"
-
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 HEAP_BYTES = 256 << 20  # freed memory that glibc may keep (`mallopt(3)`); a block is far smaller
-
-
 Identity = tuple[str | int, ...]
 Stats = Mapping[Path, Identity]  # the sources of an output, and what they were when it was planned
-
 Place = Path | StoreAddress | HubAddress
 """Where an output can be made: a local folder, one in an object store, or a repository on the Hugging Face Hub."""
 

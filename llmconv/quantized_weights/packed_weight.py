@@ -387,7 +387,6 @@ def pack(numbers: Array, bits: int, width: int) -> Array:
 
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}  # the largest absolute value of the codes
-
 SCALES = ("float32", "bfloat16", "float16", "uint8")
 NORMAL = 0x3C800000  # the bits in float32 of the smallest normal float8_e4m3fn, 2^-6
 EXPONENT_BIAS = 127  # bias of scales that are stored as exponents of two (OCP Microscaling, E8M0)

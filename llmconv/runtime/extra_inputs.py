@@ -33,7 +33,6 @@ CACHE_NAME = re.compile(
 
 _PREFIXES = {"past_key_values": "present", "past_conv": "present_conv", "past_recurrent": "present_recurrent"}
 _ORDER = ["present", "present_conv", "present_recurrent"]
-
 MAX_LENGTH = "max_sequence_length"
 """Symbol of the length of a shared buffer, in past and present; the caller chooses it."""
 
@@ -88,7 +87,6 @@ BATCH, SEQUENCE, PAST, TOTAL = "batch_size", "sequence_length", "past_sequence_l
 """The only symbolic axes, with the names that clients (transformers.js, ORT-GenAI) expect."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' types of layers with attention
-
 SYMBOLS = (BATCH, SEQUENCE, PAST, TOTAL)
 DTYPES = ("int64", "int32", "bool", "float32")
 RESERVED = (
@@ -141,7 +139,6 @@ class ModelCall:
 
 
 Hook = Callable[[ModelCall], Array]  # computes the value of an input for a call; of the input's dtype and axes
-
 OfConfig = int | str | Callable[[Any], int]  # a number, the name of a field of the config, or a function of the config
 
 

@@ -65,7 +65,6 @@ class PlacedEmbeddings:
 
 
 Extras = Mapping[str, Array]  # values of extra inputs by name
-
 TOKENS_ONLY = "export it again with `llmconv export --embeds`"
 
 

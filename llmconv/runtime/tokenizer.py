@@ -106,14 +106,11 @@ def _piece(piece: Any, kind: str) -> str | None:
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "spiece.model")
-
 HEAD = 64  # number of first bytes that identify a Git LFS pointer
-
 CHARACTERS, LEAST_CHARACTERS = 4, 1 << 14
 """Characters of the first beginning of a long text: a usual number per token of the maximum, and at least so many."""
 
 UNKNOWN = 1 << 20  # maximum number of tokens for a model that declares no context
-
 SLACK = 256
 """Tokens that a beginning may have more than the same characters of the whole text: of the word in which it ends."""
 
@@ -303,7 +300,6 @@ TOKENS, PIECE, LEAST = 4096, 512, 256
 """Tokens of the text that are used, per call, and at least. More than 4,096 tokens gain little."""
 
 LONG, TEXT_BYTES = 1 << 20, 64 << 20  # tokens that are used where every token counts, and maximum size of a text file
-
 HINT = "`--calibrate` takes a plain text file, or the word `default` for the text that ships with llmconv"
 
 

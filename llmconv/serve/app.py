@@ -147,9 +147,7 @@ class AccessGuard:
 
 
 log = logging.getLogger("llmconv.serve")
-
 Result = TypeVar("Result")
-
 MAX_BODY_BYTES = 4 << 20  # maximum size of a request: about a million tokens of text
 DISCARDED_BYTES = 64 << 20
 """Of a body that is too large, this many are read and discarded: most clients read no answer until all is sent."""

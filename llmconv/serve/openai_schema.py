@@ -82,7 +82,6 @@ MAX_PROMPTS = 16
 MAX_STOPS = 4
 MAX_TOKENS = 1_000_000
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions; chat answers have none
-
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Role of a message to the role in chat templates."""
 
@@ -314,7 +313,6 @@ def _text(text: str, where: str) -> str:
 
 
 Number = TypeVar("Number", int, float)
-
 NAMES: dict[Any, str] = {str: "a text", list: "a list", dict: "an object", str | list: "a text or a list"}
 
 
@@ -372,7 +370,6 @@ class Fields:
 
 
 DATA = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
-
 DETAILS = ("auto", "low", "high")  # values of `detail`, which has no effect: the model's processor decides
 
 

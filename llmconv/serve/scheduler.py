@@ -16,9 +16,7 @@ from llmconv.serve.openai_schema import ApiError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
 log = logging.getLogger("llmconv.serve")
-
 MAX_RETRY_AFTER = 60  # maximum of `Retry-After`, in seconds
 LAST_STEP_SECONDS = 10  # time for the last step when the server stops
 

@@ -46,7 +46,6 @@ Stamps = dict[str, str]
 
 UNKNOWN = ""
 MANIFEST_STAMP = "manifest"  # of every `llmconv.json`: each command adds to it, and what it lists has stamps of its own
-
 SIDE_FILES = {".json", ".yaml", ".yml", ".model", ".txt", ".tiktoken", ".jinja", ".ckpt", ".symlink"}
 """Suffixes of the files that formats and adapters look for next to the named one."""
 
@@ -54,7 +53,6 @@ ABOVE = {"config.json", "generation_config.json", "params.json", "tokenizer.json
 """What formats look for in the folder above a checkpoint."""
 
 STEPS = re.compile(r"^steps\s*:", re.MULTILINE)
-
 TAGS = ("ETag", "etag", "e_tag", "md5Hash", "LastModified", "mtime", "last_modified", "created")
 """What file systems of fsspec call the property that changes with the content."""
 
@@ -213,9 +211,7 @@ def _locked(path: Path, name: str) -> int:
 
 VERDICTS = {0: "pass", 1: "fail", 5: "inconclusive"}  # of `verify`, by its exit code
 REPORT_FILES = ("run.json", "run.md")  # files of the report of a run, which may lie in the folder of a step's report
-
 DONE, UNCHANGED, FAILED, LEFT, PLANNED = "done", "unchanged", "failed", "not run", "to do"
-
 GRACE = 30  # seconds that an interrupted step has to end
 
 

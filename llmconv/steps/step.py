@@ -31,7 +31,6 @@ READ_METAVARS = ("PATH", "FILE", "FOLDER", "FILE|default")
 
 RUNTIMES = ("onnx", "packed", "torch", "optimum", "genai")  # what `bench` takes before a folder, or alone
 NO_FILES = ("repository", "texts")  # arguments that name nothing to read
-
 GIVEN = (str, int, float)
 ON, OFF = "true", "false"  # the word of a flag, and of its `--no-` form
 

@@ -23,7 +23,6 @@ SCHEMES = {
 
 WITH_HOST = ("abfss", "oci")  # schemes in which the bucket is followed by `@` and its account or namespace
 SAME_STORES = {"abfss": "az", "oci": "s3"}  # schemes of stores that can be reached by another scheme, too; to that one
-
 PARTS = re.compile(r"\s*(?P<scheme>[A-Za-z0-9]+)://(?P<bucket>[^/?#]*)/?(?P<key>.*)", re.DOTALL)
 
 

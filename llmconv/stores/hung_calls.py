@@ -13,7 +13,6 @@ from threading import Thread
 GRACE = 4.0  # seconds that a call of a store gets to return after a signal: an upload that can be ended is ended sooner
 WATCHED = 60.0  # seconds after a signal; a process that still runs then goes on
 EXITS = {signal.SIGINT: 130, signal.SIGTERM: 143}  # exit code by signal, as in shells
-
 _cleaning: list[Callable[[], None]] = []
 
 

@@ -65,13 +65,10 @@ def open_bitsandbytes(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
 
 
 METHOD = QuantizationMethod("bitsandbytes", open_bitsandbytes)
-
-
 STATE = ".quant_state.bitsandbytes__"
 KINDS = ("nf4", "fp4")
 STATE_BYTES = 64 << 10
 BLOCK_SIZES = tuple(1 << power for power in range(4, 13))  # 16 to 4096; bitsandbytes allows 32 and up
-
 SCALES = ("float32", "float16", "bfloat16")
 TINY = np.float32(1e-38)  # the divisor of bitsandbytes for a block of zeros
 LARGE = 1e38  # limit of an offset, within the range of float32

@@ -182,11 +182,8 @@ def _zero_points(zeros: LazyTensor, name: str, outputs: int, scheme: WeightSchem
 
 
 METHOD = QuantizationMethod("compressed-tensors", open_compressed, ACTIVATIONS)
-
-
 STRATEGIES = ("tensor", "channel", "group", "block")
 LINEAR = "Linear"  # the class of nearly all quantized modules
-
 PATTERN = "re:"
 PATTERN_LIMIT = 1000  # characters of a pattern
 MATCH_SECONDS = 2.0  # for all patterns and modules of a checkpoint

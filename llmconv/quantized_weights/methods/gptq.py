@@ -37,7 +37,6 @@ WORDS, ZEROS, SCALES, GROUPS = ".qweight", ".qzeros", ".scales", ".g_idx"
 SCALE_TYPES = ("float16", "bfloat16", "float32")
 FORMATS = {"gptq": True, "gptq_v2": False}  # whether the zero points of a `checkpoint_format` are stored less one
 READ = {"pack_dtype": "int32", "adapter": None}  # the only value of a field that is read
-
 ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 """A one in every field of a word. GPTQModel adds it to whole words, which undoes what it subtracted from them, carries
 included (`convert_gptq_v1_to_v2_format_module`)."""

@@ -35,7 +35,6 @@ BOUNDS = (SIZES[:-1] + SIZES[1:]) / 2
 TABLE = np.concatenate([SIZES, -SIZES])
 DOUBLED = (2 * TABLE + 128).astype(np.uint8)  # twice the values of the codes, as integers above 128
 LARGEST = 12  # twice the largest value of a code
-
 BLOCK, BIAS = 32, 127
 
 

@@ -16,7 +16,6 @@ from llmconv.runtime.library_patches import TorchDispatchMode
 
 TANH_LINEAR = 0.05  # up to this input, tanh differs from a straight line by less than a thousandth
 HUGE = 1e30  # larger limits are those of the dtype, which no value should reach
-
 aten = torch.ops.aten
 LIMITS = {
     aten.clamp: (("min", 1), ("max", 2)),

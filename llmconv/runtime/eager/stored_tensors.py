@@ -20,7 +20,6 @@ from llmconv.files.source_file import read_into
 from llmconv.tensors import LazyTensor
 
 ALIGNMENT = 64  # bytes of a cache line; the rounding of sums of products depends on the alignment of a matrix
-
 INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 """Integer types by size in bytes; torch converts these from numpy, unlike bfloat16."""
 

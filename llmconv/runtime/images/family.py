@@ -16,7 +16,6 @@ from llmconv.runtime.tokenizer import require_small_template
 from llmconv.tensors import Array
 
 PIXEL_VALUES, IMAGE_FEATURES = "pixel_values", "image_features"
-
 DEEPSTACK_FEATURES = "deepstack_features"
 """Further features, [tokens, layers * hidden], that are added to the outputs of the first layers of the decoder."""
 

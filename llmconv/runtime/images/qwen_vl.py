@@ -148,7 +148,6 @@ def _taps(size: int, side: int) -> tuple[Array, Array]:
 
 
 AXES = 3
-
 Grid = tuple[int, int]  # rows and columns of the features of an image
 
 

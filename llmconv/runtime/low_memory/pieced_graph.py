@@ -215,7 +215,6 @@ def _float_bytes(tensor: onnx.TensorProto) -> int:
 
 
 PIECE_BYTES = 1 << 30  # maximum size of the weights of a piece, in bytes of float32; a single larger matrix is allowed
-
 KINDS = {int(number): name for name, number in TYPES.items()}
 Values = dict[str, ort.OrtValue]
 

@@ -41,7 +41,6 @@ from llmconv.runtime.runner import Cache, Choices, Extras, PlacedEmbeddings, Run
 from llmconv.tensors import Array
 
 LOW_MEMORY_HINT = "run `llmconv verify` without `--low-memory`"
-
 MAX_TOKENS = 2048
 """Maximum number of tokens, past ones included, of the calls that run together; their results are held in memory."""
 

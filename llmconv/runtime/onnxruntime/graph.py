@@ -402,9 +402,7 @@ def _computing_dtype(types: Iterable[str]) -> np.dtype[Any]:
 
 
 TOKEN_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "write_indices")
-
 UNKNOWN = 1 << 31  # number of valid values where only the config class knows it; the graph itself refuses larger ones
-
 INSTALL = "install the package whose input map declares it, or call `register_input_map`"
 
 

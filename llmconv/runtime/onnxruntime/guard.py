@@ -226,9 +226,7 @@ NODES, NODES_PER_NODE = 100_000, 20
 
 ELEMENTS = 1 << 31  # maximum number of elements of a value with a constant shape; masks and tables are smaller
 SHAPE_BYTES = 1024  # maximum size of a constant that is read as a shape
-
 FunctionKey = tuple[str, str, str]  # domain, name and overload
-
 NodeIterator = Callable[[Iterable[onnx.NodeProto]], Iterator[onnx.NodeProto]]
 
 

@@ -147,7 +147,6 @@ def is_packed(model: onnx.ModelProto) -> bool:
 
 
 GRAPH, WEIGHTS = "graph.onnx", "weights.data"
-
 LEAST = "256"
 """Minimum bytes of a tensor in the weights' file: more than a shape, which onnxruntime must read in the graph, and less
 than the scales of a matrix, which it must find with the codes."""
@@ -265,8 +264,6 @@ DTYPES = {
 }
 
 COUNTS = (1, 4)  # numbers of tokens: kernels have one way for a step and another one for a prompt
-
-
 CAPACITY = 8  # length of a shared cache buffer: a decode graph counts one token more than `COUNTS`
 
 

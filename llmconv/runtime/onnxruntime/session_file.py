@@ -60,7 +60,6 @@ ATTRIBUTES = {
 """Fields of `onnxruntime.SessionOptions` that neither load nor write files."""
 
 LARGEST_SIZE = 2**31 - 1  # of an axis
-
 IN_PYTHON = "options that write or load files are set in Python: `SessionSettings(attributes=…, provider_options=…)`"
 
 COUNTERPARTS = {
@@ -304,7 +303,6 @@ LARGEST = 1_000_000  # of a number in options; threads have a bound of their own
 GRAPHS = (".onnx", ".graph")  # ends of the names of graphs
 PROCESSOR = "config_filename"  # field with the name of a file that is not a graph
 SHARED = "data_file"  # field of `shared_initializers` with the name of a weight file
-
 LEADS_TO_FILES = re.compile(r"path|file|dir|librar|cache|dump|context|profil|\.(so|dll|dylib)\b|[/\\]", re.IGNORECASE)
 """Refused in names and values of provider options."""
 

@@ -34,9 +34,7 @@ from llmconv.runtime.onnxruntime.guard import external_fields, graphs, is_extern
 from llmconv.tensors import BLOCK_BYTES, Array
 
 HALF_PRECISION: Mapping[str, int] = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
-
 EXACT = "llmconv.exact"  # metadata of a half-precision constant: the number of which it is the rounding
-
 TYPE_ATTRIBUTES = {"to", "dtype", "stash_type", "output_dtype", "softmax_precision"}
 """Attributes that contain an element type."""
 
@@ -178,7 +176,6 @@ def as_array(value: ort.OrtValue) -> Array:
 
 
 CPU = "CPUExecutionProvider"
-
 GraphTransform = Callable[[Path, onnx.ModelProto], None]
 """Changes a graph, given its path and its content without the weights."""
 

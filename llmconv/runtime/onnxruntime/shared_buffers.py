@@ -102,7 +102,6 @@ ROUNDING = 64
 token: a decode graph counts one token too many for an empty cache."""
 
 Embed = Callable[[Array, PlacedEmbeddings | None], dict[str, Array]]  # see `OrtGraph.embed`
-
 DeclaredShapes = Mapping[str, Sequence[int | str]]
 
 

@@ -104,7 +104,6 @@ MASK = "attention_mask"
 """An input of every stage, even if its graph does not read it: the mask has the length of the cache."""
 
 Ports = tuple[tuple[str, ...], tuple[str, ...]]  # names of inputs and of outputs
-
 AGAIN = "export the graphs again, and copy llmconv.json and the files of each stage to its host"
 
 
@@ -189,7 +188,6 @@ def _fingerprint(manifest: Manifest, entries: Mapping[str, GraphEntry], at: int,
 
 
 log = logging.getLogger("llmconv.stages")
-
 MAX_CLIENTS = 64
 MAX_GREETERS = 256  # connections that have not proved that they are clients; beyond that the oldest is closed
 POLL = 0.2  # seconds between two looks at whether the server has to stop

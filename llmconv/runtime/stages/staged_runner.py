@@ -37,7 +37,6 @@ from llmconv.runtime.stages.stage_server import LocalStage, StagedExport, StageS
 from llmconv.tensors import Array
 
 REMOTE_SILENCE = 20.0  # default seconds without a heartbeat after which a stage is lost
-
 RESTART = "start it again with `llmconv serve-stage`, then repeat the request"
 
 
@@ -323,7 +322,6 @@ def _numbered(export: StagedExport) -> str:
 ON_RAY = "ray"  # an address of `--stage-at`: the stages without one of their own run in actors
 PATIENCE = 600  # seconds for a node to be found, and to open its stage
 SILENCE = 10  # seconds after which a message reports which stage is still waited for
-
 ON_GPU = ("cuda", "tensorrt", "nvtensorrtrtx", "migraphx")
 """Execution providers for which an actor asks for a GPU; Ray shows it that one alone, as device 0."""
 
