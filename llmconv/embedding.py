@@ -290,7 +290,14 @@ def embed(
     embedder = Embedder(model, session_settings(options))
     found = Embedded(embedder.role, given, embedder.encode(given, prompt_name, batch_size))
     if path:
-        _write(path, found.content(path))
+        content = found.content(path)
+        try:
+            replace_file(path, content)
+        except OSError as error:
+            raise OutputFailed(
+                f"`{path}` cannot be written: {error.strerror or error}",
+                hint="check the folder and the free disk space",
+            ) from error
     return found
 
 
@@ -324,13 +331,3 @@ def _texts(texts: Sequence[str], file: str | None) -> list[str]:
     if not lines:
         raise InputRefused(f"`{file}` has no text", hint="write one text per line")
     return lines
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Writes the file in one step; raises OutputFailed."""
-    try:
-        replace_file(path, content)
-    except OSError as error:
-        raise OutputFailed(
-            f"`{path}` cannot be written: {error.strerror or error}", hint="check the folder and the free disk space"
-        ) from error

@@ -78,7 +78,17 @@ def command(
     if as_json:
         options.print_json(execution.summary_dict(file.name, outcomes))
     else:
-        _print(outcomes, dry_run)
+        from llmconv.steps.execution import summary_table
+
+        lines = summary_table(outcomes)
+        if not dry_run:
+            click.echo("")
+        for line in lines:
+            click.echo(line)
+        if dry_run:
+            click.echo("")
+            for outcome in outcomes:
+                click.echo(outcome.step.line)
     ctx.exit(execution.exit_code(outcomes))
 
 
@@ -107,17 +117,3 @@ def _pairs(ctx: click.Context, changes: tuple[str, ...]) -> dict[str, str]:
 
 def _announce(count: int, number: int, step: Step, reason: str) -> None:
     say(f"step {number} of {count}, {step.name} ({reason}): {step.line}")
-
-
-def _print(outcomes: list[Outcome], dry_run: bool) -> None:
-    from llmconv.steps.execution import summary_table
-
-    lines = summary_table(outcomes)
-    if not dry_run:
-        click.echo("")
-    for line in lines:
-        click.echo(line)
-    if dry_run:
-        click.echo("")
-        for outcome in outcomes:
-            click.echo(outcome.step.line)

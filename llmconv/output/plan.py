@@ -106,7 +106,12 @@ def plan_checkpoint(
     kept = _is_kept(max_shard_size)
     limit = parse_size(DEFAULT_SIZE if kept else max_shard_size)
     for name in checkpoint:
-        _check_name(checkpoint.path, name)
+        path = checkpoint.path
+        if not name or name == "__metadata__" or len(name) > NAME_LIMIT or not name.isprintable():
+            raise MalformedInput(
+                f"`{path.name}` has a tensor named {name[:40]!r}, which is invalid in safetensors",
+                hint="save the model with its own names; is the file damaged or hostile?",
+            )
     modules = {name: home for name, home in checkpoint.files.items() if "/" in home and name in checkpoint}
     groups = []
     for part in _divided({n: t for n, t in checkpoint.items() if n not in modules}, parts or {}):
@@ -136,15 +141,6 @@ def _divided(tensors: Mapping[str, LazyTensor], parts: Mapping[str, int]) -> lis
     """The tensors of each number in `parts`."""
     numbers = sorted({parts.get(name, 0) for name in tensors})
     return [{name: t for name, t in tensors.items() if parts.get(name, 0) == number} for number in numbers]
-
-
-def _check_name(path: Path, name: str) -> None:
-    """Refuses a name that safetensors readers do not accept."""
-    if not name or name == "__metadata__" or len(name) > NAME_LIMIT or not name.isprintable():
-        raise MalformedInput(
-            f"`{path.name}` has a tensor named {name[:40]!r}, which is invalid in safetensors",
-            hint="save the model with its own names; is the file damaged or hostile?",
-        )
 
 
 def _shard_name(stem: str, number: int, count: int) -> str:
