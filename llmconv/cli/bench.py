@@ -9,6 +9,7 @@ import click
 
 from llmconv.cli import options
 from llmconv.cli.help_page import Command
+from llmconv.cli.options import option
 from llmconv.errors import UsageProblem
 from llmconv.progress import say
 
@@ -32,34 +33,27 @@ class IntegerList(click.ParamType):  # type: ignore[type-arg] # generic for the 
 
 @click.command("bench", cls=Command)
 @click.argument("folder")
-@click.option(
-    "--against",
-    multiple=True,
-    metavar="CANDIDATE",
-    help="Compare with FOLDER, with RUNTIME:FOLDER (packed, torch, optimum, genai), or with RUNTIME for the same folder"
+@option(
+    "--against CANDIDATE",
+    "Compare with FOLDER, with RUNTIME:FOLDER (packed, torch, optimum, genai), or with RUNTIME for the same folder"
     ". May be repeated.",
-)
-@click.option("--lengths", type=IntegerList(), default=(), help="Prompt lengths. [default: 128,512,2048,8192 that fit]")
-@click.option("--batch-sizes", type=IntegerList(), default=(1,), help="Numbers of prompts per batch. [default: 1]")
-@click.option("--new-tokens", type=click.IntRange(2), default=32, show_default=True, help="New tokens per prompt.")
-@click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Rounds, after a warm-up.")
-@click.option("--threads", type=click.IntRange(0), default=0, help="Threads per candidate; 0 for one per core.")
-@click.option(
-    "--provider",
-    default="cpu",
-    show_default=True,
-    metavar="NAME",
-    help="Provider of onnxruntime: cpu, cuda, …; torch uses the device of that name, genai its own configuration.",
-)
-@click.option(
-    "--python",
-    "pythons",
     multiple=True,
-    metavar="RUNTIME=PATH",
-    help="Python interpreter that has the runtime, such as optimum=PATH.",
 )
-@click.option("--csv", "csv_file", type=options.Output(), help="Write the figures to this file.")
-@click.option("--plot", "plot_file", type=options.Output(), help="Plot the figures to a .png, .svg or .pdf file.")
+@option("--lengths", "Prompt lengths. [default: 128,512,2048,8192 that fit]", IntegerList(), default=())
+@option("--batch-sizes", "Numbers of prompts per batch. [default: 1]", IntegerList(), default=(1,))
+@option("--new-tokens", "New tokens per prompt.", click.IntRange(2), show_default=True, default=32)
+@option("--repeat", "Rounds, after a warm-up.", click.IntRange(1), show_default=True, default=3)
+@option("--threads", "Threads per candidate; 0 for one per core.", click.IntRange(0), default=0)
+@option(
+    "--provider NAME",
+    "Provider of onnxruntime: cpu, cuda, …; torch uses the device of that name, genai its own configuration.",
+    default="cpu",
+)
+@option(
+    "--python pythons RUNTIME=PATH", "Python interpreter that has the runtime, such as optimum=PATH.", multiple=True
+)
+@option("--csv csv_file", "Write the figures to this file.", options.Output())
+@option("--plot plot_file", "Plot the figures to a .png, .svg or .pdf file.", options.Output())
 @options.as_json
 @options.talk
 @click.pass_context

@@ -17,18 +17,19 @@ import click
 from llmconv.cli import generation_options, options
 from llmconv.cli.command_group import Terminated
 from llmconv.cli.help_page import Command
+from llmconv.cli.options import option
 from llmconv.errors import LlmconvError, printable
 from llmconv.progress import say
 
 
 @click.command("chat", cls=Command)
 @click.argument("model", metavar="FOLDER")
-@click.option("--system", default="", metavar="TEXT", help="System message at the start of the chat.")
+@option("--system TEXT", "System message at the start of the chat.", default="")
 @generation_options.template
 @generation_options.picking
 @generation_options.running
 @options.trust_remote_code
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per answer on stdout.")
+@option("--json as_json", "One JSON object per answer on stdout.")
 @options.talk
 def command(model: str, system: str, template: str, as_json: bool, **given: Any) -> None:
     """Chat with the model in FOLDER.

@@ -6,6 +6,7 @@ import click
 
 from llmconv.cli import options
 from llmconv.cli.help_page import Command
+from llmconv.cli.options import option
 
 RULE = "let a lifecycle rule of the bucket abort incomplete multipart uploads after a day"
 UNLISTED = {
@@ -21,7 +22,7 @@ WITHOUT_BOTO3 = (
 
 @click.command(name="clean", cls=Command)
 @click.argument("uri")
-@click.option("--dry-run", is_flag=True, help="List what would be deleted, and stop.")
+@option("--dry-run", "List what would be deleted, and stop.")
 @options.as_json
 @options.talk
 def command(uri: str, dry_run: bool, as_json: bool) -> None:

@@ -9,6 +9,7 @@ import click
 
 from llmconv.cli import options
 from llmconv.cli.help_page import Command, Group
+from llmconv.cli.options import option
 
 if TYPE_CHECKING:
     from llmconv.convert.delta import Extracted
@@ -45,16 +46,9 @@ def apply(base: str, delta: str, as_json: bool, dry_run: bool, output: Path, **c
 @click.argument("base")
 @click.argument("tuned")
 @options.writes
-@click.option("--rank", type=click.IntRange(1), help="Write a LoRA adapter of this rank instead, an approximation.")
-@click.option(
-    "--to",
-    metavar="FORMAT",
-    shell_complete=options.deltas,
-    help="Write the delta of another tool: accessory, alpaca or fastchat.",
-)
-@click.option(
-    "--shards", type=click.IntRange(1), help="Number of model-parallel parts (accessory).  [default: as BASE]"
-)
+@option("--rank", "Write a LoRA adapter of this rank instead, an approximation.", click.IntRange(1))
+@option("--to FORMAT", "Write the delta of another tool: accessory, alpaca or fastchat.", shell_complete=options.deltas)
+@option("--shards", "Number of model-parallel parts (accessory).  [default: as BASE]", click.IntRange(1))
 def extract(base: str, tuned: str, as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Write the difference between TUNED and BASE to the folder OUT.
 

@@ -9,20 +9,18 @@ import click
 
 from llmconv.cli import generation_options, options
 from llmconv.cli.help_page import Command
-from llmconv.cli.options import refuse_file_name
+from llmconv.cli.options import option, refuse_file_name
 from llmconv.errors import UsageProblem
 
 
 @click.command("embed", cls=Command)
 @click.argument("model", metavar="FOLDER")
 @click.argument("texts", metavar="[TEXT]...", nargs=-1)
-@click.option("--text-file", metavar="FILE", help="File with one text per line; - for standard input.")
-@click.option("--prompt-name", metavar="NAME", help="The model's own prompt to put in front, such as query.")
-@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Number of texts per run.")
-@click.option(
-    "--output-file", type=options.Output(), metavar="FILE", help="Write a .npy array, or JSON lines, instead of stdout."
-)
-@click.option("--overwrite", is_flag=True, help="Replace the output file.")
+@option("--text-file FILE", "File with one text per line; - for standard input.")
+@option("--prompt-name NAME", "The model's own prompt to put in front, such as query.")
+@option("--batch-size", "Number of texts per run.", click.IntRange(1), show_default=True, default=8)
+@option("--output-file FILE", "Write a .npy array, or JSON lines, instead of stdout.", options.Output())
+@option("--overwrite", "Replace the output file.")
 @generation_options.session
 @options.as_json
 @options.talk

@@ -10,6 +10,7 @@ import click
 
 from llmconv.cli import options
 from llmconv.cli.help_page import Command
+from llmconv.cli.options import option
 from llmconv.cli.verdict import print_report, printer, require_verifiable, say_it_stays, verify_export
 from llmconv.errors import LlmconvError
 from llmconv.progress import is_quiet, say
@@ -22,147 +23,108 @@ if TYPE_CHECKING:
 
 @click.command("export", cls=Command)
 @click.argument("model")
-@click.option(
-    "-o",
-    "--output",
-    type=options.OutputFolder(),
-    metavar="PATH",
-    help="New folder, on this machine or in an object store; by default graphs go into MODEL.",
+@option(
+    "-o --output PATH",
+    "New folder, on this machine or in an object store; by default graphs go into MODEL.",
+    options.OutputFolder(),
 )
-@click.option(
+@option(
     "--task",
-    type=click.Choice(["generate", "embed", "classify", "rerank"]),
+    "embed, classify, rerank: model.onnx without a cache returns embeddings, classes or scores of texts.",
+    ["generate", "embed", "classify", "rerank"],
     default="generate",
-    show_default=True,
-    help="embed, classify, rerank: model.onnx without a cache returns embeddings, classes or scores of texts.",
 )
-@click.option("--no-cache", is_flag=True, help="Write scoring.onnx alone: logits of whole texts, without a cache.")
-@click.option("--prefill", is_flag=True, help="Write prefill.onnx.")
-@click.option("--incremental", is_flag=True, help="Write decode.onnx.")
-@click.option("--unified", is_flag=True, help="Write model.onnx, one graph for both.")
-@click.option(
-    "--graph-name",
+@option("--no-cache", "Write scoring.onnx alone: logits of whole texts, without a cache.")
+@option("--prefill", "Write prefill.onnx.")
+@option("--incremental", "Write decode.onnx.")
+@option("--unified", "Write model.onnx, one graph for both.")
+@option("--graph-name ROLE=FILE", "Name of a graph, such as decode=step.onnx. May be repeated.", multiple=True)
+@option(
+    "--layout CLIENT",
+    "Client that will open the folder: onnxruntime (default), genai, optimum or transformersjs. May be repeated.",
     multiple=True,
-    metavar="ROLE=FILE",
-    help="Name of a graph, such as decode=step.onnx. May be repeated.",
-)
-@click.option(
-    "--layout",
-    multiple=True,
-    metavar="CLIENT",
     shell_complete=options.layouts,
-    help="Client that will open the folder: onnxruntime (default), genai, optimum or transformersjs. May be repeated.",
 )
-@click.option(
-    "--embeds",
-    is_flag=True,
-    help="Graphs take embeddings; embeddings.onnx computes those of tokens. Always so for multimodal models.",
+@option(
+    "--embeds", "Graphs take embeddings; embeddings.onnx computes those of tokens. Always so for multimodal models."
 )
-@click.option("--last-logits", is_flag=True, help="Return the logits of the last position only.")
-@click.option(
-    "--postprocess", metavar="argmax|topk:K", help="Choose tokens in the graph: outputs `tokens` and `scores`."
-)
-@click.option(
-    "--stages", type=click.IntRange(1), default=1, help="Divide each graph into K graphs, for K devices.", metavar="K"
-)
-@click.option(
-    "--lora-inputs",
+@option("--last-logits", "Return the logits of the last position only.")
+@option("--postprocess argmax|topk:K", "Choose tokens in the graph: outputs `tokens` and `scores`.")
+@option("--stages K", "Divide each graph into K graphs, for K devices.", click.IntRange(1), default=1)
+@option(
+    "--lora-inputs NAMES",
+    "Linear layers that take the factors of LoRA adapters as optional inputs: all-linear, or q_proj,v_proj,…",
     default="",
-    metavar="NAMES",
-    help="Linear layers that take the factors of LoRA adapters as optional inputs: all-linear, or q_proj,v_proj,…",
 )
-@click.option("--prefix", metavar="PATH", help="Virtual tokens before every prompt: PEFT adapter or pre_caches.npy.")
-@click.option(
-    "--opset",
-    type=click.Choice([21, 23, 24]),
-    help="Version of the standard operators; 21 is for older runtimes.  [default: 23, static: 24]",
+@option("--prefix PATH", "Virtual tokens before every prompt: PEFT adapter or pre_caches.npy.")
+@option(
+    "--opset", "Version of the standard operators; 21 is for older runtimes.  [default: 23, static: 24]", [21, 23, 24]
 )
-@click.option(
-    "--shapes",
-    type=click.Choice(["dynamic", "static"]),
-    default="dynamic",
-    show_default=True,
-    help="static: all axes are fixed numbers.",
-)
-@click.option("--batch-size", type=click.IntRange(1), help="Static: sequences per call. [default: 1]")
-@click.option("--max-seq-len", type=click.IntRange(1), help="Static: number of tokens that the cache holds.")
-@click.option("--prompt-len", type=click.IntRange(1), help="Static: new tokens per call of prefill.onnx.")
-@click.option(
+@option("--shapes", "static: all axes are fixed numbers.", ["dynamic", "static"], default="dynamic")
+@option("--batch-size", "Static: sequences per call. [default: 1]", click.IntRange(1))
+@option("--max-seq-len", "Static: number of tokens that the cache holds.", click.IntRange(1))
+@option("--prompt-len", "Static: new tokens per call of prefill.onnx.", click.IntRange(1))
+@option(
     "--cache",
-    type=click.Choice(["growing", "shared-buffer"]),
-    help="shared-buffer: past and present are one buffer that is filled in place.  [default: growing, or --target's]",
+    "shared-buffer: past and present are one buffer that is filled in place.  [default: growing, or --target's]",
+    ["growing", "shared-buffer"],
 )
-@click.option(
+@option(
     "--target",
-    type=click.Choice(["ort-cpu", "ort-cuda", "ort-webgpu", "ort-dml"]),
-    help="Provider of onnxruntime that runs the graphs: options that suit it, and what it leaves to the CPU is listed.",
+    "Provider of onnxruntime that runs the graphs: options that suit it, and what it leaves to the CPU is listed.",
+    ["ort-cpu", "ort-cuda", "ort-webgpu", "ort-dml"],
 )
-@click.option("--strict-target", is_flag=True, help="Refuse graphs of which the target leaves a part to the CPU.")
-@click.option(
+@option("--strict-target", "Refuse graphs of which the target leaves a part to the CPU.")
+@option(
     "--precision",
-    type=options.ElementType(["float32", "float16", "bfloat16"]),
-    help="Dtype that the graphs compute in, and of their cache.  [default: float32, or --target's]",
+    "Dtype that the graphs compute in, and of their cache.  [default: float32, or --target's]",
+    options.ElementType(["float32", "float16", "bfloat16"]),
 )
-@click.option(
+@option(
     "--logits-dtype",
-    type=options.ElementType(["float32", "float16", "bfloat16"]),
+    "Dtype of the logits: float32 or that of --precision.",
+    options.ElementType(["float32", "float16", "bfloat16"]),
     default="float32",
-    show_default=True,
-    help="Dtype of the logits: float32 or that of --precision.",
 )
 @options.dtype
-@click.option(
+@option(
     "--quant",
-    type=click.Choice(["int8", "int4", "int4-mixed", "int4-small", "a8w8"]),
-    help="Store the matrices in OUT as codes of 8 bits; of 4, with a head of 8; also sensitive ones of 8; all of 4; of "
+    "Store the matrices in OUT as codes of 8 bits; of 4, with a head of 8; also sensitive ones of 8; all of 4; of "
     "8, with activations of 8 bits: the fastest prompts.",
+    ["int8", "int4", "int4-mixed", "int4-small", "a8w8"],
 )
-@click.option(
-    "--quant-block",
-    type=int,
-    metavar="N",
-    help="Weights that share a scale: 16, 32, 64, 128 or 256.  [default: 32, int4-small: 128]",
+@option("--quant-block N", "Weights that share a scale: 16, 32, 64, 128 or 256.  [default: 32, int4-small: 128]", int)
+@option("--symmetric", "Store no zero points.")
+@option("--quant-exclude PATTERN", "Weights that stay as they are; may be repeated.", multiple=True)
+@option("--quant-bits PATTERN=8", "Bits of the weights with such names: 4 or 8.", multiple=True)
+@option(
+    "--kv-cache", "int8: keep keys and values as codes of 8 bits in a shared buffer, in the ranges of a text.", ["int8"]
 )
-@click.option("--symmetric", is_flag=True, help="Store no zero points.")
-@click.option(
-    "--quant-exclude", multiple=True, metavar="PATTERN", help="Weights that stay as they are; may be repeated."
-)
-@click.option("--quant-bits", multiple=True, metavar="PATTERN=8", help="Bits of the weights with such names: 4 or 8.")
-@click.option(
-    "--kv-cache",
-    type=click.Choice(["int8"]),
-    help="int8: keep keys and values as codes of 8 bits in a shared buffer, in the ranges of a text.",
-)
-@click.option(
-    "--calibrate",
-    metavar="FILE|default",
-    help="Text that shows which columns of weights matter, and the ranges of activations (a8w8), keys and values; "
+@option(
+    "--calibrate FILE|default",
+    "Text that shows which columns of weights matter, and the ranges of activations (a8w8), keys and values; "
     "`default`: llmconv's own.",
 )
-@click.option(
+@option(
     "--static-activations",
-    is_flag=True,
-    help="With --quant a8w8 and --calibrate: round activations in ranges of the text (QDQ), as NPUs need.",
+    "With --quant a8w8 and --calibrate: round activations in ranges of the text (QDQ), as NPUs need.",
 )
-@click.option(
+@option(
     "--method",
-    type=click.Choice(["rtn", "search", "gptq", "awq"]),
-    help="search: the scales with the least squared error; rtn: from the extreme values; gptq: as search, and later "
+    "search: the scales with the least squared error; rtn: from the extreme values; gptq: as search, and later "
     "columns make up for the errors of earlier ones on the text of --calibrate; awq: as search, with norms and the "
     "matrices behind them scaled so that this text loses least.  [default: search]",
+    ["rtn", "search", "gptq", "awq"],
 )
 @options.max_shard_size
-@click.option(
+@option(
     "--graphs-only",
-    is_flag=True,
-    help="Write no weights into OUT, where the files of MODEL are put by their names; reads only their headers.",
+    "Write no weights into OUT, where the files of MODEL are put by their names; reads only their headers.",
 )
 @options.overwrite
 @options.resume
-@click.option("--dry-run", is_flag=True, help="Make and check the graphs, print the files and their sizes, and stop.")
-@click.option(
-    "--verify", is_flag=True, help="Then verify the graphs as `llmconv verify` does; its verdict is the exit code."
-)
+@option("--dry-run", "Make and check the graphs, print the files and their sizes, and stop.")
+@option("--verify", "Then verify the graphs as `llmconv verify` does; its verdict is the exit code.")
 @options.trust_remote_code
 @options.as_json
 @options.talk

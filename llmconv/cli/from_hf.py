@@ -9,20 +9,17 @@ import click
 
 from llmconv.cli import options
 from llmconv.cli.help_page import Command
+from llmconv.cli.options import option
 
 
 @click.command(name="from-hf", cls=Command)
 @click.argument("model")
 @options.output
 @options.shares
-@click.option(
-    "--to",
-    metavar="FORMAT",
-    required=True,
-    shell_complete=options.formats,
-    help="Training format to write; see `llmconv formats`.",
+@option(
+    "--to FORMAT", "Training format to write; see `llmconv formats`.", required=True, shell_complete=options.formats
 )
-@click.option("--shards", type=click.IntRange(1), default=1, show_default=True, help="Number of tensor-parallel parts.")
+@option("--shards", "Number of tensor-parallel parts.", click.IntRange(1), show_default=True, default=1)
 @options.dtype
 @options.overwrite
 @options.resume

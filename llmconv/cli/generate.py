@@ -11,7 +11,7 @@ import click
 
 from llmconv.cli import generation_options, options
 from llmconv.cli.help_page import Command
-from llmconv.cli.options import is_file, refuse_file_name
+from llmconv.cli.options import is_file, option, refuse_file_name
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.progress import say
 
@@ -32,55 +32,43 @@ def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None)
 @click.command("generate", cls=Command)
 @click.argument("model", metavar="FOLDER")
 @click.argument("texts", metavar="[PROMPT]...", nargs=-1)
-@click.option("--prompt", "prompts", multiple=True, help="Text to continue. May be repeated.")
-@click.option(
-    "--prompt-file",
-    metavar="FILE",
-    help="File with one prompt per line, or JSON lines with `prompt` or `messages`; - for standard input.",
+@option("--prompt prompts", "Text to continue. May be repeated.", str, multiple=True)
+@option(
+    "--prompt-file FILE",
+    "File with one prompt per line, or JSON lines with `prompt` or `messages`; - for standard input.",
 )
-@click.option("--prompt-field", metavar="NAME", help="Field of JSON lines that has the prompt, a text or a chat.")
-@click.option(
-    "--image",
-    "images",
-    multiple=True,
-    metavar="PATH",
-    help="Image in the prompt; may be repeated. In JSON lines the field `image`.",
-)
-@click.option("--output-file", type=options.Output(), metavar="FILE", help="Write completions to it, as JSON lines.")
-@click.option("--overwrite", is_flag=True, help="Start the output file again. Default: continue after its last line.")
-@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Number of texts per batch.")
-@click.option(
-    "--num-return-sequences",
-    type=click.IntRange(1),
-    default=1,
+@option("--prompt-field NAME", "Field of JSON lines that has the prompt, a text or a chat.")
+@option("--image images PATH", "Image in the prompt; may be repeated. In JSON lines the field `image`.", multiple=True)
+@option("--output-file FILE", "Write completions to it, as JSON lines.", options.Output())
+@option("--overwrite", "Start the output file again. Default: continue after its last line.")
+@option("--batch-size", "Number of texts per batch.", click.IntRange(1), show_default=True, default=8)
+@option(
+    "--num-return-sequences N",
+    "Number of texts per prompt: different samples, or the best beams.",
+    click.IntRange(1),
     show_default=True,
-    metavar="N",
-    help="Number of texts per prompt: different samples, or the best beams.",
+    default=1,
 )
-@click.option(
-    "--src-length",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Cut longer prompts to their last N tokens; special tokens at the start stay.",
+@option(
+    "--src-length N", "Cut longer prompts to their last N tokens; special tokens at the start stay.", click.IntRange(1)
 )
-@click.option(
+@option(
     "--add-special-tokens/--no-add-special-tokens",
+    "Whether prompts get the tokenizer's special tokens, such as a start token.  [default: yes]",
     default=True,
-    help="Whether prompts get the tokenizer's special tokens, such as a start token.  [default: yes]",
 )
-@click.option("--stream", is_flag=True, help="Print the text while it is generated.")
-@click.option("-0", "--null", is_flag=True, help="End each text with a NUL character; no headings between them.")
-@click.option("--chat", is_flag=True, help="Treat each prompt as a user message, in the tokenizer's chat template.")
-@click.option(
-    "--template",
+@option("--stream", "Print the text while it is generated.")
+@option("-0 --null", "End each text with a NUL character; no headings between them.")
+@option("--chat", "Treat each prompt as a user message, in the tokenizer's chat template.")
+@option(
+    "--template NAME",
+    "As --chat, in alpaca, v1_2, vicuna, or a Jinja file.",
     default="",
-    metavar="NAME",
     shell_complete=options.templates,
-    help="As --chat, in alpaca, v1_2, vicuna, or a Jinja file.",
 )
-@click.option("--system", default="", metavar="TEXT", help="System message at the start of each chat.")
-@click.option("--prompt-prefix", default="", metavar="TEXT", help="Text before every prompt, run only once.")
-@click.option("--prefix", hidden=True, expose_value=False, callback=refuse_prefix, help="See --prefix-tuning.")
+@option("--system TEXT", "System message at the start of each chat.", default="")
+@option("--prompt-prefix TEXT", "Text before every prompt, run only once.", default="")
+@option("--prefix", "See --prefix-tuning.", str, hidden=True, expose_value=False, callback=refuse_prefix)
 @generation_options.picking
 @generation_options.running
 @options.trust_remote_code

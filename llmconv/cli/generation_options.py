@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from llmconv.cli import options
-from llmconv.cli.options import ElementType
+from llmconv.cli.options import ElementType, option
 from llmconv.errors import UsageProblem
 
 if TYPE_CHECKING:
@@ -20,100 +20,79 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 BACKENDS = ["onnx", "torch", "genai"]
 
-template = click.option(
-    "--template",
+template = option(
+    "--template NAME",
+    "Chat template: tokenizer (its own), alpaca, v1_2, vicuna, or a Jinja file.",
     default="tokenizer",
-    show_default=True,
-    metavar="NAME",
     shell_complete=options.templates,
-    help="Chat template: tokenizer (its own), alpaca, v1_2, vicuna, or a Jinja file.",
 )
 
 PICKING = (
-    click.option(
+    option(
         "--max-new-tokens",
-        type=click.IntRange(1),
-        help="Maximum number of new tokens. Default: generation_config.json, else 64 (chat: 2048).",
+        "Maximum number of new tokens. Default: generation_config.json, else 64 (chat: 2048).",
+        click.IntRange(1),
     ),
-    click.option("--max-length", type=click.IntRange(1), help="Maximum number of tokens, prompt included."),
-    click.option("--temperature", type=click.FloatRange(0), help="Sampling temperature; 0 means greedy decoding."),
-    click.option("--top-k", type=click.IntRange(0), help="Sample from the k likeliest tokens; 0 for all. Default: 50."),
-    click.option(
-        "--top-p",
-        type=click.FloatRange(0, 1, min_open=True),
-        help="Sample from the likeliest tokens with total probability p.",
+    option("--max-length", "Maximum number of tokens, prompt included.", click.IntRange(1)),
+    option("--temperature", "Sampling temperature; 0 means greedy decoding.", click.FloatRange(0)),
+    option("--top-k", "Sample from the k likeliest tokens; 0 for all. Default: 50.", click.IntRange(0)),
+    option(
+        "--top-p", "Sample from the likeliest tokens with total probability p.", click.FloatRange(0, 1, min_open=True)
     ),
-    click.option("--min-p", type=click.FloatRange(0, 1), help="Sample from tokens at least p times the likeliest."),
-    click.option("--repetition-penalty", type=click.FloatRange(0, min_open=True), help="Repetition penalty; 1: none."),
-    click.option("--num-beams", type=click.IntRange(1), help="Number of beams for beam search."),
-    click.option("--stop", "stop_strings", multiple=True, metavar="STRING", help="Stop string. May be repeated."),
-    click.option("--seed", type=click.IntRange(0), help="Random seed for sampling."),
+    option("--min-p", "Sample from tokens at least p times the likeliest.", click.FloatRange(0, 1)),
+    option("--repetition-penalty", "Repetition penalty; 1: none.", click.FloatRange(0, min_open=True)),
+    option("--num-beams", "Number of beams for beam search.", click.IntRange(1)),
+    option("--stop stop_strings STRING", "Stop string. May be repeated.", multiple=True),
+    option("--seed", "Random seed for sampling.", click.IntRange(0)),
 )
 BACKEND = (
-    click.option("--backend", type=click.Choice(BACKENDS), default="onnx", show_default=True, help="Runtime to use."),
-    click.option(
-        "--export/--no-export",
-        "first_export",
-        default=True,
-        help="Whether a folder without graphs is exported once, into ~/.cache/llmconv, which links its weights, and a "
+    option("--backend", "Runtime to use.", BACKENDS, default="onnx"),
+    option(
+        "--export/--no-export first_export",
+        "Whether a folder without graphs is exported once, into ~/.cache/llmconv, which links its weights, and a "
         "training checkpoint converted there before.  "
         "[default: yes]",
+        default=True,
     ),
-    click.option(
-        "--decode", type=click.Path(path_type=Path), metavar="FILE", help="Decode graph, for a prefill graph."
-    ),
-    click.option("--tokenizer", metavar="PATH", help="Folder of another tokenizer.  [default: the model's]"),
-    click.option(
-        "--adapter",
-        metavar="PATH",
-        help="LoRA adapter for graphs of `export --lora-inputs`; any adapter with `--backend torch`.",
-    ),
-    click.option(
-        "--prefix-tuning",
-        metavar="PATH",
-        help="Tuned prefix before every prompt: PEFT adapter, or PaddleNLP's pre_caches.npy.",
-    ),
-    click.option("--device", metavar="NAME", help="Device of torch: cpu, cuda, cuda:1, …, with `--backend torch`."),
-    click.option(
+    option("--decode FILE", "Decode graph, for a prefill graph.", click.Path(path_type=Path)),
+    option("--tokenizer PATH", "Folder of another tokenizer.  [default: the model's]"),
+    option("--adapter PATH", "LoRA adapter for graphs of `export --lora-inputs`; any adapter with `--backend torch`."),
+    option("--prefix-tuning PATH", "Tuned prefix before every prompt: PEFT adapter, or PaddleNLP's pre_caches.npy."),
+    option("--device NAME", "Device of torch: cpu, cuda, cuda:1, …, with `--backend torch`."),
+    option(
         "--dtype",
-        type=ElementType(["float32", "float16", "bfloat16"]),
-        help="Dtype of the model, with `--backend torch`. Default: that of its weights.",
+        "Dtype of the model, with `--backend torch`. Default: that of its weights.",
+        ElementType(["float32", "float16", "bfloat16"]),
     ),
 )
 SESSION = (
-    click.option("--provider", metavar="NAME", help="Provider of onnxruntime: cpu, cuda, …; the CPU runs the rest."),
-    click.option("--threads", type=click.IntRange(0), help="Threads of onnxruntime or torch; 0 for one per core."),
-    click.option(
-        "--session-config", type=click.Path(path_type=Path), metavar="FILE", help="Session options, .ini or JSON."
+    option("--provider NAME", "Provider of onnxruntime: cpu, cuda, …; the CPU runs the rest."),
+    option("--threads", "Threads of onnxruntime or torch; 0 for one per core.", click.IntRange(0)),
+    option("--session-config FILE", "Session options, .ini or JSON.", click.Path(path_type=Path)),
+    option(
+        "--timeout SECONDS",
+        "Time limit for a run of a small graph; larger models and prompts get more. Default: 60.",
+        click.FloatRange(0, min_open=True),
     ),
-    click.option(
-        "--timeout",
-        type=click.FloatRange(0, min_open=True),
-        metavar="SECONDS",
-        help="Time limit for a run of a small graph; larger models and prompts get more. Default: 60.",
-    ),
-    click.option("--prepack", is_flag=True, help="Copy weights to a faster layout in memory. Default: map the files."),
-    click.option(
+    option("--prepack", "Copy weights to a faster layout in memory. Default: map the files."),
+    option(
         "--packed-cache",
-        is_flag=True,
-        help="Like `--prepack`, but write the copy to ~/.cache/llmconv once, and map it from then on: several "
+        "Like `--prepack`, but write the copy to ~/.cache/llmconv once, and map it from then on: several "
         "processes share its memory.",
     ),
 )
 RUNNING = (*BACKEND, *SESSION)
 STAGES = (
-    click.option(
-        "--stage-at",
-        multiple=True,
-        metavar="[N=]HOST:PORT",
-        help="Address of a stage that `llmconv serve-stage` runs, once per stage; the others run here, or with "
+    option(
+        "--stage-at [N=]HOST:PORT",
+        "Address of a stage that `llmconv serve-stage` runs, once per stage; the others run here, or with "
         "`--stage-at ray` in actors of a Ray cluster.",
+        multiple=True,
     ),
-    click.option(
-        "--stage-timeout",
-        type=click.FloatRange(0.1, 3600),
-        metavar="SECONDS",
-        help="A stage is lost after this time without a heartbeat. Default: 20.",
+    option(
+        "--stage-timeout SECONDS",
+        "A stage is lost after this time without a heartbeat. Default: 20.",
+        click.FloatRange(0.1, 3600),
     ),
 )
 

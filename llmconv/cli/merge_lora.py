@@ -9,6 +9,7 @@ import click
 
 from llmconv.cli import options
 from llmconv.cli.help_page import Command
+from llmconv.cli.options import option
 
 if TYPE_CHECKING:
     from llmconv.convert.merge_lora import Merge
@@ -22,54 +23,39 @@ COMBINATIONS = ["linear", "cat", "svd", "magnitude_prune", "ties", "dare_linear"
 @click.argument("adapters", nargs=-1, required=True, metavar="ADAPTER...")
 @options.changes
 @options.shares
-@click.option(
-    "--weight",
-    "weights",
-    type=float,
-    multiple=True,
-    help="Weight of an adapter's update; once per adapter. [default: 1]",
-)
-@click.option(
-    "--initial-adapter",
-    "initial_adapters",
-    multiple=True,
-    metavar="PATH",
-    help="The adapter before training, if its initial value was subtracted from the base (PiSSA, OLoRA); once per "
+@option("--weight weights", "Weight of an adapter's update; once per adapter. [default: 1]", float, multiple=True)
+@option(
+    "--initial-adapter initial_adapters PATH",
+    "The adapter before training, if its initial value was subtracted from the base (PiSSA, OLoRA); once per "
     "adapter, - for none.",
-)
-@click.option(
-    "--combine",
-    type=click.Choice(COMBINATIONS),
-    default="linear",
-    show_default=True,
-    help="How to combine several adapters; linear and cat are the exact sum.",
-)
-@click.option(
-    "--density",
-    "densities",
-    type=float,
     multiple=True,
-    metavar="D",
-    help="Fraction of an adapter's update to keep, for ties, dare_* and magnitude_prune; once, or once per adapter.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Random seed for dare_*.")
-@click.option("--rank", type=int, metavar="R", help="Rank of the result of svd. [default: the largest rank]")
-@click.option(
+@option(
+    "--combine", "How to combine several adapters; linear and cat are the exact sum.", COMBINATIONS, default="linear"
+)
+@option(
+    "--density densities D",
+    "Fraction of an adapter's update to keep, for ties, dare_* and magnitude_prune; once, or once per adapter.",
+    float,
+    multiple=True,
+)
+@option("--seed", "Random seed for dare_*.", int, show_default=True, default=0)
+@option("--rank R", "Rank of the result of svd. [default: the largest rank]", int)
+@option(
     "--majority-sign",
-    type=click.Choice(["total", "frequency"]),
+    "How ties and dare_ties elect signs: by magnitude or by count.",
+    ["total", "frequency"],
     default="total",
-    show_default=True,
-    help="How ties and dare_ties elect signs: by magnitude or by count.",
 )
-@click.option(
+@option(
     "--base-quant",
-    type=click.Choice(["dequantize", "requantize"]),
-    help="Result for a quantized BASE: dequantized (bfloat16 unless --dtype is given), or quantized again, refused if "
+    "Result for a quantized BASE: dequantized (bfloat16 unless --dtype is given), or quantized again, refused if "
     "that loses too much of the update.",
+    ["dequantize", "requantize"],
 )
-@click.option("--tokenizer", metavar="PATH", help="Tokenizer file or folder to use instead of BASE's.")
-@click.option("--check", is_flag=True, help="Compare a sample of the written weights with the sum in float64.")
-@click.option("--alpha", type=float, help="lora_alpha, if the adapter's config does not contain it.")
+@option("--tokenizer PATH", "Tokenizer file or folder to use instead of BASE's.")
+@option("--check", "Compare a sample of the written weights with the sum in float64.")
+@option("--alpha", "lora_alpha, if the adapter's config does not contain it.", float)
 def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Merge adapters into BASE and write the Hugging Face folder OUT.
 

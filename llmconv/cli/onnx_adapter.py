@@ -9,18 +9,17 @@ import click
 
 from llmconv.cli import options
 from llmconv.cli.help_page import Command
+from llmconv.cli.options import option
 from llmconv.progress import say
 
 
 @click.command(name="onnx-adapter", cls=Command)
 @click.argument("folder")
 @click.argument("adapter")
-@click.option(
-    "-o", "--output", required=True, type=options.Output(), metavar="FILE", help="File to write, X.onnx_adapter."
-)
-@click.option("--alpha", type=float, help="lora_alpha, if the adapter's files do not contain it.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
-@click.option("--dry-run", is_flag=True, help="Check everything and stop.")
+@option("-o --output FILE", "File to write, X.onnx_adapter.", options.Output(), required=True)
+@option("--alpha", "lora_alpha, if the adapter's files do not contain it.", float)
+@option("--overwrite", "Replace an existing file.")
+@option("--dry-run", "Check everything and stop.")
 @options.as_json
 @options.talk
 def command(folder: str, adapter: str, output: Path, as_json: bool, **choices: Any) -> None:

@@ -24,6 +24,22 @@ VERBOSE = "llmconv.verbose"  # key in click's `Context.meta` under which a comma
 NO_PATHS = {"texts"}  # arguments that are texts; all others are paths or model names
 
 
+def option(spec: str, text: str, kind: Any = None, **more: Any) -> Callable[[Command], Command]:
+    """An option of a command; `spec` has its spellings, then the name of its parameter and its metavar, if any.
+
+    `kind` is its type, a list for one of several words; without type and metavar it is a flag. `text` is its help, to
+    which a default that is a word is added.
+    """
+    names = [word for word in spec.split() if word.startswith("-") or (word.isidentifier() and word.islower())]
+    metavar = next((word for word in spec.split() if word not in names), None)
+    if kind is None and metavar is None and "/" not in spec:
+        more["is_flag"] = True
+    if isinstance(more.get("default"), str) and more["default"]:
+        more["show_default"] = True
+    kind = click.Choice(kind) if isinstance(kind, list) else kind
+    return click.option(*names, type=kind, metavar=metavar, help=text, **more)
+
+
 def refuse_empty_paths(command: click.Command) -> click.Command:
     """Makes the command and its subcommands refuse `""` as a path, which would mean the current folder."""
     for below in command.commands.values() if isinstance(command, click.Group) else ():
@@ -114,42 +130,31 @@ class Duration(click.ParamType):  # type: ignore[type-arg] # generic for the typ
         return parse_budget(str(value))
 
 
-output = click.option(
-    "-o",
-    "--output",
-    type=OutputFolder(),
-    required=True,
-    metavar="PATH",
-    help="Folder to write, on this machine, in an object store (s3://BUCKET/FOLDER, also gs, az and oci), or on the "
+output = option(
+    "-o --output PATH",
+    "Folder to write, on this machine, in an object store (s3://BUCKET/FOLDER, also gs, az and oci), or on the "
     "Hugging Face Hub (hf://ORG/NAME, hf://ORG/NAME@BRANCH).",
+    OutputFolder(),
+    required=True,
 )
-dtype = click.option(
+dtype = option(
     "--dtype",
-    type=ElementType(["keep", "float32", "float16", "bfloat16"]),
+    "Element type of the floating-point weights.",
+    ElementType(["keep", "float32", "float16", "bfloat16"]),
     default="keep",
-    show_default=True,
-    help="Element type of the floating-point weights.",
 )
-max_shard_size = click.option(
-    "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Maximum size of a safetensors file."
-)
-asked_shard_size = click.option(
-    "--max-shard-size", metavar="SIZE", help="Maximum size of a safetensors file.  [default: 5GB]"
-)
-kept_shard_size = click.option(
-    "--max-shard-size",
+max_shard_size = option("--max-shard-size SIZE", "Maximum size of a safetensors file.", default="5GB")
+asked_shard_size = option("--max-shard-size SIZE", "Maximum size of a safetensors file.  [default: 5GB]")
+kept_shard_size = option(
+    "--max-shard-size SIZE",
+    "Maximum size of a safetensors file; keep: split as in BASE, and copy files without changes.",
     default="keep",
-    show_default=True,
-    metavar="SIZE",
-    help="Maximum size of a safetensors file; keep: split as in BASE, and copy files without changes.",
 )
-overwrite = click.option("--overwrite", is_flag=True, help="Replace OUT if llmconv wrote it.")
-resume = click.option("--resume", is_flag=True, help="Continue an interrupted run.")
-trust_remote_code = click.option(
-    "--trust-remote-code", is_flag=True, help="Run the Python code in the model's folder; only if you trust it."
-)
-dry_run = click.option("--dry-run", is_flag=True, help="Print the plan (tensors, bytes, disk needed) and stop.")
-as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object to stdout.")
+overwrite = option("--overwrite", "Replace OUT if llmconv wrote it.")
+resume = option("--resume", "Continue an interrupted run.")
+trust_remote_code = option("--trust-remote-code", "Run the Python code in the model's folder; only if you trust it.")
+dry_run = option("--dry-run", "Print the plan (tensors, bytes, disk needed) and stop.")
+as_json = option("--json as_json", "Print one JSON object to stdout.")
 
 
 def talk(
@@ -165,8 +170,8 @@ def talk(
     def explain(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         ctx.meta[VERBOSE] = value
 
-    quieted = click.option("-q", "--quiet", is_flag=True, expose_value=False, callback=quieten, help=quiet)
-    explained = click.option("-v", "--verbose", is_flag=True, expose_value=False, callback=explain, help=verbose)
+    quieted = option("-q --quiet", quiet, expose_value=False, callback=quieten)
+    explained = option("-v --verbose", verbose, expose_value=False, callback=explain)
     return quieted(explained(command))
 
 
@@ -188,38 +193,21 @@ def shares(command: Command) -> Command:
         }
         ctx.params["work"] = given[str(param.name)](value)
 
-    for option in (
-        click.option(
+    for add in (
+        option(
             "--engine",
-            type=click.Choice(["ray"]),
+            "Write the shards in tasks of a Ray cluster: that of RAY_ADDRESS, or one on this machine.",
+            ["ray"],
             expose_value=False,
             callback=share,
-            help="Write the shards in tasks of a Ray cluster: that of RAY_ADDRESS, or one on this machine.",
         ),
-        click.option(
-            "--workers",
-            type=int,
-            metavar="N",
-            expose_value=False,
-            callback=share,
-            help="Write the shards in N processes of this machine.",
+        option(
+            "--workers N", "Write the shards in N processes of this machine.", int, expose_value=False, callback=share
         ),
-        click.option(
-            "--finish",
-            is_flag=True,
-            expose_value=False,
-            callback=share,
-            help="Publish OUT, whose parts were written with --part.",
-        ),
-        click.option(
-            "--part",
-            metavar="I/N",
-            expose_value=False,
-            callback=share,
-            help="Write part I of N, from 0/N, and publish nothing.",
-        ),
+        option("--finish", "Publish OUT, whose parts were written with --part.", expose_value=False, callback=share),
+        option("--part I/N", "Write part I of N, from 0/N, and publish nothing.", expose_value=False, callback=share),
     ):
-        command = option(command)
+        command = add(command)
     return command
 
 
@@ -238,8 +226,8 @@ def changes(command: Command) -> Command:
 
 
 def _with(command: Command, shard_size: Callable[[Command], Command]) -> Command:
-    for option in (talk, as_json, dry_run, resume, overwrite, shard_size, dtype, output):
-        command = option(command)
+    for add in (talk, as_json, dry_run, resume, overwrite, shard_size, dtype, output):
+        command = add(command)
     return command
 
 

@@ -8,6 +8,7 @@ import click
 
 from llmconv.cli import options
 from llmconv.cli.help_page import Command
+from llmconv.cli.options import option
 from llmconv.errors import printable
 
 if TYPE_CHECKING:
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
 @click.command(name="push", cls=Command)
 @click.argument("folder")
 @click.argument("repository")
-@click.option("--private", is_flag=True, help="Make the repository private; one that exists must be private.")
-@click.option("--revision", metavar="BRANCH", help="Branch, made if it does not exist.  [default: main]")
-@click.option("--pr", is_flag=True, help="Open a pull request instead, which needs no write access.")
-@click.option("--message", metavar="TEXT", help="Message of the commit.")
-@click.option("--verify-upload", is_flag=True, help="Compare the hashes on the Hub with the folder after the commit.")
-@click.option("--dry-run", is_flag=True, help="Check the folder, compare it with the Hub, and stop.")
+@option("--private", "Make the repository private; one that exists must be private.")
+@option("--revision BRANCH", "Branch, made if it does not exist.  [default: main]")
+@option("--pr", "Open a pull request instead, which needs no write access.")
+@option("--message TEXT", "Message of the commit.")
+@option("--verify-upload", "Compare the hashes on the Hub with the folder after the commit.")
+@option("--dry-run", "Check the folder, compare it with the Hub, and stop.")
 @options.as_json
 @options.talk
 def command(folder: str, repository: str, as_json: bool, dry_run: bool, **choices: Any) -> None:

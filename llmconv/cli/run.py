@@ -10,6 +10,7 @@ import click
 
 from llmconv.cli import options
 from llmconv.cli.help_page import Command
+from llmconv.cli.options import option
 from llmconv.progress import is_quiet, say, set_quiet
 
 if TYPE_CHECKING:
@@ -23,18 +24,16 @@ STDERR = 2  # descriptor: with `--json` the lines of the steps go there
 
 @click.command("run", cls=Command)
 @click.argument("file", type=click.Path(path_type=Path), required=False)
-@click.option(
-    "--set",
-    "sets",
+@option(
+    "--set sets NAME=VALUE",
+    "Value of a variable, or of an option as STEP.OPTION=VALUE. May be repeated.",
     multiple=True,
-    metavar="NAME=VALUE",
-    help="Value of a variable, or of an option as STEP.OPTION=VALUE. May be repeated.",
 )
-@click.option("--force", is_flag=True, help="Do all steps, also those that are unchanged.")
-@click.option("--report", type=options.Output(), metavar="DIR", help="Write run.json and run.md there.")
-@click.option("--github", is_flag=True, help="Print failures of verify as GitHub Actions annotations.")
-@click.option("--schema", is_flag=True, help="Print the JSON schema of run files, for editors, and stop.")
-@click.option("--dry-run", is_flag=True, help="Check the file, print what is to be done and why, and stop.")
+@option("--force", "Do all steps, also those that are unchanged.")
+@option("--report DIR", "Write run.json and run.md there.", options.Output())
+@option("--github", "Print failures of verify as GitHub Actions annotations.")
+@option("--schema", "Print the JSON schema of run files, for editors, and stop.")
+@option("--dry-run", "Check the file, print what is to be done and why, and stop.")
 @options.as_json
 @options.talk
 @click.pass_context

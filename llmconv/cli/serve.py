@@ -9,6 +9,7 @@ import click
 
 from llmconv.cli import generation_options, options
 from llmconv.cli.help_page import Command
+from llmconv.cli.options import option
 from llmconv.progress import say, warn
 
 API_KEY = "LLMCONV_API_KEY"
@@ -17,31 +18,32 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 
 @click.command("serve", cls=Command)
 @click.argument("model", metavar="FOLDER")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 for any free port.")
-@click.option("--name", default="", help="Model name shown to clients. Default: the folder's name.")
-@click.option("--parallel", type=click.IntRange(1), default=4, show_default=True, help="Answers generated at a time.")
-@click.option("--queue", type=click.IntRange(0), default=32, show_default=True, help="Further requests that wait.")
-@click.option(
+@option("--host", "Address to listen on.", str, default="127.0.0.1")
+@option("--port", "0 for any free port.", click.IntRange(0, 65535), show_default=True, default=8000)
+@option("--name", "Model name shown to clients. Default: the folder's name.", str, default="")
+@option("--parallel", "Answers generated at a time.", click.IntRange(1), show_default=True, default=4)
+@option("--queue", "Further requests that wait.", click.IntRange(0), show_default=True, default=32)
+@option(
     "--max-new-tokens",
-    type=click.IntRange(1),
-    help="Maximum number of new tokens if the request sets none. Default: generation_config.json, else 2048.",
+    "Maximum number of new tokens if the request sets none. Default: generation_config.json, else 2048.",
+    click.IntRange(1),
 )
-@click.option("--system", default="", metavar="TEXT", help="System message for chats that have none.")
+@option("--system TEXT", "System message for chats that have none.", default="")
 @generation_options.template
-@click.option(
+@option(
     "--api-key",
+    f"Key that clients must send. Prefer the environment variable {API_KEY}.",
+    str,
     envvar=API_KEY,
     default="",
-    help=f"Key that clients must send. Prefer the environment variable {API_KEY}.",
 )
-@click.option("--allow-host", "allow_hosts", multiple=True, help="Host name of this server. May be repeated.")
-@click.option(
-    "--allow-origin", "allow_origins", multiple=True, help="Site that may send requests, https://NAME. May be repeated."
+@option("--allow-host allow_hosts", "Host name of this server. May be repeated.", str, multiple=True)
+@option(
+    "--allow-origin allow_origins", "Site that may send requests, https://NAME. May be repeated.", str, multiple=True
 )
 @generation_options.running
 @options.trust_remote_code
-@click.option("--json", "as_json", is_flag=True, help="Print address and model as one JSON object when ready.")
+@option("--json as_json", "Print address and model as one JSON object when ready.")
 @options.talk
 def command(model: str, as_json: bool, **given: Any) -> None:
     """Serve FOLDER on localhost: OpenAI's API under /v1, a chat page at /.

@@ -10,21 +10,16 @@ import click
 
 from llmconv.cli import generation_options, options
 from llmconv.cli.help_page import Command
+from llmconv.cli.options import option
 from llmconv.progress import say
 
 
 @click.command("serve-stage", cls=Command)
 @click.argument("folder", metavar="FOLDER", type=click.Path(path_type=Path))
-@click.option("--stage", "number", type=click.IntRange(1), required=True, metavar="I", help="Which stage, from 1.")
-@click.option(
-    "--listen",
-    default="127.0.0.1:7700",
-    show_default=True,
-    metavar="HOST:PORT",
-    help="Address to listen on; port 0 for any free one.",
-)
+@option("--stage number I", "Which stage, from 1.", click.IntRange(1), required=True)
+@option("--listen HOST:PORT", "Address to listen on; port 0 for any free one.", default="127.0.0.1:7700")
 @generation_options.session
-@click.option("--json", "as_json", is_flag=True, help="Print the address as one JSON object when ready.")
+@option("--json as_json", "Print the address as one JSON object when ready.")
 @options.talk
 def command(folder: Path, number: int, listen: str, as_json: bool, **given: Any) -> None:
     """Run one stage of the graphs in FOLDER for models on other hosts.

@@ -9,49 +9,37 @@ import click
 
 from llmconv.cli import options
 from llmconv.cli.help_page import Command
+from llmconv.cli.options import option
 
 
 @click.command(name="to-hf", cls=Command)
 @click.argument("source")
 @options.converts
 @options.shares
-@click.option("--from", "format", metavar="FORMAT", help="Training format. [default: detected by content]")
-@click.option(
-    "--config",
+@option("--from format FORMAT", "Training format. [default: detected by content]")
+@option(
+    "--config PATH",
+    "JSON or YAML file with configuration fields to add. May be repeated; later ones win.",
     multiple=True,
-    metavar="PATH",
-    help="JSON or YAML file with configuration fields to add. May be repeated; later ones win.",
 )
-@click.option("--tokenizer", metavar="PATH", help="Tokenizer file or folder to use instead.")
-@click.option(
-    "--base", metavar="PATH", help="Model that training started from, if SOURCE contains only the trained weights."
-)
-@click.option("--drop", is_flag=True, help="Leave out parts that transformers does not support.")
-@click.option(
+@option("--tokenizer PATH", "Tokenizer file or folder to use instead.")
+@option("--base PATH", "Model that training started from, if SOURCE contains only the trained weights.")
+@option("--drop", "Leave out parts that transformers does not support.")
+@option(
     "--qkv-layout",
-    type=click.Choice(["plain", "interleaved"]),
-    help="Order of fused matrices in a MindFormers file: plain up to 1.4, interleaved since 1.5.",
+    "Order of fused matrices in a MindFormers file: plain up to 1.4, interleaved since 1.5.",
+    ["plain", "interleaved"],
 )
-@click.option(
+@option(
     "--adapter",
-    type=click.Choice(["merge", "split"]),
-    help="Merge the LoRA adapter of a training run into its weights, or write it separately. [default: merge]",
+    "Merge the LoRA adapter of a training run into its weights, or write it separately. [default: merge]",
+    ["merge", "split"],
 )
-@click.option(
-    "--strategy",
-    metavar="PATH",
-    help="Strategy file or folder of a MindFormers run.  [default: next to the rank folders]",
-)
-@click.option("--root", metavar="KEYS", help="Model in a distributed checkpoint that has several, such as a.b.")
-@click.option(
-    "--code",
-    metavar="FOLDER",
-    help="Folder with the model's own Python files and its config.json, if they are elsewhere.",
-)
-@click.option(
-    "--trust-remote-code",
-    is_flag=True,
-    help="Copy the model's own Python code, and run it to check the weights; only if you trust it.",
+@option("--strategy PATH", "Strategy file or folder of a MindFormers run.  [default: next to the rank folders]")
+@option("--root KEYS", "Model in a distributed checkpoint that has several, such as a.b.")
+@option("--code FOLDER", "Folder with the model's own Python files and its config.json, if they are elsewhere.")
+@option(
+    "--trust-remote-code", "Copy the model's own Python code, and run it to check the weights; only if you trust it."
 )
 def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Convert the training checkpoint SOURCE into the Hugging Face folder OUT.

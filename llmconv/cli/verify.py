@@ -11,6 +11,7 @@ import click
 
 from llmconv.cli import options
 from llmconv.cli.help_page import Command
+from llmconv.cli.options import option
 from llmconv.cli.verdict import Show, print_report, printer
 from llmconv.errors import UsageProblem
 from llmconv.progress import is_quiet, say, status
@@ -25,122 +26,79 @@ OF_FOLDER = ("low_memory", "allow_changed", "calibrate", "method", "layers", "re
 
 @click.command("verify", cls=Command)
 @click.argument("folder", required=False)
-@click.option(
-    "--graph",
-    "graphs",
+@option(
+    "--graph graphs FILE",
+    "A graph of any exporter instead of FOLDER; give it twice for prefill and decode.",
+    click.Path(path_type=Path),
     multiple=True,
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="A graph of any exporter instead of FOLDER; give it twice for prefill and decode.",
 )
-@click.option(
-    "--input-map",
-    metavar="NAME",
-    help="Names of its inputs: auto (default), genai, llmconv, mobius, optimum, transformers, or a JSON file.",
+@option(
+    "--input-map NAME",
+    "Names of its inputs: auto (default), genai, llmconv, mobius, optimum, transformers, or a JSON file.",
 )
-@click.option(
-    "--reference",
-    metavar="PATH",
-    help="Hugging Face model folder.  [default: FOLDER's own weights; required after `export --quant`]",
+@option(
+    "--reference PATH", "Hugging Face model folder.  [default: FOLDER's own weights; required after `export --quant`]"
 )
-@click.option(
-    "--suite", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="Which scenarios to run."
+@option("--suite", "Which scenarios to run.", ["quick", "full"], default="quick")
+@option("--scenario NAME", "Run only this scenario; may be repeated.", multiple=True)
+@option(
+    "--budget TIME",
+    "Time after which only mandatory scenarios run, such as 60s, 5m or 1h; the others are listed as skipped.",
+    options.Duration(),
 )
-@click.option("--scenario", multiple=True, metavar="NAME", help="Run only this scenario; may be repeated.")
-@click.option(
-    "--budget",
-    type=options.Duration(),
-    metavar="TIME",
-    help="Time after which only mandatory scenarios run, such as 60s, 5m or 1h; the others are listed as skipped.",
+@option(
+    "--text FILE", "Text to measure the cost of quantization on.  [default: llmconv's own]", click.Path(path_type=Path)
 )
-@click.option(
-    "--text",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="Text to measure the cost of quantization on.  [default: llmconv's own]",
+@option(
+    "--calibrate FILE",
+    "The text that was given to `export` with --kv-cache or --static-activations, which need it.",
+    click.Path(path_type=Path),
 )
-@click.option(
-    "--calibrate",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="The text that was given to `export` with --kv-cache or --static-activations, which need it.",
+@option("--max-divergence NATS", "Fail if the mean KL divergence exceeds this.", click.FloatRange(0))
+@option("--min-agreement SHARE", "Fail if the share of equal likeliest tokens is lower.", click.FloatRange(0, 1))
+@option("--repeat", "Number of runs of each call; all must give equal bits.", click.IntRange(1), default=1)
+@option("--report", "Write JSON, JUnit, Markdown and HTML reports to this folder.", options.Output())
+@option("--github", "Also print failures as GitHub Actions annotations.")
+@option("--bisect", "Name the first node that differs, and list nodes without a counterpart in the model.")
+@option("--minimize", "Write the smallest failing piece to a new folder.", options.Output())
+@option("--provider NAME", "Provider of onnxruntime: cpu, cuda, …; the CPU runs the rest.")
+@option("--threads", "Threads of onnxruntime; 0 for one per core.", click.IntRange(0), default=0)
+@option(
+    "--timeout SECONDS",
+    "Time limit of a run of a small graph; larger graphs get more time.  [default: 60]",
+    click.FloatRange(0, min_open=True),
 )
-@click.option(
-    "--max-divergence", type=click.FloatRange(0), metavar="NATS", help="Fail if the mean KL divergence exceeds this."
-)
-@click.option(
-    "--min-agreement",
-    type=click.FloatRange(0, 1),
-    metavar="SHARE",
-    help="Fail if the share of equal likeliest tokens is lower.",
-)
-@click.option(
-    "--repeat", type=click.IntRange(1), default=1, help="Number of runs of each call; all must give equal bits."
-)
-@click.option("--report", type=options.Output(), help="Write JSON, JUnit, Markdown and HTML reports to this folder.")
-@click.option("--github", is_flag=True, help="Also print failures as GitHub Actions annotations.")
-@click.option(
-    "--bisect",
-    is_flag=True,
-    help="Name the first node that differs, and list nodes without a counterpart in the model.",
-)
-@click.option("--minimize", type=options.Output(), help="Write the smallest failing piece to a new folder.")
-@click.option("--provider", metavar="NAME", help="Provider of onnxruntime: cpu, cuda, …; the CPU runs the rest.")
-@click.option("--threads", type=click.IntRange(0), default=0, help="Threads of onnxruntime; 0 for one per core.")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(0, min_open=True),
-    metavar="SECONDS",
-    help="Time limit of a run of a small graph; larger graphs get more time.  [default: 60]",
-)
-@click.option(
+@option(
     "--low-memory/--no-low-memory",
+    "Hold one layer of the model at a time, or the whole model.  [default: by available memory]",
     default=None,
-    help="Hold one layer of the model at a time, or the whole model.  [default: by available memory]",
 )
-@click.option(
+@option(
     "--method",
-    type=click.Choice(["auto", "whole", "induction", "structure"]),
+    "Run the whole model, one layer of each kind (induction), or compare no numbers (structure).",
+    ["auto", "whole", "induction", "structure"],
     default="auto",
-    show_default=True,
-    help="Run the whole model, one layer of each kind (induction), or compare no numbers (structure).",
 )
-@click.option(
-    "--layers",
-    metavar="CHOICE",
-    help="With induction, the layers that also run by themselves: all, sampled:K or classes.  [default: all]",
+@option(
+    "--layers CHOICE",
+    "With induction, the layers that also run by themselves: all, sampled:K or classes.  [default: all]",
 )
-@click.option(
-    "--adapter",
-    metavar="PATH",
-    help="Compare graphs of `export --lora-inputs` with the eager model and this LoRA adapter of PEFT.",
+@option(
+    "--adapter PATH", "Compare graphs of `export --lora-inputs` with the eager model and this LoRA adapter of PEFT."
 )
-@click.option(
-    "--client",
-    "clients",
+@option(
+    "--client clients NAME",
+    "Also generate with this client, and compare its tokens: genai, optimum or transformersjs. May be repeated.",
     multiple=True,
-    metavar="NAME",
     shell_complete=options.clients,
-    help="Also generate with this client, and compare its tokens: genai, optimum or transformersjs. May be repeated.",
 )
-@click.option(
-    "--python",
-    "pythons",
+@option(
+    "--python pythons CLIENT=PATH",
+    "Python that has the client, such as genai=PATH; of transformersjs, the folder with its node_modules.",
     multiple=True,
-    metavar="CLIENT=PATH",
-    help="Python that has the client, such as genai=PATH; of transformersjs, the folder with its node_modules.",
 )
-@click.option(
-    "--allow-changed", is_flag=True, help="A graph that was changed after its export is a note instead of a failure."
-)
-@click.option(
-    "--no-record",
-    "record",
-    is_flag=True,
-    flag_value=False,
-    default=True,
-    help="Do not record the verdict in FOLDER's llmconv.json.",
-)
+@option("--allow-changed", "A graph that was changed after its export is a note instead of a failure.")
+@option("--no-record record", "Do not record the verdict in FOLDER's llmconv.json.", flag_value=False, default=True)
 @options.trust_remote_code
 @options.as_json
 @partial(
