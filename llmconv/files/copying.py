@@ -20,12 +20,6 @@ def flush_data(fd: int) -> None:
     getattr(os, "fdatasync", os.fsync)(fd)
 
 
-def will_need(fd: int, start: int, length: int) -> None:
-    """Asks the kernel to read ahead `length` bytes (`posix_fadvise(2)`)."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, start, length, os.POSIX_FADV_WILLNEED)
-
-
 def copy_in_kernel(source: int, target: int, start: int, length: int) -> int:
     """Copies at most `length` bytes, both from byte `start` (`copy_file_range(2)`); the count, 0 if it cannot."""
     try:
@@ -121,7 +115,8 @@ def _copy(source: int, target: int, size: int, advance: Callable[[int], None]) -
     with BackgroundQueue(LOOK_AHEAD) as hashing, BackgroundQueue(1) as flushing:
         for start in range(0, size, COPY_BYTES):
             stop = min(start + COPY_BYTES, size)
-            will_need(source, stop, COPY_BYTES)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(source, stop, COPY_BYTES, os.POSIX_FADV_WILLNEED)
             _copy_range(source, target, start, stop)
             hashing.submit(_hash_range, digest, target, start, stop)
             if flushing.is_idle():

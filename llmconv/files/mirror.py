@@ -161,11 +161,6 @@ def add(file: MirroredFile) -> None:
     _files[os.path.realpath(file.path)] = file
 
 
-def set_address(path: Path, address: StoreAddress) -> None:
-    """From now on, `address_of` knows that the file or folder at `path` shows what is at `address`."""
-    _addresses[os.path.realpath(path)] = address
-
-
 def address_of(path: Path) -> StoreAddress | None:
     """The address of a mirrored file or folder, None for any other path."""
     name = os.path.realpath(path)
@@ -432,7 +427,7 @@ def make_mirror(uri: str, folder: Path, *, whole: bool) -> Path:
     if not heads:
         raise InputRefused(f"`{address}` does not exist", hint="check the bucket and the path")
     root = folder / found.name
-    set_address(root, found)
+    _addresses[os.path.realpath(root)] = found
     mirror_files(tree.store, [(root / name, head) for name, head in _below(found.key, heads)], folder)
     if whole:
         complete(folder)

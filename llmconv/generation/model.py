@@ -427,7 +427,21 @@ class TextModel:
             InputRefused: it is empty, or too long for the context.
         """
         room = None if self.context_length is None else self.context_length + (not self._engine.runs_last_token)
-        return limit_of(name, prompt_tokens, settings, self.context_length, room)
+        context = self.context_length
+        wanted = settings.new_tokens(prompt_tokens)
+        if prompt_tokens == 0:
+            raise InputRefused(f"{name} has no tokens", hint="give a prompt that is not empty")
+        if wanted == 0:
+            raise InputRefused(
+                f"{name} has {prompt_tokens} tokens, but max_length is {settings.max_length}",
+                hint="give a larger `--max-length`, or `--max-new-tokens`, which does not count the prompt",
+            )
+        if context is not None and prompt_tokens > context:
+            raise InputRefused(
+                f"{name} has {prompt_tokens} tokens, but the model's context is {context}",
+                hint="shorten the prompt, or export with a larger --max-seq-len if the graphs set the limit",
+            )
+        return wanted if room is None else min(wanted, room - prompt_tokens)
 
 
 def parts_of_object(
@@ -480,7 +494,15 @@ def parts_of_files(
     else:
         runner = load_runner(files, backend, settings, options, stages, trust_remote_code=trust_remote_code)
         runner = with_prefix(runner, prefix) if prefix else runner
-        length = room_in(context_length(files.folder), runner)
+        # tokens of prompt and new text, of which a tuned prefix takes a part
+        context = context_length(files.folder)
+        lengths = [context - runner.virtual_tokens if context else None, runner.cache_capacity]
+        length = min((length for length in lengths if length is not None), default=None)
+        if length is not None and length < 1:
+            raise InputRefused(
+                f"a prefix of {runner.virtual_tokens} tokens leaves no room in the model's context of {context}",
+                hint="is it the prefix of this model?",
+            )
     return {
         "runner": runner,
         "defaults": GenerationSettings.of(files.generation_config or files.folder),
@@ -491,33 +513,3 @@ def parts_of_files(
         "engine": engine,
         "images": load_images(files, backend, runner, settings),
     }
-
-
-def room_in(context: int | None, runner: Runner) -> int | None:
-    """Tokens of prompt and new text in a `context` less a tuned prefix, None if unknown; InputRefused for no room."""
-    lengths = [context - runner.virtual_tokens if context else None, runner.cache_capacity]
-    length = min((length for length in lengths if length is not None), default=None)
-    if length is not None and length < 1:
-        raise InputRefused(
-            f"a prefix of {runner.virtual_tokens} tokens leaves no room in the model's context of {context}",
-            hint="is it the prefix of this model?",
-        )
-    return length
-
-
-def limit_of(name: str, prompt_tokens: int, settings: GenerationSettings, context: int | None, room: int | None) -> int:
-    """Maximum number of new tokens of a prompt within `context` and `room` (None: no limit); else InputRefused."""
-    wanted = settings.new_tokens(prompt_tokens)
-    if prompt_tokens == 0:
-        raise InputRefused(f"{name} has no tokens", hint="give a prompt that is not empty")
-    if wanted == 0:
-        raise InputRefused(
-            f"{name} has {prompt_tokens} tokens, but max_length is {settings.max_length}",
-            hint="give a larger `--max-length`, or `--max-new-tokens`, which does not count the prompt",
-        )
-    if context is not None and prompt_tokens > context:
-        raise InputRefused(
-            f"{name} has {prompt_tokens} tokens, but the model's context is {context}",
-            hint="shorten the prompt, or export with a larger --max-seq-len if the graphs set the limit",
-        )
-    return wanted if room is None else min(wanted, room - prompt_tokens)

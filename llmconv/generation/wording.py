@@ -109,7 +109,10 @@ class Wording:
         """
         if self.src_length is None or len(tokens) <= self.src_length:
             return tokens
-        kept = shared_length(tokens, token_ids(model.tokenizer, ""))
+        # number of tokens at the start that are the same
+        second = token_ids(model.tokenizer, "")
+        shorter = min(len(tokens), len(second))
+        kept = next((at for at in range(shorter) if tokens[at] != second[at]), shorter)
         if kept >= self.src_length:
             raise UsageProblem(
                 f"`src_length` is {self.src_length}, but a prompt begins with {kept} special token(s)",
@@ -126,12 +129,6 @@ class Wording:
     def stops(self) -> tuple[str, ...]:
         """Stop strings of the template."""
         return find_template(self._chat_template).stops if self._chat_template else ()
-
-
-def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of tokens at the start that are the same."""
-    shorter = min(len(first), len(second))
-    return next((at for at in range(shorter) if first[at] != second[at]), shorter)
 
 
 @dataclass(frozen=True)

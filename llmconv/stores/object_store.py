@@ -296,7 +296,8 @@ def connect(address: StoreAddress) -> Connection:
     Raises UnsupportedInput if obstore is not installed, or cannot be used in this process; InputRefused if the address
     or the environment lacks what this store needs.
     """
-    require_obstore(address)
+    if find_spec("obstore") is None:
+        raise UnsupportedInput(f"`{address}` needs obstore, which is not installed", hint="`pip install obstore`")
     # refuses a fork of a process that has used obstore, whose threads it does not have: it would wait forever
     _users.add(os.getpid())
     if len(_users) > 1:
@@ -325,12 +326,6 @@ def connect(address: StoreAddress) -> Connection:
 
 
 _users: set[int] = set()  # this process, if it has connected to a store, and the one that it was forked from
-
-
-def require_obstore(address: StoreAddress) -> None:
-    """Raises UnsupportedInput if obstore is not installed."""
-    if find_spec("obstore") is None:
-        raise UnsupportedInput(f"`{address}` needs obstore, which is not installed", hint="`pip install obstore`")
 
 
 def open_uploads(address: StoreAddress, names: Collection[str]) -> tuple[Any, list[dict[str, str]]] | None:

@@ -241,7 +241,6 @@ TOKEN = "LLMCONV_STAGE_TOKEN"
 """Environment variable with the shared token, the same on both sides; empty or missing for none."""
 
 PROTOCOL = 1
-MAX_STAGES = 1024
 
 OTHER_EXPORT = (
     "the folders on both sides must be copies of one export: copy llmconv.json and the files of the stage again"
