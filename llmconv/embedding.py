@@ -36,18 +36,10 @@ RESULTS = {"embed": "embedding", "classify": "logits", "rerank": "score"}
 
 
 class Embedder:
-    """A model that returns one vector, or one score, per text.
+    """A model that returns one vector, or one score, per text; `role` is `embed`, `classify` or `rerank`.
 
-    Attributes:
-        role: `embed`, `classify` or `rerank`.
-        rules: prompts and the maximum length.
-
-    Args:
-        folder: a folder that `llmconv export --task` wrote.
-        settings: of onnxruntime.
-
-    Raises:
-        InputRefused: the folder has no such graph, or no tokenizer.
+    `folder` is one that `llmconv export --task` wrote; `settings` are those of onnxruntime; `rules` are the prompts and
+    the maximum length. Raises InputRefused if the folder has no such graph, or no tokenizer.
     """
 
     @checked
@@ -121,20 +113,10 @@ class Embedder:
 
 
 class TextFeatures:
-    """What `pipeline` returns for the tasks of graphs without a cache: called with texts, it returns a dict for each.
+    """What `pipeline` returns for tasks without a cache: called with texts, it returns a dict for each.
 
-    Attributes:
-        task: `embed`, `classify` or `rerank`.
-        model: the open model.
-
-    Args:
-        task: that the graph must have been exported for.
-        model: a folder that `llmconv export --task` wrote.
-        settings: of onnxruntime.
-
-    Raises:
-        InputRefused: the folder has no such graph, or no tokenizer.
-        UsageProblem: its graph is for another task.
+    `task` is `embed`, `classify` or `rerank`, for which the graph in `model` must have been exported (UsageProblem);
+    the open model is `model`. Raises InputRefused if the folder has no such graph, or no tokenizer.
     """
 
     def __init__(self, task: str, model: str | Path, settings: SessionSettings | None = None) -> None:
@@ -147,13 +129,8 @@ class TextFeatures:
     def __call__(self, inputs: str | Sequence[str], **options: Any) -> Any:
         """A dict with `embedding`, `logits` or `score` for one text, and a list of them for several.
 
-        Args:
-            inputs: a text, or a list of texts.
-            options: those of `Embedder.encode`.
-
-        Raises:
-            InputRefused: a text has no tokens.
-            UsageProblem: an unknown option, or no text.
+        `options` are those of `Embedder.encode`. Raises InputRefused if a text has no tokens, UsageProblem for an
+        unknown option, or no text.
         """
         texts = [inputs] if isinstance(inputs, str) else list(inputs)
         found = [{RESULTS[self.task]: row.tolist()} for row in self.model.encode(texts, **options)]
@@ -242,11 +219,7 @@ class Embedded:
         return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows())
 
     def content(self, path: Path) -> bytes:
-        """The content of a file: an array in `.npy`, otherwise JSON lines.
-
-        Args:
-            path: of the file.
-        """
+        """The content of a file at `path`: an array in `.npy`, otherwise JSON lines."""
         if path.suffix != ".npy":
             return self.lines().encode()
         stream = io.BytesIO()

@@ -80,9 +80,8 @@ def code_of(folder: Path, config: Mapping[str, Any], side_files: Mapping[str, by
 def collect_code(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
     """The Python files of classes such as `modeling_x.XForCausalLM`, and of their relative imports, by relative path.
 
-    Raises:
-        MalformedInput: a name refers to another repository or place; a file is missing, too large, a link out of the
-            folder, or not Python; an import leads out of the folder.
+    Raises MalformedInput for a name in another repository or place, an import out of the folder, or a file that is
+    missing, too large, a link out of the folder, or not Python.
     """
     files: dict[str, bytes] = {}
     pending = [_module_of(folder, name) for name in names]

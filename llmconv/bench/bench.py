@@ -38,13 +38,7 @@ RUNTIMES = {
 
 @dataclass(frozen=True)
 class BenchCandidate:
-    """A folder to measure, and its runtime.
-
-    Attributes:
-        kind: one of `RUNTIMES`.
-        folder: has the model or the graphs.
-        interpreter: path of a Python that has the runtime.
-    """
+    """A folder of a model or graphs to measure, its runtime (`kind`, of `RUNTIMES`), and a Python that has it."""
 
     kind: str
     folder: Path
@@ -57,16 +51,10 @@ class BenchCandidate:
     def parse(
         cls, text: str, first: Path | None = None, interpreters: Mapping[str, str] | None = None
     ) -> BenchCandidate:
-        """Parses `FOLDER`, `RUNTIME:FOLDER`, or `RUNTIME` alone.
+        """Parses `FOLDER`, `RUNTIME:FOLDER`, or `RUNTIME` alone, which stands for the folder `first`.
 
-        Args:
-            text: to parse.
-            first: the folder for `RUNTIME` alone.
-            interpreters: runtime to path of a Python; default: this one.
-
-
-        Raises:
-            UsageProblem: the folder does not exist.
+        `interpreters` are paths of a Python by runtime (default: this one). Raises UsageProblem if the folder does not
+        exist.
         """
         kind, _, rest = text.partition(":")
         if kind not in RUNTIMES or Path(text).is_dir():

@@ -357,9 +357,8 @@ class TarArchive:
     def only_file(self) -> tuple[int, Iterator[bytes]]:
         """The size of the only file in the archive, and its content in blocks, to be read to the end.
 
-        Raises:
-            UnsupportedInput: several files, or none; the content raises it, too.
-            MalformedInput: truncated, damaged, a link or device, or a name that leads out of the folder.
+        Raises UnsupportedInput for several files or none, as the content does; MalformedInput if it is truncated or
+        damaged, or has a link, a device, or a name that leads out of the folder.
         """
         size = self._next_file()
         if size is None:

@@ -22,18 +22,9 @@ MAX_SHIFT = 16  # maximum difference in tokens between an answer and its text wh
 class Chat:
     """A conversation with a model; each turn runs only the new tokens.
 
-    Args:
-        settings: how answers are sampled; default: `model.defaults`.
-        template: name of a chat template, as for `TextModel.encode_chat`.
-        system: system message; empty for none.
-
-    Raises:
-        InputRefused: the tokenizer has no chat template, and none is given.
-        UsageProblem: an unknown template.
-
-    Attributes:
-        messages: role and content, in order, without the system message.
-        system: may be changed between turns; the next turn then runs the whole chat again.
+    `settings` (default: `model.defaults`) are of the answers, `template` is as for `TextModel.encode_chat`
+    (InputRefused if the tokenizer has none, UsageProblem if it is unknown). `messages` are role and content in order,
+    without the `system` message, after whose change the next turn runs the whole chat again.
     """
 
     @checked

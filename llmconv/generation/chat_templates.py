@@ -223,9 +223,7 @@ def encode_chat(
 ) -> list[int]:
     """Tokens of `render_chat`, with a start token: the tokenizer's own template contains it, the others do not.
 
-    Raises:
-        InputRefused, UsageProblem: as `render_chat`; or the chat has no tokens.
-        TooManyTokens: it has more than twice `most` tokens.
+    Raises as `render_chat`, InputRefused for a chat without tokens, TooManyTokens for more than twice `most`.
     """
     text = render_chat(tokenizer, messages, template)
     require_text(text)

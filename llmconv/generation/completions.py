@@ -117,21 +117,12 @@ SIDE_FILE = ".{}.options.json"
 
 
 class CompletionFile:
-    """JSON lines, appended batch by batch.
+    """JSON lines, appended batch by batch; no file is created or changed before the first batch is finished.
 
     Every line has the fields of the prompt, such as an `id`, and `prompt` or `messages`, `text`, `tokens`,
-    `prompt_tokens` and `finish`. A hidden file next to it records the options, so that a run with other prompts or
-    options is refused. No file is created or changed before the first batch is finished.
-
-    Args:
-        prompts: all prompts, in order.
-        options: everything that the text depends on.
-        overwrite: start again; the first batch replaces the file.
-        added: further fields of `Completion` that every line has.
-
-    Raises:
-        InputRefused: the file is for other prompts or options, is not a file of completions, or is below a file.
-        OutputFailed: it cannot be written.
+    `prompt_tokens`, `finish`, and the fields `added`. A hidden file next to it records the `options`, on which the text
+    depends. Raises InputRefused if the file is for other prompts or options, is not a file of completions, or is below
+    a file; OutputFailed if it cannot be written. `overwrite` starts again.
     """
 
     def __init__(

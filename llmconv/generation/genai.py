@@ -52,10 +52,8 @@ class GenaiEngine:
     ) -> GenaiEngine:
         """Opens a folder with `genai_config.json`, which may have a shorter `context_length` than the model.
 
-        Raises:
-            InputRefused: onnxruntime-genai is not installed, or the folder was not exported for it.
-            MalformedInput: GenAI cannot open it.
-            UsageProblem: session settings that GenAI does not have.
+        Raises InputRefused without onnxruntime-genai, or if the folder was not exported for it; MalformedInput if GenAI
+        cannot open it; UsageProblem for session settings that GenAI does not have.
         """
         if not (folder / CONFIG).is_file():
             again = f"llmconv export {folder} {LAYOUT}"

@@ -140,9 +140,8 @@ MODEL_FILES = ("*.onnx", "*.safetensors", "tokenizer.json")
 class PromptRun:
     """The prompts of one call, and their completions and costs so far.
 
-    Raises:
-        InputRefused: a prompt has no tokens, or all of them are too long.
-        UsageProblem: several greedy continuations of a prompt, which would be equal, or more than there are beams.
+    Raises InputRefused if a prompt has no tokens, or all are too long; UsageProblem for several equal greedy
+    continuations of a prompt, or more than there are beams.
     """
 
     model: TextModel

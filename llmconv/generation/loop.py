@@ -152,12 +152,7 @@ class PrefixCache(Protocol):
 
 
 class Conversation:
-    """One growing sequence; the tokens that the next prompt shares with it do not run again.
-
-    Attributes:
-        ids: tokens in the cache.
-        cache: None before the first turn.
-    """
+    """One growing sequence; the tokens (`ids`) in its cache that the next prompt shares with it do not run again."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -182,12 +177,7 @@ class Conversation:
 
 
 class SharedPrefix:
-    """Tokens that many prompts begin with; they run only once.
-
-    Args:
-        ids: the tokens.
-        positions: the model's rule for position ids.
-    """
+    """Tokens `ids` that many prompts begin with; they run only once, at `positions` by the model's rule."""
 
     def __init__(self, ids: Sequence[int], positions: PositionRule = default_positions) -> None:
         self._ids, self._positions = list(ids), positions
@@ -237,8 +227,7 @@ Decode = Callable[[Sequence[int]], str]  # tokens to text
 class LoopEngine:
     """llmconv's own loop: a prefill, then one step of the model (graphs or eager) per token.
 
-    Attributes:
-        runs_last_token: whether the last new token also needs room in the context.
+    `runs_last_token` tells whether the last new token also needs room in the context.
     """
 
     runner: Runner

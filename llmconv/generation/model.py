@@ -141,15 +141,11 @@ class TextModel:
         return opened
 
     def with_adapter(self, adapter: str | Path) -> TextModel:
-        """This model with a LoRA adapter in place of any that it has; both share graphs and weights.
+        """This model with a LoRA adapter (see `open`) in place of any that it has; both share graphs and weights.
 
-        Args:
-            adapter: see `open`; for graphs of `export --lora-inputs`, and none with `prefix_tuning`.
-
-        Raises:
-            InputRefused: not an adapter, one for other modules than the graphs have inputs for, or of another model.
-            UnsupportedInput: another kind of adapter.
-            UsageProblem: the graphs have no inputs for factors, or the model has a tuned prefix.
+        Raises InputRefused for no adapter, one for other modules than the graphs have inputs for, or of another model;
+        UnsupportedInput for another kind; UsageProblem if the graphs have no inputs for factors, or the model has a
+        tuned prefix.
         """
         if isinstance(self.runner, PrefixedRunner):
             raise UsageProblem(
@@ -158,13 +154,10 @@ class TextModel:
         return replace(self, runner=with_lora(self.runner, self.folder, adapter), origin=self)
 
     def with_image_processor(self, processor: Any) -> TextModel:
-        """This model with another image processor than that of its folder; both share graphs and weights.
+        """This model with another image processor of transformers; both share graphs and weights.
 
-        Args:
-            processor: an image processor of transformers; its images must have the size that the vision tower takes.
-
-        Raises:
-            UsageProblem: the model takes no images, or `processor` is something else.
+        Its images must have the size that the vision tower takes. Raises UsageProblem if the model takes no images, or
+        `processor` is something else.
         """
         encoder = self.require_images()
         from transformers.image_processing_base import ImageProcessingMixin  # noqa: PLC0415 - imports torch
@@ -365,15 +358,9 @@ class TextModel:
     def given_inputs(
         self, prompts: Sequence[Sequence[int]], inputs: Sequence[RequestInputs] | None
     ) -> list[GivenInputs | None]:
-        """The values of extra inputs for each prompt, checked; None for a prompt without any.
+        """The values of extra inputs by name for each prompt (token ids), checked; None for a prompt without any.
 
-        Args:
-            prompts: token ids.
-            inputs: values by name, for each prompt.
-
-        Raises:
-            InputRefused: a value does not fit an extra input.
-            UsageProblem: there are more or fewer mappings than prompts.
+        Raises InputRefused if a value does not fit an extra input, UsageProblem unless there is one mapping per prompt.
         """
         return inputs_of_prompts(prompts, inputs, {} if self.engine else self.runner.extra_inputs)
 
@@ -394,16 +381,10 @@ class TextModel:
                 yield from pieces_of(row, found[row.sample])
 
     def search(self, prompt: Sequence[int], settings: GenerationSettings, count: int) -> list[list[int]]:
-        """The new tokens of the `count` best beams of one prompt, best first.
+        """The new tokens of the `count` best beams of one prompt (token ids), best first.
 
-        Args:
-            prompt: token ids.
-            settings: `num_beams` is at least `count`.
-            count: number of continuations.
-
-        Raises:
-            InputRefused: the prompt is longer than the context.
-            UsageProblem: there are fewer beams, or transformers does not accept the settings.
+        `settings` have at least `count` beams. Raises InputRefused if the prompt is longer than the context;
+        UsageProblem if there are fewer beams, or transformers does not accept the settings.
         """
         limit = self.limits([prompt], settings)[0]
         rows = (Row(0, RowStart(prompt, limit), settings, self.decode) for _ in range(count))
@@ -416,15 +397,9 @@ class TextModel:
         return [self.limit(name, len(prompt), settings) for name, prompt in named]
 
     def limit(self, name: str, prompt_tokens: int, settings: GenerationSettings) -> int:
-        """Maximum number of new tokens of a prompt, see `limits`.
+        """Maximum number of new tokens of the prompt `name` with `prompt_tokens` tokens, see `limits`.
 
-        Args:
-            name: of the prompt, for messages.
-            prompt_tokens: its number of tokens.
-            settings: limit the length.
-
-        Raises:
-            InputRefused: it is empty, or too long for the context.
+        Raises InputRefused if it is empty, or too long for the context.
         """
         room = None if self.context_length is None else self.context_length + (not self._engine.runs_last_token)
         context = self.context_length

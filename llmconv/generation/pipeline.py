@@ -33,14 +33,10 @@ _MODELS: dict[str, Any] = {}
 
 @checked
 def register_task(name: str, opener: Any) -> None:
-    """Adds a task to those of `pipeline`, or replaces it.
+    """Adds a task to those of `pipeline`, or replaces it; in its name `_` is `-`.
 
-    Args:
-        name: of the task; `_` is `-`.
-        opener: called with the model and the keywords of `pipeline`; returns what is called with the inputs.
-
-    Raises:
-        UsageProblem: the name is empty, or `opener` cannot be called.
+    `opener` is called with the model and the keywords of `pipeline`, and returns what is called with the inputs. Raises
+    UsageProblem if the name is empty, or `opener` cannot be called.
     """
     if not name.strip() or not callable(opener):
         raise UsageProblem("a task has a name and a function that opens it", hint="`register_task(NAME, FUNCTION)`")
@@ -54,14 +50,7 @@ def supported_tasks() -> tuple[str, ...]:
 
 @checked
 def check_task(name: str) -> str:
-    """The name of a task as `supported_tasks` has it.
-
-    Args:
-        name: with `-` or `_`.
-
-    Raises:
-        UsageProblem: there is no such task; the hint has the closest one, or all.
-    """
+    """The name of a task, with `-` or `_`, as `supported_tasks` has it; UsageProblem has the closest as hint."""
     spelled = _spelled(name)
     if spelled not in _TASKS:
         near = get_close_matches(spelled, _TASKS, n=1)
@@ -71,27 +60,15 @@ def check_task(name: str) -> str:
 
 
 def get_task(name: str) -> Opener:
-    """The function that opens a model for a task.
-
-    Args:
-        name: with `-` or `_`.
-
-    Raises:
-        UsageProblem: there is no such task.
-    """
+    """The function that opens a model for a task, with `-` or `_` in its name; raises UsageProblem as `check_task`."""
     return _TASKS[check_task(name)]
 
 
 @checked
 def register_model(name: str, model: Any) -> None:
-    """Gives a model a name for `pipeline`, before folders and the Hub are searched.
+    """Gives a model a name for `pipeline`, before folders and the Hub are searched; UsageProblem if it is empty.
 
-    Args:
-        name: such as `my-llama`.
-        model: what `pipeline` takes: a folder, a pair of graphs (prefill, decode), `ModelFiles`; None to forget it.
-
-    Raises:
-        UsageProblem: the name is empty.
+    `model` is what `pipeline` takes: a folder, a pair of graphs (prefill, decode), `ModelFiles`; None to forget it.
     """
     if not name.strip():
         raise UsageProblem("a model has a name", hint="`register_model(NAME, MODEL)`")
@@ -194,12 +171,7 @@ def _text_features(task: str, model: Any, **options: Any) -> TextFeatures:
 
 
 class TextGeneration:
-    """Continues texts and chats.
-
-    Args:
-        model: continues them.
-        options: default options of every call, see `__call__`.
-    """
+    """Continues texts and chats by `model`; `options` are the defaults of every call, see `__call__`."""
 
     task = TASK
 

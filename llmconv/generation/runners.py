@@ -75,9 +75,7 @@ class ModelFiles:
     def find(cls, model: Any) -> ModelFiles:
         """The files of a folder, a graph, a pair of graphs, or a name in the Hub's cache.
 
-        Raises:
-            InputRefused: there is no such file, folder or name.
-            UsageProblem: `model` is something else.
+        Raises InputRefused if there is none, UsageProblem if `model` is something else.
         """
         if isinstance(model, ModelFiles):
             return model
@@ -188,19 +186,12 @@ def load_runner(
     *,
     trust_remote_code: bool = False,
 ) -> Runner:
-    """The graphs, or the eager model (torch is imported only for that).
+    """The graphs, or the eager model (torch is imported only for that); `backend` is `onnx` or `torch`.
 
-    Args:
-        backend: `onnx` or `torch`.
-        settings: session settings of onnxruntime; `torch` takes the number of threads from them.
-        options: of the eager model, for `torch`; the adapter also for `onnx`.
-        stages: where stages run that do not run here, for `onnx`.
-        trust_remote_code: run the model code in the folder, for `torch`.
-
-    Raises:
-        InputRefused: the folder has no graphs, or transformers cannot load it.
-        StageFailed: no stage answers at an address, or it serves another model.
-        UsageProblem: an unknown backend, device or dtype, or what only `torch` takes for the graphs.
+    Of `settings`, `torch` takes the number of threads; `options` are of the eager model, their adapter also for `onnx`;
+    `stages` tells where stages run that do not run here; `trust_remote_code` runs the model code in the folder. Raises
+    InputRefused if the folder has no graphs, or transformers cannot load it; StageFailed if no stage of this model
+    answers; UsageProblem for an unknown backend, device or dtype, or what only `torch` takes.
     """
     runner = _loaded(files, backend, settings, options or TorchOptions(), stages, trust_remote_code)
     runner.length_switch = length_switch(language_config(files.folder))

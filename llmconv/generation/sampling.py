@@ -144,27 +144,17 @@ class GenerationSettings:
     def of(cls, folder: str | Path, **overrides: Any) -> GenerationSettings:
         """The settings in a folder's `generation_config.json`, replaced by `overrides`.
 
-        Args:
-            folder: model folder; end tokens may be in `config.json` instead.
-            overrides: fields of `GenerationConfig`; None means not given.
-
-        Raises:
-            MalformedInput: a field of the file has an invalid value.
-            UsageProblem: an override is invalid.
+        These are fields of `GenerationConfig`, None if not given; end tokens may be in `config.json`. Raises
+        MalformedInput for an invalid value in the file, UsageProblem for an invalid override.
         """
         folder = path_of(folder, "folder")
         return cls.of_config(_read(folder / GENERATION_CONFIG), language_config(folder)).but(**overrides)
 
     @classmethod
     def of_config(cls, fields: Mapping[str, Any], config: Mapping[str, Any]) -> GenerationSettings:
-        """The settings of a `GenerationConfig`.
+        """The settings of a `GenerationConfig`, None if not set; raises MalformedInput for an invalid value.
 
-        Args:
-            fields: of `GenerationConfig`; None means not set.
-            config: the model's config, which may have the end tokens instead.
-
-        Raises:
-            MalformedInput: a field has an invalid value.
+        End tokens may be in the model's `config` instead.
         """
         given = {name: value for name, value in fields.items() if value is not None}
         try:
@@ -175,8 +165,7 @@ class GenerationSettings:
     def but(self, **changes: Any) -> GenerationSettings:
         """A copy of these settings with the given fields replaced; None means not given.
 
-        Raises:
-            UsageProblem: not a field of `GenerationConfig`, a field that has no effect here, or an invalid value.
+        Raises UsageProblem for no field of `GenerationConfig`, one that has no effect here, or an invalid value.
         """
         require_known(name for name, value in changes.items() if value is not None)
         require_effect(changes)

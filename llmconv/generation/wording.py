@@ -49,16 +49,10 @@ class Wording:
             raise UsageProblem(f"`src_length` is {self.src_length}", hint="give at least 1")
 
     def encode(self, model: TextModel, prompt: Prompt, name: str = "the prompt") -> EncodedPrompt:
-        """A prompt as the model takes it, without the tokens that are too many for `src_length`.
+        """A prompt (`name` in messages) as the model takes it, without the tokens that are too many for `src_length`.
 
-        Args:
-            model: its tokenizer is used.
-            prompt: a text or a chat, with images or embeddings or without.
-            name: of the prompt in messages.
-
-        Raises:
-            InputRefused: the prompt has no tokens, there is no chat template, or its embeddings cannot be used.
-            UsageProblem: see `cut`; or a prompt with embeddings is to be cut.
+        Raises InputRefused if it has no tokens, there is no chat template, or its embeddings cannot be used;
+        UsageProblem as `cut`, or if a prompt with embeddings is to be cut.
         """
         # refuses a field of the caller's own that has the name of an extra input of the model, which would be ignored
         known = () if model.engine else model.runner.extra_inputs
@@ -102,11 +96,7 @@ class Wording:
         return (1 if self.src_length is None else MOST_CUT) * model.longest_prompt
 
     def cut(self, model: TextModel, tokens: list[int]) -> list[int]:
-        """The tokens without those that are too many for `src_length`, after the special tokens at the start.
-
-        Raises:
-            UsageProblem: `src_length` has no room for more than these.
-        """
+        """The tokens without those too many for `src_length`, after the special ones; UsageProblem without room."""
         if self.src_length is None or len(tokens) <= self.src_length:
             return tokens
         # number of tokens at the start that are the same

@@ -63,14 +63,9 @@ PATIENCE = 30  # seconds for tasks to end that were stopped
 def write_in_ray(call: Call, shards: Sequence[Shard], advance: Callable[[int], None]) -> None:
     """Writes shards in a cluster, whose processes repeat `call` once; returns when all are in the output's journal.
 
-    Args:
-        advance: called with the bytes of each finished shard.
-
-    Raises:
-        LlmconvError: the first error of a task.
-        OutputFailed: tasks of one shard were lost several times, or the cluster was.
-        UnsupportedInput: ray is not installed here, or a node has another version of llmconv.
-        UsageProblem: an argument contains a credential.
+    `advance` is called with the bytes of each. Raises the first error of a task; OutputFailed if tasks of one shard, or
+    the cluster, were lost; UnsupportedInput without ray, or for another version of llmconv on a node; UsageProblem for
+    a credential in an argument.
     """
     for value in call.arguments.values():
         for text in value if isinstance(value, list | tuple) else [value]:
@@ -476,16 +471,10 @@ class Destination(Protocol):
     def begin(
         self, key: str, files: Sequence[str], *, overwrite: bool, resume: bool
     ) -> AbstractContextManager[UnfinishedOutput]:
-        """Starts or continues the output.
+        """Starts or continues the output; raises OutputFailed if another run is writing it, or writing fails.
 
-        Args:
-            key: fingerprint of sources and options; what was finished with another key is not used.
-            files: names of all files that will be written.
-            overwrite: an existing output may be replaced.
-            resume: keep what an interrupted run with the same key finished.
-
-        Raises:
-            OutputFailed: another run is writing it, or writing fails.
+        `key` is the fingerprint of sources and options, `files` are all names that will be written; `overwrite` allows
+        to replace an existing output, `resume` keeps what an interrupted run with the same key finished.
         """
 
     def require_shared(self) -> None:

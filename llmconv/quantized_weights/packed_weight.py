@@ -224,10 +224,8 @@ class Packing:
 class GroupedWeight(PackedWeight):
     """value = (code - zero point of its group) · scale of its group.
 
-    Attributes:
-        words, scales: names of the tensors of codes and of scales.
-        read_scales, read_zeros: read scales and zero points as stored, both out×groups; no zero points if all are the
-            middle code.
+    `words` and `scales` are names of the tensors; `read_scales` and `read_zeros` read them as stored, both out×groups;
+    no zero points if all are the middle code.
     """
 
     words: str

@@ -178,14 +178,7 @@ class ExtraInput:
             raise UsageProblem(f"the extra input `{self.name}` {problem}", hint=DOCUMENT)
 
     def resolved(self, config: Any) -> ExtraInput:
-        """The same input with numbers instead of fields and functions of the config.
-
-        Args:
-            config: a transformers config.
-
-        Raises:
-            UnsupportedInput: the config lacks the field, or the function fails.
-        """
+        """The input with numbers for fields and functions of `config`; UnsupportedInput if one is missing or fails."""
         axes = tuple(axis if axis in SYMBOLS else self._number(axis, config, "axis") for axis in self.axes)
         if min((axis for axis in axes if isinstance(axis, int)), default=1) < 1:
             raise UnsupportedInput(f"the extra input `{self.name}` has the shape {list(axes)}", hint=DOCUMENT)

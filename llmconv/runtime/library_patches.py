@@ -96,11 +96,10 @@ def load_tensors(model: Any, tensors: Mapping[str, Any], dtype: torch.dtype) -> 
 
 
 def loaded_names(model: Any, stored: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """How `load_tensors` maps the names of a checkpoint's tensors to names of the model (5.16 to 5.23).
+    """How `load_tensors` maps names of a checkpoint's tensors to names of the model (5.16 to 5.23): two dicts.
 
-    Returns:
-        The stored names by each name of the model (for a converter with several results, only the first), and the
-        stored name by each name of the model that is only a renaming.
+    The stored names by name of the model (for a converter with several results, only the first), and the stored name by
+    each name of the model that is only a renaming.
     """
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]

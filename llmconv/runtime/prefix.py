@@ -152,12 +152,9 @@ IN_THE_GRAPH = "make it part of the graphs: `llmconv export MODEL --prefix PATH`
 class PrefixedRunner(Runner):
     """Begins every prompt with a tuned prefix: an empty past is replaced with the keys and values of the prefix.
 
-    Callers pass masks and positions without the prefix; they are extended here.
-
-    Args:
-        runner: runs the model; `with_prefix` checks that the prefix is one of this model.
-        content: keys and values `[1, kv_heads, P, head_dim]` by the names of the graph's outputs.
-        first_position: position of the first token after the prefix: P or 0.
+    Callers pass masks and positions without it; they are extended here. `with_prefix` has checked that its `content`,
+    [1, kv_heads, P, head_dim] by names of the graph's outputs, is of the model of `runner`; `first_position`, P or 0,
+    is that of the token after it.
     """
 
     def __init__(self, runner: Runner, content: Mapping[str, Array], first_position: int) -> None:
@@ -214,15 +211,11 @@ class PrefixedRunner(Runner):
 
 
 def with_prefix(runner: Runner, prefix: Prefix) -> PrefixedRunner:
-    """The model with a tuned prefix before every prompt.
+    """The model with a tuned prefix before every prompt; it computes the keys and values of a soft prompt.
 
-    One token is run, whose cache has the names and shapes of all layers. The keys and values of a soft prompt are
-    computed by the runner.
-
-    Raises:
-        InputRefused: the prefix is of another model, or longer than the cache.
-        UnsupportedInput: the model keeps more than keys and values, or keeps codes of them.
-        UsageProblem: the graphs contain a prefix, or the model runs in other processes.
+    One token is run, whose cache has the names and shapes of all layers. Raises InputRefused for a prefix of another
+    model, or longer than the cache; UnsupportedInput if more than keys and values, or codes of them, are kept;
+    UsageProblem if the graphs contain a prefix, or the model runs in other processes.
     """
     if runner.virtual_tokens:
         raise UsageProblem(

@@ -141,13 +141,7 @@ class Runner(Protocol):
         return None
 
     def continues_in_one_run(self, batch: int, past: int, new: int) -> bool:
-        """Whether `prefill` can continue a past without splitting the new tokens into several runs.
-
-        Args:
-            batch: number of sequences.
-            past: tokens in the cache, virtual ones not counted.
-            new: new tokens per sequence.
-        """
+        """Whether `prefill` can continue `past` tokens by `new` per sequence of a batch without several runs."""
         return True
 
     def reads_in_parts(self, tokens: int) -> bool:

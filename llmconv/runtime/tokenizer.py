@@ -212,18 +212,12 @@ def encode_prompt(
 
 
 def token_ids(tokenizer: Any, text: str, most: int | None = None, **options: Any) -> list[int]:
-    """Token ids of a text; `options` are passed to the tokenizer.
+    """Token ids of a text, up to twice `most`, so that the caller can report their number.
 
-    A text that is far too long is not tokenized as a whole, which takes a second and 200 MB per MB: beginnings of it
-    are, each twice as long as the one before. A bound on its bytes would also refuse what a normalizer shortens.
-
-    Args:
-        most: maximum number of tokens that the caller can use; None for no maximum. Texts of up to twice as many are
-            tokenized, so that the caller can report their number.
-
-    Raises:
-        InputRefused: the tokenizer fails.
-        TooManyTokens: the text has more than twice as many tokens as it may have.
+    `options` are passed to the tokenizer. A text that is far too long is not tokenized as a whole, which takes a second
+    and 200 MB per MB: beginnings of it are, each twice as long as the one before. A bound on its bytes would also
+    refuse what a normalizer shortens. Raises InputRefused if the tokenizer fails, TooManyTokens for more than twice
+    `most`.
     """
     size = len(text) if most is None else max(most * CHARACTERS, LEAST_CHARACTERS)
     while most is not None and size < len(text):

@@ -30,14 +30,10 @@ KINDS = {
 
 
 class ApiError(Exception):
-    """A failed request.
+    """A failed request: `message` for a person, HTTP `status`, `headers` of the response.
 
-    Attributes:
-        status: HTTP status.
-        message: one or two sentences for a person.
-        parameter: the invalid field, such as `messages[0].role`.
-        code: error code for programs, such as `context_length_exceeded`.
-        headers: headers of the response.
+    `parameter` is the invalid field, such as `messages[0].role`; `code` is for programs, such as
+    `context_length_exceeded`.
     """
 
     def __init__(
@@ -107,11 +103,7 @@ WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Sampling fields of a request; None for the model's default.
-
-    Attributes:
-        top_k, min_p, repetition_penalty: not OpenAI's fields, but common in other servers of open models.
-    """
+    """Sampling fields, None for the model's default; some are not OpenAI's, but common in servers of open models."""
 
     max_tokens: int | None  # maximum number of new tokens per choice
     temperature: float | None

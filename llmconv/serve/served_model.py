@@ -44,19 +44,12 @@ class ChoiceDelta:
 
 
 class ServedModel:
-    """A model with its public name and the server's limits.
+    """A model with its public name (`name`, which clients send) and the server's limits.
 
-    Args:
-        name: model name that clients send.
-        template: chat template, as for `TextModel.encode_chat`.
-        system: system message of chats that have none.
-        max_new_tokens: limit for requests that set none; default: the model's own, else 2048.
-        kept: number of caches of earlier answers to keep.
-
-    Raises:
-        InputRefused: the given template is not valid Jinja, or does not end. For a tokenizer's own this is a warning,
-            since texts are continued without it.
-        UsageProblem: an unknown template.
+    `template` is as for `TextModel.encode_chat`, `system` the message of chats that have none; `max_new_tokens` is for
+    requests that set none (default: the model's own, else 2048); `kept` caches of earlier answers stay. Raises
+    InputRefused for an invalid or endless template (a warning for a tokenizer's own, without which texts are
+    continued), UsageProblem for an unknown one.
     """
 
     def __init__(

@@ -228,14 +228,10 @@ class Outcome:
 
 
 class Execution:
-    """A run of a file.
+    """A run of a file; the steps inherit `lock`, the descriptor of its `run_lock` (None for a plan).
 
-    Args:
-        lock: descriptor of its `run_lock`, which the steps inherit; None for a plan.
-        force: do all steps, whatever is done.
-        quiet: give `--quiet` to every step.
-        github: give `--github` to every `verify`.
-        stdout: descriptor or file for what the steps print; None for this process's own.
+    `force` does all steps, whatever is done; `quiet` and `github` are given to every step, or `verify`; `stdout` is a
+    descriptor or file for what the steps print, None for this process's own.
     """
 
     def __init__(
@@ -450,14 +446,10 @@ class Record:
         self.save()
 
     def end(self, step: Step, first: Stamps, before: Stamps, after: Stamps, changed: Stamps) -> None:
-        """Records that a step is done.
+        """Records that a step is done; `first` is what `begin` returned.
 
-        Args:
-            first: what `begin` returned.
-            before: stamps of its inputs and outputs before. An input that changed meanwhile keeps that stamp, so the
-                step is done again.
-            after: the same, afterwards.
-            changed: those of the places that it writes into, afterwards.
+        `before` and `after` are the stamps of its inputs and outputs: an input that changed meanwhile keeps the earlier
+        one, so that the step is done again. `changed` are those of the places that it writes into, afterwards.
         """
         own = changed if step.outputs else {name: stamp for name, stamp in changed.items() if not _is_weights(name)}
         written = {name: stamp for name, stamp in own.items() if step.outputs or first.get(name) != stamp}

@@ -93,17 +93,11 @@ def raise_all(name: str, problems: Sequence[LlmconvError]) -> None:
 
 
 def read_run_file(path: Path, changes: Mapping[str, str], group: click.Group) -> RunFile:
-    """Reads a run file; every option of every step is checked before anything runs.
+    """Reads a YAML run file; every option of every step is checked by `group`, of all commands, before anything runs.
 
-    Args:
-        path: of the YAML file.
-        changes: values of `--set` by variable, or by `STEP.OPTION`: texts, `true`, `false`, or `[LIST]`.
-        group: of all commands.
-
-    Raises:
-        InputRefused: there is no such file.
-        MalformedInput: it is not of the form above, or a step has an unknown option, or several mistakes were made.
-        UsageProblem: a command refuses its options, or a change names nothing in the file.
+    `changes` are the values of `--set` by variable, or by `STEP.OPTION`: texts, `true`, `false`, or `[LIST]`. Raises
+    InputRefused if there is no such file; MalformedInput for another form, an unknown option, or several mistakes;
+    UsageProblem if a command refuses its options, or a change names nothing in the file.
     """
     file, problems = read_steps(path, changes, group)
     raise_all(path.name, problems)

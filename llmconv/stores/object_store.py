@@ -58,17 +58,11 @@ class Head:
 
 
 class ObjectStore:
-    """The objects below `address`; all keys are relative to it.
+    """The objects below `address`, of a folder or a bucket; all keys are relative to it.
 
-    Args:
-        address: of a folder, or of the bucket.
-        writes: an output is made there, so that a denied access is a failure of the output.
-
-    Raises:
-        UnsupportedInput: obstore is not installed.
-        InputRefused: the address is not usable. Methods raise it if the store has no such bucket, or denies access from
-            the beginning.
-        OutputFailed: by all methods, if the store fails otherwise, after retries.
+    With `writes`, an output is made there, so that a denied access is a failure of the output. Raises UnsupportedInput
+    without obstore, InputRefused if the address is not usable. Methods raise InputRefused for no such bucket, or no
+    access from the beginning; OutputFailed if the store fails otherwise, after retries.
     """
 
     def __init__(self, address: StoreAddress, *, writes: bool = False) -> None:

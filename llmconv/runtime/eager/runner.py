@@ -73,27 +73,13 @@ SMALL_MODEL = 10_000_000  # maximum number of parameters at which one thread is 
 
 
 class EagerRunner(Runner):
-    """AutoModelForCausalLM with eager attention.
+    """AutoModelForCausalLM with eager attention; nothing in `folder` is executed.
 
-    Attributes:
-        limit_margins: how close values came to the model's limits; observed in float64 only.
-
-    Args:
-        folder: a Hugging Face folder with safetensors weights; nothing in it is executed.
-        dtype: `float64` (all operators in float64, from the float32 buffers), `float32`, `float16` or `bfloat16`.
-        code: a trusted folder whose custom code, if any, builds the model.
-        factors: scales the weights while they are read.
-        like: the same model in float32; its weights are copied instead of read again.
-        device: torch's name of the device.
-        skipped: names of layers that are left out by `skip_layers`.
-        extra_inputs: extra inputs of the family.
-        adapter: folder of a PEFT adapter, which PEFT applies without merging.
-
-    Raises:
-        InputRefused: transformers cannot load the folder.
-        OutOfMemory: the device has too little memory.
-        UnsupportedInput: the model's `forward` has no parameter of an extra input.
-        UsageProblem: torch does not have the device.
+    In `float64` all operators compute so, from the float32 buffers, and `limit_margins` are observed. Custom `code` of
+    a trusted folder may build the model; `factors` scale weights while they are read; those of `like`, the same model
+    in float32, are copied instead; layers named in `skipped` are left out; PEFT applies `adapter` without merging.
+    Raises InputRefused if transformers cannot load the folder, OutOfMemory, UnsupportedInput if `forward` has no
+    parameter of one of the `extra_inputs`, UsageProblem for a device that torch does not have.
     """
 
     attention: str | None = "eager"  # transformers' `attn_implementation`; None for its default

@@ -31,14 +31,10 @@ ScaleFactors = Callable[[str, Sequence[int]], float]
 
 
 class StoredTensor:
-    """A tensor of a safetensors file, read when it is sliced.
+    """A tensor of a safetensors file, read when it is sliced (`stored`, of `safe_open`).
 
-    Args:
-        stored: the slice of `safe_open`.
-        file: its file and position; a tensor in its stored dtype gets the alignment that it would have if the file were
-            mapped, as by `from_pretrained`.
-        dtype: dtype requested for the model.
-        factor: a power of two by which every value is multiplied.
+    `file` has its position: in its stored dtype it gets the alignment that it would have if the file were mapped, as by
+    `from_pretrained`. Otherwise it gets the `dtype` of the model; `factor` is a power of two for every value.
     """
 
     def __init__(self, stored: Any, file: FileTensor, dtype: torch.dtype, factor: float = 1.0) -> None:
@@ -120,11 +116,9 @@ def require_loaded(model: Any, report: Mapping[str, Any], stored: Mapping[str, L
     """Requires that a model consists of the folder's weights, and these are all of its modules' weights.
 
     Tensors of modules that the model does not have, such as the vision tower of a language model, may be left over.
-    `report` is the `output_loading_info` of `from_pretrained`.
-
-    Raises:
-        MalformedInput: weights are missing (transformers makes them up at random), the model leaves out weights of its
-            own modules or of further layers, or weights are integers without a quantization that explains them.
+    `report` is the `output_loading_info` of `from_pretrained`. Raises MalformedInput if weights are missing
+    (transformers makes them up), the model leaves out weights of its modules or of further layers, or weights are
+    integers without a quantization that explains them.
     """
     if names := sorted(report["missing_keys"]):
         raise MalformedInput(

@@ -50,16 +50,10 @@ class TorchCache:
 
 
 class TorchRunner(EagerRunner):
-    """The model with the default attention of transformers.
+    """The model with the default attention of transformers, in `dtype`, `auto` for that of the weights.
 
-    Args:
-        dtype: `auto` for the dtype of the weights, or a float type by name.
-        adapter: folder of a PEFT adapter, which is applied without merging.
-        tensors: the weights in place of those in the folder, by the same names.
-        threads: number of torch threads in this process; 0 for no change.
-
-    Raises:
-        InputRefused: transformers cannot load the folder, or PEFT the adapter.
+    PEFT applies `adapter` without merging; `tensors` replace the folder's by name; `threads` of torch, 0 for no change.
+    Raises InputRefused if transformers cannot load the folder, or PEFT the adapter.
     """
 
     attention = None

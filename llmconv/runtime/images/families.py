@@ -113,11 +113,9 @@ class AnyresImages(ImageFamily):
     def packed(self, tiles: Array, newline: Array, size: Sequence[int], grid: tuple[int, int]) -> Array:
         """The features of one image, float [tokens, hidden]; transformers' `pack_image_features`.
 
-        Args:
-            tiles: features of the small copy of the image and of its tiles, float [tiles, tokens, hidden].
-            newline: what ends a row, float [hidden].
-            size: of the image, height and width.
-            grid: rows and columns of tiles; (0, 0) for the small copy alone.
+        `tiles`, float [tiles, tokens, hidden], are those of its small copy and its tiles; `newline`, float [hidden],
+        ends a row; `size` is (height, width); `grid` has the rows and columns of tiles, (0, 0) for the small copy
+        alone.
         """
         if not any(grid):
             return np.concatenate([tiles[0], newline[None]])

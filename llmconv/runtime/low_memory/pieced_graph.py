@@ -292,16 +292,10 @@ def open_piece(
 
 
 class PiecedGraph(OrtGraph):
-    """An `OrtGraph` that runs all calls on one piece, then on the next.
+    """An `OrtGraph`, from its (first) file `path`, that runs all calls on one piece, then on the next.
 
-    Args:
-        path: file of the graph, or of its first stage.
-        file: stores the results.
-        piece_bytes: maximum size of the weights of a piece, in bytes of float32.
-
-    Raises:
-        MalformedInput: `guard` refuses a file.
-        UnsupportedInput: the graph has a shared cache buffer.
+    `file` stores the results; the weights of a piece have at most `piece_bytes` in float32. Raises MalformedInput if
+    `guard` refuses a file, UnsupportedInput for a graph with a shared cache buffer.
     """
 
     def __init__(

@@ -170,15 +170,11 @@ RESIDENT = 1 << 24
 
 
 class StreamedRunner(EagerRunner):
-    """`EagerRunner`, layer by layer.
+    """`EagerRunner`, layer by layer; arguments as there.
 
-    Args:
-        folder, dtype, code, factors, skipped, extra_inputs: as for `EagerRunner`.
-        resident: maximum number of elements of an embedding or a head that stays in memory.
-        memory: of large matrices, which runners of the same weights may share.
-
-    Raises:
-        UnsupportedInput: the model has no layers that can be loaded one by one.
+    At most `resident` elements of an embedding or a head stay in memory; `memory` is that of large matrices, which
+    runners of the same weights may share. Raises UnsupportedInput for a model without layers that can be loaded one by
+    one.
     """
 
     def __init__(

@@ -182,12 +182,9 @@ CallChain = tuple[KeyedCache | None, Sequence[RunnerCall]]
 
 
 class PrecomputedRunner(Runner):
-    """A runner that computes planned calls in advance.
+    """A runner that computes planned calls in advance; `name`, of the model or graph, is part of their keys.
 
-    Args:
-        name: of the model or graph; part of the keys of its calls.
-        run_all: runs calls, each of which comes after the call that it continues.
-        limit: maximum number of tokens, past ones included, of the calls that run together.
+    `run_all` runs calls, each after the one that it continues, together at most `limit` tokens, past ones included.
     """
 
     def __init__(

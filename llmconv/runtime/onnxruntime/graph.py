@@ -282,12 +282,7 @@ class OrtGraph:
         return int(self.inputs[INPUTS_EMBEDS][-1]) if self._table else None
 
     def embed(self, input_ids: Array, placed: PlacedEmbeddings | None = None) -> dict[str, Array]:
-        """The token input by name: `input_ids`, or `inputs_embeds` if the graph takes those.
-
-        Args:
-            input_ids: int64 [batch, tokens].
-            placed: embeddings in place of those of some tokens, for a graph that takes embeddings.
-        """
+        """`input_ids`, int64 [batch, tokens], or `inputs_embeds` with the `placed` ones, by name of the input."""
         if self._table is None:
             return {"input_ids": input_ids}
         embedded = self._table.run(input_ids)
@@ -304,10 +299,9 @@ class OrtGraph:
     ) -> Step:
         """Continues `past` by `input_ids`; arguments as in `Runner.prefill`.
 
-        Raises:
-            MalformedInput: onnxruntime cannot run the graph on them.
-            UnsupportedInput: no input map declares an input of the graph, or a hook returns another shape or dtype.
-            UsageProblem: a given value is of no extra input, or has another shape or dtype.
+        Raises MalformedInput if onnxruntime cannot run the graph on them; UnsupportedInput for an input of no input
+        map, or a hook of another shape or dtype; UsageProblem for a value of no extra input, or of another shape or
+        dtype.
         """
         return self.run_call(ModelCall(input_ids, attention_mask, position_ids), past, extras, placed)
 
@@ -325,12 +319,7 @@ class OrtGraph:
         return step_of(self.result_names, results, present)
 
     def extra_values(self, extras: Extras | None) -> ExtraValues:
-        """The values of the extra inputs, of which the caller gives some.
-
-        Raises:
-            UnsupportedInput: no input map declares an input of the graph.
-            UsageProblem: a given value is of no extra input.
-        """
+        """All extra inputs' values; UnsupportedInput for an input of no input map, UsageProblem for a value of none."""
         require_known(self.inputs, self.extra_inputs, self.name)
         return ExtraValues(self.extra_inputs, extras or {})
 

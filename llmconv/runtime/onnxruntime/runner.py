@@ -29,12 +29,7 @@ class OrtRunner(Runner):
 
     @classmethod
     def from_folder(cls, folder: Path, settings: SessionSettings | None = None) -> OrtRunner:
-        """The graphs that `llmconv export` wrote to `folder`.
-
-        Raises:
-            InputRefused: the folder has no graphs.
-            MalformedInput: a graph is invalid.
-        """
+        """The graphs that `llmconv export` wrote to `folder`; InputRefused without any, MalformedInput if invalid."""
         entries = {entry.role: entry for entry in graph_entries(folder)}
         if {"prefill", "decode"} <= entries.keys():
             return cls(*_open_pair(folder, entries["prefill"], entries["decode"], settings))
@@ -47,15 +42,9 @@ class OrtRunner(Runner):
     def from_files(
         cls, prefill: Path, decode: Path | None = None, settings: SessionSettings | None = None
     ) -> OrtRunner:
-        """Graphs by their paths.
+        """Graphs by their paths; without `decode`, `prefill` is for the steps, too.
 
-        Args:
-            prefill: graph of the prompt, and of the steps if there is no second graph.
-            decode: graph of the steps.
-            settings: session settings; onnxruntime's defaults if None.
-
-        Raises:
-            MalformedInput: a graph is invalid.
+        `settings` are those of sessions (default: onnxruntime's). Raises MalformedInput if a graph is invalid.
         """
         if decode is None:
             graph = open_graph(prefill.parent, _entry_of(prefill), settings)
@@ -75,11 +64,8 @@ class OrtRunner(Runner):
     def with_factors(self, factors: Mapping[str, Array]) -> OrtRunner:
         """The same graphs, sharing their memory, with the LoRA factors of an adapter.
 
-        Args:
-            factors: A [rank, in] and B [out, rank] by input name, see `lora_names`; others keep the base model's.
-
-        Raises:
-            InputRefused: the graphs have no such inputs, or inputs of other shapes.
+        `factors` are A [rank, in] and B [out, rank] by input name, see `lora_names`; others keep the base model's.
+        Raises InputRefused if the graphs have no such inputs, or inputs of other shapes.
         """
         require_factors(factors, self.lora_inputs)
         prefill = self._prompt_graph.with_factors(factors)

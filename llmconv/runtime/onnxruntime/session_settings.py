@@ -295,13 +295,7 @@ class SessionSettings:
         return options
 
     def prepare(self, path: Path, model: onnx.ModelProto, options: ort.SessionOptions) -> bool:
-        """Changes a graph as the settings demand before it is opened; whether it was changed.
-
-        Args:
-            path: its file.
-            model: the graph without its weights, changed in place.
-            options: of its session.
-        """
+        """Changes the graph `model` of `path`, without its weights, as the settings demand; whether it did."""
         is_on_cpu, half = provider_name(self.provider) == CPU, half_precision(model)
         if self.change:
             self.change(path, model)

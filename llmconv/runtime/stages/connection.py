@@ -199,17 +199,10 @@ class Connection:
                 rest = rest[self._socket.send(rest[:CHUNK]) :]
 
     def receive(self, *, idle: bool = False, max_body: int = MAX_BODY, within: float | None = None) -> Message:
-        """The next message.
+        """The next message; `idle`: waits any time until it begins; its tensors have at most `max_body` bytes.
 
-        Args:
-            idle: wait any time until it begins.
-            max_body: maximum size of its tensors in bytes.
-            within: time limit of the whole message in seconds; None for none but that of every wait.
-
-        Raises:
-            EOFError: the peer has closed the connection.
-            OSError: the peer is gone, or sends nothing for too long.
-            BadMessage: what arrives is not a message.
+        All of it must come `within` these seconds (None: no limit but that of every wait). Raises EOFError if the peer
+        has closed the connection, OSError if it is gone or silent, BadMessage for something else.
         """
         self._end = None if within is None else time.monotonic() + within
         self._socket.settimeout(None if idle else self.seconds)
@@ -266,12 +259,8 @@ def greet(connection: Connection, number: int, fingerprints: Sequence[str], shar
     """Greets a client and checks its answer; returns the seconds of silence that the client accepts.
 
     `fingerprints` are those of all stages of the export; `shared` is the token that the client must have, or empty; the
-    whole answer must come `within` these seconds.
-
-    Raises:
-        Refused: the client has another token, model or export.
-        BadMessage: it sends something else.
-        EOFError, OSError: it is gone, or silent.
+    whole answer must come `within` these seconds. Raises Refused for another token, model or export, BadMessage for
+    something else, EOFError or OSError if the client is gone, or silent.
     """
     nonce = secrets.token_hex(16)
     connection.send(Message("greeting", {"protocol": PROTOCOL, "nonce": nonce}))
@@ -288,12 +277,8 @@ def greet(connection: Connection, number: int, fingerprints: Sequence[str], shar
 def introduce(connection: Connection, fingerprints: Sequence[str], silence: float) -> int:
     """Answers the greeting of a stage and checks what it is; returns its number.
 
-    After `silence` seconds without a heartbeat the stage is given up.
-
-    Raises:
-        StageFailed: the stage refuses, or belongs to another model or export.
-        BadMessage: it sends something else.
-        EOFError, OSError: it is gone, or silent.
+    After `silence` seconds without a heartbeat the stage is given up. Raises StageFailed if it refuses, or is of
+    another model or export, BadMessage for something else, EOFError or OSError if it is gone, or silent.
     """
     greeting = connection.receive(max_body=0)
     if greeting.kind != "greeting" or greeting.number("protocol") != PROTOCOL:

@@ -217,11 +217,9 @@ class StagedRunner(Runner):
     def open(cls, folder: Path, at: StageAddresses, settings: SessionSettings | None = None) -> StagedRunner:
         """The stages of a folder: those at the given addresses, and the others in this process, with `settings`.
 
-        Raises:
-            InputRefused: the graphs are not in stages, or files of a stage that runs here are missing.
-            StageFailed: no stage answers at an address, or it serves another model or export.
-            UnsupportedInput: the graphs have inputs other than tokens, mask and positions.
-            UsageProblem: an invalid address, or two addresses of one stage.
+        Raises InputRefused if the graphs are not in stages, or files are missing; StageFailed if no stage of this model
+        answers; UnsupportedInput for inputs other than tokens, mask and positions; UsageProblem for an invalid or a
+        repeated address.
         """
         export = StagedExport.read(folder)
         _refuse_extras(export)
@@ -421,19 +419,12 @@ def serve_stage(
     settings: SessionSettings | None = None,
     on_ready: Callable[[str, int], None] | None = None,
 ) -> None:
-    """Serves a stage until SIGINT or SIGTERM.
+    """Serves the stage `number`, from 1, until SIGINT or SIGTERM, at `listen`, HOST:PORT.
 
-    Args:
-        folder: has llmconv.json, the graphs of the stage, and the weights that they map.
-        number: of the stage, from 1.
-        listen: HOST:PORT.
-        settings: session settings; those of the stage are taken from them.
-        on_ready: called with the address and the number of stages when clients are accepted.
-
-    Raises:
-        InputRefused: the folder has no graphs in stages, or files of the stage are missing or were changed.
-        OutputFailed: the address is not available.
-        UsageProblem: the stage does not exist, or the address is invalid.
+    `folder` has llmconv.json, the graphs of the stage and their weights; the stage's own are taken from `settings`;
+    `on_ready` is called with the address and the number of stages when clients are accepted. Raises InputRefused if the
+    folder has no graphs in stages, or files of the stage are missing or were changed; OutputFailed if the address is
+    not available; UsageProblem for no such stage, or an invalid address.
     """
     address, export = Address.parse(listen, "--listen"), StagedExport.read(folder)
     if address.host not in LOCAL and not token():
