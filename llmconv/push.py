@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmconv.addresses import HUB_NAME, HubAddress, hub_address
 from llmconv.argument_checks import checked
 from llmconv.checkpoint import own_file, read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem, listing
 from llmconv.files.paths import is_address
 from llmconv.files.sources import reading_safely
-from llmconv.hub.address import HUB_NAME, HubAddress, hub_address
 from llmconv.hub.repository import Commit, FileDigest, HubRepository, digest_of, file_digest
 from llmconv.output.hub_folder import (
     CARD,

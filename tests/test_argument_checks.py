@@ -21,7 +21,7 @@ import llmconv.export
 import llmconv.generation
 import llmconv.verify
 from llmconv.argument_checks import checked
-from llmconv.bench.results import BenchResult, Measurement
+from llmconv.bench.bench import BenchResult, Measurement
 from llmconv.checkpoint import open_checkpoint
 from llmconv.cli import main
 from llmconv.errors import LlmconvError, UsageProblem

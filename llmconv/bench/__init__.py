@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from llmconv.bench.bench import BenchCandidate, bench
-from llmconv.bench.results import BenchResult, Measurement
+from llmconv.bench.bench import BenchCandidate, BenchResult, Measurement, bench
 
 __all__ = ["BenchCandidate", "Measurement", "BenchResult", "bench"]
 

@@ -78,8 +78,7 @@ def command(
     minimum and maximum. Exit code 1: candidates gave different tokens.
     """
     from llmconv.bench import BenchCandidate, bench
-    from llmconv.bench.bench import RUNTIMES
-    from llmconv.bench.results import require_plotting, table, write_csv, write_plot
+    from llmconv.bench.bench import RUNTIMES, require_plotting, table, write_csv, write_plot
     from llmconv.interpreters import parse_interpreters
 
     _require_places(csv_file, plot_file)

@@ -32,8 +32,8 @@ def command(uri: str, dry_run: bool, as_json: bool) -> None:
     published output and files of others stay. Make sure that no run is writing there; to continue a run instead, give
     its command again with --resume.
     """
+    from llmconv.addresses import parse_address
     from llmconv.output.store_folder import clean
-    from llmconv.stores.address import parse_address
 
     done = clean(uri, dry_run=dry_run)
     if as_json:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from llmconv.addresses import HubAddress, StoreAddress
 from llmconv.argument_checks import ELEMENT_TYPES
 from llmconv.errors import UsageProblem, printable
 from llmconv.files.paths import output_path, output_place
-from llmconv.hub.address import HubAddress
 from llmconv.progress import set_quiet
-from llmconv.stores.address import StoreAddress
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 VERBOSE = "llmconv.verbose"  # key in click's `Context.meta` under which a command stores `-v` for the group

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmconv.addresses import HubAddress, StoreAddress
 from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.files.paths import local_only
-from llmconv.hub.address import HubAddress
 from llmconv.progress import status
-from llmconv.stores.address import StoreAddress
 
 if TYPE_CHECKING:
     from llmconv.verify import Check, Report

@@ -10,9 +10,9 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+from llmconv.addresses import HubAddress
 from llmconv.errors import InputRefused, first_line, listing
 from llmconv.files.mirror import mirror_files
-from llmconv.hub.address import HubAddress
 from llmconv.hub.repository import hub_refusal
 from llmconv.stores.object_store import Head
 

@@ -18,9 +18,9 @@ from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import Any, Protocol
 
+from llmconv.addresses import StoreAddress, parse_address
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.paths import TEXT_LIMIT, follow
-from llmconv.stores.address import StoreAddress, parse_address
 from llmconv.stores.object_store import Head, ObjectStore
 
 SMALL = 2 << 20  # bytes of an object that is fetched by one request, its header and its data together

@@ -13,9 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Protocol
 
+from llmconv.addresses import (
+    HubAddress,
+    StoreAddress,
+    is_hub_address,
+    is_store_address,
+    parse_address,
+    parse_hub_address,
+)
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
-from llmconv.hub.address import HubAddress, is_hub_address, parse_hub_address
-from llmconv.stores.address import StoreAddress, is_store_address, parse_address
 
 ADDRESS = re.compile(r"\s*(?P<scheme>[A-Za-z][\w.+@-]+):/+(?P<rest>.*)", re.DOTALL)
 """`scheme://…` (RFC 3986), `scheme:/…` as pathlib leaves it, and `user@host:/…`; `C:/…` is a drive."""

@@ -23,7 +23,7 @@ from threading import Lock
 from typing import Any
 
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.files.mirror import MirroredFile, find
+from llmconv.files.mirror import find
 
 
 class FileProblem(Exception):
@@ -48,7 +48,7 @@ def naming(subject: str, hint: str) -> Iterator[None]:
 def open_source(path: Path) -> io.BufferedReader:
     """Opens a file to read headers, or all of it in order; raises OSError."""
     mirrored = find(path)
-    return io.BufferedReader(_MirroredReader(mirrored)) if mirrored else open(path, "rb")
+    return io.BufferedReader(BytesReader(mirrored.peek_into, mirrored.head.size)) if mirrored else open(path, "rb")
 
 
 def read_into(path: Path, buffer: memoryview, offset: int) -> None:
@@ -60,7 +60,7 @@ def read_into(path: Path, buffer: memoryview, offset: int) -> None:
 def open_data(path: Path) -> io.RawIOBase:
     """Opens a file to read data at many places with `fill`; raises OSError."""
     mirrored = find(path)
-    return _MirroredReader(mirrored, data=True) if mirrored else open(path, "rb", buffering=0)
+    return BytesReader(mirrored.read_into, mirrored.head.size) if mirrored else open(path, "rb", buffering=0)
 
 
 def fill(file: io.RawIOBase, buffer: memoryview, offset: int, path: Path) -> None:
@@ -82,12 +82,11 @@ def is_mirrored(path: Path) -> bool:
     return find(path) is not None
 
 
-class _MirroredReader(io.RawIOBase):
-    """A mirrored file, presented as a file without a descriptor, which would lead to unfetched bytes."""
+class BytesReader(io.RawIOBase):
+    """`size` bytes, presented as a file without a descriptor; `read` fills a buffer from a position, and counts."""
 
-    def __init__(self, mirrored: MirroredFile, *, data: bool = False) -> None:
-        self._read = mirrored.read_into if data else mirrored.peek_into
-        self._size, self._position = mirrored.head.size, 0
+    def __init__(self, read: Callable[[memoryview, int], int], size: int) -> None:
+        self._read, self._size, self._position = read, size, 0
 
     def readable(self) -> bool:
         return True

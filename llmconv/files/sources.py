@@ -13,14 +13,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from llmconv.addresses import HubAddress, hub_address, is_hub_address, is_store_address, parse_hub_address
 from llmconv.errors import InputRefused, LlmconvError
 from llmconv.files import mirror
 from llmconv.files.hub import from_hub
 from llmconv.files.mirror import make_mirror
 from llmconv.files.paths import TEXT_LIMIT, LocalTree, follow, follow_local, is_address, path_of, without_credentials
 from llmconv.files.safe_folder import make_temporary_folder, remove_temporary_folder
-from llmconv.hub.address import HubAddress, hub_address, is_hub_address, parse_hub_address
-from llmconv.stores.address import is_store_address
 
 P = ParamSpec("P")
 R = TypeVar("R")

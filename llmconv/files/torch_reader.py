@@ -33,7 +33,7 @@ from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.pickle_machine import COPY_AGAIN, NAME_LIMIT, PickleHooks, PickleMachine
 from llmconv.files.pickle_reader import HOOKS, Global, StorageRef, TensorRef, interpret, read_pickle, storage_dtype
 from llmconv.files.safetensors_file import FileTensor
-from llmconv.files.source_file import ChecksummedRange, FileProblem, is_mirrored, naming, open_source
+from llmconv.files.source_file import BytesReader, ChecksummedRange, FileProblem, is_mirrored, naming, open_source
 from llmconv.tensors import Array, LazyTensor
 
 SPARSE, SPAN_ELEMENTS = 4, 1 << 14
@@ -207,39 +207,19 @@ DAMAGE = (zipfile.BadZipFile, EOFError, NotImplementedError, struct.error, Value
 NOT_BY_TORCH = "it was not written by `torch.save`, or was changed since"
 
 
-class _FileSlice(io.RawIOBase):
-    """Bytes `start:start + size` of an open file, presented as a file."""
-
-    def __init__(self, file: IO[bytes], start: int, size: int) -> None:
-        self.file, self.start, self.size, self.position = file, start, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        position = offset + (0, self.position, self.size)[whence]
-        if position < 0:
-            raise ValueError("a position before the start")
-        self.position = position
-        return position
-
-    def readinto(self, buffer: Any) -> int:
-        left = max(0, self.size - self.position)
-        self.file.seek(self.start + self.position)
-        found = self.file.read(min(len(buffer), left))
-        buffer[: len(found)] = found
-        self.position += len(found)
-        return len(found)
-
-
 def _slice(file: IO[bytes], start: int, size: int) -> IO[bytes]:
+    """Bytes `start:start + size` of an open file, presented as a file."""
     if size <= BUFFER:
         file.seek(start)
         return io.BytesIO(file.read(size))
-    return io.BufferedReader(_FileSlice(file, start, size), BUFFER)
+
+    def read(buffer: memoryview, position: int) -> int:
+        file.seek(start + position)
+        found = file.read(min(len(buffer), max(0, size - position)))
+        buffer[: len(found)] = found
+        return len(found)
+
+    return io.BufferedReader(BytesReader(read, size), BUFFER)
 
 
 def is_torch_zip(path: Path) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from typing import Any, cast
@@ -257,10 +256,7 @@ class TextGeneration:
         for name, tokens in zip(names, ids, strict=True):
             self.model.limit(name, len(tokens), settings)
         self.model.given_inputs(ids, [prompt.inputs for prompt in prompts])
-        texts = several(ids, count, settings, [f"{one.images}{one.embeddings}{one.inputs or ''}" for one in prompts])
-        for at, text in enumerate(texts):
-            number = at // count
-            texts[at] = replace(text, embeddings=encoded[number].embeddings, inputs=prompts[number].inputs)
+        texts = several(prompts, encoded, count, settings)
         together = count if settings.num_beams > 1 else 1
         batches = Batches(self.model, settings, _count(shape, "batch_size", BATCH_SIZE), False, together, streamer)
         tokens_of: list[list[int]] = [[] for _ in texts]

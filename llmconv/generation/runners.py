@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
+from llmconv.addresses import hub_address
 from llmconv.causal_lm import require_causal_folder
 from llmconv.checkpoint import INDEX, SINGLE, open_checkpoint
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem
@@ -20,7 +21,6 @@ from llmconv.files.paths import kind_of, path_of
 from llmconv.files.sources import is_hub_id, local_path
 from llmconv.generation.genai import GenaiEngine
 from llmconv.generation.images import ImageEncoder, ImageFeatures
-from llmconv.hub.address import hub_address
 from llmconv.memory import available_memory
 from llmconv.not_a_model_folder import refused_model
 from llmconv.output.manifest import MANIFEST, graph_entries, read_manifest

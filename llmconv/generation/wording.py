@@ -155,16 +155,11 @@ def encode_all(
             refused[number - 1] = error
             whole.append(EncodedPrompt(error.ids))
     cut = [one.ids if one.embeddings else wording.cut(model, one.ids) for one in whole]
-    found = several(
-        cut, count, settings, [f"{prompt.images}{prompt.embeddings}{prompt.inputs or ''}" for prompt in prompts]
-    )
+    found = several(prompts, [replace(one, ids=ids) for one, ids in zip(whole, cut, strict=True)], count, settings)
     for at, text in enumerate(found):
         number = at // count
         found[at] = replace(
             text,
-            content=prompts[number].content,
-            embeddings=whole[number].embeddings,
-            inputs=prompts[number].inputs,
             cut_tokens=len(whole[number].ids) - len(text.tokens),
             problem=refused.get(number)
             or _length_problem(model, number + 1 if len(prompts) > 1 else 0, text.tokens, settings),
@@ -177,18 +172,16 @@ def encode_all(
 
 
 def several(
-    prompts: Sequence[list[int]], count: int, settings: GenerationSettings, others: Sequence[str] = ()
+    prompts: Sequence[Prompt], encoded: Sequence[EncodedPrompt], count: int, settings: GenerationSettings
 ) -> list[PlannedText]:
-    """The texts to generate: `count` per prompt (tokens), each with the number of its sample, or rank in a beam search.
-
-    `others` is what else makes prompts different; empty for nothing.
-    """
+    """The texts to generate: `count` per prompt, each with the number of its sample, or rank in a beam search."""
     found, seen = [], Counter[tuple[str, ...]]()
-    for tokens, other in zip(prompts, others or [""] * len(prompts), strict=True):
-        key = (*map(str, tokens), other)
+    for prompt, (ids, embeddings) in zip(prompts, ((one.ids, one.embeddings) for one in encoded), strict=True):
+        key = (*map(str, ids), f"{prompt.images}{prompt.embeddings}{prompt.inputs or ''}")
         first = 0 if settings.num_beams > 1 else seen[key] * count
         seen[key] += 1
-        found += [PlannedText("", tokens, sequence=at, sample=first + at) for at in range(count)]
+        for at in range(count):
+            found.append(PlannedText(prompt.content, ids, embeddings, 0, at, first + at, inputs=prompt.inputs))
     return found
 
 

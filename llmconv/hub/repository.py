@@ -20,8 +20,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from llmconv.addresses import COMMIT, HubAddress
 from llmconv.errors import InputRefused, LlmconvError, OutputFailed, listing
-from llmconv.hub.address import COMMIT, HubAddress
 from llmconv.progress import is_quiet
 
 SMALL_FILE = 20 << 20

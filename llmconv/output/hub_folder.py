@@ -27,11 +27,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
+from llmconv.addresses import HubAddress
 from llmconv.checkpoint import ADAPTER_CONFIG, parse_object
 from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput, printable
 from llmconv.files import source_file
 from llmconv.files.safe_folder import Folder, Link, NewFile, is_inner, user_cache
-from llmconv.hub.address import HubAddress
 from llmconv.hub.repository import FileDigest, HubRepository, digest_of, file_digest, sent
 from llmconv.output.local_folder import require_space
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, parse_manifest

@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from llmconv.addresses import StoreAddress, is_store_address, parse_address
 from llmconv.checkpoint import INDEX, parse_object
 from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput
 from llmconv.files import mirror, source_file
@@ -28,7 +29,6 @@ from llmconv.files.source_file import open_source
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, is_file_entry, parse_manifest
 from llmconv.output.plan import Plan, Shard, ShardContent, check_copy, failing_safely, json_bytes, require_unchanged
 from llmconv.progress import warn
-from llmconv.stores.address import StoreAddress, is_store_address, parse_address
 from llmconv.stores.object_store import ObjectStore, abort_uploads, open_uploads
 
 JOURNAL = ".llmconv"

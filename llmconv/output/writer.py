@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from llmconv.addresses import HubAddress, StoreAddress
 from llmconv.checkpoint import parse_object
 from llmconv.errors import KEPT, InputRefused, OutputFailed, UnsupportedInput, UsageProblem, as_fields
 from llmconv.files import mirror, source_file
@@ -30,7 +31,6 @@ from llmconv.files.mirror import WEIGHTS
 from llmconv.files.paths import is_address
 from llmconv.files.safe_folder import Link
 from llmconv.files.source_file import checked_reading
-from llmconv.hub.address import HubAddress
 from llmconv.output.hub_folder import HubFolder
 from llmconv.output.local_folder import LocalFolder
 from llmconv.output.manifest import Manifest, file_entry
@@ -52,7 +52,6 @@ from llmconv.output.work import (
 )
 from llmconv.progress import bytes_bar, say, set_quiet, warn_all
 from llmconv.ray_connection import connected
-from llmconv.stores.address import StoreAddress
 from llmconv.version import __version__
 
 NETWORK = "llmconv_nic"  # custom resource of a node: how many tasks it runs at once, for `ray start --resources`

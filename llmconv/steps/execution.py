@@ -28,17 +28,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmconv.addresses import (
+    HubAddress,
+    hub_address,
+    is_hub_address,
+    is_store_address,
+    parse_address,
+    parse_hub_address,
+)
 from llmconv.convert.models.config_file import YAML_LIMIT
 from llmconv.errors import LlmconvError, OutputFailed
 from llmconv.files.paths import follow_local, is_address, without_credentials
 from llmconv.files.safe_folder import replace_file
 from llmconv.files.sources import PARTIAL, is_hub_id
-from llmconv.hub.address import HubAddress, hub_address, is_hub_address, parse_hub_address
 from llmconv.interpreters import child_environment
 from llmconv.output.manifest import MANIFEST, read_manifest
 from llmconv.steps.run_file import RunFile, overlap, taken_for_hub_models
 from llmconv.steps.step import Step
-from llmconv.stores.address import is_store_address, parse_address
 from llmconv.version import __version__
 
 Stamps = dict[str, str]

@@ -20,9 +20,9 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from llmconv.addresses import StoreAddress
 from llmconv.errors import InputRefused, LlmconvError, OutputFailed, UnsupportedInput
 from llmconv.stores import hung_calls
-from llmconv.stores.address import StoreAddress
 
 MEBIBYTE = 1 << 20
 LEAST_PART = 8 * MEBIBYTE

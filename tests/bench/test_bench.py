@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import environments
 from llmconv.bench import BenchCandidate, BenchResult, Measurement, bench
-from llmconv.bench.bench import lengths_within
-from llmconv.bench.results import first_difference, table, write_csv, write_plot
+from llmconv.bench.bench import first_difference, lengths_within, table, write_csv, write_plot
 from llmconv.cli import main
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export import export

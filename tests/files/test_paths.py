@@ -16,7 +16,7 @@ import llmconv.bench
 import llmconv.convert
 import llmconv.export
 import llmconv.verify
-from llmconv.bench.results import BenchResult, write_csv, write_plot
+from llmconv.bench.bench import BenchResult, write_csv, write_plot
 from llmconv.cli import main
 from llmconv.cli.options import Output
 from llmconv.errors import InputRefused, UsageProblem

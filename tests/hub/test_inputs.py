@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import transformers
 
+from llmconv.addresses import HubAddress, parse_hub_address
 from llmconv.convert import to_hf
 from llmconv.errors import InputRefused
 from llmconv.export import export
 from llmconv.files.hub import source_name
-from llmconv.hub.address import HubAddress, parse_hub_address
 from tests.builders.fake_hub import Fault, Repository, Stored
 from tests.hub.conftest import CHECKPOINT, Client, contents
 

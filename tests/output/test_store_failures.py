@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from llmconv.addresses import parse_address
 from llmconv.convert import to_hf
 from llmconv.errors import LlmconvError, OutputFailed
 from llmconv.output.store_folder import CLAIM, clean
 from llmconv.output.work import Finish, Part, Work, Workers
-from llmconv.stores.address import parse_address
 from llmconv.stores.object_store import ObjectStore
 from tests.builders.hf_models import LLAMA, save_model
 from tests.builders.shard_outputs import five, large, sample, write, written

@@ -15,12 +15,12 @@ from typing import Any
 import boto3
 import pytest
 
+from llmconv.addresses import parse_address
 from llmconv.convert import to_hf
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutputFailed
 from llmconv.output.manifest import file_entry
 from llmconv.output.store_folder import clean
 from llmconv.output.work import Finish, Part
-from llmconv.stores.address import parse_address
 from llmconv.stores.object_store import ObjectStore
 from llmconv.tensors import LazyTensor
 from tests.builders.hf_models import LLAMA, save_model

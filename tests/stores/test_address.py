@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from llmconv.addresses import StoreAddress, is_store_address, parse_address
 from llmconv.errors import InputRefused
-from llmconv.stores.address import StoreAddress, is_store_address, parse_address
 
 
 @pytest.mark.parametrize(

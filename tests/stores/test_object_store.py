@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from llmconv.addresses import parse_address
 from llmconv.errors import InputRefused, LlmconvError, OutputFailed, UnsupportedInput
 from llmconv.stores import object_store
-from llmconv.stores.address import parse_address
 from llmconv.stores.object_store import MEBIBYTE, ObjectStore, part_bytes
 from tests.stores.bucket import Bucket
 from tests.stores.server import KEY, SECRET

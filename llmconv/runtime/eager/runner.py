@@ -186,17 +186,8 @@ class EagerRunner(Runner):
             return self._built(folder, fields, dtype, stored_tensors(folder, load, self._factors), open_weights(folder))
         stored = open_weights(folder)  # refuses damaged files, and shards of other folders
         source = custom_classes(self._code, fields)[1] if self._code else _class_of(folder)
-        model, report = source.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation=self.attention,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-        require_loaded(model, report, stored, folder)
-        return model
+        how = {"trust_remote_code": False, "use_safetensors": True}
+        return self._from_pretrained(source, folder, dtype, stored, folder, **how)
 
     def _built(
         self,
@@ -218,15 +209,13 @@ class EagerRunner(Runner):
             source = next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
             if source.config_class is config.sub_configs.get("text_config"):  # as `AutoModelForCausalLM` does
                 config = config.get_text_config(decoder=True)
-        model, report = source.from_pretrained(
-            None,
-            config=config,
-            state_dict=tensors,
-            dtype=dtype,
-            attn_implementation=self.attention,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        return self._from_pretrained(source, None, dtype, stored, folder, config=config, state_dict=tensors)
+
+    def _from_pretrained(
+        self, source: Any, path: Path | None, dtype: Any, stored: Mapping[str, LazyTensor], folder: Path, **how: Any
+    ) -> Any:
+        how |= {"attn_implementation": self.attention, "local_files_only": True, "output_loading_info": True}
+        model, report = source.from_pretrained(path, dtype=dtype, **how)
         require_loaded(model, report, stored, folder)
         return model
 

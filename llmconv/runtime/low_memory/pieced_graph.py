@@ -23,12 +23,12 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, first_line
-from llmconv.memory import raise_if_out_of_memory, trim
+from llmconv.errors import UnsupportedInput
+from llmconv.memory import trim
 from llmconv.output.manifest import GraphEntry
 from llmconv.runtime.extra_inputs import ModelCall, is_past, is_present, is_state, layer_of, past_of
 from llmconv.runtime.low_memory.weights import LOW_MEMORY_HINT, PlannedCall, PrecomputedRunner, SpillFile
-from llmconv.runtime.onnxruntime.graph import LENGTH_AXIS, OrtCache, OrtGraph, step_of
+from llmconv.runtime.onnxruntime.graph import LENGTH_AXIS, OrtCache, OrtGraph, refusing, step_of
 from llmconv.runtime.onnxruntime.guard import external_fields, is_external, load_guarded, nodes
 from llmconv.runtime.onnxruntime.lora_names import declared_factors
 from llmconv.runtime.onnxruntime.packed_cache import WEIGHTS_FOLDER, followed
@@ -331,15 +331,8 @@ class PiecedGraph(OrtGraph):
         types: ValueTypes = {name: (self.types[name], shape) for name, shape in self.inputs.items()}
         wanted = {*self.result_names, *self.present_names}
         for at, piece in enumerate(self._pieces):
-            try:
+            with refusing(self.name, LOW_MEMORY_HINT):
                 self._run_piece(piece, calls, values, types)
-            except LlmconvError:
-                raise
-            except Exception as error:  # onnxruntime's exceptions share no base class of their own
-                raise_if_out_of_memory(error, f"in `{self.name}`")
-                raise MalformedInput(
-                    f"`{self.name}` fails in onnxruntime: {first_line(error)}", hint=LOW_MEMORY_HINT
-                ) from error
             trim()
             later = wanted.union(*(piece.inputs for piece in self._pieces[at + 1 :]))
             values = [{name: value for name, value in mine.items() if name in later} for mine in values]

@@ -181,6 +181,23 @@ def _session(
     return LimitedSession(path, options, providers, limit)
 
 
+VERIFY = "run `llmconv verify` on the folder"
+
+
+@contextmanager
+def refusing(name: str, hint: str = VERIFY) -> Iterator[None]:
+    """Context in which a graph runs; its errors are those of llmconv, with `hint` if onnxruntime cannot run it."""
+    try:
+        yield
+    except LlmconvError:
+        raise
+    except TimeoutError as error:
+        raise MalformedInput(f"`{name}` cannot be run: {error}", hint=TOO_LONG) from error
+    except Exception as error:  # onnxruntime's exceptions share no base class of their own
+        raise_if_out_of_memory(error, f"in `{name}`")
+        raise MalformedInput(f"`{name}` fails in onnxruntime: {first_line(error)}", hint=hint) from error
+
+
 @dataclass(frozen=True)
 class OrtCache:
     """A cache as OrtValues, one per name of the graph's outputs; `length` counts tokens, padding included."""
@@ -225,7 +242,9 @@ class OrtGraph:
         entry = entry or GraphEntry("", (path.name,))
         settings = settings or SessionSettings()
         settings = replace(settings, yields=settings.yields or len(entry.files) > 1)
-        self._fixed, self._device = settings.free_dimensions, settings.device
+        fixed = ", ".join(f"{name} = {size}" for name, size in settings.free_dimensions.items())
+        self._hint = f"free dimensions are fixed to {fixed}" if fixed else VERIFY
+        self._device = settings.device
         self._session = self._connect(entry.paths(path.parent), settings)
         declared, results = self._session.get_inputs(), self._session.get_outputs()
         self.inputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in declared}
@@ -310,7 +329,7 @@ class OrtGraph:
     ) -> Step:
         """As `run`."""
         values = self.extra_values(extras)
-        with self._refusing():
+        with refusing(self.name, self._hint):
             results, present = (
                 self._buffered.run(call, values, past, placed)
                 if self._buffered
@@ -322,21 +341,6 @@ class OrtGraph:
         """All extra inputs' values; UnsupportedInput for an input of no input map, UsageProblem for a value of none."""
         require_known(self.inputs, self.extra_inputs, self.name)
         return ExtraValues(self.extra_inputs, extras or {})
-
-    @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        """Context in which the graph runs; its errors are those of llmconv."""
-        try:
-            yield
-        except LlmconvError:
-            raise
-        except TimeoutError as error:
-            raise MalformedInput(f"`{self.name}` cannot be run: {error}", hint=TOO_LONG) from error
-        except Exception as error:  # onnxruntime's exceptions share no base class of their own
-            raise_if_out_of_memory(error, f"in `{self.name}`")
-            fixed = ", ".join(f"{name} = {size}" for name, size in self._fixed.items())
-            hint = f"free dimensions are fixed to {fixed}" if fixed else "run `llmconv verify` on the folder"
-            raise MalformedInput(f"`{self.name}` fails in onnxruntime: {first_line(error)}", hint=hint) from error
 
     def _run_growing(self, given: dict[str, Array], past: Cache | None) -> tuple[list[Array], Cache]:
         """Runs a graph whose present is its past plus the new tokens."""
@@ -531,14 +535,8 @@ class VisionGraph:
                 hint="run `llmconv export` again",
             )
         feeds = {name: as_input(self._fitted(name, array)) for name, array in given.items()}
-        try:
+        with refusing(self._name):
             results = self._session.run_with_ort_values(self._results, feeds)
-        except LlmconvError:
-            raise
-        except Exception as error:  # onnxruntime's exceptions share no base class of their own
-            raise MalformedInput(
-                f"`{self._name}` fails in onnxruntime: {first_line(error)}", hint="run `llmconv verify` on the folder"
-            ) from error
         return {name: as_array(value) for name, value in zip(self._results, results, strict=True)}
 
     def _fitted(self, name: str, array: Array) -> Array:

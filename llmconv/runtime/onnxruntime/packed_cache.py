@@ -22,7 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -34,7 +33,7 @@ from llmconv.memory import huge_pages, raise_if_out_of_memory
 from llmconv.progress import warn
 from llmconv.runtime.extra_inputs import MAX_LENGTH, is_present
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, is_external, nodes
-from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings, provider_name
+from llmconv.runtime.onnxruntime.session_settings import CPU, INPUT_DTYPES, SessionSettings, provider_name
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 from llmconv.tensors import Array
 
@@ -252,17 +251,6 @@ def _digest(text: str, content: bytes = b"") -> str:
     return hashlib.sha256(text.encode() + content).hexdigest()[:32]
 
 
-DTYPES = {
-    "tensor(float16)": np.float16,
-    "tensor(bfloat16)": ml_dtypes.bfloat16,
-    "tensor(float)": np.float32,
-    "tensor(int64)": np.int64,
-    "tensor(int32)": np.int32,
-    "tensor(int8)": np.int8,
-    "tensor(uint8)": np.uint8,
-    "tensor(bool)": np.bool_,
-}
-
 COUNTS = (1, 4)  # numbers of tokens: kernels have one way for a step and another one for a prompt
 CAPACITY = 8  # length of a shared cache buffer: a decode graph counts one token more than `COUNTS`
 
@@ -303,7 +291,7 @@ def _size(axis: str, count: int) -> int:
 
 def _values(name: str, kind: str, shape: list[int]) -> Array:
     """Tokens and positions 0, 1, …, a mask of ones, an empty past, and numbers of about 1 for states."""
-    dtype = DTYPES[kind]
+    dtype: Any = np.uint8 if kind == "tensor(uint8)" else INPUT_DTYPES[kind]
     if name == "attention_mask":
         return np.ones(shape, dtype)
     if name.startswith("past"):

@@ -20,7 +20,7 @@ from llmconv.memory import reporting_out_of_memory
 from llmconv.output.manifest import MANIFEST, GraphEntry, Manifest, graph_entries, read_manifest
 from llmconv.progress import say
 from llmconv.runtime.extra_inputs import is_past, is_present, is_state
-from llmconv.runtime.onnxruntime.graph import LENGTH_AXIS, OrtCache, OrtGraph
+from llmconv.runtime.onnxruntime.graph import LENGTH_AXIS, OrtCache, OrtGraph, refusing
 from llmconv.runtime.onnxruntime.session_settings import (
     TENSOR_DTYPES,
     SessionSettings,
@@ -54,7 +54,7 @@ class StageGraph(OrtGraph):
 
     def run_stage(self, values: Mapping[str, Array], past: Cache | None) -> StageStep:
         """Runs the layers on arrays by name, None is an empty past; MalformedInput if onnxruntime cannot."""
-        with self._refusing():
+        with refusing(self.name, self._hint):
             results, present = self._run_growing({name: values[name] for name in self.taken}, past)
         return StageStep(dict(zip(self.result_names, results, strict=True)), present)
 
