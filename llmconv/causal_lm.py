@@ -85,10 +85,8 @@ def require_sizes(config: Mapping[str, Any], source: str | Path) -> None:
             value = fields.get(name)
             is_number = isinstance(value, int) and not isinstance(value, bool) and value > 0
             if value is not None and not is_number and not isinstance(value, list):
-                raise MalformedInput(
-                    f"`config.json` of `{source}` has `{name}` {value!r:.40}, which is not a positive integer",
-                    hint="correct it, or copy the model's own `config.json` into the folder",
-                )
+                problem = f"`config.json` of `{source}` has `{name}` {value!r:.40}, which is not a positive integer"
+                raise MalformedInput(problem, hint="correct it, or copy the model's own `config.json` into the folder")
 
 
 def is_encoder(config: Mapping[str, Any]) -> bool:

@@ -130,10 +130,8 @@ def open_shards(folder: Path, index: str = INDEX) -> dict[str, LazyTensor]:
         listed = {name for name, home in weight_map.items() if home == shard}
         if listed != set(header.tensors):
             odd = sorted(listed ^ set(header.tensors))
-            raise MalformedInput(
-                f"`{index}` and `{shard}` disagree about {len(odd)} tensors, such as `{odd[0]}`",
-                hint="shards of different models are mixed; copy the folder again",
-            )
+            problem = f"`{index}` and `{shard}` disagree about {len(odd)} tensors, such as `{odd[0]}`"
+            raise MalformedInput(problem, hint="shards of different models are mixed; copy the folder again")
         tensors.update(header.tensors)
     return tensors
 
@@ -166,10 +164,8 @@ def own_file(folder: Path, name: str) -> Path:
     model = snapshot_home(home)
     in_hub_cache = model is not None and target.is_relative_to(model / "blobs")
     if path.is_symlink() and not target.is_relative_to(home) and not in_hub_cache:
-        raise MalformedInput(
-            f"`{name}` in `{folder}` is a link that leads out of the folder, to `{target}`",
-            hint="replace it with a copy of the file, if that belongs to the model",
-        )
+        problem = f"`{name}` in `{folder}` is a link that leads out of the folder, to `{target}`"
+        raise MalformedInput(problem, hint="replace it with a copy of the file, if that belongs to the model")
     return path
 
 
@@ -222,10 +218,8 @@ def require_bounds(config: Any, name: str) -> None:
         rules = ((LABELS, MOST_LABELS), (LAYERS, MOST_LAYERS), (SIZES, LARGEST_SIZE))
         most = next((most for names, most in rules if names.fullmatch(key)), inf)
         if value > most:
-            raise MalformedInput(
-                f"`{name}` has `{key}` {str(value)[:40]}, more than any model has ({most:,})",
-                hint="correct it, or copy the model's own `config.json` into the folder",
-            )
+            problem = f"`{name}` has `{key}` {str(value)[:40]}, more than any model has ({most:,})"
+            raise MalformedInput(problem, hint="correct it, or copy the model's own `config.json` into the folder")
 
 
 def require_shallow(content: Any, name: str) -> None:

@@ -140,10 +140,8 @@ class TextFeatures:
 def _entry(folder: Path) -> GraphEntry:
     entries = [entry for entry in single_pass_entries(folder) if entry.role in OUTPUTS]
     if not entries:
-        raise InputRefused(
-            f"`{folder}` has no graph that returns embeddings, classes or scores",
-            hint=f"make one with `llmconv export {folder} --task embed`",
-        )
+        problem = f"`{folder}` has no graph that returns embeddings, classes or scores"
+        raise InputRefused(problem, hint=f"make one with `llmconv export {folder} --task embed`")
     return entries[0]
 
 
@@ -267,10 +265,8 @@ def embed(
         try:
             replace_file(path, content)
         except OSError as error:
-            raise OutputFailed(
-                f"`{path}` cannot be written: {error.strerror or error}",
-                hint="check the folder and the free disk space",
-            ) from error
+            problem = f"`{path}` cannot be written: {error.strerror or error}"
+            raise OutputFailed(problem, hint="check the folder and the free disk space") from error
     return found
 
 

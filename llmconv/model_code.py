@@ -93,16 +93,12 @@ def collect_code(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
                 continue
             path = own_file(folder, name)
             if not path.parent.resolve().is_relative_to(folder.resolve()):
-                raise MalformedInput(
-                    f"`{name}` in `{folder}` is behind a link that leads out of the folder",
-                    hint="replace it with a copy of the folder, if that belongs to the model",
-                )
+                problem = f"`{name}` in `{folder}` is behind a link that leads out of the folder"
+                raise MalformedInput(problem, hint="replace it with a copy of the folder, if that belongs to the model")
             files[name] = read_small(path, FILE_BYTES)
             if len(files) > FILES or sum(map(len, files.values())) > ALL_BYTES:
-                raise MalformedInput(
-                    f"the code in `{folder}` has more than {FILES} files, or {ALL_BYTES:,} bytes",
-                    hint="a model's code is a few files; copy it again",
-                )
+                problem = f"the code in `{folder}` has more than {FILES} files, or {ALL_BYTES:,} bytes"
+                raise MalformedInput(problem, hint="a model's code is a few files; copy it again")
             pending += _imported(folder, name, files[name])
     return dict(sorted(files.items()))
 

@@ -136,10 +136,8 @@ def foreign_file(head: bytes, name: str) -> UnsupportedInput | None:
     """The error for a file of another kind, from its first bytes; None if unknown. Raises it for a Git LFS pointer."""
     refuse_git_lfs(head, name)
     if head[4:8] == ONNX_ADAPTER:
-        return UnsupportedInput(
-            f"`{name}` has LoRA factors for graphs, as `llmconv onnx-adapter` writes them",
-            hint=f"run it with its graphs: `llmconv generate FOLDER --adapter {name}`",
-        )
+        problem = f"`{name}` has LoRA factors for graphs, as `llmconv onnx-adapter` writes them"
+        return UnsupportedInput(problem, hint=f"run it with its graphs: `llmconv generate FOLDER --adapter {name}`")
     kind = next((kind for magic, kind in OTHER_FILES.items() if head.startswith(magic)), None)
     if kind is None:
         return None
@@ -165,20 +163,14 @@ def _file(path: Path) -> InputRefused | None:
     if path.suffix == ".safetensors":
         return _safetensors(path)
     if path.suffix == ".onnx":
-        return UnsupportedInput(
-            f"`{path.name}` is an ONNX graph, not a model folder",
-            hint="give the Hugging Face folder that it was exported from",
-        )
+        problem = f"`{path.name}` is an ONNX graph, not a model folder"
+        return UnsupportedInput(problem, hint="give the Hugging Face folder that it was exported from")
     if TRAINER_STATE.match(path.name):
-        return InputRefused(
-            f"`{path.name}` is a trainer's own state (optimizer, scheduler, settings), not a model",
-            hint="give the folder or file with the weights",
-        )
+        problem = f"`{path.name}` is a trainer's own state (optimizer, scheduler, settings), not a model"
+        return InputRefused(problem, hint="give the folder or file with the weights")
     if path.suffix in SUFFIXES_OF_TORCH and is_torch_file(path):
-        return InputRefused(
-            f"`{path.name}` is a torch file, not a Hugging Face model folder",
-            hint=f"convert it first: `llmconv to-hf {path} -o OUT`",
-        )
+        problem = f"`{path.name}` is a torch file, not a Hugging Face model folder"
+        return InputRefused(problem, hint=f"convert it first: `llmconv to-hf {path} -o OUT`")
     if head.startswith(ZIP) or head[257:262] == b"ustar":
         kind = "zip" if head.startswith(ZIP) else "tar"
         return UnsupportedInput(f"`{path.name}` is a {kind} archive", hint="unpack it and give the folder inside")
@@ -219,10 +211,8 @@ def _adapter_or_delta(folder: Path, names: set[str]) -> InputRefused | None:
     if "adapter_config.json" in names:
         base = adapter_base(folder)
         of = f" of `{base}`" if base else ""
-        return UnsupportedInput(
-            f"`{folder}` is an adapter{of}, not a model",
-            hint=f"merge it first: `llmconv merge-lora {base or 'BASE'} {folder} -o OUT`",
-        )
+        problem = f"`{folder}` is an adapter{of}, not a model"
+        return UnsupportedInput(problem, hint=f"merge it first: `llmconv merge-lora {base or 'BASE'} {folder} -o OUT`")
     return None
 
 
@@ -244,15 +234,11 @@ def _weights_of_other_libraries(folder: Path, names: set[str]) -> InputRefused |
     if any(name.endswith(".safetensors") for name in names):
         return None
     if found := sorted(name for name in names if TORCH_WEIGHTS.fullmatch(name)):
-        return InputRefused(
-            f"the weights in `{folder}` are torch files (`{found[0]}`), not safetensors",
-            hint=f"convert them: `llmconv to-hf {folder} -o OUT`",
-        )
+        problem = f"the weights in `{folder}` are torch files (`{found[0]}`), not safetensors"
+        return InputRefused(problem, hint=f"convert them: `llmconv to-hf {folder} -o OUT`")
     if found := sorted(name for name in names if _is_checkpoint(folder / name)):
-        return InputRefused(
-            f"`{folder}` contains a torch checkpoint (`{found[0]}`) and no safetensors weights",
-            hint=f"convert it: `llmconv to-hf {folder} -o OUT`",
-        )
+        problem = f"`{folder}` contains a torch checkpoint (`{found[0]}`) and no safetensors weights"
+        return InputRefused(problem, hint=f"convert it: `llmconv to-hf {folder} -o OUT`")
     if found := sorted(name for name in names if name in OTHER_LIBRARIES):
         return UnsupportedInput(
             f"the weights in `{folder}` are {OTHER_LIBRARIES[found[0]]} weights (`{found[0]}`)",
@@ -260,10 +246,8 @@ def _weights_of_other_libraries(folder: Path, names: set[str]) -> InputRefused |
             "`save_pretrained`",
         )
     if found := sorted(name for name in names if name.lower().endswith(".gguf")):
-        return UnsupportedInput(
-            f"`{folder}` contains a GGUF file of llama.cpp (`{found[0]}`)",
-            hint="give the Hugging Face folder that it was converted from",
-        )
+        problem = f"`{folder}` contains a GGUF file of llama.cpp (`{found[0]}`)"
+        return UnsupportedInput(problem, hint="give the Hugging Face folder that it was converted from")
     if found := sorted(name for name in names if name.endswith(".onnx")) or _graphs_inside(folder, names):
         return UnsupportedInput(
             f"`{folder}` contains ONNX graphs (`{found[0]}`) and no model weights",
@@ -286,15 +270,11 @@ def _weights_without_config(folder: Path, names: set[str]) -> InputRefused | Non
     if not weights:
         return None
     if odd := next((name for name in weights if not (folder / name).is_file()), None):
-        return MalformedInput(
-            f"`{folder}` contains no safetensors weights: `{odd}` is not a regular file",
-            hint="it is a folder, a pipe or a broken link; copy the folder again",
-        )
+        problem = f"`{folder}` contains no safetensors weights: `{odd}` is not a regular file"
+        return MalformedInput(problem, hint="it is a folder, a pipe or a broken link; copy the folder again")
     if (folder / "config.json").is_file():
-        return InputRefused(
-            f"`{folder}` contains no `model.safetensors`, only `{weights[0]}`",
-            hint=f"write it as a Hugging Face folder: `llmconv to-hf {folder} -o OUT`",
-        )
+        problem = f"`{folder}` contains no `model.safetensors`, only `{weights[0]}`"
+        return InputRefused(problem, hint=f"write it as a Hugging Face folder: `llmconv to-hf {folder} -o OUT`")
     return InputRefused(
         f"`{folder}` contains weights (`{weights[0]}`), but no `config.json`",
         hint=f"put `config.json` into the folder, or run `llmconv to-hf {folder} --config CONFIG -o OUT`",
@@ -330,10 +310,8 @@ def _config_alone(folder: Path, names: set[str]) -> InputRefused | None:
     if "config.json" not in names:
         return None
     if not (folder / "config.json").is_file():
-        return MalformedInput(
-            f"`config.json` in `{folder}` is not a regular file",
-            hint="it is a folder, a pipe or a broken link; copy the folder again",
-        )
+        problem = f"`config.json` in `{folder}` is not a regular file"
+        return MalformedInput(problem, hint="it is a folder, a pipe or a broken link; copy the folder again")
     return InputRefused(
         f"`{folder}` contains no safetensors weights next to its `config.json`",
         hint="add `model.safetensors`, or shards with `model.safetensors.index.json`; is the copy complete?",

@@ -185,10 +185,8 @@ def _require_unchanged(name: str, addition: CommitOperationAdd, content: Path | 
     else:
         same = addition.upload_info.sha256.hex() == checked.sha256
     if not same:
-        raise MalformedInput(
-            f"`{name}` changed while it was uploaded, so nothing was committed",
-            hint="make sure that nothing writes to the folder, and run again",
-        )
+        problem = f"`{name}` changed while it was uploaded, so nothing was committed"
+        raise MalformedInput(problem, hint="make sure that nothing writes to the folder, and run again")
 
 
 REPORT = {"report.json", "junit.xml", "summary.md", "report.html", "run.json", "run.md"}

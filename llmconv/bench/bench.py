@@ -489,8 +489,6 @@ def lengths_within(folder: Path, lengths: Sequence[int], new: int) -> list[int]:
         fitting = [context - new] if context > new else []
     if len(fitting) < len(lengths) or not fitting:
         wanted = f"{new} tokens after {max(lengths)}" if lengths else f"{new} tokens and a prompt"
-        raise UsageProblem(
-            f"{wanted} are more than the model's context of {context}",
-            hint="give smaller `--lengths` or `--new-tokens`",
-        )
+        problem = f"{wanted} are more than the model's context of {context}"
+        raise UsageProblem(problem, hint="give smaller `--lengths` or `--new-tokens`")
     return fitting

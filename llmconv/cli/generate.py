@@ -128,10 +128,8 @@ def _require_fitting(
             raise UsageProblem(f"the prompt `{text}` is a graph", hint=f"give the decode graph as `--decode {text}`")
         refuse_file_name(text, "prompt", "--prompt-file", f"; `--prompt {text}` continues the name itself")
     if is_file(prompt_prefix):
-        raise UsageProblem(
-            f"`--prompt-prefix` takes a text, but `{prompt_prefix}` is a file",
-            hint="give the text itself; a tuned prefix is given with `--prefix-tuning PATH`",
-        )
+        problem = f"`--prompt-prefix` takes a text, but `{prompt_prefix}` is a file"
+        raise UsageProblem(problem, hint="give the text itself; a tuned prefix is given with `--prefix-tuning PATH`")
 
 
 def _prompts(

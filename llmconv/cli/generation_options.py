@@ -121,10 +121,8 @@ def settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """The given options without those that were left out; sampling options turn on `do_sample`."""
     fields = {name: value for name, value in given.items() if value is not None}
     if {"max_new_tokens", "max_length"} <= fields.keys():
-        raise UsageProblem(
-            "`--max-new-tokens` and `--max-length` both set the length",
-            hint="give one of them: `--max-length` includes the prompt",
-        )
+        problem = "`--max-new-tokens` and `--max-length` both set the length"
+        raise UsageProblem(problem, hint="give one of them: `--max-length` includes the prompt")
     if not fields.get("stop_strings"):
         fields.pop("stop_strings", None)
     if "temperature" in fields:

@@ -251,10 +251,8 @@ def refuse_file_name(text: str, kind: str, option: str, otherwise: str = "") -> 
     `kind` is what it should be (a prompt, a text), `option` reads the texts of a file, `otherwise` ends the hint.
     """
     if is_file(text) or FILE_OF_TEXTS.fullmatch(text):
-        raise UsageProblem(
-            f"the {kind} `{text}` is the name of a file{'' if is_file(text) else ', which does not exist'}",
-            hint=f"give `{option} {text}` to read its {kind}s{otherwise}",
-        )
+        problem = f"the {kind} `{text}` is the name of a file{'' if is_file(text) else ', which does not exist'}"
+        raise UsageProblem(problem, hint=f"give `{option} {text}` to read its {kind}s{otherwise}")
 
 
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]

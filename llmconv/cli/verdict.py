@@ -50,10 +50,8 @@ def require_verifiable(output: Path | StoreAddress | HubAddress | None, given: M
     That is an `output` (None: the model's own folder) elsewhere, or one without graphs or weights.
     """
     if output is not None and not local_only(output):
-        raise UsageProblem(
-            f"`--verify` runs the graphs from a local folder, and `{output}` is not on this machine",
-            hint="leave out `--verify`, or give a local `-o`, and upload the folder afterwards",
-        )
+        message = f"`--verify` runs the graphs from a local folder, and `{output}` is not on this machine"
+        raise UsageProblem(message, hint="leave out `--verify`, or give a local `-o`, and upload the folder afterwards")
     for name, problem in (("dry_run", "writes no graphs"), ("graphs_only", "writes no weights to run the graphs with")):
         if given[name]:
             raise UsageProblem(f"`--{name.replace('_', '-')}` {problem}", hint="leave it out, or leave out `--verify`")

@@ -186,25 +186,17 @@ def _require_compatible(folder: str | None, graphs: tuple[Path, ...], choices: d
         )
     searches = choices["bisect"] or choices["minimize"] is not None
     if choices["low_memory"] and (graphs or searches or choices["repeat"] > 1):
-        raise UsageProblem(
-            "`--low-memory` excludes `--graph`, `--repeat`, `--bisect` and `--minimize`",
-            hint="leave out `--low-memory` or the other options",
-        )
-    if graphs and choices["adapter"] is not None:
-        raise UsageProblem("`--adapter` applies to FOLDER only", hint="leave out `--adapter`")
-    if graphs and choices["calibrate"] is not None:
-        raise UsageProblem("`--calibrate` applies to FOLDER only", hint="leave out `--calibrate`")
+        problem = "`--low-memory` excludes `--graph`, `--repeat`, `--bisect` and `--minimize`"
+        raise UsageProblem(problem, hint="leave out `--low-memory` or the other options")
     if graphs and (choices["method"] not in ("auto", "whole") or choices["layers"] is not None):
         raise UsageProblem("`--method` and `--layers` apply to FOLDER only", hint="leave them out")
-    if graphs and not choices["record"]:
-        raise UsageProblem(
-            "`--no-record` applies to FOLDER only", hint="leave it out: a verdict on `--graph` is never recorded"
-        )
-    if graphs and choices["clients"]:
-        raise UsageProblem(
-            "`--client` applies to FOLDER only", hint="a client needs the files that `export --layout` writes"
-        )
-    if graphs and choices["allow_changed"]:
-        raise UsageProblem(
-            "`--allow-changed` applies to FOLDER only", hint="leave it out: no checksum of a `--graph` is recorded"
-        )
+    of_folder = {
+        "--adapter": (choices["adapter"] is not None, "leave out `--adapter`"),
+        "--calibrate": (choices["calibrate"] is not None, "leave out `--calibrate`"),
+        "--no-record": (not choices["record"], "leave it out: a verdict on `--graph` is never recorded"),
+        "--client": (choices["clients"], "a client needs the files that `export --layout` writes"),
+        "--allow-changed": (choices["allow_changed"], "leave it out: no checksum of a `--graph` is recorded"),
+    }
+    for name, (is_given, hint) in of_folder.items():
+        if graphs and is_given:
+            raise UsageProblem(f"`{name}` applies to FOLDER only", hint=hint)

@@ -77,10 +77,8 @@ def _needed_below(address: HubAddress, listed: list[str]) -> list[str]:
     start = f"{address.folder}/"
     inside = [name.removeprefix(start) for name in listed if name.startswith(start)]
     if not inside:
-        raise InputRefused(
-            f"`{address.repository}` on the hub has no folder or file `{address.folder}`",
-            hint="look at the list of its files, on its page",
-        )
+        problem = f"`{address.repository}` on the hub has no folder or file `{address.folder}`"
+        raise InputRefused(problem, hint="look at the list of its files, on its page")
     return [start + name for name in needed(inside)]
 
 
@@ -94,20 +92,16 @@ def _require_one_model(address: HubAddress, listed: list[str]) -> None:
     if is_checkpoint or len(models) < 2:
         return
     found = [f"hf://{replace(address, folder=home).short}" for home in models]
-    raise InputRefused(
-        f"`{address.short}` on the hub is not a model itself; it contains {listing(found)}",
-        hint=f"give one of them: `{found[0]}`",
-    )
+    problem = f"`{address.short}` on the hub is not a model itself; it contains {listing(found)}"
+    raise InputRefused(problem, hint=f"give one of them: `{found[0]}`")
 
 
 def _unreachable(address: HubAddress) -> InputRefused:
     from huggingface_hub.constants import HF_HUB_OFFLINE  # noqa: PLC0415
 
     why = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "the hub cannot be reached"
-    return InputRefused(
-        f"`{address.short}` does not exist on this machine and is not in the hub's cache; {why}",
-        hint="check the spelling, the current folder and the network",
-    )
+    problem = f"`{address.short}` does not exist on this machine and is not in the hub's cache; {why}"
+    return InputRefused(problem, hint="check the spelling, the current folder and the network")
 
 
 def cached(address: HubAddress) -> Path | None:
@@ -192,10 +186,8 @@ class HubFiles:
 
     def changed(self, key: str) -> InputRefused:
         """The error for a file that is shorter than the Hub says."""
-        return InputRefused(
-            f"`{key}` of `{self._address.repository}` on the hub is not as long as its list of files says",
-            hint="run again; if it happens again, download the repository with `hf download`",
-        )
+        problem = f"`{key}` of `{self._address.repository}` on the hub is not as long as its list of files says"
+        return InputRefused(problem, hint="run again; if it happens again, download the repository with `hf download`")
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

@@ -441,10 +441,8 @@ def mirror_files(store: Blocks, files: Sequence[tuple[Path, Head]], folder: Path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
-            raise MalformedInput(
-                f"the object `{head.key}` lies below another object",
-                hint="give a folder in which no object is a folder, too",
-            ) from error
+            problem = f"the object `{head.key}` lies below another object"
+            raise MalformedInput(problem, hint="give a folder in which no object is a folder, too") from error
     lazy = [(path, head) for path, head in files if head.size and not _is_small(head)]
     for path, head in lazy:
         add(MirroredFile(path, store, head, folder, pool))

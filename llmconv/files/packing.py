@@ -281,10 +281,8 @@ def _unpack(name: str, file: BinaryIO, codec: Codec | None, target: BinaryIO) ->
     with bytes_bar(f"unpacking {name}", os.fstat(file.fileno()).st_size) as advance:
         for block in blocks:
             if written + len(block) > max(RATIO_FROM, RATIO_LIMIT * file.tell()):
-                raise MalformedInput(
-                    f"`{name}` grows more than {RATIO_LIMIT} times when it is unpacked, which checkpoints do not",
-                    hint="it is an attack on the disk, or full of zeros; check its origin",
-                )
+                problem = f"`{name}` grows more than {RATIO_LIMIT} times when it is unpacked, which checkpoints do not"
+                raise MalformedInput(problem, hint="it is an attack on the disk, or full of zeros; check its origin")
             if written - checked >= CHECK_BYTES:
                 space.require(len(block))
                 checked = written
@@ -321,10 +319,8 @@ class _FreeSpace:
             raise self._full(error.strerror or str(error)) from error
 
     def _full(self, problem: str) -> InputRefused:
-        return InputRefused(
-            f"no space left to unpack `{self._name}` in `{tempfile.gettempdir()}`: {problem}",
-            hint="set TMPDIR to a folder on a larger disk, or unpack it by hand",
-        )
+        message = f"no space left to unpack `{self._name}` in `{tempfile.gettempdir()}`: {problem}"
+        return InputRefused(message, hint="set TMPDIR to a folder on a larger disk, or unpack it by hand")
 
 
 RECORD = 512

@@ -102,10 +102,8 @@ def output_path(value: Any, name: str = "output") -> Path:
         )
     if found := ADDRESS.fullmatch(text):
         shown = without_credentials(text.strip())
-        raise InputRefused(
-            f"`{shown}` is not on this machine: `{name}` takes a local path",
-            hint=_way_out(found["scheme"], found["rest"], shown),
-        )
+        problem = f"`{shown}` is not on this machine: `{name}` takes a local path"
+        raise InputRefused(problem, hint=_way_out(found["scheme"], found["rest"], shown))
     # pathlib drops a leading `./`, without which a second call would take the path for a URI
     return path.absolute() if ADDRESS.fullmatch(str(path)) else path
 
@@ -174,10 +172,8 @@ GIT_LFS = b"version https://git-lfs"
 def refuse_git_lfs(head: bytes, name: str) -> None:
     """Raises UnsupportedInput if `head`, the first bytes of a file, is a Git LFS pointer."""
     if head.startswith(GIT_LFS):
-        raise UnsupportedInput(
-            f"`{name}` is a Git LFS pointer: the file itself was not fetched",
-            hint="fetch it with `git lfs pull`, or download the folder again",
-        )
+        problem = f"`{name}` is a Git LFS pointer: the file itself was not fetched"
+        raise UnsupportedInput(problem, hint="fetch it with `git lfs pull`, or download the folder again")
 
 
 class PointerTree(Protocol):
@@ -206,10 +202,8 @@ def follow(path: str, tree: PointerTree) -> str:
             break
         seen.append(path)
         path = _find(path, target, tree)
-    raise MalformedInput(
-        f"`{PurePosixPath(seen[0]).name}` is a circle of pointers, or a chain of more than {HOPS}",
-        hint="name the checkpoint itself",
-    )
+    problem = f"`{PurePosixPath(seen[0]).name}` is a circle of pointers, or a chain of more than {HOPS}"
+    raise MalformedInput(problem, hint="name the checkpoint itself")
 
 
 def _target(path: str, tree: PointerTree) -> str | None:

@@ -118,10 +118,8 @@ class Folder:
         """Raises InputRefused if `name` exists and is neither a regular file nor a link."""
         found = self.find(name)
         if found and not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
-            raise InputRefused(
-                f"`{self.path / name}` is {_kind(found.st_mode)}, which is not replaced by a file",
-                hint="move it out of the way",
-            )
+            problem = f"`{self.path / name}` is {_kind(found.st_mode)}, which is not replaced by a file"
+            raise InputRefused(problem, hint="move it out of the way")
 
     def begin(self, name: str) -> NewFile:
         """Makes a new, empty file, which `place` renames to `name`; raises OSError, and as `require_replaceable`."""
@@ -198,10 +196,8 @@ class Folder:
         if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and _same(found, self.find(name)):
             return os.fdopen(descriptor, "r+b", buffering=0)
         os.close(descriptor)
-        raise InputRefused(
-            f"`{self.path / name}` has a second name elsewhere (a hard link), so it is not written to",
-            hint="remove it, or give another name",
-        )
+        problem = f"`{self.path / name}` has a second name elsewhere (a hard link), so it is not written to"
+        raise InputRefused(problem, hint="remove it, or give another name")
 
     def rename(self, old: str, new: str) -> None:
         os.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
@@ -315,10 +311,8 @@ def _open_plain_folder(name: str | Path, descriptor: int | None, path: Path) -> 
 
 
 def _not_a_folder(path: Path) -> MalformedInput:
-    return MalformedInput(
-        f"`{path}` is a link or a file where a folder should be, and nothing is written through it",
-        hint="remove it, and find out who put it there",
-    )
+    problem = f"`{path}` is a link or a file where a folder should be, and nothing is written through it"
+    return MalformedInput(problem, hint="remove it, and find out who put it there")
 
 
 def _same(one: os.stat_result, other: os.stat_result | None) -> bool:
@@ -520,10 +514,8 @@ def user_cache(name: str) -> Path:
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:
-        raise InputRefused(
-            "there is no place for a cache: HOME is not set, and the user has no home folder",
-            hint="set XDG_CACHE_HOME to a folder that you can write",
-        ) from error
+        problem = "there is no place for a cache: HOME is not set, and the user has no home folder"
+        raise InputRefused(problem, hint="set XDG_CACHE_HOME to a folder that you can write") from error
     return Path(cache) / "llmconv" / name
 
 

@@ -71,10 +71,8 @@ def read_exactly(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
     while done < len(buffer):
         count = os.preadv(fd, [buffer[done:]], offset + done)
         if count == 0:
-            raise MalformedInput(
-                f"`{path.name}` ends at byte {offset + done}, {len(buffer) - done} bytes early",
-                hint="the file is truncated, or changed while it was read; copy it again",
-            )
+            problem = f"`{path.name}` ends at byte {offset + done}, {len(buffer) - done} bytes early"
+            raise MalformedInput(problem, hint="the file is truncated, or changed while it was read; copy it again")
         done += count
 
 

@@ -70,10 +70,8 @@ def fill(file: io.RawIOBase, buffer: memoryview, offset: int, path: Path) -> Non
         file.seek(offset + done)
         count = file.readinto(buffer[done:])
         if not count:
-            raise MalformedInput(
-                f"`{path.name}` ends at byte {offset + done}, {len(buffer) - done} bytes early",
-                hint="the file is truncated, or changed while it was read; copy it again",
-            )
+            problem = f"`{path.name}` ends at byte {offset + done}, {len(buffer) - done} bytes early"
+            raise MalformedInput(problem, hint="the file is truncated, or changed while it was read; copy it again")
         done += count
 
 
@@ -225,10 +223,8 @@ class _Coverage:
                     self.add(start, memoryview(data))
                     start += len(data)
         if not self.complete:
-            raise MalformedInput(
-                f"`{self.record.path.name}` ends inside `{self.record.name}`",
-                hint="the file was changed while it was read; copy it again",
-            )
+            problem = f"`{self.record.path.name}` ends inside `{self.record.name}`"
+            raise MalformedInput(problem, hint="the file was changed while it was read; copy it again")
 
 
 class PendingChecksums:

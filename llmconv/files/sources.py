@@ -110,10 +110,8 @@ def reading_safely(source: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputRefused(
-            f"`{source}` cannot be read: {error.strerror or error} ({error.filename or 'source'})",
-            hint="check the file, its links and its permissions",
-        ) from error
+        problem = f"`{source}` cannot be read: {error.strerror or error} ({error.filename or 'source'})"
+        raise InputRefused(problem, hint="check the file, its links and its permissions") from error
 
 
 _folders: set[Path] = set()  # temporary folders of this process that contain downloads
@@ -189,10 +187,8 @@ def _uri(name: str | Path) -> str:
     """The text of a URI; raises InputRefused if it was made a Path, which turns two slashes into one."""
     text = str(name).strip()
     if "://" not in text:
-        raise InputRefused(
-            f"`{text}` is neither a local path nor a complete URI",
-            hint=f"give a URI as text, with `://`; a local folder of that name is `./{text}`",
-        )
+        problem = f"`{text}` is neither a local path nor a complete URI"
+        raise InputRefused(problem, hint=f"give a URI as text, with `://`; a local folder of that name is `./{text}`")
     return text
 
 

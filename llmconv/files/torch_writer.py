@@ -181,10 +181,8 @@ def _pickle(tensors: Mapping[str, LazyTensor], inside: tuple[str, ...]) -> bytes
 def _view(name: str, tensor: LazyTensor, key: int) -> PickledCall:
     """A tensor that covers all of storage `key` (`torch/_utils.py`, `_rebuild_tensor_v2`)."""
     if tensor.dtype.name not in STORAGE_OF:
-        raise UnsupportedInput(
-            f"`{name}` is {tensor.dtype.name}, which torch files of this kind do not support",
-            hint="give `--dtype bfloat16`, or a checkpoint that is not quantized",
-        )
+        problem = f"`{name}` is {tensor.dtype.name}, which torch files of this kind do not support"
+        raise UnsupportedInput(problem, hint="give `--dtype bfloat16`, or a checkpoint that is not quantized")
     strides = [1]
     for size in reversed(tensor.shape[1:]):
         strides.append(strides[-1] * max(1, size))

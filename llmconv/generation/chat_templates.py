@@ -190,10 +190,8 @@ def _text(tokenizer: Any, template: str, messages: Sequence[Mapping[str, Any]], 
 def _require_input(messages: Sequence[Mapping[str, Any]], template: Any) -> None:
     """Refuses an `input`, as in Alpaca's data, that the template would leave out."""
     if "input" not in str(template) and any(str(message.get("input") or "").strip() for message in messages):
-        raise InputRefused(
-            "a prompt has an `input`, which the chat template does not use",
-            hint="give `--template alpaca`, or a Jinja file that uses `message.input`",
-        )
+        problem = "a prompt has an `input`, which the chat template does not use"
+        raise InputRefused(problem, hint="give `--template alpaca`, or a Jinja file that uses `message.input`")
 
 
 def _rendered(render: Callable[[], str]) -> str:

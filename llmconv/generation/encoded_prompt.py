@@ -126,10 +126,8 @@ def placed(ids: list[int], rows: Array, token: int | None, name: str) -> tuple[l
         first = ids.index(token)
         ids = [*ids[:first], *[token] * count, *ids[first + 1 :]]
     elif found != count:
-        raise InputRefused(
-            f"{name} has {found} placeholder tokens, and there are {count} embeddings",
-            hint="write the placeholder once, for all embeddings, or once per embedding",
-        )
+        problem = f"{name} has {found} placeholder tokens, and there are {count} embeddings"
+        raise InputRefused(problem, hint="write the placeholder once, for all embeddings, or once per embedding")
     return ids, PromptEmbeddings(np.flatnonzero(np.array(ids) == token), rows)
 
 

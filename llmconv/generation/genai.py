@@ -179,10 +179,8 @@ def _library() -> Any:
     try:
         return importlib.import_module("onnxruntime_genai")
     except ImportError as error:
-        raise InputRefused(
-            f"`--backend genai` needs onnxruntime-genai: {first_line(error)}",
-            hint="`pip install 'onnxruntime-genai>=0.18'`",
-        ) from error
+        problem = f"`--backend genai` needs onnxruntime-genai: {first_line(error)}"
+        raise InputRefused(problem, hint="`pip install 'onnxruntime-genai>=0.18'`") from error
 
 
 def _open(genai: Any, folder: Path, session: SessionSettings) -> Any:

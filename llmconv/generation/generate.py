@@ -243,10 +243,8 @@ def require_count(count: int, settings: GenerationSettings) -> None:
     if count < 1:
         raise UsageProblem(f"`num_return_sequences` is {count}", hint="give at least 1")
     if 1 < settings.num_beams < count:
-        raise UsageProblem(
-            f"a search with {settings.num_beams} beams has no {count} sequences",
-            hint=f"give `--num-beams {count}` (`num_beams={count}`)",
-        )
+        problem = f"a search with {settings.num_beams} beams has no {count} sequences"
+        raise UsageProblem(problem, hint=f"give `--num-beams {count}` (`num_beams={count}`)")
     if count > 1 and settings.num_beams == 1 and settings.is_greedy:
         raise UsageProblem(
             f"{count} greedy sequences of a prompt would be the same",
@@ -305,10 +303,8 @@ def _refuse_session(given: Mapping[str, Any]) -> None:
     """Refuses options of onnxruntime, which the eager model does not use."""
     odd = next((name for name in OF_SESSION[1:] if given.get(name)), None)
     if odd:
-        raise UsageProblem(
-            f"`--{odd.replace('_', '-')}` is for onnxruntime, which `--backend torch` does not use",
-            hint="leave it out and give `--device`; or leave out `--backend torch`",
-        )
+        problem = f"`--{odd.replace('_', '-')}` is for onnxruntime, which `--backend torch` does not use"
+        raise UsageProblem(problem, hint="leave it out and give `--device`; or leave out `--backend torch`")
 
 
 def _refuse_for_open(model: TextModel, given: Mapping[str, Any]) -> None:

@@ -107,10 +107,8 @@ class ImageEncoder:
             raise InputRefused(f"the prompt has {len(images)} images", hint=f"give at most {MOST_IMAGES}")
         found = text.count(self.marker)
         if found not in (0, len(images)):
-            raise InputRefused(
-                f"placeholders `{self.marker}` in the prompt: {found}; images: {len(images)}",
-                hint="write one for each image, or none",
-            )
+            problem = f"placeholders `{self.marker}` in the prompt: {found}; images: {len(images)}"
+            raise InputRefused(problem, hint="write one for each image, or none")
         if not found:
             text = self.family.text_of_image(self.marker, self.processor) * len(images) + text
         self.refuse_videos(token_ids(self.processor.tokenizer, text, most, add_special_tokens=False))
@@ -147,10 +145,8 @@ class ImageEncoder:
             raise InputRefused(f"the processor of images makes no {error}", hint=OTHER_MODEL) from error
         rows = features.rows.astype(np.float32)
         if where.sum() != len(rows):
-            raise InputRefused(
-                f"the processor makes {where.sum()} placeholder tokens, and the vision tower {len(rows)} features",
-                hint=OTHER_MODEL,
-            )
+            problem = f"the processor makes {where.sum()} placeholder tokens, and the vision tower {len(rows)} features"
+            raise InputRefused(problem, hint=OTHER_MODEL)
         inputs = self.family.inputs(where, features, given)
         return PromptEmbeddings(np.flatnonzero(where), rows, inputs=inputs, read_whole=self.family.read_whole)
 
@@ -253,19 +249,15 @@ def _decoded(content: bytes, name: str, most: int) -> Any:
             warnings.simplefilter("ignore")  # of Pillow, about sizes that are checked here
             image = pillow.open(io.BytesIO(content), formats=FORMATS)
     except pillow.DecompressionBombError as error:
-        raise InputRefused(
-            f"{name} has too many pixels: the images of a prompt may have {MOST_PIXELS:,} together",
-            hint="give a smaller image",
-        ) from error
+        problem = f"{name} has too many pixels: the images of a prompt may have {MOST_PIXELS:,} together"
+        raise InputRefused(problem, hint="give a smaller image") from error
     except Exception as error:  # its decoders raise anything
         known = ", ".join(FORMATS)
         raise InputRefused(f"{name} is not an image of a known format", hint=f"give one of: {known}") from error
     width, height = image.size
     if width * height > most:
-        raise InputRefused(
-            f"{name} has {width} x {height} pixels: the images of a prompt may have {MOST_PIXELS:,} together",
-            hint="give a smaller image",
-        )
+        problem = f"{name} has {width} x {height} pixels: the images of a prompt may have {MOST_PIXELS:,} together"
+        raise InputRefused(problem, hint="give a smaller image")
     if max(width, height) > MOST_RATIO * min(width, height):
         raise InputRefused(
             f"{name} has {width} x {height} pixels: one side may be {MOST_RATIO} times the other", hint="crop it"

@@ -71,10 +71,8 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
         given = batch_values([self._inputs] * len(ids), call, self._inputs.tokens, self._runner.extra_inputs)
         step = run(*call.arrays, past.cache if past else None, given)
         if step.choices is not None:
-            raise UsageProblem(
-                "beam search needs all logits, but the graph returns only the tokens that it chose",
-                hint="give `--num-beams 1`, or export without `--postprocess`",
-            )
+            problem = "beam search needs all logits, but the graph returns only the tokens that it chose"
+            raise UsageProblem(problem, hint="give `--num-beams 1`, or export without `--postprocess`")
         self._past, self._ids = Past(step.present, ids.shape[1]), ids
         return CausalLMOutputWithPast(logits=torch.from_numpy(step.logits[:, -1:].astype(np.float32)))
 

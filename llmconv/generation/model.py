@@ -474,10 +474,8 @@ def parts_of_files(
         lengths = [context - runner.virtual_tokens if context else None, runner.cache_capacity]
         length = min((length for length in lengths if length is not None), default=None)
         if length is not None and length < 1:
-            raise InputRefused(
-                f"a prefix of {runner.virtual_tokens} tokens leaves no room in the model's context of {context}",
-                hint="is it the prefix of this model?",
-            )
+            problem = f"a prefix of {runner.virtual_tokens} tokens leaves no room in the model's context of {context}"
+            raise InputRefused(problem, hint="is it the prefix of this model?")
     return {
         "runner": runner,
         "defaults": GenerationSettings.of(files.generation_config or files.folder),

@@ -412,10 +412,8 @@ def _placed(number: int, device: Any, options: dict[str, Any]) -> tuple[Any, dic
     """The device with its number; a provider of onnxruntime that is CUDA's becomes one."""
     provider = options.get("provider")
     if provider is not None and (device is not None or str(provider).lower() not in ("cuda", "cpu")):
-        raise UsageProblem(
-            f"`device_id` and `provider` {provider} do not go together",
-            hint="give the number as an option of the provider, in a file of `session_config`",
-        )
+        problem = f"`device_id` and `provider` {provider} do not go together"
+        raise UsageProblem(problem, hint="give the number as an option of the provider, in a file of `session_config`")
     kind = str(provider or device or "cuda").lower()
     if kind == "cpu":
         return device, options  # there is one
@@ -457,7 +455,5 @@ def require_dtype(model: TextModel, dtype: Any) -> None:
     wanted.require_dtype()
     found = str(getattr(model.runner, "dtype", "the type of their export"))
     if found != wanted.dtype:
-        raise UsageProblem(
-            f"the graphs compute in {found}, not in {wanted.dtype}",
-            hint=f"`llmconv export MODEL --precision {wanted.dtype}`, or leave out `dtype`",
-        )
+        problem = f"the graphs compute in {found}, not in {wanted.dtype}"
+        raise UsageProblem(problem, hint=f"`llmconv export MODEL --precision {wanted.dtype}`, or leave out `dtype`")

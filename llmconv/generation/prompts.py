@@ -309,10 +309,8 @@ def _inputs(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The field `inputs` of a JSON object: values of extra inputs; a text is a field of the caller's own."""
     found = given.get("inputs", "")
     if not isinstance(found, dict | str):
-        raise MalformedInput(
-            f"`inputs` in {name} of the prompts is {kind_of(found)}",
-            hint='write {"prompt": "…", "inputs": {"token_type_ids": [0, 0, 1]}}',
-        )
+        problem = f"`inputs` in {name} of the prompts is {kind_of(found)}"
+        raise MalformedInput(problem, hint='write {"prompt": "…", "inputs": {"token_type_ids": [0, 0, 1]}}')
     return found if isinstance(found, dict) else {}
 
 

@@ -196,10 +196,8 @@ def row_starts(
 def refuse_shifted(prompts: Sequence[Sequence[int]], most: int | None, virtual_tokens: int) -> None:
     """Raises UsageProblem for several prompts after a tuned prefix if `most` is 1: padding would shift their window."""
     if len(prompts) > 1 == most and virtual_tokens:
-        raise UsageProblem(
-            "in a batch, padding would shift the window of this model's attention away from the tuned prefix",
-            hint="give one prompt at a time",
-        )
+        problem = "in a batch, padding would shift the window of this model's attention away from the tuned prefix"
+        raise UsageProblem(problem, hint="give one prompt at a time")
 
 
 @dataclass(frozen=True)
@@ -296,10 +294,8 @@ class Row:
         settings, generator = self.settings, self._generator
         if step.choices is not None:
             if self._processor or settings.repetition_penalty != 1:
-                raise UsageProblem(
-                    "penalties need all logits, but the graph returns only the tokens that it chose",
-                    hint="give `--repetition-penalty 1`, or export without `--postprocess`",
-                )
+                problem = "penalties need all logits, but the graph returns only the tokens that it chose"
+                raise UsageProblem(problem, hint="give `--repetition-penalty 1`, or export without `--postprocess`")
             return pick_choice(step.choices.tokens[at, -1], step.choices.scores[at, -1], settings, generator)
         logits = step.logits[at, -1]
         if self._processor:

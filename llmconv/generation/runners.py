@@ -97,10 +97,8 @@ class ModelFiles:
         """Graphs by their paths; all other files are next to the first graph."""
         graphs = [path_of(path, "model") for path in paths]
         if len(graphs) == 2 and graphs[0].is_dir():
-            raise UsageProblem(
-                f"`{graphs[0]}` is a folder, which has its own decode graph",
-                hint="give the folder alone, or the paths of two .onnx files",
-            )
+            problem = f"`{graphs[0]}` is a folder, which has its own decode graph"
+            raise UsageProblem(problem, hint="give the folder alone, or the paths of two .onnx files")
         if not 1 <= len(graphs) <= 2:
             raise UsageProblem(
                 f"{len(graphs)} graphs are not a model", hint="give the prefill graph and the decode graph"
@@ -313,10 +311,8 @@ def _tower(folder: Path, family: ImageFamily, settings: SessionSettings | None) 
 def refuse_stages(stages: StageAddresses | None, backend: str) -> None:
     """Raises UsageProblem for stages in other processes with another backend than `onnx`."""
     if stages:
-        raise UsageProblem(
-            f"`--stage-at` is for graphs in stages, which `--backend {backend}` does not run",
-            hint="leave out `--backend`, or `--stage-at`",
-        )
+        problem = f"`--stage-at` is for graphs in stages, which `--backend {backend}` does not run"
+        raise UsageProblem(problem, hint="leave out `--backend`, or `--stage-at`")
 
 
 def refuse_prefix(prefix: Prefix | None) -> None:
@@ -354,10 +350,8 @@ def _refuse_session(settings: SessionSettings | None) -> None:
     names = [field.name for field in fields(SessionSettings) if field.name != "threads"]
     odd = [name for name in names if settings and getattr(settings, name) != getattr(SessionSettings(), name)]
     if odd:
-        raise UsageProblem(
-            f"`{odd[0]}` is a setting of onnxruntime, which `backend` torch does not use",
-            hint="leave it out and give `device`; or leave out `backend`",
-        )
+        problem = f"`{odd[0]}` is a setting of onnxruntime, which `backend` torch does not use"
+        raise UsageProblem(problem, hint="leave it out and give `device`; or leave out `backend`")
 
 
 FLOATS = {onnx.TensorProto.FLOAT, *HALF_PRECISION.values()}
@@ -399,10 +393,8 @@ class WeightMemory:
         """Prints what copies will be held, if they are large; raises InputRefused if they do not fit into memory."""
         have = available_memory()
         if have is not None and self.copied > have:
-            raise InputRefused(
-                f"the weights take {self.copied / GB:.1f} GB of memory, and {have / GB:.1f} GB are available",
-                hint=self.other_way,
-            )
+            problem = f"the weights take {self.copied / GB:.1f} GB of memory, and {have / GB:.1f} GB are available"
+            raise InputRefused(problem, hint=self.other_way)
         if self.copied > WORTH_SAYING:
             copies = f"{self.copied / GB:.1f} GB of copies in memory"
             say(f"weights: {self.mapped / GB:.1f} GB mapped, {copies}; {self.other_way}")

@@ -204,20 +204,16 @@ def require_known(names: Iterable[str], others: Iterable[str] = ()) -> None:
 def require_settings(settings: Any) -> GenerationSettings:
     """Returns `settings`; raises UsageProblem if it is a dict, or transformers' `GenerationConfig`."""
     if not isinstance(settings, GenerationSettings):
-        raise UsageProblem(
-            f"`settings` is {kind_of(settings)}, not a `GenerationSettings`",
-            hint="give `model.defaults.but(max_new_tokens=20, …)`",
-        )
+        problem = f"`settings` is {kind_of(settings)}, not a `GenerationSettings`"
+        raise UsageProblem(problem, hint="give `model.defaults.but(max_new_tokens=20, …)`")
     return settings
 
 
 def require_effect(changes: Mapping[str, Any]) -> None:
     """Raises UsageProblem for fields of `GenerationConfig` that change transformers' results, but do nothing here."""
     if (changes.get("num_return_sequences") or 1) != 1:
-        raise UsageProblem(
-            "`num_return_sequences` is not a field of `GenerationSettings`, which are those of one text",
-            hint="give it to `generate` or to the pipeline",
-        )
+        problem = "`num_return_sequences` is not a field of `GenerationSettings`, which are those of one text"
+        raise UsageProblem(problem, hint="give it to `generate` or to the pipeline")
     for name in RETURNED:
         if changes.get(name):
             raise UsageProblem(f"`{name}` has no effect here: only texts and tokens are returned", hint="leave it out")

@@ -57,10 +57,8 @@ class Wording:
         # refuses a field of the caller's own that has the name of an extra input of the model, which would be ignored
         known = () if model.engine else model.runner.extra_inputs
         if named := next((field for field in prompt.fields if field in known), ""):
-            raise InputRefused(
-                f"{name} has a field `{named}`, which is an input of the model",
-                hint=f'write it as {{"prompt": "…", "inputs": {{"{named}": …}}}}',
-            )
+            problem = f"{name} has a field `{named}`, which is an input of the model"
+            raise InputRefused(problem, hint=f'write it as {{"prompt": "…", "inputs": {{"{named}": …}}}}')
         if prompt.images:
             encoded = self._with_images(model, prompt, name)
         elif prompt.embeddings is not None:
@@ -104,10 +102,8 @@ class Wording:
         shorter = min(len(tokens), len(second))
         kept = next((at for at in range(shorter) if tokens[at] != second[at]), shorter)
         if kept >= self.src_length:
-            raise UsageProblem(
-                f"`src_length` is {self.src_length}, but a prompt begins with {kept} special token(s)",
-                hint=f"give at least {kept + 1}",
-            )
+            problem = f"`src_length` is {self.src_length}, but a prompt begins with {kept} special token(s)"
+            raise UsageProblem(problem, hint=f"give at least {kept + 1}")
         return [*tokens[:kept], *tokens[len(tokens) - self.src_length + kept :]]
 
     @property

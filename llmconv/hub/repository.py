@@ -177,16 +177,12 @@ class HubRepository:
         require_token()
         if self.state.exists:
             if private and not self.state.private:
-                raise InputRefused(
-                    f"`{self.address.repository}` exists and is public",
-                    hint="make it private in its settings, or leave out `--private`",
-                )
+                problem = f"`{self.address.repository}` exists and is public"
+                raise InputRefused(problem, hint="make it private in its settings, or leave out `--private`")
             return
         if self.pull_request:
-            raise InputRefused(
-                f"`{self.address.repository}` does not exist, or the token does not see it",
-                hint="a pull request needs a repository; leave out `--pr` to make one",
-            )
+            problem = f"`{self.address.repository}` does not exist, or the token does not see it"
+            raise InputRefused(problem, hint="a pull request needs a repository; leave out `--pr` to make one")
         with writing_to(self.address):
             self.api.create_repo(self.address.repository, private=private, exist_ok=True)
         self.__dict__.pop("state")
@@ -215,10 +211,8 @@ class HubRepository:
                 gitignore_content="",
             )
         if ignored := [addition.path_in_repo for addition in additions if getattr(addition, "_should_ignore", False)]:
-            raise InputRefused(
-                f"the `.gitignore` of `{self.address.repository}` leaves out {listing(ignored)}",
-                hint="remove that line there",
-            )
+            problem = f"the `.gitignore` of `{self.address.repository}` leaves out {listing(ignored)}"
+            raise InputRefused(problem, hint="remove that line there")
 
     def has_objects(self, objects: Mapping[str, int]) -> set[str]:
         """The LFS objects among `objects`, sha256 to size, that the Hub has already."""
@@ -280,10 +274,8 @@ def sent(addition: CommitOperationAdd, size: int, sha256: str) -> bool:
 
 def _require_writable(address: HubAddress) -> None:
     if "/" not in address.repository or address.folder:
-        raise InputRefused(
-            f"`{address}` is not a repository that can be written",
-            hint="an output is a whole repository: `hf://org/name` or `hf://org/name@branch`",
-        )
+        problem = f"`{address}` is not a repository that can be written"
+        raise InputRefused(problem, hint="an output is a whole repository: `hf://org/name` or `hf://org/name@branch`")
     if COMMIT.fullmatch(address.revision):
         raise InputRefused(f"`{address.revision}` is a commit, which does not change", hint="give a branch")
 
@@ -300,10 +292,8 @@ def require_token() -> None:
     from huggingface_hub import get_token  # noqa: PLC0415 - 0.3 s that other commands do not pay
 
     if not get_token():
-        raise InputRefused(
-            "not logged in to the Hugging Face Hub, which writing requires",
-            hint="log in with `hf auth login`, or set HF_TOKEN to a token with write access",
-        )
+        problem = "not logged in to the Hugging Face Hub, which writing requires"
+        raise InputRefused(problem, hint="log in with `hf auth login`, or set HF_TOKEN to a token with write access")
 
 
 def require_sound_token() -> None:
@@ -311,10 +301,8 @@ def require_sound_token() -> None:
     from huggingface_hub import get_token  # noqa: PLC0415
 
     if not TOKEN.fullmatch(get_token() or "none"):
-        raise InputRefused(
-            "the token of the Hugging Face Hub contains characters that no token has",
-            hint="set HF_TOKEN again, or log in again with `hf auth login`",
-        )
+        problem = "the token of the Hugging Face Hub contains characters that no token has"
+        raise InputRefused(problem, hint="set HF_TOKEN again, or log in again with `hf auth login`")
 
 
 def hub_refusal(error: BaseException, address: HubAddress) -> InputRefused | None:
@@ -322,20 +310,14 @@ def hub_refusal(error: BaseException, address: HubAddress) -> InputRefused | Non
     from huggingface_hub import errors  # noqa: PLC0415
 
     if isinstance(error, errors.GatedRepoError):
-        return InputRefused(
-            f"`{address.repository}` is a gated repository, and access was not granted",
-            hint="request access on its page, and log in with `hf auth login`",
-        )
+        problem = f"`{address.repository}` is a gated repository, and access was not granted"
+        return InputRefused(problem, hint="request access on its page, and log in with `hf auth login`")
     if isinstance(error, errors.RevisionNotFoundError):
-        return InputRefused(
-            f"`{address.repository}` on the hub has no revision `{address.revision}`",
-            hint="give a branch, a tag or a commit",
-        )
+        problem = f"`{address.repository}` on the hub has no revision `{address.revision}`"
+        return InputRefused(problem, hint="give a branch, a tag or a commit")
     if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
-        return InputRefused(
-            f"`{address.short}` does not exist, neither on this machine nor on the hub",
-            hint="check the spelling; for a private model log in with `hf auth login`",
-        )
+        problem = f"`{address.short}` does not exist, neither on this machine nor on the hub"
+        return InputRefused(problem, hint="check the spelling; for a private model log in with `hf auth login`")
     return None
 
 
@@ -391,10 +373,8 @@ def _denied(status: int, error: BaseException, address: HubAddress) -> InputRefu
     if isinstance(error, errors.GatedRepoError) or status not in (401, 403):
         return None
     if status == 401:
-        return InputRefused(
-            f"the Hub does not accept the token for `{address.repository}`{_said(error)}",
-            hint="log in again with `hf auth login`, or set HF_TOKEN to a valid token",
-        )
+        problem = f"the Hub does not accept the token for `{address.repository}`{_said(error)}"
+        return InputRefused(problem, hint="log in again with `hf auth login`, or set HF_TOKEN to a valid token")
     return InputRefused(
         f"the token may not write to `{address.repository}`{_said(error)}",
         hint="use a token with write access, or a repository of your own; `llmconv push --pr` proposes a change",
@@ -403,10 +383,8 @@ def _denied(status: int, error: BaseException, address: HubAddress) -> InputRefu
 
 def _failed(status: int, error: BaseException, address: HubAddress) -> OutputFailed:
     if status in MOVED:
-        return OutputFailed(
-            f"`{address.short}` got another commit in the meantime, so nothing was committed",
-            hint="look at that commit, and run again; files that were sent are not sent again",
-        )
+        problem = f"`{address.short}` got another commit in the meantime, so nothing was committed"
+        return OutputFailed(problem, hint="look at that commit, and run again; files that were sent are not sent again")
     return OutputFailed(f"the Hub answered {status} for `{address.repository}`{_said(error)}", hint=AGAIN)
 
 

@@ -83,10 +83,8 @@ class HubFolder:
         if not state.has_branch:
             return
         if not overwrite and MANIFEST in state.files and not (resume and self.is_complete()):
-            raise InputRefused(
-                f"`{self.address}` already contains a model of llmconv",
-                hint="choose another `-o`, or give `--overwrite` to replace it by a new commit",
-            )
+            problem = f"`{self.address}` already contains a model of llmconv"
+            raise InputRefused(problem, hint="choose another `-o`, or give `--overwrite` to replace it by a new commit")
         if MANIFEST not in state.files and CONFIG in state.files and not foreign_weights(self.repository):
             raise InputRefused(
                 f"`{self.address}` contains `{CONFIG}`, which llmconv did not make",
@@ -122,10 +120,8 @@ class HubFolder:
 
     def require_shared(self) -> NoReturn:
         """See `Destination`; what was sent is known only to the process that makes the commit."""
-        raise UnsupportedInput(
-            f"`{self.address}` cannot be written by several processes",
-            hint="let them write a folder or a bucket, then `llmconv push` it",
-        )
+        problem = f"`{self.address}` cannot be written by several processes"
+        raise UnsupportedInput(problem, hint="let them write a folder or a bucket, then `llmconv push` it")
 
 
 class UnfinishedCommit:
@@ -208,10 +204,8 @@ class UnfinishedCommit:
     def write_file(self, name: str, content: bytes | Link) -> None:
         """Keeps a small file for `commit`; see `UnfinishedOutput`."""
         if isinstance(content, Link):
-            raise UnsupportedInput(
-                f"`{name}` would be a symbolic link, which the Hub does not have",
-                hint="write to a local folder, then `llmconv push` it",
-            )
+            problem = f"`{name}` would be a symbolic link, which the Hub does not have"
+            raise UnsupportedInput(problem, hint="write to a local folder, then `llmconv push` it")
         self._contents[name], self.finished[name] = content, file_entry(content)
 
     def leave(self) -> None:
@@ -229,10 +223,8 @@ class UnfinishedCommit:
         digests = {name: FileDigest(entry["bytes"], entry["sha256"]) for name, entry in manifest.files.items()}
         digests |= {name: digest_of(content) for name, content in small.items()}
         if differing := self.repository.at(done.commit).differing(digests):
-            raise OutputFailed(
-                f"commit {done.commit[:12]} on the Hub has other bytes in `{differing[0]}` than were sent",
-                hint="run again with `--overwrite`, and report it to the Hub",
-            )
+            problem = f"commit {done.commit[:12]} on the Hub has other bytes in `{differing[0]}` than were sent"
+            raise OutputFailed(problem, hint="run again with `--overwrite`, and report it to the Hub")
 
     def _card(self, manifest: Manifest) -> dict[str, bytes]:
         """The model card, unless the output or someone else has written one."""

@@ -107,10 +107,8 @@ def require_space(output: Path, needed: int, home: Path | None = None) -> None:
     """
     usage = shutil.disk_usage(home or _home(output))
     if needed > usage.free and usage.total:
-        raise InputRefused(
-            f"no space left: `{output}` needs {needed:,} bytes, {usage.free:,} are free",
-            hint="free some space, or choose an output on another disk",
-        )
+        problem = f"no space left: `{output}` needs {needed:,} bytes, {usage.free:,} are free"
+        raise InputRefused(problem, hint="free some space, or choose an output on another disk")
 
 
 JOURNAL = "journal.jsonl"
@@ -284,10 +282,8 @@ class StagedFolder:
     def _publish(self) -> None:
         """Renames; OUT may have appeared since the run began, or the partial folder may have been moved."""
         if not self._folder.is_at(self.path):
-            raise OutputFailed(
-                f"`{self.path}` was moved or replaced while `{self.output}` was being made",
-                hint="write to a folder that no other process changes",
-            )
+            problem = f"`{self.path}` was moved or replaced while `{self.output}` was being made"
+            raise OutputFailed(problem, hint="write to a folder that no other process changes")
         if self._overwrite and os.path.lexists(self.output):
             require_free(self.output, overwrite=True)
             replaced = self._open.enter_context(Folder.open_own(self.output))
@@ -317,10 +313,8 @@ def _open_partial(path: Path) -> Folder:
     except OSError as error:
         if error.errno in FULL:
             raise
-        raise OutputFailed(
-            f"no folder can be made in `{path.parent}`: {error.strerror or error}",
-            hint="choose an `-o` in a folder of your own",
-        ) from error
+        problem = f"no folder can be made in `{path.parent}`: {error.strerror or error}"
+        raise OutputFailed(problem, hint="choose an `-o` in a folder of your own") from error
     with ExitStack() as stack:
         folder = stack.enter_context(Folder.open_own(path))
         with folder.begin("owner") as own:
@@ -361,10 +355,8 @@ def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = (), *, 
     if not overwrite and is_complete(output):
         if resume:
             return
-        raise InputRefused(
-            f"`{output}` already exists and is complete",
-            hint="choose another `-o`, or give `--overwrite` to make it again",
-        )
+        message = f"`{output}` already exists and is complete"
+        raise InputRefused(message, hint="choose another `-o`, or give `--overwrite` to make it again")
     sources = [path.resolve() for path in inputs]
     if not overwrite:
         ways = ", or give `--overwrite`" if _may_replace(output, sources) else ""

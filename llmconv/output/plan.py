@@ -108,10 +108,8 @@ def plan_checkpoint(
     for name in checkpoint:
         path = checkpoint.path
         if not name or name == "__metadata__" or len(name) > NAME_LIMIT or not name.isprintable():
-            raise MalformedInput(
-                f"`{path.name}` has a tensor named {name[:40]!r}, which is invalid in safetensors",
-                hint="save the model with its own names; is the file damaged or hostile?",
-            )
+            problem = f"`{path.name}` has a tensor named {name[:40]!r}, which is invalid in safetensors"
+            raise MalformedInput(problem, hint="save the model with its own names; is the file damaged or hostile?")
     modules = {name: home for name, home in checkpoint.files.items() if "/" in home and name in checkpoint}
     groups = []
     for part in _divided({n: t for n, t in checkpoint.items() if n not in modules}, parts or {}):
@@ -343,10 +341,8 @@ def require_unchanged(path: Path, shard: Shard) -> None:
     """Raises MalformedInput if the copy, or the source, of an unchanged file no longer has the planned tensors."""
     assert shard.copy_of
     if not holds(path, shard.tensors):
-        raise MalformedInput(
-            f"`{shard.copy_of.name}` changed while it was copied",
-            hint="make sure that nothing writes to it, and run again",
-        )
+        problem = f"`{shard.copy_of.name}` changed while it was copied"
+        raise MalformedInput(problem, hint="make sure that nothing writes to it, and run again")
 
 
 @contextmanager
@@ -359,7 +355,5 @@ def failing_safely() -> Iterator[None]:
     except OSError as error:
         full = "free some space and run again with `--resume`"
         other = "check the permissions of the file and its folder, and run again with `--resume`"
-        raise OutputFailed(
-            f"reading or writing failed: {error.strerror or error} ({error.filename or 'output'})",
-            hint=full if error.errno in FULL else other,
-        ) from error
+        problem = f"reading or writing failed: {error.strerror or error} ({error.filename or 'output'})"
+        raise OutputFailed(problem, hint=full if error.errno in FULL else other) from error

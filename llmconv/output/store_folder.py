@@ -144,16 +144,12 @@ class StoreFolder:
         for place in filter(None, map(mirror.address_of, inputs)):
             if place.is_within(self.address) or self.address.is_within(place):
                 where = "contains" if place.is_within(self.address) else "is inside"
-                raise InputRefused(
-                    f"`{self.address}` {where} the input `{place}`",
-                    hint="choose an `-o` that neither contains an input nor is inside one",
-                )
+                problem = f"`{self.address}` {where} the input `{place}`"
+                raise InputRefused(problem, hint="choose an `-o` that neither contains an input nor is inside one")
         found = {head.key for head in self.store.list() if not head.key.startswith(f"{JOURNAL}/")}
         if MANIFEST not in found and found and self.store.head(CLAIM) is None:
-            raise InputRefused(
-                f"`{self.address}` contains `{min(found)}` and was not made by llmconv",
-                hint="choose another `-o`, or remove it yourself",
-            )
+            problem = f"`{self.address}` contains `{min(found)}` and was not made by llmconv"
+            raise InputRefused(problem, hint="choose another `-o`, or remove it yourself")
         if MANIFEST not in found:
             return
         if not overwrite and not (resume and self.is_complete()):
@@ -344,10 +340,8 @@ def _last(name: str) -> int:
 def refuse_links(files: Mapping[str, bytes | Link]) -> None:
     """Raises UnsupportedInput if one of the files is a link, which a store does not have."""
     if links := [name for name, content in files.items() if isinstance(content, Link)]:
-        raise UnsupportedInput(
-            f"`{links[0]}` would be a symbolic link, which an object store does not have",
-            hint="write to a local folder, and copy it, links followed, to the store",
-        )
+        problem = f"`{links[0]}` would be a symbolic link, which an object store does not have"
+        raise UnsupportedInput(problem, hint="write to a local folder, and copy it, links followed, to the store")
 
 
 class FileBlocks:

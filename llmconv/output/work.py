@@ -56,10 +56,8 @@ class Part:
     def __post_init__(self) -> None:
         _require_integers(number=self.number, count=self.count)
         if not 0 <= self.number < self.count <= MOST_PARTS:
-            raise UsageProblem(
-                f"there is no part {self.number}/{self.count}",
-                hint=f"parts are 0/N to N-1/N, with N up to {MOST_PARTS:,}",
-            )
+            problem = f"there is no part {self.number}/{self.count}"
+            raise UsageProblem(problem, hint=f"parts are 0/N to N-1/N, with N up to {MOST_PARTS:,}")
 
     @classmethod
     def parse(cls, text: str) -> Part:
@@ -250,10 +248,8 @@ class _Driver:
             answer = self._ask(json.dumps({**self._call, "shard": shard.name}))
             if answer is not None:
                 return take_answer(answer, self._warned)
-        raise OutputFailed(
-            f"{TRIES} workers died while they wrote `{shard.name}`",
-            hint="is memory short? give fewer `--workers`, and run again with `--resume`",
-        )
+        problem = f"{TRIES} workers died while they wrote `{shard.name}`"
+        raise OutputFailed(problem, hint="is memory short? give fewer `--workers`, and run again with `--resume`")
 
     def _ask(self, line: str) -> Answer | None:
         """The worker's answer; None if it died."""

@@ -160,10 +160,8 @@ def _failing(ray: Any) -> Iterator[None]:
             hint=f"is llmconv {__version__} installed on every node? the logs of the cluster say more",
         ) from error
     except errors.RayError as error:
-        raise OutputFailed(
-            f"the Ray cluster lost a shard {TRIES} times: {type(error).__name__}",
-            hint="is memory short on its nodes? run again with `--resume`",
-        ) from error
+        problem = f"the Ray cluster lost a shard {TRIES} times: {type(error).__name__}"
+        raise OutputFailed(problem, hint="is memory short on its nodes? run again with `--resume`") from error
 
 
 CONFIG = "config.json"
@@ -320,10 +318,8 @@ def _write_shards(plan: Plan, folder: UnfinishedOutput, name: str, sources: Stat
                 if (source.suffix in WEIGHTS or len(sources) == 1) and not (
                     source.exists() and _identity(source) == before
                 ):
-                    raise InputRefused(
-                        f"`{source.name}` changed while it was read",
-                        hint="make sure that nothing writes to it, and run again",
-                    )
+                    problem = f"`{source.name}` changed while it was read"
+                    raise InputRefused(problem, hint="make sure that nothing writes to it, and run again")
             folder.record(shard.name, entry)
             if crowded:
                 folder.release(shard.name, [*sources])

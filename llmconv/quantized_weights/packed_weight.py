@@ -574,8 +574,6 @@ def block_size(given: Any) -> tuple[int, int] | None:
     if given is None:
         return None
     if not isinstance(given, list | tuple) or len(given) != 2 or not all(type(n) is int and n > 0 for n in given):
-        raise MalformedInput(
-            f"the model's `weight_block_size` is {str(given)[:80]}",
-            hint="it is a pair of numbers such as [128, 128]; repair the `config.json`",
-        )
+        problem = f"the model's `weight_block_size` is {str(given)[:80]}"
+        raise MalformedInput(problem, hint="it is a pair of numbers such as [128, 128]; repair the `config.json`")
     return given[0], given[1]

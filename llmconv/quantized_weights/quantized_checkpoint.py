@@ -52,10 +52,8 @@ def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
     method = _method(checkpoint.config)
     weights = {name: _as_model(checkpoint, weight) for name, weight in method.open(checkpoint).items()}
     if not weights:
-        raise MalformedInput(
-            f"the model's config has `{method.name}`, but no weight in its files is quantized",
-            hint=f"take `{FIELD}` out of `config.json` if the weights are plain",
-        )
+        problem = f"the model's config has `{method.name}`, but no weight in its files is quantized"
+        raise MalformedInput(problem, hint=f"take `{FIELD}` out of `config.json` if the weights are plain")
     _require_one_source(checkpoint, weights)
     plain = replace(checkpoint, tensors=_plain(checkpoint, method, weights), config=_without(checkpoint.config))
     return QuantizedCheckpoint(checkpoint, method, weights, plain)

@@ -120,10 +120,8 @@ def _load(folder: Path, package: str, reference: str) -> Any:
         sys.dont_write_bytecode = writes_bytecode
     found = getattr(module, named["name"], None)
     if not isinstance(found, type):
-        raise MalformedInput(
-            f"`auto_map` names `{reference}`, and that module of `{folder}` has no such class",
-            hint="the Python files belong to another version of the model; copy them again",
-        )
+        problem = f"`auto_map` names `{reference}`, and that module of `{folder}` has no such class"
+        raise MalformedInput(problem, hint="the Python files belong to another version of the model; copy them again")
     return found
 
 

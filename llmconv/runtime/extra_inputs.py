@@ -219,10 +219,8 @@ class ExtraInput:
         try:
             found = np.asarray(self.default(call))
         except Exception as error:  # a hook of another package may raise anything
-            raise UnsupportedInput(
-                f"the hook of the extra input `{self.name}` fails: {type(error).__name__}: {first_line(error)}",
-                hint=DOCUMENT,
-            ) from error
+            message = f"the hook of the extra input `{self.name}` fails: {type(error).__name__}: {first_line(error)}"
+            raise UnsupportedInput(message, hint=DOCUMENT) from error
         if problem := self.misfit(found, call):
             raise UnsupportedInput(f"the hook of the extra input `{self.name}` returns {problem}", hint=DOCUMENT)
         return found
@@ -292,10 +290,8 @@ def require_parameters(forward: Callable[..., Any], names: Collection[str]) -> N
         if one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
     ]
     if missing := [name for name in needed if name not in (*RESERVED, *names, "past_key_values")]:
-        raise UnsupportedInput(
-            f"the model's `forward` needs `{missing[0]}`, which the input map does not declare",
-            hint=f"add an `ExtraInput` to its row; {DOCUMENT}",
-        )
+        problem = f"the model's `forward` needs `{missing[0]}`, which the input map does not declare"
+        raise UnsupportedInput(problem, hint=f"add an `ExtraInput` to its row; {DOCUMENT}")
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return
     for name in names:
@@ -341,10 +337,8 @@ class ExtraValues:
     def require_whole(self, most: int) -> None:
         """Raises InputRefused for a call whose tokens attend to later ones; `most` is the number that run together."""
         if self.both_ways:
-            raise InputRefused(
-                f"tokens of images attend to later ones, and these graphs read {most} tokens at a time",
-                hint="export again with `--shapes dynamic`, or give a shorter prompt",
-            )
+            problem = f"tokens of images attend to later ones, and these graphs read {most} tokens at a time"
+            raise InputRefused(problem, hint="export again with `--shapes dynamic`, or give a shorter prompt")
 
     def _value(self, name: str, extra: ExtraInput, call: ModelCall, whole: ModelCall, start: int) -> Array:
         if name not in self.given:

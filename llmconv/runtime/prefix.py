@@ -111,10 +111,8 @@ def _pre_caches(path: Path) -> Prefix:
         content = content.view(ml_dtypes.bfloat16)
     is_float = content.dtype.kind == "f" or content.dtype == ml_dtypes.bfloat16
     if not is_float or content.ndim != 5 or content.shape[1] != 2 or not content.size:
-        raise MalformedInput(
-            f"`{path}` is not a prefix: {content.dtype} {list(content.shape)}",
-            hint="it must be an array of floats [layers, 2, kv_heads, tokens, head_dim]",
-        )
+        problem = f"`{path}` is not a prefix: {content.dtype} {list(content.shape)}"
+        raise MalformedInput(problem, hint="it must be an array of floats [layers, 2, kv_heads, tokens, head_dim]")
     return Prefix("pre_caches", content.astype(np.float32), content.shape[3], 0)
 
 
@@ -139,10 +137,8 @@ def _split_caches(content: Array, shapes: list[tuple[int, int]]) -> list[KeyValu
 
 
 def _refuse(found: str, wanted: str) -> Any:
-    raise InputRefused(
-        f"shape mismatch for the prefix: expected {wanted}, got {found}",
-        hint="it was trained on another model; give the prefix of this one",
-    )
+    problem = f"shape mismatch for the prefix: expected {wanted}, got {found}"
+    raise InputRefused(problem, hint="it was trained on another model; give the prefix of this one")
 
 
 OPTION = "`--prefix-tuning`"
@@ -218,16 +214,12 @@ def with_prefix(runner: Runner, prefix: Prefix) -> PrefixedRunner:
     UsageProblem if the graphs contain a prefix, or the model runs in other processes.
     """
     if runner.virtual_tokens:
-        raise UsageProblem(
-            f"{OPTION}: the graphs begin with a prefix of {runner.virtual_tokens} tokens already",
-            hint="leave the option out, or export the graphs again without `--prefix`",
-        )
+        problem = f"{OPTION}: the graphs begin with a prefix of {runner.virtual_tokens} tokens already"
+        raise UsageProblem(problem, hint="leave the option out, or export the graphs again without `--prefix`")
     capacity = runner.cache_capacity
     if capacity is not None and prefix.length >= capacity:
-        raise InputRefused(
-            f"the prefix has {prefix.length} tokens, but the graphs' cache has room for {capacity}",
-            hint="export again with a larger --max-seq-len",
-        )
+        problem = f"the prefix has {prefix.length} tokens, but the graphs' cache has room for {capacity}"
+        raise InputRefused(problem, hint="export again with a larger --max-seq-len")
     shapes = _shapes(runner)
     if prefix.kind == "soft_prompt":
         content = dict(_embedded(runner, prefix).arrays())
@@ -267,15 +259,11 @@ def _embedded(runner: Runner, prefix: Prefix) -> Cache:
     """The cache of a soft prompt, whose embeddings take the places of any tokens."""
     size, (length, given) = runner.embedding_size, prefix.content.shape
     if size is None:
-        raise UsageProblem(
-            "a soft prompt consists of embeddings, and the graphs take tokens",
-            hint=f"{IN_THE_GRAPH}; or give `--backend torch`",
-        )
+        problem = "a soft prompt consists of embeddings, and the graphs take tokens"
+        raise UsageProblem(problem, hint=f"{IN_THE_GRAPH}; or give `--backend torch`")
     if given != size:
-        raise InputRefused(
-            f"hidden size mismatch: the soft prompt has {given}, the model {size}",
-            hint="it was trained on another model; give the prompt of this one",
-        )
+        problem = f"hidden size mismatch: the soft prompt has {given}, the model {size}"
+        raise InputRefused(problem, hint="it was trained on another model; give the prompt of this one")
     ids, mask = np.zeros((1, length), dtype=np.int64), np.ones((1, length), dtype=np.int64)
     placed = PlacedEmbeddings(mask.astype(bool), prefix.content)
     return runner.prefill(ids, mask, default_positions(mask, length), placed=placed).present

@@ -128,10 +128,8 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     tokens to every text.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise InputRefused(
-            f"`{folder}` has no tokenizer",
-            hint="convert with `llmconv to-hf … --tokenizer PATH`, or copy tokenizer.json",
-        )
+        problem = f"`{folder}` has no tokenizer"
+        raise InputRefused(problem, hint="convert with `llmconv to-hf … --tokenizer PATH`, or copy tokenizer.json")
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             with open(folder / name, "rb") as file:
@@ -162,10 +160,8 @@ def find_tokenizer(given: Any, folder: Path, trust_remote_code: bool) -> Any:
     if isinstance(given, str | os.PathLike):
         return load_tokenizer(local_path(os.fspath(given)), trust_remote_code)
     if isinstance(given, type) or not callable(given) or not callable(getattr(given, "decode", None)):
-        raise UsageProblem(
-            f"`tokenizer` is {kind_of(given)}, not a tokenizer of transformers",
-            hint="give `AutoTokenizer.from_pretrained(FOLDER)`, or FOLDER",
-        )
+        problem = f"`tokenizer` is {kind_of(given)}, not a tokenizer of transformers"
+        raise UsageProblem(problem, hint="give `AutoTokenizer.from_pretrained(FOLDER)`, or FOLDER")
     return given
 
 
@@ -341,10 +337,8 @@ class CalibrationText:
             raise InputRefused(f"`{self.name}` is empty", hint=HINT)
         ids = np.array(first_ids(tokenizer, self.content, most), dtype=np.int64)
         if len(ids) < LEAST:
-            raise InputRefused(
-                f"`{self.name}` is too short to measure anything: {len(ids)} tokens",
-                hint=f"give a text of some pages: {LEAST} tokens at least, {most:,} are used",
-            )
+            problem = f"`{self.name}` is too short to measure anything: {len(ids)} tokens"
+            raise InputRefused(problem, hint=f"give a text of some pages: {LEAST} tokens at least, {most:,} are used")
         size = min(PIECE, context or PIECE)
         pieces = [ids[None, start : start + size] for start in range(0, len(ids), size)]
         return [piece for piece in pieces if piece.shape[1] > 1]

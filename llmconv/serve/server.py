@@ -131,10 +131,8 @@ def listen(host: str, port: int) -> socket.socket:
         reason = error.strerror if isinstance(error, OSError) else error
         is_host = isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL
         hint = "give an address of this machine: `--host 127.0.0.1`, or 0.0.0.0 for all of them"
-        raise OutputFailed(
-            f"cannot listen on {host} port {port}: {reason or error}",
-            hint=hint if is_host else "give another `--port` (0 for any free one)",
-        ) from error
+        problem = f"cannot listen on {host} port {port}: {reason or error}"
+        raise OutputFailed(problem, hint=hint if is_host else "give another `--port` (0 for any free one)") from error
 
 
 def _address(listener: socket.socket) -> str:

@@ -189,10 +189,8 @@ def _texts(step: str, key: str, value: Any, parameter: click.Parameter) -> Itera
     for one in values:
         if is_flag or isinstance(one, bool) or not isinstance(one, GIVEN):
             wanted = "true or false" if is_flag else "texts or numbers" if is_several else "a text or a number"
-            raise MalformedInput(
-                f"step `{step}`: `{key}` is {_shown(one)}, not {wanted}",
-                hint=f"write `{key}: true`" if is_flag else "put a text in quotes",
-            )
+            problem = f"step `{step}`: `{key}` is {_shown(one)}, not {wanted}"
+            raise MalformedInput(problem, hint=f"write `{key}: true`" if is_flag else "put a text in quotes")
         try:
             text = str(one)
         except ValueError:  # of a number with thousands of digits

@@ -96,10 +96,8 @@ class ObjectStore:
             try:
                 listed = (_head(meta) for batch in obstore.list(self._connection, prefix or None) for meta in batch)
                 if len(found := [*islice(listed, MOST_OBJECTS + 1)]) > MOST_OBJECTS:
-                    raise InputRefused(
-                        f"`{self.address / prefix}` has more than {MOST_OBJECTS:,} objects",
-                        hint="is this the right address? give the folder of one model",
-                    )
+                    problem = f"`{self.address / prefix}` has more than {MOST_OBJECTS:,} objects"
+                    raise InputRefused(problem, hint="is this the right address? give the folder of one model")
                 return found
             except GenericError as error:
                 if not tries or "body" not in first_line(error):
@@ -193,10 +191,8 @@ class ObjectStore:
 
     def changed(self, key: str) -> InputRefused:
         """The error for an object that changed while it was read."""
-        return InputRefused(
-            f"`{self.address / key}` changed while it was read",
-            hint="make sure that nothing writes to it, and run again",
-        )
+        problem = f"`{self.address / key}` changed while it was read"
+        return InputRefused(problem, hint="make sure that nothing writes to it, and run again")
 
     @contextmanager
     def _failing(self, key: str, *, writes: bool = False) -> Iterator[None]:
@@ -235,10 +231,8 @@ class ObjectStore:
                 f"access to `{self.address / key}` was denied",
                 hint=f"check the credentials in the environment, and what they may do with this bucket, and {again}",
             )
-        return OutputFailed(
-            f"the store failed: `{self.address / key}`: {first_line(error)}",
-            hint=f"check the network and the store, and {again}",
-        )
+        problem = f"the store failed: `{self.address / key}`: {first_line(error)}"
+        return OutputFailed(problem, hint=f"check the network and the store, and {again}")
 
 
 class _BlocksFailed(Exception):
@@ -313,10 +307,8 @@ def connect(address: StoreAddress) -> Connection:
             )
         return from_url(str(address), **common)
     except (BaseError, ValueError) as error:
-        raise InputRefused(
-            f"cannot connect to `{address}`: {first_line(error)}",
-            hint="check the address and the environment variables",
-        ) from error
+        problem = f"cannot connect to `{address}`: {first_line(error)}"
+        raise InputRefused(problem, hint="check the address and the environment variables") from error
 
 
 _users: set[int] = set()  # this process, if it has connected to a store, and the one that it was forked from

@@ -315,8 +315,6 @@ def open_int8(tensors: Mapping[str, LazyTensor], name: str) -> Int8Rows:
     if order in tensors:
         parts[order] = require(tensors[order], order, tensors[order].shape[:1] and (1,), ("uint8",))
         if parts[order].read().any():
-            raise UnsupportedInput(
-                f"`{name}` is int8 in the order of one kind of GPU",
-                hint="load and save it with bitsandbytes 0.43 or later, which stores rows",
-            )
+            problem = f"`{name}` is int8 in the order of one kind of GPU"
+            raise UnsupportedInput(problem, hint="load and save it with bitsandbytes 0.43 or later, which stores rows")
     return Int8Rows(name, parts, codes.shape, f"{stem}SCB")

@@ -85,10 +85,8 @@ def _require_read(config: Mapping[str, Any]) -> None:
         field = config.get(name)
         content = field.get(kind, field) if isinstance(field, Mapping) else field
         if content and content != "dense":
-            raise UnsupportedInput(
-                f"the model is stored by compressed-tensors with a `{name}`, which is not supported",
-                hint="take the model it was quantized from",
-            )
+            problem = f"the model is stored by compressed-tensors with a `{name}`, which is not supported"
+            raise UnsupportedInput(problem, hint="take the model it was quantized from")
 
 
 def _open_codes(tensors: Mapping[str, LazyTensor], name: str, scheme: WeightScheme) -> ScaledWeight:
@@ -289,7 +287,5 @@ def _compiled(target: str) -> Any:
 
 
 def _refused(value: Any, problem: str) -> MalformedInput:
-    return MalformedInput(
-        f"the `config_groups` of the model's `quantization_config` have {str(value)[:80]}, {problem}",
-        hint="repair the `config.json`, or download it again",
-    )
+    message = f"the `config_groups` of the model's `quantization_config` have {str(value)[:80]}, {problem}"
+    return MalformedInput(message, hint="repair the `config.json`, or download it again")

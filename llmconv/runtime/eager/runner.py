@@ -245,10 +245,8 @@ class EagerRunner(Runner):
 
     def _require_tokens(self, input_ids: Array) -> None:
         if input_ids.size and int(input_ids.max()) >= self.vocab_size:
-            raise UsageProblem(
-                f"token {input_ids.max()} is not in the vocabulary of {self.vocab_size} tokens",
-                hint="the prompt was encoded by the tokenizer of another model",
-            )
+            problem = f"token {input_ids.max()} is not in the vocabulary of {self.vocab_size} tokens"
+            raise UsageProblem(problem, hint="the prompt was encoded by the tokenizer of another model")
 
     def _run_prompt(
         self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None

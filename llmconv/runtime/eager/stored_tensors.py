@@ -121,10 +121,8 @@ def require_loaded(model: Any, report: Mapping[str, Any], stored: Mapping[str, L
     integers without a quantization that explains them.
     """
     if names := sorted(report["missing_keys"]):
-        raise MalformedInput(
-            f"missing keys: {len(names)} tensors of the model are not in `{folder}`, first `{names[0]}`",
-            hint="is this the config.json of these weights?",
-        )
+        problem = f"missing keys: {len(names)} tensors of the model are not in `{folder}`, first `{names[0]}`"
+        raise MalformedInput(problem, hint="is this the config.json of these weights?")
     parameters = {name for name, _ in model.named_parameters()}
     if names := _left_out(report["unexpected_keys"], parameters):
         raise MalformedInput(

@@ -148,21 +148,15 @@ def require_causal_model(model: Any) -> PreTrainedModel:
     """A causal language model of transformers, of PEFT's with the adapter in its layers; else UsageProblem."""
     if type(model).__module__.partition(".")[0] == "peft" and hasattr(model, "get_base_model"):
         if getattr(model.active_peft_config, "is_prompt_learning", False):
-            raise UsageProblem(
-                "the model has a tuned prefix, which belongs to no layer",
-                hint="save the adapter; then `llmconv export MODEL --prefix ADAPTER`",
-            )
+            problem = "the model has a tuned prefix, which belongs to no layer"
+            raise UsageProblem(problem, hint="save the adapter; then `llmconv export MODEL --prefix ADAPTER`")
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel) or not model.can_generate() or model.config.is_encoder_decoder:
-        raise UsageProblem(
-            f"`model` is {kind_of(model)}, not a causal language model of transformers",
-            hint="give `AutoModelForCausalLM.from_pretrained(…)`, or a model folder",
-        )
+        problem = f"`model` is {kind_of(model)}, not a causal language model of transformers"
+        raise UsageProblem(problem, hint="give `AutoModelForCausalLM.from_pretrained(…)`, or a model folder")
     if odd := next((name for name, tensor in model.named_parameters() if tensor.is_meta), None):
-        raise UsageProblem(
-            f"the weights of the model are not in memory: `{odd}` is on the meta device",
-            hint="load it without offloading: `from_pretrained(…)` without `device_map`",
-        )
+        problem = f"the weights of the model are not in memory: `{odd}` is on the meta device"
+        raise UsageProblem(problem, hint="load it without offloading: `from_pretrained(…)` without `device_map`")
     return model
 
 

@@ -169,10 +169,8 @@ class AnyresImages(ImageFamily):
         vision = self.config.vision_config
         side = int(vision.image_size) // int(vision.patch_size)
         if side**2 != tokens:
-            raise InputRefused(
-                f"a tile has {tokens} features, and not {side} rows of {side}",
-                hint="correct `vision_feature_select_strategy` in `config.json`",
-            )
+            problem = f"a tile has {tokens} features, and not {side} rows of {side}"
+            raise InputRefused(problem, hint="correct `vision_feature_select_strategy` in `config.json`")
         return side
 
 
@@ -438,10 +436,8 @@ def family_in(folder: Path) -> ImageFamily | None:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # an invalid config may raise anything
-        raise MalformedInput(
-            f"transformers cannot read the config in `{folder}`: {first_line(error)}",
-            hint="copy `config.json` of the original model again",
-        ) from error
+        problem = f"transformers cannot read the config in `{folder}`: {first_line(error)}"
+        raise MalformedInput(problem, hint="copy `config.json` of the original model again") from error
     return image_family(config)
 
 

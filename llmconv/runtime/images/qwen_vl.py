@@ -71,10 +71,8 @@ class QwenImages(ImageFamily):
             raise InputRefused("the model's processor makes no images but frames", hint="give images, and no video")
         whole = all(size % self._merged == 0 for grid in grids for size in grid[1:])
         if not whole or sum(rows * columns for _, rows, columns in grids) != len(given[PIXEL_VALUES]):
-            raise InputRefused(
-                "the numbers of patches do not fit the sizes of the images",
-                hint="the processor's files are of another model than `config.json`",
-            )
+            problem = "the numbers of patches do not fit the sizes of the images"
+            raise InputRefused(problem, hint="the processor's files are of another model than `config.json`")
         return [(rows, columns) for _, rows, columns in grids]
 
     def inputs(self, where: Array, features: Features, given: Given) -> dict[str, Array]:
@@ -169,10 +167,8 @@ def positions_on_axes(where: Array, grids: Sequence[Grid]) -> Array:
     """
     starts, stops = _runs(where)
     if [stop - start for start, stop in zip(starts, stops, strict=True)] != [rows * columns for rows, columns in grids]:
-        raise InputRefused(
-            "the placeholders of images in the prompt are not one run for each image",
-            hint="write a token between two images, as the model's chat template does",
-        )
+        problem = "the placeholders of images in the prompt are not one run for each image"
+        raise InputRefused(problem, hint="write a token between two images, as the model's chat template does")
     parts, at, done = [], 0, 0
     for start, stop, grid in zip(starts, stops, grids, strict=True):
         text = start - done

@@ -270,10 +270,8 @@ class StreamedRunner(EagerRunner):
             raise
         except (RuntimeError, NotImplementedError, AttributeError) as error:  # a tensor on the meta device was used
             raise_if_out_of_memory(error, "in the model")
-            raise UnsupportedInput(
-                f"the model cannot run layer by layer: {type(error).__name__}: {first_line(error)}",
-                hint=LOW_MEMORY_HINT,
-            ) from error
+            problem = f"the model cannot run layer by layer: {type(error).__name__}: {first_line(error)}"
+            raise UnsupportedInput(problem, hint=LOW_MEMORY_HINT) from error
         for number, step in enumerate(steps):
             if calls[number].parent is not None and isinstance(step.present, EagerCache):
                 filled = max(self._written[number], default=-1) + 1
@@ -319,10 +317,8 @@ class StreamedRunner(EagerRunner):
     def deepstacked(self, features: torch.Tensor | None) -> AbstractContextManager[None]:
         """Raises UnsupportedInput for features: a layer runs for all calls, and only knows the features of one."""
         if features is not None:
-            raise UnsupportedInput(
-                "the features of images that this family adds to its first layers do not run layer by layer",
-                hint=LOW_MEMORY_HINT,
-            )
+            problem = "the features of images that this family adds to its first layers do not run layer by layer"
+            raise UnsupportedInput(problem, hint=LOW_MEMORY_HINT)
         return nullcontext()
 
     def cache_of(self, past: Cache | None) -> Any:

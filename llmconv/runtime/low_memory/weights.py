@@ -79,10 +79,8 @@ class SpillFile:
                 count = os.pwrite(self._fd, content, self._end)
                 content, self._end = content[count:], self._end + count
         except OSError as error:
-            raise OutputFailed(
-                f"cannot write results to `{gettempdir()}`: {first_line(error)}",
-                hint="set TMPDIR to a folder with more room",
-            ) from error
+            problem = f"cannot write results to `{gettempdir()}`: {first_line(error)}"
+            raise OutputFailed(problem, hint="set TMPDIR to a folder with more room") from error
         return spilled
 
     def get(self, spilled: SpilledArray) -> Array:

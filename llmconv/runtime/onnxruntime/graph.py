@@ -514,10 +514,8 @@ class VisionGraph:
         self._inputs = {arg.name: arg for arg in self._session.get_inputs()}
         outputs = {arg.name: arg for arg in self._session.get_outputs()}
         if PIXEL_VALUES not in self._inputs or IMAGE_FEATURES not in outputs:
-            raise MalformedInput(
-                f"`{path.name}` is not a graph of `{PIXEL_VALUES}` to `{IMAGE_FEATURES}`",
-                hint="run `llmconv export` again",
-            )
+            problem = f"`{path.name}` is not a graph of `{PIXEL_VALUES}` to `{IMAGE_FEATURES}`"
+            raise MalformedInput(problem, hint="run `llmconv export` again")
         self.shape: tuple[int | str, ...] = tuple(self._inputs[PIXEL_VALUES].shape)
         declared = outputs[IMAGE_FEATURES].shape
         self.tokens = int(declared[1]) if len(declared) == 3 and isinstance(declared[1], int) else 0
@@ -530,10 +528,8 @@ class VisionGraph:
         inputs.
         """
         if given.keys() != self._inputs.keys():
-            raise MalformedInput(
-                f"`{self._name}` takes {', '.join(self._inputs)}, and not {', '.join(given)}",
-                hint="run `llmconv export` again",
-            )
+            problem = f"`{self._name}` takes {', '.join(self._inputs)}, and not {', '.join(given)}"
+            raise MalformedInput(problem, hint="run `llmconv export` again")
         feeds = {name: as_input(self._fitted(name, array)) for name, array in given.items()}
         with refusing(self._name):
             results = self._session.run_with_ort_values(self._results, feeds)

@@ -144,10 +144,8 @@ def _refuse_unknown(path: Path, content: Mapping[str, Any]) -> None:
                 f"`{path.name}` is written for MindSpore's graph engine (section `{name}`)", hint=COUNTERPARTS[name]
             )
         if name.startswith("stage") and not STAGE.fullmatch(name):
-            raise MalformedInput(
-                f"`{path.name}` has the section `{name}`, which is not the number of a stage",
-                hint="stages are numbered from 1: `[stage 1]`, `[stage 2]`, …",
-            )
+            problem = f"`{path.name}` has the section `{name}`, which is not the number of a stage"
+            raise MalformedInput(problem, hint="stages are numbered from 1: `[stage 1]`, `[stage 2]`, …")
         if name not in SECTIONS and not STAGE.fullmatch(name):
             _malformed(path, f"has the unknown section `{name}`")
 
@@ -212,10 +210,8 @@ def _provider_options(path: Path, given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _refuse_file(path: Path, name: str) -> NoReturn:
-    raise InputRefused(
-        f"`{path.name}` has the option `{name[:80]}`, which is not among those that write and load no files",
-        hint=IN_PYTHON,
-    )
+    problem = f"`{path.name}` has the option `{name[:80]}`, which is not among those that write and load no files"
+    raise InputRefused(problem, hint=IN_PYTHON)
 
 
 def _malformed(path: Path, problem: str) -> NoReturn:

@@ -283,10 +283,8 @@ def _refuse_extras(export: StagedExport) -> None:
         names = [name for number in range(1, export.count + 1) for name in export.inputs(use, number)]
         passed = {name for number in range(1, export.count + 1) for name in export.outputs(use, number)}
         if extra := [name for name in extra_names(dict.fromkeys(names, ())) if name not in passed]:
-            raise UnsupportedInput(
-                f"stages in other processes do not take the input `{extra[0]}` of this family",
-                hint=f"leave out `{OPTION}`: in one process they do",
-            )
+            problem = f"stages in other processes do not take the input `{extra[0]}` of this family"
+            raise UnsupportedInput(problem, hint=f"leave out `{OPTION}`: in one process they do")
 
 
 def _connect(
@@ -390,10 +388,8 @@ class RayStages:
             ) from error
         raise_fields(answer)
         if token() and not answer["guard"]:
-            raise StageFailed(
-                f"the node of stage {number} has no {TOKEN}, so anyone could use the stage",
-                hint="set it in the environment in which every node of the cluster is started",
-            )
+            problem = f"the node of stage {number} has no {TOKEN}, so anyone could use the stage"
+            raise StageFailed(problem, hint="set it in the environment in which every node of the cluster is started")
         return str(answer["address"])
 
     def _kill(self) -> None:
