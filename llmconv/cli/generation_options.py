@@ -143,7 +143,7 @@ def with_graphs(model: str, given: dict[str, Any]) -> str:
     others = ("decode", "adapter", "prefix_tuning", "stage_at", "trust_remote_code")
     if not wanted or given["backend"] != "onnx" or any(given[name] for name in others) or not Path(model).exists():
         return model
-    from llmconv.generation.first_export import graphs_in_cache
+    from llmconv.generation.runners import graphs_in_cache
 
     made = graphs_in_cache(Path(model))
     return str(made) if made else model

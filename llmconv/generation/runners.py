@@ -1,7 +1,15 @@
-"""Opening what runs a model: its files, and the graphs, the eager model (`TorchOptions`), or ONNX Runtime GenAI."""
+"""Opening what runs a model: its files, and the graphs, the eager model (`TorchOptions`), or ONNX Runtime GenAI.
+
+Graphs for a plain model folder, or a training checkpoint converted before, are exported once into the user's cache,
+where its weights are hard links; nothing is written into the folder. The cache is keyed by its path, the names, sizes,
+times and inodes of its files, and llmconv's version: a changed model is exported anew, its earlier graphs are removed.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -14,16 +22,17 @@ import onnx
 
 from llmconv.addresses import hub_address
 from llmconv.causal_lm import require_causal_folder
-from llmconv.checkpoint import INDEX, SINGLE, open_checkpoint
-from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem
+from llmconv.checkpoint import INDEX, SINGLE, open_checkpoint, own_file, read_json
+from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, first_line
 from llmconv.files.hub import cached
 from llmconv.files.paths import kind_of, path_of
-from llmconv.files.sources import is_hub_id, local_path
+from llmconv.files.safe_folder import UNFINISHED, unfinished_folder, user_cache
+from llmconv.files.sources import files_under, is_hub_id, local_path
 from llmconv.generation.genai import GenaiEngine
 from llmconv.generation.images import ImageEncoder, ImageFeatures
 from llmconv.memory import available_memory
 from llmconv.not_a_model_folder import refused_model
-from llmconv.output.manifest import MANIFEST, graph_entries, read_manifest
+from llmconv.output.manifest import MANIFEST, graph_entries, read_manifest, single_pass_entries
 from llmconv.progress import say, warn_all
 from llmconv.runtime.context_length import context_length, language_config, length_switch
 from llmconv.runtime.extra_inputs import ExtraInput
@@ -45,6 +54,7 @@ from llmconv.runtime.prefix import Prefix
 from llmconv.runtime.runner import Runner
 from llmconv.runtime.stages.staged_runner import StageAddresses, StagedRunner
 from llmconv.tensors import LazyTensor
+from llmconv.version import __version__
 
 
 @dataclass(frozen=True)
@@ -465,3 +475,121 @@ def merged_weights(folder: Path, adapter: str | Path) -> Mapping[str, LazyTensor
     incomplete = check_complete(result.tensors, result.config, folder.name)
     warn_all((*warn_of_origin(base, opened, str(folder)), *edits.warnings, *incomplete))
     return result.tensors
+
+
+CONFIG, WEIGHTS = "config.json", ".safetensors"
+COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
+"""Suffixes of the files beside the weights that a model needs to run."""
+
+
+def graphs_in_cache(folder: Path) -> Path | None:
+    """The folder in the cache with the graphs of a model folder or a training checkpoint, made if it is missing.
+
+    None if `folder` is neither: it has graphs, or code of its own. Raises InputRefused if there is no cache, or it
+    cannot have links to the weights; and as `export` and `to_hf`, with a hint at the other ways.
+    """
+    kind = "" if _is_plain(folder) else _training_format(folder)
+    if not kind and not _is_plain(folder):
+        return None
+    instead = f"`llmconv export {folder}` writes them next to the weights; or give `--backend torch`"
+    instead = f"`llmconv to-hf {folder} -o OUT` converts it, `llmconv export OUT` makes graphs" if kind else instead
+    try:
+        cache = user_cache("exported")
+    except InputRefused as error:
+        error.hint = f"{error.hint}; or {instead}"
+        raise
+    entries = cache / hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+    entry = entries / _identity(folder)
+    made = entry / (folder.resolve().name or "model")
+    if made.is_dir():
+        say(f"`{folder}` has no graphs; those of an earlier run are in `{made}`")
+        return made
+    if kind:
+        say(f"`{folder}` is a training checkpoint (`{kind}`): converting and exporting it once, into `{made}`")
+    else:
+        say(f"`{folder}` has no graphs: exporting them once, into `{made}`, which links the weights and copies none")
+    try:
+        entries.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with unfinished_folder(entries) as unfinished:
+            (_convert if kind else _export)(folder, unfinished / made.name)
+            for old in entries.iterdir():
+                if old != entry and not old.name.startswith(UNFINISHED):
+                    shutil.rmtree(old, ignore_errors=True)
+            try:
+                unfinished.rename(entry)
+            except OSError:
+                if not made.is_dir():  # another process was faster
+                    raise
+    except OSError as error:
+        raise InputRefused(
+            f"`{folder}` has no graphs, and none can be made in `{entries}`: {first_line(error)}", hint=instead
+        ) from error
+    return made
+
+
+def _is_plain(folder: Path) -> bool:
+    if not folder.is_dir() or not (folder / CONFIG).is_file() or graph_entries(folder) or single_pass_entries(folder):
+        return False
+    if any(folder.glob("*.onnx")) or any(folder.glob("onnx/*.onnx")) or "auto_map" in read_json(folder / CONFIG):
+        return False
+    return any((folder / name).is_file() for name in (SINGLE, INDEX))
+
+
+def _training_format(path: Path) -> str:
+    """The training format of a checkpoint; empty for graphs, an adapter, or what llmconv does not know."""
+    has_config = (path.parent / CONFIG).is_file() and path.suffix == WEIGHTS  # a file of a model folder
+    if path.suffix == ".onnx" or has_config or graph_entries(path) or single_pass_entries(path):
+        return ""
+    from llmconv.convert.opening import recognized  # noqa: PLC0415 - as in `_export`
+
+    found = recognized(path)[1]
+    return found.name if found else ""
+
+
+def _identity(folder: Path) -> str:
+    """A digest of llmconv's version and of all files that the export depends on; of weights no content is read."""
+    known = [__version__]
+    near = (
+        folder if _is_plain(folder) else folder.parent if folder.is_file() else None
+    )  # a configuration may lie beside
+    files = [path for path in sorted(near.iterdir()) if path.suffix in (WEIGHTS, *COPIED)] if near else []
+    for path in [*files, *([] if near == folder else files_under(folder))]:
+        if path.is_file():
+            found = path.stat()
+            known.append(repr((path.name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)))
+    return hashlib.sha256("\n".join(known).encode()).hexdigest()[:16]
+
+
+def _export(folder: Path, made: Path) -> None:
+    """Exports into a new folder that has links to the weights, and copies of the small files."""
+    from llmconv.export import export  # noqa: PLC0415 - a run with graphs needs none of it
+
+    made.mkdir()
+    for path in sorted(folder.iterdir()):
+        if path.suffix == WEIGHTS and path.is_file():
+            os.link(path.resolve(), made / path.name)  # runtimes refuse symbolic links
+        elif path.suffix in COPIED and path.name != MANIFEST and path.is_file():
+            shutil.copyfile(own_file(folder, path.name), made / path.name)
+    try:
+        export(made)
+    except LlmconvError as error:
+        error.message = error.message.replace(str(made), str(folder))
+        error.hint = f"{error.hint.replace(str(made), str(folder))}; or give `--backend torch`"
+        error.args = (error.message,)
+        raise
+
+
+def _convert(path: Path, made: Path) -> None:
+    from llmconv.convert import to_hf  # noqa: PLC0415 - as in `_export`
+    from llmconv.export import export  # noqa: PLC0415
+
+    way = f"the command that has options for it is `llmconv to-hf {path} -o OUT`; then give OUT"
+    try:
+        to_hf(path, made)
+        way = "or give `--backend torch` with the folder that `llmconv to-hf` makes"
+        export(made)
+    except LlmconvError as error:
+        error.message = error.message.replace(str(made), str(path))
+        error.hint = f"{error.hint.replace(str(made), str(path))}; {way}"
+        error.args = (error.message,)
+        raise

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 import llmconv.cli
 from llmconv.convert import to_hf
 from llmconv.export import export
-from llmconv.generation.first_export import graphs_in_cache
+from llmconv.generation.runners import graphs_in_cache
 from tests.builders.chatting import save_chatting
 from tests.builders.torch_states import llama_state
 from tests.conftest import save_tiny
