@@ -83,10 +83,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def fitted(value: Any, hint: Any, name: str) -> Any:
-    """`value` converted as the resolved annotation `hint` wants it; `name` is the parameter in messages.
-
-    Raises UsageProblem for another type, InputRefused for an output that is not on this machine.
-    """
+    """`value` as the resolved annotation `hint` wants it; UsageProblem or InputRefused names it `name`."""
     origin, options = get_origin(hint), get_args(hint)
     if name in TYPED and isinstance(value, str):
         value = ELEMENT_TYPES.get(value, value)

@@ -250,11 +250,7 @@ class StrictJsonError(ValueError):
 
 
 def parse_strictly(text: str | bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises StrictJsonError for the first duplicate key or number that is not finite; ValueError for other invalid JSON;
-    RecursionError for too deep nesting.
-    """
+    """The value of a JSON text; StrictJsonError for a duplicate key or infinite number, ValueError, RecursionError."""
     return json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse, parse_float=_finite)
 
 

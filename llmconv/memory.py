@@ -150,10 +150,7 @@ def trim() -> None:
 
 @contextmanager
 def huge_pages(size: int) -> Iterator[None]:
-    """Context in which about `size` bytes are allocated contiguously in huge pages (Linux with glibc; else no effect).
-
-    Weights are read from start to end at every step: one page lookup replaces 512.
-    """
+    """Context in which about `size` bytes, read from start to end at every step, are in huge pages (Linux)."""
     if platform.libc_ver()[0] != "glibc":
         yield
         return

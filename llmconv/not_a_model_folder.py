@@ -73,10 +73,7 @@ def _export_step(folder: Path) -> dict[str, Any]:
 
 
 def described(matrices: Mapping[tuple[int, int], int]) -> str:
-    """Quantized matrices, such as `43 matrices (42 of 4 bits in blocks of 32, 1 of 8 bits in blocks of 32)`.
-
-    `matrices` are their numbers by bits and size of a block, which is 0 for one scale per column.
-    """
+    """Quantized matrices by bits and size of a block (0: none), as `43 matrices (42 of 4 bits in blocks of 32, …)`."""
     total = sum(matrices.values())
     kinds = [
         f"{count:,} of {bits} bits {f'in blocks of {size}' if size else 'by column'}"

@@ -229,11 +229,7 @@ def _changed(path: Path) -> int:
 
 
 def files_of(folder: Path) -> FolderFiles:
-    """The files of `folder`, whose presence and sizes are as its manifest says.
-
-    Raises InputRefused if llmconv did not make it, or it contains other files than those about the model;
-    MalformedInput if it does not match its manifest.
-    """
+    """The files of a `folder` as its manifest says; InputRefused for another folder or file, else MalformedInput."""
     if not folder.is_dir():
         raise InputRefused(f"`{folder}` is not a folder", hint="give a folder that llmconv made")
     if not (folder / MANIFEST).is_file():

@@ -40,10 +40,7 @@ def require_transformers() -> None:
 
 
 def unusable_package(error: ImportError) -> UnsupportedInput | None:
-    """The refusal to run without a package that llmconv requires, or with a package that does not load.
-
-    None for an error that llmconv raised itself about any other package, or that a model's own code raised.
-    """
+    """The refusal to run without a package that llmconv requires, or with a broken one; None for other errors."""
     cause = _first_cause(error)
     module, raising = (cause.name or "").partition(".")[0], _raising_package(cause)
     if _is_required(module) and module != raising and isinstance(cause, ModuleNotFoundError):

@@ -342,10 +342,7 @@ class WorkerProcess:
         self.versions: dict[str, str] = answer["ready"]
 
     def run(self, prompts: Sequence[Sequence[int]], new: int, expected: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
-        """The answer to one batch, in the format of `worker`; prompts are token ids, all of one length.
-
-        `expected` are the new tokens of the first candidate; empty if this is the first.
-        """
+        """The answer, as of `worker`, to prompts of one length; `expected`: the first candidate's tokens, if any."""
         if self._process.poll() is not None:
             return {"error": "the process has ended"}
         assert self._process.stdin

@@ -45,10 +45,7 @@ def print_report(report: Report, show: Show, *, quiet: bool, where: bool = False
 
 
 def require_verifiable(output: Path | StoreAddress | HubAddress | None, given: Mapping[str, Any]) -> None:
-    """Raises UsageProblem for an export that leaves nothing to verify on this machine, before anything is written.
-
-    That is an `output` (None: the model's own folder) elsewhere, or one without graphs or weights.
-    """
+    """Raises UsageProblem, before anything is written, for an export elsewhere, or without graphs or weights."""
     if output is not None and not local_only(output):
         message = f"`--verify` runs the graphs from a local folder, and `{output}` is not on this machine"
         raise UsageProblem(message, hint="leave out `--verify`, or give a local `-o`, and upload the folder afterwards")
@@ -58,10 +55,7 @@ def require_verifiable(output: Path | StoreAddress | HubAddress | None, given: M
 
 
 def verify_export(folder: Path, model: str, given: Mapping[str, Any], show: Show | None) -> Report:
-    """Verifies a new export with the quick suite; quantized weights are compared with those of `model`.
-
-    `given` are options of `export`. Raises as `verify`, after a line on stderr that states that the export stays.
-    """
+    """Verifies a new export with the quick suite, quantized weights with `model`; raises as `verify`."""
     from llmconv.verify import verify
     from llmconv.verify.arguments import CODES
 

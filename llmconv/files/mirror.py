@@ -41,10 +41,7 @@ class Blocks(Protocol):
 
 
 class MirroredFile:
-    """An object, which must not change while it is read, and the file that stands for it, which this makes.
-
-    `scratch` is a folder on the same disk for an incomplete file; threads of `pool` fetch.
-    """
+    """An object, unchanged while it is read, and its file, made in `scratch` if incomplete; threads of `pool` fetch."""
 
     def __init__(self, path: Path, store: Blocks, head: Head, scratch: Path, pool: Executor) -> None:
         self.path, self.head, self.is_whole = path, head, False
@@ -241,10 +238,7 @@ class Chunk:
 
 
 class ChunkFile:
-    """Places for chunks; at the limit, the chunk that was not read for the longest time loses its place.
-
-    `limit` is in bytes, and `LEAST` chunks more for every object; more only if as many are in use.
-    """
+    """Places for chunks, `limit` bytes and `LEAST` for each object; at the limit the one unread for longest goes."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
@@ -349,10 +343,7 @@ CHUNK_FILE = ChunkFile()  # the chunks of this process
 
 
 class ChunkCache:
-    """The content of an object of `size` bytes: a chunk is fetched when first needed, and again if it lost its place.
-
-    `fetch` reads a range of the object, in threads of `pool`.
-    """
+    """The content of an object of `size` bytes; chunks are fetched, by `fetch` in `pool`, when they are needed."""
 
     def __init__(self, fetch: Fetch, size: int, pool: Executor) -> None:
         self.size = size

@@ -49,10 +49,7 @@ LOCAL_SCHEMES = ("file", "local")  # schemes of this machine's files
 
 
 def without_credentials(text: str) -> str:
-    """A text whose URIs have neither passwords nor queries, which may be signatures; for http also without the user.
-
-    What is removed of one URI is removed everywhere: an error may name the rest of it alone.
-    """
+    """A text whose URIs have no password, query or, for http, user; what one URI loses is removed everywhere."""
     for found in [*URI.finditer(text)]:
         public = found["user"] and not found["password"] and not found["scheme"].lower().startswith("http")
         user = "" if public or found["user"] is None else f"{found['user']}{found['password'] or ''}@"

@@ -26,10 +26,7 @@ COPY_AGAIN = "the file is damaged or hostile; copy it again from where it was sa
 
 @dataclass(eq=False, slots=True, repr=False)
 class Stub:
-    """An inert record of an object that the pickle would have built.
-
-    `function` is a global, or another Stub, which is never called; `state` is the argument of BUILD.
-    """
+    """An inert record of what a pickle would have built; `function` is never called, `state` is BUILD's argument."""
 
     function: Any
     args: tuple[Any, ...]
@@ -124,11 +121,7 @@ LARGEST_KEY, LARGER_KEYS = (1 << 61) - 2, 100
 
 
 def run(machine: PickleMachine) -> Any:
-    """Runs the machine and returns the value of the pickle.
-
-    Raises FileProblem for an exceeded limit or an unknown opcode; IndexError, KeyError, TypeError, ValueError or
-    struct.error for an inconsistent pickle.
-    """
+    """The value of the pickle; FileProblem for a limit or opcode, other exceptions for inconsistent content."""
     data, operations = machine.data, OPERATIONS
     for _ in range(OPCODE_LIMIT):
         code = data[machine.position]

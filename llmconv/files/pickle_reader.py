@@ -75,11 +75,7 @@ STORAGES = {
 
 
 def read_pickle(data: bytes, source: str) -> Any:
-    """Returns the value of one pickle: dicts, lists, tuples, sets, scalars and the records of this module.
-
-    Raises MalformedInput: truncated, over a limit, an unknown opcode, bytes after the end, or a call that runs
-    commands.
-    """
+    """The value of one pickle; MalformedInput if it is truncated, over a limit, or runs commands, or bytes follow."""
     return interpret(PickleMachine(data, HOOKS), source)
 
 
@@ -323,10 +319,6 @@ _UNSHARED = _unshared()
 
 
 def check_unfolded(root: Any) -> None:
-    """Counts the parts of `root`, each as often as a walk from the root reaches it.
-
-    Raises FileProblem if the tree is far larger than the value in memory, too deep, or a container contains itself;
-    stubs may, as objects do.
-    """
+    """Counts a walk from `root`; FileProblem if it is far larger than the value, too deep, or endless but by stubs."""
     if type(root) in KINDS:
         _TreeWalk(root).run()

@@ -394,11 +394,7 @@ def require_parents(output: Path) -> None:
 
 @contextmanager
 def parents_made(output: Path) -> Iterator[None]:
-    """The missing folders above a file or folder to write; those that were made are reported at the end.
-
-    If what is done with them fails, they are removed again, unless something is in them. Raises OutputFailed if one
-    cannot be made.
-    """
+    """The missing folders above an output, removed again if what follows fails; OutputFailed if one cannot be made."""
     made: list[Path] = []
     try:
         for folder in reversed([path for path in output.parents if not path.is_dir()]):

@@ -128,11 +128,7 @@ def is_torch_file(path: Path) -> bool:
 
 
 def open_torch_file(path: Path) -> TorchFile:
-    """Reads the directory and the pickle of a torch file; no tensor data.
-
-    Raises UnsupportedInput for a compressed, tar or TorchScript file; MalformedInput for others, truncated, or with
-    contradictory headers.
-    """
+    """The directory and pickle of a torch file; UnsupportedInput for tar, TorchScript; MalformedInput for damage."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise MalformedInput(f"`{path.name}` is not a regular file", hint="give a file that `torch.save` wrote")
@@ -143,10 +139,7 @@ def open_torch_file(path: Path) -> TorchFile:
 
 
 def open_torch_blob(path: Path, start: int, size: int) -> TorchFile:
-    """Opens the torch file at bytes `start:start + size` of a larger file; raises as `open_torch_file`.
-
-    Tensors refer to the larger file; nothing else of it is read.
-    """
+    """Opens a torch file at bytes `start:start + size` of a larger one, to which its tensors refer."""
     if not 0 <= start <= start + size <= path.stat().st_size:
         raise MalformedInput(f"`{path.name}` ends before byte {start + size}, the end of an entry", hint=NOT_BY_TORCH)
     return _read(path, start, size)

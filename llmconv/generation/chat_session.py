@@ -78,10 +78,7 @@ class Chat:
 
 
 def answer_settings(defaults: GenerationSettings, template: str, **given: Any) -> GenerationSettings:
-    """The model's settings for answers in a template: with its stop strings and `given` fields.
-
-    If neither sets a length, it is `ANSWER_TOKENS`. Raises UsageProblem.
-    """
+    """The model's settings for answers: a template's stop strings, `given` fields, else `ANSWER_TOKENS` tokens."""
     settings = defaults.but(**given)
     if settings.max_new_tokens is None and settings.max_length is None:
         settings = settings.but(max_new_tokens=ANSWER_TOKENS)

@@ -219,10 +219,7 @@ def encode_chat(
     add_special_tokens: bool = True,
     most: int | None = None,
 ) -> list[int]:
-    """Tokens of `render_chat`, with a start token: the tokenizer's own template contains it, the others do not.
-
-    Raises as `render_chat`, InputRefused for a chat without tokens, TooManyTokens for more than twice `most`.
-    """
+    """Tokens of `render_chat` with one start token; InputRefused without any, TooManyTokens over twice `most`."""
     text = render_chat(tokenizer, messages, template)
     require_text(text)
     starts = add_special_tokens and not has_start(tokenizer, text, template)

@@ -70,10 +70,7 @@ class Batches:
     def run(
         self, prompts: Sequence[PlannedText], skip: int = 0, on_piece: OnPiece | None = None
     ) -> Iterator[tuple[list[Completion], GenerationCost]]:
-        """Yields the completions and the cost of each batch; `on_piece` is called with every piece of text.
-
-        The first `skip` prompts are finished already; those with a problem are completed without being run.
-        """
+        """Yields completions and cost of each batch after `skip` texts; `on_piece` gets every piece of text."""
         ids = [prompt.tokens for prompt in prompts if not prompt.problem]
         shares = self.shares and len(ids) > 1 and not any(prompt.embeddings or prompt.inputs for prompt in prompts)
         shared = SharedPrefix(shared_start(ids), self.model.positions) if shares else None

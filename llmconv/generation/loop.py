@@ -225,10 +225,7 @@ Decode = Callable[[Sequence[int]], str]  # tokens to text
 
 @dataclass(frozen=True)
 class LoopEngine:
-    """llmconv's own loop: a prefill, then one step of the model (graphs or eager) per token.
-
-    `runs_last_token` tells whether the last new token also needs room in the context.
-    """
+    """llmconv's own loop: a prefill, then one step per token; room for the last one is needed if `runs_last_token`."""
 
     runner: Runner
     positions: PositionRule

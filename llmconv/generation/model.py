@@ -397,10 +397,7 @@ class TextModel:
         return [self.limit(name, len(prompt), settings) for name, prompt in named]
 
     def limit(self, name: str, prompt_tokens: int, settings: GenerationSettings) -> int:
-        """Maximum number of new tokens of the prompt `name` with `prompt_tokens` tokens, see `limits`.
-
-        Raises InputRefused if it is empty, or too long for the context.
-        """
+        """Maximum number of new tokens of the prompt `name`; InputRefused if it is empty or too long."""
         room = None if self.context_length is None else self.context_length + (not self._engine.runs_last_token)
         context = self.context_length
         wanted = settings.new_tokens(prompt_tokens)

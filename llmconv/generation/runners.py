@@ -83,10 +83,7 @@ class ModelFiles:
 
     @classmethod
     def find(cls, model: Any) -> ModelFiles:
-        """The files of a folder, a graph, a pair of graphs, or a name in the Hub's cache.
-
-        Raises InputRefused if there is none, UsageProblem if `model` is something else.
-        """
+        """The files of a folder, a graph, a pair of them, or a name in the Hub's cache; InputRefused, UsageProblem."""
         if isinstance(model, ModelFiles):
             return model
         if isinstance(model, tuple | list):

@@ -125,11 +125,7 @@ class GenerationSettings:
         return bool(self.extra.keys() - BEAMS_ONLY)
 
     def seed_of(self, sample: int) -> np.random.SeedSequence:
-        """The seed of one of several samples of a prompt: of the first it is `seed`, of others numpy derives it.
-
-        Source: numpy's `SeedSequence(seed, spawn_key=(sample,))`, whose streams are independent of those of other
-        seeds.
-        """
+        """The seed of a sample: `seed`, then independent ones of numpy's `SeedSequence(seed, spawn_key=(sample,))`."""
         return np.random.SeedSequence(self.seed, spawn_key=(sample,) if sample else ())
 
     def new_tokens(self, prompt_tokens: int) -> int:
@@ -152,10 +148,7 @@ class GenerationSettings:
 
     @classmethod
     def of_config(cls, fields: Mapping[str, Any], config: Mapping[str, Any]) -> GenerationSettings:
-        """The settings of a `GenerationConfig`, None if not set; raises MalformedInput for an invalid value.
-
-        End tokens may be in the model's `config` instead.
-        """
+        """The settings of a `GenerationConfig` (None: not set), and `config` may have end tokens; MalformedInput."""
         given = {name: value for name, value in fields.items() if value is not None}
         try:
             return cls()._changed({**{name: config.get(name) for name in SPECIAL_TOKENS}, **given})
@@ -163,10 +156,7 @@ class GenerationSettings:
             raise MalformedInput(f"`{GENERATION_CONFIG}`: {error.message}", hint="fix or remove the file") from error
 
     def but(self, **changes: Any) -> GenerationSettings:
-        """A copy of these settings with the given fields replaced; None means not given.
-
-        Raises UsageProblem for no field of `GenerationConfig`, one that has no effect here, or an invalid value.
-        """
+        """A copy with the given fields, but None, replaced; UsageProblem for an unknown, unused or invalid field."""
         require_known(name for name, value in changes.items() if value is not None)
         require_effect(changes)
         return self._changed(changes)
@@ -182,10 +172,7 @@ class GenerationSettings:
 
 
 def require_known(names: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Raises UsageProblem for a name that is no field of transformers' `GenerationConfig`: a typo would have no effect.
-
-    The hint has the closest field, or the closest of the options `others`.
-    """
+    """Raises UsageProblem, with the closest name as hint, for no field of `GenerationConfig`, as a typo is."""
     known = {*KINDS, *NEUTRAL, *NO_NEUTRAL}
     names = set(names)
     for name in sorted(names & ELSEWHERE.keys()):

@@ -197,10 +197,7 @@ class HubRepository:
         return CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
 
     def preupload(self, additions: Iterable[CommitOperationAdd]) -> None:
-        """Sends the files that the Hub keeps as LFS objects, unless it has them; nobody sees them yet.
-
-        Raises InputRefused if the Hub would leave one out by the `.gitignore` there, which it is asked not to obey.
-        """
+        """Sends what the Hub keeps as LFS objects, unseen until a commit; InputRefused if `.gitignore` has one."""
         additions = list(additions)
         with writing_to(self.address):
             self.api.preupload_lfs_files(
@@ -323,11 +320,7 @@ def hub_refusal(error: BaseException, address: HubAddress) -> InputRefused | Non
 
 @contextmanager
 def writing_to(address: HubAddress) -> Iterator[None]:
-    """Turns errors of huggingface_hub inside the block into those of llmconv.
-
-    That is InputRefused without access, repository or permitted network; OutputFailed if the branch moved, or the Hub
-    is busy or cannot be reached.
-    """
+    """Turns errors of huggingface_hub into InputRefused (access, repository) or OutputFailed (moved, busy)."""
     try:
         yield
     except (LlmconvError, MemoryError, KeyboardInterrupt):

@@ -82,10 +82,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Shards:
-    """Shards by name; nothing is published.
-
-    The next one is asked for when the last one is recorded in the journal of the output.
-    """
+    """Shards by name, each asked for when the last one is in the journal of the output; nothing is published."""
 
     names: Iterator[str]
 
@@ -138,10 +135,7 @@ def require_possible(work: Work | None, *, overwrite: bool) -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a command (module and name), which another process can repeat with other `work`.
-
-    `arguments` by name are texts, numbers, paths and lists of these.
-    """
+    """A call of a command (module, name, arguments of texts, numbers, paths), to be repeated with other `work`."""
 
     function: tuple[str, str]
     arguments: Mapping[str, Any]
@@ -399,10 +393,7 @@ class RepeatedCall:
         self._thread.start()
 
     def write(self, name: str) -> Answer:
-        """Writes one shard. After an error the call is over, and `is_alive` false.
-
-        Raises any Exception but a LlmconvError; it would be a bug of llmconv.
-        """
+        """Writes one shard; after an error the call is over, and any but a LlmconvError is a bug of llmconv."""
         self._asked.put(name)
         answer = self._answers.get()
         if isinstance(answer, BaseException) or "error" in answer:

@@ -485,7 +485,4 @@ class Destination(Protocol):
     def finish(
         self, key: str, files: Sequence[str], *, overwrite: bool, trusted: bool
     ) -> AbstractContextManager[UnfinishedOutput]:
-        """Starts the last step of an output whose shards were written by processes that called `share`.
-
-        With `trusted`, this run has just written all of it, so that what is unchanged since is not read again.
-        """
+        """Starts the last step of what `share` wrote; what this run wrote, if `trusted`, is not read again."""

@@ -508,10 +508,7 @@ def _rounded(values: Array, dtype: DType) -> Array:
 
 
 def float8(values: Array) -> Array:
-    """float32 values of magnitude up to 448 as the bits of float8_e4m3fn, to nearest even.
-
-    By integers, because numpy releases the interpreter lock for them, while casts of `ml_dtypes` do not.
-    """
+    """float32 up to 448 as bits of float8_e4m3fn, to nearest even, by integers: numpy then releases the lock."""
     bits = values.view(np.uint32)
     size = bits & np.uint32(0x7FFFFFFF)
     small = np.rint(np.abs(values) * np.float32(512)).astype(np.uint32)  # subnormal: multiples of 2^-9
@@ -539,10 +536,7 @@ def _encoded(scales: Array, dtype: DType) -> Array:
 def open_scaled(
     tensors: Mapping[str, LazyTensor], name: str, scales: str, block: tuple[int, int] | None
 ) -> ScaledWeight:
-    """The weight with the codes `name`, and one scale, one per row, or one per `block` (rows, columns) in `scales`.
-
-    Raises MalformedInput for missing or mismatched parts.
-    """
+    """The weight of codes `name` with one scale, one per row or per `block` (rows, columns); MalformedInput."""
     codes, grid = tensors[name], part(tensors, scales, name)
     if codes.dtype.name not in LARGEST or len(codes.shape) not in (2, 3):
         refuse(name, f"has scales, but is stored as {codes.dtype.name} of shape {list(codes.shape)}")

@@ -305,10 +305,7 @@ def require_parameters(forward: Callable[..., Any], names: Collection[str]) -> N
 
 @dataclass(frozen=True)
 class ExtraValues:
-    """The values of the extra inputs in a call: those that the caller gives, and for the others their defaults.
-
-    Raises UsageProblem if a given array is of none of the (resolved) inputs, or of one that can only be computed.
-    """
+    """The values of the extra inputs in a call, given or default; UsageProblem for one that no request may give."""
 
     inputs: Mapping[str, ExtraInput] = field(default_factory=dict)
     given: Mapping[str, Array] = field(default_factory=dict)

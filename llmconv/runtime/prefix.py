@@ -55,10 +55,7 @@ class Prefix:
     first_position: int  # position of the first token of a prompt
 
     def keys_and_values(self, shapes: list[tuple[int, int]]) -> list[KeyValue]:
-        """Keys and values by layer, for kinds other than `soft_prompt`, which needs the model to compute them.
-
-        `shapes` are (kv_heads, head_dim) of every layer. Raises InputRefused for a prefix of other shapes.
-        """
+        """Keys and values by layer, not of a `soft_prompt`; `shapes` are (kv_heads, head_dim); raises InputRefused."""
         return (_split_rows if self.kind == "prefix_tuning" else _split_caches)(self.content, shapes)
 
 

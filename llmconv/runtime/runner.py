@@ -76,10 +76,7 @@ class Cache(Protocol):
         """Number of tokens in the cache, padding included."""
 
     def arrays(self) -> Mapping[str, Array]:
-        """Numpy arrays by the names of the graph's outputs, in their order, see `cache_names`.
-
-        Keys and values are [batch, kv_heads, length, head_dim]; states begin with [batch, …].
-        """
+        """Arrays by output name, in order: [batch, kv_heads, length, head_dim]; states [batch, …]."""
 
 
 @dataclass(frozen=True)

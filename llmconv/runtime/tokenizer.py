@@ -122,11 +122,7 @@ OTHER_FILES_FIRST = ("mistral", "pixtral", "voxtral", "ministral")
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The folder's tokenizer; custom code runs only if it is trusted.
-
-    Raises InputRefused if there is none that transformers can read, MalformedInput if it adds thousands of special
-    tokens to every text.
-    """
+    """The folder's tokenizer, with custom code only if trusted; InputRefused for none, MalformedInput if hostile."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         problem = f"`{folder}` has no tokenizer"
         raise InputRefused(problem, hint="convert with `llmconv to-hf … --tokenizer PATH`, or copy tokenizer.json")
@@ -302,10 +298,7 @@ class CalibrationText:
 
     @classmethod
     def read(cls, path: str | Path) -> CalibrationText:
-        """The text of a file; for the word `default`, the one that ships with llmconv.
-
-        Raises InputRefused if it cannot be read or is not UTF-8, UsageProblem if there is a file named `default`.
-        """
+        """The text of a file, or llmconv's own for `default`; InputRefused if unreadable, UsageProblem if ambiguous."""
         if is_default(path):
             return cls.shipped()
         if Path(path).is_dir():
@@ -328,10 +321,7 @@ class CalibrationText:
     def tokens(
         self, folder: Path, context: int | None, *, trust_remote_code: bool = False, most: int = TOKENS
     ) -> list[Array]:
-        """Its first `most` token ids, int64 [1, tokens] each, at most `context` (None if unknown) tokens per call.
-
-        Raises InputRefused if the folder has no tokenizer, or the text is too short.
-        """
+        """The first `most` ids, int64 [1, tokens] with at most `context` (None: unknown) each; raises InputRefused."""
         tokenizer = load_tokenizer(folder, trust_remote_code)
         if not self.content.strip():
             raise InputRefused(f"`{self.name}` is empty", hint=HINT)

@@ -97,10 +97,7 @@ class Scheduler:
             thread.start()
 
     def submit(self, steps: Iterator[Item]) -> Job[Item]:
-        """Adds a job; called in the event loop.
-
-        Raises ApiError: 429 if the queue is full, 503 if the server is shutting down.
-        """
+        """Adds a job, in the event loop; raises ApiError 429 if the queue is full, 503 while the server stops."""
         job = Job(steps)
         with self._change:
             self._require_room()

@@ -221,10 +221,7 @@ class ConversationPool:
         self._kept: list[Conversation] = []
 
     def take(self, prompt: Sequence[int]) -> Conversation:
-        """Removes and returns the conversation that shares most tokens with `prompt`, or a new one.
-
-        A conversation that shares less than half of its tokens is not used: it is another chat, which may continue.
-        """
+        """Removes and returns the conversation that shares at least half of its tokens, and most, or a new one."""
         shared = [(self._shared(kept, prompt), at) for at, kept in enumerate(self._kept)]
         tokens, at = max(shared, default=(0, 0))
         return self._kept.pop(at) if tokens else Conversation()

@@ -181,10 +181,7 @@ LOCK_SUFFIX = ".llmconv-run.lock"
 
 @contextmanager
 def run_lock(file: Path) -> Iterator[int]:
-    """Locks a file next to a run file with `flock(2)`; yields the descriptor that the processes of steps inherit.
-
-    Raises OutputFailed if another run, or a step of one, has the lock; OSError if the folder is not writable.
-    """
+    """Locks a file next to a run file (`flock(2)`), inherited by steps as a descriptor; OutputFailed, OSError."""
     path = file.absolute().with_name(f".{file.name}{LOCK_SUFFIX}")
     descriptor = _locked(path, file.name)
     try:

@@ -37,27 +37,16 @@ ON, OFF = "true", "false"  # the word of a flag, and of its `--no-` form
 
 @dataclass(frozen=True)
 class Step:
-    """One command with its options.
+    """One command with its options."""
 
-    Attributes:
-        name: in messages and for `--set`; unique in the file.
-        command: such as `to-hf` or `delta apply`.
-        arguments: of the command line, after the command.
-        inputs: paths, URIs and Hub ids that it reads.
-        outputs: paths and addresses that it writes.
-        can_overwrite: the command has `--overwrite`.
-        can_resume: the command has `--resume`.
-        is_complete: it has no mistake; of one that has, `outputs` are all texts of its other options.
-    """
-
-    name: str
-    command: str
-    arguments: tuple[str, ...]
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-    can_overwrite: bool = False
-    can_resume: bool = False
-    is_complete: bool = True
+    name: str  # in messages and for `--set`; unique in the file
+    command: str  # such as `to-hf` or `delta apply`
+    arguments: tuple[str, ...]  # of the command line, after the command
+    inputs: tuple[str, ...] = ()  # paths, URIs and Hub ids that it reads
+    outputs: tuple[str, ...] = ()  # paths and addresses that it writes; all other texts of one that is not complete
+    can_overwrite: bool = False  # the command has `--overwrite`
+    can_resume: bool = False  # the command has `--resume`
+    is_complete: bool = True  # it has no mistake
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -102,10 +91,7 @@ def _key(parameter: click.Parameter) -> str:
 def option_problems(
     name: str, command_name: str, options: Mapping[str, Any], group: click.Group
 ) -> Iterator[MalformedInput]:
-    """The mistakes in the names and types of a step's options, one for each.
-
-    `command_name` is one of `COMMANDS`; `options` are values by the names of `parameters`.
-    """
+    """The mistakes in names and types of options, by names of `parameters`, for `command_name` of `COMMANDS`."""
     known = parameters(find_command(group, command_name))
     for key, value in options.items():
         spelled = key.replace("_", "-")

@@ -45,11 +45,7 @@ PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".SCB",
 
 
 def open_bitsandbytes(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
-    """The quantized weights of a checkpoint that `save_pretrained` wrote.
-
-    Raises MalformedInput for missing, unexpected or mismatched parts, UnsupportedInput for int8 in a GPU kernel's
-    order.
-    """
+    """The quantized weights; MalformedInput for mismatched parts, UnsupportedInput for int8 in a GPU kernel's order."""
     weights: dict[str, PackedWeight] = {}
     for name, tensor in checkpoint.items():
         if STATE in name:

@@ -101,10 +101,7 @@ LOW_FLOATS = {torch.float32, torch.float16, torch.bfloat16}
 
 
 class Float64Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces casts to lower floats with casts to float64; `margins` observes every operator.
-
-    `model.double()` alone does not compute in float64: norms, rotary tables and softmax cast to float32.
-    """
+    """Casts to float64 where code casts lower (norms, rotary tables, softmax); `margins` observes every operator."""
 
     def __init__(self, margins: LimitMargins | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -251,10 +251,7 @@ class EagerRunner(Runner):
     def _run_prompt(
         self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
     ) -> Step:
-        """Raises UnsupportedInput if the hook of an extra input returns another shape or dtype.
-
-        Raises UsageProblem for a token outside of the vocabulary, or a value of no extra input or that does not fit.
-        """
+        """Raises UnsupportedInput for a hook of another shape or dtype, UsageProblem for a wrong token or value."""
         self._require_tokens(call.input_ids)
         new_tokens, values = call.input_ids.shape[1], ExtraValues(self._extra_inputs, extras or {}).of(call)
         whole, all_values = call, values

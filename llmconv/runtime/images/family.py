@@ -62,10 +62,7 @@ class ImageFamily:
     # --- running ------------------------------------------------------------------------------------------------------
 
     def load_processor(self, folder: Path) -> Any:
-        """transformers' processor of the model, or one that returns the same for texts and images.
-
-        Raises an Exception of any class if transformers cannot read the files in `folder`, or lacks a library.
-        """
+        """transformers' processor of the model, or one that returns the same; any Exception if it cannot be read."""
         return load_processor(folder, self.config)
 
     def with_images_by(self, processor: Any, images: Any) -> Any:

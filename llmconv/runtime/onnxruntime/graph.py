@@ -470,11 +470,7 @@ class SinglePassGraph:
         self._path = path
 
     def run(self, input_ids: Array, attention_mask: Array, position_ids: Array | None = None) -> Mapping[str, Array]:
-        """All outputs by name; the arguments are int64 [batch, tokens], the mask 0 for padding on either side.
-
-        Positions are counted from the mask if None. Raises InputRefused if onnxruntime cannot run the graph on these
-        tokens.
-        """
+        """All outputs by name for int64 [batch, tokens]; positions None: counted from the mask; raises InputRefused."""
         given = {"input_ids": input_ids, "attention_mask": attention_mask}
         if "position_ids" in self.inputs:
             given["position_ids"] = (
@@ -522,11 +518,7 @@ class VisionGraph:
         self._name, self._results = path.name, list(outputs)
 
     def run(self, given: Given) -> dict[str, Array]:
-        """The outputs by name; floats among the inputs are cast to the dtype of the graph.
-
-        Raises InputRefused for images of another shape, MalformedInput if onnxruntime cannot run the graph on these
-        inputs.
-        """
+        """Outputs by name, floats cast to the graph's dtype; InputRefused for other shapes, MalformedInput."""
         if given.keys() != self._inputs.keys():
             problem = f"`{self._name}` takes {', '.join(self._inputs)}, and not {', '.join(given)}"
             raise MalformedInput(problem, hint="run `llmconv export` again")

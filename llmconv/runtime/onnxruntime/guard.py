@@ -33,11 +33,7 @@ DIGITS = 100  # maximum number of digits of an offset or a length; Python refuse
 
 
 def load_guarded(path: Path) -> onnx.ModelProto:
-    """The graph without its weights, after it was checked.
-
-    Raises MalformedInput unless it is an ONNX file without custom operators, external data outside of the folder, or
-    sizes out of proportion.
-    """
+    """The graph without its weights; MalformedInput for custom operators, outside data, or too large sizes."""
     if not path.is_file():
         raise MalformedInput(f"`{path.name}` is missing from `{path.parent}`", hint="export the graph again")
     try:

@@ -42,10 +42,7 @@ class OrtRunner(Runner):
     def from_files(
         cls, prefill: Path, decode: Path | None = None, settings: SessionSettings | None = None
     ) -> OrtRunner:
-        """Graphs by their paths; without `decode`, `prefill` is for the steps, too.
-
-        `settings` are those of sessions (default: onnxruntime's). Raises MalformedInput if a graph is invalid.
-        """
+        """Graphs by their paths, `prefill` for the steps, too, if alone; MalformedInput if one is invalid."""
         if decode is None:
             graph = open_graph(prefill.parent, _entry_of(prefill), settings)
             return cls(graph, graph)

@@ -304,10 +304,7 @@ LEADS_TO_FILES = re.compile(r"path|file|dir|librar|cache|dump|context|profil|\.(
 
 
 def read_genai_config(folder: Path) -> dict[str, Any]:
-    """The section `model` of `genai_config.json`, after the whole file was checked.
-
-    Raises MalformedInput for another form, an option that loads or writes files, or a graph that `guard` refuses.
-    """
+    """The section `model` of a checked `genai_config.json`; MalformedInput for a form, an option or a graph."""
     content = read_json(own_file(folder, CONFIG))
     for name, value in _fields(content):
         if name == "session_options":

@@ -227,10 +227,7 @@ class BufferedSession:
     def run(
         self, call: ModelCall, values: ExtraValues, past: Cache | None = None, placed: PlacedEmbeddings | None = None
     ) -> tuple[list[Array], Cache]:
-        """Continues `past` (None for an empty cache) by a call; returns one array per result name, and the cache.
-
-        Raises InputRefused if the sizes of the graph do not allow the call.
-        """
+        """Continues `past` (None: empty); an array per result, and the cache; InputRefused for wrong sizes."""
         rows, new = call.input_ids.shape
         filled = past.length if past else 0
         reason = self.sizes.refusal(rows, filled, new)

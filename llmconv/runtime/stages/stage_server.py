@@ -41,10 +41,7 @@ class StageStep:
 
 
 class StageGraph(OrtGraph):
-    """A graph with some of the layers (`entry` has its file only): takes and returns hidden states.
-
-    `taken` are declared shapes of its inputs other than the cache by name, the mask always among them.
-    """
+    """A graph of some layers, which takes and returns hidden states; `taken` are shapes of inputs but the cache."""
 
     def __init__(self, path: Path, settings: SessionSettings, entry: GraphEntry) -> None:
         super().__init__(path, settings, entry=entry)
