@@ -7,45 +7,36 @@ import click
 MANY = 15  # number of options from which on they are shown under headings
 OTHER, MESSAGES = "Options", "Messages"
 
-COMMON: dict[str, tuple[str, ...]] = {
-    "Input": ("format", "config", "tokenizer", "base", "adapter", "strategy", "root", "code", "drop", "qkv_layout"),
+COMMON = {
+    "Input": "format config tokenizer base adapter strategy root code drop qkv_layout",
     "Prompts": (
-        *("prompts", "prompt_file", "prompt_field", "images", "chat", "template", "system", "prompt_prefix"),
-        *("src_length", "add_special_tokens", "batch_size"),
+        "prompts prompt_file prompt_field images chat template system prompt_prefix src_length add_special_tokens "
+        "batch_size"
     ),
     "Sampling and length": (
-        *("max_new_tokens", "max_length", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
-        *("num_beams", "num_return_sequences", "stop_strings", "seed"),
+        "max_new_tokens max_length temperature top_k top_p min_p repetition_penalty num_beams "
+        "num_return_sequences stop_strings seed"
     ),
-    "Output": (
-        *("output", "output_file", "dtype", "max_shard_size", "graphs_only", "verify", "stream", "null"),
-        *("overwrite", "resume", "dry_run"),
-    ),
-    "Merge": (
-        *("weights", "initial_adapters", "combine", "densities", "rank", "majority_sign", "base_quant", "alpha"),
-        "check",
-    ),
-    "Division of the work": ("part", "finish", "workers", "engine"),
+    "Output": "output output_file dtype max_shard_size graphs_only verify stream null overwrite resume dry_run",
+    "Merge": "weights initial_adapters combine densities rank majority_sign base_quant alpha check",
+    "Division of the work": "part finish workers engine",
     "Graphs": (
-        *("task", "no_cache", "prefill", "incremental", "unified", "graph_name", "layout", "embeds", "last_logits"),
-        *("postprocess", "stages", "lora_inputs", "prefix", "opset"),
+        "task no_cache prefill incremental unified graph_name layout embeds last_logits postprocess stages "
+        "lora_inputs prefix opset"
     ),
-    "Shapes and cache": ("shapes", "max_seq_len", "prompt_len", "cache"),
-    "Runtime and precision": ("target", "strict_target", "precision", "logits_dtype"),
-    "Quantization": (
-        *("quant", "quant_block", "symmetric", "quant_exclude", "quant_bits", "method", "calibrate"),
-        *("static_activations", "kv_cache"),
-    ),
-    "Server": ("host", "port", "name", "parallel", "queue", "api_key", "allow_hosts", "allow_origins"),
-    "What is compared": ("graphs", "input_map", "reference", "allow_changed"),
-    "Scenarios": ("suite", "scenario", "budget", "repeat", "layers", "low_memory"),
-    "Cost of quantization": ("text", "max_divergence", "min_agreement"),
-    "Report": ("report", "github", "bisect", "minimize", "record"),
-    "Other clients": ("clients", "pythons"),
-    "Model": ("backend", "first_export", "decode", "prefix_tuning", "device", "trust_remote_code"),
-    "Runtime": ("provider", "threads", "session_config", "timeout", "prepack", "packed_cache"),
-    "Stages on other hosts": ("stage_at", "stage_timeout"),
-    MESSAGES: ("as_json", "quiet", "verbose", "help"),
+    "Shapes and cache": "shapes max_seq_len prompt_len cache",
+    "Runtime and precision": "target strict_target precision logits_dtype",
+    "Quantization": "quant quant_block symmetric quant_exclude quant_bits method calibrate static_activations kv_cache",
+    "Server": "host port name parallel queue api_key allow_hosts allow_origins",
+    "What is compared": "graphs input_map reference allow_changed",
+    "Scenarios": "suite scenario budget repeat layers low_memory",
+    "Cost of quantization": "text max_divergence min_agreement",
+    "Report": "report github bisect minimize record",
+    "Other clients": "clients pythons",
+    "Model": "backend first_export decode prefix_tuning device trust_remote_code",
+    "Runtime": "provider threads session_config timeout prepack packed_cache",
+    "Stages on other hosts": "stage_at stage_timeout",
+    MESSAGES: "as_json quiet verbose help",
 }
 """Headings in their order, with the parameters below each."""
 
@@ -205,7 +196,7 @@ def heading_of(command: str, parameter: str) -> str:
     """The heading above an option, from the path of the command and the Python name of the parameter."""
     if own := OWN.get(command, {}).get(parameter):
         return own
-    return next((heading for heading, names in COMMON.items() if parameter in names), OTHER)
+    return next((heading for heading, names in COMMON.items() if parameter in names.split()), OTHER)
 
 
 class Command(click.Command):

@@ -146,10 +146,6 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
     try:
         fitted = ContentForms(str(found.text or tokenizer.chat_template), partial(_text, tokenizer, template))
         text = _text(tokenizer, template, fitted.fitted(messages), for_answer=True)
-    except RenderLimitExceeded as error:
-        raise InputRefused(
-            "the chat template takes too much time or memory", hint="give another `--template`"
-        ) from error
     except ValueError as error:
         raise InputRefused(
             f"the chat template {error}", hint="check the roles of the messages and their order, or the template"
@@ -163,10 +159,6 @@ def require_valid(tokenizer: Any, template: str) -> None:
     """Requires that a template parses and ends; InputRefused for invalid Jinja or too much time or memory."""
     try:
         _text(tokenizer, template, [{"role": "user", "content": "Hello"}], for_answer=True)
-    except RenderLimitExceeded as error:
-        raise InputRefused(
-            "the chat template takes too much time or memory", hint="give another `--template`"
-        ) from error
     except ValueError as error:
         if str(error).startswith(NOT_JINJA):
             raise InputRefused(f"the chat template {error}", hint="mend the template, or give another") from error
@@ -237,8 +229,11 @@ WAIT = 60.0  # wall-clock seconds, for a child that gets little CPU time
 SUCCEEDED, FAILED = b"+", b"-"
 
 
-class RenderLimitExceeded(Exception):
+class RenderLimitExceeded(InputRefused):
     """The template took too much time or memory."""
+
+    def __init__(self) -> None:
+        super().__init__("the chat template takes too much time or memory", hint="give another `--template`")
 
 
 def bounded_text(make: Callable[[], str]) -> str:
