@@ -21,9 +21,8 @@ from llmconv.errors import UsageProblem
 from llmconv.files.paths import PLACED, WRITTEN, kind_of, output_path, output_place, path_of
 
 OWN = "checked by the function itself"  # in `Annotated`: a parameter that is not checked here
+# short names of element types, as other tools spell them
 ELEMENT_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""Short names of element types, as other tools spell them."""
-
 TYPED = {"dtype", "precision", "logits_dtype"}  # parameters that are the name of an element type
 P = ParamSpec("P")
 R = TypeVar("R")

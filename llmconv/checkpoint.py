@@ -19,9 +19,8 @@ from llmconv.not_a_model_folder import refused_model
 from llmconv.tensors import LazyTensor
 
 JSON_BYTES = 32 << 20
+# ten times the largest known index of shards and tokenizer; parsed JSON takes up to twenty times as much memory
 SMALL_BYTES = 256 << 20
-"""Ten times the largest known index of shards and tokenizer; parsed JSON takes up to twenty times as much memory."""
-
 DEPTH_LIMIT = 100  # maximum nesting of a JSON file; those of models have fewer than ten levels
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -28,11 +28,10 @@ from llmconv.runtime.tokenizer import TooManyTokens, encode_prompt, load_tokeniz
 from llmconv.tensors import Array
 
 __all__ = ["Embedded", "Embedder", "TextFeatures", "embed"]
+# the output with one row per text, by role of the graph
 OUTPUTS = {"embed": "sentence_embedding", "classify": "logits", "rerank": "scores"}
-"""The output with one row per text, by role of the graph."""
-
+# the name of a result in JSON, by role of the graph
 RESULTS = {"embed": "embedding", "classify": "logits", "rerank": "score"}
-"""The name of a result in JSON, by role of the graph."""
 
 
 class Embedder:

@@ -132,12 +132,10 @@ def reporting_out_of_memory(where: str) -> Iterator[None]:
         raise
 
 
+# parameters of `mallopt(3)`: free bytes kept at the end of the heap, and minimum size of blocks outside of it
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-"""Parameters of `mallopt(3)`: free bytes kept at the end of the heap, and minimum size of blocks outside of it."""
-
+# bytes: maximum value for `mallopt`, no trimming, and size of one allocation
 LARGEST, NEVER, BLOCK = 2**31 - 1, -1, 1 << 30
-"""Bytes: maximum value for `mallopt`, no trimming, and size of one allocation."""
-
 USUAL_MMAP, USUAL_TRIM = 32 << 20, 64 << 20  # the values that glibc chooses after a block of 32 MiB was freed
 PAGE = 2 << 20  # bytes of a huge page on x86-64 and ARM
 

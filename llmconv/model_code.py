@@ -21,17 +21,14 @@ from llmconv.errors import MalformedInput, first_line
 
 AUTO_MAP, TOKENIZER_CONFIG = "auto_map", "tokenizer_config.json"
 CONFIG_CLASS, TOKENIZER_CLASS = "AutoConfig", "AutoTokenizer"
+# the keys under which a language model's class is found, best first; ChatGLM-6B has only the last two
 MODEL_CLASSES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel")
-"""The keys under which a language model's class is found, best first; ChatGLM-6B has only the last two."""
-
+# suffixes of classes with an output head; `AutoModel` often names a class without
 WITH_HEAD = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-"""Suffixes of classes with an output head; `AutoModel` often names a class without."""
-
 REFERENCE = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*)\.(?P<name>[^\W\d]\w*)")
 REPOSITORY = "--"  # separates a Hub repository from a class in it: `org/name--module.Class`
+# largest file, bytes and number of all files; transformers' own largest module has 0.3 MB, its syntax tree 30 MB
 FILE_BYTES, ALL_BYTES, FILES = 1 << 19, 4 << 20, 200
-"""Largest file, bytes and number of all files; transformers' own largest module has 0.3 MB, its syntax tree 30 MB."""
-
 NAME_BYTES, DEPTH = 200, 10  # longest name of a module, and deepest package
 Module = tuple[str, ...]  # a dotted name, relative to the model's folder
 

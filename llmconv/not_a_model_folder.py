@@ -20,9 +20,8 @@ from llmconv.files.torch_reader import is_torch_file
 MANIFEST, MANIFEST_BYTES = "llmconv.json", 8 << 20
 SINGLE = "quantized.safetensors"
 MODEL_WEIGHTS = {"model.safetensors", "model.safetensors.index.json"}
+# names of files with quantized weights and with the index of several
 CODES = re.compile(r"quantized(?:-\d+-of-\d+)?\.safetensors(?:\.index\.json)?")
-"""Names of files with quantized weights and with the index of several."""
-
 NAME = re.compile(r"\w[\w.+-]{0,199}")  # a folder's name that a command line can contain as it is
 PRESET = re.compile(r"int[48](?:-[a-z]{1,20})?|a8w8")
 """Values of `--quant`; the manifest has the name of a method instead where the codes are those of the model."""

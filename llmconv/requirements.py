@@ -10,9 +10,8 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, req
 from llmconv.errors import UnsupportedInput, first_line
 from llmconv.progress import warn
 
+# supported versions of transformers, the second exclusive; the same as in pyproject.toml
 OLDEST, NEWEST = (5, 16), (6,)
-"""Supported versions of transformers, the second exclusive; the same as in pyproject.toml."""
-
 TESTED = (5, 24)  # the newest minor version of transformers that was tested (docs/versions.md)
 RANGE = f"transformers {'.'.join(map(str, OLDEST))} or newer, below {'.'.join(map(str, NEWEST))}"
 

@@ -92,11 +92,10 @@ class LazyTensor:
             yield start, min(start + step, self.num_rows)
 
 
+# part of a file to write: bytes, a tensor's data, or a function of the CRC-32 of all tensors, called in order
 Piece = bytes | LazyTensor | Callable[[Sequence[int]], bytes]
-"""Part of a file to write: bytes, a tensor's data, or a function of the CRC-32 of all tensors, called in order."""
-
+# a file format: from the tensors, in order, to all pieces of a file that contains them
 Container = Callable[[Mapping[str, LazyTensor]], Iterable[Piece]]
-"""A file format: from the tensors, in order, to all pieces of a file that contains them."""
 
 
 def in_memory(array: Array, dtype: DType) -> LazyTensor:

@@ -17,20 +17,17 @@ import regex
 
 PATTERN_LIMIT = 500
 NAME_LIMIT = 200  # characters; module paths have about 60
+# CPU time of one match, and of all matches that share a `MatchTime`; an ordinary match takes microseconds
 MATCH_SECONDS, TOTAL_SECONDS = 0.1, 5.0
-"""CPU time of one match, and of all matches that share a `MatchTime`; an ordinary match takes microseconds."""
-
+# repeated groups within repeated groups; the product of all counts `{n}` of a pattern
 DEPTH_LIMIT, COPIES_LIMIT = 10, 10_000
-"""Repeated groups within repeated groups; the product of all counts `{n}` of a pattern."""
-
 SPECIAL = re.compile(r"[*+?{|()\[^$]|\\[^.]")  # characters that a module path with escaped dots does not contain
 
 TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?P<least>\d*)(?P<most>,\d*)?\}\+?|\(\?(?::|P<\w+>)|\(\?|[*+?]\+|.", re.DOTALL
 )
+# possessive repetition, and what `re` and `regex` read differently
 AMBIGUOUS = re.compile(r"[*+?]\+|\{[^}]+\}\+|\[.*\[:.*", re.DOTALL)
-"""Possessive repetition, and what `re` and `regex` read differently."""
-
 COSTLY = re.compile(r"\\\d|\(\?")  # backreferences, lookaround and flags
 
 

@@ -14,9 +14,8 @@ from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.source_file import fill, open_data
 from llmconv.tensors import BLOCK_BYTES, Array, LazyTensor
 
+# eight blocks of the writer: wide enough that the pieces of rows are long reads, small enough to be held
 PANEL_BYTES = 32 << 20
-"""Eight blocks of the writer: wide enough that the pieces of rows are long reads, small enough to be held."""
-
 TILE_ROWS = 256
 PADDING_BYTES = 64
 """Tiles, and rows that are not a power of two apart, keep columns out of each other's cache lines: 8 times as fast."""

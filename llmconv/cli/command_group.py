@@ -29,9 +29,8 @@ BUG_EXIT_CODE = 70  # exit code of an unexpected error, a bug: `EX_SOFTWARE` of 
 MEMORY_HINT = "close other programs, or use smaller batches, shorter lengths or, in `verify`, `--low-memory`"
 INTERRUPTED_HINT = "run the same command again"
 RESUME_HINT = f"{INTERRUPTED_HINT}; `--resume` keeps the files that this one has finished"
+# commands that only print: if the reader of stdout closes early (`| head`), their exit code is still 0
 PRINT_ONLY = ("inspect", "formats", "families", "doctor")
-"""Commands that only print: if the reader of stdout closes early (`| head`), their exit code is still 0."""
-
 REPORTS_VERSIONS = "doctor"
 EARLY = "_interrupted"  # name of the function in `__main__.py` that ends the program on Ctrl-C before a command begins
 HELP = {"-h", "--help"}
@@ -193,9 +192,8 @@ SOURCE = "the checkpoint is an argument: `llmconv to-hf SOURCE -o OUT`"
 ANY_SIZE = "leave it out: graphs take any batch and length; fixed ones are"
 QUANT = "`llmconv export MODEL --quant int8` (or `int4`, `a8w8`) quantizes; graphs know by themselves what they are"
 IN_A_FILE = "settings are options or in generation_config.json; `llmconv run FILE` takes a whole job with its texts"
+# how other programs call the model
 NAMES = "--model_name_or_path --name_or_path --pretrained_path --load_checkpoint --model_dir"
-"""How other programs call the model."""
-
 TALKING = "generate chat serve"
 
 STAGES = (

@@ -255,9 +255,8 @@ def refuse_file_name(text: str, kind: str, option: str, otherwise: str = "") -> 
         raise UsageProblem(problem, hint=f"give `{option} {text}` to read its {kind}s{otherwise}")
 
 
+# as click's `shell_complete`: from the beginning of a value to the values
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
-"""As click's `shell_complete`: from the beginning of a value to the values."""
-
 LAYOUTS = ("onnxruntime", "genai", "optimum", "transformersjs")
 CLIENTS = LAYOUTS[1:]
 """The modules with these take seconds to import, which is too long for a key; a test compares them."""

@@ -41,12 +41,10 @@ def peak_memory() -> int:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+# `ioctl_ficlone(2)`: both files share all blocks until one is written to (btrfs, XFS, bcachefs, ZFS, …)
 FICLONE = 0x40049409
-"""`ioctl_ficlone(2)`: both files share all blocks until one is written to (btrfs, XFS, bcachefs, ZFS, …)."""
-
+# bytes per `copy_file_range(2)`: the hasher finds them still in the cache; larger is slower (measured)
 COPY_BYTES = 8 << 20
-"""Bytes per `copy_file_range(2)`: the hasher finds them still in the cache; larger is slower (measured)."""
-
 READ_BYTES = 256 << 10  # bytes per read and write where the kernel cannot copy
 
 

@@ -19,12 +19,10 @@ from llmconv.stores.object_store import Head
 TORCH_WEIGHTS = re.compile(r"pytorch_model.*\.bin(?:\.index\.json)?|(?:pytorch_)?model-\d+-of-\d+\.bin")
 SAFETENSORS = re.compile(r"model(?:-\d+-of-\d+)?\.safetensors(?:\.index\.json)?")
 ADAPTER = re.compile(r"adapter_(?:model\.(?:safetensors|bin)|config\.json)")
+# files by which a model in the cache is found
 MARKS = ("config.json", "adapter_config.json", "llmconv.json", "params.json")
-"""Files by which a model in the cache is found."""
-
+# files that may contain weights
 WEIGHTS = re.compile(r".*\.(?:safetensors|bin|pth?|ckpt|pdparams|distcp|npz|tar|t?gz|zip|zst|msgpack|gguf)")
-"""Files that may contain weights."""
-
 SECONDS = 10  # timeout of the hub, after which the cache is used
 SMALL = re.compile(r"[^/]+\.(?:json|jinja|txt|model|py|yaml|yml|md)")
 """Configuration, tokenizer and code at the top of a repository."""

@@ -218,11 +218,10 @@ LIMIT = 1 << 30
 """Bytes on the disk, and `LEAST` chunks more for every file: few enough that most stay in memory that is used again,
 which takes two thirds of the time of new memory, and is overwritten before it reaches the disk."""
 
+# chunks of each file that has any, the current and the next: a tensor may lie in all files of a sharded checkpoint
 LEAST = 2
-"""Chunks of each file that has any, the current and the next: a tensor may lie in all files of a sharded checkpoint."""
-
+# bytes per system call: with 8 MiB the kernel allocates huge pages in the cache, which takes five times as long
 WRITE_BYTES = 256 << 10
-"""Bytes per system call: with 8 MiB the kernel allocates huge pages in the cache, which takes five times as long."""
 
 
 @dataclass(eq=False)

@@ -16,9 +16,8 @@ from typing import Any
 from llmconv.files.source_file import FileProblem
 
 NAME_LIMIT = 1_024
+# limit in bytes of containers: a constant, plus this many per byte of the pickle (optimizer states need 15)
 MEMORY, MEMORY_PER_BYTE = 48 << 20, 32
-"""Limit in bytes of containers: a constant, plus this many per byte of the pickle (optimizer states need 15)."""
-
 MEMOS, BYTES_PER_MEMO = 200_000, 3  # limit of memoized objects: a constant, plus one per this many bytes of the pickle
 CONTAINERS = frozenset({tuple, list, dict, set, frozenset})
 COPY_AGAIN = "the file is damaged or hostile; copy it again from where it was saved"
@@ -110,14 +109,12 @@ OPCODE_LIMIT = 100_000_000
 INT_BYTES_LIMIT = 64
 STRING_LIMIT = 64 << 20
 DEPTH_LIMIT = 1_000
+# bytes in CPython: empty set, dict and list, a dict entry, a set item
 SET, DICT, LIST, ENTRY, ITEM = 232, 80, 72, 100, 64
-"""Bytes in CPython: empty set, dict and list, a dict entry, a set item."""
-
+# cost of a call, of each item and of each character of its arguments, which it may copy or turn into a dict
 CALL, ARGUMENT, CHARACTER = 100, 100, 8
-"""Cost of a call, of each item and of each character of its arguments, which it may copy or turn into a dict."""
-
+# integers up to the first are their own hash; larger ones may collide, so only a few are accepted as keys
 LARGEST_KEY, LARGER_KEYS = (1 << 61) - 2, 100
-"""Integers up to the first are their own hash; larger ones may collide, so only a few are accepted as keys."""
 
 
 def run(machine: PickleMachine) -> Any:

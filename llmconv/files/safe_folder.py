@@ -31,9 +31,8 @@ from llmconv.errors import InputRefused, MalformedInput, OutputFailed
 from llmconv.progress import say
 from llmconv.stores import hung_calls
 
+# names of files being written; a killed run leaves them, and the next run removes them
 TEMPORARY = re.compile(r"\.llmconv-[0-9a-f]{16}\.part")
-"""Names of files being written; a killed run leaves them, and the next run removes them."""
-
 NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # platforms without it rely on comparing the entry after it is opened
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk
 
@@ -45,9 +44,8 @@ class Link:
     target: str
 
 
+# content of a file to write: bytes, a link, or a function that writes into an open file
 WritableContent = bytes | Link | Callable[[BinaryIO], object]
-"""Content of a file to write: bytes, a link, or a function that writes into an open file."""
-
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 READ = os.O_RDONLY | os.O_NONBLOCK | NOFOLLOW | os.O_CLOEXEC
 APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | NOFOLLOW | os.O_CLOEXEC
@@ -438,9 +436,8 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 
 PREFIX = "llmconv-fetched-"
 YOUNG = 60  # seconds after which a folder that nobody has locked is one of a process that ended
+# the folder of this process in each temporary directory that it has used, and the descriptor that locks it
 _locks: dict[Path, int] = {}
-"""The folder of this process in each temporary directory that it has used, and the descriptor that locks it."""
-
 _changing = Lock()
 
 

@@ -24,11 +24,10 @@ from llmconv.files.safe_folder import make_temporary_folder, remove_temporary_fo
 P = ParamSpec("P")
 R = TypeVar("R")
 PARTIAL = ".llmconv-partial"  # suffix of the folder in which an output is being made
+# `org/name[@revision]`, or the bare name of one of the hub's oldest models, such as `gpt2`
 HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
-"""`org/name[@revision]`, or the bare name of one of the hub's oldest models, such as `gpt2`."""
-
+# `org/name[@revision]/folder`, which is `hf://…` for llmconv
 HUB_FOLDER = re.compile(rf"{HUB_ID.pattern}(?:/[\w.-]+)+")
-"""`org/name[@revision]/folder`, which is `hf://…` for llmconv."""
 
 FILE_NAME = re.compile(
     r".*\.(?:pth?|bin|ckpt|safetensors|pdparams|onnx|gguf|npz?|json|ya?ml|jinja|txt|tar|t?gz|zip|zst|h5|msgpack|distcp)"

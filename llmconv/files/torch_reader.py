@@ -187,16 +187,14 @@ MEMBER_LIMIT = 1_000_000
 DIRECTORY_LIMIT = 256 << 20
 BUFFER = 16 << 10  # bytes per read: enough for all of a small torch file
 LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+# the end record, and the zip64 end record with its locator, which large files have before it (APPNOTE 4.3.14-16)
 END, END_64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q4sLQL")
-"""The end record, and the zip64 end record with its locator, which large files have before it (APPNOTE 4.3.14-16)."""
-
 ALIGNMENT = 64  # of the data of each member, in every version of torch
 PADDING = b"FB"  # id of the extra field by which torch pads local headers
 UINT32_MAX = 0xFFFFFFFF
 HAS_DESCRIPTOR, UTF8_NAME = 0x08, 0x800
+# exceptions that reading a damaged zip raises
 DAMAGE = (zipfile.BadZipFile, EOFError, NotImplementedError, struct.error, ValueError)
-"""Exceptions that reading a damaged zip raises."""
-
 NOT_BY_TORCH = "it was not written by `torch.save`, or was changed since"
 
 
@@ -367,9 +365,8 @@ def _check_local(info: zipfile.ZipInfo, header: bytes) -> int:
     return int(LOCAL_HEADER.size + name_length + extra_length)
 
 
+# the first pickle, the number 0x1950a86a20f9469cfc6c, without its two protocol bytes
 MAGIC = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
-"""The first pickle, the number 0x1950a86a20f9469cfc6c, without its two protocol bytes."""
-
 PROTOCOL = 1001
 SIZE = struct.Struct("<q")
 HEAD = 16

@@ -222,9 +222,8 @@ def encode_chat(
 
 
 NOT_JINJA = "is not valid Jinja"
+# CPU seconds, bytes beyond the memory of the process, and bytes of text: a thousand times what templates need
 SECONDS, MEMORY, CHARACTERS = 5, 512 << 20, 16 << 20
-"""CPU seconds, bytes beyond the memory of the process, and bytes of text: a thousand times what templates need."""
-
 WAIT = 60.0  # wall-clock seconds, for a child that gets little CPU time
 SUCCEEDED, FAILED = b"+", b"-"
 

@@ -156,11 +156,10 @@ def require_size(size: int | None, rows: Array, why: str) -> None:
         raise problem
 
 
+# numbers or nested lists by name of an extra input, without the axis of the batch; tokens are those of the prompt
 RequestInputs = Mapping[str, Any]
-"""Numbers or nested lists by name of an extra input, without the axis of the batch; tokens are those of the prompt."""
-
+# numpy's kinds of the numbers that an input of a dtype may be given as
 KINDS = {"int64": "iu", "int32": "iu", "bool": "b", "float32": "fiu"}
-"""numpy's kinds of the numbers that an input of a dtype may be given as."""
 
 
 def given_inputs(given: RequestInputs, tokens: int, known: Mapping[str, ExtraInput], name: str) -> GivenInputs:

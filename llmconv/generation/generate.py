@@ -264,9 +264,8 @@ class RunningOptions(SessionOptions, total=False):
     stage_timeout: float | None  # seconds without a heartbeat after which a stage is lost (default: 20)
 
 
+# options that are passed to `TextModel.open` unchanged
 PASSED_ON = ("backend", "decode", "tokenizer", "adapter", "prefix_tuning", "device", "dtype", "trust_remote_code")
-"""Options that are passed to `TextModel.open` unchanged."""
-
 OF_SESSION = ("session", "provider", "session_config", "prepack", "packed_cache")  # options that only onnxruntime has
 
 

@@ -22,9 +22,8 @@ from llmconv.runtime.tokenizer import token_ids
 from llmconv.tensors import Array
 
 TEXT_INPUTS = ("input_ids", "attention_mask")  # what a processor makes of the text; the rest is of the images
+# packages that the processors of some models need, and what to do
 INSTALLED = {"torchvision": "install the torchvision that fits your torch", "num2words": "pip install num2words"}
-"""Packages that the processors of some models need, and what to do."""
-
 OTHER_MODEL = "the processor's files are of another model than `config.json`"
 MOST_IMAGES = 16  # maximum number of images in a prompt
 ImageFeatures = Callable[[Given], Features]  # what the processor makes of the images of one prompt, to their features

@@ -23,9 +23,8 @@ from llmconv.runtime.onnxruntime.session_file import SessionOptions, session_set
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, provider_name
 
 TEXT_GENERATION = "text-generation"
+# called with the model and the keywords of `pipeline`; returns what is called with the inputs
 Opener = Callable[..., Any]
-"""Called with the model and the keywords of `pipeline`; returns what is called with the inputs."""
-
 _TASKS: dict[str, Opener] = {}
 _MODELS: dict[str, Any] = {}
 

@@ -153,9 +153,8 @@ def shared_start(prompts: Sequence[Sequence[int]]) -> list[int]:
     return list(first[: min(same, min(map(len, prompts)) - 1)])
 
 
+# fields of a JSON object that are a prompt: llmconv's own, Alpaca's and PaddleNLP's. `messages` is a chat
 TEXT_FIELDS = ("prompt", "instruction", "src")
-"""Fields of a JSON object that are a prompt: llmconv's own, Alpaca's and PaddleNLP's. `messages` is a chat."""
-
 FORMS = "give one text per line, an object with `prompt` or `messages` per line, or an array of these"
 EXAMPLE = 'write {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}, or name the field: --prompt-field'
 

@@ -220,9 +220,8 @@ RANGES = (
 """Field, minimum and maximum; NaN is outside every range."""
 
 
+# fields of `config.json` that are used if `generation_config.json` has none
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Fields of `config.json` that are used if `generation_config.json` has none."""
-
 RETURNED = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate")
 IN_PROMPT = "give it in a prompt of `generate`: `Prompt(text, %s)`"
 TEXTS = "texts and chats are the argument `prompts` of `generate`, which may be a single one"

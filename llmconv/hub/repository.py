@@ -24,9 +24,8 @@ from llmconv.addresses import COMMIT, HubAddress
 from llmconv.errors import InputRefused, LlmconvError, OutputFailed, listing
 from llmconv.progress import is_quiet
 
+# size in bytes up to which git's own hash is computed, too: the Hub keeps larger files as LFS objects only
 SMALL_FILE = 20 << 20
-"""Size in bytes up to which git's own hash is computed, too: the Hub keeps larger files as LFS objects only."""
-
 READ_BYTES = 8 << 20
 
 

@@ -347,12 +347,10 @@ def _is_sha256(value: object) -> bool:
 
 
 CARD = "README.md"
+# the name in a step of an input that came from the Hub
 HUB_SOURCE = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)@[0-9a-f]{40}(?:/.*)?", re.ASCII)
-"""The name in a step of an input that came from the Hub."""
-
+# command to what it makes of a base model; others leave the function as it is
 RELATIONS = {"merge-lora": "finetune", "delta-apply": "finetune", "to-hf": "finetune"}
-"""Command to what it makes of a base model; others leave the function as it is."""
-
 REPORT_BYTES = 64 << 20
 MARK = b"\n<!-- Written by llmconv, which replaces it as long as it is unedited: sha256 %s -->\n"
 """The end of a card: the sha256 of what stands above it."""

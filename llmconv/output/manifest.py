@@ -396,9 +396,8 @@ def _is_unchanged(now: os.stat_result | None, before: os.stat_result) -> bool:
 
 
 GRAPH_FILES = {"prefill": "prefill.onnx", "decode": "decode.onnx", "unified": "model.onnx"}
+# files of graphs without a cache, by role
 SINGLE_PASS_FILES = {"scoring": "scoring.onnx", "embed": "model.onnx", "classify": "model.onnx", "rerank": "model.onnx"}
-"""Files of graphs without a cache, by role."""
-
 EMBEDDINGS_ROLE = "embeddings"  # the role in a manifest of a separate embedding graph, see `EmbeddingGraph`
 VISION_ROLE = "vision"  # the role in a manifest of the graph of a vision tower, see `VisionGraph`
 

@@ -228,9 +228,8 @@ def by_source(tensors: Mapping[str, LazyTensor], files: Mapping[str, str], limit
 
 
 FLUSH_BYTES = 32 << 20  # written bytes are flushed in steps of this size, so that the last fsync has little left to do
+# bytes per system call: with 4 MB the kernel allocates huge pages in the cache, which takes three times as long
 WRITE_BYTES = 256 << 10
-"""Bytes per system call: with 4 MB the kernel allocates huge pages in the cache, which takes three times as long."""
-
 FALLOC_FL_KEEP_SIZE = 1  # reserves blocks without changing the length of the file (`linux/falloc.h`)
 
 

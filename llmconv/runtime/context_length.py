@@ -32,9 +32,8 @@ LENGTHS = (
 models with ALiBi or states have none."""
 
 ORIGINAL = "original_max_position_embeddings"
+# families that transformers' `generate` reads again from the start when a text outgrows the original context
 LIKE_PHI3 = ("phi3", "phi4_multimodal", "phimoe")
-"""Families that transformers' `generate` reads again from the start when a text outgrows the original context."""
-
 LONGEST = 1 << 40  # maximum in tokens; larger numbers are not context lengths
 WINDOW = re.compile(r"(?!max_)\w*(window(s|_size|_sizes|_len)?|attention_chunk_size|local_attention)")
 """Fields with the size of a window: `sliding_window` in most families, `window_size` in GPT-Neo, and others."""

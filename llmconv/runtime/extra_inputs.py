@@ -83,9 +83,8 @@ def cache_order(name: str) -> tuple[int, int, str]:
     return (int(match[2]), _ORDER.index(_PREFIXES.get(match[1], match[1])), name)
 
 
+# the only symbolic axes, with the names that clients (transformers.js, ORT-GenAI) expect
 BATCH, SEQUENCE, PAST, TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
-"""The only symbolic axes, with the names that clients (transformers.js, ORT-GenAI) expect."""
-
 FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' types of layers with attention
 SYMBOLS = (BATCH, SEQUENCE, PAST, TOTAL)
 DTYPES = ("int64", "int32", "bool", "float32")
@@ -100,9 +99,8 @@ RESERVED = (
     "use_cache",
 )
 
+# an extra input of this name has several positions for each token, instead of the one that most graphs take
 POSITIONS = "position_ids"
-"""An extra input of this name has several positions for each token, instead of the one that most graphs take."""
-
 DOCUMENT = "see docs/adding-a-family.md"
 
 

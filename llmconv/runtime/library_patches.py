@@ -25,12 +25,10 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
+# recommends to install compiled kernels (transformers 5.16 to 5.23)
 KERNEL_LOGGER = "transformers.integrations.hub_kernels"
-"""Recommends to install compiled kernels (transformers 5.16 to 5.23)."""
-
+# function of those modeling files whose scan continues a recurrent state (5.23; absent before)
 CONTINUED_SCAN = "mamba2_chunk_scan"
-"""Function of those modeling files whose scan continues a recurrent state (5.23; absent before)."""
-
 WITHOUT_ATTENTION = {"linear_attention", "conv"}  # layer types that keep a state alone (5.16 to 5.24)
 SYNCHRONOUS_LOADING = "HF_DEACTIVATE_ASYNC_LOAD"
 """Environment variable: weights are loaded in the calling thread (5.16 to 5.23)."""

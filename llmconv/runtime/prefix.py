@@ -39,9 +39,8 @@ from llmconv.tensors import Array
 
 PRE_CACHES = "pre_caches.npy"
 EMBEDDINGS = "prompt_embeddings"
+# PEFT's `peft_type` to the kind in the table above
 KINDS = {"PREFIX_TUNING": "prefix_tuning", "PROMPT_TUNING": "soft_prompt", "P_TUNING": "soft_prompt"}
-"""PEFT's `peft_type` to the kind in the table above."""
-
 KeyValue = tuple[Array, Array]  # key and value of one layer, float32 `[kv_heads, P, head_dim]`
 
 

@@ -29,9 +29,8 @@ from llmconv.runtime.custom_code import TRUST_HINT, custom_code_errors, custom_t
 from llmconv.sample_texts import DEFAULT, calibration_text, is_default
 from llmconv.tensors import Array
 
+# maximum number of special tokens, and of places for a text, in one template; models have up to 5 and 2
 MAX_SPECIAL, MAX_TEXTS = 1024, 8
-"""Maximum number of special tokens, and of places for a text, in one template; models have up to 5 and 2."""
-
 FILE = "tokenizer.json"
 MAX_PLACES = 8  # maximum number of post-processors in one file, which has one
 TEMPLATE = re.compile(r'"post_processor"\s*:\s*')
@@ -107,18 +106,15 @@ def _piece(piece: Any, kind: str) -> str | None:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "spiece.model")
 HEAD = 64  # number of first bytes that identify a Git LFS pointer
+# characters of the first beginning of a long text: a usual number per token of the maximum, and at least so many
 CHARACTERS, LEAST_CHARACTERS = 4, 1 << 14
-"""Characters of the first beginning of a long text: a usual number per token of the maximum, and at least so many."""
-
 UNKNOWN = 1 << 20  # maximum number of tokens for a model that declares no context
+# tokens that a beginning may have more than the same characters of the whole text: of the word in which it ends
 SLACK = 256
-"""Tokens that a beginning may have more than the same characters of the whole text: of the word in which it ends."""
-
+# classes defined by tokenizer.json alone; opened directly, because `AutoTokenizer` imports torch
 PLAIN = {"PreTrainedTokenizerFast", "TokenizersBackend"}
-"""Classes defined by tokenizer.json alone; opened directly, because `AutoTokenizer` imports torch."""
-
+# parts of model types for which transformers prefers other files to tokenizer.json
 OTHER_FILES_FIRST = ("mistral", "pixtral", "voxtral", "ministral")
-"""Parts of model types for which transformers prefers other files to tokenizer.json."""
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
@@ -282,9 +278,8 @@ def _backend(tokenizer: Any) -> Any:
     return None if decodes_otherwise else tokenizer.backend_tokenizer
 
 
+# tokens of the text that are used, per call, and at least. More than 4,096 tokens gain little
 TOKENS, PIECE, LEAST = 4096, 512, 256
-"""Tokens of the text that are used, per call, and at least. More than 4,096 tokens gain little."""
-
 LONG, TEXT_BYTES = 1 << 20, 64 << 20  # tokens that are used where every token counts, and maximum size of a text file
 HINT = "`--calibrate` takes a plain text file, or the word `default` for the text that ships with llmconv"
 

@@ -48,9 +48,8 @@ from llmconv.serve.openai_schema import (
 from llmconv.serve.scheduler import Job, Scheduler
 from llmconv.serve.served_model import ChoiceDelta, CompletionChoice, ServedModel
 
+# paths without API key: the page asks the user for the key, and a monitor has none
 PUBLIC = frozenset({"/", "/health"})
-"""Paths without API key: the page asks the user for the key, and a monitor has none."""
-
 ORIGIN = re.compile(r"https?://[^/\s]+", re.IGNORECASE)
 
 HEADERS = {

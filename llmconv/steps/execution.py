@@ -47,21 +47,17 @@ from llmconv.steps.run_file import RunFile, overlap, taken_for_hub_models
 from llmconv.steps.step import Step
 from llmconv.version import __version__
 
+# by path, relative to the folder of the run file, or by address. An empty stamp never equals another run's
 Stamps = dict[str, str]
-"""By path, relative to the folder of the run file, or by address. An empty stamp never equals another run's."""
-
 UNKNOWN = ""
 MANIFEST_STAMP = "manifest"  # of every `llmconv.json`: each command adds to it, and what it lists has stamps of its own
+# suffixes of the files that formats and adapters look for next to the named one
 SIDE_FILES = {".json", ".yaml", ".yml", ".model", ".txt", ".tiktoken", ".jinja", ".ckpt", ".symlink"}
-"""Suffixes of the files that formats and adapters look for next to the named one."""
-
+# what formats look for in the folder above a checkpoint
 ABOVE = {"config.json", "generation_config.json", "params.json", "tokenizer.json", "tokenizer.model"}
-"""What formats look for in the folder above a checkpoint."""
-
 STEPS = re.compile(r"^steps\s*:", re.MULTILINE)
+# what file systems of fsspec call the property that changes with the content
 TAGS = ("ETag", "etag", "e_tag", "md5Hash", "LastModified", "mtime", "last_modified", "created")
-"""What file systems of fsspec call the property that changes with the content."""
-
 SECONDS = 30.0  # timeout of the Hub
 
 

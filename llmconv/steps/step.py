@@ -20,15 +20,12 @@ COMMANDS = (
 )
 """Commands that a step may be; the others are interactive, or only print."""
 
+# the options of which a step needs one: the command line reads standard input without them
 TEXTS = {"generate": ("texts", "prompt", "prompt-file"), "embed": ("texts", "text-file")}
-"""The options of which a step needs one: the command line reads standard input without them."""
-
+# options of the command line alone: what is printed, and the shares of several machines
 NOT_IN_A_FILE = {"help", "json", "dry-run", "part", "finish"}
-"""Options of the command line alone: what is printed, and the shares of several machines."""
-
+# metavars of options that name something to read; those that are written have a type with `is_written`
 READ_METAVARS = ("PATH", "FILE", "FOLDER", "FILE|default")
-"""Metavars of options that name something to read; those that are written have a type with `is_written`."""
-
 RUNTIMES = ("onnx", "packed", "torch", "optimum", "genai")  # what `bench` takes before a folder, or alone
 NO_FILES = ("repository", "texts")  # arguments that name nothing to read
 GIVEN = (str, int, float)

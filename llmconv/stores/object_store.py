@@ -25,20 +25,17 @@ from llmconv.errors import InputRefused, LlmconvError, OutputFailed, Unsupported
 from llmconv.stores import hung_calls
 
 MEBIBYTE = 1 << 20
+# bytes of a part of a multipart upload, unless more are needed for `MOST_PARTS`; S3 wants at least 5 MiB
 LEAST_PART = 8 * MEBIBYTE
-"""Bytes of a part of a multipart upload, unless more are needed for `MOST_PARTS`; S3 wants at least 5 MiB."""
-
 MOST_PARTS = 9_000  # S3 takes 10,000
 PARTS_AT_ONCE = 4  # parts in flight; memory is as many parts and the one that is filled
+# bytes of a range that are taken at once: memory is about as much per request, and not the whole range
 BLOCK = 256 << 10
-"""Bytes of a range that are taken at once: memory is about as much per request, and not the whole range."""
-
 MOST_OBJECTS = 1_000_000  # of a folder: a listing is kept in memory, and that of a hostile or broken store need not end
 LISTINGS = 10  # how often a listing is asked for, as often as obstore repeats other requests
 SMALL_AT_ONCE = 16  # requests in flight for small objects
+# what stores answer if there is no such bucket: S3's and Google's code, and Azure's
 NO_BUCKET = re.compile(r"<Code>NoSuchBucket</Code>|\bContainerNotFound\b")
-"""What stores answer if there is no such bucket: S3's and Google's code, and Azure's."""
-
 DENIED = ("PermissionDeniedError", "UnauthenticatedError")  # names of obstore's classes for missing rights
 
 FULL = re.compile(

@@ -28,9 +28,8 @@ from llmconv.quantized_weights.quantized_checkpoint import QuantizationMethod
 from llmconv.tensors import Array, LazyTensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
+# the values of the codes without their sign bit (E2M1, OCP Microscaling)
 SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-"""The values of the codes without their sign bit (E2M1, OCP Microscaling)."""
-
 BOUNDS = (SIZES[:-1] + SIZES[1:]) / 2
 TABLE = np.concatenate([SIZES, -SIZES])
 DOUBLED = (2 * TABLE + 128).astype(np.uint8)  # twice the values of the codes, as integers above 128

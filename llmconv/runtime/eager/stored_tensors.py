@@ -20,14 +20,12 @@ from llmconv.files.source_file import read_into
 from llmconv.tensors import LazyTensor
 
 ALIGNMENT = 64  # bytes of a cache line; the rounding of sums of products depends on the alignment of a matrix
+# integer types by size in bytes; torch converts these from numpy, unlike bfloat16
 INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
-"""Integer types by size in bytes; torch converts these from numpy, unlike bfloat16."""
-
+# dtypes with the exponent range of float32: scaling by a small power of two is exact
 WIDE = {torch.bfloat16, torch.float32}
-"""Dtypes with the exponent range of float32: scaling by a small power of two is exact."""
-
+# the factor of a tensor by its name and shape: a power of two, so that the scaled weight is exact; 1 for unscaled
 ScaleFactors = Callable[[str, Sequence[int]], float]
-"""The factor of a tensor by its name and shape: a power of two, so that the scaled weight is exact; 1 for unscaled."""
 
 
 class StoredTensor:

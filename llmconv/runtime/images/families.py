@@ -239,9 +239,8 @@ def unpadded(grid: Sequence[int], size: Sequence[int]) -> tuple[slice, slice]:
     return slice(None), slice(padding, columns - padding)
 
 
+# column and row of each patch, int64 [images, patches, 2]; -1 for padding, which the graph does not take
 PLACES = "image_position_ids"
-"""Column and row of each patch, int64 [images, patches, 2]; -1 for padding, which the graph does not take."""
-
 GEMMA4_KINDS = "mm_token_type_ids"  # which tokens stand for features, 1 or 0, int64
 GRIDS = ((2, 1), (1, 2), (2, 2), (3, 1))  # columns and rows of the features of random images
 

@@ -16,9 +16,8 @@ from llmconv.runtime.tokenizer import require_small_template
 from llmconv.tensors import Array
 
 PIXEL_VALUES, IMAGE_FEATURES = "pixel_values", "image_features"
+# further features, [tokens, layers * hidden], that are added to the outputs of the first layers of the decoder
 DEEPSTACK_FEATURES = "deepstack_features"
-"""Further features, [tokens, layers * hidden], that are added to the outputs of the first layers of the decoder."""
-
 Given = Mapping[str, Array]
 """Arrays by name: what the model's processor makes of the images of one prompt, or the inputs or outputs of the vision
 graph in one run."""

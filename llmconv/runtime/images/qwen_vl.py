@@ -14,9 +14,8 @@ from llmconv.runtime.images.family import DEEPSTACK_FEATURES, PIXEL_VALUES, Feat
 from llmconv.tensors import Array
 
 GRIDS, PATCH_POSITIONS, WINDOW_IDS = "image_grid_thw", "patch_positions", "window_ids"
+# places in the table of position embeddings around each patch, and their weights
 CELLS, CELL_WEIGHTS = "position_cells", "position_weights"
-"""Places in the table of position embeddings around each patch, and their weights."""
-
 Patches = tuple[int, int]  # rows and columns of patches of an image
 
 KINDS: tuple[tuple[tuple[Patches, ...], float], ...] = (

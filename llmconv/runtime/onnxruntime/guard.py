@@ -217,9 +217,8 @@ def _refuse(path: Path, problem: str) -> NoReturn:
     )
 
 
+# maximum number of nodes after inlining: a constant, plus a number per node of the file
 NODES, NODES_PER_NODE = 100_000, 20
-"""Maximum number of nodes after inlining: a constant, plus a number per node of the file."""
-
 ELEMENTS = 1 << 31  # maximum number of elements of a value with a constant shape; masks and tables are smaller
 SHAPE_BYTES = 1024  # maximum size of a constant that is read as a shape
 FunctionKey = tuple[str, str, str]  # domain, name and overload

@@ -176,14 +176,12 @@ def as_array(value: ort.OrtValue) -> Array:
 
 
 CPU = "CPUExecutionProvider"
+# changes a graph, given its path and its content without the weights
 GraphTransform = Callable[[Path, onnx.ModelProto], None]
-"""Changes a graph, given its path and its content without the weights."""
-
+# dtypes for which onnxruntime's CPU provider has almost no kernels: such graphs compute in float32 there
 WITHOUT_KERNELS = ("bfloat16",)
-"""Dtypes for which onnxruntime's CPU provider has almost no kernels: such graphs compute in float32 there."""
-
+# defaults of providers: products of float32 are not rounded to TF32's 10 bits, as in torch
 PROVIDER_DEFAULTS = {"CUDAExecutionProvider": {"use_tf32": "0"}}
-"""Defaults of providers: products of float32 are not rounded to TF32's 10 bits, as in torch."""
 
 LEVELS = {
     "all": "ORT_ENABLE_ALL",
@@ -395,9 +393,8 @@ STORED: dict[int, np.dtype[Any]] = {
     TensorProto.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
 }
 
+# operators that read matrices, and are never folded, because their other input depends on the call
 PRODUCTS = {"Gemm", "MatMul", "FusedMatMul", "Gather"}
-"""Operators that read matrices, and are never folded, because their other input depends on the call."""
-
 Place = tuple[Path, int, int, tuple[int, ...]]  # file, offset, element type and shape of a stored weight
 
 

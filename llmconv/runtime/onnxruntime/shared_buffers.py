@@ -93,9 +93,8 @@ def input_dtype(array: Array) -> Any:
     return np.int64 if array.dtype.kind in "iub" else array.dtype
 
 
+# input with the index at which new tokens are written, int64 [batch]; named as in `TensorScatter`
 WRITE_INDICES = "write_indices"
-"""Input with the index at which new tokens are written, int64 [batch]; named as in `TensorScatter`."""
-
 GARBAGE, GARBAGE_CODE = 1e4, 127
 ROUNDING = 64
 """Buffer lengths are multiples of this, at least twice the length of the replaced buffer. They have room for one more

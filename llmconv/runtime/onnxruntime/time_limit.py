@@ -22,9 +22,8 @@ from llmconv.runtime.onnxruntime.session_settings import HOST
 
 TOO_LONG = "the graph may be hostile: export it again from a model that you trust, or give it more time (`--timeout`)"
 SECONDS = 60.0  # default minimum of every limit
+# bytes of weights per second, read and multiplied with one token: a hundredth of the speed of a core
 BYTES_LOADED, BYTES_COMPUTED = 20e6, 10e6
-"""Bytes of weights per second, read and multiplied with one token: a hundredth of the speed of a core."""
-
 PAIRS = 1e5  # pairs of tokens per second in attention, likewise
 PATIENCE = 10  # times a limit on the clock, if the process got less CPU time than the limit
 POLL = 0.5

@@ -230,9 +230,8 @@ class Connection:
         return content
 
 
+# environment variable with the shared token, the same on both sides; empty or missing for none
 TOKEN = "LLMCONV_STAGE_TOKEN"
-"""Environment variable with the shared token, the same on both sides; empty or missing for none."""
-
 PROTOCOL = 1
 
 OTHER_EXPORT = (

@@ -97,9 +97,8 @@ def is_cuttable(cache: Cache) -> bool:
     return all(not is_state(name) and value.shape()[LENGTH_AXIS] == cache.length for name, value in named)
 
 
+# an input of every stage, even if its graph does not read it: the mask has the length of the cache
 MASK = "attention_mask"
-"""An input of every stage, even if its graph does not read it: the mask has the length of the cache."""
-
 Ports = tuple[tuple[str, ...], tuple[str, ...]]  # names of inputs and of outputs
 AGAIN = "export the graphs again, and copy llmconv.json and the files of each stage to its host"
 
