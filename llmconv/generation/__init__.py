@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from llmconv.generation.completions import Completion, Generation, GenerationCost
-from llmconv.generation.generate import generate
+from llmconv.generation.generate import Wording, generate
 from llmconv.generation.loop import Conversation, SharedPrefix
 from llmconv.generation.model import TextModel
 from llmconv.generation.prompts import Prompt
 from llmconv.generation.row import TextPiece
 from llmconv.generation.runners import ModelFiles
 from llmconv.generation.sampling import GenerationSettings
-from llmconv.generation.wording import Wording
 from llmconv.runtime.stages.staged_runner import StageAddresses
 
 __all__ = [

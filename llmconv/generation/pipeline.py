@@ -12,13 +12,21 @@ from llmconv.embedding import TextFeatures
 from llmconv.errors import UsageProblem, listing
 from llmconv.files.paths import kind_of, path_of
 from llmconv.generation.encoded_prompt import EncodedPrompt
-from llmconv.generation.generate import BATCH_SIZE, Batches, RunningOptions, opener, options_of, require_count
+from llmconv.generation.generate import (
+    BATCH_SIZE,
+    Batches,
+    RunningOptions,
+    Wording,
+    opener,
+    options_of,
+    require_count,
+    several,
+)
 from llmconv.generation.model import TextModel
 from llmconv.generation.prompts import Prompt
 from llmconv.generation.row import TextPiece, is_streamer, require_streamer
 from llmconv.generation.runners import TorchOptions, is_model
 from llmconv.generation.sampling import GenerationSettings
-from llmconv.generation.wording import Wording, several
 from llmconv.runtime.onnxruntime.session_file import SessionOptions, session_settings
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, provider_name
 

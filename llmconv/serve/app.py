@@ -45,8 +45,7 @@ from llmconv.serve.openai_schema import (
     completion_request,
     parse_json,
 )
-from llmconv.serve.scheduler import Job, Scheduler
-from llmconv.serve.served_model import ChoiceDelta, CompletionChoice, ServedModel
+from llmconv.serve.served_model import ChoiceDelta, CompletionChoice, Job, Scheduler, ServedModel
 
 # paths without API key: the page asks the user for the key, and a monitor has none
 PUBLIC = frozenset({"/", "/health"})

@@ -36,8 +36,7 @@ from llmconv.generation.chat_templates import TOKENIZER
 from llmconv.progress import warn
 from llmconv.serve.app import AccessRules, make_app
 from llmconv.serve.openai_schema import ApiError
-from llmconv.serve.scheduler import Scheduler
-from llmconv.serve.served_model import ServedModel
+from llmconv.serve.served_model import Scheduler, ServedModel
 
 SLACK = 5  # seconds after the grace period in which connections may still close by themselves
 

@@ -11,8 +11,7 @@ from starlette.testclient import TestClient
 
 from llmconv.generation import TextModel
 from llmconv.serve.app import AccessRules, make_app
-from llmconv.serve.scheduler import Scheduler
-from llmconv.serve.served_model import ServedModel
+from llmconv.serve.served_model import Scheduler, ServedModel
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 from llmconv.errors import InputRefused
 from llmconv.serve.openai_schema import ApiError
-from llmconv.serve.scheduler import Job, Scheduler
+from llmconv.serve.served_model import Job, Scheduler
 
 
 @asynccontextmanager
