@@ -137,9 +137,8 @@ def open_shards(folder: Path, index: str = INDEX) -> dict[str, LazyTensor]:
 
 def _require_shards(folder: Path, index: str, names: list[str]) -> None:
     if odd := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
-        raise MalformedInput(
-            f"`{index}` names the shard {odd[0]!r}", hint="shards are plain file names next to the index"
-        )
+        problem = f"`{index}` names the shard {odd[0]!r}"
+        raise MalformedInput(problem, hint="shards are plain file names next to the index")
     if missing := [name for name in names if not (folder / name).is_file()]:
         rest = f" and {len(missing) - 1} more of {len(names)} shards are" if len(missing) > 1 else " is"
         raise MalformedInput(

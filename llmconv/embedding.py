@@ -121,9 +121,8 @@ class TextFeatures:
     def __init__(self, task: str, model: str | Path, settings: SessionSettings | None = None) -> None:
         self.task, self.model = task, Embedder(model, settings)
         if self.model.role != task:
-            raise UsageProblem(
-                f"`{model}` was exported with `--task {self.model.role}`", hint=f'`pipeline("{self.model.role}", …)`'
-            )
+            problem = f"`{model}` was exported with `--task {self.model.role}`"
+            raise UsageProblem(problem, hint=f'`pipeline("{self.model.role}", …)`')
 
     def __call__(self, inputs: str | Sequence[str], **options: Any) -> Any:
         """A dict with `embedding`, `logits` or `score` for one text, and a list of them for several.
@@ -170,9 +169,8 @@ class TextRules:
         if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
             raise MalformedInput(f"`prompts` in `{PROMPTS_FILE}` is not a map of texts", hint="copy the file again")
         if default is not None and (not isinstance(default, str) or default not in prompts):
-            raise MalformedInput(
-                f"`{PROMPTS_FILE}` has no prompt `{default}`, its own default", hint="copy the file again"
-            )
+            problem = f"`{PROMPTS_FILE}` has no prompt `{default}`, its own default"
+            raise MalformedInput(problem, hint="copy the file again")
         most = lengths.get("max_seq_length")
         if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
             raise MalformedInput(f"`max_seq_length` in `{LENGTH_FILE}` is not a length", hint="copy the file again")

@@ -141,9 +141,8 @@ def foreign_file(head: bytes, name: str) -> UnsupportedInput | None:
         "a GGU": "give the Hugging Face folder or training checkpoint that it was converted from",
         "a web": "log in (`hf auth login`) and download it again",
     }
-    return UnsupportedInput(
-        f"`{name}` is {kind}", hint=hints.get(kind[:5], "give a checkpoint or a Hugging Face model folder")
-    )
+    message = f"`{name}` is {kind}"
+    return UnsupportedInput(message, hint=hints.get(kind[:5], "give a checkpoint or a Hugging Face model folder"))
 
 
 def _file(path: Path) -> InputRefused | None:
@@ -175,9 +174,8 @@ def _file(path: Path) -> InputRefused | None:
 
 def _safetensors(path: Path) -> InputRefused:
     if (path.parent / "config.json").is_file():
-        return InputRefused(
-            f"`{path.name}` is a weights file, not a model folder", hint=f"give its folder: `{path.parent}`"
-        )
+        problem = f"`{path.name}` is a weights file, not a model folder"
+        return InputRefused(problem, hint=f"give its folder: `{path.parent}`")
     return InputRefused(
         f"`{path.name}` is a weights file without the model's `config.json`",
         hint=f"put `config.json` next to it and give the folder, or run `llmconv to-hf {path} --config CONFIG -o OUT`",
@@ -201,9 +199,8 @@ def _folder(folder: Path) -> InputRefused | None:
 
 def _adapter_or_delta(folder: Path, names: set[str]) -> InputRefused | None:
     if "delta.json" in names:
-        return UnsupportedInput(
-            f"`{folder}` is a delta, not a model", hint=f"use `llmconv delta apply BASE {folder} -o OUT`"
-        )
+        message = f"`{folder}` is a delta, not a model"
+        return UnsupportedInput(message, hint=f"use `llmconv delta apply BASE {folder} -o OUT`")
     if "adapter_config.json" in names:
         base = adapter_base(folder)
         of = f" of `{base}`" if base else ""
@@ -290,9 +287,8 @@ def _folders_inside(folder: Path, names: set[str]) -> InputRefused | None:
         return None
     shown = ", ".join(f"`{name}` ({mark})" for name, mark in list(found.items())[:5])
     first = next((name for name, mark in found.items() if mark == "a model"), next(iter(found)))
-    return InputRefused(
-        f"`{folder}` is not a model itself; it contains {shown}", hint=f"give one of them: `{folder / first}`"
-    )
+    problem = f"`{folder}` is not a model itself; it contains {shown}"
+    return InputRefused(problem, hint=f"give one of them: `{folder / first}`")
 
 
 def _mark(folder: Path) -> str:

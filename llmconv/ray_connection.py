@@ -68,6 +68,5 @@ def _require_reachable(address: str) -> None:
 
 
 def _unreachable(error: Exception) -> OutputFailed:
-    return OutputFailed(
-        f"the Ray cluster cannot be reached: {error}", hint="check `RAY_ADDRESS`, and `ray status` on its head node"
-    )
+    problem = f"the Ray cluster cannot be reached: {error}"
+    return OutputFailed(problem, hint="check `RAY_ADDRESS`, and `ray status` on its head node")

@@ -19,9 +19,8 @@ RANGE = f"transformers {'.'.join(map(str, OLDEST))} or newer, below {'.'.join(ma
 def require_platform() -> None:
     """Raises UnsupportedInput on Windows, where files cannot be locked and replaced as llmconv requires."""
     if sys.platform == "win32":
-        raise UnsupportedInput(
-            "llmconv does not run on native Windows", hint="run it in the Windows Subsystem for Linux (`wsl --install`)"
-        )
+        problem = "llmconv does not run on native Windows"
+        raise UnsupportedInput(problem, hint="run it in the Windows Subsystem for Linux (`wsl --install`)")
 
 
 def require_transformers() -> None:

@@ -296,9 +296,8 @@ class BenchCandidate:
         folder = (local_path(rest) if is_remote(rest) else Path(rest)) if rest else first
         if folder is None or not folder.is_dir():
             known = ", ".join(RUNTIMES)
-            raise UsageProblem(
-                f"`{rest or text}` is not a folder", hint=f"give FOLDER or RUNTIME:FOLDER; runtimes: {known}"
-            )
+            problem = f"`{rest or text}` is not a folder"
+            raise UsageProblem(problem, hint=f"give FOLDER or RUNTIME:FOLDER; runtimes: {known}")
         return cls(kind, folder, (interpreters or {}).get(kind, sys.executable))
 
     @property
@@ -330,15 +329,13 @@ class WorkerProcess:
                 env=child_environment(OMP_NUM_THREADS=str(threads)),
             )
         except OSError as error:
-            raise InputRefused(
-                f"`{candidate.interpreter}` cannot be started: {error.strerror}", hint="give the path of a Python"
-            ) from error
+            problem = f"`{candidate.interpreter}` cannot be started: {error.strerror}"
+            raise InputRefused(problem, hint="give the path of a Python") from error
         answer = self._read()
         if "ready" not in answer:
             self.close()
-            raise InputRefused(
-                f"`{candidate.name}` cannot be measured: {answer['error']}", hint=answer.get("hint") or _hint(candidate)
-            )
+            problem = f"`{candidate.name}` cannot be measured: {answer['error']}"
+            raise InputRefused(problem, hint=answer.get("hint") or _hint(candidate))
         self.versions: dict[str, str] = answer["ready"]
 
     def run(self, prompts: Sequence[Sequence[int]], new: int, expected: Sequence[Sequence[int]] = ()) -> dict[str, Any]:

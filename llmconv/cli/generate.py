@@ -143,15 +143,13 @@ def _prompts(
     if texts and field:
         raise UsageProblem("`--prompt-field` needs `--prompt-file` or standard input", hint="leave it out")
     if len(texts) > 1 and images:
-        raise UsageProblem(
-            "`--image` goes with one prompt", hint="for several, give JSON lines with the fields `prompt` and `image`"
-        )
+        problem = "`--image` goes with one prompt"
+        raise UsageProblem(problem, hint="for several, give JSON lines with the fields `prompt` and `image`")
     if texts:
         return [Prompt(text, images=images) for text in texts]
     if images:
-        raise UsageProblem(
-            "`--image` needs a prompt on the command line", hint="in a prompt file, give each line a field `image`"
-        )
+        problem = "`--image` needs a prompt on the command line"
+        raise UsageProblem(problem, hint="in a prompt file, give each line a field `image`")
     if file and file != "-":
         require_other_file(file, output)
         return read_prompts(Path(file), field)

@@ -177,13 +177,11 @@ def _verified(folder: str | None, graphs: tuple[Path, ...], choices: dict[str, A
 def _require_compatible(folder: str | None, graphs: tuple[Path, ...], choices: dict[str, Any]) -> None:
     """Refuses combinations of options that exclude each other, with UsageProblem."""
     if (folder is None) is not bool(graphs):
-        raise UsageProblem(
-            "give either FOLDER or `--graph FILE`", hint="FOLDER is a folder that `llmconv export` wrote to"
-        )
+        message = "give either FOLDER or `--graph FILE`"
+        raise UsageProblem(message, hint="FOLDER is a folder that `llmconv export` wrote to")
     if choices["input_map"] and not graphs:
-        raise UsageProblem(
-            "`--input-map` applies to `--graph` only", hint="leave it out: FOLDER records the inputs of its graphs"
-        )
+        message = "`--input-map` applies to `--graph` only"
+        raise UsageProblem(message, hint="leave it out: FOLDER records the inputs of its graphs")
     searches = choices["bisect"] or choices["minimize"] is not None
     if choices["low_memory"] and (graphs or searches or choices["repeat"] > 1):
         problem = "`--low-memory` excludes `--graph`, `--repeat`, `--bisect` and `--minimize`"

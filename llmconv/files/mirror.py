@@ -460,9 +460,8 @@ def _below(key: str, heads: Sequence[Head]) -> Iterator[tuple[str, Head]]:
     for head in heads:
         parts = PurePosixPath(head.key.removeprefix(key).strip("/")).parts
         if ".." in parts or not head.key.isprintable():
-            raise MalformedInput(
-                f"the folder contains an object with the name {head.key[:80]!r}", hint="rename or delete it"
-            )
+            problem = f"the folder contains an object with the name {head.key[:80]!r}"
+            raise MalformedInput(problem, hint="rename or delete it")
         yield "/".join(parts), head
 
 

@@ -251,9 +251,8 @@ def _unpacked(path: Path, size: int, _changed: int) -> Path | None:
                 _unpack(path.name, file, codec, target)
                 name = path.name
                 if again := find_codec(target, name):
-                    raise UnsupportedInput(
-                        f"the content of `{name}` is compressed again, with {again.name}", hint="unpack it once by hand"
-                    )
+                    problem = f"the content of `{name}` is compressed again, with {again.name}"
+                    raise UnsupportedInput(problem, hint="unpack it once by hand")
                 if DESCRIPTORS.is_dir():
                     link.symlink_to(DESCRIPTORS / str(os.dup(target.fileno())))
                 else:
@@ -448,9 +447,8 @@ class TarArchive:
         return data
 
     def _malformed(self, problem: str) -> MalformedInput:
-        return MalformedInput(
-            f"the archive `{self._name}` {problem}", hint="it should contain one checkpoint file; copy or pack it again"
-        )
+        message = f"the archive `{self._name}` {problem}"
+        return MalformedInput(message, hint="it should contain one checkpoint file; copy or pack it again")
 
 
 SKIPPABLE = range(0x184D2A50, 0x184D2A60)  # magic numbers of frames that zstd and lz4 skip (`pzstd` begins with one)
@@ -557,6 +555,5 @@ def _without_padding(file: BinaryIO, data: bytes) -> bytes:
 
 
 def _damaged(name: str, codec: Codec, problem: str) -> MalformedInput:
-    return MalformedInput(
-        f"`{name}` (compressed with {codec.name}) {problem}", hint="copy it again from its source, or unpack it by hand"
-    )
+    message = f"`{name}` (compressed with {codec.name}) {problem}"
+    return MalformedInput(message, hint="copy it again from its source, or unpack it by hand")

@@ -94,9 +94,8 @@ def output_path(value: Any, name: str = "output") -> Path:
     path = path_of(value, name)
     text = os.fspath(value)
     if text == "-":
-        raise InputRefused(
-            f"`{name}` is `-`, which is not a file", hint="give a path; a file of that name would be `./-`"
-        )
+        message = f"`{name}` is `-`, which is not a file"
+        raise InputRefused(message, hint="give a path; a file of that name would be `./-`")
     if found := ADDRESS.fullmatch(text):
         shown = without_credentials(text.strip())
         problem = f"`{shown}` is not on this machine: `{name}` takes a local path"

@@ -385,9 +385,8 @@ def require_parents(output: Path) -> None:
     if above is None:
         raise InputRefused(f"`{output}` is the root of the file system", hint="choose a path in it")
     if not above.is_dir():
-        raise InputRefused(
-            f"`{above}` is not a folder, so `{output}` cannot be written", hint="choose a path in another folder"
-        )
+        problem = f"`{above}` is not a folder, so `{output}` cannot be written"
+        raise InputRefused(problem, hint="choose a path in another folder")
 
 
 @contextmanager

@@ -59,9 +59,8 @@ def local_path(name: str | Path, *, in_parts: bool = False, headers: bool = Fals
     if path.exists():
         return path
     if path.is_symlink():
-        raise InputRefused(
-            f"`{path}` is a link to `{path.readlink()}`, which does not exist", hint="fetch it, too, or repair the link"
-        )
+        problem = f"`{path}` is a link to `{path.readlink()}`, which does not exist"
+        raise InputRefused(problem, hint="fetch it, too, or repair the link")
     text = str(name)
     if is_hub_id(text):
         return _from_hub(hub_address(text), headers)

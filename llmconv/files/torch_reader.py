@@ -174,12 +174,10 @@ def explain_no_zip(path: Path, head: bytes) -> UnsupportedInput | MalformedInput
     refuse_git_lfs(head, path.name)
     packings = [f"is compressed with {codec.name}" for codec in CODECS if codec.begins(head)]
     if packings := packings or ["is a tar archive"] * (head[257:262] == b"ustar"):
-        return UnsupportedInput(
-            f"`{path.name}` {packings[0]}", hint="unpack it first; only a checkpoint of one file may be packed"
-        )
-    return MalformedInput(
-        f"`{path.name}` is not a torch file", hint="give a file that `torch.save` wrote; is the download complete?"
-    )
+        problem = f"`{path.name}` {packings[0]}"
+        return UnsupportedInput(problem, hint="unpack it first; only a checkpoint of one file may be packed")
+    problem = f"`{path.name}` is not a torch file"
+    return MalformedInput(problem, hint="give a file that `torch.save` wrote; is the download complete?")
 
 
 PICKLE_LIMIT = 256 << 20
@@ -240,9 +238,8 @@ def read_torch_zip(path: Path, start: int, size: int) -> tuple[bytes, dict[str, 
             with _open_zip(file) as archive:
                 members = _checked_members(path, archive, file, size, far=is_mirrored(path))
         except DAMAGE as error:
-            raise MalformedInput(
-                f"`{path.name}` is truncated or damaged: {error}", hint="copy it again from where it was saved"
-            ) from error
+            problem = f"`{path.name}` is truncated or damaged: {error}"
+            raise MalformedInput(problem, hint="copy it again from where it was saved") from error
         pickle = _read_member(file, members, "data.pkl")
         if "byteorder" in members and _read_member(file, members, "byteorder") != b"little":
             raise UnsupportedInput(f"`{path.name}` is big-endian", hint="save it again on a little-endian machine")
@@ -307,9 +304,8 @@ def _checked_members(
         if name == info.filename or name in members or not _is_plain(info):
             raise FileProblem(f"has a duplicate or misplaced member {info.filename[:80]!r}")
         if name == "constants.pkl" or name.startswith("code/"):
-            raise UnsupportedInput(
-                f"`{path.name}` is a TorchScript program, not a checkpoint", hint="save the `state_dict()` instead"
-            )
+            problem = f"`{path.name}` is a TorchScript program, not a checkpoint"
+            raise UnsupportedInput(problem, hint="save the `state_dict()` instead")
         start, is_storage = usual_start(info), name.startswith("data/")
         if not usual or not is_storage or (info.file_size and not info.CRC):
             file.seek(info.header_offset)

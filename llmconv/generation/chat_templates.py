@@ -147,9 +147,8 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
         fitted = ContentForms(str(found.text or tokenizer.chat_template), partial(_text, tokenizer, template))
         text = _text(tokenizer, template, fitted.fitted(messages), for_answer=True)
     except ValueError as error:
-        raise InputRefused(
-            f"the chat template {error}", hint="check the roles of the messages and their order, or the template"
-        ) from error
+        problem = f"the chat template {error}"
+        raise InputRefused(problem, hint="check the roles of the messages and their order, or the template") from error
     if not text.strip() and any(str(message["content"]).strip() for message in messages):
         raise InputRefused("the chat template writes nothing of the messages", hint="give another `--template`")
     return text

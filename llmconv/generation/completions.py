@@ -141,9 +141,8 @@ class CompletionFile:
         self._added = added
         self._fields = [prompt.fields for prompt in prompts]
         if path.exists() and not path.is_file():
-            raise InputRefused(
-                f"`{path}` is not a file", hint="give another `--output-file`; without it, text goes to stdout"
-            )
+            problem = f"`{path}` is not a file"
+            raise InputRefused(problem, hint="give another `--output-file`; without it, text goes to stdout")
         self._file: BinaryIO | None = None
         self._replaces = overwrite or not path.exists()
         if not overwrite:
@@ -237,9 +236,8 @@ class CompletionFile:
         return file
 
     def _refuse(self, problem: str) -> None:
-        raise InputRefused(
-            f"`{self._path}` {problem}", hint="give `--overwrite` to start again, or another `--output-file`"
-        )
+        message = f"`{self._path}` {problem}"
+        raise InputRefused(message, hint="give `--overwrite` to start again, or another `--output-file`")
 
     def _failed(self, error: OSError) -> OutputFailed:
         hint = "free disk space or give another `--output-file`; without `--overwrite` a run continues the file"

@@ -177,9 +177,8 @@ def _array(input_name: str, value: Any, tokens: int, known: Mapping[str, ExtraIn
     try:
         array = np.asarray(value)
     except ValueError as error:
-        raise InputRefused(
-            f"{prompt} gives `{input_name}` as lists of different lengths", hint="give one number for each element"
-        ) from error
+        message = f"{prompt} gives `{input_name}` as lists of different lengths"
+        raise InputRefused(message, hint="give one number for each element") from error
     if array.dtype.kind in KINDS[extra.dtype]:
         array = array.astype(BY_NAME[extra.dtype].numpy)
     without_batch = replace(extra, axes=tuple(axis for axis in extra.axes if axis != BATCH))
@@ -223,9 +222,8 @@ def require_together(rows: Sequence[GivenInputs], known: Mapping[str, ExtraInput
         if missing and (shared or callable(known[name].default)):
             raise UsageProblem(f"not all prompts of a batch give `{name}`", hint="give it for all, or `--batch-size 1`")
         if shared and not all(np.array_equal(arrays[0], array) for array in arrays):  # type: ignore[arg-type]
-            raise UsageProblem(
-                f"`{name}` has one value for a batch, and its prompts differ", hint="give `--batch-size 1`"
-            )
+            problem = f"`{name}` has one value for a batch, and its prompts differ"
+            raise UsageProblem(problem, hint="give `--batch-size 1`")
 
 
 def prompt_names(count: int) -> list[str]:

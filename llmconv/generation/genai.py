@@ -141,9 +141,8 @@ class GenaiEngine:
                 generator.append_tokens(self._padded([row.prompt for row in rows]))
             generator.generate_next_token()
         except Exception as error:  # GenAI's exceptions have no common base class
-            raise MalformedInput(
-                f"GenAI cannot run the graphs: {first_line(error)}", hint="run `llmconv verify` on the folder"
-            ) from error
+            problem = f"GenAI cannot run the graphs: {first_line(error)}"
+            raise MalformedInput(problem, hint="run `llmconv verify` on the folder") from error
         is_last = generator.is_done()
         for row, token in zip(rows, generator.get_next_tokens().tolist(), strict=True):
             if not row.finish:
@@ -206,9 +205,8 @@ def _open(genai: Any, folder: Path, session: SessionSettings) -> Any:
                 config.set_provider_option(name, key, value)
         return genai.Model(config)
     except Exception as error:  # GenAI's exceptions have no common base class
-        raise MalformedInput(
-            f"GenAI cannot open `{folder}`: {first_line(error)}", hint=f"`llmconv export {folder} --layout genai` again"
-        ) from error
+        problem = f"GenAI cannot open `{folder}`: {first_line(error)}"
+        raise MalformedInput(problem, hint=f"`llmconv export {folder} --layout genai` again") from error
 
 
 def _integer(config: dict[str, Any], name: str) -> int:

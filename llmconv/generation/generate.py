@@ -496,9 +496,8 @@ def _refuse_for_open(model: TextModel, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         is_same = name == "backend" and value in ("onnx", model.backend)
         if value is not None and value is not False and value != () and not is_same:
-            raise UsageProblem(
-                f"`{name}` has no effect on an open model", hint="give it to `TextModel.open`, or give the folder"
-            )
+            problem = f"`{name}` has no effect on an open model"
+            raise UsageProblem(problem, hint="give it to `TextModel.open`, or give the folder")
 
 
 Prompts = Annotated[str | Prompt | Sequence[PromptContent | Prompt] | None, OWN]  # validated by `prompts_of`

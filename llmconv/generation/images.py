@@ -173,9 +173,8 @@ def _array(value: Any) -> Array:
 def _refused(problem: str, error: Exception) -> InputRefused:
     reason = first_line(error).split(" but it was not found")[0]
     missing = next((name for name in INSTALLED if name in reason.lower()), "")
-    return InputRefused(
-        f"{problem}: {reason}", hint=INSTALLED.get(missing, "copy the processor's files of the model again")
-    )
+    message = f"{problem}: {reason}"
+    return InputRefused(message, hint=INSTALLED.get(missing, "copy the processor's files of the model again"))
 
 
 def with_images(messages: Sequence[Any], count: int) -> list[Any]:
@@ -183,9 +182,8 @@ def with_images(messages: Sequence[Any], count: int) -> list[Any]:
     parts = [part for one in messages if isinstance(one["content"], list | tuple) for part in one["content"]]
     known = sum(isinstance(part, dict) and part.get("type") == "image" for part in parts)
     if known not in (0, count):
-        raise UsageProblem(
-            f"the chat has {known} parts of type `image`, and there are {count} images", hint="write one for each image"
-        )
+        problem = f"the chat has {known} parts of type `image`, and there are {count} images"
+        raise UsageProblem(problem, hint="write one for each image")
     made = [{**one, "content": _as_parts(one["content"])} for one in messages]
     if not known:
         first = next((at for at, one in enumerate(made) if one["role"] != "system"), 0)
@@ -258,9 +256,8 @@ def _decoded(content: bytes, name: str, most: int) -> Any:
         problem = f"{name} has {width} x {height} pixels: the images of a prompt may have {MOST_PIXELS:,} together"
         raise InputRefused(problem, hint="give a smaller image")
     if max(width, height) > MOST_RATIO * min(width, height):
-        raise InputRefused(
-            f"{name} has {width} x {height} pixels: one side may be {MOST_RATIO} times the other", hint="crop it"
-        )
+        message = f"{name} has {width} x {height} pixels: one side may be {MOST_RATIO} times the other"
+        raise InputRefused(message, hint="crop it")
     return _upright(image, name)
 
 
@@ -274,9 +271,8 @@ def _upright(image: Any, name: str) -> Any:
     except MemoryError:
         raise
     except Exception as error:  # its decoders raise anything
-        raise InputRefused(
-            f"{name} cannot be decoded: {first_line(error)}", hint="is the file complete? save it again"
-        ) from error
+        problem = f"{name} cannot be decoded: {first_line(error)}"
+        raise InputRefused(problem, hint="is the file complete? save it again") from error
 
 
 def _opaque(image: Any) -> Any:

@@ -105,9 +105,8 @@ def search(
         config.num_return_sequences = count
         found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     except (ValueError, NotImplementedError) as error:
-        raise UsageProblem(
-            f"transformers does not accept the settings: {first_line(error)}", hint="see docs/generation.md"
-        ) from error
+        problem = f"transformers does not accept the settings: {first_line(error)}"
+        raise UsageProblem(problem, hint="see docs/generation.md") from error
     return [_up_to_end(sequence, settings.eos_token_id) for sequence in found[:, len(prompt) :].tolist()]
 
 
@@ -125,9 +124,8 @@ def processor(settings: GenerationSettings, prompt_tokens: int, limit: int) -> P
     """
     refused = sorted(settings.extra.keys() & (NEED_THE_MODEL | NEED_BEAMS))
     if refused:
-        raise UnsupportedInput(
-            f"`{refused[0]}` of the generation config is not supported", hint="remove it from generation_config.json"
-        )
+        problem = f"`{refused[0]}` of the generation config is not supported"
+        raise UnsupportedInput(problem, hint="remove it from generation_config.json")
     model = GraphModel()
     try:
         config = generation_config(settings, limit)
@@ -148,9 +146,8 @@ def processor(settings: GenerationSettings, prompt_tokens: int, limit: int) -> P
 
 
 def _refused(error: Exception) -> UsageProblem:
-    return UsageProblem(
-        f"transformers does not accept the generation config: {first_line(error)}", hint="fix generation_config.json"
-    )
+    problem = f"transformers does not accept the generation config: {first_line(error)}"
+    return UsageProblem(problem, hint="fix generation_config.json")
 
 
 def generation_config(settings: GenerationSettings, limit: int) -> GenerationConfig:

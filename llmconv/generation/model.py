@@ -148,9 +148,8 @@ class TextModel:
         tuned prefix.
         """
         if isinstance(self.runner, PrefixedRunner):
-            raise UsageProblem(
-                "the model has a tuned prefix", hint="give `adapter` and `prefix_tuning` to `TextModel.open` together"
-            )
+            problem = "the model has a tuned prefix"
+            raise UsageProblem(problem, hint="give `adapter` and `prefix_tuning` to `TextModel.open` together")
         return replace(self, runner=with_lora(self.runner, self.folder, adapter), origin=self)
 
     def with_image_processor(self, processor: Any) -> TextModel:
@@ -214,9 +213,8 @@ class TextModel:
             UsageProblem: it is not a string.
         """
         if not isinstance(text, str):
-            raise UsageProblem(
-                f"`text` is {kind_of(text)}, not a string", hint="give one `str`; for a chat use `encode_chat`"
-            )
+            problem = f"`text` is {kind_of(text)}, not a string"
+            raise UsageProblem(problem, hint="give one `str`; for a chat use `encode_chat`")
         start = self.defaults.bos_token_id
         return encode_prompt(self.tokenizer, text, start, add_special_tokens=add_special_tokens, most=most)
 

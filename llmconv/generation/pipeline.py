@@ -332,16 +332,14 @@ def _is_chat(content: Any) -> bool:
 def _contents(inputs: Any) -> list[Any]:
     odd = (bytes, Mapping, set, frozenset)
     if isinstance(inputs, odd):
-        raise UsageProblem(
-            f"the input is {kind_of(inputs)}", hint="give a text, a list of messages, or a list of either"
-        )
+        problem = f"the input is {kind_of(inputs)}"
+        raise UsageProblem(problem, hint="give a text, a list of messages, or a list of either")
     contents = list(inputs) if isinstance(inputs, Iterable) else [inputs]
     for content in contents:
         given = content.content if isinstance(content, Prompt) else content
         if not isinstance(given, str) and not _is_chat(given):
-            raise UsageProblem(
-                "an input is neither a text nor a chat", hint="give a text, messages, or a list of either"
-            )
+            problem = "an input is neither a text nor a chat"
+            raise UsageProblem(problem, hint="give a text, messages, or a list of either")
     return contents
 
 
@@ -400,9 +398,8 @@ def own_keywords(
             )
         longest = kept.get("max_length")
         if longest is not None and fitted(longest, int, "max_length") > length:
-            raise UsageProblem(
-                f"`max_length` {longest} is more than `infer_seq_length` {length}", hint="give `max_length` alone"
-            )
+            problem = f"`max_length` {longest} is more than `infer_seq_length` {length}"
+            raise UsageProblem(problem, hint="give `max_length` alone")
         kept = {**kept, "max_length": length if longest is None else longest}
     return BACKENDS.get(backend or "", backend), device, kept
 
@@ -425,9 +422,8 @@ def _placed(number: int, device: Any, options: dict[str, Any]) -> tuple[Any, dic
     if kind == "cpu":
         return device, options  # there is one
     if kind != "cuda":
-        raise UsageProblem(
-            f"`device` {device} and `device_id` both name a device", hint=f'give `device="cuda:{number}"`'
-        )
+        message = f"`device` {device} and `device_id` both name a device"
+        raise UsageProblem(message, hint=f'give `device="cuda:{number}"`')
     return f"cuda:{number}", {name: value for name, value in options.items() if name != "provider"}
 
 

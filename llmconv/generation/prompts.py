@@ -196,9 +196,8 @@ def _read(source: str | Path | TextIO, prompt_field: str | None) -> list[Prompt]
     if is_json or (lines and _is_json(lines[0][1])):
         found = [_of_json(number, line, prompt_field) for number, line in lines]
     elif prompt_field and lines:
-        raise MalformedInput(
-            "`--prompt-field` needs JSON objects, but the prompts are lines of text", hint="leave it out"
-        )
+        problem = "`--prompt-field` needs JSON objects, but the prompts are lines of text"
+        raise MalformedInput(problem, hint="leave it out")
     if not found:
         raise InputRefused("no prompts", hint="give `--prompt TEXT`, or `--prompt-file FILE` with one prompt per line")
     return found
@@ -294,9 +293,8 @@ def _of_json(number: int, line: str, field: str | None) -> Prompt:
         raise _slipped(f"line {number} of the prompts", slip) from slip
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise MalformedInput(
-            f"line {number} of the prompts is not valid JSON: {reason}", hint="one object per line"
-        ) from error
+        problem = f"line {number} of the prompts is not valid JSON: {reason}"
+        raise MalformedInput(problem, hint="one object per line") from error
     return _of_item(f"line {number}", value, field)
 
 
@@ -321,9 +319,8 @@ def _images(name: str, given: Mapping[str, Any]) -> tuple[str, ...]:
     found = given[named[0]] if named else None
     several = [] if found is None else [found] if isinstance(found, str) else found
     if not isinstance(several, list) or not all(isinstance(one, str) and one and "\0" not in one for one in several):
-        raise MalformedInput(
-            f"`{named[0]}` in {name} of the prompts is not a path", hint="give the path of an image, or a list of paths"
-        )
+        problem = f"`{named[0]}` in {name} of the prompts is not a path"
+        raise MalformedInput(problem, hint="give the path of an image, or a list of paths")
     return tuple(several)
 
 
@@ -359,13 +356,11 @@ def _text_field(name: str, given: Mapping[str, Any]) -> str:
     if found and "prompt" in given:
         found = found[: found[0] == "prompt"]
     if not found or given.get("messages") is not None:
-        raise MalformedInput(
-            f"{name} of the prompts has neither a text `prompt` nor a chat in `messages`", hint=EXAMPLE
-        )
+        problem = f"{name} of the prompts has neither a text `prompt` nor a chat in `messages`"
+        raise MalformedInput(problem, hint=EXAMPLE)
     if len(found) > 1:
-        raise MalformedInput(
-            f"{name} of the prompts has `{found[0]}` and `{found[1]}`", hint="select one of them with `--prompt-field`"
-        )
+        problem = f"{name} of the prompts has `{found[0]}` and `{found[1]}`"
+        raise MalformedInput(problem, hint="select one of them with `--prompt-field`")
     return found[0]
 
 

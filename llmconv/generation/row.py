@@ -442,15 +442,13 @@ def is_streamer(value: Any) -> TypeGuard[Any]:
 def require_streamer(streamer: Any, prompts: int, settings: GenerationSettings | None = None) -> None:
     """Raises UsageProblem if a streamer lacks a method, or for several texts or beams, which it cannot tell apart."""
     if not is_streamer(streamer):
-        raise UsageProblem(
-            f"`streamer` is {kind_of(streamer)}, not a streamer", hint="give `TextStreamer(tokenizer)` of transformers"
-        )
+        problem = f"`streamer` is {kind_of(streamer)}, not a streamer"
+        raise UsageProblem(problem, hint="give `TextStreamer(tokenizer)` of transformers")
     if prompts != 1:
         raise UsageProblem(f"a streamer takes one text at a time, not {prompts}", hint="give one prompt")
     if settings and settings.num_beams > 1:
-        raise UsageProblem(
-            "a streamer takes no beam search, whose text is known only at its end", hint="leave out `num_beams`"
-        )
+        problem = "a streamer takes no beam search, whose text is known only at its end"
+        raise UsageProblem(problem, hint="leave out `num_beams`")
 
 
 def feed(streamer: Any, prompt: Sequence[int], pieces: Generator[TextPiece]) -> Generator[TextPiece]:

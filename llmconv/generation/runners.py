@@ -107,9 +107,8 @@ class ModelFiles:
             problem = f"`{graphs[0]}` is a folder, which has its own decode graph"
             raise UsageProblem(problem, hint="give the folder alone, or the paths of two .onnx files")
         if not 1 <= len(graphs) <= 2:
-            raise UsageProblem(
-                f"{len(graphs)} graphs are not a model", hint="give the prefill graph and the decode graph"
-            )
+            message = f"{len(graphs)} graphs are not a model"
+            raise UsageProblem(message, hint="give the prefill graph and the decode graph")
         for path in graphs:
             if path.suffix != ".onnx" or not path.is_file():
                 raise refused_model(path)
@@ -330,9 +329,8 @@ def refuse_prefix(prefix: Prefix | None) -> None:
 
 def _stages_folder(files: ModelFiles) -> Path:
     if files.prefill:
-        raise UsageProblem(
-            "`--stage-at` needs a folder, and not single graphs", hint="give the folder that has llmconv.json"
-        )
+        problem = "`--stage-at` needs a folder, and not single graphs"
+        raise UsageProblem(problem, hint="give the folder that has llmconv.json")
     return files.folder
 
 
@@ -518,9 +516,8 @@ def graphs_in_cache(folder: Path) -> Path | None:
                 if not made.is_dir():  # another process was faster
                     raise
     except OSError as error:
-        raise InputRefused(
-            f"`{folder}` has no graphs, and none can be made in `{entries}`: {first_line(error)}", hint=instead
-        ) from error
+        problem = f"`{folder}` has no graphs, and none can be made in `{entries}`: {first_line(error)}"
+        raise InputRefused(problem, hint=instead) from error
     return made
 
 

@@ -186,9 +186,8 @@ class HubRepository:
             self.api.create_repo(self.address.repository, private=private, exist_ok=True)
         self.__dict__.pop("state")
         if not self.state.exists:
-            raise OutputFailed(
-                f"the Hub made `{self.address.repository}`, but does not find it", hint="run the same command again"
-            )
+            message = f"the Hub made `{self.address.repository}`, but does not find it"
+            raise OutputFailed(message, hint="run the same command again")
 
     def addition(self, name: str, content: Path | bytes) -> CommitOperationAdd:
         from huggingface_hub import CommitOperationAdd  # noqa: PLC0415

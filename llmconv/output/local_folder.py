@@ -293,9 +293,8 @@ class StagedFolder:
         try:
             rename_at(self.path, self.output, RENAME_NOREPLACE)
         except FileExistsError as error:
-            raise OutputFailed(
-                f"`{self.output}` appeared while it was being made", hint="move it away and run again with `--resume`"
-            ) from error
+            message = f"`{self.output}` appeared while it was being made"
+            raise OutputFailed(message, hint="move it away and run again with `--resume`") from error
 
 
 def _entry(line: dict[str, Any]) -> dict[str, Any]:
@@ -320,9 +319,8 @@ def _open_partial(path: Path) -> Folder:
         with folder.begin("owner") as own:
             same = os.fstat(own.file.fileno()).st_uid == os.fstat(folder.descriptor).st_uid
         if not same:
-            raise InputRefused(
-                f"`{path}` belongs to another user", hint="remove it, or choose an `-o` in a folder of your own"
-            )
+            message = f"`{path}` belongs to another user"
+            raise InputRefused(message, hint="remove it, or choose an `-o` in a folder of your own")
         stack.pop_all()
     return folder
 
@@ -347,9 +345,8 @@ def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = (), *, 
     _require_short(output)
     around = [path for path in inputs if path.resolve() in output.resolve().parents]
     if around:
-        raise InputRefused(
-            f"`{output}` is inside the input `{around[0]}`", hint="choose an `-o` that is not inside an input"
-        )
+        what = f"`{output}` is inside the input `{around[0]}`"
+        raise InputRefused(what, hint="choose an `-o` that is not inside an input")
     if not os.path.lexists(output):
         return
     if not overwrite and is_complete(output):
@@ -363,9 +360,8 @@ def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = (), *, 
         raise InputRefused(f"`{output}` already exists", hint=f"choose another `-o`{ways}")
     problem = _why_kept(output, sources)
     if problem:
-        raise InputRefused(
-            f"`{output}` {problem}, so it is not overwritten", hint="choose another `-o`, or remove it yourself"
-        )
+        what = f"`{output}` {problem}, so it is not overwritten"
+        raise InputRefused(what, hint="choose another `-o`, or remove it yourself")
 
 
 def _require_short(output: Path) -> None:

@@ -500,6 +500,5 @@ def _plain(role: str, name: Any) -> str:
 
 
 def _invalid_entry(role: str, found: object) -> NoReturn:
-    raise MalformedInput(
-        f"invalid entry of the {role} graph in the manifest: {found!r}", hint="run `llmconv export` again"
-    )
+    problem = f"invalid entry of the {role} graph in the manifest: {found!r}"
+    raise MalformedInput(problem, hint="run `llmconv export` again")

@@ -153,9 +153,8 @@ class StoreFolder:
         if MANIFEST not in found:
             return
         if not overwrite and not (resume and self.is_complete()):
-            raise InputRefused(
-                f"`{self.address}` already exists", hint="choose another `-o`, or give `--overwrite` to make it again"
-            )
+            message = f"`{self.address}` already exists"
+            raise InputRefused(message, hint="choose another `-o`, or give `--overwrite` to make it again")
         foreign = sorted(found - {MANIFEST, *self.manifest().files})
         if overwrite and foreign:
             raise InputRefused(
@@ -327,9 +326,8 @@ class UnfinishedObjects:
         self.store.delete([CLAIM])
 
     def _appeared(self) -> OutputFailed:
-        return OutputFailed(
-            f"`{self.target}` appeared while it was being made", hint="choose another `-o`, or give `--overwrite`"
-        )
+        problem = f"`{self.target}` appeared while it was being made"
+        return OutputFailed(problem, hint="choose another `-o`, or give `--overwrite`")
 
 
 def _last(name: str) -> int:

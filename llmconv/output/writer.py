@@ -339,9 +339,8 @@ def _same_as_before(
         why = f"`{changed[0]}` has changed since" if changed else "it was made from another input or with other options"
         if not changed and manifest.steps[: len(steps)] == json.loads(json.dumps(list(steps))) != manifest.steps:
             why = f"`{manifest.steps[-1].get('command')}` has changed it since"
-        raise InputRefused(
-            f"`{output}` is complete, but {why}", hint="choose another `-o`, or give `--overwrite` to make it again"
-        )
+        problem = f"`{output}` is complete, but {why}"
+        raise InputRefused(problem, hint="choose another `-o`, or give `--overwrite` to make it again")
     output.tidy()
     say(f"`{output}` is complete: nothing to resume")
     return replace(manifest, found=True)

@@ -75,9 +75,8 @@ def open_prefix(path: Path) -> Prefix:
                 hint=f"a prefix is one of {', '.join(KINDS)}; `llmconv merge-lora` merges the others into the weights",
             )
         if not (folder / ADAPTER_WEIGHTS).is_file():
-            raise InputRefused(
-                f"`{folder}` has no `{ADAPTER_WEIGHTS}`", hint="save the adapter with `save_pretrained`, as safetensors"
-            )
+            problem = f"`{folder}` has no `{ADAPTER_WEIGHTS}`"
+            raise InputRefused(problem, hint="save the adapter with `save_pretrained`, as safetensors")
         tensors = read_header(folder / ADAPTER_WEIGHTS).tensors
         if set(tensors) != {EMBEDDINGS}:
             raise MalformedInput(
@@ -86,9 +85,8 @@ def open_prefix(path: Path) -> Prefix:
             )
         content = tensors[EMBEDDINGS].read().astype(np.float32)
         if content.ndim != 2 or not content.size:
-            raise MalformedInput(
-                f"invalid shape of `{EMBEDDINGS}`: {list(content.shape)}", hint="it must have one row per virtual token"
-            )
+            problem = f"invalid shape of `{EMBEDDINGS}`: {list(content.shape)}"
+            raise MalformedInput(problem, hint="it must have one row per virtual token")
         return Prefix(KINDS[found], content, len(content), len(content))
     raise InputRefused(
         f"`{path}` does not contain a prefix",

@@ -66,9 +66,8 @@ def _templates(text: str) -> Iterator[dict[str, Any]]:
     """Templates in a file's post-processors, none without valid JSON; MalformedInput for too many post-processors."""
     places = [found.end() for found in TEMPLATE.finditer(text)]
     if len(places) > MAX_PLACES:
-        raise MalformedInput(
-            f"`{FILE}` has {len(places)} fields `post_processor`", hint="copy the tokenizer of the original model"
-        )
+        problem = f"`{FILE}` has {len(places)} fields `post_processor`"
+        raise MalformedInput(problem, hint="copy the tokenizer of the original model")
     try:
         if HIDDEN.search(text):
             yield from _nested(json.loads(text))
@@ -222,9 +221,8 @@ def _token_ids(tokenizer: Any, text: str, options: Mapping[str, Any]) -> list[in
     except BaseException as error:  # a panic in Rust code is not an Exception
         if type(error).__name__ != "PanicException":
             raise
-        raise InputRefused(
-            f"the tokenizer fails on this text: {first_line(error)}", hint="is a pattern in tokenizer.json too costly?"
-        ) from error
+        problem = f"the tokenizer fails on this text: {first_line(error)}"
+        raise InputRefused(problem, hint="is a pattern in tokenizer.json too costly?") from error
     return ids
 
 

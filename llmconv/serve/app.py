@@ -71,9 +71,8 @@ class AccessRules:
     def __post_init__(self) -> None:
         for origin in self.origins:
             if not ORIGIN.fullmatch(origin):
-                raise UsageProblem(
-                    f"`{origin}` is not an origin", hint="give scheme and host only, such as https://chat.example"
-                )
+                problem = f"`{origin}` is not an origin"
+                raise UsageProblem(problem, hint="give scheme and host only, such as https://chat.example")
 
     def check(self, path: str, headers: Headers) -> None:
         """Raises ApiError: 403 for an unknown host or origin, 401 for a missing or wrong key."""

@@ -123,9 +123,8 @@ def make_step(name: str, command_name: str, options: Mapping[str, Any], group: c
         raise UsageProblem(f"step `{name}`: {error.message}", hint=error.hint) from error
     except click.UsageError as error:
         message = " ".join(error.format_message().split()).replace("'", "`").rstrip(".")
-        raise UsageProblem(
-            f"step `{name}`: {message[:1].lower()}{message[1:]}", hint=f"see `llmconv {command_name} --help`"
-        ) from error
+        what = f"step `{name}`: {message[:1].lower()}{message[1:]}"
+        raise UsageProblem(what, hint=f"see `llmconv {command_name} --help`") from error
     read = [key for key, parameter in known.items() if reads(parameter) and key not in NO_FILES]
     writes = [key for key, parameter in known.items() if _writes(parameter)]
     return Step(
@@ -145,9 +144,8 @@ def _require_texts(name: str, command_name: str, words: Mapping[str, list[str]])
     if not sources:
         return
     if not any(words.get(key) for key in sources):
-        raise UsageProblem(
-            f"step `{name}`: no text is given", hint=f"give {' or '.join(f'`{key}`' for key in sources)}"
-        )
+        problem = f"step `{name}`: no text is given"
+        raise UsageProblem(problem, hint=f"give {' or '.join(f'`{key}`' for key in sources)}")
     if words.get(sources[-1]) == ["-"]:
         raise UsageProblem(f"step `{name}`: a step has no standard input", hint=f"name a file as `{sources[-1]}`")
 

@@ -204,18 +204,16 @@ class ObjectStore:
         except FileNotFoundError as error:
             if NO_BUCKET.search(str(error)):
                 raise self._problem(key, error, writes=writes) from error
-            raise InputRefused(
-                f"`{self.address / key}` does not exist", hint="check the bucket and the path"
-            ) from error
+            problem = f"`{self.address / key}` does not exist"
+            raise InputRefused(problem, hint="check the bucket and the path") from error
         except (exceptions.BaseError, OSError) as error:
             raise self._problem(key, error, writes=writes) from error
 
     def _problem(self, key: str, error: Exception, *, writes: bool) -> LlmconvError:
         again = "run again" + (" with `--resume`" if writes or self._writes else "")
         if (writes or self._writes) and FULL.search(str(error)):
-            return OutputFailed(
-                f"no space left in the store for `{self.address / key}`", hint=f"free some space there, and {again}"
-            )
+            message = f"no space left in the store for `{self.address / key}`"
+            return OutputFailed(message, hint=f"free some space there, and {again}")
         if NO_BUCKET.search(str(error)):
             return InputRefused(
                 f"there is no bucket `{self.address.bucket}` in this store",

@@ -99,9 +99,8 @@ def _open_codes(tensors: Mapping[str, LazyTensor], name: str, scheme: WeightSche
         refuse(name, f"is stored as {codes.dtype.name}, the `config_groups` say {scheme.kind} of {scheme.bits} bits")
     block = (1, scheme.group) if scheme.group and scheme.group != WHOLE_ROW else scheme.block
     if block and stem + GROUPS in tensors:
-        raise UnsupportedInput(
-            f"`{name}` has groups in another order and no packed codes", hint="take the unquantized model"
-        )
+        problem = f"`{name}` has groups in another order and no packed codes"
+        raise UnsupportedInput(problem, hint="take the unquantized model")
     weight = open_scaled(tensors, name, stem + SCALES, block)
     if block and weight.block != (min(block[0], codes.shape[-2]), min(block[1], codes.shape[-1])):
         refuse(

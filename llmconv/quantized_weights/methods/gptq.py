@@ -112,9 +112,8 @@ def _bits(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any
     if (config.get("dynamic") or bits is None) and stem + GROUPS in tensors:
         bits = words.shape[0] * 32 // max(1, tensors[stem + GROUPS].num_rows)
     if type(bits) is not int or bits not in WIDTHS:
-        raise UnsupportedInput(
-            f"`{stem}` is GPTQ of {str(bits)[:20]} bits", hint=f"supported: {', '.join(map(str, WIDTHS))}"
-        )
+        problem = f"`{stem}` is GPTQ of {str(bits)[:20]} bits"
+        raise UnsupportedInput(problem, hint=f"supported: {', '.join(map(str, WIDTHS))}")
     return bits
 
 

@@ -422,13 +422,11 @@ def with_adapter(model: Any, adapter: Path) -> Any:
             warnings.simplefilter("ignore", FutureWarning)  # peft's own use of transformers
             tuned = peft.PeftModel.from_pretrained(model, adapter).eval()
     except Exception as error:  # each kind of adapter raises its own exceptions
-        raise InputRefused(
-            f"PEFT cannot apply `{adapter}` to the model: {first_line(error)}", hint="is it an adapter of this model?"
-        ) from error
+        problem = f"PEFT cannot apply `{adapter}` to the model: {first_line(error)}"
+        raise InputRefused(problem, hint="is it an adapter of this model?") from error
     if tuned.active_peft_config.is_prompt_learning:
-        raise InputRefused(
-            f"`{adapter}` is a tuned prefix, which belongs to no layer", hint="give it with `--prefix-tuning`"
-        )
+        problem = f"`{adapter}` is a tuned prefix, which belongs to no layer"
+        raise InputRefused(problem, hint="give it with `--prefix-tuning`")
     return tuned
 
 

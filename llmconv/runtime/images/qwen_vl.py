@@ -120,9 +120,8 @@ class DeepstackedQwenImages(QwenImages):
     def rows(self, outputs: Sequence[Given], given: Given) -> Array:
         """As `ImageFamily.rows`; raises MalformedInput if the graph has no features for the first layers."""
         if any(DEEPSTACK_FEATURES not in one for one in outputs):
-            raise MalformedInput(
-                f"the vision graph has no output `{DEEPSTACK_FEATURES}`", hint="run `llmconv export` again"
-            )
+            problem = f"the vision graph has no output `{DEEPSTACK_FEATURES}`"
+            raise MalformedInput(problem, hint="run `llmconv export` again")
         return super().rows(outputs, given)
 
     def inputs(self, where: Array, features: Features, given: Given) -> dict[str, Array]:

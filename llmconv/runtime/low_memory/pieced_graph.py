@@ -375,9 +375,8 @@ class PiecedGraph(OrtGraph):
             shape[LENGTH_AXIS] = call.past_length
         known = [axis for axis in shape if isinstance(axis, int)]
         if name not in piece.shapes_only or len(known) < len(shape):
-            raise UnsupportedInput(
-                f"`{self.name}` reads `{name}` before the layer that it belongs to", hint=LOW_MEMORY_HINT
-            )
+            problem = f"`{self.name}` reads `{name}` before the layer that it belongs to"
+            raise UnsupportedInput(problem, hint=LOW_MEMORY_HINT)
         dtype = TENSOR_DTYPES[self.types[name]]
         return ort.OrtValue.ortvalue_from_numpy(np.zeros(known, dtype))
 

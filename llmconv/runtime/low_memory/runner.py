@@ -374,9 +374,8 @@ class StreamedRunner(EagerRunner):
 
     def _note(self, barrier: str, number: int, layers: list[int]) -> None:
         if set(layers) & set(self._written[number]):
-            raise UnsupportedInput(
-                f"`{barrier}` writes keys and values that another layer has written", hint=LOW_MEMORY_HINT
-            )
+            problem = f"`{barrier}` writes keys and values that another layer has written"
+            raise UnsupportedInput(problem, hint=LOW_MEMORY_HINT)
         self._written[number] += layers
 
 

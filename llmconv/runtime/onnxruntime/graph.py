@@ -157,9 +157,8 @@ def _open(
         raise MalformedInput(f"`{path.name}` cannot be opened: {error}", hint=TOO_LONG) from error
     except Exception as error:  # onnxruntime's exceptions share no base class of their own
         raise_if_out_of_memory(error, f"while `{path.name}` was opened")
-        raise MalformedInput(
-            f"onnxruntime cannot open `{path.name}`: {first_line(error)}", hint="run `llmconv export` again"
-        ) from error
+        problem = f"onnxruntime cannot open `{path.name}`: {first_line(error)}"
+        raise MalformedInput(problem, hint="run `llmconv export` again") from error
 
 
 def _session(

@@ -180,9 +180,8 @@ def _check_range(path: Path, tensor: onnx.TensorProto, sizes: dict[str, int]) ->
         # bytes of a file next to the graph
         data = path.parent / location
         if not data.exists():
-            raise MalformedInput(
-                f"`{path.name}` maps `{location}`, which is missing", hint="copy the weights again, next to the graph"
-            )
+            problem = f"`{path.name}` maps `{location}`, which is missing"
+            raise MalformedInput(problem, hint="copy the weights again, next to the graph")
         if not data.is_file() or not _may_follow(path, data) or ("/" in location and data.parent.is_symlink()):
             _refuse(path, f"needs `{location}`, which is a link or not a file")
         sizes[location] = data.stat().st_size
@@ -212,9 +211,8 @@ def _may_follow(path: Path, data: Path) -> bool:
 
 
 def _refuse(path: Path, problem: str) -> NoReturn:
-    raise MalformedInput(
-        f"`{path.name}` {problem}", hint="the graph may be hostile; export it again from a model that you trust"
-    )
+    message = f"`{path.name}` {problem}"
+    raise MalformedInput(message, hint="the graph may be hostile; export it again from a model that you trust")
 
 
 # maximum number of nodes after inlining: a constant, plus a number per node of the file

@@ -65,9 +65,8 @@ def require_factors(factors: Mapping[str, Array], inputs: Mapping[str, Sequence[
 
 def without_inputs(way_out: str) -> InputRefused:
     """The error for an adapter and graphs that take none; `way_out` is the alternative to an export with inputs."""
-    return InputRefused(
-        "the graphs have no inputs for LoRA factors", hint=f"export them with `--lora-inputs all-linear`, {way_out}"
-    )
+    problem = "the graphs have no inputs for LoRA factors"
+    return InputRefused(problem, hint=f"export them with `--lora-inputs all-linear`, {way_out}")
 
 
 def declared_factors(model: onnx.ModelProto) -> dict[str, list[int | str]]:

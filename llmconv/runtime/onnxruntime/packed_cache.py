@@ -166,9 +166,8 @@ def packed_graph(path: Path, model: onnx.ModelProto, settings: SessionSettings, 
     cache = settings.packed_cache
     assert cache is not None
     if provider_name(settings.provider) != CPU:
-        raise UsageProblem(
-            "packed weights are kept for the CPU's kernels only", hint="leave out the provider or `--packed-cache`"
-        )
+        problem = "packed weights are kept for the CPU's kernels only"
+        raise UsageProblem(problem, hint="leave out the provider or `--packed-cache`")
     entry = cache / _digest(str(path.resolve())) / _key(path, model, settings)
     try:
         _make_private(cache)
@@ -199,9 +198,8 @@ def _make_private(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = folder.stat()
     if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o022):
-        raise UsageProblem(
-            f"other users can change `{folder}`", hint=f"give another XDG_CACHE_HOME, or `chmod 700 {folder}`"
-        )
+        problem = f"other users can change `{folder}`"
+        raise UsageProblem(problem, hint=f"give another XDG_CACHE_HOME, or `chmod 700 {folder}`")
 
 
 @contextmanager

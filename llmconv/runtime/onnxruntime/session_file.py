@@ -131,18 +131,16 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     try:
         parser.read_string(text)
     except configparser.Error as error:
-        raise MalformedInput(
-            f"`{path.name}` is not an .ini file: {str(error).splitlines()[0]}", hint="see docs/generation.md"
-        ) from error
+        problem = f"`{path.name}` is not an .ini file: {str(error).splitlines()[0]}"
+        raise MalformedInput(problem, hint="see docs/generation.md") from error
     return {name: dict(parser[name]) for name in parser.sections()}
 
 
 def _refuse_unknown(path: Path, content: Mapping[str, Any]) -> None:
     for name in content:
         if name in COUNTERPARTS:
-            raise InputRefused(
-                f"`{path.name}` is written for MindSpore's graph engine (section `{name}`)", hint=COUNTERPARTS[name]
-            )
+            message = f"`{path.name}` is written for MindSpore's graph engine (section `{name}`)"
+            raise InputRefused(message, hint=COUNTERPARTS[name])
         if name.startswith("stage") and not STAGE.fullmatch(name):
             problem = f"`{path.name}` has the section `{name}`, which is not the number of a stage"
             raise MalformedInput(problem, hint="stages are numbered from 1: `[stage 1]`, `[stage 2]`, …")
@@ -215,9 +213,8 @@ def _refuse_file(path: Path, name: str) -> NoReturn:
 
 
 def _malformed(path: Path, problem: str) -> NoReturn:
-    raise MalformedInput(
-        f"`{path.name}` {problem}", hint=f"sections are {', '.join(SECTIONS)}, stage N; see docs/generation.md"
-    )
+    message = f"`{path.name}` {problem}"
+    raise MalformedInput(message, hint=f"sections are {', '.join(SECTIONS)}, stage N; see docs/generation.md")
 
 
 Options = TypeVar("Options", SessionSettings, StageOptions)
@@ -377,9 +374,8 @@ def out_of_bounds(value: Any, most: int = LARGEST) -> bool:
 
 
 def _refuse(problem: str) -> NoReturn:
-    raise MalformedInput(
-        f"`{CONFIG}` is refused: {problem}", hint="remove it, or write the file again: `llmconv export --layout genai`"
-    )
+    message = f"`{CONFIG}` is refused: {problem}"
+    raise MalformedInput(message, hint="remove it, or write the file again: `llmconv export --layout genai`")
 
 
 def returns_last_logits(folder: Path, model: Mapping[str, Any]) -> bool:

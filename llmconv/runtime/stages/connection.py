@@ -165,9 +165,8 @@ class Address:
         host, _, port = text.rpartition(":")
         bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
         if not bare or (":" in bare and bare == host) or not (port.isascii() and port.isdigit() and int(port) < 65536):
-            raise UsageProblem(
-                f"`{option} {text}` is not an address", hint="give HOST:PORT, such as 127.0.0.1:7700 or [::1]:7700"
-            )
+            problem = f"`{option} {text}` is not an address"
+            raise UsageProblem(problem, hint="give HOST:PORT, such as 127.0.0.1:7700 or [::1]:7700")
         return cls(bare, int(port))
 
     def __str__(self) -> str:

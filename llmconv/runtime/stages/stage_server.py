@@ -123,9 +123,8 @@ class StagedExport:
             raise InputRefused(f"`{folder}` is not a folder", hint="give the OUT of `llmconv export --stages K -o OUT`")
         manifest, found = read_manifest(folder), {entry.role: entry for entry in graph_entries(folder)}
         if not found or len(next(iter(found.values())).files) == 1:
-            raise InputRefused(
-                f"`{folder}` has no graphs in stages", hint="run `llmconv export MODEL --stages K -o OUT`, and give OUT"
-            )
+            problem = f"`{folder}` has no graphs in stages"
+            raise InputRefused(problem, hint="run `llmconv export MODEL --stages K -o OUT`, and give OUT")
         both = {"prefill", "decode"} <= found.keys()
         single = found.get("unified") or next(iter(found.values()))
         entries = {use: found[use] if both else single for use in ("prefill", "decode")}
@@ -150,9 +149,8 @@ class StagedExport:
     def require(self, number: int) -> None:
         """Requires the stage (UsageProblem), and its graphs as they were exported (MalformedInput)."""
         if not 1 <= number <= self.count:
-            raise UsageProblem(
-                f"`{self.folder}` has no stage {number}", hint=f"its stages are numbered from 1 to {self.count}"
-            )
+            problem = f"`{self.folder}` has no stage {number}"
+            raise UsageProblem(problem, hint=f"its stages are numbered from 1 to {self.count}")
         files = read_manifest(self.folder).files
         for name in {self.stage(use, number).files[0] for use in self.entries}:
             path = self.folder / name

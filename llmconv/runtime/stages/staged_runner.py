@@ -445,6 +445,5 @@ def _listen(address: Address) -> socket.socket:
         family, _, _, _, found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(found[:2], family=family, backlog=128)
     except OSError as error:
-        raise OutputFailed(
-            f"cannot listen on {address}: {error.strerror or error}", hint="give another `--listen` (port 0 for any)"
-        ) from error
+        problem = f"cannot listen on {address}: {error.strerror or error}"
+        raise OutputFailed(problem, hint="give another `--listen` (port 0 for any)") from error
