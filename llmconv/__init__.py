@@ -48,9 +48,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module `llmconv` has no attribute `{name}`")
     if name in OF_PIPELINE:
-        found = importlib.import_module("llmconv.generation.pipeline")  # which registers the tasks
-        tasks = importlib.import_module("llmconv.generation.pipeline")
-        return getattr(found if name == "pipeline" else tasks, name)
+        return getattr(importlib.import_module("llmconv.generation.pipeline"), name)
     return importlib.import_module(f"llmconv.{name}")
 
 

@@ -58,19 +58,7 @@ class IntegerList(click.ParamType):  # type: ignore[type-arg] # generic for the 
 @options.talk
 @click.pass_context
 def command(
-    ctx: click.Context,
-    folder: str,
-    against: tuple[str, ...],
-    lengths: tuple[int, ...],
-    batch_sizes: tuple[int, ...],
-    new_tokens: int,
-    repeat: int,
-    threads: int,
-    provider: str,
-    pythons: tuple[str, ...],
-    csv_file: Path | None,
-    plot_file: Path | None,
-    as_json: bool,
+    ctx: click.Context, /, folder: str, against: tuple[str, ...], pythons: tuple[str, ...], as_json: bool, **given: Any
 ) -> None:
     """Measure prefill and decode speed over prompt lengths and batch sizes.
 
@@ -81,6 +69,7 @@ def command(
     from llmconv.bench.bench import RUNTIMES, require_plotting, table, write_csv, write_plot
     from llmconv.interpreters import parse_interpreters
 
+    csv_file, plot_file = given.pop("csv_file"), given.pop("plot_file")
     _require_places(csv_file, plot_file)
     if plot_file:
         require_plotting(plot_file)
@@ -89,12 +78,7 @@ def command(
     result = bench(
         first,
         against=[BenchCandidate.parse(text, first.folder, interpreters) for text in against],
-        lengths=lengths,
-        batch_sizes=batch_sizes,
-        new_tokens=new_tokens,
-        repeat=repeat,
-        threads=threads,
-        provider=provider,
+        **given,
         on_cell=lambda cell: say(f"{cell.candidate}, batch {cell.batch}, {cell.length} tokens: {cell.error or 'done'}"),
     )
     if as_json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -24,17 +23,7 @@ from llmconv.errors import UsageProblem
 @generation_options.session
 @options.as_json
 @options.talk
-def command(
-    model: str,
-    texts: tuple[str, ...],
-    text_file: str | None,
-    prompt_name: str | None,
-    batch_size: int,
-    output_file: Path | None,
-    overwrite: bool,
-    as_json: bool,
-    **given: Any,
-) -> None:
+def command(model: str, texts: tuple[str, ...], as_json: bool, **given: Any) -> None:
     """Print the embedding of each text.
 
     FOLDER has the graph that `llmconv export --task` wrote. Each line of the output is a JSON object with `text` and
@@ -43,13 +32,12 @@ def command(
     """
     from llmconv.embedding import embed
 
-    if as_json and output_file:
+    if as_json and given["output_file"]:
         raise UsageProblem("`--json` prints to stdout, and `--output-file` writes a file", hint="give one of them")
     for text in texts:
         refuse_file_name(text, "text", "--text-file")
-    files: dict[str, Any] = {"text_file": text_file, "output_file": output_file, "overwrite": overwrite}
-    found = embed(model, texts, prompt_name=prompt_name, batch_size=batch_size, **files, **given)
+    found = embed(model, texts, **given)
     if as_json:
         options.print_json({"role": found.role, "results": found.rows()})
-    elif not output_file:
+    elif not given["output_file"]:
         click.echo(found.lines(), nl=False)

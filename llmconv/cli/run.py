@@ -38,15 +38,7 @@ STDERR = 2  # descriptor: with `--json` the lines of the steps go there
 @options.talk
 @click.pass_context
 def command(
-    ctx: click.Context,
-    file: Path | None,
-    sets: tuple[str, ...],
-    force: bool,
-    report: Path | None,
-    github: bool,
-    schema: bool,
-    dry_run: bool,
-    as_json: bool,
+    ctx: click.Context, /, file: Path | None, sets: tuple[str, ...], report: Path | None, dry_run: bool, **flags: bool
 ) -> None:
     """Do the steps that FILE lists, but for those that are done.
 
@@ -64,7 +56,7 @@ def command(
 
     group = ctx.find_root().command
     assert isinstance(group, click.Group)
-    if schema:
+    if flags["schema"]:
         options.print_json(run_file_schema(group))
         return
     if file is None:
@@ -72,7 +64,8 @@ def command(
     quiet = is_quiet()
     run_file = read_checked(file, _pairs(ctx, sets), group)
     set_quiet(quiet)  # the steps' own `-q` were parsed
-    choices = {"force": force, "quiet": quiet, "github": github, "stdout": STDERR if as_json else None}
+    as_json, force = flags["as_json"], flags["force"]
+    choices = {"force": force, "quiet": quiet, "github": flags["github"], "stdout": STDERR if as_json else None}
     outcomes = [*Execution(run_file, force=force).plan()] if dry_run else _run(run_file, report, **choices)
     if as_json:
         options.print_json(execution.summary_dict(file.name, outcomes))
