@@ -433,7 +433,7 @@ def layouts_in(folder: Path) -> tuple[str, ...]:
 
 
 def _graph(role: str, entry: Mapping[str, Any]) -> GraphSummary:
-    from llmconv.runtime.cache_names import is_past, is_present  # noqa: PLC0415 - imports onnxruntime
+    from llmconv.runtime.extra_inputs import is_past, is_present  # noqa: PLC0415 - imports onnxruntime
 
     form = entry.get("form")
     form = form if isinstance(form, dict) else {}
