@@ -157,7 +157,5 @@ def hub_address(name: str) -> HubAddress:
 
 
 def _malformed_hub(text: str) -> InputRefused:
-    return InputRefused(
-        f"`{text.strip()}` is not the address of a model on the Hugging Face Hub",
-        hint="write it as `hf://org/name`, `hf://org/name@revision` or `hf://org/name@revision/folder`",
-    )
+    hint = "write it as `hf://org/name`, `hf://org/name@revision` or `hf://org/name@revision/folder`"
+    return InputRefused(f"`{text.strip()}` is not the address of a model on the Hugging Face Hub", hint=hint)

@@ -65,10 +65,8 @@ def require_model_type(config: Mapping[str, Any], source: str | Path) -> None:
     problem = f"`config.json` has a `model_type` that is {kind_of(kind)}, not a string"
     if kind is None or isinstance(kind, str):
         problem = "`config.json` has no `model_type`"
-    raise MalformedInput(
-        f"`{source}` is not a usable Hugging Face model folder: its {problem}",
-        hint="copy the model's own `config.json` into the folder; a `model_type` is a string such as `llama`",
-    )
+    hint = "copy the model's own `config.json` into the folder; a `model_type` is a string such as `llama`"
+    raise MalformedInput(f"`{source}` is not a usable Hugging Face model folder: its {problem}", hint=hint)
 
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -103,10 +101,8 @@ def require_causal(config: Mapping[str, Any], source: str | Path) -> None:
     kind = str(config.get("model_type"))
     has_decoder = any(name.endswith("ForCausalLM") for name in names)
     if not has_decoder and (kind in ENCODER_DECODERS or config.get("is_encoder_decoder") is True):
-        raise UnsupportedInput(
-            f"`{source}` is an encoder-decoder ({kind}), which is not supported{shown}",
-            hint="only decoder-only (causal) language models are exported; `optimum-cli export onnx` exports this one",
-        )
+        hint = "only decoder-only (causal) language models are exported; `optimum-cli export onnx` exports this one"
+        raise UnsupportedInput(f"`{source}` is an encoder-decoder ({kind}), which is not supported{shown}", hint=hint)
     if names and not any(_is_causal(name) for name in names):
         task = next((task for task, fits in OTHER_TASKS.items() if any(map(fits, names))), "")
         raise UnsupportedInput(
@@ -146,10 +142,8 @@ def require_task(config: Mapping[str, Any], source: str | Path, task: str) -> No
     if task in OTHER_TASKS and any(map(OTHER_TASKS[task], names)) and config.get("is_encoder_decoder") is not True:
         return
     if task == "classify" and names:
-        raise UnsupportedInput(
-            f"`{source}` has no head for classes: `architectures` is {names[0]}",
-            hint="give a model such as Qwen3ForSequenceClassification; `--task rerank` scores with a language model",
-        )
+        hint = "give a model such as Qwen3ForSequenceClassification; `--task rerank` scores with a language model"
+        raise UnsupportedInput(f"`{source}` has no head for classes: `architectures` is {names[0]}", hint=hint)
     require_causal(config, source)
 
 

@@ -141,10 +141,8 @@ def _require_shards(folder: Path, index: str, names: list[str]) -> None:
         raise MalformedInput(problem, hint="shards are plain file names next to the index")
     if missing := [name for name in names if not (folder / name).is_file()]:
         rest = f" and {len(missing) - 1} more of {len(names)} shards are" if len(missing) > 1 else " is"
-        raise MalformedInput(
-            f"shard `{missing[0]}`{rest} missing from `{folder}`",
-            hint="copy or download the folder again; an interrupted download continues where it stopped",
-        )
+        hint = "copy or download the folder again; an interrupted download continues where it stopped"
+        raise MalformedInput(f"shard `{missing[0]}`{rest} missing from `{folder}`", hint=hint)
 
 
 def read_side_files(folder: Path) -> dict[str, bytes]:

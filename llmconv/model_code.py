@@ -108,10 +108,8 @@ def missing_class(folder: Path, name: str) -> MalformedInput:
             f"`auto_map` names `{name[:80]}`, which is not in `{folder}` but in another repository",
             hint=f"nothing is downloaded; copy `{repository[:60]}`, read its code, and refer to it as `{rest[:60]}`",
         )
-    return MalformedInput(
-        f"`auto_map` names `{name[:80]}`, which is not in `{folder}`",
-        hint="copy the model's Python files next to `config.json`, and refer to them there as `module.Class`",
-    )
+    hint = "copy the model's Python files next to `config.json`, and refer to them there as `module.Class`"
+    return MalformedInput(f"`auto_map` names `{name[:80]}`, which is not in `{folder}`", hint=hint)
 
 
 def _listed(value: Any) -> list[Any]:

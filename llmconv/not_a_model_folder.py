@@ -53,10 +53,8 @@ def refused_export(folder: Path, more: str = "") -> UnsupportedInput:
     """The error for a folder of quantized graphs in place of a model; `more` has options for the hint's command."""
     source = source_of(folder)
     named = f" (its manifest names `{source}`)" if source else ""
-    return UnsupportedInput(
-        f"`{folder}` contains graphs with quantized weights, not a model",
-        hint=f"give the model that they were exported from{named}: `{export_again(folder, more)}`",
-    )
+    hint = f"give the model that they were exported from{named}: `{export_again(folder, more)}`"
+    return UnsupportedInput(f"`{folder}` contains graphs with quantized weights, not a model", hint=hint)
 
 
 def _export_step(folder: Path) -> dict[str, Any]:
@@ -176,10 +174,8 @@ def _safetensors(path: Path) -> InputRefused:
     if (path.parent / "config.json").is_file():
         problem = f"`{path.name}` is a weights file, not a model folder"
         return InputRefused(problem, hint=f"give its folder: `{path.parent}`")
-    return InputRefused(
-        f"`{path.name}` is a weights file without the model's `config.json`",
-        hint=f"put `config.json` next to it and give the folder, or run `llmconv to-hf {path} --config CONFIG -o OUT`",
-    )
+    hint = f"put `config.json` next to it and give the folder, or run `llmconv to-hf {path} --config CONFIG -o OUT`"
+    return InputRefused(f"`{path.name}` is a weights file without the model's `config.json`", hint=hint)
 
 
 def _folder(folder: Path) -> InputRefused | None:
@@ -268,20 +264,16 @@ def _weights_without_config(folder: Path, names: set[str]) -> InputRefused | Non
     if (folder / "config.json").is_file():
         problem = f"`{folder}` contains no `model.safetensors`, only `{weights[0]}`"
         return InputRefused(problem, hint=f"write it as a Hugging Face folder: `llmconv to-hf {folder} -o OUT`")
-    return InputRefused(
-        f"`{folder}` contains weights (`{weights[0]}`), but no `config.json`",
-        hint=f"put `config.json` into the folder, or run `llmconv to-hf {folder} --config CONFIG -o OUT`",
-    )
+    hint = f"put `config.json` into the folder, or run `llmconv to-hf {folder} --config CONFIG -o OUT`"
+    return InputRefused(f"`{folder}` contains weights (`{weights[0]}`), but no `config.json`", hint=hint)
 
 
 def _folders_inside(folder: Path, names: set[str]) -> InputRefused | None:
     """A Trainer's output folder, or one with models and adapters inside."""
     steps = sorted(int(match[1]) for name in names if (match := TRAINER_FOLDER.fullmatch(name)))
     if steps:
-        return InputRefused(
-            f"`{folder}` contains {len(steps)} Trainer checkpoint(s), but no model itself",
-            hint=f"give one of them, such as the last one: `{folder / f'checkpoint-{steps[-1]}'}`",
-        )
+        hint = f"give one of them, such as the last one: `{folder / f'checkpoint-{steps[-1]}'}`"
+        return InputRefused(f"`{folder}` contains {len(steps)} Trainer checkpoint(s), but no model itself", hint=hint)
     found = {name: mark for name in sorted(names) if (mark := _mark(folder / name))}
     if not found:
         return None
@@ -304,7 +296,5 @@ def _config_alone(folder: Path, names: set[str]) -> InputRefused | None:
     if not (folder / "config.json").is_file():
         problem = f"`config.json` in `{folder}` is not a regular file"
         return MalformedInput(problem, hint="it is a folder, a pipe or a broken link; copy the folder again")
-    return InputRefused(
-        f"`{folder}` contains no safetensors weights next to its `config.json`",
-        hint="add `model.safetensors`, or shards with `model.safetensors.index.json`; is the copy complete?",
-    )
+    hint = "add `model.safetensors`, or shards with `model.safetensors.index.json`; is the copy complete?"
+    return InputRefused(f"`{folder}` contains no safetensors weights next to its `config.json`", hint=hint)

@@ -233,10 +233,8 @@ def files_of(folder: Path) -> FolderFiles:
     if not folder.is_dir():
         raise InputRefused(f"`{folder}` is not a folder", hint="give a folder that llmconv made")
     if not (folder / MANIFEST).is_file():
-        raise InputRefused(
-            f"`{folder}` has no `{MANIFEST}`, so llmconv did not make it and cannot check it",
-            hint=f"make one with `llmconv to-hf {folder} -o OUT`, or upload it with `hf upload`",
-        )
+        hint = f"make one with `llmconv to-hf {folder} -o OUT`, or upload it with `hf upload`"
+        raise InputRefused(f"`{folder}` has no `{MANIFEST}`, so llmconv did not make it and cannot check it", hint=hint)
     manifest = read_manifest(folder)
     files = {MANIFEST: own_file(folder, MANIFEST)}
     files |= {name: _recorded(folder, name, entry) for name, entry in manifest.files.items()}
@@ -288,10 +286,8 @@ def _link(folder: Path, name: str, target: str) -> Path:
 
 
 def _damaged(name: str, problem: str) -> MalformedInput:
-    return MalformedInput(
-        f"`{name}` is damaged or was edited: {problem}",
-        hint="copy the folder again, or make it again; `hf upload` uploads a folder unchecked",
-    )
+    hint = "copy the folder again, or make it again; `hf upload` uploads a folder unchecked"
+    return MalformedInput(f"`{name}` is damaged or was edited: {problem}", hint=hint)
 
 
 def __dir__() -> list[str]:

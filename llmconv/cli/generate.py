@@ -162,10 +162,8 @@ def _require_all(made: Generation) -> None:
     """Ends with exit code 3 if prompts were left out."""
     if made.too_long:
         verb = "prompt was" if made.too_long == 1 else "prompts were"
-        raise InputRefused(
-            f"{made.too_long} {verb} too long and got no text; the others are finished",
-            hint="shorten them, cut them with `--src-length`, or give `--max-new-tokens` in place of `--max-length`",
-        )
+        hint = "shorten them, cut them with `--src-length`, or give `--max-new-tokens` in place of `--max-length`"
+        raise InputRefused(f"{made.too_long} {verb} too long and got no text; the others are finished", hint=hint)
 
 
 if TYPE_CHECKING:

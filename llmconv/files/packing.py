@@ -370,10 +370,8 @@ class TarArchive:
             yield block
         self._read(-size % RECORD)
         if self._next_file() is not None:
-            raise UnsupportedInput(
-                f"the archive `{self._name}` contains several files",
-                hint=f"unpack it with `tar -xf {self._name}` and give the checkpoint inside",
-            )
+            hint = f"unpack it with `tar -xf {self._name}` and give the checkpoint inside"
+            raise UnsupportedInput(f"the archive `{self._name}` contains several files", hint=hint)
 
     def _next_file(self) -> int | None:
         """Skips to the data of the next file and returns its size; None at the end of the archive."""

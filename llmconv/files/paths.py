@@ -230,10 +230,8 @@ def _find(path: str, target: str, tree: PointerTree) -> str:
     for place in places:
         if tree.exists(place) or tree.exists(place + SUFFIX):
             return place
-    raise InputRefused(
-        f"`{name}` points to `{target}`, which does not exist",
-        hint="fetch it, too, under the same path from the root of the bucket, or name the checkpoint itself",
-    )
+    hint = "fetch it, too, under the same path from the root of the bucket, or name the checkpoint itself"
+    raise InputRefused(f"`{name}` points to `{target}`, which does not exist", hint=hint)
 
 
 class LocalTree:

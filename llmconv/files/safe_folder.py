@@ -402,10 +402,8 @@ def parents_made(output: Path) -> Iterator[None]:
                 if not folder.is_dir():
                     raise
             except OSError as error:
-                raise OutputFailed(
-                    f"the folder `{folder}` cannot be made: {error.strerror}",
-                    hint=f"choose a path in a folder that can be written, or make `{folder}`",
-                ) from error
+                hint = f"choose a path in a folder that can be written, or make `{folder}`"
+                raise OutputFailed(f"the folder `{folder}` cannot be made: {error.strerror}", hint=hint) from error
         yield
     except BaseException:
         _remove_empty(made)

@@ -374,7 +374,5 @@ def require_contents(messages: Sequence[Mapping[str, Any]], where: str = "the ch
         if content is None and message["role"] == "assistant" and message.get("tool_calls"):
             continue
         kind = "null" if content is None else kind_of(content)
-        raise InputRefused(
-            f"the `content` of message {number} in {where} is {kind}, but must be a text",
-            hint='give a text, or ""; null is allowed only in a message of the assistant with `tool_calls`',
-        )
+        hint = 'give a text, or ""; null is allowed only in a message of the assistant with `tool_calls`'
+        raise InputRefused(f"the `content` of message {number} in {where} is {kind}, but must be a text", hint=hint)

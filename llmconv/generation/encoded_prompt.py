@@ -135,10 +135,8 @@ def token_of(tokenizer: Any, placeholder: str) -> int:
     """The token id of a placeholder text; raises InputRefused if it is not one token of the vocabulary."""
     found = tokenizer.get_vocab().get(placeholder)
     if found is None:
-        raise InputRefused(
-            f"the placeholder `{placeholder}` is not a token of the tokenizer",
-            hint="give a token of its vocabulary, or none: the embeddings then precede the prompt",
-        )
+        hint = "give a token of its vocabulary, or none: the embeddings then precede the prompt"
+        raise InputRefused(f"the placeholder `{placeholder}` is not a token of the tokenizer", hint=hint)
     return int(found)
 
 

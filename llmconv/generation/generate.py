@@ -431,10 +431,8 @@ def require_count(count: int, settings: GenerationSettings) -> None:
         problem = f"a search with {settings.num_beams} beams has no {count} sequences"
         raise UsageProblem(problem, hint=f"give `--num-beams {count}` (`num_beams={count}`)")
     if count > 1 and settings.num_beams == 1 and settings.is_greedy:
-        raise UsageProblem(
-            f"{count} greedy sequences of a prompt would be the same",
-            hint="sample, for example with `--temperature 1` (`do_sample=True`), or give `--num-beams`",
-        )
+        hint = "sample, for example with `--temperature 1` (`do_sample=True`), or give `--num-beams`"
+        raise UsageProblem(f"{count} greedy sequences of a prompt would be the same", hint=hint)
 
 
 class RunningOptions(SessionOptions, total=False):

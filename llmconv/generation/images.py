@@ -50,10 +50,8 @@ class ImageEncoder:
     def processor(self) -> Any:
         """transformers' processor of the model; raises InputRefused if the folder has none, or an unreadable one."""
         if not any((self.folder / name).is_file() for name in PROCESSOR_FILES):
-            raise InputRefused(
-                f"`{self.folder}` has no processor of images",
-                hint=f"copy {' or '.join(PROCESSOR_FILES)} of the original model into the folder",
-            )
+            hint = f"copy {' or '.join(PROCESSOR_FILES)} of the original model into the folder"
+            raise InputRefused(f"`{self.folder}` has no processor of images", hint=hint)
         from transformers.utils import logging  # noqa: PLC0415 - imports torch
 
         level = logging.get_verbosity()

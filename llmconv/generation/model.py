@@ -247,10 +247,8 @@ class TextModel:
     def require_images(self) -> ImageEncoder:
         """What prepares prompts with images; raises UsageProblem if the model takes no images."""
         if self.images is None:
-            raise UsageProblem(
-                f"`{self.folder}` takes no images with the backend `{self.backend}`",
-                hint="docs/multimodal.md lists the families that take images, and those that need `export --embeds`",
-            )
+            hint = "docs/multimodal.md lists the families that take images, and those that need `export --embeds`"
+            raise UsageProblem(f"`{self.folder}` takes no images with the backend `{self.backend}`", hint=hint)
         return self.images
 
     def encode_images(
@@ -402,15 +400,11 @@ class TextModel:
         if prompt_tokens == 0:
             raise InputRefused(f"{name} has no tokens", hint="give a prompt that is not empty")
         if wanted == 0:
-            raise InputRefused(
-                f"{name} has {prompt_tokens} tokens, but max_length is {settings.max_length}",
-                hint="give a larger `--max-length`, or `--max-new-tokens`, which does not count the prompt",
-            )
+            hint = "give a larger `--max-length`, or `--max-new-tokens`, which does not count the prompt"
+            raise InputRefused(f"{name} has {prompt_tokens} tokens, but max_length is {settings.max_length}", hint=hint)
         if context is not None and prompt_tokens > context:
-            raise InputRefused(
-                f"{name} has {prompt_tokens} tokens, but the model's context is {context}",
-                hint="shorten the prompt, or export with a larger --max-seq-len if the graphs set the limit",
-            )
+            hint = "shorten the prompt, or export with a larger --max-seq-len if the graphs set the limit"
+            raise InputRefused(f"{name} has {prompt_tokens} tokens, but the model's context is {context}", hint=hint)
         return wanted if room is None else min(wanted, room - prompt_tokens)
 
 

@@ -382,20 +382,16 @@ def own_keywords(
             raise UsageProblem(f"`{name}` is not an argument of `pipeline`", hint=INSTEAD[name])
         kept.pop(name, None)
     if "rank_id" in given and _number(given, "rank_id"):
-        raise UsageProblem(
-            f"`rank_id` is {given['rank_id']}, and one process runs all graphs",
-            hint="leave it out; `llmconv export --stages N` divides the graphs, `stage_at` names other processes",
-        )
+        hint = "leave it out; `llmconv export --stages N` divides the graphs, `stage_at` names other processes"
+        raise UsageProblem(f"`rank_id` is {given['rank_id']}, and one process runs all graphs", hint=hint)
     if "device_id" in given:
         device, kept = _placed(_number(given, "device_id"), device, kept)
     if "infer_seq_length" in given:
         # the options with a length of prompt and text together of at most `length` tokens
         length = _number(given, "infer_seq_length")
         if kept.get("max_new_tokens") is not None:
-            raise UsageProblem(
-                "`infer_seq_length` and `max_new_tokens` both set the length",
-                hint="give one of them: `infer_seq_length` includes the prompt, as `max_length` does",
-            )
+            hint = "give one of them: `infer_seq_length` includes the prompt, as `max_length` does"
+            raise UsageProblem("`infer_seq_length` and `max_new_tokens` both set the length", hint=hint)
         longest = kept.get("max_length")
         if longest is not None and fitted(longest, int, "max_length") > length:
             problem = f"`max_length` {longest} is more than `infer_seq_length` {length}"

@@ -328,10 +328,8 @@ def _embeddings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: given[key] for key in ("embeddings", "placeholder") if given.get(key) is not None}
     for key, value in found.items():
         if not isinstance(value, str) or not value or "\0" in value:
-            raise MalformedInput(
-                f"`{key}` in {name} of the prompts is not a text",
-                hint="`embeddings` is the path of a .npy or .safetensors, `placeholder` a token",
-            )
+            hint = "`embeddings` is the path of a .npy or .safetensors, `placeholder` a token"
+            raise MalformedInput(f"`{key}` in {name} of the prompts is not a text", hint=hint)
     if found.keys() == {"placeholder"}:
         raise MalformedInput(f"{name} of the prompts has a `placeholder` without `embeddings`", hint="leave it out")
     return found

@@ -347,10 +347,8 @@ def _problem(error: BaseException, address: HubAddress) -> LlmconvError | None:
     if isinstance(error, errors.HfHubHTTPError) and status:
         return _denied(status, error, address) or hub_refusal(error, address) or _failed(status, error, address)
     if isinstance(error, errors.HFValidationError):
-        return InputRefused(
-            f"`{address.repository}` is not a name that the Hub accepts for a repository",
-            hint="use letters, digits, `-`, `_` and `.`, at most 96 of them, without `--` and `..`",
-        )
+        hint = "use letters, digits, `-`, `_` and `.`, at most 96 of them, without `--` and `..`"
+        return InputRefused(f"`{address.repository}` is not a name that the Hub accepts for a repository", hint=hint)
     if isinstance(error, (*NO_ANSWER, errors.LocalEntryNotFoundError)) or type(error).__module__.startswith(CLIENTS):
         return OutputFailed(f"the Hub cannot be reached or broke off ({type(error).__name__})", hint=AGAIN)
     if isinstance(error, ValueError | RuntimeError):
@@ -366,10 +364,8 @@ def _denied(status: int, error: BaseException, address: HubAddress) -> InputRefu
     if status == 401:
         problem = f"the Hub does not accept the token for `{address.repository}`{_said(error)}"
         return InputRefused(problem, hint="log in again with `hf auth login`, or set HF_TOKEN to a valid token")
-    return InputRefused(
-        f"the token may not write to `{address.repository}`{_said(error)}",
-        hint="use a token with write access, or a repository of your own; `llmconv push --pr` proposes a change",
-    )
+    hint = "use a token with write access, or a repository of your own; `llmconv push --pr` proposes a change"
+    return InputRefused(f"the token may not write to `{address.repository}`{_said(error)}", hint=hint)
 
 
 def _failed(status: int, error: BaseException, address: HubAddress) -> OutputFailed:

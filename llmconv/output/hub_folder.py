@@ -86,10 +86,8 @@ class HubFolder:
             problem = f"`{self.address}` already contains a model of llmconv"
             raise InputRefused(problem, hint="choose another `-o`, or give `--overwrite` to replace it by a new commit")
         if MANIFEST not in state.files and CONFIG in state.files and not foreign_weights(self.repository):
-            raise InputRefused(
-                f"`{self.address}` contains `{CONFIG}`, which llmconv did not make",
-                hint="choose another repository or a new branch (`org/name@branch`), or delete it there yourself",
-            )
+            hint = "choose another repository or a new branch (`org/name@branch`), or delete it there yourself"
+            raise InputRefused(f"`{self.address}` contains `{CONFIG}`, which llmconv did not make", hint=hint)
         require_own_weights(self.repository)
 
     def require_space(self, plan: Plan) -> None:
@@ -262,10 +260,8 @@ def foreign_weights(repository: HubRepository) -> list[str]:
 def require_own_weights(repository: HubRepository) -> None:
     """Raises InputRefused for a branch (if new, the copy of `main`) with weights of others beside the output's."""
     if repository.state.has_branch and (weights := foreign_weights(repository)):
-        raise InputRefused(
-            f"`{repository.address}` contains `{weights[0]}`, which llmconv did not make",
-            hint="choose another repository or a new branch (`org/name@branch`), or delete it there yourself",
-        )
+        hint = "choose another repository or a new branch (`org/name@branch`), or delete it there yourself"
+        raise InputRefused(f"`{repository.address}` contains `{weights[0]}`, which llmconv did not make", hint=hint)
 
 
 def replaced_files(repository: HubRepository, names: Collection[str]) -> list[str]:

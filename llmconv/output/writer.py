@@ -69,10 +69,8 @@ def write_in_ray(call: Call, shards: Sequence[Shard], advance: Callable[[int], N
     for value in call.arguments.values():
         for text in value if isinstance(value, list | tuple) else [value]:
             if isinstance(text, str | Path) and is_address(text) and _has_credential(str(text)):
-                raise UsageProblem(
-                    "a URI with a credential in it is not sent to a cluster",
-                    hint="give every node the credential in its environment, and the plain URI here",
-                )
+                hint = "give every node the credential in its environment, and the plain URI here"
+                raise UsageProblem("a URI with a credential in it is not sent to a cluster", hint=hint)
     with connected("--engine ray") as ray, _failing(ray):
         tasks = _Tasks(ray, call)
         try:

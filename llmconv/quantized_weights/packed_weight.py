@@ -162,10 +162,8 @@ def part(tensors: Mapping[str, LazyTensor], name: str, of: str) -> LazyTensor:
 
 def refuse(name: str, problem: str) -> NoReturn:
     """Raises MalformedInput about one tensor of a quantized model."""
-    raise MalformedInput(
-        f"`{name}` {problem}",
-        hint="the model is damaged, or not quantized as its `quantization_config` says; copy or download it again",
-    )
+    hint = "the model is damaged, or not quantized as its `quantization_config` says; copy or download it again"
+    raise MalformedInput(f"`{name}` {problem}", hint=hint)
 
 
 MOST_BITS = 8  # of a code of onnxruntime's products
@@ -322,10 +320,8 @@ def group_size(config: Mapping[str, Any], *names: str) -> int | None:
         return None
     size = config[name]
     if type(size) is not int or (size < 1 and size != WHOLE_ROW):
-        raise MalformedInput(
-            f"the model's `{name}` is {str(size)[:80]}",
-            hint="it is a positive number such as 128, or -1 for one group per row; repair the `config.json`",
-        )
+        hint = "it is a positive number such as 128, or -1 for one group per row; repair the `config.json`"
+        raise MalformedInput(f"the model's `{name}` is {str(size)[:80]}", hint=hint)
     return size
 
 

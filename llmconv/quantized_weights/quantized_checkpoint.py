@@ -107,10 +107,8 @@ def method_name(config: Mapping[str, Any]) -> str | None:
 def _method(config: Mapping[str, Any]) -> QuantizationMethod:
     name = str(method_name(config))
     if name not in methods() or not isinstance(config[FIELD], Mapping):
-        raise UnsupportedInput(
-            f"the model is quantized with `{name[:40]}`, which is not supported",
-            hint=f"supported are {', '.join(methods())}; take the model it was quantized from",
-        )
+        hint = f"supported are {', '.join(methods())}; take the model it was quantized from"
+        raise UnsupportedInput(f"the model is quantized with `{name[:40]}`, which is not supported", hint=hint)
     return methods()[name]
 
 

@@ -95,10 +95,8 @@ def custom_code_errors(folder: Path | None) -> Iterator[None]:
         if folder is None:
             raise
         reason = first_line(error, 200)
-        raise UnsupportedInput(
-            f"the code in `{folder}` fails: {type(error).__name__}: {reason}",
-            hint="install what it imports; it may be for another version of transformers; `-v` shows where",
-        ) from error
+        hint = "install what it imports; it may be for another version of transformers; `-v` shows where"
+        raise UnsupportedInput(f"the code in `{folder}` fails: {type(error).__name__}: {reason}", hint=hint) from error
 
 
 def _native_configs() -> Mapping[str, Any]:

@@ -70,10 +70,8 @@ def open_prefix(path: Path) -> Prefix:
         folder = path
         found = read_json(folder / ADAPTER_CONFIG).get("peft_type")
         if found not in KINDS:
-            raise UnsupportedInput(
-                f"unsupported prefix: `{folder}` is an adapter of type `{found}`",
-                hint=f"a prefix is one of {', '.join(KINDS)}; `llmconv merge-lora` merges the others into the weights",
-            )
+            hint = f"a prefix is one of {', '.join(KINDS)}; `llmconv merge-lora` merges the others into the weights"
+            raise UnsupportedInput(f"unsupported prefix: `{folder}` is an adapter of type `{found}`", hint=hint)
         if not (folder / ADAPTER_WEIGHTS).is_file():
             problem = f"`{folder}` has no `{ADAPTER_WEIGHTS}`"
             raise InputRefused(problem, hint="save the adapter with `save_pretrained`, as safetensors")
@@ -88,10 +86,8 @@ def open_prefix(path: Path) -> Prefix:
             problem = f"invalid shape of `{EMBEDDINGS}`: {list(content.shape)}"
             raise MalformedInput(problem, hint="it must have one row per virtual token")
         return Prefix(KINDS[found], content, len(content), len(content))
-    raise InputRefused(
-        f"`{path}` does not contain a prefix",
-        hint=f"give a PEFT adapter with `{ADAPTER_CONFIG}`, or a folder with PaddleNLP's `{PRE_CACHES}`",
-    )
+    hint = f"give a PEFT adapter with `{ADAPTER_CONFIG}`, or a folder with PaddleNLP's `{PRE_CACHES}`"
+    raise InputRefused(f"`{path}` does not contain a prefix", hint=hint)
 
 
 def _pre_caches(path: Path) -> Prefix:

@@ -29,10 +29,8 @@ def is_default(name: str | Path) -> bool:
     if not isinstance(name, str) or name != DEFAULT:
         return False
     if Path(name).exists():
-        raise UsageProblem(
-            f"`{name}` is the name of llmconv's own text, and of a file here",
-            hint=f"give `./{name}` for the file, or run the command in another folder for llmconv's text",
-        )
+        hint = f"give `./{name}` for the file, or run the command in another folder for llmconv's text"
+        raise UsageProblem(f"`{name}` is the name of llmconv's own text, and of a file here", hint=hint)
     return True
 
 

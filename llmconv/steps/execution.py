@@ -196,10 +196,8 @@ def _locked(path: Path, name: str) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(descriptor)
-            raise OutputFailed(
-                f"another run of `{name}` is not finished",
-                hint="wait until it ends; a step of a run that was killed goes on to its end",
-            ) from error
+            hint = "wait until it ends; a step of a run that was killed goes on to its end"
+            raise OutputFailed(f"another run of `{name}` is not finished", hint=hint) from error
         except OSError:  # a file system without locks
             return descriptor
         with suppress(FileNotFoundError):

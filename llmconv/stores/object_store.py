@@ -215,17 +215,13 @@ class ObjectStore:
             message = f"no space left in the store for `{self.address / key}`"
             return OutputFailed(message, hint=f"free some space there, and {again}")
         if NO_BUCKET.search(str(error)):
-            return InputRefused(
-                f"there is no bucket `{self.address.bucket}` in this store",
-                hint="check its name, and the region or endpoint in the environment; llmconv does not make buckets",
-            )
+            hint = "check its name, and the region or endpoint in the environment; llmconv does not make buckets"
+            return InputRefused(f"there is no bucket `{self.address.bucket}` in this store", hint=hint)
         denied = type(error).__name__ in DENIED or "403 Forbidden" in str(error)  # listings have no class for it
         if denied:
             begun = writes or self._writes or self._was_allowed  # then they have been revoked
-            return (OutputFailed if begun else InputRefused)(
-                f"access to `{self.address / key}` was denied",
-                hint=f"check the credentials in the environment, and what they may do with this bucket, and {again}",
-            )
+            hint = f"check the credentials in the environment, and what they may do with this bucket, and {again}"
+            return (OutputFailed if begun else InputRefused)(f"access to `{self.address / key}` was denied", hint=hint)
         problem = f"the store failed: `{self.address / key}`: {first_line(error)}"
         return OutputFailed(problem, hint=f"check the network and the store, and {again}")
 
@@ -354,10 +350,8 @@ def _oracle_endpoint(address: StoreAddress, environment: Mapping[str, str]) -> s
     namespace = address.bucket.partition("@")[2] or environment.get("OCI_NAMESPACE", "")
     region = environment.get("OCI_REGION") or environment.get("AWS_REGION", "")
     if not namespace or not region:
-        raise InputRefused(
-            f"`{address}` lacks its namespace or region",
-            hint="write it as `oci://BUCKET@NAMESPACE/FOLDER`, and set OCI_REGION, such as eu-frankfurt-1",
-        )
+        hint = "write it as `oci://BUCKET@NAMESPACE/FOLDER`, and set OCI_REGION, such as eu-frankfurt-1"
+        raise InputRefused(f"`{address}` lacks its namespace or region", hint=hint)
     return ORACLE.format(namespace=namespace, region=region)
 
 

@@ -39,10 +39,8 @@ def open_awq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
         version = "llm-awq"
     bits = config.get("bits", config.get("w_bit", BITS))
     if version != "gemm" or bits != BITS:
-        raise UnsupportedInput(
-            f"the model is AWQ in the layout `{version[:40]}` of {str(bits)[:20]} bits",
-            hint="supported: `gemm` of 4 bits; save it with AutoAWQ, or take the model it was quantized from",
-        )
+        hint = "supported: `gemm` of 4 bits; save it with AutoAWQ, or take the model it was quantized from"
+        raise UnsupportedInput(f"the model is AWQ in the layout `{version[:40]}` of {str(bits)[:20]} bits", hint=hint)
     found = [name.removesuffix(WORDS) for name in checkpoint if name.endswith(WORDS)]
     weights = {f"{stem}.weight": _open(checkpoint, stem, config) for stem in found}
     for name in checkpoint:

@@ -58,10 +58,8 @@ def open_gptq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
 def _format(config: Mapping[str, Any]) -> bool:
     name = str(config.get("checkpoint_format") or config.get("format") or "gptq")
     if name not in FORMATS or config.get("is_marlin_format"):
-        raise UnsupportedInput(
-            f"the model is GPTQ in the layout `{name[:40]}`, which one kernel reads",
-            hint="save it as `gptq` with GPTQModel, or take the model it was quantized from",
-        )
+        hint = "save it as `gptq` with GPTQModel, or take the model it was quantized from"
+        raise UnsupportedInput(f"the model is GPTQ in the layout `{name[:40]}`, which one kernel reads", hint=hint)
     return FORMATS[name]
 
 

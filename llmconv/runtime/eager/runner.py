@@ -136,10 +136,8 @@ class EagerRunner(Runner):
             raise
         except Exception as error:  # an invalid config may raise anything in the model's code
             raise_if_out_of_memory(error, f"while `{folder.name}` was loaded")
-            raise InputRefused(
-                f"transformers cannot load `{folder}`: {first_line(error)}",
-                hint="the folder needs config.json and safetensors weights of a causal language model",
-            ) from error
+            hint = "the folder needs config.json and safetensors weights of a causal language model"
+            raise InputRefused(f"transformers cannot load `{folder}`: {first_line(error)}", hint=hint) from error
         return self._ready(with_adapter(model, self._adapter) if self._adapter else model)
 
     def _ready(self, model: Any) -> Any:
@@ -401,10 +399,8 @@ def require_device(name: str) -> torch.device:
         probe = torch.zeros(1, device=name)
         probe.item()  # the device `meta` has no numbers
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageProblem(
-            f"torch cannot use the device `{name}`: {first_line(error)}",
-            hint="`cpu` is always there; for `cuda` install torch's build for your CUDA version",
-        ) from error
+        hint = "`cpu` is always there; for `cuda` install torch's build for your CUDA version"
+        raise UsageProblem(f"torch cannot use the device `{name}`: {first_line(error)}", hint=hint) from error
     return probe.device
 
 
@@ -413,10 +409,8 @@ def with_adapter(model: Any, adapter: Path) -> Any:
     try:
         peft = importlib.import_module("peft")
     except ImportError as error:
-        raise UsageProblem(
-            "an adapter that is not merged needs the library peft",
-            hint="`pip install peft`, or merge it: `llmconv merge-lora BASE ADAPTER -o OUT`",
-        ) from error
+        hint = "`pip install peft`, or merge it: `llmconv merge-lora BASE ADAPTER -o OUT`"
+        raise UsageProblem("an adapter that is not merged needs the library peft", hint=hint) from error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft's own use of transformers

@@ -361,10 +361,8 @@ class Idefics3Images(ImageFamily):
         if not kept.any():
             raise InputRefused("the image is empty: all of its pixels are 0", hint="give another image")
         if MASK in given and not given[MASK][kept].all():
-            raise InputRefused(
-                "the processor pads a tile of an image, and `vision.onnx` takes whole tiles",
-                hint="`max_image_size` of the processor is not `image_size` of the vision tower",
-            )
+            hint = "`max_image_size` of the processor is not `image_size` of the vision tower"
+            raise InputRefused("the processor pads a tile of an image, and `vision.onnx` takes whole tiles", hint=hint)
         yield {PIXEL_VALUES: given[PIXEL_VALUES][kept]}
 
     def examples(self, shape: Sequence[int | str], random: np.random.Generator) -> list[Given]:

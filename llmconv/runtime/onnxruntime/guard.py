@@ -189,10 +189,8 @@ def _check_range(path: Path, tensor: onnx.TensorProto, sizes: dict[str, int]) ->
     if not (offset.isascii() and offset.isdigit() and length.isascii() and length.isdigit()):
         _refuse(path, f"has an invalid offset or length for `{tensor.name[:80]}`")
     if max(len(offset), len(length)) > DIGITS or int(offset) + int(length) > sizes[location]:
-        raise MalformedInput(
-            f"`{path.name}` stores `{tensor.name[:80]}` beyond the end of `{location}`",
-            hint="the weights are truncated or belong to another model; copy them again, or export again",
-        )
+        hint = "the weights are truncated or belong to another model; copy them again, or export again"
+        raise MalformedInput(f"`{path.name}` stores `{tensor.name[:80]}` beyond the end of `{location}`", hint=hint)
 
 
 def _is_plain(location: object) -> bool:

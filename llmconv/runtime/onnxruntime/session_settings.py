@@ -338,10 +338,8 @@ def _start(provider: str, options: tuple[tuple[str, str], ...]) -> None:
     ort.set_default_logger_severity(3)  # kernels of CUDA warn by this logger, in every call
     session = ort.InferenceSession(model.SerializeToString(), providers=[(provider, dict(options)), CPU])
     if provider not in session.get_providers():
-        raise UsageProblem(
-            f"onnxruntime could not start `{provider}` and would compute on the CPU",
-            hint="install the libraries that it needs (docs/targets.md); without `--provider` the CPU is used",
-        )
+        hint = "install the libraries that it needs (docs/targets.md); without `--provider` the CPU is used"
+        raise UsageProblem(f"onnxruntime could not start `{provider}` and would compute on the CPU", hint=hint)
 
 
 NAMES = "names and values are those of onnxruntime's `SessionOptions` and session configuration keys"
@@ -364,10 +362,8 @@ def provider_name(provider: str) -> str:
     found = spelled.get(short_provider(provider) + "executionprovider")
     if found is None:
         short = ", ".join(map(short_provider, available))
-        raise UsageProblem(
-            f"this onnxruntime has no provider `{provider}`",
-            hint=f"it has {short}; other builds (`pip install onnxruntime-gpu`, docs/targets.md) have others",
-        )
+        hint = f"it has {short}; other builds (`pip install onnxruntime-gpu`, docs/targets.md) have others"
+        raise UsageProblem(f"this onnxruntime has no provider `{provider}`", hint=hint)
     return found
 
 

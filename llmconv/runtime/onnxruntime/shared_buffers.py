@@ -307,10 +307,8 @@ class BufferedSession:
 def _require_codes(name: str, content: Array, dtype: np.dtype[Any]) -> None:
     """Refuses numbers for a buffer of integer codes, whose scales only the graph knows, and the reverse."""
     if (content.dtype == np.int8) is not (dtype == np.int8):
-        raise InputRefused(
-            f"`{name}` has the dtype {dtype}, and the cache to continue has {content.dtype}",
-            hint="start without a past, or continue the cache of a graph of the same `--kv-cache`",
-        )
+        hint = "start without a past, or continue the cache of a graph of the same `--kv-cache`"
+        raise InputRefused(f"`{name}` has the dtype {dtype}, and the cache to continue has {content.dtype}", hint=hint)
 
 
 def padded(array: Array, rows: int, columns: int) -> Array:
