@@ -46,6 +46,7 @@ def test_the_exit_codes_are_those_of_the_contract() -> None:
         "InputRefused": 3,
         "MalformedInput": 3,
         "Mistakes": 3,
+        "RenderLimitExceeded": 3,
         "UnsupportedInput": 3,
         "OutputFailed": 4,
         "OutOfMemory": 4,
