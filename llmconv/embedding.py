@@ -59,21 +59,11 @@ class Embedder:
 
     @checked
     def encode(self, texts: Sequence[str], prompt_name: str | None = None, batch_size: int = 8) -> Array:
-        """The result of every text, in order.
+        """The result of every text, float32 [texts, features], of a classifier [texts, labels], of a reranker [texts].
 
-        Texts of similar length share a batch. A text longer than the model takes is cut at its end, with a warning.
-
-        Args:
-            texts: the texts; for a reranker the whole prompts.
-            prompt_name: name of the prompt in front of each; None for the model's default.
-            batch_size: number of texts per run.
-
-        Returns:
-            float32 [texts, features] of embeddings, [texts, labels] of a classifier, or [texts] of a reranker.
-
-        Raises:
-            UsageProblem: the model has no such prompt.
-            InputRefused: a text has no tokens, or is not valid text.
+        `texts` are in order, for a reranker the whole prompts; `prompt_name` is the prompt in front of each, None for
+        the model's default. Texts of similar length share a batch of `batch_size`; one longer than the model takes is
+        cut at its end, with a warning. Raises UsageProblem for no such prompt, InputRefused for a text without tokens.
         """
         require_least(batch_size, 1, "batch_size")
         tokens = self._tokens([self.rules.text(text, prompt_name) for text in texts])

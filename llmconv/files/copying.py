@@ -64,13 +64,10 @@ def can_clone(source: Path, folder: Path) -> bool:
 
 
 def copy_file(source: Path, made: BinaryIO, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Copies a file durably and returns its manifest entry.
+    """Copies a file durably into the new, empty `made`, reporting bytes to `advance`; returns its manifest entry.
 
-    A clone changes only metadata, so it gets no sha256: reading the file would take as long as copying it.
-    For a copy, the sha256 is computed in parallel, from the content of the target.
-
-    `made` is the new, empty file, open for writing and reading; `advance` is called with the number of bytes done since
-    its last call. Raises OSError.
+    A clone changes only metadata, so it gets no sha256: reading the file would take as long as copying it. For a copy,
+    it is computed in parallel, from the content of the target. Raises OSError.
     """
     if is_mirrored(source):
         return _copy_fetched(source, made, advance)

@@ -40,15 +40,9 @@ def local_path(name: str | Path, *, in_parts: bool = False, headers: bool = Fals
 
     A model is `org/name[@revision]` or `hf://org/name[@revision][/folder]`, and is downloaded into the hub's cache.
     Pointer files of Composer are followed, on the disk and in a bucket. A URI is fetched into a temporary folder, which
-    is removed when the call that needs it ends (`fetching`), at the latest with the process.
-
-    Args:
-        in_parts: of a bucket, fetch only what llmconv's own readers ask for; no other library may read weights then.
-        headers: the same for a model on the hub that is not in its cache, since little of the weights will be read.
-
-    Raises:
-        InputRefused: the path does not exist, and is neither a reachable URI nor a hub id.
-        UsageProblem: it is not a path, but for example a loaded model.
+    is removed when the call that needs it ends (`fetching`), at the latest with the process. With `in_parts` (of a
+    bucket) or `headers` (of the hub), only what llmconv's own readers ask for is fetched. Raises InputRefused for a
+    path that does not exist and is no reachable URI or hub id, UsageProblem for something else than a path.
     """
     given = path_of(name, "path")
     if is_hub_address(name):

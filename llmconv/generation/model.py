@@ -259,17 +259,10 @@ class TextModel:
         *,
         add_special_tokens: bool = True,
     ) -> EncodedPrompt:
-        """A chat with images; as `encode_chat`.
+        """A chat with images, which are paths, bytes of files, or images of Pillow; otherwise as `encode_chat`.
 
-        Args:
-            messages: see there; with a part of type `image` for each image, or none.
-            images: paths, bytes of files, or images of Pillow.
-            template: see there.
-            add_special_tokens: see there.
-
-        Raises:
-            InputRefused: see there, or an image is refused.
-            UsageProblem: the model takes no images, or an unknown template.
+        `messages` have a part of type `image` for each image, or none; `template` and `add_special_tokens` are as
+        there. Also raises InputRefused if an image is refused, UsageProblem if the model takes no images.
         """
         encoder = self.require_images()
         if template == TOKENIZER:

@@ -122,17 +122,10 @@ JOURNAL_BYTES = 256 << 20
 class StagedFolder:
     """Builds a hidden folder and commits it by rename.
 
-    Args:
-        output: the folder to make.
-        key: fingerprint of sources and options; a journal with another key is not resumed.
-        overwrite: an existing `output` may be replaced.
-        resume: keep finished files of an interrupted run with the same key.
-        trusts: the signature of a file; one whose signature is that of its journal entry is not hashed again.
-
-    Raises:
-        InputRefused, OutputFailed: `output` exists when the folder is committed, and may not be replaced;
-            `require_free` checks before.
-        OutputFailed: another run has locked the folder, or any I/O fails (finished files stay for `--resume`).
+    `key` is the fingerprint of sources and options; `resume` keeps finished files of a journal with the same; a file
+    whose signature by `trusts` is that of its journal entry is not hashed again. Raises InputRefused or OutputFailed if
+    `output` exists when the folder is committed, and may not be replaced (`require_free` checks before); OutputFailed
+    if another run has locked the folder, or any I/O fails (finished files stay for `--resume`).
     """
 
     lock_kind = fcntl.LOCK_EX  # `flock(2)`: one run at a time

@@ -86,20 +86,12 @@ def plan_checkpoint(
     stem: str = MODEL,
     parts: Mapping[str, int] | None = None,
 ) -> Plan:
-    """Plans a Hugging Face folder.
+    """Plans a Hugging Face folder of the tensors, in order; a shard of unchanged tensors as a copy of their file.
 
-    A shard whose tensors are unchanged is planned as a copy of their file.
-
-    Args:
-        checkpoint: the tensors, in order.
-        max_shard_size: maximum size of a shard (a larger tensor gets its own), in bytes or as `5GB`. `keep` keeps the
-            shards of a Hugging Face folder, and means `5GB` for other sources.
-        stem: beginning of the names of the files.
-        parts: numbers by name of a tensor (0 if it has none); tensors of different numbers are not in one file.
-
-    Raises:
-        UsageProblem: `max_shard_size` is not a size such as `5GB`.
-        InputRefused: there are no tensors, or one has a name that cannot be written.
+    `max_shard_size` (a larger tensor gets its own) is in bytes or as `5GB` (else UsageProblem); `keep` keeps the shards
+    of a Hugging Face folder, and means `5GB` for other sources. Names of files begin with `stem`; tensors of different
+    numbers in `parts` (0 if in none) are not in one file. Raises InputRefused for no tensors, or a name that cannot be
+    written.
     """
     if not checkpoint and not checkpoint.adapter:
         raise InputRefused(f"`{checkpoint.path}` contains no tensors", hint="look at it with `llmconv inspect`")

@@ -196,20 +196,11 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
 ) -> Manifest:
     """Writes the folder `output`, for which `check_output` was called: shards, small files, manifest, in that order.
 
-    Args:
-        plan: from `plan_checkpoint`, or from a format's `save`.
-        steps: provenance for the manifest, oldest first.
-        sources: files that the tensors are read from; `resume` compares their size and time.
-        overwrite: replace an existing folder.
-        resume: continue an interrupted run.
-        more_files: content of more files by path, such as graphs; they replace those of the plan.
-        graphs: the manifest's entries of these graphs.
-        work: which shards this process writes, and whether it publishes; None: all, and it does.
-
-    Raises:
-        InputRefused: a source is damaged (MalformedInput), or `output` appeared. With `resume` an `output` that is
-            complete and of the same inputs and options is kept, and nothing is written.
-        OutputFailed: writing failed.
+    `steps` are the provenance, oldest first; `resume` continues an interrupted run, unless size or time of the
+    `sources` have changed, and keeps an `output` that is complete and of the same inputs and options. `more_files`, by
+    path, replace those of the plan; `graphs` are their manifest entries; `work` tells which shards this process writes,
+    and whether it publishes (None: all, and it does). Raises InputRefused if a source is damaged, or `output` appeared;
+    OutputFailed if writing failed.
     """
     target = destination_of(output)
     if resume and not overwrite and target.is_complete():
