@@ -47,13 +47,7 @@ from llmconv.runtime.onnxruntime.session_settings import (
     as_array,
     for_concurrent_use,
 )
-from llmconv.runtime.onnxruntime.shared_buffers import (
-    EMBEDDINGS,
-    INPUTS_EMBEDS,
-    BufferedSession,
-    FixedSizes,
-    as_input,
-)
+from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS, INPUTS_EMBEDS, BufferedSession, FixedSizes, as_input
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG, LimitedSession, TimeLimit
 from llmconv.runtime.runner import Cache, Choices, Extras, PlacedEmbeddings, Step, default_positions
 from llmconv.tensors import BY_NAME, Array

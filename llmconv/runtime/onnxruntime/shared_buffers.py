@@ -16,13 +16,7 @@ import onnxruntime as ort
 
 from llmconv.errors import InputRefused
 from llmconv.runtime.extra_inputs import BATCH, SEQUENCE, TOTAL, ExtraInput, ExtraValues, ModelCall, grown
-from llmconv.runtime.onnxruntime.session_settings import (
-    INPUT_DTYPES,
-    TENSOR_DTYPES,
-    Device,
-    as_array,
-    host_value,
-)
+from llmconv.runtime.onnxruntime.session_settings import INPUT_DTYPES, TENSOR_DTYPES, Device, as_array, host_value
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession
 from llmconv.runtime.runner import Cache, PlacedEmbeddings
 from llmconv.tensors import Array
