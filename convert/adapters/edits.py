@@ -39,6 +39,7 @@ from llmconv.convert.adapters.tensor_names import AS_STORED, Naming, has_same_en
 from llmconv.convert.adapters.tuners import FittingShape, ModuleTensors, Tuner, WeightShape
 from llmconv.convert.algebra import Lines, Origin, equal, gathered
 from llmconv.convert.models.completeness import may_be_built
+from llmconv.convert.models.config_file import architecture
 from llmconv.convert.models.head_and_dtype import find_embedding, find_head
 from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
@@ -113,7 +114,7 @@ class Edits:
             self._replace_rows(adapter.name, homes[f"{module}.weight"], tokens)
         for module, pair in adapter.pairs.items():
             for name, changes in targets.changes(module, pair, weight):
-                self._require_float(name)
+                _require_float(name, self.current(name))
                 for each in self._tied_with(name, adapter, homes):
                     self.changes.setdefault(each, []).extend(changes)
             if pair.bias:
@@ -174,12 +175,6 @@ class Edits:
             )
         self.tokens.setdefault(name, []).append(tokens)
 
-    def _require_float(self, name: str) -> None:
-        if (dtype := self.current(name).dtype).name not in ("float64", *FLOATS):
-            raise UnsupportedInput(
-                f"`{name}` of the base is stored as {dtype.name}", hint="merge into the unquantized model"
-            )
-
     def _change_bias(self, adapter: str, name: str, bias: LazyTensor, scale: float) -> None:
         """`lora_bias`: the bias of B is added as a product of a column and a 1×1 matrix."""
         if bias.shape != self.current(name).shape:
@@ -200,8 +195,7 @@ class Edits:
 
     def _other_family(self, trained: str) -> str:
         """The base's class if it is of another family than `trained`, the class of the training base; else empty."""
-        classes = self.config.get("architectures")
-        own = classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
+        own = architecture(self.config)
         one, other = (CLASS.sub("", name) for name in (own, trained))
         return own if one and other and not (one.startswith(other) or other.startswith(one)) else ""
 
@@ -294,14 +288,18 @@ def updates_of(
             yield bias, TunerUpdate(tuner, complete, (shape[0], 1), weight, False, KeptUntilLastRow(shape[0]))
 
 
-def _orientation(
-    adapter: str, name: str, weight: LazyTensor, fit: FittingShape, swapped: tuple[bool, bool]
-) -> tuple[WeightShape, bool]:
-    """out×in of the weight, and whether it is stored in×out: by model type or, where only that fits, by the config."""
+def _require_float(name: str, weight: LazyTensor) -> None:
     if weight.dtype.name not in ("float64", *FLOATS):
         raise UnsupportedInput(
             f"`{name}` of the base is stored as {weight.dtype.name}", hint="merge into the unquantized model"
         )
+
+
+def _orientation(
+    adapter: str, name: str, weight: LazyTensor, fit: FittingShape, swapped: tuple[bool, bool]
+) -> tuple[WeightShape, bool]:
+    """out×in of the weight, and whether it is stored in×out: by model type or, where only that fits, by the config."""
+    _require_float(name, weight)
     if len(weight.shape) > 1:
         own = (weight.shape[0], prod(weight.shape[1:]))
         fits_swapped = len(weight.shape) == 2 and _matches(own[::-1], fit)

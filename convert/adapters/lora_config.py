@@ -98,6 +98,67 @@ class LoraConfig:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
+LARGEST = 2.0**63  # limit of a number; JSON has integers of any length
+
+
+@dataclass(frozen=True)
+class AdapterFields:
+    """The fields of an adapter's config, with PEFT's defaults where absent or null; MalformedInput for another kind."""
+
+    fields: Mapping[str, Any]
+    match_time: MatchTime = field(default_factory=MatchTime, compare=False, repr=False)
+
+    def number(self, name: str, default: float) -> float:
+        """A finite number."""
+        return _finite(name, default if self.fields.get(name) is None else self.fields[name])
+
+    def positive(self, name: str, default: float) -> float:
+        value = self.number(name, default)
+        if value <= 0:
+            raise invalid_field(name, value)
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = default if self.fields.get(name) is None else self.fields[name]
+        if value and not isinstance(value, bool):
+            raise invalid_field(name, value)
+        return bool(value)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        value = self.fields.get(name) or []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise invalid_field(name, value)
+        return tuple(value)
+
+    def table(self, name: str) -> dict[str, Any]:
+        value = self.fields.get(name) or {}
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise invalid_field(name, value)
+        require_few(value)
+        return value
+
+    def of_module(self, pattern: str, module: str, default: float) -> float:
+        """The number above 0 for a module, from the field `pattern` with regular expressions of module paths."""
+        values = self.table(pattern)
+        value = _finite(pattern, values.get(matching_key(values, module, self.match_time), default))
+        if value <= 0:
+            raise invalid_field(pattern, value)
+        return value
+
+
+def _finite(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
+        raise invalid_field(name, value)
+    return value
+
+
+def invalid_field(name: str, value: Any) -> MalformedInput:
+    """The error for an invalid value of a field."""
+    return MalformedInput(
+        f"the adapter config has {value!r} for `{name}`", hint="repair `adapter_config.json`, or copy the adapter again"
+    )
+
+
 def matching_key(pattern: Mapping[str, Any], module: str, time: MatchTime) -> str:
     """The first key of `pattern` that matches a module (PEFT `get_pattern_key`), or `""`; errors as in `matches`."""
     return next((key for key in pattern if matches(key, module, time)), "")
@@ -120,23 +181,24 @@ def parse_config(fields: Mapping[str, Any], alpha: float | None = None, *, initi
     warnings = [f"the adapter config sets `{name}`, an unknown field, which is ignored" for name in _unknown(fields)]
     if own is None and alpha is None:
         warnings.append("the adapter config has no `lora_alpha`; PEFT's default 8 is used")
-    rank = fields.get("r")
+    rank, known = fields.get("r"), AdapterFields(fields)
+    training = known.table("auto_mapping")
     return LoraConfig(
         rank=None if rank is None else int(_number("r", rank)),
         alpha=_number("lora_alpha", next(value for value in (own, alpha, 8) if value is not None)),
-        use_rslora=_flag(fields, "use_rslora"),
-        rank_pattern={key: int(_number("rank_pattern", value)) for key, value in _map(fields, "rank_pattern")},
-        alpha_pattern={key: _number("alpha_pattern", value) for key, value in _map(fields, "alpha_pattern")},
-        modules_to_save=_names(fields, "modules_to_save"),
+        use_rslora=known.flag("use_rslora"),
+        rank_pattern={key: int(_number("rank_pattern", value)) for key, value in known.table("rank_pattern").items()},
+        alpha_pattern={key: _number("alpha_pattern", value) for key, value in known.table("alpha_pattern").items()},
+        modules_to_save=known.names("modules_to_save"),
         bias=_bias(fields),
         warnings=tuple(warnings),
-        dora=_flag(fields, "use_dora"),
+        dora=known.flag("use_dora"),
         layers=_layers(fields),
-        parameters=_names(fields, "target_parameters"),
+        parameters=known.names("target_parameters"),
         tokens=_tokens(fields),
-        blocks=_blocks(fields),
-        fused_by_unsloth=bool(dict(_map(fields, "auto_mapping")).get("unsloth_fixed")),
-        base_class=_class(dict(_map(fields, "auto_mapping")).get("base_model_class")),
+        blocks=_blocks(known),
+        fused_by_unsloth=bool(training.get("unsloth_fixed")),
+        base_class=_class(training.get("base_model_class")),
         task=task_of(fields),
         peft_version=_version(fields.get("peft_version")),
     )
@@ -160,7 +222,7 @@ def _require_plain_lora(fields: Mapping[str, Any], initial: bool) -> None:
             hint=NO_QUANTIZED if quantized else NO_INITIAL,
         )
     if init is not None and not isinstance(init, bool | str):
-        raise _invalid("init_lora_weights", init)
+        raise invalid_field("init_lora_weights", init)
     if isinstance(init, str) and not init.lower().startswith((*SAME_BASE, *CHANGED_BASE)):
         raise UnsupportedInput(
             f"the adapter has the unknown `init_lora_weights` {init!r}, which may have changed the base",
@@ -181,30 +243,10 @@ def _number(name: str, value: Any) -> float:
     return value
 
 
-def _flag(fields: Mapping[str, Any], name: str) -> bool:
-    if not isinstance(value := fields.get(name) or False, bool):
-        raise _invalid(name, value)
-    return value
-
-
-def _map(fields: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
-    if not isinstance(value := fields.get(name) or {}, dict) or not all(isinstance(key, str) for key in value):
-        raise _invalid(name, value)
-    require_few(value)
-    return list(value.items())
-
-
-def _names(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    value = fields.get(name) or []
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise _invalid(name, value)
-    return tuple(value)
-
-
 def _layers(fields: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     value = fields.get("layer_replication") or []
     if not isinstance(value, list) or not all(_are_counts(item, 2) and item[0] < item[1] for item in value):
-        raise _invalid("layer_replication", value)
+        raise invalid_field("layer_replication", value)
     return tuple((start, stop) for start, stop in value)
 
 
@@ -212,7 +254,7 @@ def _tokens(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     value = fields.get("trainable_token_indices") or {}
     by_module = value if isinstance(value, dict) else {"": value}
     if not all(_are_counts(ids) and len(set(ids)) == len(ids) for ids in by_module.values()):
-        raise _invalid("trainable_token_indices", value)
+        raise invalid_field("trainable_token_indices", value)
     return {module: tuple(ids) for module, ids in by_module.items()}
 
 
@@ -222,11 +264,11 @@ def _are_counts(value: Any, length: int | None = None) -> bool:
     return all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value)
 
 
-def _blocks(fields: Mapping[str, Any]) -> BlockDiagonal | None:
-    if not (own := dict(_map(fields, "use_bdlora"))):
+def _blocks(fields: AdapterFields) -> BlockDiagonal | None:
+    if not (own := fields.table("use_bdlora")):
         return None
-    count = int(_number("nblocks", own.get("nblocks", 1)))
-    return BlockDiagonal(count, _names(own, "target_modules_bd_a"), _names(own, "target_modules_bd_b"))
+    count, inner = int(_number("nblocks", own.get("nblocks", 1))), AdapterFields(own)
+    return BlockDiagonal(count, inner.names("target_modules_bd_a"), inner.names("target_modules_bd_b"))
 
 
 def _class(value: Any) -> str:
@@ -240,14 +282,8 @@ def _version(value: Any) -> tuple[int, int] | None:
 
 def _bias(fields: Mapping[str, Any]) -> str:
     if (value := fields.get("bias") or "none") not in ("none", "all", "lora_only"):
-        raise _invalid("bias", value)
+        raise invalid_field("bias", value)
     return str(value)
-
-
-def _invalid(name: str, value: Any) -> MalformedInput:
-    return MalformedInput(
-        f"the adapter config has {value!r} for `{name}`", hint="repair `adapter_config.json`, or copy the adapter again"
-    )
 
 
 TOTAL_LIMIT = 4000  # characters of all patterns of an adapter, plain names not counted

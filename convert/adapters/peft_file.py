@@ -29,9 +29,16 @@ import numpy as np
 
 from llmconv.checkpoint import INDEX, SINGLE, read_json
 from llmconv.convert.adapters.adapter import Adapter, Pair, WholeTensors, check, pair_tokens, place_once
-from llmconv.convert.adapters.lora_config import BlockDiagonal, LoraConfig, parse_config, task_of
+from llmconv.convert.adapters.lora_config import (
+    AdapterFields,
+    BlockDiagonal,
+    LoraConfig,
+    invalid_field,
+    parse_config,
+    task_of,
+)
 from llmconv.convert.adapters.tuner_kinds import by_peft_type
-from llmconv.convert.adapters.tuners import AdapterFields, ModuleTensors, Tuner, invalid_field
+from llmconv.convert.adapters.tuners import ModuleTensors, Tuner
 from llmconv.errors import LISTED, InputRefused, MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.pickle_reader import TensorRef
@@ -247,9 +254,14 @@ def open_adapter(path: Path, alpha: float | None = None, *, initial: bool = Fals
     if not (folder / CONFIG).is_file():
         raise _not_an_adapter(path)
     config = parse_config(read_json(folder / CONFIG), alpha, initial=initial)
-    if (weights := next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)) is None:
-        raise InputRefused(f"`{folder}` contains no adapter weights", hint=f"it needs `{WEIGHTS[0]}`")
+    weights = _weights(folder)
     return to_adapter(folder, (weights,), config, read_tensors(weights))
+
+
+def _weights(folder: Path) -> Path:
+    if (found := next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)) is None:
+        raise InputRefused(f"`{folder}` contains no adapter weights", hint=f"it needs `{WEIGHTS[0]}`")
+    return found
 
 
 GRAPH_ADAPTER = ".onnx_adapter"  # suffix of the files that `llmconv onnx-adapter` writes
@@ -320,9 +332,7 @@ def open_tuned(path: Path, alpha: float | None = None) -> Adapter:
             f"`--alpha` is for LoRA, the adapter is of `peft_type` {tuner.peft_type!r}",
             hint="leave out `--alpha`; to merge more or less of an adapter give `--weight`",
         )
-    if (weights := next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)) is None:
-        raise InputRefused(f"`{folder}` contains no adapter weights", hint=f"it needs `{WEIGHTS[0]}`")
-    settings = AdapterFields(fields)
+    weights, settings = _weights(folder), AdapterFields(fields)
     learned, wholes = _sort_entries(read_tensors(weights), weights.name, tuner, settings)
     config = _config(settings, tuner)
     whole, originals = wholes.all(), wholes.untrained(config.modules_to_save)

@@ -29,6 +29,7 @@ from llmconv.convert.adapters.adapter import Adapter, Pair
 from llmconv.convert.adapters.lora_config import LoraConfig
 from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products, add_products_to_rows, round_into
 from llmconv.convert.adapters.tensor_names import AS_STORED, Naming, match_names
+from llmconv.convert.algebra import slice_columns, slice_rows
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import Array, DType, LazyTensor
 from llmconv.transpose import is_conv1d
@@ -344,13 +345,8 @@ class AdapterTargets:
 def _rows(change: LoraProduct, first: int, count: int) -> LoraProduct:
     """Rows `first:first + count` of a product."""
     if change.transposed:
-        a = change.a
-        columns = slice(first, first + count)
-        part = LazyTensor(a.dtype, (a.shape[0], count), lambda start, stop: a.rows(start, stop)[:, columns])
-        return replace(change, a=part)
-    b = change.b
-    part = LazyTensor(b.dtype, (count, b.shape[1]), lambda start, stop: b.rows(first + start, first + stop))
-    return replace(change, b=part)
+        return replace(change, a=slice_columns(change.a, first, first + count))
+    return replace(change, b=slice_rows(change.b, first, first + count))
 
 
 def other_base(adapter: str, name: str, base: tuple[int, ...], own: tuple[int, ...]) -> MalformedInput:
@@ -386,18 +382,15 @@ class ExpertLayout:
         """The update of each expert from `a` (E·r)×in and `b` out×(r·E), whose product is multiplied by `scale`."""
         rank = a.shape[0] // self.experts
         return [
-            LoraProduct(_parameter_rows(a, index * rank, rank), self._columns(b, index, rank), scale, self.transposed)
+            LoraProduct(
+                slice_rows(a, index * rank, (index + 1) * rank), self._columns(b, index, rank), scale, self.transposed
+            )
             for index in range(self.experts)
         ]
 
     def _columns(self, b: LazyTensor, index: int, rank: int) -> LazyTensor:
         mine = slice(index * rank, (index + 1) * rank) if self.together else slice(index, None, self.experts)
         return LazyTensor(b.dtype, (b.shape[0], rank), lambda start, stop: _whole(b)[start:stop, mine])
-
-
-def _parameter_rows(tensor: LazyTensor, first: int, count: int) -> LazyTensor:
-    shape = (count, *tensor.shape[1:])
-    return LazyTensor(tensor.dtype, shape, lambda start, stop: tensor.rows(first + start, first + stop))
 
 
 @lru_cache(maxsize=4)

@@ -8,9 +8,9 @@ from math import isqrt, prod
 
 import numpy as np
 
+from llmconv.convert.adapters.lora_config import AdapterFields, invalid_field
 from llmconv.convert.adapters.low_rank_sum import thin_product
 from llmconv.convert.adapters.tuners import (
-    AdapterFields,
     FittingShape,
     ModuleTensors,
     RowChange,
@@ -18,7 +18,6 @@ from llmconv.convert.adapters.tuners import (
     Tuner,
     WeightShape,
     first_of_permutation,
-    invalid_field,
 )
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 
-from llmconv.convert.adapters.lora_config import matching_key
+from llmconv.convert.adapters.lora_config import AdapterFields
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import Array, LazyTensor
-from llmconv.timed_patterns import MatchTime
 
 WeightShape = tuple[int, int]
 # out and in of the weight that an adapter's tensors fit; None for any size
@@ -68,62 +67,6 @@ class ModuleTensors:
     def rank(self, default: float = 8) -> int:
         """r of the config by the module's path; MalformedInput unless a number above 0."""
         return int(self.settings.of_module("rank_pattern", self.module, self.settings.positive("r", default)))
-
-
-LARGEST = 2.0**63  # limit of a number; JSON has integers of any length
-
-
-@dataclass(frozen=True)
-class AdapterFields:
-    """The fields of an adapter's config, with PEFT's defaults where absent or null; MalformedInput for another kind."""
-
-    fields: Mapping[str, Any]
-    match_time: MatchTime = field(default_factory=MatchTime, compare=False, repr=False)
-
-    def number(self, name: str, default: float) -> float:
-        """A finite number."""
-        return _number(name, default if self.fields.get(name) is None else self.fields[name])
-
-    def positive(self, name: str, default: float) -> float:
-        value = self.number(name, default)
-        if value <= 0:
-            raise invalid_field(name, value)
-        return value
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = default if self.fields.get(name) is None else self.fields[name]
-        if not isinstance(value, bool):
-            raise invalid_field(name, value)
-        return value
-
-    def names(self, name: str) -> tuple[str, ...]:
-        value = self.fields.get(name) or []
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise invalid_field(name, value)
-        return tuple(value)
-
-    def of_module(self, pattern: str, module: str, default: float) -> float:
-        """The number above 0 for a module, from the field `pattern` with regular expressions of module paths."""
-        values = self.fields.get(pattern) or {}
-        if not isinstance(values, dict):
-            raise invalid_field(pattern, values)
-        value = _number(pattern, values.get(matching_key(values, module, self.match_time), default))
-        if value <= 0:
-            raise invalid_field(pattern, value)
-        return value
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
-        raise invalid_field(name, value)
-    return value
-
-
-def invalid_field(name: str, value: Any) -> MalformedInput:
-    """The error for an invalid value of a field."""
-    return MalformedInput(
-        f"the adapter config has {value!r} for `{name}`", hint="repair `adapter_config.json`, or copy the adapter again"
-    )
 
 
 LONG = (2**32 - 1) // 20
