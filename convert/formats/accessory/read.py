@@ -46,6 +46,7 @@ from llmconv.convert.formats.accessory.config import (
     table_of,
 )
 from llmconv.convert.formats.meta.read import SUFFIX, file_order, open_shard, split_dim
+from llmconv.convert.models.completeness import check_complete
 from llmconv.convert.models.head_and_dtype import with_head
 from llmconv.convert.models.model_config import refuse_shards
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
@@ -437,6 +438,7 @@ def whole_tensors(checkpoint: Checkpoint, args: AccessoryArgs) -> dict[str, Lazy
     table = _with_biases(table_of(params), args.biases)
     embedding = next(to for name, to in table.items() if to and name.endswith("_embeddings.weight"))
     tensors = with_head(checkpoint, embedding, tied=params.family == "falcon")
+    check_complete(tensors, checkpoint.config, source)  # a delta's base may not have been compared yet
     renamed = rename(tensors, inverted(table), source)
     whole: dict[str, LazyTensor] = {}
     for name, target in renamed.items():
