@@ -8,7 +8,7 @@ Nothing here reads data; a result reads when a writer asks for rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -339,3 +339,30 @@ def interleave_rows(parts: Sequence[LazyTensor], counts: Sequence[int]) -> LazyT
         return np.ascontiguousarray(rows[start - low * group : stop - low * group])
 
     return LazyTensor(parts[0].dtype, (groups * group, *parts[0].shape[1:]), load)
+
+
+def _stacked(parts: Sequence[LazyTensor]) -> LazyTensor:
+    return concat(parts, 0)
+
+
+def fuse(
+    tensors: Mapping[str, LazyTensor],
+    parts: Sequence[str],
+    whole: str,
+    join: Callable[[Sequence[LazyTensor]], LazyTensor] = _stacked,
+) -> dict[str, LazyTensor]:
+    """The tensors with the weights and biases of the modules `parts` of each layer joined as those of `whole`.
+
+    Raises ValueError if one of the parts is missing, or they do not fit together.
+    """
+    ends = tuple(f".{part}.{kind}" for part in parts for kind in ("weight", "bias"))
+    fused = {name: tensor for name, tensor in tensors.items() if not name.endswith(ends)}
+    for name in tensors:
+        root, _, kind = name.rpartition(f".{parts[0]}.")
+        if root and kind in ("weight", "bias"):
+            found = [tensors.get(f"{root}.{part}.{kind}") for part in parts]
+            present = [tensor for tensor in found if tensor is not None]
+            if len(present) < len(parts):
+                raise ValueError(f"`{name}` is present without one of {', '.join(parts[1:])}")
+            fused[f"{root}.{whole}.{kind}"] = join(present)
+    return fused

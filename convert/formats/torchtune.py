@@ -28,7 +28,7 @@ from llmconv.convert.adapters.other_tools import (
     unplaced,
 )
 from llmconv.convert.adapters.peft_file import WEIGHTS, read_tensors
-from llmconv.convert.algebra import concat, fitting, permute_rows, rename, require, rope_order
+from llmconv.convert.algebra import fitting, fuse, permute_rows, rename, rope_order
 from llmconv.convert.assembly import contents_around, side_files_of, stored_config
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
@@ -123,15 +123,9 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         fields = [settings.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads")]
         size, hidden, heads = [value if type(value) is int and value > 0 else None for value in fields]
         tensors = _permuted(tensors, size or (hidden // heads if hidden and heads else None), path.name)
-    # stacks the parts of fused matrices, keeps other tensors; MalformedInput if parts are missing or do not match
-    result = dict(tensors)
-    for joined, parts in family.fused.items():
-        for first in [name for name in tensors if f".{parts[0]}." in name]:
-            names = [first.replace(parts[0], part) for part in parts]
-            require(names, result, path.name)
-            with fitting(f"the parts of `{joined}` in `{path.name}` cannot be joined", "it is damaged or partial"):
-                result[first.replace(parts[0], joined)] = concat([result.pop(name) for name in names], 0)
-    tensors = result
+    for whole, parts in family.fused.items():
+        with fitting(f"the parts of `{whole}` in `{path.name}` cannot be joined", "it is damaged or partial"):
+            tensors = fuse(tensors, parts, whole)
     settings = as_loaded(tensors, settings)
     side_files = side_files_of(found.path, tokenizer)
     return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), dropped=contents_around(found))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint, parse_object
-from llmconv.convert.algebra import concat, fitting, require
+from llmconv.convert.algebra import fitting, fuse
 from llmconv.convert.models.blueprint import check_floats, refuse_gaps, refuse_shapes
 from llmconv.convert.models.completeness import check_complete, is_buffer
 from llmconv.convert.models.config_file import OPTION, TrustedCode, localized, own_fields, without_code
@@ -191,15 +191,8 @@ def baichuan(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], code:
         raise MalformedInput(
             f"`{source}` has fewer key heads than query heads, which no Baichuan has", hint="give its own configuration"
         )
-    packed: dict[str, LazyTensor] = {}
-    for name, tensor in tensors.items():
-        stem, query, part = name.rpartition(".q_proj.")
-        if query:
-            require(names := [f"{stem}.{one}_proj.{part}" for one in "qkv"], tensors, source)
-            with fitting(f"the parts of `{stem}.W_pack` in `{source}` cannot be joined"):
-                packed[f"{stem}.W_pack.{part}"] = concat([tensors[name] for name in names], 0)
-        elif not name.rpartition(".")[0].endswith((".k_proj", ".v_proj")):
-            packed[name] = tensor
+    with fitting(f"queries, keys and values of `{source}` cannot be joined"):
+        packed = fuse(tensors, [f"self_attn.{one}_proj" for one in "qkv"], "self_attn.W_pack")
     fields = {name: config[name] for name in SIZES}
     fields["model_max_length"] = config.get("max_position_embeddings", 4096)
     return _with_head(packed, "baichuan"), _config(code, "baichuan", fields, source)

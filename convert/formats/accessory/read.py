@@ -23,6 +23,7 @@ from llmconv.convert.algebra import (
     deal_rows,
     first_missing,
     fitting,
+    fuse,
     interleave_rows,
     inverse_order,
     inverted,
@@ -291,7 +292,10 @@ def _renamed(whole: dict[str, LazyTensor], params: AccessoryParams, source: str)
     if params.family == "internlm":
         whole = _internlm_as_llama(whole, params)
     if params.family == "falcon":
-        whole = _fuse_falcon(whole, params)
+        names, head_dim = [f"self_attention.w{letter}" for letter in "qkv"], params.head_dim
+        whole = fuse(
+            whole, names, "self_attention.query_key_value", lambda parts: _interleave(*parts, head_dim=head_dim)
+        )
     _check_layers(whole, params.layers, source)
     table = table_of(params)
     renamed = rename(dict.fromkeys(map(_owner, whole)), table, source)
@@ -375,20 +379,7 @@ def _internlm_as_llama(whole: dict[str, LazyTensor], params: AccessoryParams) ->
     return tensors
 
 
-def _fuse_falcon(whole: dict[str, LazyTensor], params: AccessoryParams) -> dict[str, LazyTensor]:
-    """Joins q, k and v into the one matrix that transformers has."""
-    tensors: dict[str, LazyTensor] = {}
-    for name, tensor in whole.items():
-        if not (match := re.fullmatch(r"(layers\.\d+\.self_attention)\.w([qkv])\.(weight|bias)", name)):
-            tensors[name] = tensor
-            continue
-        trio = [whole.get(f"{match[1]}.w{letter}.{match[3]}") for letter in "qkv"]
-        if match[2] == "q" and trio[1] and trio[2]:
-            tensors[f"{match[1]}.query_key_value.{match[3]}"] = _interleave(tensor, trio[1], trio[2], params.head_dim)
-    return tensors
-
-
-def _interleave(query: LazyTensor, key: LazyTensor, value: LazyTensor, head_dim: int) -> LazyTensor:
+def _interleave(query: LazyTensor, key: LazyTensor, value: LazyTensor, *, head_dim: int) -> LazyTensor:
     """Joins query heads, key, value of each group (`modeling_falcon.py`, `_split_heads`); ValueError: no match."""
     groups = key.num_rows // head_dim
     if not groups or key.num_rows % head_dim or query.num_rows % groups or value.shape != key.shape:

@@ -28,7 +28,7 @@ from llmconv.convert.adapters.other_tools import (
     renamed,
     unplaced,
 )
-from llmconv.convert.algebra import concat, deal_rows, fitting, interleave_rows, rename, require, slice_rows
+from llmconv.convert.algebra import concat, deal_rows, fitting, fuse, interleave_rows, rename, slice_rows
 from llmconv.convert.assembly import config_folder, contents_around, side_files_of, stored_config
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.formats.litgpt.config import (
@@ -85,7 +85,8 @@ def to_hugging_face(
             for one, part in zip("qkv", _split_qkv(tensor, lit, by_group=by_group), strict=True):
                 parts[f"{stem.removesuffix('qkv')}{one}{dot}{kind}"] = part
     if family == "phi3":
-        _join_feed_forward(parts, lit, source)
+        with fitting(f"gate and up of `{source}` cannot be joined", "copy the checkpoint again"):
+            parts = fuse(parts, ("mlp.fc_1", "mlp.fc_2"), "mlp.fc")
     return {target: parts[name] for target, name in rename(parts, table_of(lit, family), source).items()}
 
 
@@ -104,15 +105,6 @@ def _split_qkv(tensor: LazyTensor, lit: LitConfig, *, by_group: bool) -> list[La
 
 def _grouped(tensor: LazyTensor, lit: LitConfig) -> LazyTensor:
     return interleave_rows(_split_qkv(tensor, lit, by_group=False), group_counts(lit))
-
-
-def _join_feed_forward(parts: dict[str, LazyTensor], lit: LitConfig, source: str) -> None:
-    """Stacks gate and up projections, as Phi-3 has them, in place."""
-    for number in range(lit.n_layer):
-        module = f"transformer.h.{number}.mlp"
-        require(names := [f"{module}.fc_{one}.weight" for one in (1, 2)], parts, source)
-        with fitting(f"shape mismatch in `{source}` for `{module}`", "copy the checkpoint again"):
-            parts[f"{module}.fc.weight"] = concat([parts.pop(name) for name in names], 0)
 
 
 LAYER = "transformer.h.{}"

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products
 from llmconv.convert.adapters.other_tools import LayerSizes
-from llmconv.convert.algebra import concat, deal_rows, fitting, interleave_rows
+from llmconv.convert.algebra import deal_rows, fitting
 from llmconv.convert.models.config_file import OPTION, read_config_file
 from llmconv.convert.models.model_config import ModelSettings
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
@@ -309,23 +309,6 @@ def split_gate(tensor: LazyTensor, layout: str) -> list[LazyTensor]:
     """The gate and up rows of a fused matrix; ValueError if the number of rows is odd."""
     count = tensor.num_rows // 2 if layout == "plain" else 1
     return deal_rows(tensor, (count, count))
-
-
-def fuse(
-    tensors: dict[str, LazyTensor], parts: Sequence[str], whole: str, counts: Sequence[int] | None = None
-) -> dict[str, LazyTensor]:
-    """Joins `parts` of each layer into `whole`, `counts` rows in turn (None: whole parts); ValueError: no match."""
-    ends = tuple(f".{part}.{kind}" for part in parts for kind in ("weight", "bias"))
-    fused = {name: tensor for name, tensor in tensors.items() if not name.endswith(ends)}
-    for name in tensors:
-        root, _, kind = name.rpartition(f".{parts[0]}.")
-        if root and kind in ("weight", "bias"):
-            found = [tensors.get(f"{root}.{part}.{kind}") for part in parts]
-            present = [tensor for tensor in found if tensor is not None]
-            if len(present) < len(parts):
-                raise ValueError(f"`{name}` is present without one of {', '.join(parts[1:])}")
-            fused[f"{root}.{whole}.{kind}"] = interleave_rows(present, counts) if counts else concat(present, 0)
-    return fused
 
 
 @dataclass(frozen=True)

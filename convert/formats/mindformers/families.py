@@ -27,6 +27,7 @@ from llmconv.convert.algebra import (
     concat,
     deal_rows,
     fitting,
+    fuse,
     interleave_rows,
     inverted,
     permute_rows,
@@ -49,7 +50,6 @@ from llmconv.convert.formats.mindformers.config import (
     RunConfig,
     check_embedding_sizes,
     finish,
-    fuse,
     heads_of,
     refuse_model,
     require_embedding,
@@ -228,14 +228,14 @@ def store_core(settings: ModelSettings, tensors: dict[str, LazyTensor], source: 
     """A Qwen 3 in Megatron's names, fused, with transformers' fields; UnsupportedInput for a setting it lacks."""
     refuse_settings(source, settings, {**FIXED, "attention_bias": False}, "MindFormers")
     group = settings["num_attention_heads"] // settings["num_key_value_heads"] * settings["head_dim"]
-    parts = fuse(
-        _renamed(tensors, CORE, source), QKV, "linear_qkv", (group, settings["head_dim"], settings["head_dim"])
-    )
+    counts = (group, settings["head_dim"], settings["head_dim"])
+    parts = fuse(_renamed(tensors, CORE, source), QKV, "linear_qkv", lambda qkv: interleave_rows(qkv, counts))
+    parts = fuse(parts, GATE_UP, "linear_fc1", lambda sides: interleave_rows(sides, (1, 1)))
     same = ("rope_scaling", "rope_theta", "tie_word_embeddings", "max_position_embeddings", "rms_norm_eps")
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     names = (*sizes, "num_key_value_heads", "head_dim", *same)
     fields = {"type": "Qwen3Config", **{name: settings[name] for name in names if settings[name] is not None}}
-    return MindFormersModel(fuse(parts, GATE_UP, "linear_fc1", (1, 1)), "Qwen3ForCausalLM", fields)
+    return MindFormersModel(parts, "Qwen3ForCausalLM", fields)
 
 
 def _renamed(tensors: dict[str, LazyTensor], names: Mapping[str, str | None], source: str) -> dict[str, LazyTensor]:
@@ -266,7 +266,6 @@ def _normalized(head: LazyTensor) -> LazyTensor:
 
 
 GLM_QKV = re.compile(r"(.+\.self_attn)\.query_key_value\.(weight|bias)")
-SIDES = re.compile(r"(.+\.mlp)\.gate_proj\.weight")
 
 GLM_FIXED = {  # options that `glm` does not have, with the value that it implements
     "rmsnorm": True,
@@ -323,14 +322,12 @@ def _transformers_tensors(run: RunConfig, renamed: dict[str, LazyTensor], heads:
     parts: dict[str, LazyTensor] = {}
     with fitting(f"the layers of `{run.source}` cannot be split"):
         for name, tensor in renamed.items():
-            fused, left = GLM_QKV.fullmatch(name), SIDES.fullmatch(name)
-            if fused:
-                split = zip("qkv", split_qkv(tensor, heads, "plain"), strict=True)
-                parts |= {f"{fused[1]}.{one}_proj.{fused[2]}": rows for one, rows in split}
-            elif left and (right := renamed.get(f"{left[1]}.up_proj.weight")):
-                parts[f"{left[1]}.gate_up_proj.weight"] = concat([tensor, right], 0)
-            elif not name.endswith(".mlp.up_proj.weight"):
+            if fused := GLM_QKV.fullmatch(name):
+                rows = zip("qkv", split_qkv(tensor, heads, "plain"), strict=True)
+                parts |= {f"{fused[1]}.{one}_proj.{fused[2]}": part for one, part in rows}
+            else:
                 parts[name] = tensor
+        parts = fuse(parts, ("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj")
         if run.flag("use_rearrange_rope"):
             parts = {name: _interleaved_pairs(name, tensor, heads.dim) for name, tensor in parts.items()}
     return parts
@@ -412,13 +409,13 @@ def build_gpt2(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel
     renamed = {target: tensors[source] for target, source in rename(tensors, GPT2, run.source).items()}
     embedding, positions = _embedding(run, renamed, "transformer.wte.weight"), renamed.get("transformer.wpe.weight")
     hidden, heads, inner = embedding.shape[1], run.integer("num_heads"), _inner(run, embedding.shape[1])
-    joined = _with_attention(
-        run,
-        renamed,
-        "attn",
-        "c_attn",
-        lambda parts: concat(parts, 0) if len(parts[0].shape) == 1 else transposed(concat(parts, 0)),
-    )
+    with fitting(f"the three parts of an attention in `{run.source}` cannot be joined"):
+        joined = fuse(
+            renamed,
+            [f"attn.{part}" for part in DENSE],
+            "attn.c_attn",
+            lambda parts: concat(parts, 0) if len(parts[0].shape) == 1 else transposed(concat(parts, 0)),
+        )
     config = {
         "model_type": "gpt2",
         "vocab_size": embedding.num_rows,
@@ -442,9 +439,9 @@ def build_bloom(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedMode
     embedding = _embedding(run, renamed, "transformer.word_embeddings.weight")
     hidden, heads, inner = embedding.shape[1], run.integer("num_heads", default=8), _inner(run, embedding.shape[1])
     counts = [max(1, hidden // heads)] * 3
-    joined = _with_attention(
-        run, renamed, "self_attention", "query_key_value", lambda parts: interleave_rows(parts, counts)
-    )
+    with fitting(f"the three parts of an attention in `{run.source}` cannot be joined"):
+        names, whole = [f"self_attention.{part}" for part in DENSE], "self_attention.query_key_value"
+        joined = fuse(renamed, names, whole, lambda parts: interleave_rows(parts, counts))
     flipped = {
         name: transposed(tensor) if BLOOM_IN_OUT.search(name) and len(tensor.shape) == 2 else tensor
         for name, tensor in joined.items()
@@ -540,22 +537,6 @@ def _embedding(run: RunConfig, renamed: dict[str, LazyTensor], name: str) -> Laz
 
 def _inner(run: RunConfig, hidden: int) -> int:
     return run.integer("expand_ratio", default=4) * hidden
-
-
-def _with_attention(
-    run: RunConfig, renamed: dict[str, LazyTensor], module: str, name: str, join: Any
-) -> dict[str, LazyTensor]:
-    """Joins `dense1`, `dense2`, `dense3` of each layer under `name`."""
-    first = re.compile(rf"(.+\.{module})\.dense1\.(weight|bias)")
-    result = {key: tensor for key, tensor in renamed.items() if not re.search(rf"\.{module}\.dense[123]\.", key)}
-    for key in renamed:
-        if match := first.fullmatch(key):
-            parts = [renamed.get(f"{match[1]}.{part}.{match[2]}") for part in DENSE]
-            with fitting(f"the three parts of `{key}` in `{run.source}` cannot be joined"):
-                if None in parts:
-                    raise ValueError("one of the three is missing")
-                result[f"{match[1]}.{name}.{match[2]}"] = join(parts)
-    return result
 
 
 def _finish(
