@@ -8,11 +8,10 @@ key heads are repeated and a narrower MLP is filled with zeros (`enlarged`), whi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from llmconv.convert.algebra import concat, slice_rows, zeros
+from llmconv.convert.algebra import concat, fitting, fuse, slice_rows, zeros
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
@@ -280,22 +279,11 @@ def native_tensors(tensors: Mapping[str, LazyTensor], source: str) -> dict[str, 
         new = name.replace(".norm_attn_norm.", ".")
         for old, modern in OLD_NAMES:
             new = new.replace(old, modern)
-        if (fused := re.sub(r"\.W[qkv]\.weight$", ".Wqkv.weight", new)) != new:
-            parts = [tensors.get(re.sub(r"\.W[qkv]\.", f".W{part}.", name)) for part in "qkv"]
-            new, tensor = fused, renamed.get(fused) or _fused(fused, parts, source)
-        elif new in renamed:
+        if new in renamed:
             raise MalformedInput(f"`{source}` holds `{new}` twice, under different names", hint="save the model alone")
         renamed[new] = tensor
-    return renamed
-
-
-def _fused(name: str, parts: list[LazyTensor | None], source: str) -> LazyTensor:
-    try:
-        return concat([part for part in parts if part is not None], 0)
-    except ValueError as error:
-        raise MalformedInput(
-            f"`{source}` holds parts of `{name}` that do not fit together", hint="the checkpoint is damaged"
-        ) from error
+    with fitting(f"`{source}` holds queries, keys and values that do not fit together", "the checkpoint is damaged"):
+        return fuse(renamed, [f"attn.W{part}" for part in "qkv"], "attn.Wqkv")
 
 
 def enlarged(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> dict[str, LazyTensor]:
