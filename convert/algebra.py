@@ -1,6 +1,4 @@
-"""Tensors made of lines of other tensors: what is left of joining, splitting, stacking, permuting and transposing.
-
-From one lazy mapping `name -> LazyTensor` to another: rename tables and operations on tensors.
+"""From one lazy mapping `name -> LazyTensor` to another: rename tables, and operations on tensors and their lines.
 
 Nothing here reads data; a result reads when a writer asks for rows.
 """

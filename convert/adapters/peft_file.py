@@ -1,20 +1,17 @@
-"""The tensors of a LoRA adapter under PEFT's names, sorted into pairs A and B, whole tensors and trained rows.
+"""Opens PEFT's adapters, of LoRA and of the kinds in `tuner_kinds.py`: `adapter_config.json` next to the weights.
 
-Names (PEFT `utils/save_and_load.py`): `base_model.model.<module>.lora_A.weight` (r×in), `.lora_B.weight` (out×r),
-`.lora_B.bias` (out), `.lora_embedding_A` (r×vocab), `.lora_embedding_B` (dim×r), `.lora_magnitude_vector` (out), for a
-convolution r×in×k… and out×r×1…; trained rows as `.token_adapter.trainable_tokens_delta`, whole tensors as
-`<module>.weight`.
+LoRA's tensors are sorted into pairs A and B, whole tensors and trained rows. Names (PEFT `utils/save_and_load.py`):
+`base_model.model.<module>.lora_A.weight` (r×in), `.lora_B.weight` (out×r), `.lora_B.bias` (out), `.lora_embedding_A`
+(r×vocab), `.lora_embedding_B` (dim×r), `.lora_magnitude_vector` (out), for a convolution r×in×k… and out×r×1…; trained
+rows as `.token_adapter.trainable_tokens_delta`, whole tensors as `<module>.weight`.
 
 NeMo AutoModel keeps the factors of all experts in one tensor, which is split by expert (NVIDIA-NeMo/Automodel
 `components/_peft/lora_experts.py`, `components/moe/state_dict_mixin.py`; vLLM has the same):
 `experts.lora_gate_and_up_A` E×in×r, `experts.lora_gate_and_up_B` E×r×2·out, gate before up, and `experts.lora_down_A`,
 `experts.lora_down_B`. A is shared by gate and up.
 
-Opens PEFT's adapters, of LoRA and of the kinds in `tuners/kinds/`.
-
-A folder has `adapter_config.json` next to `adapter_model.safetensors` or `adapter_model.bin` (PEFT `save_pretrained`).
-Tensors of kinds other than LoRA are `base_model.model.<module>.<part>` for each of the tuner's parts, some followed by
-`.weight`, and `base_model.<part>` if all modules share them.
+Tensors of other kinds are `base_model.model.<module>.<part>` for each of the tuner's parts, some followed by `.weight`,
+and `base_model.<part>` if all modules share them.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
-"""Lossless difference of two arrays of weights: for each element, the number of representable floats between them.
-
-The bit pattern of a float counts the floats between zero and it, so bit patterns in the order of their values can be
-subtracted as integers, modulo 2ⁿ. The difference of any two patterns is reversible, NaN, infinities and -0 included.
-Weights that training hardly moved give small integers, whose upper bytes are zeros and compress well.
-
-Exact deltas: planning the files of a difference, opening them, and applying them to the same base.
+"""Exact deltas: planning the files of a difference, opening them, and applying them to the same base.
 
 A folder with `delta.json` (`{"delta": "exact", "version": 1, "files": […], "tensors": n, "removed": […]}`), files of
 frames, and the tuned model's `config.json` and side files. Order and dtype of the tensors are the tuned model's. A
 file of the base without changes is copied, and the copy is checked.
 
+The difference of two elements is the number of representable floats between them: bit patterns in the order of their
+values are subtracted as integers, modulo 2ⁿ. It is reversible for any two patterns, NaN, infinities and -0 included.
+Weights that training hardly moved give small integers, whose upper bytes are zeros and compress well.
+
 A file has a zstd frame for each block of rows that changed, and an index at the end:
 
-    frame, frame, …                       `zstd -d` unpacks them; `ulp_difference.byte_planes`
+    frame, frame, …                       `zstd -d` unpacks them; `byte_planes`
     skippable frame (RFC 8878, 3.1.2)     0x184D2A5E, its size, the index as JSON, that one's size (8 bytes), `LLMDELTA`
 
 The index: `{"tensors": {name: {dtype, shape, rows, blocks: [[bytes, crc32, crc32], …], base: {name, dtype, shape,

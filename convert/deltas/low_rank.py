@@ -1,22 +1,18 @@
-"""The largest singular values of a weight's change and their vectors, without computing all others.
-
-Block Krylov iteration (Musco and Musco 2015, algorithm 2) with reorthogonalized blocks: products with D and Dᵀ in
-float32, never Dᵀ·D itself, which would lose the small singular values; the small matrices in float64. It ends when one
-more block of vectors adds less than `GAIN` to the captured norm: for a change of exactly low rank after two blocks; for
-white noise, the slowest case, at 99.9 % of the optimum (Eckart and Young). One step of subspace iteration in float64
-follows.
-
-Products of a large matrix with a narrow one are computed in tiles: for larger ones OpenBLAS first copies the large
-matrix into another order, which is half as fast for a few columns (measured).
-
-Low-rank deltas: a PEFT adapter that approximates a tuned model, with factors of linear weights and whole tensors.
+"""Low-rank deltas: a PEFT adapter that approximates a tuned model, with factors of linear weights and whole tensors.
 
 Layout as PEFT saves it (`utils/save_and_load.py`): `lora_A` (rank×in) and `lora_B` (out×rank) and alpha = rank, so a
 factor of 1; norms and embeddings as `modules_to_save`; biases as `bias="all"`.
 
 The factors are the largest singular triples of D = tuned − base (Eckart and Young): with Q, the singular vectors of D
 on its smaller side, Q·Qᵀ·D (or D·Q·Qᵀ), which is D itself if Q is square. Up to a million elements Q is exact; for
-larger weights it is iterated (`singular_vectors`), and of white noise the product captures 99.9 % of the optimum.
+larger weights it is iterated, and of white noise, the slowest case, the product captures 99.9 % of the optimum.
+
+The iteration is block Krylov (Musco and Musco 2015, algorithm 2) with reorthogonalized blocks: products with D and Dᵀ
+in float32, never Dᵀ·D itself, which would lose the small singular values; the small matrices in float64. It ends when
+one more block of vectors adds less than `GAIN` to the captured norm: for a change of exactly low rank after two blocks.
+One step of subspace iteration in float64 follows. Products of a large matrix with a narrow one are computed in tiles:
+for larger ones OpenBLAS first copies the large matrix into another order, which is half as fast for a few columns
+(measured).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Torch Distributed Checkpoint (DCP, FSDP): `.metadata`, `__RANK_N.distcp` files, a model inside a nested dict.
 
-Layout: `convert/state_dicts/distributed/`. Names are Hugging Face's (accelerate, the Trainer's `SHARDED_STATE_DICT`,
+Layout: `convert/state_dicts/distributed.py`. Names are Hugging Face's (accelerate, the Trainer's `SHARDED_STATE_DICT`,
 torch's recipes), or those of torchtitan's Llama, which are Meta's, with rows of queries and keys in Meta's order.
 """
 

@@ -1,12 +1,9 @@
-"""Reads the `.metadata` of a distributed checkpoint: its items and their location in files.
+"""Opens a distributed checkpoint as a nested dict whose leaves are items; each is read only when it is needed.
 
-Layout (pytorch `torch/distributed/checkpoint/metadata.py`, `filesystem.py`): a pickle of `Metadata`:
-`state_dict_metadata` {name: tensor (properties, size, chunks) or bytes}, `storage_data` {index (fqn, offset): (file,
-offset, length)}, `planner_data` {name: path in the nested dict}. Torch 1.13 to 2.13 spell the fields the same way.
-
-Opens a distributed checkpoint as a nested dict whose leaves are items; each is read only when it is needed.
-
-Layout (pytorch `torch/distributed/checkpoint`): `.metadata`, and `__RANK_N.distcp` files of `torch.save` blobs.
+Layout (pytorch `torch/distributed/checkpoint/metadata.py`, `filesystem.py`): `__RANK_N.distcp` files of `torch.save`
+blobs, and `.metadata`, a pickle of `Metadata`: `state_dict_metadata` {name: tensor (properties, size, chunks) or
+bytes}, `storage_data` {index (fqn, offset): (file, offset, length)}, `planner_data` {name: path in the nested dict}.
+Torch 1.13 to 2.13 spell the fields the same way.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Reads the shards of a LLaMA2-Accessory (or Meta) folder and joins them, in Accessory's own names.
+"""LLaMA2-Accessory's (or Meta's) shards, joined and written, in Accessory's own names.
 
 Split (Accessory `util/tensor_parallel.py`, `model/peft.py`): column-parallel layers along dim 0 with their bias and
-`lora_b`; row-parallel layers and their `lora_a` along dim 1; embeddings along dim 1; all others are copied.
-
-Writes LLaMA2-Accessory's folder: `consolidated.NN-of-MM.model.pth`, configuration, tokenizer.
-
-Layout: Accessory `util/misc.py`, `save_checkpoint`; each rank of a Mixtral holds whole experts (`LLM/mixtral.py`, MoE).
+`lora_b`; row-parallel layers and their `lora_a` along dim 1; embeddings along dim 1; all others are copied. Each rank
+of a Mixtral holds whole experts (`LLM/mixtral.py`, MoE). Files: `util/misc.py`, `save_checkpoint`.
 """
 
 from __future__ import annotations

@@ -198,7 +198,6 @@ class LitConfig:
 
     @property
     def qkv_rows(self) -> int:
-        """Rows of the fused matrix."""
         return (self.n_head + 2 * self.n_query_groups) * self.head_size
 
     @property
@@ -213,17 +212,14 @@ class LitConfig:
 
     @property
     def has_key_per_head(self) -> bool:
-        """Whether each query head has its own key and value."""
         return self.n_query_groups == self.n_head
 
     @property
     def heads_span_width(self) -> bool:
-        """Whether the heads together are as wide as the hidden state."""
         return self.n_embd == self.n_head * self.head_size
 
     @property
     def window_in_every_layer(self) -> bool:
-        """Whether no layer is without a window, if there is one."""
         return all(self.sliding_window_indices or [1])
 
     @property

@@ -1,9 +1,8 @@
-"""Meta's `params.json` as a Llama's `config.json`; every size is checked against the shapes of the weights.
+"""Meta's `params.json` as a Llama's `config.json`, and its shards joined, with rows in Hugging Face's order.
 
-Reads Meta's shards and joins the parts of all ranks, with rows in Hugging Face's order.
-
-The table of names has the axis along which ranks split each tensor (LLaMA2-Accessory has the same). Source:
-meta-llama/llama `model.py` with fairscale's parallel layers; Accessory `util/tensor_parallel.py`, `model/peft.py`.
+Every size is checked against the shapes of the weights. The table of names has the axis along which ranks split each
+tensor (LLaMA2-Accessory has the same). Source: meta-llama/llama `model.py` with fairscale's parallel layers; Accessory
+`util/tensor_parallel.py`, `model/peft.py`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""A model in Hugging Face names as MindFormers' files: a `.ckpt`, or rank folders and strategy, and the run's YAML.
+"""MindFormers (MindSpore): `.ckpt` or MindSpore-flavored safetensors, one file or the rank folders of a run.
 
-The axes of ranks are those of the `shard` methods in mindformers `models/*`; `vocab_emb_dp`: all have the embedding.
-
-MindFormers (MindSpore): `.ckpt` or MindSpore-flavored safetensors, one file or the rank folders of a run.
-
-Names and layouts: mindformers 1.0 to 1.7, `models/*/convert_reversed.py`; the run's YAML gives the configuration.
+Names and layouts: mindformers 1.0 to 1.7, `models/*/convert_reversed.py`; the run's YAML gives the configuration. The
+axes of ranks are those of the `shard` methods in `models/*`; `vocab_emb_dp`: all have the embedding.
 """
 
 from __future__ import annotations

@@ -1,20 +1,16 @@
-"""A reader for protocol buffers that yields the number and position of each field and leaves payloads in the file.
-
-Encoding (protobuf.dev "Encoding"): each field is a varint key `number << 3 | wire type`, then a varint (0), eight bytes
-(1), a varint length and that number of bytes (2), or four bytes (5); MindSpore does not use groups (3, 4).
-
-MindSpore's strategy files: how the ranks of a run divide each tensor.
-
-Layout (mindspore `node_strategy.proto`, `parallel/_parallel_serialization.py`, `parallel/_tensor.py`): a map of
-parameter name to device matrix, tensor map and optimizer sharding. `tensor_map[i] = k` divides axis i by
-`dev_matrix[-1 - k]`, -1 does not divide it; ranks count through the matrix row by row.
-
-MindSpore `.ckpt` files, read lazily (headers first, then each tensor by its position) and written as a stream.
+"""MindSpore's `.ckpt` files, read lazily and written as a stream, and strategy files: how ranks divide each tensor.
 
 Layout (mindspore `train/checkpoint.proto`, `train/serialization.py`): a stream of `Checkpoint.value` messages, each a
 `tag` and a TensorProto of `dims`, `tensor_type` and raw little-endian `tensor_content`. Tensors over 512 MiB are split
 into messages of one tag and the same dims. `crc_check` appends `crc_num` and ten bytes, the CRC-32 of all before.
-MindSpore writes `dims` unpacked, and omits empty tensors. Strategy files (`strategy.py`) are written here, too.
+MindSpore writes `dims` unpacked, and omits empty tensors.
+
+A strategy (`node_strategy.proto`, `parallel/_parallel_serialization.py`, `parallel/_tensor.py`) is a map of parameter
+name to device matrix, tensor map and optimizer sharding. `tensor_map[i] = k` divides axis i by `dev_matrix[-1 - k]`, -1
+does not divide it; ranks count through the matrix row by row.
+
+Both are protocol buffers (protobuf.dev "Encoding"): each field is a varint key `number << 3 | wire type`, then a varint
+(0), eight bytes (1), a varint length and that number of bytes (2), or four bytes (5); MindSpore does not use groups.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""`.pdparams` files: one pickle of numpy arrays, read lazily and written as a stream.
+"""PaddleNLP's weights: `.pdparams` files, read lazily and written as a stream, and safetensors, whole, sharded, per rank.
 
-Layout (paddle `framework/io.py`, `framework/io_utils.py`): a dict of name to numpy array, of protocol 2 to 4, and under
-`StructuredToParameterName@@` a table of names that is not needed. bfloat16 is stored as uint16.
-
+Layout (paddle `framework/io.py`, `framework/io_utils.py`): one pickle of a dict of name to numpy array, of protocol 2
+to 4, and under `StructuredToParameterName@@` a table of names that is not needed. bfloat16 is stored as uint16.
 Protocol 2 stores bytes as UTF-8 text (`_codecs.encode(text, "latin1")`), where those from 0x80 on take two, so
 positions are found by counting characters; counts are kept per chunk. Files are written as one pickle of protocol 4,
 whose arrays may have any size. numpy 1 and 2 both find `numpy.core.multiarray`.
-
-Opens the weight files of a PaddleNLP folder: one file, shards with an index, or one file per parallel rank.
 
 Names from paddlenlp `utils/env.py` and `transformers/model_utils.py`: `model_state.pdparams`,
 `model_state-00001-of-00005.pdparams` with an index, `model_state.tp00_pp00.pdparams`, and the safetensors ones:
