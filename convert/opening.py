@@ -1,4 +1,4 @@
-"""Opens training checkpoints of any known format in Hugging Face names (detect, open, check), and the adapters of a merge.
+"""Opens training checkpoints of any known format in Hugging Face names, and the adapters of a merge.
 
 PiSSA, OLoRA, CorDA and LoRA-GA subtract the initial adapter from the base and train on W − s·B₀·A₀, so the trained
 weight is W + s·(B·A − B₀·A₀) (PEFT `tuners/lora/model.py`, `subtract_mutated_init`).

@@ -1,4 +1,4 @@
-"""PaddleNLP's weights: `.pdparams` files, read lazily and written as a stream, and safetensors, whole, sharded, per rank.
+"""PaddleNLP's weights: `.pdparams`, read lazily and written as a stream, and safetensors; whole, sharded, per rank.
 
 Layout (paddle `framework/io.py`, `framework/io_utils.py`): one pickle of a dict of name to numpy array, of protocol 2
 to 4, and under `StructuredToParameterName@@` a table of names that is not needed. bfloat16 is stored as uint16.
