@@ -99,12 +99,10 @@ def float32_names(config: Mapping[str, Any], class_name: str, names: Iterable[st
     mapping = get_model_conversion_mapping(model)
     renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
-    try:
+    with _failing():
         new = {
             name: rename_source_key(name, renamings, converters, model.base_model_prefix, known)[0] for name in names
         }
-    except Exception as error:  # transformers promises no class of error
-        raise NotBuildable(f"{type(error).__name__}: {first_line(error, 120)}") from error
     made = {name for name, tensor in known.items() if tensor.dtype == torch.float32}
     return frozenset(name for name, now in new.items() if now in made or (pattern and pattern.search(now)))
 
@@ -113,18 +111,13 @@ def gaps_of(model: Any, shapes: Mapping[str, Shape]) -> LoadingGaps:
     """What transformers would report after loading these shapes into a meta model; NotBuildable: a conversion fails."""
     mapping = get_model_conversion_mapping(model)
     options = LoadStateDictConfig(dtype=torch.float32, device_map={"": "meta"}, weight_mapping=mapping)
-    try:
-        with quiet():
-            stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-            report, _ = convert_and_load_state_dict_in_model(model, stored, options)
-            if report.conversion_errors:
-                raise NotBuildable(first_line(next(iter(report.conversion_errors.values())), 120))
-            unexpected = {*report.unexpected_keys}
-            model._adjust_missing_and_unexpected_keys(report)
-    except NotBuildable:
-        raise
-    except Exception as error:
-        raise NotBuildable(f"{type(error).__name__}: {first_line(error, 120)}") from error
+    with _failing(), quiet():
+        stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        report, _ = convert_and_load_state_dict_in_model(model, stored, options)
+        if report.conversion_errors:
+            raise NotBuildable(first_line(next(iter(report.conversion_errors.values())), 120))
+        unexpected = {*report.unexpected_keys}
+        model._adjust_missing_and_unexpected_keys(report)
     tied = {name for pair in model.all_tied_weights_keys.items() for name in pair if not {*pair} <= report.missing_keys}
     mismatched = {name: (tuple(found), tuple(wanted)) for name, found, wanted in report.mismatched_keys}
     missing = [name for name in model.state_dict() if name in report.missing_keys - tied - mismatched.keys()]
@@ -164,13 +157,19 @@ def without_fetching(value: Any) -> Any:
 @contextmanager
 def building() -> Iterator[None]:
     """On the meta device, quietly, and with a bound; any exception is a `NotBuildable`."""
-    with quiet(), _bounded_building(), torch.device("meta"):
-        try:
-            yield
-        except NotBuildable:
-            raise
-        except Exception as error:  # transformers and torch promise no class of error
-            raise NotBuildable(f"{type(error).__name__}: {first_line(error, 120)}") from error
+    with quiet(), _bounded_building(), torch.device("meta"), _failing():
+        yield
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Any exception is a `NotBuildable`: transformers and torch promise no class of error."""
+    try:
+        yield
+    except NotBuildable:
+        raise
+    except Exception as error:
+        raise NotBuildable(f"{type(error).__name__}: {first_line(error, 120)}") from error
 
 
 @contextmanager
@@ -290,12 +289,8 @@ class NamesInMemory:
         if (key := self._keys.get(name)) is None:
             return None
         if key not in self._joints:
-            try:
+            with _failing():
                 self._joints[key] = self._converted(key)
-            except NotBuildable:
-                raise
-            except Exception as error:  # transformers and torch promise no class of error
-                raise NotBuildable(f"{type(error).__name__}: {first_line(error, 120)}") from error
         return self._joints[key]
 
     def _converted(self, key: str) -> Joint:

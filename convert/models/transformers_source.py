@@ -327,20 +327,12 @@ def auto_classes(task: str) -> dict[str, str]:
     Source: `TABLE` in transformers `models/auto/modeling_auto.py`, the tables behind AutoModelForCausalLM and others.
     Importing it would load torch, so the source is parsed. `task` is as in the name of the table, such as `CAUSAL_LM`.
     """
-    for node in _auto_tables():
+    root = transformers_folder()
+    for node in source(root / "models" / "auto" / "modeling_auto.py").tree.body if root else ():
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(args=[rows])) if name == TABLE.format(task):
                 return {kind: name for kind, name in ast.literal_eval(rows) if isinstance(name, str)}
     return {}
-
-
-@lru_cache(maxsize=1)
-def _auto_tables() -> list[ast.stmt]:
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or not spec.submodule_search_locations:
-        return []
-    source = Path(spec.submodule_search_locations[0], "models", "auto", "modeling_auto.py")
-    return ast.parse(source.read_bytes(), str(source)).body if source.is_file() else []
 
 
 HEADS = ("lm_head.weight", "embed_out.weight")
