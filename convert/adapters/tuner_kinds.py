@@ -48,22 +48,14 @@ def _ia3_delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
     return rows
 
 
-IA3 = Tuner(
-    peft_type="IA3",
-    parts=("ia3_l",),
-    fields=("feedforward_modules",),
-    fit=_ia3_fit,
-    delta=_ia3_delta,
-    conv1d=True,
-    scales_output=True,
-)
+IA3 = Tuner("IA3", ("ia3_l",), ("feedforward_modules",), _ia3_fit, _ia3_delta, conv1d=True, scales_output=True)
 
 
 # LN tuning: trained norms that replace the base's (arXiv 2312.11420; PEFT `tuners/ln_tuning`).
 # The file contains `<module>.ln_tuning_layers.weight` and `.bias`, which are whole tensors; there is no formula.
 
 
-LN_TUNING = Tuner(peft_type="LN_TUNING", parts=(), fields=())
+LN_TUNING = Tuner("LN_TUNING", (), ())
 
 
 # AdaLoRA: W + alpha/(ranknum + 1e-5) · B·diag(E)·A (Zhang et al., arXiv 2303.10512; PEFT `tuners/adalora/layer.py`).
@@ -83,10 +75,7 @@ def _adalora_delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
     scale = learned.settings.positive("lora_alpha", 8) / (_adalora_rank_before(learned) + 1e-5)
     left, right = learned.read("lora_B") * scale, learned.read("lora_A") * learned.read("lora_E")
 
-    def rows(weight: Array, start: int) -> Array:
-        return thin_product(left[start : start + len(weight)], right)
-
-    return rows
+    return lambda weight, start: thin_product(left[start : start + len(weight)], right)
 
 
 def _adalora_rank_before(learned: ModuleTensors) -> float:
@@ -99,15 +88,15 @@ def _adalora_rank_before(learned: ModuleTensors) -> float:
 
 
 ADALORA = Tuner(
-    peft_type="ADALORA",
-    parts=("lora_A", "lora_B", "lora_E", "ranknum"),
-    fields=(
+    "ADALORA",
+    ("lora_A", "lora_B", "lora_E", "ranknum"),
+    (
         *("r", "target_r", "init_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step"),
         *("rank_pattern", "alpha_pattern", "lora_alpha", "lora_dropout", "init_lora_weights", "use_rslora"),
         *("megatron_core", "loftq_config", "qalora_group_size", "runtime_config", "ensure_weight_tying"),
     ),
-    fit=_adalora_fit,
-    delta=_adalora_delta,
+    _adalora_fit,
+    _adalora_delta,
     conv1d=True,
 )
 
@@ -157,11 +146,11 @@ def _loha_thin(learned: ModuleTensors, number: str) -> tuple[Array, Array]:
 
 
 LOHA = Tuner(
-    peft_type="LOHA",
-    parts=("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2"),
-    fields=("r", "alpha", "rank_pattern", "alpha_pattern", "rank_dropout", "module_dropout", "use_effective_conv2d"),
-    fit=_loha_fit,
-    delta=_loha_delta,
+    "LOHA",
+    ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2"),
+    ("r", "alpha", "rank_pattern", "alpha_pattern", "rank_dropout", "module_dropout", "use_effective_conv2d"),
+    _loha_fit,
+    _loha_delta,
 )
 
 
@@ -218,14 +207,14 @@ def _lokr_read(learned: ModuleTensors, number: str) -> Array:
 
 
 LOKR = Tuner(
-    peft_type="LOKR",
-    parts=("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"),
-    fields=(
+    "LOKR",
+    ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"),
+    (
         *("r", "alpha", "rank_pattern", "alpha_pattern", "rank_dropout", "rank_dropout_scale", "module_dropout"),
         *("use_effective_conv2d", "decompose_both", "decompose_factor"),
     ),
-    fit=_lokr_fit,
-    delta=_lokr_delta,
+    _lokr_fit,
+    _lokr_delta,
 )
 
 
@@ -266,18 +255,15 @@ def _vera_delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
     left = learned.read("vera_lambda_b")[:, None] * learned.read("vera_B")[: shape[0]]
     right = learned.read("vera_lambda_d")[:, None] * learned.read("vera_A")[:, : shape[1]]
 
-    def rows(weight: Array, start: int) -> Array:
-        return thin_product(left[start : start + len(weight)], right)
-
-    return rows
+    return lambda weight, start: thin_product(left[start : start + len(weight)], right)
 
 
 VERA = Tuner(
-    peft_type="VERA",
-    parts=("vera_lambda_b", "vera_lambda_d"),
-    fields=("r", "projection_prng_key", "save_projection", "vera_dropout", "d_initial"),
-    fit=_vera_fit,
-    delta=_vera_delta,
+    "VERA",
+    ("vera_lambda_b", "vera_lambda_d"),
+    ("r", "projection_prng_key", "save_projection", "vera_dropout", "d_initial"),
+    _vera_fit,
+    _vera_delta,
     require=_vera_require,
     shared=("vera_A", "vera_B"),
     drawn=_vera_drawn,
@@ -324,11 +310,11 @@ def _fourierft_delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
 
 
 FOURIERFT = Tuner(
-    peft_type="FOURIERFT",
-    parts=("fourierft_spectrum",),
-    fields=("n_frequency", "n_frequency_pattern", "scaling", "random_loc_seed"),
-    fit=_fourierft_fit,
-    delta=_fourierft_delta,
+    "FOURIERFT",
+    ("fourierft_spectrum",),
+    ("n_frequency", "n_frequency_pattern", "scaling", "random_loc_seed"),
+    _fourierft_fit,
+    _fourierft_delta,
     require=_fourierft_require,
     conv1d=True,
 )
@@ -381,9 +367,7 @@ def _hra_directions(learned: ModuleTensors) -> Array:
         return vectors / lengths
 
 
-HRA = Tuner(
-    peft_type="HRA", parts=("hra_u",), fields=("r", "apply_GS"), fit=_hra_fit, delta=_hra_delta, require=_hra_require
-)
+HRA = Tuner("HRA", ("hra_u",), ("r", "apply_GS"), _hra_fit, _hra_delta, require=_hra_require)
 
 
 # OFT: W·Rᵀ with R block-diagonal and orthogonal (arXiv 2306.07280, 2506.19847; PEFT `tuners/oft/layer.py`).
@@ -428,11 +412,7 @@ def _oft_delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
     """Rows of the update; each block of columns is rotated separately."""
     blocks = rotations(learned)
     turned = blocks if _oft_name(learned) == "oft_embedding_R" else blocks.transpose(0, 2, 1)
-
-    def rows(weight: Array, start: int) -> Array:
-        return rotate(weight, turned) - weight
-
-    return rows
+    return lambda weight, start: rotate(weight, turned) - weight
 
 
 def rotate(weight: Array, blocks: Array) -> Array:
@@ -483,14 +463,14 @@ def cayley(skew: Array) -> Array:
 
 
 OFT = Tuner(
-    peft_type="OFT",
-    parts=("oft_R", "oft_embedding_R"),
-    fields=(
+    "OFT",
+    ("oft_R", "oft_embedding_R"),
+    (
         *("r", "oft_block_size", "module_dropout", "coft", "eps", "block_share"),
         *("use_cayley_neumann", "num_cayley_neumann_terms"),
     ),
-    fit=_oft_fit,
-    delta=_oft_delta,
+    _oft_fit,
+    _oft_delta,
     require=_oft_require,
 )
 
@@ -536,11 +516,11 @@ def _boft_order(columns: int, size: int, number: int, factors: int) -> Array:
 
 
 BOFT = Tuner(
-    peft_type="BOFT",
-    parts=("boft_R", "boft_s"),
-    fields=("boft_block_size", "boft_block_num", "boft_n_butterfly_factor", "boft_dropout"),
-    fit=_boft_fit,
-    delta=_boft_delta,
+    "BOFT",
+    ("boft_R", "boft_s"),
+    ("boft_block_size", "boft_block_num", "boft_n_butterfly_factor", "boft_dropout"),
+    _boft_fit,
+    _boft_delta,
 )
 
 
