@@ -19,7 +19,7 @@ from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.peft_file import CONFIG, WEIGHTS, is_tuned, open_adapter, open_tuned, read_tensors
 from llmconv.convert.algebra import equal
-from llmconv.convert.assembly import saved_name
+from llmconv.convert.assembly import saved_name, side_files_of
 from llmconv.convert.deltas import DELTA_FILE, is_recorded_delta
 from llmconv.convert.formats import Format, adapter_format, by_name, detect, formats
 from llmconv.convert.models.code_model import with_code
@@ -27,7 +27,6 @@ from llmconv.convert.models.completeness import check_complete, check_folder, wh
 from llmconv.convert.models.config_file import CODE_FIELDS, OPTION, merged_configs, own_fields, trusted_code
 from llmconv.convert.state_dicts.files import SUFFIXES, is_model_folder, training_file_kind, weight_files
 from llmconv.convert.state_dicts.files import SUFFIXES as TORCH
-from llmconv.convert.tokenizers import read_tokenizer
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.packing import unpacked
 from llmconv.files.pickle_machine import Stub
@@ -146,10 +145,7 @@ def open_again(
     code = [field for field in CODE_FIELDS if settings.pop(field, None)]
     warnings = [DROPPED_CODE.format(listing(code))] if code and not own else []
     settings |= {AUTO_MAP: own[AUTO_MAP]} if own else {}
-    side_files = dict(opened.side_files)
-    if tokenizer:
-        kept = {key: content for key, content in side_files.items() if key == "generation_config.json"}
-        side_files = kept | read_tokenizer(tokenizer)
+    side_files = side_files_of(folder, tokenizer)
     result = replace(opened, config=settings, side_files=side_files)
     if (trusted := trusted_code(options)) and has_code(settings, side_files):
         return with_code(result, trusted, name)

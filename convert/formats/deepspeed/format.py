@@ -16,8 +16,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import ADAPTER_CONFIG, INDEX, SINGLE, Checkpoint, read_json, read_side_files
-from llmconv.convert.assembly import OPTIONS, opened_with_adapter
+from llmconv.checkpoint import ADAPTER_CONFIG, INDEX, SINGLE, Checkpoint, read_json
+from llmconv.convert.assembly import OPTIONS, opened_with_adapter, side_files_of
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.deepspeed.save_folder import (
     FlatSlice,
@@ -34,7 +34,6 @@ from llmconv.convert.models.completeness import WRAPPERS, as_loaded, select
 from llmconv.convert.models.config_file import OPTION, causal_lm_config
 from llmconv.convert.models.transformers_source import HEADS
 from llmconv.convert.state_dicts.files import Sign
-from llmconv.convert.tokenizers import read_tokenizer
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.torch_reader import open_torch_file
@@ -65,7 +64,7 @@ def _open_model(
     """The model of `stored_tensors`, with the configuration of the save, or that of `base` if it has none."""
     warnings = [*model.warnings]
     stored = read_json(save.home / "config.json") if (save.home / "config.json").is_file() else {}
-    side_files = {**(base.side_files if base else {}), **_side_files(save.home, tokenizer)}
+    side_files = {**(base.side_files if base else {}), **side_files_of(save.home, tokenizer)}
     tensors, settings = stored_tensors, dict[str, Any]()
     if stored_tensors:
         settings = causal_lm_config(stored or (base.config if base else {}), given, path.name, warnings)
@@ -96,13 +95,6 @@ def _prefix(tensors: Mapping[str, LazyTensor]) -> str:
     """The prefix that a trainer gave every name, such as `_forward_module.`: that of the output head's name."""
     names = [WRAPPERS.sub("", name) for name in tensors]
     return next((name.removesuffix(head) for name in names for head in HEADS if name.endswith(f".{head}")), "")
-
-
-def _side_files(home: Path, tokenizer: Path | None) -> dict[str, bytes]:
-    stored = read_side_files(home)
-    if tokenizer is None:
-        return stored
-    return {name: stored[name] for name in ("generation_config.json",) if name in stored} | read_tokenizer(tokenizer)
 
 
 FORMAT = Format(

@@ -16,8 +16,9 @@ from typing import Any
 
 import yaml
 
-from llmconv.checkpoint import Checkpoint, read_side_files
+from llmconv.checkpoint import Checkpoint
 from llmconv.convert.algebra import concat, first_missing, fitting, split
+from llmconv.convert.assembly import side_files_of
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.mindformers.config import (
     OPTIONS,
@@ -56,7 +57,6 @@ from llmconv.convert.models.config_file import with_architecture
 from llmconv.convert.models.head_and_dtype import settle_head
 from llmconv.convert.models.model_config import ModelSettings, refuse_other_settings, refuse_shards, settings_of, tied
 from llmconv.convert.state_dicts.files import joined, without_duplicates
-from llmconv.convert.tokenizers import read_tokenizer
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.safetensors_file import read_header
 from llmconv.model_code import AUTO_MAP
@@ -435,18 +435,15 @@ def _blaming(strategy: Path | None) -> Iterator[None]:
 
 def _side_files(path: Path, tokenizer: Path | None) -> tuple[dict[str, bytes], list[str]]:
     """Tokenizer and generation files: the given ones, else those next to the checkpoint, where `save` puts them."""
-    folder = path if path.is_dir() else path.parent
-    found = read_side_files(folder)
+    found = side_files_of(path, tokenizer)
     if tokenizer:
-        kept = {name: content for name, content in found.items() if name == GENERATION_CONFIG}
-        return {**kept, **read_tokenizer(tokenizer)}, []
+        return found, []
     if any(name in TOKENIZERS for name in found):
         return found, [f"the tokenizer is that of {listing(sorted(found))}, which lies next to the checkpoint"]
     return found, ["a MindSpore checkpoint contains no tokenizer; give one with `--tokenizer` if you need it"]
 
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "sentencepiece.bpe.model")
-GENERATION_CONFIG = "generation_config.json"
 
 FORMAT = Format(
     name="mindformers",
