@@ -62,12 +62,11 @@ def open_paddle_adapter(path: Path, alpha: float | None = None) -> Adapter:
             f"the adapter `{folder.name}` has no `{absent}`",
             hint="copy the whole folder that PaddleNLP's `LoRAModel.save_pretrained` wrote",
         )
-    fields = read_json(folder / CONFIG)
-    ranks = open_rank_files(folder, files, fields)
-    rules = _rules(read_json(folder / "config.json"), ranks, folder.name)
+    fields, model = read_json(folder / CONFIG), read_json(folder / "config.json")
+    ranks, settings = open_rank_files(folder, files, fields), to_config(model, folder.name, [])
+    rules = _rules(FAMILIES[model["model_type"]], settings, ranks, folder.name)
     pairs, whole, joined = _converted(rules, ranks, folder.name)
-    config = _with_joined(_config(fields, alpha), joined)
-    kind = str(to_config(read_json(folder / "config.json"), folder.name, [])["model_type"])
+    config, kind = _with_joined(_config(fields, alpha), joined), str(settings["model_type"])
     adapter = Adapter(folder, tuple(sorted(files.values())), folder / CONFIG, config, pairs, whole, model_type=kind)
     check(adapter)
     return adapter
@@ -109,10 +108,10 @@ def _is_close(stated: float, computed: float) -> bool:
     return abs(stated) <= sys.float_info.max and math.isclose(stated, computed, rel_tol=1e-6)
 
 
-def _rules(config: dict[str, Any], ranks: Sequence[Mapping[str, LazyTensor]], source: str) -> list[TensorRule]:
+def _rules(
+    family: PaddleFamily, settings: dict[str, Any], ranks: Sequence[Mapping[str, LazyTensor]], source: str
+) -> list[TensorRule]:
     """The rules of the adapter's model, with layer numbers."""
-    settings = to_config(config, source, [])
-    family: PaddleFamily = FAMILIES[config["model_type"]]
     layers = min(number(settings, family.layers, source), LAYER_LIMIT)
     rules = family.rules(settings, _shapes(ranks[0]))
     return [

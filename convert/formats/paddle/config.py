@@ -82,10 +82,7 @@ def number(config: Mapping[str, Any], name: str, source: str, default: int | Non
     value = config.get(name)
     value = default if value is None else value
     if type(value) is not int or not 0 < value < 1 << 40:
-        raise MalformedInput(
-            f"`{name}` in the configuration of `{source}` is invalid: {value!r}"[:200],
-            hint="give the run's own `config.json` with `--config`",
-        )
+        raise _invalid(name, value, source)
     return value
 
 
@@ -93,11 +90,15 @@ def real(config: Mapping[str, Any], name: str, source: str, default: float) -> f
     """A field that is a positive number (else MalformedInput), or `default` if it is missing."""
     value = default if config.get(name) is None else config[name]
     if type(value) not in (int, float) or not 0 < value < 1e12:
-        raise MalformedInput(
-            f"`{name}` in the configuration of `{source}` is invalid: {value!r}"[:200],
-            hint="give the run's own `config.json` with `--config`",
-        )
+        raise _invalid(name, value, source)
     return float(value)
+
+
+def _invalid(name: str, value: Any, source: str) -> MalformedInput:
+    return MalformedInput(
+        f"`{name}` in the configuration of `{source}` is invalid: {value!r}"[:200],
+        hint="give the run's own `config.json` with `--config`",
+    )
 
 
 def _divides(source: str, small: int, large: int, what: str) -> int:
@@ -128,10 +129,8 @@ def _decoder(config: Mapping[str, Any], source: str, warnings: list[str]) -> dic
     kv_heads = number(config, "num_key_value_heads", source, heads)
     length = number(config, "max_position_embeddings", source, number(config, "seq_length", source, 2048))
     _divides(source, kv_heads, heads, "query heads for key/value heads")
-    given = config.get("head_dim")
-    head_dim = (
-        number(config, "head_dim", source) if given else _divides(source, heads, hidden, "hidden sizes for heads")
-    )
+    given, what = config.get("head_dim"), "hidden sizes for heads"
+    head_dim = number(config, "head_dim", source) if given else _divides(source, heads, hidden, what)
     return {
         "model_type": config["model_type"],
         "vocab_size": number(config, "vocab_size", source),
@@ -201,10 +200,8 @@ def _ignores_window(config: Mapping[str, Any], source: str, warnings: list[str])
 def _qwen(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
     """Qwen 1 is Qwen 2 without grouped queries; its options for long inputs do nothing up to `seq_length`."""
     hidden, heads = number(config, "hidden_size", source), number(config, "num_attention_heads", source)
-    length, head_dim = (
-        number(config, "seq_length", source, 2048),
-        _divides(source, heads, hidden, "hidden sizes for heads"),
-    )
+    length = number(config, "seq_length", source, 2048)
+    head_dim = _divides(source, heads, hidden, "hidden sizes for heads")
     _refuse(source, config, {"rotary_pct": 1.0, "no_bias": True, "kv_channels": head_dim})
     if long_input_options := [name for name in ("use_dynamic_ntk", "use_logn_attn") if config.get(name, True)]:
         warnings.append(f"Qwen 2 has no {' and '.join(long_input_options)}: beyond {length} tokens the results differ")

@@ -168,24 +168,26 @@ def _qwen(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> l
     ]
 
 
+def _layer(old: str, new: str, attention: str, hidden: int, inner: int) -> list[TensorRule]:
+    """A layer of BLOOM or ChatGLM-6B; the first matrix of `attention` and of the MLP is split by outputs."""
+    rules = [*_norm(f"{old}input_layernorm", f"{new}input_layernorm", hidden)]
+    for first, outputs, second, inputs in (
+        (f"{attention}.query_key_value", 3 * hidden, f"{attention}.dense", hidden),
+        ("mlp.dense_h_to_4h", inner, "mlp.dense_4h_to_h", inner),
+    ):
+        rules.append(_column(old + first, new + first, hidden, outputs))
+        rules.append(_vector(f"{old}{first}.bias", f"{new}{first}.bias", outputs, 0))
+        rules.append(_row(old + second, new + second, inputs, hidden))
+        rules.append(_vector(f"{old}{second}.bias", f"{new}{second}.bias", hidden))
+    return [*rules, *_norm(f"{old}post_attention_layernorm", f"{new}post_attention_layernorm", hidden)]
+
+
 def _bloom(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-    old, new = "bloom.h.{}.", "transformer.h.{}."
-    qkv, dense = "self_attention.query_key_value", "self_attention.dense"
-    up, down = "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
     return [
         _embedding("bloom.word_embeddings", "transformer.word_embeddings", vocabulary, hidden),
         *_norm("bloom.word_embeddings_layernorm", "transformer.word_embeddings_layernorm", hidden),
-        *_norm(f"{old}input_layernorm", f"{new}input_layernorm", hidden),
-        _column(old + qkv, new + qkv, hidden, 3 * hidden),
-        _vector(f"{old}{qkv}.bias", f"{new}{qkv}.bias", 3 * hidden, 0),
-        _row(old + dense, new + dense, hidden, hidden),
-        _vector(f"{old}{dense}.bias", f"{new}{dense}.bias", hidden),
-        *_norm(f"{old}post_attention_layernorm", f"{new}post_attention_layernorm", hidden),
-        _column(old + up, new + up, hidden, 4 * hidden),
-        _vector(f"{old}{up}.bias", f"{new}{up}.bias", 4 * hidden, 0),
-        _row(old + down, new + down, 4 * hidden, hidden),
-        _vector(f"{old}{down}.bias", f"{new}{down}.bias", hidden),
+        *_layer("bloom.h.{}.", "transformer.h.{}.", "self_attention", hidden, 4 * hidden),
         *_norm("bloom.ln_f", "transformer.ln_f", hidden),
         *_head("lm_head.decoder_weight", config, shapes, vocabulary, hidden),
     ]
@@ -251,20 +253,9 @@ def _chatglm(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -
 def _chatglm_6b(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
     """The names of its published code, but for the prefix; query, key and value alternate by head in both."""
     hidden, inner, vocabulary = config["hidden_size"], config["inner_hidden_size"], config["vocab_size"]
-    old, new = "chatglm.transformer.layers.{}.", "transformer.layers.{}."
-    qkv, dense, up, down = "attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
     return [
         _embedding("chatglm.transformer.word_embeddings", "transformer.word_embeddings", vocabulary, hidden),
-        *_norm(f"{old}input_layernorm", f"{new}input_layernorm", hidden),
-        _column(old + qkv, new + qkv, hidden, 3 * hidden),
-        _vector(f"{old}{qkv}.bias", f"{new}{qkv}.bias", 3 * hidden, 0),
-        _row(old + dense, new + dense, hidden, hidden),
-        _vector(f"{old}{dense}.bias", f"{new}{dense}.bias", hidden),
-        *_norm(f"{old}post_attention_layernorm", f"{new}post_attention_layernorm", hidden),
-        _column(old + up, new + up, hidden, inner),
-        _vector(f"{old}{up}.bias", f"{new}{up}.bias", inner, 0),
-        _row(old + down, new + down, inner, hidden),
-        _vector(f"{old}{down}.bias", f"{new}{down}.bias", hidden),
+        *_layer("chatglm.transformer.layers.{}.", "transformer.layers.{}.", "attention", hidden, inner),
         *_norm("chatglm.transformer.final_layernorm", "transformer.final_layernorm", hidden),
         *_head("lm_head.weight", {"tie_word_embeddings": True}, shapes, vocabulary, hidden),
     ]
