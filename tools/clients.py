@@ -10,7 +10,9 @@ def main() -> None:
     for make, name in (
         (environments.python, "genai"),
         (environments.python, "optimum"),
+        (environments.python, "embedders"),
         (environments.python, "lm-eval"),
+        (environments.python, "openvino"),
         (environments.node, "transformersjs"),
         (environments.node, "azurite"),
         (environments.node, "chromium"),
