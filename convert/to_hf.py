@@ -12,9 +12,8 @@ from llmconv.convert.models.config_file import OPTION, TrustedCode
 from llmconv.convert.models.head_and_dtype import check_dtype, settled, with_cast
 from llmconv.convert.opening import open_training
 from llmconv.errors import UsageProblem
-from llmconv.files.hub import source_name
 from llmconv.files.paths import Placed, is_address, local_only, output_place
-from llmconv.files.sources import fetches, files_under, local_path
+from llmconv.files.sources import fetches, files_under, local_path, source_name
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, Plan, plan_checkpoint, require_shard_size
 from llmconv.output.work import Work, done_by, repeatable, require_possible

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
-from llmconv.files.hub import TORCH_WEIGHTS
 from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.source_file import open_source
+from llmconv.files.sources import TORCH_WEIGHTS
 from llmconv.files.torch_reader import is_torch_file
 
 MANIFEST, MANIFEST_BYTES = "llmconv.json", 8 << 20

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmconv import transpose
+from llmconv import checkpoint
+from llmconv.checkpoint import transposed
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
-from llmconv.transpose import transposed
 
 F4 = BY_NAME["float32"]
 
@@ -21,7 +21,7 @@ F4 = BY_NAME["float32"]
 def test_every_block_is_that_of_numpys_transpose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, panel_bytes: int, in_file: bool
 ) -> None:
-    monkeypatch.setattr(transpose, "PANEL_BYTES", panel_bytes)
+    monkeypatch.setattr(checkpoint, "PANEL_BYTES", panel_bytes)
     array = np.arange(20 * 33, dtype="f4").reshape(20, 33)
     (tmp_path / "x").write_bytes(b"head" + array.tobytes())
     view = transposed(FileTensor(tmp_path / "x", 4, F4, (20, 33)) if in_file else in_memory(array, F4))

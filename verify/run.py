@@ -16,9 +16,8 @@ from llmconv.argument_checks import checked
 from llmconv.convert.lora_factors import lora_factors
 from llmconv.convert.opening import is_for_peft
 from llmconv.errors import InputRefused, LlmconvError, UsageProblem, listing
-from llmconv.files.hub import source_name
 from llmconv.files.paths import Written
-from llmconv.files.sources import fetches, is_remote, local_path
+from llmconv.files.sources import fetches, is_remote, local_path, source_name
 from llmconv.output.manifest import (
     MANIFEST,
     VERIFIED,

@@ -36,9 +36,8 @@ from llmconv.convert.adapters.low_rank_sum import LoraProduct, round_into, singl
 from llmconv.convert.adapters.targets import add_changes
 from llmconv.convert.models.head_and_dtype import check_dtype
 from llmconv.errors import UsageProblem
-from llmconv.files.hub import source_name
 from llmconv.files.source_file import open_source
-from llmconv.files.sources import local_path
+from llmconv.files.sources import local_path, source_name
 from llmconv.output.plan import KEEP
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, DType, LazyTensor
 

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from llmconv.checkpoint import is_conv1d
 from llmconv.convert.adapters.adapter import Adapter, Pair
 from llmconv.convert.adapters.lora_config import LoraConfig
 from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products, add_products_to_rows, round_into
@@ -32,7 +33,6 @@ from llmconv.convert.adapters.tensor_names import AS_STORED, Naming, match_names
 from llmconv.convert.algebra import slice_columns, slice_rows
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import Array, DType, LazyTensor
-from llmconv.transpose import is_conv1d
 
 PARTS = {  # name of a fused tensor to the separate tensors that it stacks by rows, under each naming convention
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),

@@ -25,7 +25,7 @@ from threading import Lock
 
 import numpy as np
 
-from llmconv.checkpoint import Checkpoint
+from llmconv.checkpoint import Checkpoint, is_conv1d
 from llmconv.convert.adapters.low_rank_sum import PRODUCT_LIMIT, single_threaded, widen
 from llmconv.convert.algebra import equal
 from llmconv.convert.models.blueprint import blueprint
@@ -35,7 +35,6 @@ from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.output.plan import Plan, plan_checkpoint
 from llmconv.tensors import BY_NAME, FLOATS, Array, LazyTensor, cast
-from llmconv.transpose import is_conv1d
 
 # Additional columns of a block; maximum number of blocks; share of the captured norm that another block must add
 SPARE, DEPTH, GAIN = 8, 16, 1e-3

@@ -12,14 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import Checkpoint, read_json
+from llmconv.checkpoint import Checkpoint, read_json, transposed
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.other_tools import AdapterFormat, ForeignPair, as_adapter, pair_up
 from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.safetensors_file import read_header
 from llmconv.tensors import LazyTensor
-from llmconv.transpose import transposed
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
 FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")

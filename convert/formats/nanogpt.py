@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import Checkpoint
+from llmconv.checkpoint import Checkpoint, transposed
 from llmconv.convert.algebra import rename, zeros
 from llmconv.convert.assembly import contents_around, side_files_of
 from llmconv.convert.formats import Format, has_sign_of
@@ -20,7 +20,6 @@ from llmconv.convert.models.config_file import plain_fields, with_architecture
 from llmconv.convert.state_dicts.files import Sign, StateFile, open_state
 from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import LazyTensor
-from llmconv.transpose import transposed
 
 FILE = "ckpt.pt"
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")

@@ -17,6 +17,7 @@ from typing import IO, Any
 import ml_dtypes
 import numpy as np
 
+from llmconv.checkpoint import transposed
 from llmconv.errors import InputRefused
 from llmconv.export.quantization.block_rounding import (
     LARGEST,
@@ -28,7 +29,6 @@ from llmconv.export.quantization.block_rounding import (
     pack,
 )
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, in_memory
-from llmconv.transpose import transposed
 
 MOST_LOST = 1 / 16
 """Root mean square of what rounding takes from the scales of a matrix, relative to theirs; float16 takes 1/5000."""

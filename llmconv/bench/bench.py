@@ -21,10 +21,9 @@ from typing import Any
 from llmconv.argument_checks import checked, require_least, require_threads
 from llmconv.errors import Inconclusive, InputRefused, UsageProblem
 from llmconv.files.copying import cores
-from llmconv.files.hub import snapshot_home, source_name
 from llmconv.files.paths import Written, path_of
 from llmconv.files.safe_folder import replace_file
-from llmconv.files.sources import fetches, is_remote, local_path
+from llmconv.files.sources import fetches, is_remote, local_path, snapshot_home, source_name
 from llmconv.interpreters import child_environment, script_command
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.onnxruntime.session_file import CONFIG, read_genai_config

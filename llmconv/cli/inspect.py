@@ -11,8 +11,8 @@ import click
 from llmconv.cli import options
 from llmconv.cli.help_page import Command
 from llmconv.errors import printable
-from llmconv.files.hub import snapshot_home
 from llmconv.files.paths import is_address
+from llmconv.files.sources import snapshot_home
 
 if TYPE_CHECKING:
     from llmconv.convert.inspect import Inspection

@@ -24,10 +24,9 @@ from llmconv.addresses import hub_address
 from llmconv.causal_lm import require_causal_folder
 from llmconv.checkpoint import INDEX, SINGLE, open_checkpoint, own_file, read_json
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, first_line
-from llmconv.files.hub import cached
 from llmconv.files.paths import kind_of, path_of
 from llmconv.files.safe_folder import UNFINISHED, unfinished_folder, user_cache
-from llmconv.files.sources import files_under, is_hub_id, local_path
+from llmconv.files.sources import cached, files_under, is_hub_id, local_path
 from llmconv.generation.genai import GenaiEngine
 from llmconv.generation.images import ImageEncoder, ImageFeatures
 from llmconv.memory import available_memory

@@ -37,10 +37,10 @@ from typing import Any, NoReturn, TypeGuard
 
 from llmconv.checkpoint import own_file, parse_object, read_json
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.files.hub import source_name
 from llmconv.files.safe_folder import Folder, is_inner
 from llmconv.files.safetensors_file import HEADER_LIMIT
 from llmconv.files.source_file import open_source
+from llmconv.files.sources import source_name
 from llmconv.not_a_model_folder import MANIFEST_BYTES
 from llmconv.version import __version__
 

@@ -16,10 +16,10 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
+from llmconv.checkpoint import transposed
 from llmconv.errors import MalformedInput
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
-from llmconv.transpose import transposed
 
 FLOAT32 = BY_NAME["float32"]
 INFINITE = "has scales so large that its values are infinite"

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Self
 
-from llmconv.checkpoint import Checkpoint
+from llmconv.checkpoint import Checkpoint, is_conv1d, transposed
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.plugins import plugins
 from llmconv.quantized_weights.packed_weight import IntegerCodes, PackedWeight
 from llmconv.tensors import Array, LazyTensor
-from llmconv.transpose import is_conv1d, transposed
 
 FIELD = "quantization_config"
 

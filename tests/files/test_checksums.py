@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmconv.checkpoint import Checkpoint
+from llmconv.checkpoint import Checkpoint, transposed
 from llmconv.convert.algebra import slice_rows
 from llmconv.errors import MalformedInput
 from llmconv.files.source_file import ChecksummedRange, checked_reading, combine
@@ -22,7 +22,6 @@ from llmconv.files.torch_reader import open_torch_file
 from llmconv.output.plan import plan_checkpoint
 from llmconv.output.writer import write_checkpoint
 from llmconv.tensors import LazyTensor
-from llmconv.transpose import transposed
 
 MATRIX = torch.arange(3000, dtype=torch.float32).reshape(60, 50)
 

@@ -17,8 +17,7 @@ from click.testing import CliRunner, Result
 
 from llmconv.cli import main
 from llmconv.errors import InputRefused
-from llmconv.files.hub import needed
-from llmconv.files.sources import is_hub_id, is_remote, local_path
+from llmconv.files.sources import is_hub_id, is_remote, local_path, needed
 from tests.builders.torch_states import LLAMA, llama_state
 
 COMMIT = "c" * 40

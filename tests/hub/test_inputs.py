@@ -13,7 +13,7 @@ from llmconv.addresses import HubAddress, parse_hub_address
 from llmconv.convert import to_hf
 from llmconv.errors import InputRefused
 from llmconv.export import export
-from llmconv.files.hub import source_name
+from llmconv.files.sources import source_name
 from tests.builders.fake_hub import Fault, Repository, Stored
 from tests.hub.conftest import CHECKPOINT, Client, contents
 

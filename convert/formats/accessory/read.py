@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from llmconv.checkpoint import Checkpoint, read_json
+from llmconv.checkpoint import Checkpoint, read_json, transposed
 from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products
 from llmconv.convert.algebra import (
     concat,
@@ -51,7 +51,6 @@ from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listi
 from llmconv.files.torch_writer import torch_pieces
 from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.tensors import LazyTensor
-from llmconv.transpose import transposed
 
 SHARD = re.compile(r"consolidated\.(\d+)-of-(\d+)\.model\.pth")
 DELTA_FILE = re.compile(r"consolidated\.(\d+)-of-(\d+)\.model-diff\.pth")

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.checkpoint import Checkpoint, read_side_files
+from llmconv.checkpoint import Checkpoint, read_side_files, transposed
 from llmconv.convert.algebra import (
     concat,
     deal_rows,
@@ -68,7 +68,6 @@ from llmconv.convert.state_dicts.files import Sign
 from llmconv.convert.tokenizers import read_tokenizer, special_ids, vocabulary_size
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, cast, rounded
-from llmconv.transpose import transposed
 
 NEMO2_FILE, BRIDGE_FILE = "model.yaml", "run_config.yaml"
 

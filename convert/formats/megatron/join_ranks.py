@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmconv.checkpoint import transposed
 from llmconv.convert.algebra import (
     concat,
     first_missing,
@@ -59,7 +60,6 @@ from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import Global, TensorRef
 from llmconv.files.torch_reader import TorchFile, open_torch_file
 from llmconv.tensors import LazyTensor
-from llmconv.transpose import transposed
 
 CHUNK = re.compile(r"model(\d{0,3})")
 STATE_DICT = "state_dict"

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from llmconv.checkpoint import transposed
 from llmconv.convert.adapters.other_tools import LayerSizes
 from llmconv.convert.algebra import (
     concat,
@@ -61,7 +62,6 @@ from llmconv.convert.models.config_file import trusted_code
 from llmconv.convert.models.model_config import ModelSettings, refuse, refuse_settings
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import Array, LazyTensor
-from llmconv.transpose import transposed
 
 BAICHUAN2_VOCABULARY = 125696
 NORM_HEAD_EPS = 1e-5

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import Checkpoint, read_json, read_side_files
+from llmconv.checkpoint import Checkpoint, read_json, read_side_files, transposed
 from llmconv.convert.algebra import concat, interleave_rows, require, split
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.paddle.config import (
@@ -70,7 +70,6 @@ from llmconv.convert.tokenizers import (
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.tensors import LazyTensor
-from llmconv.transpose import transposed
 
 HEAD = "lm_head.weight"
 

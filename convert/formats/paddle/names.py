@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from llmconv.checkpoint import transposed
 from llmconv.convert.algebra import concat, slice_rows
 from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import LazyTensor
-from llmconv.transpose import transposed
 
 DROPPED = re.compile(r"\brotary(?:_pos)?_emb\.(?:inv_freq|cos_cached|sin_cached)$")  # buffers that models recompute
 

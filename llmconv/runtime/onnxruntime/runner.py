@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.errors import InputRefused
-from llmconv.files.hub import snapshot_home
+from llmconv.files.sources import snapshot_home
 from llmconv.output.manifest import GraphEntry, graph_entries, single_pass_entries
 from llmconv.runtime.extra_inputs import ExtraInput, ModelCall
 from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
