@@ -21,6 +21,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from llmconv.causal_lm import context_length
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.export.export_options import ExportOptions
@@ -39,7 +40,6 @@ from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, produ
 from llmconv.export.weights import DOMAIN, GROUPED, WeightSource, bind, leaves, match_weights
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.progress import say, warn
-from llmconv.runtime.context_length import context_length
 from llmconv.runtime.extra_inputs import is_present, past_of
 from llmconv.runtime.tokenizer import LONG, TOKENS, CalibrationText
 from llmconv.tensors import Array

@@ -13,6 +13,7 @@ from typing import Any
 import transformers
 from torch import nn
 
+from llmconv.causal_lm import context_length
 from llmconv.checkpoint import INDEX, Checkpoint, own_file, read_json, read_small
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export.calibration import Calibration, text_of
@@ -58,7 +59,6 @@ from llmconv.output.writer import Place, destination_of, write_checkpoint
 from llmconv.progress import say, warn
 from llmconv.progress import step as progress_step
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
-from llmconv.runtime.context_length import context_length
 from llmconv.runtime.custom_code import uses_custom_code
 from llmconv.runtime.prefix import open_prefix
 from llmconv.tensors import Array

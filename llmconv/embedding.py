@@ -13,6 +13,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from llmconv.argument_checks import checked, require_least
+from llmconv.causal_lm import context_length, language_config
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, OutputFailed, UsageProblem
 from llmconv.files.paths import Written
@@ -20,7 +21,6 @@ from llmconv.files.safe_folder import replace_file, require_parents
 from llmconv.files.sources import local_path
 from llmconv.output.manifest import GraphEntry, single_pass_entries
 from llmconv.progress import warn
-from llmconv.runtime.context_length import context_length, language_config
 from llmconv.runtime.onnxruntime.graph import SinglePassGraph
 from llmconv.runtime.onnxruntime.session_file import SessionOptions, session_settings
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings

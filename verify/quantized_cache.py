@@ -30,9 +30,9 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from llmconv.causal_lm import context_length
 from llmconv.errors import LlmconvError, UnsupportedInput, UsageProblem
 from llmconv.output.manifest import read_manifest
-from llmconv.runtime.context_length import context_length
 from llmconv.runtime.extra_inputs import past_of
 from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, load_guarded

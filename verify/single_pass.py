@@ -21,12 +21,12 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
+from llmconv.causal_lm import length_of, length_switch
 from llmconv.checkpoint import SINGLE, open_weights, read_small
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutOfMemory, UnsupportedInput, first_line
 from llmconv.files.safetensors_file import FileTensor, read_header
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.output.manifest import GraphEntry
-from llmconv.runtime.context_length import length_of, length_switch
 from llmconv.runtime.eager.limit_margins import Float64Casts
 from llmconv.runtime.eager.stored_tensors import require_loaded
 from llmconv.runtime.extra_inputs import POSITIONS

@@ -19,13 +19,13 @@ from typing import Any
 
 import onnx
 
+from llmconv.causal_lm import length_of
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.export.clients import Client, ClientModel, EncodedGraphs
 from llmconv.export.clients.image_parts import flatten_features, place_features, take_float32_pixels
 from llmconv.export.input_map import Port
 from llmconv.output.manifest import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.output.plan import json_bytes
-from llmconv.runtime.context_length import length_of
 from llmconv.runtime.images.family import IMAGE_FEATURES, PIXEL_VALUES
 from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS
 

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.argument_checks import checked, require_least, require_threads
+from llmconv.causal_lm import context_length
 from llmconv.errors import Inconclusive, InputRefused, UsageProblem
 from llmconv.files.copying import cores
 from llmconv.files.paths import Written, path_of
 from llmconv.files.safe_folder import replace_file
 from llmconv.files.sources import fetches, is_remote, local_path, snapshot_home, source_name
 from llmconv.interpreters import child_environment, script_command
-from llmconv.runtime.context_length import context_length
 from llmconv.runtime.onnxruntime.session_file import CONFIG, read_genai_config
 from llmconv.runtime.onnxruntime.session_settings import provider_name, short_provider
 from llmconv.runtime.tokenizer import random_prompts, usable_tokens

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from llmconv.causal_lm import LengthSwitch, has_window, language_config, length_switch
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem, first_line
 from llmconv.generation.row import Row, RowStart, TextPiece
 from llmconv.generation.sampling import BEAMS_ONLY, GenerationSettings
 from llmconv.not_a_model_folder import export_again, is_quantized_export
-from llmconv.runtime.context_length import LengthSwitch, has_window, language_config, length_switch
 from llmconv.runtime.extra_inputs import GivenInputs
 from llmconv.runtime.onnxruntime.session_file import CONFIG, read_genai_config, returns_last_logits
 from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.argument_checks import checked
+from llmconv.causal_lm import context_length, has_window
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.files.sources import fetching, local_path
@@ -50,7 +51,6 @@ from llmconv.generation.runners import (
     with_lora,
 )
 from llmconv.generation.sampling import GenerationSettings, require_settings
-from llmconv.runtime.context_length import context_length, has_window
 from llmconv.runtime.extra_inputs import GivenInputs
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.prefix import Prefix, PrefixedRunner, open_prefix, with_prefix

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from llmconv.addresses import hub_address
-from llmconv.causal_lm import require_causal_folder
+from llmconv.causal_lm import context_length, language_config, length_switch, require_causal_folder
 from llmconv.checkpoint import INDEX, SINGLE, open_checkpoint, own_file, read_json
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, first_line
 from llmconv.files.paths import kind_of, path_of
@@ -33,7 +33,6 @@ from llmconv.memory import available_memory
 from llmconv.not_a_model_folder import refused_model
 from llmconv.output.manifest import MANIFEST, graph_entries, read_manifest, single_pass_entries
 from llmconv.progress import say, warn_all
-from llmconv.runtime.context_length import context_length, language_config, length_switch
 from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.images.families import family_in
 from llmconv.runtime.images.family import ImageFamily

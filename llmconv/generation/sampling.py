@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from llmconv.causal_lm import language_config
 from llmconv.checkpoint import read_json
 from llmconv.errors import MalformedInput, UsageProblem
 from llmconv.files.paths import kind_of, path_of
-from llmconv.runtime.context_length import language_config
 
 GENERATION_CONFIG = "generation_config.json"
 DEFAULT_NEW_TOKENS = 20  # transformers' default if neither `max_new_tokens` nor `max_length` is set

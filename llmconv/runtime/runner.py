@@ -12,8 +12,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from llmconv.causal_lm import LengthSwitch
 from llmconv.errors import UsageProblem
-from llmconv.runtime.context_length import LengthSwitch
 from llmconv.runtime.extra_inputs import ExtraInput, ModelCall, is_state
 from llmconv.tensors import Array
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from llmconv.causal_lm import language_config
 from llmconv.checkpoint import read_json, read_small
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem, first_line
 from llmconv.files.paths import kind_of, refuse_git_lfs
 from llmconv.files.sources import local_path
-from llmconv.runtime.context_length import language_config
 from llmconv.runtime.custom_code import TRUST_HINT, custom_code_errors, custom_tokenizer_class, tokenizer_reference
 from llmconv.sample_texts import DEFAULT, calibration_text, is_default
 from llmconv.tensors import Array

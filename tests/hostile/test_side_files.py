@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from llmconv.causal_lm import context_length
 from llmconv.checkpoint import DEPTH_LIMIT, read_json
 from llmconv.convert.inspect import inspect
 from llmconv.convert.models.transformers_source import model_folder
@@ -19,7 +20,6 @@ from llmconv.convert.tokenizers import parse_sentencepiece
 from llmconv.errors import LlmconvError, MalformedInput
 from llmconv.generation.sampling import GenerationSettings
 from llmconv.output.manifest import graph_entries, read_manifest
-from llmconv.runtime.context_length import context_length
 from llmconv.runtime.onnxruntime.session_file import read_session_file
 from tests.hostile.case import Case
 from tests.hostile.child import COMMANDS

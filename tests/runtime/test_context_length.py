@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmconv.runtime.context_length import LengthSwitch, context_length, length_of, length_switch
+from llmconv.causal_lm import LengthSwitch, context_length, length_of, length_switch
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,10 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from typing_extensions import TypeIs
 
+from llmconv.causal_lm import language_config
 from llmconv.checkpoint import read_json
 from llmconv.errors import MalformedInput, listing
 from llmconv.output.manifest import EMBEDDINGS_ROLE, MANIFEST, VISION_ROLE, read_manifest
-from llmconv.runtime.context_length import language_config
 from llmconv.runtime.onnxruntime.graph import VISION
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
 from llmconv.runtime.onnxruntime.session_file import CONFIG, named_files, read_genai_config

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from llmconv.causal_lm import context_length, language_config
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.interpreters import child_environment, parse_interpreters, script_command
-from llmconv.runtime.context_length import context_length, language_config
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.runtime.onnxruntime.graph import VISION

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import onnx
 
+from llmconv.causal_lm import context_length
 from llmconv.errors import LlmconvError, UnsupportedInput
-from llmconv.runtime.context_length import context_length
 from llmconv.runtime.runner import Runner
 from llmconv.runtime.tokenizer import CalibrationText
 from llmconv.verify.other_exporters.comparison import ExternalComparison, external_candidates

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from llmconv.causal_lm import LENGTHS
 from llmconv.errors import MalformedInput
 from llmconv.files.safetensors_file import read_header
 from llmconv.output.manifest import PrefixEntry
-from llmconv.runtime.context_length import LENGTHS
 from llmconv.runtime.eager.limit_margins import ModelLimit
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import ScaleFactors

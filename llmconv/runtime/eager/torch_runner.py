@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from llmconv.argument_checks import require_threads
+from llmconv.causal_lm import length_of, length_switch
 from llmconv.errors import UsageProblem
 from llmconv.files.paths import kind_of
-from llmconv.runtime.context_length import length_of, length_switch
 from llmconv.runtime.eager.cache import EagerCache, to_numpy
 from llmconv.runtime.eager.limit_margins import LimitMargins
 from llmconv.runtime.eager.runner import EagerRunner, without_adapter
