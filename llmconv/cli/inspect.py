@@ -12,7 +12,6 @@ from llmconv.cli import options
 from llmconv.cli.help_page import Command
 from llmconv.errors import printable
 from llmconv.files.paths import is_address
-from llmconv.files.sources import snapshot_home
 
 if TYPE_CHECKING:
     from llmconv.convert.inspect import Inspection
@@ -31,6 +30,7 @@ def command(path: str, as_json: bool) -> None:
     Hub, and nothing is executed.
     """
     from llmconv.convert.inspect import inspect
+    from llmconv.files.sources import snapshot_home
 
     found = inspect(path)
     is_fetched = is_address(path) or not (Path(path).exists() or snapshot_home(found.path))
