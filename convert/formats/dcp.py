@@ -16,7 +16,7 @@ from llmconv.convert.assembly import OPTIONS, opened_with_adapter, without_adapt
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.composer import is_sharded
 from llmconv.convert.formats.megatron.save_folder import is_megatron_distributed
-from llmconv.convert.formats.meta.read import LLAMA
+from llmconv.convert.formats.meta import LLAMA
 from llmconv.convert.models.completeness import as_loaded, select
 from llmconv.convert.models.config_file import OPTION, causal_lm_config, own_fields
 from llmconv.convert.state_dicts.distributed import (

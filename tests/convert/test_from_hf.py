@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from llmconv.checkpoint import read_json
 from llmconv.cli import main
 from llmconv.convert import from_hf, to_hf
-from llmconv.convert.formats.meta.read import intermediate_of
+from llmconv.convert.formats.meta import intermediate_of
 from llmconv.errors import InputRefused
 from tests.builders.accessory_models import FIXTURES
 from tests.builders.consolidated import assert_same_shards, there_and_back

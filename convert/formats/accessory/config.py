@@ -9,7 +9,7 @@ from math import inf, nextafter
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.formats.meta.read import LLAMA, feed_forward_of, intermediate_of
+from llmconv.convert.formats.meta import LLAMA, feed_forward_of, intermediate_of
 from llmconv.convert.models.model_config import LlamaLikeConfig, read_decoder, refuse_fields, refuse_other_values
 from llmconv.errors import MalformedInput, UnsupportedInput
 

@@ -79,7 +79,7 @@ from llmconv.convert.formats.accessory.read import (
     to_hugging_face,
     whole_tensors,
 )
-from llmconv.convert.formats.meta.format import MetaTokenizer, find_tokenizer, tokenizer_for
+from llmconv.convert.formats.meta import MetaTokenizer, find_tokenizer, tokenizer_for
 from llmconv.convert.models.config_file import plain_fields
 from llmconv.convert.models.head_and_dtype import settle_head, with_dtype
 from llmconv.convert.state_dicts.files import training_files_in

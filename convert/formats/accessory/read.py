@@ -43,7 +43,7 @@ from llmconv.convert.formats.accessory.config import (
     has_biases,
     table_of,
 )
-from llmconv.convert.formats.meta.read import SUFFIX, file_order, open_shard, split_dim
+from llmconv.convert.formats.meta import SUFFIX, file_order, open_shard, split_dim
 from llmconv.convert.models.completeness import check_complete
 from llmconv.convert.models.head_and_dtype import with_head
 from llmconv.convert.models.model_config import refuse_shards

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.cli import main
 from llmconv.convert import to_hf
-from llmconv.convert.formats.meta.read import split_dim
+from llmconv.convert.formats.meta import split_dim
 from llmconv.convert.models.head_and_dtype import settled, with_cast
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem

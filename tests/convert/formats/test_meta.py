@@ -16,7 +16,7 @@ from hypothesis import given, settings
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import to_hf
-from llmconv.convert.formats.meta.read import intermediate_of
+from llmconv.convert.formats.meta import intermediate_of
 from llmconv.convert.models.head_and_dtype import settled
 from llmconv.convert.opening import open_training
 from llmconv.errors import MalformedInput

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from llmconv.checkpoint import open_checkpoint, read_json
 from llmconv.convert import from_hf, to_hf
-from llmconv.convert.formats.meta.read import feed_forward_of, intermediate_of
+from llmconv.convert.formats.meta import feed_forward_of, intermediate_of
 from tests.builders.consolidated import shards_of, there_and_back
 from tests.builders.hf_models import LLAMA, contents, save_model
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from llmconv.convert import to_hf
-from llmconv.convert.formats.meta.format import load_tokenizer
+from llmconv.convert.formats.meta import load_tokenizer
 from llmconv.convert.tokenizers import (
     PATTERN,
     is_tiktoken,

@@ -1,1 +1,0 @@
-"""Meta's Llama: `consolidated.NN.pth` with `params.json`."""
