@@ -91,11 +91,7 @@ def export(model: str | Path | Module, output: Placed | None = None, **options: 
 
 
 def _refuse_early(
-    checkpoint: Checkpoint,
-    output: Placed | None,
-    given: ExportOptions,
-    clients: Sequence[Client],
-    roles: Sequence[str],
+    checkpoint: Checkpoint, output: Placed | None, given: ExportOptions, clients: Sequence[Client], roles: Sequence[str]
 ) -> None:
     """Refuses what file names and `config.json` alone show; the export itself checks all of it again."""
     is_foreign = model_class(checkpoint.config) and not given["trust_remote_code"]  # refused for its code, if at all

@@ -403,8 +403,7 @@ def require_output(output: object, *, graphs_only: bool) -> None:
         )
     if graphs_only:
         raise UsageProblem(
-            "`graphs_only` needs a model folder, not one in memory",
-            hint="leave it out, or save the model first",
+            "`graphs_only` needs a model folder, not one in memory", hint="leave it out, or save the model first"
         )
 
 

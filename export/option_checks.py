@@ -78,8 +78,7 @@ def require_possible(given: ExportOptions, *, writes: bool) -> None:
         )
     if name := option_that_computes(given):
         raise UsageProblem(
-            f"`--{name}` reads the weights, and `--graphs-only` only their headers",
-            hint="leave one of the two out",
+            f"`--{name}` reads the weights, and `--graphs-only` only their headers", hint="leave one of the two out"
         )
     if given["max_shard_size"] != DEFAULT_SIZE:
         raise UsageProblem(

@@ -66,11 +66,7 @@ class NodeEditor:
     """
 
     def __init__(
-        self,
-        graph: ir.Graph,
-        before: ir.Node | None = None,
-        scope: str = "",
-        module_of: ir.Node | None = None,
+        self, graph: ir.Graph, before: ir.Node | None = None, scope: str = "", module_of: ir.Node | None = None
     ) -> None:
         self.graph, self._before, self._scope = graph, before, scope
         self._metadata = dict(module_of.metadata_props) if module_of is not None else {}

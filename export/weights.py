@@ -293,11 +293,7 @@ def output_parts(matrix: WeightSource, transposed: bool) -> list[tuple[WeightSou
     return [(matrix, int(not transposed))]
 
 
-ONNX_TYPES = {
-    "float32": ir.DataType.FLOAT,
-    "float16": ir.DataType.FLOAT16,
-    "bfloat16": ir.DataType.BFLOAT16,
-}
+ONNX_TYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 CODE_TYPES = {"uint8": ir.DataType.UINT8, "int8": ir.DataType.INT8, "int32": ir.DataType.INT32}
 """Of codes, and of the order of columns."""
 NAMES = {dtype: name for name, dtype in ONNX_TYPES.items()}

@@ -460,11 +460,7 @@ def _recorded(folder: Path) -> RecordedVerdict | None:
 
 
 def _verdict(
-    report: Report,
-    reference: Path,
-    only: Sequence[str],
-    graphs: Mapping[str, str],
-    weights: Mapping[str, WeightFile],
+    report: Report, reference: Path, only: Sequence[str], graphs: Mapping[str, str], weights: Mapping[str, WeightFile]
 ) -> RecordedVerdict:
     verdicts = [check.verdict for check in report.checks]
     return RecordedVerdict(

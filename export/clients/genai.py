@@ -186,11 +186,7 @@ def special_tokens(config: Any, generation: Mapping[str, Any] | None) -> dict[st
     ends = _ids(config, generation, "eos_token_id") or [int(config.vocab_size) - 1]
     pads = _ids(config, generation, "pad_token_id") or ends
     starts = _ids(config, generation, "bos_token_id")
-    return {
-        "eos_token_id": ends,
-        "pad_token_id": pads[0],
-        **({"bos_token_id": starts[0]} if starts else {}),
-    }
+    return {"eos_token_id": ends, "pad_token_id": pads[0], **({"bos_token_id": starts[0]} if starts else {})}
 
 
 def _ids(config: Any, generation: Mapping[str, Any] | None, name: str) -> list[int]:

@@ -32,10 +32,7 @@ Reduction = Callable[[NodeEditor, ir.Value], ir.Value]  # inserts nodes that red
 
 
 def column_importance(
-    traced: TracedGraph,
-    matches: Mapping[str, WeightSource],
-    tensors: Mapping[str, FileTensor],
-    texts: Sequence[Array],
+    traced: TracedGraph, matches: Mapping[str, WeightSource], tensors: Mapping[str, FileTensor], texts: Sequence[Array]
 ) -> dict[str, Array]:
     """Importance by name of the stored tensor: float32 [K], or [experts, K] of a stack; around 1 on average.
 

@@ -432,10 +432,7 @@ class QuantizedSizes:
 
     @classmethod
     def of(
-        cls,
-        quantized: Mapping[str, QuantizedWeight],
-        before: Mapping[str, LazyTensor],
-        after: Mapping[str, LazyTensor],
+        cls, quantized: Mapping[str, QuantizedWeight], before: Mapping[str, LazyTensor], after: Mapping[str, LazyTensor]
     ) -> QuantizedSizes:
         """The sizes of an export, by the tensors of the model (`before`) and those stored instead (`after`)."""
         parts = [name + suffix for name in quantized for suffix in (CODES, ZEROS, SCALES, ORDER)]

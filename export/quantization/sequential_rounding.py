@@ -135,10 +135,7 @@ def _squares(graph: ir.Graph, node: ir.Node, left: ir.Value, number: int) -> lis
     matrix = as_matrix(editor, left)
     squares = editor.one("MatMul", [editor.one("Transpose", [matrix], {"perm": [1, 0]}), matrix])
     count = editor.one("Shape", [matrix], {"start": 0, "end": 1})
-    for value, prefix, dtype, rank in (
-        (squares, SQUARES, ir.DataType.FLOAT, 2),
-        (count, COUNT, ir.DataType.INT64, 1),
-    ):
+    for value, prefix, dtype, rank in ((squares, SQUARES, ir.DataType.FLOAT, 2), (count, COUNT, ir.DataType.INT64, 1)):
         value.name, value.type, value.shape = f"{prefix}{number}", ir.TensorType(dtype), ir.Shape([None] * rank)
     return [squares, count]
 

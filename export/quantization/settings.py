@@ -170,10 +170,7 @@ def _check_method(given: Mapping[str, Any]) -> None:
     if (method := given["method"]) not in MEASURING:
         return
     if given["calibrate"] is None:
-        raise UsageProblem(
-            f"`--method {method}` needs {MEASURING[method]}",
-            hint=ADD_TEXT,
-        )
+        raise UsageProblem(f"`--method {method}` needs {MEASURING[method]}", hint=ADD_TEXT)
     layers = PRESETS[given["quant"]].layers if given["quant"] in PRESETS else None
     if layers and not (isinstance(layers, BlockFormat) and layers.bits == BITS[0]):
         raise UsageProblem(
@@ -192,10 +189,7 @@ def _check_static(options: Mapping[str, Any]) -> None:
             hint="add `--quant a8w8`, or leave it out",
         )
     if options["calibrate"] is None:
-        raise UsageProblem(
-            "`--static-activations` needs a text on which ranges are measured",
-            hint=ADD_TEXT,
-        )
+        raise UsageProblem("`--static-activations` needs a text on which ranges are measured", hint=ADD_TEXT)
 
 
 def _blocks(preset: Preset, bits: int, form: WeightFormat) -> BlockFormat:

@@ -91,11 +91,7 @@ def _update(read: ir.Value | None) -> _BufferUpdate | None:
 
 
 def _rewrite(
-    graph: ir.Graph,
-    attention: ir.Node,
-    keys: _BufferUpdate,
-    values: _BufferUpdate,
-    lengths: tuple[ir.Value, ir.Value],
+    graph: ir.Graph, attention: ir.Node, keys: _BufferUpdate, values: _BufferUpdate, lengths: tuple[ir.Value, ir.Value]
 ) -> None:
     """Replaces an `Attention` and the two scatters that it reads by one node."""
     query, mask = attention.inputs[0], attention.inputs[3]

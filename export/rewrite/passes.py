@@ -60,8 +60,7 @@ def choose_tokens(model: ir.Model, choice: TokenChoice) -> None:
     *axes, vocabulary = logits.shape
     if choice.count and isinstance(vocabulary, int) and choice.count > vocabulary:
         raise UsageProblem(
-            f"`--postprocess {choice.text}` exceeds the vocabulary of {vocabulary} tokens",
-            hint="give a smaller K",
+            f"`--postprocess {choice.text}` exceeds the vocabulary of {vocabulary} tokens", hint="give a smaller K"
         )
     logits.name = "postprocess/logits"
     editor = NodeEditor(graph, scope="postprocess")

@@ -75,8 +75,7 @@ def find_preset(target: str, given: Preset, stored: str, *, buffers: bool, growi
         )
     if given.cache == "shared-buffer" and row.no_buffer:
         raise UsageProblem(
-            f"`GroupQueryAttention` of `{target}` {row.no_buffer}",
-            hint="leave out `--cache shared-buffer`",
+            f"`GroupQueryAttention` of `{target}` {row.no_buffer}", hint="leave out `--cache shared-buffer`"
         )
     shared = buffers and precision in row.grouped_query
     cache = given.cache or ("shared-buffer" if shared else "growing")

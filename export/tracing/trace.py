@@ -172,10 +172,7 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
         with transformers_fixes(), complex_as_pairs(), traceable, unchanged_buffers(model) as constants:
             require_fit(module, arguments, extras)
             program = torch.export.export(
-                module,
-                arguments,
-                dynamic_shapes=dynamic_axes(inputs)[: 3 if single else None],
-                strict=False,
+                module, arguments, dynamic_shapes=dynamic_axes(inputs)[: 3 if single else None], strict=False
             )
             program.constants.update({name: constants[name] for name in program.constants.keys() & constants.keys()})
             fix_program(program.graph_module)

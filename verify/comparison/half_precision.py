@@ -38,7 +38,7 @@ MASKED = {"Softmax", "Attention", "GroupQueryAttention", "MultiHeadAttention"}
 """Operators in which a large negative number hides a key."""
 
 MASKING = {  # operators through which a mask gets there: they arrange it, and add it to scores
-    *("Unsqueeze", "Squeeze", "Reshape", "Expand", "Slice", "Concat", "Transpose", "Identity", "Where", "Cast", "Add"),
+    *("Unsqueeze", "Squeeze", "Reshape", "Expand", "Slice", "Concat", "Transpose", "Identity", "Where", "Cast", "Add")
 }
 
 COPYING = {  # operators whose results are rounded if their inputs are

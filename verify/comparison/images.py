@@ -194,10 +194,7 @@ class PromptsWithImages:
         """The prompts in two calls, of which the second begins within the first image."""
         ids, mask, positions = self.prompt.tokens.arrays
         cut = int(np.flatnonzero(self.where[0])[0]) + 1
-        return (
-            Call(ids[:, :cut], mask[:, :cut], positions[:, :cut]),
-            Call(ids[:, cut:], mask, positions[:, cut:]),
-        )
+        return (Call(ids[:, :cut], mask[:, :cut], positions[:, :cut]), Call(ids[:, cut:], mask, positions[:, cut:]))
 
     def run_in_parts(self, runner: Runner, features: Sequence[Features]) -> Step:
         """Runs the prompts in two calls; returns the results of the second. `runner` takes embeddings."""

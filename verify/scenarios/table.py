@@ -460,9 +460,7 @@ SCENARIOS = (
         lambda facts, rng: [chain(holes_mask(2, 12, rng), [9, 2, 1], facts, rng)],
     ),
     Scenario(
-        "sliding window crossed",
-        "tract #2323: the window was dropped, fine until the context outgrew it",
-        _window,
+        "sliding window crossed", "tract #2323: the window was dropped, fine until the context outgrew it", _window
     ),
     Scenario(
         "window crossed behind a made-up past",
@@ -496,9 +494,7 @@ SCENARIOS = (
         _repeated,
     ),
     Scenario(
-        "first and last values of extra inputs",
-        "setfit #446: token_type_ids taken for another input",
-        _extra_values,
+        "first and last values of extra inputs", "setfit #446: token_type_ids taken for another input", _extra_values
     ),
     Scenario("first and last token", "genai #2306: head and embedding mixed up", _edge_tokens),
     Scenario("a row of padding only", "pytorch #159973: NaN where a row sees nothing", _no_token),
@@ -580,10 +576,7 @@ SCENARIOS = (
         "full",
     ),
     Scenario(
-        "holes in the mask, batch of 4",
-        "genai #1639: the mask was read with the stride of one row",
-        _holes,
-        "full",
+        "holes in the mask, batch of 4", "genai #1639: the mask was read with the stride of one row", _holes, "full"
     ),
     Scenario(
         "batch of 5, second turn",

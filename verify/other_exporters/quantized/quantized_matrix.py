@@ -195,13 +195,7 @@ def unreadable(node: onnx.NodeProto, what: str) -> UnsupportedInput:
 
 
 def grids(
-    node: onnx.NodeProto,
-    constants: Constants,
-    scale: str,
-    zero: str,
-    shape: tuple[int, ...],
-    axis: int,
-    block: int,
+    node: onnx.NodeProto, constants: Constants, scale: str, zero: str, shape: tuple[int, ...], axis: int, block: int
 ) -> tuple[Array, Array, tuple[int, int]]:
     """Scale and zero point as grids over a matrix, and the repetition of their elements along both axes.
 
