@@ -12,7 +12,7 @@ reaches the larger maximum of both.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -30,14 +30,14 @@ from llmconv.export.graph_spec import GROWING, all_fixed
 from llmconv.export.language_model import LanguageModel
 from llmconv.export.quantization.activation_aware import measure_activation_aware
 from llmconv.export.quantization.block_rounding import BlockFormat, ColumnFormat, WeightFormat
-from llmconv.export.quantization.calibration import column_importance, outputs_on_texts, reduced_inputs
+from llmconv.export.quantization.calibration import TextRun, column_importance, largest_of
 from llmconv.export.quantization.quantized_tensor import Scratch
 from llmconv.export.quantization.selection import ActivationRange, QuantizedWeight
 from llmconv.export.quantization.sequential_rounding import round_sequentially
 from llmconv.export.quantization.smoothing import Graphs, Smoothing, measure_smoothing, smoothing_groups
 from llmconv.export.rewrite.fused_operators import fuse_rotary
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, producer
-from llmconv.export.weights import DOMAIN, GROUPED, WeightSource, bind, leaves, match_weights
+from llmconv.export.weights import DOMAIN, GROUPED, leaves
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.progress import say, warn
 from llmconv.runtime.extra_inputs import is_present, past_of
@@ -46,12 +46,8 @@ from llmconv.tensors import Array
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """Token ids int64 [1, tokens] of each text, and the model's float32 graph, its weights still inputs."""
-
-    traced: TracedGraph
-    texts: list[Array]
-    tensors: dict[str, FileTensor]
+class Calibration(TextRun):
+    """What an export measures on its text."""
 
     @classmethod
     def of(
@@ -84,7 +80,7 @@ class Calibration:
         return cls(traced, texts, file_tensors(checkpoint))
 
     def importance(self) -> dict[str, Array]:
-        return column_importance(self.traced, match_weights(self.traced, self.tensors), self.tensors, self.texts)
+        return column_importance(self)
 
     def smoothing(self, graphs: Graphs, quantized: Mapping[str, QuantizedWeight]) -> Smoothing:
         """Factors of weights whose activations are rounded with one scale, and of the norms before them."""
@@ -93,8 +89,7 @@ class Calibration:
         if not (groups := smoothing_groups(graphs, coded)):
             warn("SmoothQuant does not fit this model (no norm can be divided): `--calibrate` has no effect on `a8w8`")
             return Smoothing()
-        matches = match_weights(self.traced, self.tensors)
-        return measure_smoothing(groups, self.traced, matches, self.tensors, self.texts)
+        return measure_smoothing(groups, self)
 
     def activation_aware(
         self, graphs: Graphs, quantized: Mapping[str, QuantizedWeight], importance: Mapping[str, Array]
@@ -105,31 +100,31 @@ class Calibration:
         if not groups:
             warn("AWQ does not fit this model (no norm can be divided): its codes are those of `--calibrate` alone")
             return Smoothing()
-        given = self.traced, match_weights(self.traced, self.tensors), self.tensors, self.texts
-        return measure_activation_aware(groups, quantized, importance, *given)
+        return measure_activation_aware(groups, quantized, importance, self)
 
     def with_feedback(self, quantized: Mapping[str, QuantizedWeight], output: Path) -> dict[str, QuantizedWeight]:
         """Weights with the codes of GPTQ where they have 4 bits, and all others as they are; kept beside `output`."""
-        matches = match_weights(self.traced, self.tensors)
         with Scratch.beside(output) as scratch:  # the codes stay mapped after the file is closed
-            found = round_sequentially(self.traced, matches, self.tensors, self.texts, quantized, scratch)
+            found = round_sequentially(self, quantized, scratch)
         return {name: replace(weight, rounded=found.get(name)) for name, weight in quantized.items()}
 
     def require_ranges(self, quantized: Mapping[str, QuantizedWeight]) -> None:
         """Raises UnsupportedInput for weights of routed experts or shared by layers, which have no single range."""
-        require_one_input(self.traced, match_weights(self.traced, self.tensors), _names(quantized, ColumnFormat))
+        require_one_input(self, _names(quantized, ColumnFormat))
 
     def with_ranges(self, quantized: Mapping[str, QuantizedWeight], smoothing: Smoothing) -> dict[str, QuantizedWeight]:
         """Weights in columns with the ranges of what they are multiplied with, and all others as they are."""
-        names = _names(quantized, ColumnFormat)
-        matches = match_weights(self.traced, self.tensors)
-        found = measure_ranges(self.traced, matches, self.tensors, self.texts, names, smoothing)
+        found = measure_ranges(self, _names(quantized, ColumnFormat), smoothing)
         return {name: replace(weight, activation=found.get(name)) for name, weight in quantized.items()}
 
     def cache_scales(self) -> dict[str, Array]:
-        """Scales of an int8 cache, by name of the cache input."""
-        matches, rotations = match_weights(self.traced, self.tensors), key_rotations(self.traced)
-        return measure_cache_scales(self.traced, matches, self.tensors, self.texts, rotations)
+        """Scales of an int8 cache by input, float32 [1, kv_heads, 1, head_dim]; InputRefused if not finite."""
+        rotations, observed = key_rotations(self.traced), self.bound("--kv-cache int8")
+        maxima = largest_of(self.outputs(_observing(observed)))
+        return {
+            name: _scale(name, found, rotations.get(name, KeyRotation.NONE))
+            for name, found in ((output.removeprefix(MAXIMA), found) for output, found in maxima.items())
+        }
 
 
 def _names(quantized: Mapping[str, QuantizedWeight], form: type[WeightFormat]) -> set[str]:
@@ -146,24 +141,15 @@ def text_of(given: ExportOptions) -> CalibrationText | None:
 HINT = "leave out `--static-activations`"
 
 
-def measure_ranges(
-    traced: TracedGraph,
-    matches: Mapping[str, WeightSource],
-    tensors: Mapping[str, FileTensor],
-    texts: Sequence[Array],
-    names: Collection[str],
-    smoothing: Smoothing,
-) -> dict[str, ActivationRange]:
+def measure_ranges(run: TextRun, names: Collection[str], smoothing: Smoothing) -> dict[str, ActivationRange]:
     """The range of the activations that each stored matrix is multiplied with, after smoothing, by name.
 
-    `traced` is a float32 graph with a growing cache, its weights still inputs; it is not changed. `tensors` are in
-    files of one folder, `texts` token ids int64 [1, tokens]. Activations are divided by the factors of `smoothing`.
     Raises UnsupportedInput: a matrix is one of several experts, or has several inputs or none that can be measured;
-    InputRefused: activations are not finite; OutOfMemory: memory ran out.
+    InputRefused: activations are not finite.
     """
-    require_one_input(traced, matches, names)
+    require_one_input(run, names)
     found: dict[str, list[Array]] = defaultdict(list)
-    for name, extremes in reduced_inputs(traced, matches, tensors, texts, _extremes, names):
+    for name, extremes in run.reduced(_extremes, names):
         factors = smoothing.matrices.get(name)
         found[name].append(extremes.reshape(2, -1) / (1 if factors is None else factors.ravel()))
     if missing := sorted(set(names) - found.keys()):
@@ -186,12 +172,12 @@ def _range(name: str, extremes: Array) -> ActivationRange:
     return ActivationRange.of(float(extremes[:, 0].min()), float(extremes[:, 1].max()))
 
 
-def require_one_input(traced: TracedGraph, matches: Mapping[str, WeightSource], names: Collection[str]) -> None:
+def require_one_input(run: TextRun, names: Collection[str]) -> None:
     """Raises UnsupportedInput for matrices of routed experts or shared by layers, which have no single range."""
     inputs: dict[str, set[ir.Value | None]] = defaultdict(set)
-    for parameter, match in matches.items():
+    for parameter, match in run.matches.items():
         for name in {leaf.name for leaf in leaves(match)} & set(names):
-            for node, _ in traced.weights[parameter].uses():
+            for node, _ in run.traced.weights[parameter].uses():
                 inputs[name].add(node.inputs[0])
                 if (node.domain, node.op_type) == (DOMAIN, GROUPED):
                     raise UnsupportedInput(
@@ -204,32 +190,6 @@ def require_one_input(traced: TracedGraph, matches: Mapping[str, WeightSource], 
 HEADROOM = 1.1  # other texts exceed the range: measured, a tenth more than the range on the text costs least
 LARGEST = 127  # the largest code; -128 is left out, so that codes are symmetric
 MAXIMA = "largest:"  # prefix of the outputs with maxima; the rest is the name of the cache input
-
-
-def measure_cache_scales(
-    traced: TracedGraph,
-    matches: Mapping[str, WeightSource],
-    tensors: Mapping[str, FileTensor],
-    texts: Sequence[Array],
-    rotations: Mapping[str, KeyRotation],
-) -> dict[str, Array]:
-    """Scales by name of the cache input: float32 [1, kv_heads, 1, head_dim].
-
-    `traced`, `tensors` and `texts` are as for `measure_ranges`; `rotations` are of keys, by name of the cache input.
-    Raises UnsupportedInput: the graph takes embeddings, or onnxruntime cannot map the weights; InputRefused: keys or
-    values are not finite; OutOfMemory: memory ran out.
-    """
-    if traced.spec.embeddings:
-        raise UnsupportedInput(
-            "`--calibrate` needs graphs that take tokens, not embeddings", hint="leave out `--kv-cache int8`"
-        )
-    observed = traced.copy()
-    bind(observed, matches, tensors)
-    maxima: dict[str, Array] = {}
-    for output, found in outputs_on_texts(_observing(observed), next(iter(tensors.values())).path.parent, texts):
-        name = output.removeprefix(MAXIMA)
-        maxima[name] = np.maximum(maxima[name], found) if name in maxima else found
-    return {name: _scale(name, found, rotations.get(name, KeyRotation.NONE)) for name, found in maxima.items()}
 
 
 def _observing(traced: TracedGraph) -> onnx.ModelProto:

@@ -23,7 +23,7 @@ from llmconv.export.quantization.settings import QuantizationSettings
 from llmconv.export.rewrite.lora_inputs import add_lora_inputs
 from llmconv.export.rewrite.passes import IR_VERSIONS, TokenChoice, choose_tokens, quantize_cache, to_opset
 from llmconv.export.rewrite.pipeline_stages import require_stages, split
-from llmconv.export.targets.kernels import Fallback, TypedNode, fallbacks, find_signature, has_kernel, typed_nodes
+from llmconv.export.targets.kernels import Fallback, fallbacks, find_signature, has_kernel, typed_nodes
 from llmconv.export.targets.presets import TARGETS
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, ancestors, integers, replace_value, value_named
 from llmconv.export.weights import WeightSource, bind, mapped_bytes, match_weights
@@ -235,7 +235,8 @@ class GraphPlan:
         parts = [whole]
         if self.options.stages > 1:
             parts = split(whole, self.options.stages, traced.layers_name, traced.num_layers)
-        missing = find_fallbacks(whole, traced.spec.target)
+        target = traced.spec.target
+        missing = fallbacks(whole, target) if target and TARGETS[target].compared else []
         wide = float32_fields(whole, traced.spec.precision)
         contents = [bytes(part.SerializeToString(deterministic=True)) for part in parts]
         for role in roles:
@@ -243,7 +244,8 @@ class GraphPlan:
             made.files.update(zip(names, contents, strict=True))
             fields = self.options.manifest_fields() if role in self.specs else {}
             entry = {**_file_fields(names, parts), "opset": model.opset_imports[""], **_ports(whole), **fields}
-            entry |= {**traced.spec.manifest_fields(), **wide, **prefix_fields, **fallback_fields(missing)}
+            entry |= {**traced.spec.manifest_fields(), **wide, **prefix_fields}
+            entry |= {"fallback": [one.manifest_fields() for one in missing]} if missing else {}
             made.entries[role] = entry
             made.fallback[names[0]] = missing
 
@@ -320,14 +322,11 @@ def float32_fields(model: onnx.ModelProto, precision: str) -> dict[str, Any]:
         return {}
     found: dict[str, set[str]] = defaultdict(set)
     for node in typed_nodes(model):
-        if node.operator not in MOVING and _is_in_float32(node):
+        kinds = [node.inputs, *node.bound.values()]
+        if node.operator not in MOVING and any(FLOAT32 in found for found in kinds):
             module = node.name.rpartition("/")[0]
             found[LAYER.sub("*", module) or FUNCTIONS].add(node.operator)
     return {"float32": {module: sorted(operators) for module, operators in sorted(found.items())}}
-
-
-def _is_in_float32(node: TypedNode) -> bool:
-    return FLOAT32 in node.inputs or any(FLOAT32 in kinds for kinds in node.bound.values())
 
 
 TO_THE_END = (1 << 63) - 1
@@ -429,16 +428,6 @@ def _narrow(graph: ir.Graph, node: ir.Node, value: ir.Value) -> None:
     replace_value(value, cast.outputs[0])
     cast.replace_input_with(0, value)
     value.name, value.dtype = f"{node.name}:wide", ir.DataType.FLOAT
-
-
-def find_fallbacks(model: onnx.ModelProto, target: str | None) -> list[Fallback]:
-    """The nodes without a kernel; none without a target, or for one that is not compared."""
-    return fallbacks(model, target) if target and TARGETS[target].compared else []
-
-
-def fallback_fields(found: Sequence[Fallback]) -> dict[str, Any]:
-    """The field `fallback` of a graph's manifest entry, left out if every node has a kernel."""
-    return {"fallback": [one.manifest_fields() for one in found]} if found else {}
 
 
 def report(found: Mapping[str, Sequence[Fallback]], target: str | None, *, strict: bool) -> None:

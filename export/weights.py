@@ -479,7 +479,8 @@ def bind(
     expand_experts(traced.model, {traced.weights[name]: made for name, made in matches.items()}, multiply)
     if quantized:
         quantized.rewrite(traced, matches, reader)
-    _forget_shapes(graph)
+    for value in (value for node in graph for value in node.outputs if not value.is_graph_output()):
+        value.shape = value.type = None  # runtimes infer them from the file
     multiplied = {
         expression
         for name, expression in matches.items()
@@ -516,14 +517,6 @@ def mapped_bytes(graphs: Iterable[TracedGraph]) -> int:
 def _looks_up(node: ir.Node, index: int) -> bool:
     """Whether a node picks rows of the table that is its input `index`; not if they are an output of the graph."""
     return node.op_type == "Gather" and not node.domain and index == 0 and not node.outputs[0].is_graph_output()
-
-
-def _forget_shapes(graph: ir.Graph) -> None:
-    """Removes types and shapes of inner values, which runtimes infer, from the file."""
-    for node in graph:
-        for value in node.outputs:
-            if not value.is_graph_output():
-                value.shape = value.type = None
 
 
 def _require(name: str, found: Mapping[str, WeightSource], traced: TracedGraph) -> WeightSource:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -415,7 +415,8 @@ def planned(
         return _without(method.name, why_not)
     source = WeightSource.of(verified.path, reference)
     try:
-        induction = Induction.of(_layered(verified.models), source, reference, code, method.layers)
+        layered = {name: model for name, model in verified.models.items() if len(model.graph.output) > 1}
+        induction = Induction.of(layered, source, reference, code, method.layers)
     except NotLayered as odd:
         return _without(method.name, str(odd))
     if induction.is_whole and method.name != STRUCTURE:
@@ -429,10 +430,6 @@ def _without(method: str, why_not: str) -> Plan:
     if method == STRUCTURE:
         return Plan(STRUCTURE, None, f"not shown: {why_not}")
     return Plan(WHOLE, None, f"the whole model is run, without induction: {why_not}")
-
-
-def _layered(models: Mapping[str, onnx.ModelProto]) -> dict[str, onnx.ModelProto]:
-    return {name: model for name, model in models.items() if len(model.graph.output) > 1}
 
 
 def _why_not(verified: VerifiedFolder, session: Session, method: str) -> str:

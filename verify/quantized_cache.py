@@ -156,7 +156,9 @@ class CodedFolder:
         yield from shipped._measure(eager, report, session)
 
     def _codes(self, name: str, scales: Mapping[str, Array], eager: Eager) -> list[Check]:
-        shipped, rounded, exact = (self._runner(name, change) for change in (None, to_rounded_floats, _to_floats))
+        shipped, rounded, exact = (
+            self._runner(name, change) for change in (None, to_rounded_floats, lambda path, model: to_floats(model))
+        )
         probe = GraphProbe(self.verified.models[name], self.verified.path, self._settings)
         try:
             return check_codes(CodedGraph(name, shipped, rounded, exact, AttentionNodes(probe, scales)), eager.facts())
@@ -194,10 +196,6 @@ class CodedFolder:
 def _in_turn(changes: Sequence[GraphTransform], path: Path, model: onnx.ModelProto) -> None:
     for change in changes:
         change(path, model)
-
-
-def _to_floats(path: Path, model: onnx.ModelProto) -> None:
-    to_floats(model)
 
 
 CODES_NAME = "cache codes"  # name of the checks in reports

@@ -440,9 +440,11 @@ def recording(
     weights = {name: weight_file(verified.path / name) for name in _weight_files(verified)}
     recorded = {name: str(entry.get("sha256", "")) for name, entry in read_manifest(verified.path).files.items()}
     yield
-    known = {name: recorded.get(name, "") for name in _unchanged(report)} | {**(hashed or {})}
+    unchanged = [one.graph for one in report.checks if one.name == "weights" and one.detail == AS_RECORDED]
+    known = {name: recorded.get(name, "") for name in unchanged} | {**(hashed or {})}
     files = {name: WeightFile(f.bytes, f.header_sha256, known.get(name, "")) for name, f in weights.items() if f}
-    judged = {name: sha256 for name, sha256 in graphs.items() if name != VISION or _saw_images(report)}
+    saw_images = any(check.name == FEATURES and check.verdict != "skip" for check in report.checks)
+    judged = {name: sha256 for name, sha256 in graphs.items() if name != VISION or saw_images}
     verdict = _verdict(report, reference, only, judged, files)
     if (earlier := _recorded(verified.path)) and earlier.contains(verdict):
         report.notes.append(f"`{MANIFEST}` keeps the verdict on these files by {earlier.checks['passed']} checks")
@@ -483,17 +485,7 @@ def _graph_files(verified: VerifiedFolder) -> list[Path]:
     return [*(path for entry in verified.entries for path in entry.paths(verified.path)), *parts]
 
 
-def _saw_images(report: Report) -> bool:
-    """Whether the vision tower ran: layer by layer it is skipped."""
-    return any(check.name == FEATURES and check.verdict != "skip" for check in report.checks)
-
-
 def _weight_files(verified: VerifiedFolder) -> set[str]:
     tensors = (tensor for model in verified.models.values() for tensor in external_tensors(model))
     names = {external_fields(tensor).get("location", "") for tensor in tensors}
     return {name for name in names if name.endswith(".safetensors")}
-
-
-def _unchanged(report: Report) -> list[str]:
-    """Names of the weight files whose sha256 the run compared with the manifest."""
-    return [check.graph for check in report.checks if check.name == "weights" and check.detail == AS_RECORDED]

@@ -262,7 +262,7 @@ def _of_tokens(truth: ExpectedOutput, logits: Array) -> dict[str, Any]:
     """The fields of `Measure` that only logits have."""
     divergence = divergences(truth.exact[truth.valid], logits[truth.valid])
     return {
-        "flips": unexplained_flips(truth, logits),
+        "flips": int((truth.flipped(logits) & (truth.margins(logits) > truth.near_tie)).sum()),
         "divergence": float(divergence.max(initial=0.0)),
         "agreement": 1.0 - float(truth.flipped(logits)[truth.valid].mean()),
     }
@@ -292,11 +292,6 @@ def log_probabilities(logits: Array) -> Array:
     shifted = logits - logits.max(axis=-1, keepdims=True)
     result: Array = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return result
-
-
-def unexplained_flips(truth: ExpectedOutput, logits: Array) -> int:
-    """Number of rows whose likeliest token differs by more than a near-tie, see `ExpectedOutput.near_tie`."""
-    return int((truth.flipped(logits) & (truth.margins(logits) > truth.near_tie)).sum())
 
 
 def cache_rows(array: Array) -> Array:

@@ -307,7 +307,9 @@ class Modules:
         rows, weights = hidden, {name: tensor.read().astype(hidden.dtype) for name, tensor in self.tensors().items()}
         for kind, path, config in self.listed:
             if kind == POOLING:
-                rows = np.concatenate([_pooled(mode, hidden, mask) for mode in _modes(config)], axis=-1)
+                texts = [row[real != 0] for row, real in zip(hidden, mask, strict=True)]
+                vectors = [np.stack([_of_text(mode, tokens) for tokens in texts]) for mode in _modes(config)]
+                rows = np.concatenate(vectors, axis=-1)
             elif kind == DENSE:
                 product = rows @ weights[f"{path}.linear.weight"].T
                 product = product + weights.get(f"{path}.linear.bias", np.zeros((), hidden.dtype))
@@ -330,10 +332,6 @@ def _modes(config: dict[str, Any]) -> list[str]:
     old = ["cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken"]
     modes = [name for name in old if config.get(f"pooling_mode_{name}")] or ["mean"]
     return [name if "sqrt" in name else name.removesuffix("_tokens").removesuffix("_token") for name in modes]
-
-
-def _pooled(mode: str, hidden: Array, mask: Array) -> Array:
-    return np.stack([_of_text(mode, row[real != 0]) for row, real in zip(hidden, mask, strict=True)])
 
 
 def _of_text(mode: str, tokens: Array) -> Array:

@@ -18,13 +18,11 @@ import onnx_ir as ir
 
 from llmconv.background import prefetch
 from llmconv.export.quantization.block_rounding import NONE, BlockFormat
-from llmconv.export.quantization.calibration import reduced_inputs
+from llmconv.export.quantization.calibration import TextRun, require_finite
 from llmconv.export.quantization.quantized_tensor import FLOAT32, QuantizedTensor, multiplied, widened
 from llmconv.export.quantization.selection import QuantizedWeight
-from llmconv.export.quantization.smoothing import Smoothing, SmoothingGroup, exact_factors, require_finite
-from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers
-from llmconv.export.weights import WeightSource
-from llmconv.files.safetensors_file import FileTensor
+from llmconv.export.quantization.smoothing import Smoothing, SmoothingGroup, exact_factors
+from llmconv.export.traced_graph import NodeEditor, integers
 from llmconv.tensors import Array, DType, LazyTensor, in_memory
 
 ALPHAS = 20  # number of exponents that are tried, from 0 (no factors) to less than 1, as in the authors' code
@@ -58,21 +56,16 @@ def measure_activation_aware(
     groups: Sequence[SmoothingGroup],
     quantized: Mapping[str, QuantizedWeight],
     importance: Mapping[str, Array],
-    traced: TracedGraph,
-    matches: Mapping[str, WeightSource],
-    tensors: Mapping[str, FileTensor],
-    texts: Sequence[Array],
+    run: TextRun,
 ) -> Smoothing:
     """The factors of all groups that lose less with factors; reads their weights once.
 
-    `quantized` rounds each matrix in blocks; other arguments are as for `smoothing.measure_smoothing`. Raises
-    UnsupportedInput: the graph takes embeddings, or onnxruntime cannot map the weights; InputRefused: activations are
-    not finite; OutOfMemory: memory ran out.
+    `quantized` rounds each matrix in blocks. InputRefused if activations are not finite.
     """
-    by_name = {group.matrices[0][0]: group for group in groups}
-    inputs = reduced_inputs(traced, matches, tensors, texts, _moments, by_name)
+    by_name, tensors = {group.matrices[0][0]: group for group in groups}, run.tensors
+    inputs = run.reduced(_moments, by_name)
     found: list[tuple[SmoothingGroup, Array]] = []
-    for name, moments in _sums(inputs, len(texts)):
+    for name, moments in _sums(inputs, len(run.texts)):
         group = by_name[name]
         require_finite(name, moments)
         candidates = _candidates(moments[-1], group, tensors, quantized[name].scale_dtype)

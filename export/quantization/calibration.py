@@ -6,7 +6,9 @@ piece are in memory at a time, and returns, instead of logits, the sum of square
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +16,10 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 
-from llmconv.errors import UnsupportedInput, first_line
+from llmconv.errors import InputRefused, UnsupportedInput, first_line
 from llmconv.export.quantization.selection import product_layout
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, producer, remove_unused
-from llmconv.export.weights import StoredRows, WeightSource, bind, leaves
+from llmconv.export.weights import StoredRows, WeightSource, bind, leaves, match_weights
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.low_memory.pieced_graph import ValueTypes, cut_graph
@@ -31,42 +33,95 @@ PREFIX = "columns:"  # names of the outputs with a number per column; the rest i
 Reduction = Callable[[NodeEditor, ir.Value], ir.Value]  # inserts nodes that reduce values [tokens, K] to numbers [K]
 
 
-def column_importance(
-    traced: TracedGraph, matches: Mapping[str, WeightSource], tensors: Mapping[str, FileTensor], texts: Sequence[Array]
-) -> dict[str, Array]:
-    """Importance by name of the stored tensor: float32 [K], or [experts, K] of a stack; around 1 on average.
+@dataclass(frozen=True)
+class TextRun:
+    """A text that runs through the model's float32 graph, which has a growing cache and its weights still inputs.
 
-    Arguments are as for `smoothing.measure_smoothing`. Raises UnsupportedInput: the graph takes embeddings, or
-    onnxruntime cannot map the weights; OutOfMemory: memory ran out.
+    `tensors` are in files of one folder, `texts` token ids int64 [1, tokens]. What runs raises UnsupportedInput: the
+    graph takes embeddings, or onnxruntime cannot map the weights; OutOfMemory: memory ran out.
     """
+
+    traced: TracedGraph
+    texts: Sequence[Array]
+    tensors: Mapping[str, FileTensor]
+
+    @cached_property
+    def matches(self) -> Mapping[str, WeightSource]:
+        return match_weights(self.traced, self.tensors)
+
+    @property
+    def folder(self) -> Path:
+        return next(iter(self.tensors.values())).path.parent
+
+    @property
+    def rows(self) -> dict[str, StoredRows]:
+        """The stored rows by their labels."""
+        return {leaf.label: leaf for match in self.matches.values() for leaf in leaves(match)}
+
+    def bound(self, option: str = "--calibrate") -> TracedGraph:
+        """A copy of the graph that maps the weights; an error says to leave out the option."""
+        if self.traced.spec.embeddings:
+            raise UnsupportedInput(
+                "`--calibrate` needs graphs that take tokens, not embeddings", hint=f"leave out `{option}`"
+            )
+        copy = self.traced.copy()
+        bind(copy, self.matches, self.tensors)
+        return copy
+
+    def reduced(self, reduction: Reduction, wanted: Container[str] | None = None) -> Iterator[tuple[str, Array]]:
+        """Label of every multiplied matrix, and its activations on a text, reduced over all tokens; text by text.
+
+        `wanted` are labels of matrices, None for all.
+        """
+        for name, found in self.outputs(_observing(self.bound().model, reduction, wanted)):
+            yield name.removeprefix(PREFIX), found
+
+    def outputs(self, model: onnx.ModelProto) -> Iterator[tuple[str, Array]]:
+        """Name and value of every output of a bound graph for every text, one piece of the graph after the other."""
+        wanted = {info.name for info in model.graph.output}
+        values = [start_values(model, text) for text in self.texts]
+        types = input_types(model)
+        pieces = cut_graph(model, PIECE_BYTES)
+        for at, piece in enumerate(pieces):
+            session = open_piece(piece.build(types), self.folder)
+            types |= {arg.name: (arg.type, arg.shape) for arg in session.get_outputs()}
+            later = {name for one in pieces[at + 1 :] for name in one.inputs}
+            for mine in values:
+                feeds = {name: mine[name] for name in piece.inputs}
+                try:
+                    made = dict(zip(piece.outputs, session.run_with_ort_values(piece.outputs, feeds), strict=True))
+                except Exception as error:  # onnxruntime's exceptions share no base class of their own
+                    raise_if_out_of_memory(error, "while the text was run")
+                    raise
+                yield from ((name, value.numpy()) for name, value in made.items() if name in wanted)
+                kept = {name: value for name, value in {**mine, **made}.items() if name in later}
+                mine.clear()
+                mine.update(kept)
+
+
+def column_importance(run: TextRun) -> dict[str, Array]:
+    """Importance by name of the stored tensor: float32 [K], or [experts, K] of a stack; around 1 on average."""
     sums: dict[str, Array] = {}
-    for label, squares in reduced_inputs(traced, matches, tensors, texts, _sum_of_squares):
+    for label, squares in run.reduced(_sum_of_squares):
         sums[label] = sums.get(label, 0) + squares.astype(np.float64)
-    rows = {leaf.label: leaf for match in matches.values() for leaf in leaves(match)}
-    return _by_tensor(sums, rows)
+    return _by_tensor(sums, run.rows)
 
 
-def reduced_inputs(
-    traced: TracedGraph,
-    matches: Mapping[str, WeightSource],
-    tensors: Mapping[str, FileTensor],
-    texts: Sequence[Array],
-    reduction: Reduction,
-    wanted: Container[str] | None = None,
-) -> Iterator[tuple[str, Array]]:
-    """Label of every multiplied matrix, and its activations on a text, reduced over all tokens to [K]; text by text.
+def largest_of(found: Iterable[tuple[str, Array]]) -> dict[str, Array]:
+    """The elementwise largest of the arrays of each name."""
+    largest: dict[str, Array] = {}
+    for name, values in found:
+        largest[name] = np.maximum(largest[name], values) if name in largest else values
+    return largest
 
-    Arguments and errors are those of `column_importance`; `wanted` are labels of matrices, None for all.
-    """
-    if traced.spec.embeddings:
-        raise UnsupportedInput(
-            "`--calibrate` needs graphs that take tokens, not embeddings", hint="leave out `--calibrate`"
+
+def require_finite(name: str, values: Array) -> None:
+    """Raises InputRefused if `values`, from activations that matrix `name` multiplies, are not all finite."""
+    if not np.isfinite(values).all():
+        raise InputRefused(
+            f"`{name}` is multiplied with values that are not finite on the text",
+            hint="check the model, or leave out `--calibrate`",
         )
-    folder = next(iter(tensors.values())).path.parent
-    observed = traced.copy()
-    bind(observed, matches, tensors)
-    for name, found in outputs_on_texts(_observing(observed.model, reduction, wanted), folder, texts):
-        yield name.removeprefix(PREFIX), found
 
 
 def _observing(model: ir.Model, reduction: Reduction, wanted: Container[str] | None) -> onnx.ModelProto:
@@ -110,33 +165,6 @@ def label_of(value: ir.Value | None) -> str:
         value = node.inputs[0]
     is_stored = value is not None and isinstance(value.const_value, ir.ExternalTensor)
     return (value.name or "") if is_stored and value is not None else ""
-
-
-def outputs_on_texts(model: onnx.ModelProto, folder: Path, texts: Sequence[Array]) -> Iterator[tuple[str, Array]]:
-    """Name and value of every output for every text (ids int64 [1, tokens]), one piece of the graph after the other.
-
-    `model` is a float32 graph with a growing cache; `folder` has the weights that it maps. Raises UnsupportedInput:
-    onnxruntime cannot map the weights; OutOfMemory: memory ran out.
-    """
-    wanted = {info.name for info in model.graph.output}
-    values = [start_values(model, text) for text in texts]
-    types = input_types(model)
-    pieces = cut_graph(model, PIECE_BYTES)
-    for at, piece in enumerate(pieces):
-        session = open_piece(piece.build(types), folder)
-        types |= {arg.name: (arg.type, arg.shape) for arg in session.get_outputs()}
-        later = {name for one in pieces[at + 1 :] for name in one.inputs}
-        for mine in values:
-            feeds = {name: mine[name] for name in piece.inputs}
-            try:
-                made = dict(zip(piece.outputs, session.run_with_ort_values(piece.outputs, feeds), strict=True))
-            except Exception as error:  # onnxruntime's exceptions share no base class of their own
-                raise_if_out_of_memory(error, "while the text was run")
-                raise
-            yield from ((name, value.numpy()) for name, value in made.items() if name in wanted)
-            kept = {name: value for name, value in {**mine, **made}.items() if name in later}
-            mine.clear()
-            mine.update(kept)
 
 
 def input_types(model: onnx.ModelProto) -> ValueTypes:

@@ -249,13 +249,10 @@ def _use(parameter: str, match: WeightSource, value: ir.Value, node: ir.Node, in
     matrices = [element(match, at) for at in range(match.shape[0])] if grouped else [match]
     parts = [part for matrix in matrices for part in output_parts(matrix, is_transposed)]
     stored = tuple((rows, not transB) for rows, transB in parts if isinstance(rows, StoredRows))
-    fits = len(stored) == len(parts) and all(_is_matrix(rows, transposed) for rows, transposed in stored)
+    fits = len(stored) == len(parts) and all(  # every row of the product's result has its own codes
+        len(rows.shape) == 2 and (not turned or rows.single or rows.is_whole) for rows, turned in stored
+    )
     return _Use(names, parameter, stored if fits else (), dtype)
-
-
-def _is_matrix(rows: StoredRows, transposed: bool) -> bool:
-    """Whether the rows are a matrix of which every row of the product's result has its own codes."""
-    return len(rows.shape) == 2 and (not transposed or rows.single or rows.is_whole)
 
 
 def product_layout(node: ir.Node) -> bool | None:

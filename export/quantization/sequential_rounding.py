@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -24,7 +23,15 @@ import torch
 
 from llmconv.errors import InputRefused
 from llmconv.export.quantization.block_rounding import HALF, BlockFormat, block_scales
-from llmconv.export.quantization.calibration import as_matrix, input_types, label_of, open_piece, start_values
+from llmconv.export.quantization.calibration import (
+    TextRun,
+    as_matrix,
+    input_types,
+    label_of,
+    open_piece,
+    require_finite,
+    start_values,
+)
 from llmconv.export.quantization.quantized_tensor import (
     RoundedCodes,
     Scratch,
@@ -33,9 +40,8 @@ from llmconv.export.quantization.quantized_tensor import (
     stored_scales,
 )
 from llmconv.export.quantization.selection import QuantizedWeight, product_layout
-from llmconv.export.traced_graph import NodeEditor, TracedGraph, producer, remove_unused
-from llmconv.export.weights import StoredRows, WeightSource, bind, leaves
-from llmconv.files.safetensors_file import FileTensor
+from llmconv.export.traced_graph import NodeEditor, producer, remove_unused
+from llmconv.export.weights import StoredRows
 from llmconv.runtime.low_memory.pieced_graph import GraphPiece, ValueTypes, cut_graph
 from llmconv.tensors import Array
 
@@ -69,26 +75,17 @@ class _Squares:
 
 
 def round_sequentially(
-    traced: TracedGraph,
-    matches: Mapping[str, WeightSource],
-    tensors: Mapping[str, FileTensor],
-    texts: Sequence[Array],
-    quantized: Mapping[str, QuantizedWeight],
-    scratch: Scratch,
+    text: TextRun, quantized: Mapping[str, QuantizedWeight], scratch: Scratch
 ) -> dict[str, RoundedCodes]:
     """The codes of all 4-bit matrices that one product reads, by name of the stored tensor; `scratch` holds them.
 
-    `traced`, `tensors` and `texts` are as for `smoothing.measure_smoothing`. Raises InputRefused: the text is too
-    short, or its activations are not finite; UnsupportedInput: onnxruntime cannot map the weights; OutOfMemory: memory
-    ran out.
+    InputRefused if the text is too short, or its activations are not finite.
     """
-    observed = traced.copy()
-    bind(observed, matches, tensors)
-    rows = {leaf.label: leaf for match in matches.values() for leaf in leaves(match)}
-    products = _observe(observed.model, rows, quantized)
-    _require_tokens(sum(text.size for text in texts), products)
-    run = _SequentialRun(ir.to_proto(observed.model), products, tensors, scratch)
-    run.all_pieces(texts)
+    observed = text.bound()
+    products = _observe(observed.model, text.rows, quantized)
+    _require_tokens(sum(one.size for one in text.texts), products)
+    run = _SequentialRun(ir.to_proto(observed.model), products, text, scratch)
+    run.all_pieces()
     return run.codes
 
 
@@ -153,21 +150,15 @@ class _SequentialRun:
     """The state between pieces of a graph with squares as outputs; `codes` are those so far, by name of the tensor."""
 
     def __init__(
-        self,
-        model: onnx.ModelProto,
-        products: Mapping[str, Product],
-        tensors: Mapping[str, FileTensor],
-        scratch: Scratch,
+        self, model: onnx.ModelProto, products: Mapping[str, Product], text: TextRun, scratch: Scratch
     ) -> None:
         self.codes: dict[str, RoundedCodes] = {}
-        self._model, self._products, self._tensors, self._scratch = model, products, tensors, scratch
-        self._folder: Path = next(iter(tensors.values())).path.parent
+        self._model, self._products, self._text, self._scratch = model, products, text, scratch
         self._values: dict[str, Array] = {}
         self._squares = {one.source: _Squares() for one in products.values()}
 
-    def all_pieces(self, texts: Sequence[Array]) -> None:
-        """Rounds all products on token ids int64 [1, tokens]."""
-        states = [start_values(self._model, text) for text in texts]
+    def all_pieces(self) -> None:
+        states = [start_values(self._model, text) for text in self._text.texts]
         types = input_types(self._model)
         pieces = cut_graph(self._model, max(4 * prod(one.rows.shape) for one in self._products.values()))
         for at, piece in enumerate(pieces):
@@ -201,7 +192,7 @@ class _SequentialRun:
         kept = [output for output in built.graph.output if output.name in names]
         del built.graph.output[:]
         built.graph.output.extend(kept)
-        session = open_piece(built, self._folder)
+        session = open_piece(built, self._text.folder)
         types |= {arg.name: (arg.type, arg.shape) for arg in session.get_outputs()}
         wanted = {arg.name for arg in session.get_inputs()}
         for state in states:
@@ -223,11 +214,7 @@ class _SequentialRun:
             products = {label: one for label, one in self._products.items() if one.source == source}
             columns = next(iter(products.values())).columns
             hessian = np.asarray(squares.total, np.float64)
-            if not np.isfinite(hessian).all():
-                raise InputRefused(
-                    f"`{next(iter(products))}` is multiplied with values that are not finite on the text",
-                    hint="check the model, or leave out `--calibrate`",
-                )
+            require_finite(next(iter(products)), hessian)
             form = next(iter(products.values())).weight.form
             assert isinstance(form, BlockFormat)
             padding = -columns % form.size
@@ -262,7 +249,7 @@ class _SequentialRun:
 
     def _matrix(self, product: Product) -> Array:
         """Float32 [N, K]."""
-        rows, tensor = product.rows, self._tensors[product.rows.name]
+        rows, tensor = product.rows, self._text.tensors[product.rows.name]
         values = tensor.rows(rows.first, rows.first + 1)[0] if rows.single else tensor.read()
         wide = values.astype(np.float32)
         return np.ascontiguousarray(wide.T) if product.weight.transposed else wide

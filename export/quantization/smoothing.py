@@ -15,13 +15,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from llmconv.errors import InputRefused
-from llmconv.export.quantization.calibration import reduced_inputs
+from llmconv.export.quantization.calibration import TextRun, largest_of, require_finite
 from llmconv.export.quantization.quantized_tensor import FLOAT32, stored_factors
 from llmconv.export.quantization.selection import product_layout
 from llmconv.export.traced_graph import MICROSOFT, NodeEditor, TracedGraph, integers
 from llmconv.export.weights import StoredRows, WeightSource, leaves, output_parts
-from llmconv.files.safetensors_file import FileTensor
 from llmconv.tensors import Array, DType, LazyTensor, in_memory
 
 LARGEST = 24  # the largest exponent of a factor, positive or negative
@@ -55,38 +53,16 @@ class Smoothing:
         return {name: in_memory(quotient, FLOAT32), **stored_factors(name, factors)}
 
 
-def measure_smoothing(
-    groups: Sequence[SmoothingGroup],
-    traced: TracedGraph,
-    matches: Mapping[str, WeightSource],
-    tensors: Mapping[str, FileTensor],
-    texts: Sequence[Array],
-) -> Smoothing:
-    """The factors of all groups; reads their weights once.
-
-    `traced` is a float32 graph with a growing cache, its weights still inputs, and is not changed. `tensors` are in
-    files of one folder, `texts` token ids int64 [1, tokens]. Raises UnsupportedInput: the graph takes embeddings, or
-    onnxruntime cannot map the weights; InputRefused: activations are not finite; OutOfMemory: memory ran out.
-    """
-    wanted = {group.matrices[0][0] for group in groups}
-    largest: dict[str, Array] = {}
-    for name, found in reduced_inputs(traced, matches, tensors, texts, _largest, wanted):
-        largest[name] = np.maximum(largest[name], found) if name in largest else found
-    measured = [(group, group.matrices[0][0]) for group in groups if group.matrices[0][0] in largest]
-    return Smoothing.of((group, _factors(largest[name], group, tensors)) for group, name in measured)
+def measure_smoothing(groups: Sequence[SmoothingGroup], run: TextRun) -> Smoothing:
+    """The factors of all groups; reads their weights once. InputRefused if activations are not finite."""
+    names = {group: group.matrices[0][0] for group in groups}
+    largest = largest_of(run.reduced(_largest, set(names.values())))
+    measured = [(group, name) for group, name in names.items() if name in largest]
+    return Smoothing.of((group, _factors(largest[name], group, run.tensors)) for group, name in measured)
 
 
 def _largest(editor: NodeEditor, values: ir.Value) -> ir.Value:
     return editor.one("ReduceMax", [editor.one("Abs", [values]), integers(editor.graph, 0)], {"keepdims": 0})
-
-
-def require_finite(name: str, values: Array) -> None:
-    """Raises InputRefused if `values`, from activations that matrix `name` multiplies, are not all finite."""
-    if not np.isfinite(values).all():
-        raise InputRefused(
-            f"`{name}` is multiplied with values that are not finite on the text",
-            hint="check the model, or leave out `--calibrate`",
-        )
 
 
 def _factors(inputs: Array, group: SmoothingGroup, tensors: Mapping[str, LazyTensor]) -> Array:
@@ -186,7 +162,8 @@ def _group(node: ir.Node, sources: Mapping[ir.Value, WeightSource], coded: Conta
         if match is None or layout is None:
             return None
         for rows, transB in output_parts(match, layout):
-            if not _is_coded(rows, coded) or [rows.shape[-1 if transB else 0]] != list(norms[0].shape):
+            is_coded = isinstance(rows, StoredRows) and rows.is_whole and len(rows.shape) == 2 and rows.name in coded
+            if not is_coded or [rows.shape[-1 if transB else 0]] != list(norms[0].shape):
                 return None
             matrices.append((next(leaves(rows)).name, not transB))
     return SmoothingGroup(tuple(one.name for one in norms), tuple(matrices))
@@ -195,10 +172,6 @@ def _group(node: ir.Node, sources: Mapping[ir.Value, WeightSource], coded: Conta
 def _only_use(value: ir.Value | None, sources: Mapping[ir.Value, WeightSource]) -> WeightSource | None:
     """The stored tensors of a weight that one node reads; None for another value."""
     return sources.get(value) if value is not None and len(value.uses()) == 1 else None
-
-
-def _is_coded(rows: WeightSource, coded: Container[str]) -> bool:
-    return isinstance(rows, StoredRows) and rows.is_whole and len(rows.shape) == 2 and rows.name in coded
 
 
 def _products(value: ir.Value) -> list[ir.Node]:

@@ -62,7 +62,9 @@ def replicate(traced: TracedGraph, num_layers: int, period: int) -> None:
         latest = _clone(traced, periods, latest, first_layer - start - period)
         _number_unused(traced, period, first_layer - start - period)
     _rewire_epilogue(layer_of, latest)
-    _order_ports(traced.model.graph)
+    graph = traced.model.graph  # the cache last, layers in order, key before value, states after both
+    for ports in (graph.inputs, graph.outputs):
+        ports[:] = sorted(ports, key=lambda port: cache_order(port.name or ""))
     traced.model.graph.sort()
     traced.num_layers = num_layers
 
@@ -205,12 +207,6 @@ def _rewire_epilogue(layer_of: dict[ir.Node, int], latest: dict[ir.Value, ir.Val
             for index, value in enumerate(node.inputs):
                 if value in latest:
                     node.replace_input_with(index, latest[value])
-
-
-def _order_ports(graph: ir.Graph) -> None:
-    """Sorts inputs and outputs: the cache last, layers in order, key before value, states after both."""
-    for ports in (graph.inputs, graph.outputs):
-        ports[:] = sorted(ports, key=lambda port: cache_order(port.name or ""))
 
 
 def name_everything(model: ir.Model) -> None:

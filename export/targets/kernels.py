@@ -209,13 +209,9 @@ def has_kernel(node: TypedNode, target: str) -> bool:
     """Whether the provider of a target has a kernel for a node."""
     rows = kernel_table(target)["kernels"].get(node.operator, [])
     return node.operator == "Constant" or any(
-        _is_version(node.version, begin, end) and _fits(node.bound, types) for begin, end, types in rows
+        (node.version == begin or (end is not None and begin <= node.version <= end)) and _fits(node.bound, types)
+        for begin, end, types in rows  # an open range promises nothing about later versions (`KernelRegistry`)
     )
-
-
-def _is_version(version: int, begin: int, end: int | None) -> bool:
-    """onnxruntime's rule: an open range promises nothing about later versions (`KernelRegistry::VerifyVersion`)."""
-    return version == begin or (end is not None and begin <= version <= end)
 
 
 def _fits(bound: Mapping[str, set[str]], types: Mapping[str, str]) -> bool:

@@ -76,7 +76,10 @@ class SinglePass(nn.Module):
         TracedCache.is_step = torch.zeros((), dtype=torch.bool)
         batch, half = input_ids.shape[0], self.model.dtype
         empty = [
-            torch.zeros([batch, *_without_past(port)], dtype=torch.float32 if is_recurrent(port.name) else half)
+            torch.zeros(
+                [batch, *(0 if size == PAST else int(size) for size in port.axes[1:])],
+                dtype=torch.float32 if is_recurrent(port.name) else half,
+            )
             for port in self._states
         ]
         cache = TracedCache([port.name for port in self._states], empty, depth(self.model.config))
@@ -111,11 +114,6 @@ def _dense(layer: Dense, model: PreTrainedModel) -> nn.Module:
     mode: Any = next(model.parameters()).fake_mode
     with mode:
         return _DenseModule(layer, model.dtype).eval()
-
-
-def _without_past(port: Port) -> list[int]:
-    """The sizes of an empty cache, without the batch."""
-    return [0 if size == PAST else int(size) for size in port.axes[1:]]
 
 
 def last_index(mask: Tensor) -> Tensor:

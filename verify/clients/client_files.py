@@ -52,7 +52,7 @@ class ClientFiles:
 
     def checks(self, client: str) -> list[Check]:
         """One check; none if the client finds no graph. MalformedInput if its configuration is refused."""
-        opened = opened_graphs(client, self.verified.path)
+        opened = [path for path in OPENED[client](self.verified.path) if path.exists()]
         if not opened:
             return []
         problems = [problem for path in opened for problem in self._problems(path)]
@@ -209,11 +209,6 @@ JS_FOLDER, JS_CONFIG = "onnx", "transformers.js_config"
 JS_SUFFIXES = {"fp32": "", "q8": "_quantized"} | {  # end of a graph's name by the `dtype` of transformers.js
     name: f"_{name}" for name in ("fp16", "int8", "uint8", "bnb4", "q4", "q2", "q1", "q4f16", "q2f16", "q1f16")
 }
-
-
-def opened_graphs(client: str, folder: Path) -> list[Path]:
-    """The files that a client opens as graphs, missing ones left out; MalformedInput if `session_file` refuses."""
-    return [path for path in OPENED[client](folder) if path.exists()]
 
 
 def _genai(folder: Path) -> list[Path]:

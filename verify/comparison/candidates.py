@@ -191,7 +191,8 @@ def _results(candidate: Candidate, truth: ExpectedOutput, step: Step, gates: Gat
     truth = truth.last() if candidate.last_logits else truth
     if step.choices is None:
         return {"logits": with_checked_noise(truth, lambda truth: measure(truth, step.logits, tokens=True), gates)}
-    return measure_choices(truth, step.choices, expected_count(candidate.graphs[-1].entry.postprocess))
+    count = int(candidate.graphs[-1].entry.postprocess.partition(":")[2] or 1)
+    return measure_choices(truth, step.choices, count)
 
 
 def _measure(truth: ExpectedOutput, rows: Array | None, gates: Gates) -> Measure:
@@ -279,11 +280,6 @@ class PrefillDecodeAgreement:
 
 
 ULP = 2.0**-23  # unit in the last place of float32 scores, which are large even where all logits are tiny
-
-
-def expected_count(postprocess: str) -> int:
-    """Number of chosen tokens: K for `topk:K`, 1 for `argmax`."""
-    return int(postprocess.partition(":")[2] or 1)
 
 
 def measure_choices(logits: ExpectedOutput, choices: Choices, count: int) -> dict[str, Measure]:

@@ -76,7 +76,8 @@ class ImageChecks:
             whole = self.family.read_whole
             if reason := candidate.refuses(prompts.prompt, whole=whole) or candidate.refuses(prompts.step):
                 return [replace(blank, output="logits", verdict="skip", detail=reason)]
-        divided = [number for number, one in enumerate(self._prompts) if self._can_divide(one, candidate)]
+        divides = [] if self.family.read_whole else list(enumerate(self._prompts))
+        divided = [number for number, one in divides if not any(map(candidate.refuses, one.parts))]
         try:
             made = [one.run(candidate.runner, self._features_of(one)) for one in self._prompts]
             chosen = [self._prompts[number] for number in divided]
@@ -95,9 +96,6 @@ class ImageChecks:
             for number, step in zip(divided, parts, strict=True)
         ]
         return [fold(blank, name, [found[name] for found in measures], self.gates) for name in measures[0]]
-
-    def _can_divide(self, prompts: PromptsWithImages, candidate: Candidate) -> bool:
-        return not (self.family.read_whole or any(map(candidate.refuses, prompts.parts)))
 
     def _truths_of_part(self, number: int) -> dict[str, ExpectedOutput]:
         """Every output of the whole prompts, the logits of the second part alone."""

@@ -314,7 +314,9 @@ class _Cutter:
         values, found = forms_of(nodes, self._sources.of(number, entry))
         cached = sorted(name for name in self._index.outputs if layer_of(name) == number)
         outputs = [values.get(exit_, ""), *(f"{role(name)} {values.get(name, 'elsewhere')}" for name in cached)]
-        declared = declared_caches(self._index, number) + declared_values(self._index, values)
+        declared = declared_caches(self._index, number)  # and the types of values, without the names of axes
+        ports = (port for port in self._index.model.graph.value_info if port.name in values)
+        declared += sorted(f"{values[port.name]} {_kind(port)}" for port in ports)
         return LayerForm(tuple(outputs), tuple(sorted(found)), tuple(declared))
 
 
@@ -364,11 +366,6 @@ def declared_caches(index: GraphIndex, number: int) -> list[Form]:
     graph = index.model.graph
     ports = [port for port in graph.input if is_past(port.name)] + [p for p in graph.output if is_present(p.name)]
     return [f"{role(port.name)} {_kind(port)}" for port in ports if layer_of(port.name) == number]
-
-
-def declared_values(index: GraphIndex, values: Mapping[str, Form]) -> list[Form]:
-    """The types that the file declares for the values of a layer, without the names of axes."""
-    return sorted(f"{values[port.name]} {_kind(port)}" for port in index.model.graph.value_info if port.name in values)
 
 
 def declaration_problem(index: GraphIndex) -> str:

@@ -247,7 +247,8 @@ def keep_layers(model: onnx.ModelProto, kept: Collection[int], tensors: Mapping[
 def drop_unused(model: onnx.ModelProto) -> None:
     """Removes the initializers and declared shapes of values that no node reads or computes, and inputs of defaults."""
     defaults = {tensor.name for tensor in model.graph.initializer}
-    used = {name for node in model.graph.node for name in (*node.input, *node.output)} | _inner_names(model)
+    used = {name for node in model.graph.node for name in (*node.input, *node.output)}
+    used |= {name for node in model.graph.node if node.attribute for name in values_read_by(node)}
     _replace(model.graph.initializer, [tensor for tensor in model.graph.initializer if tensor.name in used])
     ports = [port for port in model.graph.input if port.name in used or port.name not in defaults]
     _replace(model.graph.input, ports)
@@ -266,7 +267,11 @@ def _bypassed(layers: GraphLayers, kept: Collection[int]) -> dict[str, str]:
 def _lengths(layers: GraphLayers, kept: Collection[int]) -> dict[str, str]:
     """The cache of a kept layer for each removed one whose shape is read: one with the same declared shape."""
     index, outside = layers.index, {*layers.prologue, *layers.epilogue}
-    past = {name: _type_of(port) for name, port in index.inputs.items() if is_past(name)}
+    past = {
+        name: bytes(port.type.SerializeToString(deterministic=True))
+        for name, port in index.inputs.items()
+        if is_past(name)
+    }
     alike = {kind: name for name, kind in reversed(past.items()) if layer_of(name) in kept}
     found: dict[str, str] = {}
     for name, kind in past.items():
@@ -276,10 +281,6 @@ def _lengths(layers: GraphLayers, kept: Collection[int]) -> dict[str, str]:
             raise NotLayered(f"the shape of `{name}` is that of no other cache")
         found |= {name: alike[kind]} if kind in alike else {}
     return found
-
-
-def _type_of(port: onnx.ValueInfoProto) -> bytes:
-    return bytes(port.type.SerializeToString(deterministic=True))
 
 
 def _renamed(node: onnx.NodeProto, names: dict[str, str]) -> onnx.NodeProto:
@@ -294,10 +295,6 @@ def _renamed(node: onnx.NodeProto, names: dict[str, str]) -> onnx.NodeProto:
             inner = [_renamed(one, {old: new for old, new in names.items() if old not in own}) for one in graph.node]
             _replace(graph.node, inner)
     return copy
-
-
-def _inner_names(model: onnx.ModelProto) -> set[str]:
-    return {name for node in model.graph.node if node.attribute for name in values_read_by(node)}
 
 
 def _replace(field: Any, items: Iterable[Any]) -> None:

@@ -312,7 +312,7 @@ def run_eager(open_model: Callable[[str], StreamedRunner], call: Call, names: Co
     gc.collect()  # modules refer to each other
     last = exact.after[list(names)[-1]].to(kind).double()
     rounded = HiddenStates(given=exact.given)
-    steps.append(_run(open_model(dtype), call, names, partial(_as_given, rounded), last))
+    steps.append(_run(open_model(dtype), call, names, lambda name, hidden: rounded.given[name], last))
     return LayerRuns(call, exact, rounded, (steps[0], steps[1]), last)
 
 
@@ -369,10 +369,6 @@ def _with_noise(states: HiddenStates, dtype: torch.dtype, name: str, hidden: tor
     given = given.to(dtype).double()
     states.given[name] = given
     return given
-
-
-def _as_given(states: HiddenStates, name: str, hidden: torch.Tensor) -> torch.Tensor:
-    return states.given[name]
 
 
 class ExpectedLayers:

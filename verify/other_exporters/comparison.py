@@ -192,7 +192,7 @@ def check_external(
     checks = _compare(scenario, chains, candidate, runs, [truths[at] for at in supported], gates, evidence)
     if any(check.verdict == "fail" for check in checks) and may_count_padding(candidate.external, chains):
         other = replace(scenario, name=f"{scenario.name}, positions count padding")
-        counting = with_padding_counted(chains)
+        counting = [[replace(call, position_ids=_all_positions(call)) for call in chain] for chain in chains]
         counted = _compare(scenario, counting, candidate, runs, eager.expected_outputs(other, counting), gates)
         checks = checks_with_padding_counted(checks, counted, chains)
     skipped = len(refusals) - len(supported)
@@ -293,11 +293,6 @@ def may_count_padding(graphs: Sequence[ExternalGraph], chains: list[Chain]) -> b
     """Whether positions may differ from those of `generate`."""
     padded = any(not chain[-1].attention_mask.all() for chain in chains)
     return padded and any(not graph.limits.takes_positions for graph in graphs)
-
-
-def with_padding_counted(chains: list[Chain]) -> list[Chain]:
-    """The same calls with positions 0, 1, … in every row."""
-    return [[replace(call, position_ids=_all_positions(call)) for call in chain] for chain in chains]
 
 
 def _all_positions(call: Call) -> Array:

@@ -18,7 +18,6 @@ from llmconv.verify.comparison.candidates import GraphProbe
 from llmconv.verify.other_exporters.comparison import ExternalCandidate, external_candidates, scaled_settings
 from llmconv.verify.other_exporters.external_graph import ExternalCache, ExternalGraph, GraphFile, ModelSizes
 from llmconv.verify.other_exporters.port_map import AXES, Binding
-from llmconv.verify.other_exporters.quantized.tensor_matching import InitializerContent
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.reference.other_roundings import edited, run_chain, scaling_of
 from llmconv.verify.results import Where
@@ -74,7 +73,8 @@ class ExternalGraphs:
         model = load_guarded(file.path)
         if change:
             change(file.path, model)
-        names = free_names(model, port_names(graph.binding) | _tensor_names(file.contents))
+        known = {name: content.whole for name, content in file.contents.items() if content.whole}
+        names = free_names(model, port_names(graph.binding) | known)
         feeds = {names.get(name, name): array for name, array in feeds.items()}
         tapped = GraphProbe(renamed(model, names, graph.binding), file.path.parent, self.settings)
         return ReplayedCall(tapped, feeds, chain[step], 0, eager.dtype, chain[:step], eager)
@@ -105,10 +105,6 @@ def port_names(binding: Binding) -> dict[str, str]:
     names = {row.tokens: "input_ids", row.mask: "attention_mask", row.positions: "position_ids", row.logits: "logits"}
     names |= {port: past_of(name) for name, port in binding.past.items()}
     return names | ({port: name for name, port in binding.present.items()} if row.axes == AXES else {})
-
-
-def _tensor_names(contents: Mapping[str, InitializerContent]) -> dict[str, str]:
-    return {name: content.whole for name, content in contents.items() if content.whole}
 
 
 def free_names(model: onnx.ModelProto, names: Mapping[str, str]) -> dict[str, str]:

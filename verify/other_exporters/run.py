@@ -226,7 +226,7 @@ def audit_graph_weights(
         found = {name for one in file.quantized_weights for name in one.names}
         copies = float_copies(file.contents, file.quantized_weights, file.model, tied=tied)
         report.notes += [f"{file.name}: {note}" for note in copies]
-        missing &= missing_tensors(file.contents, tensors) - found
+        missing -= found | {name for content in file.contents.values() for name in content.names}
         yield [audit_contents(file.name, file.contents, tensors)]
         report.notes += [f"{file.name}: {problem}, and was not compared" for problem in misplaced_weights(file.model)]
     if missing and len(missing) < len(tensors):
@@ -376,7 +376,3 @@ def _summary(contents: Mapping[str, InitializerContent], matched: list[Initializ
     other = [name for name, content in contents.items() if not content.matched]
     rest = f"; others: {', '.join(f'`{name[:60]}`' for name in other[:SHOWN])}" + (" …" if other[SHOWN:] else "")
     return f"{len(matched)} of {len(contents)} are the model's by content ({forms or 'none'})" + (rest if other else "")
-
-
-def missing_tensors(contents: Mapping[str, InitializerContent], reference: Mapping[str, LazyTensor]) -> set[str]:
-    return set(reference) - {name for content in contents.values() for name in content.names}

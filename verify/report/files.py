@@ -184,13 +184,10 @@ def annotation_lines(report: Report) -> list[str]:
 
 
 def _command(kind: str, title: str, message: str) -> str:
-    return f"::{kind} title={_property(title)}::{_data(message)}"
+    escaped = _data(title).replace(":", "%3A").replace(",", "%2C")
+    return f"::{kind} title={escaped}::{_data(message)}"
 
 
 def _data(text: str) -> str:
     """An escaped message, which cannot start another command."""
     return clean(text, SUMMARY_LIMIT).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")

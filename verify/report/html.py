@@ -376,7 +376,7 @@ def error_histogram(evidence: Evidence) -> str:
     parts = []
     for at in range(first, last + 1):
         height = log10(counts[at] + 1) / top * (HEIGHT - PLOT_TOP - BOTTOM)
-        x, size = PLOT_LEFT + (at - first) * width, _exponent(at)
+        x, size = PLOT_LEFT + (at - first) * width, LOWEST + at / PER_DECADE
         title = f"{counts[at]:,} logits with an error from {10**size:.1e}"
         parts.append(
             f'<rect x="{x:.1f}" y="{HEIGHT - BOTTOM - height:.1f}" width="{max(1.0, width - 1):.1f}" '
@@ -386,10 +386,6 @@ def error_histogram(evidence: Evidence) -> str:
             parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 12}">1e{int(size)}</text>')
     parts.append(f'<text x="4" y="{PLOT_TOP + 4}">{counts.max():,}</text>')
     return _svg(HEIGHT, parts, PLOT_WIDTH)
-
-
-def _exponent(at: int) -> float:
-    return LOWEST + at / PER_DECADE
 
 
 def logit_scatter(evidence: Evidence) -> str:

@@ -18,8 +18,7 @@ from llmconv.export import export
 from llmconv.export.folders import file_tensors
 from llmconv.export.graph_spec import GROWING
 from llmconv.export.language_model import open_language_model
-from llmconv.export.quantization.calibration import column_importance
-from llmconv.export.weights import match_weights
+from llmconv.export.quantization.calibration import TextRun, column_importance
 from llmconv.sample_texts import DEFAULT, calibration_text
 from llmconv.tensors import Array
 from llmconv.verify import verify
@@ -32,7 +31,7 @@ def importance(folder: Path) -> dict[str, Array]:
     checkpoint = open_checkpoint(folder)
     tensors = file_tensors(checkpoint)
     traced = open_language_model(checkpoint).trace({"unified": GROWING})[0]["unified"]
-    return column_importance(traced, match_weights(traced, tensors), tensors, IDS)
+    return column_importance(TextRun(traced, IDS, tensors))
 
 
 def observed(folder: Path) -> dict[str, Array]:

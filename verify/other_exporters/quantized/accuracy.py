@@ -370,7 +370,8 @@ def check_ranges(
 ) -> Check:
     """One check of all products of a graph with dequantized matrices, by eager extremes and smoothing factors."""
     names = {one.stored.name: sorted(one.names) for one in quantized}
-    found = list(_roundings(model, constants))
+    products = _products(model, constants)
+    found = [_rounding(codes, constants.makers.get(node.input[0]), constants) for node, codes in products]
     problems = [
         f"what `{name}` is multiplied with {problem}"
         for one in found
@@ -381,11 +382,6 @@ def check_ranges(
         detail = f"{len(problems)} of {len(found)} wrong, first: {problems[0]}"
         return Check(NAME, graph, "", verdict="fail", detail=detail)
     return Check(NAME, graph, "", detail=f"{len(found)} ranges as on the text")
-
-
-def _roundings(model: onnx.ModelProto, constants: Constants) -> Iterator[ActivationRounding]:
-    for node, codes in _products(model, constants):
-        yield _rounding(codes, constants.makers.get(node.input[0]), constants)
 
 
 def _products(model: onnx.ModelProto, constants: Constants) -> Iterator[tuple[onnx.NodeProto, str]]:

@@ -66,10 +66,11 @@ def _dequantized(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix 
     scales, zeros, repeat = grids(node, constants, scale, zero, shape, fields["axis"], fields["block_size"])
     if lookup and (scales.size > 1 or attributes(maker).get("axis", 0)):  # type: ignore[arg-type]
         raise unreadable(node, "dequantizes looked-up rows with more than one scale")
-    used = {other.op_type for other in constants.after(node.output[0])}
+    used, block = {other.op_type for other in constants.after(node.output[0])}, fields["block_size"]
+    layout = "one scale" if scales.size == 1 else f"blocks of {block}" if block else "a scale per row or column"
     return QuantizedMatrix(
         name=name,
-        kind=f"DequantizeLinear, {_scales_description(scales, fields['block_size'])}",
+        kind=f"DequantizeLinear, {layout}",
         shape=(shape[0], shape[1]),
         codes=rows_of(data, shape),
         scale=scales,
@@ -81,10 +82,6 @@ def _dequantized(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix 
         largest=int(np.iinfo(data.dtype).max),
         smallest=int(np.iinfo(data.dtype).min),
     )
-
-
-def _scales_description(scales: Array, block: int) -> str:
-    return "one scale" if scales.size == 1 else f"blocks of {block}" if block else "a scale per row or column"
 
 
 def _unrounded(node: onnx.NodeProto, constants: Constants) -> list[onnx.NodeProto] | None:
