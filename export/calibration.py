@@ -132,7 +132,6 @@ def _names(quantized: Mapping[str, QuantizedWeight], form: type[WeightFormat]) -
 
 
 def text_of(given: ExportOptions) -> CalibrationText | None:
-    """The text that runs through the model; None for none."""
     if given["calibrate"] is not None:
         return CalibrationText.read(given["calibrate"])
     return CalibrationText.shipped() if given["kv_cache"] else None

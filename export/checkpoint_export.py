@@ -134,7 +134,6 @@ def _make(
     source: Path,
     given: ExportOptions,
 ) -> Exported:
-    """Traces the graphs, makes all files, and writes them unless this is a dry run."""
     language_model.require_fit(checkpoint, next(iter(plan.specs.values())).task)
     with progress_step(f"tracing layers of {depth(language_model.config)}"):
         graphs, traced_layers = language_model.trace(plan.specs)
@@ -378,11 +377,9 @@ class GraphsOnly:
             return replace(self, model=self.model.quantized(weights, importance, smoothing))
 
     def divided(self, parts: Mapping[str, int]) -> GraphsOnly:
-        """See `OutputFolder`: the files are the model's own."""
         return self
 
     def planned(self) -> dict[str, int]:
-        """See `OutputFolder`."""
         return {name: len(content) for name, content in self._small_files().items()}
 
     def missing(self) -> dict[str, int]:
@@ -390,7 +387,6 @@ class GraphsOnly:
         return {name: path.stat().st_size for name, path in sorted(paths.items())}
 
     def write(self, files: GraphFiles, step: dict[str, Any]) -> int:
-        """Writes configuration, tokenizer, graphs and manifest, which become visible together."""
         checkpoint = self.model.checkpoint
         contents = dict(files.files)
         if files.config:

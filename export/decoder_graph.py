@@ -92,13 +92,11 @@ def _replicated(config: Any, input_map: InputMap, spec: GraphSpec) -> tuple[Trac
 
 
 def _is_part(short: Any, whole: Any) -> bool:
-    """Whether a shortened model is equal to the beginning of the whole one."""
     kinds = layer_kinds(short)
     return kinds == layer_kinds(whole)[: len(kinds)] and factors(short).items() <= factors(whole).items()
 
 
 def _rewrite(traced: TracedGraph, *, causal: bool) -> None:
-    """Rewrites the exporter's nodes for mapped weights and the target, in place."""
     rewrite_linear_layers(traced)
     fuse_norms(traced)
     add_filled_length(traced)

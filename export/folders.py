@@ -103,7 +103,6 @@ class NewFolder:
     def quantized(
         self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array], smoothing: Smoothing
     ) -> NewFolder:
-        """See `OutputFolder`."""
         tensors: dict[str, LazyTensor] = {}
         codes: dict[str, LazyTensor] = {}
         parts = dict(self.parts)
@@ -124,21 +123,17 @@ class NewFolder:
         return replace(self, checkpoint=replace(self.checkpoint, tensors=ordered), codes=codes, parts=parts)
 
     def divided(self, parts: Mapping[str, int]) -> NewFolder:
-        """See `OutputFolder`."""
         return replace(self, parts=parts)
 
     def weights(self) -> Mapping[str, FileTensor]:
-        """The tensors in the shards that `write` writes."""
         home = local_only(self.place) or Path(self.place.name)  # of an address only the names of files are used
         return {name: tensor for shard in self._plan.shards for name, tensor in _placed(shard, home).items()}
 
     def planned(self) -> dict[str, int]:
-        """See `OutputFolder`."""
         small = {name: len(content) for name, content in self._plan.small_files.items()}
         return {**{shard.name: _file_bytes(shard) for shard in self._plan.shards}, **small}
 
     def write(self, files: GraphFiles, step: dict[str, Any]) -> int:
-        """Writes weights, side files, graphs and manifest, which become visible together."""
         contents = dict(files.files)
         if files.config:
             contents["config.json"] = json_bytes({**self._plan.checkpoint.config, **files.config})
@@ -201,7 +196,6 @@ def _file_bytes(shard: Shard) -> int:
 
 
 def sources_of(checkpoint: Checkpoint) -> list[Path]:
-    """The files that an export reads: weights, config and side files."""
     small = [checkpoint.path / name for name in ("config.json", *checkpoint.side_files)]
     weights = {tensor.path for tensor in file_tensors(checkpoint).values()}
     return sorted({*weights, *(path for path in small if path.is_file())})
@@ -247,7 +241,6 @@ class InPlace:
             raise InputRefused(f"`{self.place / existing[0]}` already exists", hint="give `--overwrite` to replace it")
 
     def require_mappable(self, plan: GraphPlan) -> None:
-        """Refuses weights of another dtype than the graphs are to map."""
         stored = {tensor.dtype.name for tensor in file_tensors(self.checkpoint).values()}
         self._require_precision(plan)
         if self.dtype != "keep" and stored != {self.dtype}:
@@ -287,11 +280,9 @@ class InPlace:
         return replace(self, codes=codes)
 
     def divided(self, parts: Mapping[str, int]) -> InPlace:
-        """See `OutputFolder`: the model's files stay as they are."""
         return self
 
     def planned(self) -> dict[str, int]:
-        """See `OutputFolder`: none."""
         return {}
 
     def write(self, files: GraphFiles, step: dict[str, Any]) -> int:

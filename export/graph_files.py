@@ -141,7 +141,6 @@ class GraphPlan:
         self.clients.check(options.own_runner_option(), takes_embeddings=bool(spec.embeddings))
 
     def file_names(self, role: str) -> list[str]:
-        """The files of a role: one, or one per stage."""
         whole, count = self.options.names.get(role, FILES[role]), self.options.stages
         if count == 1:
             return [whole]
@@ -256,7 +255,6 @@ class GraphPlan:
             choose_tokens(model, self.options.choice)
 
     def _add_client_files(self, made: GraphFiles, weight_files: tuple[str, ...]) -> None:
-        """Adds the clients' files; those of a graph's own name replace it."""
         known = [role for role in (*self.specs, EMBEDDINGS_ROLE, VISION_ROLE) if role in made.entries]
         files = {role: self.file_names(role)[0] for role in known}
         contents = {role: made.files[name] for role, name in files.items()}
@@ -363,7 +361,6 @@ def keep_last_logits(model: ir.Model) -> None:
 
 
 def _last(editor: NodeEditor, hidden: ir.Value) -> ir.Value:
-    """The last position of `[batch, sequence, features]`."""
     ends = [integers(editor.graph, number) for number in (-1, TO_THE_END, 1)]
     return editor.one("Slice", [hidden, *ends])
 

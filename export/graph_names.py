@@ -58,7 +58,6 @@ def graph_names(given: Sequence[str], roles: Collection[str], layouts: Collectio
 
 
 def _problem(name: str) -> str:
-    """Why a graph cannot have a name, in words; empty if it can."""
     if Path(name).name != name or "\\" in name or not name.isprintable():
         return "a name without a folder is needed"
     if not name.endswith(SUFFIX) or name == SUFFIX or name.startswith("."):

@@ -208,7 +208,6 @@ def graph_specs(
 
 
 def _prompt_length(slots: int | None, asked: int | None) -> int:
-    """New tokens per call of a static prefill graph."""
     if not slots:
         raise UsageProblem("`--shapes static` needs the length of the cache", hint="add `--max-seq-len S`")
     length = asked or max(divisor for divisor in range(1, MAX_PROMPT_LEN + 1) if slots % divisor == 0)

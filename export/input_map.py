@@ -82,7 +82,6 @@ class InputMap:
         return resolved_inputs(self.extras, decoder_config(config))
 
     def outputs(self, config: Any) -> tuple[Port, ...]:
-        """Outputs of every graph, in order."""
         logits = Port("logits", "float32", (BATCH, SEQUENCE, decoder_config(config).vocab_size))
         return (logits, *self.present(config))
 

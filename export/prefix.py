@@ -122,7 +122,6 @@ class _PrefixInserter:
         replace_uses(uses, longer)
 
     def before_mask(self) -> None:
-        """Prepends ones for the prefix to the mask."""
         mask = value_named(self._graph.inputs, "attention_mask")
         assert mask is not None
         uses = list(mask.uses())
@@ -131,7 +130,6 @@ class _PrefixInserter:
         replace_uses(uses, self._edit.one("Concat", [ones, mask], {"axis": 1}))
 
     def shift_positions(self) -> None:
-        """Shifts the positions by the length of the prefix."""
         positions = value_named(self._graph.inputs, "position_ids")
         if positions is not None:
             uses = list(positions.uses())
@@ -187,7 +185,6 @@ class PrefixFile:
         return cls(prefix, f"prefix-{hashlib.sha256(content).hexdigest()[:8]}.safetensors", content, places)
 
     def prepend(self, model: ir.Model) -> None:
-        """Puts the prefix before every prompt of a graph, in place."""
         tensors = {
             name: ir.ExternalTensor(
                 self.name,

@@ -129,7 +129,6 @@ def replace_value(old: ir.Value, new: ir.Value) -> None:
 
 
 def replace_uses(uses: Iterable[tuple[ir.Node, int]], new: ir.Value) -> None:
-    """Makes these uses of a value read `new`."""
     for node, index in uses:
         node.replace_input_with(index, new)
 

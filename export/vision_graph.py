@@ -121,7 +121,6 @@ def build_whole(config: Any, precision: str) -> PreTrainedModel:
 
 
 def trace_vision(tower: VisionTower, config: Any, model: PreTrainedModel, precision: str) -> TracedGraph:
-    """Traces all layers of the tower of a model with fake parameters."""
     inputs = tower.inputs(config, precision)
     graph = _traced(tower.module(model), inputs)
     weights = weights_to_inputs(graph, model)

@@ -260,7 +260,6 @@ def expand_experts(model: ir.Model, stacks: Mapping[ir.Value, WeightSource], mul
 
 
 def dtype_of(weight: ir.Value) -> ir.DataType:
-    """The dtype in which a graph reads a weight."""
     return weight.dtype or ir.DataType.FLOAT
 
 
@@ -538,7 +537,6 @@ def require_shape(name: str, shape: tuple[int, ...], source: WeightSource) -> No
 
 
 def missing_key(name: str) -> InputRefused:
-    """The error of a parameter that no tensor is for."""
     return InputRefused(
         f"missing keys: `{name}`",
         hint="the weights are not of the model that `config.json` describes; convert the folder again",

@@ -213,7 +213,6 @@ class Compared:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether onnxruntime's CPU provider runs the graphs."""
         return provider_name(self.verified.settings.provider) == CPU
 
     def eager(self, dtype: str, known: Eager | None) -> Eager:

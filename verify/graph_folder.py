@@ -84,7 +84,6 @@ class GraphFolder:
 
 
 def _models(folder: Path, entries: Sequence[GraphEntry]) -> dict[str, onnx.ModelProto]:
-    """The graphs without their weights, by name, with embedding table and vision tower if they take embeddings."""
     models = {entry.name: load_whole(folder, entry) for entry in entries}
     if takes_embeddings(models.values()):
         models[EMBEDDINGS] = load_guarded(folder / EMBEDDINGS)

@@ -224,7 +224,6 @@ class CodedGraph:
 
 
 def check_codes(graph: CodedGraph, facts: ModelFacts) -> list[Check]:
-    """One check of all codes, and one of all logits, over all calls."""
     problems: list[str] = []
     ratios = [0.0]
     for chain, observed in zip(chains(facts), OBSERVED, strict=True):

@@ -198,7 +198,6 @@ class QuantizedEntries:
         return len(opened) == len(verified.entries)
 
     def cost(self) -> Checks:
-        """The loss of accuracy of the graphs as shipped, after their prefix."""
         name, runner = shipped_runner(self.verified)
         prefix = next((entry.prefix for entry in self.verified.entries if entry.prefix), None)
         eager = self.eager.with_prefix(prefix, trained_start(self.verified.path, prefix)) if prefix else self.eager

@@ -191,7 +191,6 @@ class Report:
 
     @property
     def worst(self) -> Check | None:
-        """The check with the largest sigma; None if none was measured."""
         measured = (check for check in self.checks if check.output and check.sigma)
         return max(measured, key=lambda check: check.sigma, default=None)
 
@@ -205,7 +204,6 @@ class Report:
         return [check for check in self.checks if check.graph not in self.copies]
 
     def copy_lines(self) -> list[str]:
-        """A line per graph with the same bytes as another."""
         return [f"`{first}` and `{name}` are the same bytes, run once" for name, first in self.copies.items()]
 
     def as_dict(self) -> dict[str, Any]:
@@ -286,7 +284,6 @@ WORDS = {"pass": "PASSED", "fail": "FAILED", "skip": "SKIPPED"}
 
 
 def lines_of(checks: Sequence[Check]) -> list[str]:
-    """One line per group, beginning with the verdict."""
     return [group_line(group) for group in groups_of(checks)]
 
 

@@ -227,7 +227,6 @@ def _then_fields(checks: Checking, verified: VerifiedFolder, reference: Path) ->
 
 
 def _require_floats(verified: VerifiedFolder, coded: CodedFolder | None, choices: Choices) -> None:
-    """Refuses options of graphs of floats."""
     if not coded and not is_quantized(verified.models):
         return
     if choices.method.is_forced:
@@ -277,7 +276,6 @@ def _with(verified: VerifiedFolder, rest: SinglePassFolder | None) -> VerifiedFo
 
 
 def _after(checks: Checking, rest: SinglePassFolder | None) -> Checking:
-    """The checks of graphs with a cache, then those of graphs without."""
     found = yield from checks
     if rest:
         yield from rest.checks(alone=False)
@@ -312,7 +310,6 @@ def _coded_checks(coded: CodedFolder, folder: FloatFolder, eager: Eager | None, 
 
 
 def _quantized_checks(folder: FloatFolder, choices: Choices, cost: QuantizationOptions) -> Checking:
-    """All checks of graphs with quantized weights; `cost` has their options."""
     files = folder.verified, folder.reference, folder.report, folder.session
     yield from audit_recorded_files(folder.verified, folder.report, allow_changed=folder.allow_changed)
     anyway = choices.low_memory is False

@@ -229,7 +229,6 @@ class NoiseFloor:
 
 
 def _excess(noise: Array, usual: Array, ulp: Array) -> float:
-    """`ExpectedOutput.excess` of the noise, usual noise and unit in the last place of each row."""
     least, gates = np.maximum(np.maximum(usual, ulp), 1e-300), GATES["float32"]
     return max(rms(noise) / rms(least) / gates.aggregate, float((noise / least).max(initial=0.0)) / gates.row)
 
@@ -259,7 +258,6 @@ def measure(truth: ExpectedOutput, output: Array, *, tokens: bool = False) -> Me
 
 
 def _of_tokens(truth: ExpectedOutput, logits: Array) -> dict[str, Any]:
-    """The fields of `Measure` that only logits have."""
     divergence = divergences(truth.exact[truth.valid], logits[truth.valid])
     return {
         "flips": int((truth.flipped(logits) & (truth.margins(logits) > truth.near_tie)).sum()),

@@ -77,7 +77,6 @@ class SinglePassFolder:
             yield from self._graph(entry)
 
     def _weights(self) -> WeightSource:
-        """The weights that graphs may map, with those of the modules after the model."""
         source = WeightSource.of(self.verified.path, self.reference)
         own, theirs = (Modules(folder).tensors() for folder in (self.verified.path, self.reference))
         return replace(

@@ -18,7 +18,6 @@ CACHE_KINDS: dict[str, tuple[str, str] | None] = {
 
 
 def cache_kind(name: str) -> CacheKind:
-    """The kind of cache with this key of `CACHE_KINDS`."""
     place = CACHE_KINDS[name]
     if place is None:
         return KEYS_AND_VALUES

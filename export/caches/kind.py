@@ -57,7 +57,6 @@ class CacheKind:
         return found
 
     def layer(self, config: Any, layer: int) -> tuple[bool, tuple[CacheState, ...]]:
-        """Whether a layer keeps keys and values, and its states."""
         if not self.mixed:
             return True, ()
         kind = config.layer_types[layer]

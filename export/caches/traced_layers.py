@@ -98,7 +98,6 @@ class TracedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[_layer(**parts) for parts in by_layer])
 
     def tensors(self) -> list[Tensor]:
-        """The current tensors of all layers, in the order of the graph's outputs."""
         return [tensor for layer in self.layers for tensor in _tensors(layer)]
 
 

@@ -151,7 +151,6 @@ class ClientFiles:
         return {path: content for client in self.clients for path, content in client.files(self.model, graphs).items()}
 
     def config(self, graphs: EncodedGraphs) -> dict[str, Any]:
-        """Fields to add to the `config.json` of a new folder."""
         return {name: value for client in self.clients for name, value in client.config(self.model, graphs).items()}
 
     def edits(self) -> dict[str, dict[str, Any]]:

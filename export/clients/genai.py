@@ -98,7 +98,6 @@ def check(model: ClientModel) -> None:
 
 
 def files(model: ClientModel, graphs: EncodedGraphs) -> dict[str, bytes]:
-    """`genai_config.json`, and the graphs of a model with images."""
     made = image_graphs(model.images.token, graphs.encoded) if model.images else {}
     return {FILE: json_bytes({"model": _model(model, graphs), "search": _search(model)}), **made}
 

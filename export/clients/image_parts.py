@@ -40,7 +40,6 @@ class ImageModel:
 
     @property
     def model_type(self) -> str:
-        """Its `model_type`."""
         return str(self.config.model_type)
 
     @property

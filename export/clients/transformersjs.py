@@ -103,7 +103,6 @@ MAX_DATA_FILES = 100  # `MAX_EXTERNAL_DATA_CHUNKS` of transformers.js 4.3
 
 
 def files(model: ClientModel, graphs: EncodedGraphs) -> dict[str, FileContent]:
-    """The graphs with the data names that the client expects, and the links."""
     made: dict[str, FileContent] = {}
     for role, stem in _stems(model).items():
         weights = _weights(model, graphs, role)
@@ -127,7 +126,6 @@ def _stems(model: ClientModel) -> dict[str, str]:
 
 
 def _weights(model: ClientModel, graphs: EncodedGraphs, role: str) -> Sequence[str]:
-    """The weight files that the client loads for a graph."""
     return weight_files(graphs.encoded[role]) if model.images else graphs.weights
 
 
@@ -191,7 +189,6 @@ def data_names(count: int, graph: str = "model.onnx") -> Sequence[str]:
 
 
 def rename_data(encoded: bytes, names: dict[str, str]) -> bytes:
-    """The graph with other names of its weight files."""
     model = onnx.load_from_string(encoded)
     for tensor in model.graph.initializer:
         for entry in tensor.external_data:

@@ -55,7 +55,6 @@ class TextRun:
 
     @property
     def rows(self) -> dict[str, StoredRows]:
-        """The stored rows by their labels."""
         return {leaf.label: leaf for match in self.matches.values() for leaf in leaves(match)}
 
     def bound(self, option: str = "--calibrate") -> TracedGraph:
@@ -196,7 +195,6 @@ def open_piece(piece: onnx.ModelProto, folder: Path) -> ort.InferenceSession:
 
 
 def start_values(model: onnx.ModelProto, text: Array) -> dict[str, ort.OrtValue]:
-    """The inputs for a text with an empty past."""
     tokens = {
         "input_ids": text,
         "attention_mask": np.ones_like(text),

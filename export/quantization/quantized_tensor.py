@@ -224,7 +224,6 @@ class QuantizedTensor:
 
 
 def widened(rows: Array) -> Array:
-    """Contiguous rows in float32."""
     if rows.dtype == BFLOAT16:  # a shift of the bits; `ml_dtypes` holds the interpreter lock
         return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return rows.astype(np.float32, copy=False)

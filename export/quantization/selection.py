@@ -109,7 +109,6 @@ class QuantizedWeight:
 
     @property
     def is_searched(self) -> bool:
-        """Whether its codes depend on the importance of its columns."""
         return self.kept is None and isinstance(self.form, BlockFormat) and self.form.search
 
     @property
@@ -297,7 +296,6 @@ class RepackedWeight:
 
     @property
     def transposed(self) -> bool:
-        """Whether the model's weight is [K, N]."""
         return self.integers.turned
 
     def tensors(self, name: str, scale_dtype: DType | None = None) -> dict[str, LazyTensor]:
@@ -398,7 +396,6 @@ class StoredFormats:
         return [name for name, weight in self.weights.items() if weight is None]
 
     def format_of(self, name: str, parameter: str, layer: int | None, layers: int) -> BlockFormat | None:
-        """As `QuantizationSettings.format_of`."""
         if name not in self.weights:
             return None
         weight = self.weights[name]
@@ -409,7 +406,6 @@ class StoredFormats:
         return self.weights.get(name)
 
     def least_elements(self, total: int) -> float:
-        """As `QuantizationSettings.least_elements`: none is too small."""
         return 0
 
     def manifest_fields(self) -> dict[str, Any]:
@@ -449,7 +445,6 @@ class QuantizedSizes:
         return f"quantized: {sizes}; {plain}{factors}"
 
     def fields(self) -> dict[str, Any]:
-        """Fields of `export --json`."""
         kinds = [{"bits": bits, "block": size, "count": count} for (bits, size), count in self.matrices.items()]
         sizes = {"bytes_before": self.before, "bytes": self.after, "factor_bytes": self.factors}
         return {"matrices": kinds, **sizes, "plain": self.plain}

@@ -193,14 +193,12 @@ def _check_static(options: Mapping[str, Any]) -> None:
 
 
 def _blocks(preset: Preset, bits: int, form: WeightFormat) -> BlockFormat:
-    """The blocks of a weight for which other bits were asked."""
     layers = preset.layers if isinstance(preset.layers, BlockFormat) else BlockFormat()
     size = form.size if isinstance(form, BlockFormat) else INT8.size
     return replace(layers, bits=4, search=True) if bits == BITS[0] else replace(INT8, size=size)
 
 
 def _has_more_bits(layer: int, layers: int) -> bool:
-    """Whether a layer is in the first or last eighth, or one of every third between."""
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 

@@ -38,7 +38,6 @@ class Smoothing:
 
     @classmethod
     def of(cls, found: Iterable[tuple[SmoothingGroup, Array]]) -> Smoothing:
-        """The factors [K] of groups."""
         matrices: dict[str, Array] = {}
         norms: dict[str, Array] = {}
         for group, factors in found:

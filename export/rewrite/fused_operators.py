@@ -51,7 +51,6 @@ ROTARY_RANK = 4  # queries and keys: `[batch, heads, sequence, head_dim]`
 
 
 def fuse_rotary(traced: TracedGraph) -> None:
-    """Rewrites every rotary embedding of the graph in place."""
     graph = traced.model.graph
     rotations = [rotation for node in list(graph) if (rotation := _rotated(node)) is not None]
     halves: dict[ir.Value, ir.Value] = {}
@@ -261,7 +260,6 @@ SUM = 3  # index of the sum among the outputs of `SkipSimplifiedLayerNormalizati
 
 
 def fuse_sums_before_norms(traced: TracedGraph) -> None:
-    """Rewrites every norm of a sum in place."""
     graph = traced.model.graph
     norms = [(node, add) for node in list(graph) if (add := _sum_before(node)) is not None]
     for norm, add in norms:
@@ -399,6 +397,5 @@ PASSES = {"ort-cpu": (fuse_rotary, flatten_heads, rotate_in_attention, *ON_GPU[2
 
 
 def fuse_for_target(traced: TracedGraph) -> None:
-    """Runs all passes of the graph's target, in place."""
     for rewrite in PASSES.get(traced.spec.target or "", ()):
         rewrite(traced)

@@ -134,14 +134,12 @@ def _width(value: ir.Value) -> int | None:
 
 
 def _ones(graph: ir.Graph, x: ir.Value) -> ir.Value:
-    """The scale of a norm without a weight."""
     assert x.dtype is not None
     width, dtype = _width(x) or 0, x.dtype
     return constant(graph, f"{dtype.name.lower()}_ones_{width}", np.ones(width, dtype.numpy()))
 
 
 def rewrite_linear_layers(traced: TracedGraph) -> None:
-    """Rewrites every linear layer of the graph in place."""
     rewriter = _LinearRewriter(traced)
     for node in list(traced.model.graph):
         weight = rewriter.transposed_weight(node)

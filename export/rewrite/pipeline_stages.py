@@ -46,7 +46,6 @@ def first_layers(count: int, num_layers: int) -> list[int]:
 
 
 def require_stages(count: int, num_layers: int) -> None:
-    """Raises UsageProblem if there are more stages than layers, or none."""
     if not 1 <= count <= num_layers:
         raise UsageProblem(
             f"`--stages {count}` is invalid for a model of {num_layers} layers",
@@ -71,7 +70,6 @@ class _Splitter:
         self._types: Mapping[str, onnx.ValueInfoProto] = self._infer()
 
     def stage(self, index: int) -> onnx.ModelProto:
-        """One stage as a separate model."""
         nodes, _ = self._closure(index)
         made = {name for node in nodes for name in node.output}
         part = onnx.ModelProto()

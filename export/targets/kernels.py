@@ -67,7 +67,6 @@ def _declared(graph: onnx.GraphProto) -> dict[str, str]:
 
 
 def _bound(node: onnx.NodeProto, signature: Signature, types: dict[str, str]) -> dict[str, set[str]]:
-    """Element types of the inputs by type constraint and by parameter."""
     bound: dict[str, set[str]] = {}
     for name, formal in signature.inputs_of(node.input):
         for key in (formal.constraint, formal.name):
@@ -178,7 +177,6 @@ class Fallback:
         return f"`{self.operator}` ({', '.join(self.types)})"
 
     def manifest_fields(self) -> dict[str, Any]:
-        """Fields of one entry of `fallback` in the manifest."""
         return {"operator": self.operator, "types": list(self.types), "count": self.count, "first": self.first}
 
 
@@ -206,7 +204,6 @@ def fallbacks(model: onnx.ModelProto, target: str) -> list[Fallback]:
 
 
 def has_kernel(node: TypedNode, target: str) -> bool:
-    """Whether the provider of a target has a kernel for a node."""
     rows = kernel_table(target)["kernels"].get(node.operator, [])
     return node.operator == "Constant" or any(
         (node.version == begin or (end is not None and begin <= node.version <= end)) and _fits(node.bound, types)

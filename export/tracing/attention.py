@@ -153,7 +153,6 @@ class TracedBuffers(Cache):  # type: ignore[misc]
         super().__init__(layers=list(layers))
 
     def tensors(self) -> list[Tensor]:
-        """The buffers with the new tokens, in the order of the graph's outputs."""
         return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
 
 

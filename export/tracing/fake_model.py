@@ -203,7 +203,6 @@ def build(config: Any, dtype: torch.dtype = torch.float32, task: str = "") -> Pr
 
 
 def _initialized(config: Any, dtype: torch.dtype, task: str) -> PreTrainedModel:
-    """The model as transformers makes it."""
     auto = AutoModelForSequenceClassification if task == CLASSIFY else AutoModelForCausalLM
     is_alone = task != CLASSIFY and getattr(config, "model_type", "") in TEXT_MODELS
     make = TextWithHead._from_config if is_alone else auto.from_config

@@ -223,7 +223,6 @@ def _traced(
     outputs: Sequence[Port],
     functions: Mapping[str, str] | None = None,
 ) -> TracedGraph:
-    """The exporter's graph with its weights as inputs, and named inputs and outputs."""
     weights = weights_to_inputs(graph_model, model)
     with exact_constants():
         optimized(graph_model)
@@ -393,7 +392,6 @@ def record_exact_scalars(model: ir.Model, program: Any) -> None:
 
 
 def _scalars(program: Any) -> Iterator[float]:
-    """The Python numbers with which the program computes."""
     for node in program.graph.nodes:
         for given in _pytree.tree_leaves((node.args, node.kwargs)):
             if isinstance(given, float):

@@ -248,7 +248,6 @@ class Form:
 
     @classmethod
     def of(cls, name: str, source: str) -> Form:
-        """A single term."""
         return cls({name: 1.0}, 0.0, frozenset({source}), source != MASK)
 
     @classmethod
@@ -269,7 +268,6 @@ class Form:
         return Form(terms, factor * self.number, self.sources, self.counts)
 
     def key(self) -> str:
-        """A string that is equal for equal forms."""
         return " + ".join([*(f"{factor!r}*{name}" for name, factor in sorted(self.terms.items())), repr(self.number)])
 
 
@@ -527,12 +525,10 @@ def _sum(op: str, forms: list[Form], *, is_float: bool) -> Form | None:
 
 
 def sources_text(form: Form) -> str:
-    """The sources of a form in words, such as `length and mask`."""
     return " and ".join(sorted(form.sources)) or "a number"
 
 
 def attribute(node: onnx.NodeProto, name: str, default: int) -> int:
-    """The value of an integer attribute; `default` if the node lacks it."""
     return next((int(one.i) for one in node.attribute if one.name == name), default)
 
 

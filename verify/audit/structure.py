@@ -140,7 +140,6 @@ def _type_problems(graph: OrtGraph) -> list[str]:
 
 
 def dead_inputs(model: onnx.ModelProto) -> list[str]:
-    """Errors for inputs that no node reads."""
     used = {name for node in nodes(model) for name in node.input}
     used |= {output.name for output in model.graph.output}
     return [f"input {port.name} has no effect" for port in model.graph.input if port.name not in used]

@@ -82,7 +82,6 @@ def span_of(tensor: FileTensor) -> ByteSpan:
 
 
 def audit_files(folder: Path) -> list[Check]:
-    """A check for each weight file: its sha256 is the recorded one."""
     recorded = {
         name: entry
         for name, entry in read_manifest(folder).files.items()
@@ -387,7 +386,6 @@ def _is_changed(path: Path, recorded: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def _sha256(path: Path, recorded: Mapping[str, Mapping[str, Any]]) -> str:
-    """The recorded sha256; empty if there is none."""
     entry = recorded.get(path.name, {})
     return str(entry.get("sha256") or "") if isinstance(entry, dict) else ""
 

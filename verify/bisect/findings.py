@@ -49,7 +49,6 @@ def activation(suspect: Suspect) -> Finding | None:
 
 
 def _form(suspect: Suspect) -> str:
-    """Describes an unknown function by its first constant."""
     numbers = (value for name in suspect.nodes[0].input if (value := suspect.constant(name)) is not None)
     number = next((float(value.reshape(())) for value in numbers if value.size == 1), None)
     return "of another form" if number is None else f"of another form (constant {number:.6g})"
@@ -192,7 +191,6 @@ def attention_scale(suspect: Suspect) -> Finding | None:
 
 
 def _score_factors(suspect: Suspect) -> Iterator[tuple[onnx.NodeProto, float]]:
-    """Numbers that matrix products are multiplied by."""
     for node, value in suspect.scalars("Mul", "Div"):
         makers = [suspect.trace.index.maker.get(name) for name in node.input]
         if any(maker is not None and maker.op_type == "MatMul" for maker in makers) and value:
@@ -256,7 +254,6 @@ def _is_integer(suspect: Suspect, node: onnx.NodeProto) -> bool:
 
 
 def _held(module: Any, names: tuple[str, ...]) -> float | None:
-    """The first numeric attribute of a module among these names."""
     values = (getattr(module, name, None) for name in names)
     return next(
         (float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)), None
@@ -492,7 +489,6 @@ def _values_near(suspect: Suspect, node: onnx.NodeProto) -> dict[str, Array]:
 
 
 def _alone(suspect: Suspect) -> onnx.NodeProto | None:
-    """The node of a piece with a single node."""
     return suspect.nodes[0] if len(suspect.nodes) == 1 else None
 
 
@@ -543,7 +539,6 @@ def constant(suspect: Suspect) -> Finding | None:
 
 
 def _numbers(suspect: Suspect, node: onnx.NodeProto) -> list[float]:
-    """The single-element float constants of a node."""
     values = [suspect.constant(name) for name in node.input]
     return [float(v.reshape(())) for v in values if v is not None and v.size == 1 and v.dtype.kind == "f"]
 
@@ -576,5 +571,4 @@ FINDINGS: tuple[Callable[[Suspect], Finding | None], ...] = (
 
 
 def find(suspect: Suspect) -> Finding | None:
-    """The first finding; None if no row fits."""
     return next((found for row in FINDINGS if (found := row(suspect))), None)

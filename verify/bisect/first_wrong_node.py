@@ -129,7 +129,6 @@ class NodeSearch:
         self._found: tuple[AgreementTrace, FailingPiece | None] | None = None
 
     def run(self) -> Where:
-        """The location of the failure, with the node if it is found."""
         if all(self.scopes.of(node) == ANYWHERE for node in self.index.nodes):
             return replace(self.where, text=f"{self.where.text}; no node is named after a module of the model")
         layers = self._layer_range()
@@ -144,7 +143,6 @@ class NodeSearch:
         return self._text(finding.text if finding else "", node, trace.scope(node) if node is not None else "")
 
     def write(self, where: Where, folder: Path | None) -> WrittenPiece | None:
-        """Writes the piece that `run` found; None without a piece or folder."""
         trace, piece = self._found or (None, None)
         if folder is None or trace is None or piece is None:
             return None
@@ -482,7 +480,6 @@ def _arrays(record: RecordedValue, found: Array, trace: AgreementTrace) -> dict[
 def _content(
     piece: FailingPiece, record: RecordedValue, arrays: Mapping[str, Array], where: Where, dtype: str
 ) -> tuple[dict[str, object], float]:
-    """The content of `piece.json`, and sigma."""
     counts = arrays["counts"]
     exact, rounded, found = (arrays[name][counts].astype(np.float64) for name in ("expected", "rounded", "found"))
     noise = 1.0  # for integers and booleans

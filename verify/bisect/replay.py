@@ -202,7 +202,6 @@ class ModuleScopes:
         return ""
 
     def _known(self, name: str) -> str:
-        """The module of that name, or of an equivalent name; else empty."""
         if name in self._modules:
             return name
         parent, _, last = name.rpartition(".")
@@ -266,7 +265,6 @@ class VerifiedFolder:
 
     @contextmanager
     def replayed(self, where: Where, eager: Eager) -> Iterator[ReplayedCall | None]:
-        """See `Replayable`."""
         if not where.scenario.endswith(self.named):
             yield None
             return

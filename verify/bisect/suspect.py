@@ -84,7 +84,6 @@ class ValueComparison:
         return ~hidden & self._counts(record.exact.shape, masks=bool(hidden.any()))
 
     def _same(self, record: RecordedValue, value: Array) -> bool:
-        """Whether integers or booleans are equal, except in padding."""
         counts = self.counted(record)
         found = value.reshape(record.exact.shape)
         return bool(np.array_equal(np.where(counts, found, 0), np.where(counts, record.exact, 0)))
@@ -152,7 +151,6 @@ class GraphIndex:
         self._shapes = self._shape_nodes()
 
     def _shape_nodes(self) -> set[int]:
-        """Nodes whose values are used only as shapes, axes or bounds."""
         found: set[int] = set()
         for node in reversed(self.nodes):
             used = [(name, user) for name in node.output for user in self.users[name]]
@@ -286,7 +284,6 @@ class Suspect:
 
     @property
     def config(self) -> Any:
-        """The transformers config of the language model."""
         model: Any = self.replay.model
         return model.config.get_text_config(decoder=True)
 
@@ -302,7 +299,6 @@ class Suspect:
         return {t.name for t in graph.initializer if t.external_data or t.name in named}
 
     def constant(self, name: str) -> Array | None:
-        """The value of an inline constant; None for other values."""
         if name in self._constants:
             return onnx.numpy_helper.to_array(self._constants[name])
         node = self.trace.index.maker.get(name)
@@ -333,12 +329,10 @@ class Finding:
 
 
 def differ(found: float, wanted: float) -> bool:
-    """Whether two numbers differ in float32."""
     return not np.isclose(found, wanted, rtol=1e-6, atol=0)
 
 
 def difference(what: str, found: float, wanted: float) -> str:
-    """A text such as `epsilon 1e-05 in the graph, 1e-06 in the model`."""
     return f"{what} {found:.6g} in the graph, {wanted:.6g} in the model"
 
 
@@ -407,7 +401,6 @@ def _after_identities(trace: AgreementTrace, value: str) -> str:
 
 
 def _candidates(trace: AgreementTrace, output: str) -> Iterator[RecordedValue]:
-    """Values that the model may have in place of a value that does not agree."""
     if output in trace.values:
         array = trace.values[output]
         for record in trace.places(output):
@@ -443,7 +436,6 @@ def _repairs(
     record: RecordedValue,
     target: TargetValue,
 ) -> bool:
-    """Whether the target agrees once the output is replaced by the model's value."""
     nodes = trace.index.before(target.value, {*trace.good, output})
     if not any(output in inner_inputs(node) for node in nodes):
         return False

@@ -130,7 +130,6 @@ class ClientFiles:
 
 
 def _parsed(encoded: bytes) -> onnx.ModelProto | None:
-    """A graph without its weights; None for other content."""
     graph = onnx.ModelProto()
     try:
         graph.ParseFromString(encoded)
@@ -156,7 +155,6 @@ def _places(path: Path, graph: onnx.ModelProto) -> Iterator[tuple[Place, Path]]:
 
 
 def _are_equal(path: Path, other: Path) -> bool:
-    """Whether two files have the same bytes; they are read in blocks."""
     if not path.is_file() or not other.is_file():
         return False
     if path.samefile(other):
@@ -292,7 +290,6 @@ def _of_graphs(section: Mapping[str, Any], models: Mapping[str, onnx.ModelProto]
 
 
 def _files(decoder: Mapping[str, Any]) -> Iterator[Any]:
-    """The graphs of the decoder: one, or those of its pipeline."""
     pipeline = decoder.get("pipeline")
     for stage in pipeline if isinstance(pipeline, list) else [{"": decoder}]:
         for fields in stage.values() if isinstance(stage, dict) else ():

@@ -57,7 +57,6 @@ class ClientChecks:
 
     @cached_property
     def judge(self) -> LogitsSource:
-        """What the tokens are judged by."""
         return self.source()
 
     @cached_property
@@ -74,7 +73,6 @@ class ClientChecks:
         return int(language_config(self.model)["vocab_size"])
 
     def checks(self) -> Checks:
-        """Checks of the files, of the special tokens and of each batch, for each client."""
         for client in self.clients:
             yield list(self._checks_of(client))
 
@@ -94,7 +92,6 @@ class ClientChecks:
             yield self._batch(client, prompts, rows, found.ends)
 
     def _obstacle(self, client: Client) -> str:
-        """Why a client cannot generate here; empty if it can."""
         if self.files and VISION in self.files.verified.models and client.program.is_node:
             return "models with images do not run in its text generation"
         return "" if self.batches else f"the context has no room for {NEW} new tokens"
@@ -380,7 +377,6 @@ class EagerLogits:
         self._floor = NoiseFloor(dtype, width)
 
     def logits(self, batch: PaddedBatch) -> ExpectedOutput:
-        """See `LogitsSource.logits`."""
         ids, mask = batch.ids[:, :-1], batch.mask[:, :-1]
         positions = default_positions(mask, mask.shape[1])
         exact, rounded = (_before_new(batch, run.prefill(ids, mask, positions).logits) for run in self._runners)
@@ -400,11 +396,9 @@ class OwnLogits:
 
     @classmethod
     def of(cls, verified: VerifiedFolder) -> OwnLogits:
-        """Opens the graphs of a folder."""
         return cls(shipped_runner(verified)[1])
 
     def logits(self, batch: PaddedBatch) -> ExpectedOutput:
-        """See `LogitsSource.logits`."""
         first = np.concatenate([self._of_prompt(prompt) for prompt in batch.prompts])
         exact = np.stack([first, *self._calls(batch)], axis=1).astype(np.float64)
         rounded = np.stack([first, *self._steps(batch)], axis=1)

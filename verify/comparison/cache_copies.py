@@ -55,7 +55,6 @@ def cache_scales(model: onnx.ModelProto) -> tuple[dict[str, Array], list[str]]:
 
 
 def to_floats(model: onnx.ModelProto) -> None:
-    """Gives a graph a cache of float32 keys and values, in place."""
     for port in _cache(model):
         port.type.tensor_type.elem_type = TensorProto.FLOAT
     dropped: set[str] = set()

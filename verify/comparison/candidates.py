@@ -176,12 +176,10 @@ def steady(runner: Runner, chain: Chain, steps: list[Step], repeat: int) -> bool
 
 
 def unsteady(blank: Check) -> Check:
-    """The failed check of a graph whose runs differ."""
     return replace(blank, output="logits", verdict="fail", detail="two runs of the graph differ")
 
 
 def _equal(steps: list[Step], others: list[Step]) -> bool:
-    """Whether every output of every step has the same bits."""
     pairs = [(rows_of(a), rows_of(b)) for a, b in zip(steps, others, strict=True)]
     return all(np.array_equal(a[name], b[name], equal_nan=True) for a, b in pairs for name in a)
 
@@ -420,7 +418,6 @@ def _pruned(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def inner_inputs(node: onnx.NodeProto) -> Iterable[str]:
-    """Names of the values that a node reads, including those that its subgraphs read."""
     yield from node.input
     for attribute in node.attribute:
         for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:

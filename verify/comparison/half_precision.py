@@ -186,7 +186,6 @@ class KnownConstants:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], frequencies: Sequence[tuple[Array, float]]) -> KnownConstants:
-        """The constants of a model with the given `config.json` and rotary frequencies."""
         return cls(_known_numbers(config), frequencies)
 
     def restored(self, values: Array) -> Array:
@@ -224,7 +223,6 @@ class KnownConstants:
 
 
 def _known_numbers(config: Mapping[str, Any]) -> list[float]:
-    """See `KnownConstants.numbers`."""
     numbers = [value for value in _numbers(config) if 0 < abs(value) < 1e9]
     per_head = _head_size(config)
     found = list(OF_FORMULAS)

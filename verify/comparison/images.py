@@ -37,7 +37,6 @@ class ImageChecks:
     gates: Gates
 
     def features(self) -> Check:
-        """One check of the features of several images, in several batches."""
         floor = NoiseFloor(self.eager.dtype, self.eager.width)
         blank = Check(FEATURES, VISION, IMAGE_FEATURES)
         found = [one for given in self._examples(SEED) for one in self._measure_features(floor, given)]
@@ -176,7 +175,6 @@ class PromptsWithImages:
 
     @property
     def together(self) -> Given:
-        """The images of all prompts."""
         return {name: np.concatenate([one[name] for one in self.images]) for name in self.images[0]}
 
     def values(self, call: Call, features: Sequence[Features]) -> Extras:

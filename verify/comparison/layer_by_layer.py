@@ -321,7 +321,6 @@ class FolderTensors:
 
     @classmethod
     def of(cls, folder: Path) -> FolderTensors:
-        """Reads the headers of the files in a folder."""
         named, places = open_weights(folder), defaultdict(list)
         for name, tensor in named.items():
             if isinstance(tensor, FileTensor):
@@ -472,7 +471,6 @@ def _is_product(node: onnx.NodeProto, at: int) -> bool:
 
 
 def _cast_to(node: onnx.NodeProto) -> int:
-    """The target type of a Cast; 0 for other operators."""
     if node.op_type != "Cast":
         return 0
     kind: Any = next(one.i for one in node.attribute if one.name == "to")

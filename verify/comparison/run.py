@@ -226,7 +226,6 @@ class FolderComparison:
     def _alone(
         self, scenario: Scenario, chains: list[Chain], graphs: list[OrtGraph], truths: ExpectedOutputs
     ) -> Checks:
-        """One scenario on each graph alone."""
         gates = replace(GATES[self.eager.dtype], calmest=self.routed)
         for graph in graphs:
             candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
@@ -363,7 +362,6 @@ ROWS = 4096  # maximum number of compared tokens, evenly spread over the vocabul
 
 
 def takes_embeddings(models: Iterable[onnx.ModelProto]) -> bool:
-    """Whether a graph takes `inputs_embeds` from the graph of the embedding table."""
     return any(port.name == INPUTS_EMBEDS for model in models for port in model.graph.input)
 
 

@@ -87,7 +87,6 @@ class GraphIndex:
 
     @cached_property
     def outputs(self) -> list[str]:
-        """Names of the outputs."""
         return [port.name for port in self.model.graph.output]
 
     def layer_of_weight(self, name: str) -> int:

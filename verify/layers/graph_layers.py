@@ -144,7 +144,6 @@ class _Cutter:
         )
 
     def layers(self) -> GraphLayers:
-        """See `GraphLayers.of`."""
         index, last = self._index, self._index.number_of_layers - 1
         self._move_late(NO_LAYER)
         several = self._crossing(NO_LAYER)

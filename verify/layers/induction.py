@@ -121,7 +121,6 @@ class Induction:
         return frozenset(name for number, name in enumerate(self.classes.names) if number not in numbers)
 
     def shortened(self, verified: VerifiedFolder) -> VerifiedFolder:
-        """The folder with graphs of one layer of each class."""
         return verified.changed(partial(keep_if_layered, kept=self.kept, tensors=self.tensors), verified.named)
 
     @property

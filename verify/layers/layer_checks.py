@@ -64,7 +64,6 @@ class Drift:
     eager: list[float]
 
     def text(self) -> str:
-        """The sums over the layers that ran, in words."""
         with np.errstate(over="ignore"):
             graph, eager = (float(np.sqrt(np.sum(np.square(side)))) for side in (self.graph, self.eager))
         return (
@@ -213,7 +212,6 @@ def _numbers(kept: tuple[int, ...]) -> str:
 
 
 def unseen_of(induction: Induction) -> list[str]:
-    """What an induction cannot show."""
     left = len(induction.classes.names) - len(induction.run)
     found = ["rounding errors that grow from layer to layer"]
     return found + (
@@ -379,7 +377,6 @@ class ExpectedLayers:
         self._cached = [rows_of(step, runs.call.known) for step in runs.steps]
 
     def hidden(self, name: str, *, before: bool = False) -> ExpectedOutput:
-        """The hidden state after a layer, or that which the model made before it."""
         sides = [states.before if before else states.after for states in (self._runs.exact, self._runs.rounded)]
         exact, rounded = (side[name].numpy() for side in sides)
         return self._floor.truth("hidden state", exact, rounded, self._runs.call.valid)

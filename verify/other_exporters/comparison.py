@@ -136,7 +136,6 @@ class ExternalCandidate(Candidate):
 
     @property
     def last_logits(self) -> bool:
-        """See `Candidate`."""
         return self.last_only
 
     @property

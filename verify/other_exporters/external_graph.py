@@ -250,7 +250,6 @@ class GraphLimits:
 
     @classmethod
     def of(cls, model: onnx.ModelProto, binding: Binding) -> GraphLimits:
-        """Reads the limits from a graph."""
         axes = {info.name: _fixed_axes(info) for info in model.graph.input}
         rows, tokens = axes[binding.port_map.tokens]
         grouped = [node for node in nodes(model) if node.op_type == GROUPED]
@@ -261,7 +260,6 @@ class GraphLimits:
         return cls(rows, tokens, *takes, not biased, bool(grouped), rings, keeps_cache=bool(binding.past))
 
     def refusal(self, call: Call) -> str:
-        """The reason why a call is not supported; else empty."""
         rows = len(call.input_ids)
         if self.rows is not None and rows != self.rows:
             return f"the graph has a batch size of {self.rows}, not {rows}"
@@ -291,7 +289,6 @@ def _is_ring(node: onnx.NodeProto) -> bool:
 
 
 def _fixed_axes(info: onnx.ValueInfoProto) -> Sequence[int | None]:
-    """Sizes of the first two axes; None if dynamic."""
     shape = [axis.dim_value or None for axis in info.type.tensor_type.shape.dim]
     return (*shape, None, None)[:2]
 
@@ -331,7 +328,6 @@ class GraphFile:
         return bool(quantized_operators(self.model))
 
     def open(self, sizes: ModelSizes, settings: SessionSettings) -> ExternalGraph | Check:
-        """The opened graph, or a failed check if onnxruntime refuses it."""
         settings = replace(settings, reuse=self.emulates is None)
         try:
             return ExternalGraph(self.path, self.model, self.binding, sizes, settings, self.name)

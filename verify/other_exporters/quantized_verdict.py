@@ -200,7 +200,6 @@ def _judged(
 
 
 def quantization_notes(section: Quantization) -> list[str]:
-    """How the scenarios of quantized graphs run."""
     notes = ["quantized: the scenarios are compared with a model that has the same quantized weights"]
     if section.rounded:
         operators = ", ".join(section.rounded)

@@ -125,7 +125,6 @@ def compare_graph_files(
     options: QuantizationOptions,
     stack: ExitStack,
 ) -> Checking:
-    """Yields all checks: audits of the files, then all scenarios."""
     config = read_json(folder / "config.json")
     if wrong := options.smoothing.check(verified.files[0].name, verified.tensors):
         yield wrong
@@ -327,7 +326,6 @@ def _sizes(graph: ExternalGraph, cache_shapes: CacheShapesByName) -> list[str]:
 
 
 def dead_inputs(model: onnx.ModelProto) -> list[str]:
-    """Inputs that no node reads."""
     used = {name for node in nodes(model) for name in node.input} | {port.name for port in model.graph.output}
     return [name for name in input_names(model) if name not in used]
 

@@ -164,16 +164,13 @@ class Eager:
 
     @property
     def runners(self) -> tuple[Runner, Runner]:
-        """The model in float64, and in the graph's dtype."""
         return self._exact, self._rounded
 
     @property
     def models(self) -> tuple[torch.nn.Module, torch.nn.Module]:
-        """The modules that `runners` run."""
         return self._model.model, self._rounded_model.model
 
     def facts(self) -> ModelFacts:
-        """The properties of the model that the scenarios depend on."""
         config = self._model.config
         limit = next(filter(None, (getattr(config, name, None) for name in LENGTHS)), None)
         original = original_context(config)
@@ -232,7 +229,6 @@ class Eager:
         return {name: array.shape for name, array in present.arrays().items()}
 
     def heeds_positions(self) -> bool:
-        """Whether the logits depend on `position_ids`."""
         ids, mask = np.zeros((1, 3), dtype=np.int64), full_mask(1, 3)
         ids[0, 1] = 1
         near, far = (self._exact.prefill(ids, mask, np.array([at])).logits for at in ((0, 1, 2), (0, 2, 1)))
@@ -272,7 +268,6 @@ class Eager:
             scaled.begin()
 
     def release(self) -> None:
-        """Releases the memory of a large model until it is used again."""
         self._model.release()
         self._rounded_model.release()
 
@@ -433,12 +428,10 @@ class PrefixStart:
         return int(self.layers[0][0].shape[2])
 
     def arrays(self) -> dict[str, Array]:
-        """See `Cache.arrays`."""
         pairs = enumerate(self.layers)
         return {f"present.{layer}.{part}": a for layer, pair in pairs for part, a in zip(PARTS, pair, strict=True)}
 
     def of_batch(self, batch: int) -> PrefixStart:
-        """The same prefix for each sequence of a batch."""
         return PrefixStart(
             [(np.repeat(key, batch, axis=0), np.repeat(value, batch, axis=0)) for key, value in self.layers]
         )

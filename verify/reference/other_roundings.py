@@ -222,7 +222,6 @@ def merged_steps(runner: Runner, chain: Chain) -> list[Step] | None:
 
 
 def are_merged(steps: Sequence[Step]) -> bool:
-    """Whether the steps come from `merged_steps`."""
     return isinstance(steps[0].present, MergedPrefix)
 
 

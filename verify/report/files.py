@@ -76,7 +76,6 @@ def reporter(folder: str | Path | None) -> Callable[[Report], Report]:
 
 
 def render_json(report: Report, date: str) -> str:
-    """The output of `llmconv verify --json`, with the date."""
     return json.dumps({**report.as_dict(), "date": date}, indent=2) + "\n"
 
 
@@ -148,7 +147,6 @@ def render_markdown(report: Report, date: str = "") -> str:
 
 
 def _statements(report: Report) -> list[str]:
-    """The table of what was shown; empty without an induction."""
     if not report.statements:
         return []
     rows = [f"| {one.word} | {_cell(one.name)} | {_cell(one.text, LINE_LIMIT)} |" for one in report.statements]

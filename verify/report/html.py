@@ -102,7 +102,6 @@ def _failures(report: Report) -> list[str]:
 
 
 def _quantization(report: Report) -> list[str]:
-    """The loss of accuracy by quantization, and the relative error of every matrix."""
     section = report.quantization
     if section is None:
         return []
@@ -154,7 +153,6 @@ def _error_distribution(evidence: Evidence) -> list[str]:
 
 
 def _unmatched(nodes: Sequence[UnmatchedNode]) -> list[str]:
-    """A collapsed table of the nodes without a counterpart in the model."""
     if not nodes:
         return []
     rows = "".join(

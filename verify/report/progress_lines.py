@@ -61,7 +61,6 @@ def _line(checks: Sequence[Check], failed: int, *, several_graphs: bool) -> str:
 
 
 def _of_skipped(checks: Sequence[Check]) -> list[str]:
-    """A line for every reason, with the graphs that it applies to."""
     graphs: dict[str, list[str]] = {}
     for check in checks:
         graphs.setdefault(check.detail, []).append(check.graph)

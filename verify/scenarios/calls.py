@@ -232,7 +232,6 @@ class SyntheticPast:
 
     @property
     def key(self) -> bytes:
-        """A digest of its description."""
         return hashlib.sha256(repr(self).encode()).digest()
 
     def arrays(self) -> dict[str, Array]:

@@ -266,7 +266,6 @@ class Selection:
         return sorted(rows, key=lambda row: place_of(row.name)) if self.budget else rows
 
     def paced(self, rows: Iterable[tuple[Row, list[Chain]]], *, reopens: bool = False) -> Paced[Row]:
-        """The rows that run now; arguments as for `Paced`."""
         return Paced(rows, self.budget, reopens=reopens)
 
     def chosen(self, planned: list[tuple[Scenario, list[Chain]]]) -> list[tuple[Scenario, list[Chain]]]:

@@ -187,7 +187,6 @@ def every_number(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
 
 
 def every_batch(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
-    """Every batch size up to six, with prompts of several lengths."""
     return [
         chain(ragged_mask(RAGGED[:rows], 4, "left"), [max(RAGGED[:rows]), 1, 3], facts, rng)
         for rows in range(1, ROWS + 1)

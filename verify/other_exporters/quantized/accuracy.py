@@ -94,7 +94,6 @@ class TokenCosts:
 
 
 def estimate(values: Array) -> Estimate:
-    """The mean of values of tokens, and its standard error."""
     error = float(values.std(ddof=1)) / len(values) ** 0.5 if len(values) > 1 else 0.0
     return Estimate(float(values.mean()), error)
 

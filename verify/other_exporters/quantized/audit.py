@@ -98,7 +98,6 @@ def _duplicates(quantized: Sequence[MatchedMatrix]) -> list[str]:
 
 
 def _is_part(found: MatchedMatrix) -> bool:
-    """Whether a matrix is only a part of its tensor."""
     return any(match.first_row or match.first_column for match in found.matches)
 
 
@@ -147,7 +146,6 @@ def _is_zero(tensor: LazyTensor) -> bool:
 
 
 def _gaps(one: MatchedMatrix) -> Iterator[range]:
-    """Runs of rows without a match."""
     known = np.zeros(one.stored.shape[0] + 2, dtype=bool)
     known[[0, -1]] = True
     for match in one.matches:
@@ -158,7 +156,6 @@ def _gaps(one: MatchedMatrix) -> Iterator[range]:
 
 
 def _filled(gap: range, columns: int, free: Mapping[str, tuple[int, int]]) -> list[TensorMatch]:
-    """Matches of tensors, one after the other, in rows of a matrix."""
     made, start = list[TensorMatch](), gap.start
     for name, (rows, width) in free.items():
         transposed = width != columns or rows > gap.stop - start

@@ -117,7 +117,6 @@ def dequantized_reference(
 
 
 def _untied(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with untied embeddings, also in nested configs."""
     nested = {
         key: {**value, TIED: False} if isinstance(value, dict) and (key == "text_config" or TIED in value) else value
         for key, value in config.items()
@@ -344,7 +343,6 @@ class StoredSmoothing:
         return ""
 
     def check(self, graph: str, reference: Mapping[str, LazyTensor]) -> list[Check]:
-        """One failed check if factors are wrong, else none."""
         problems = self.problems(reference)
         more = f"; and {len(problems) - SHOWN} more" if problems[SHOWN:] else ""
         detail = "; ".join(problems[:SHOWN]) + more

@@ -83,7 +83,6 @@ def searched(blocks: Blocks) -> Array:
 
 
 def _between(blocks: Blocks, share: Array, limits: tuple[float, float], size: Array) -> Array:
-    """Where scales that are a share of `size` are within limits, up to their rounding."""
     rounding = blocks.smallest / np.maximum(np.abs(size), float(TINY_SCALE))
     least, most = (limit * (1 + sign * blocks.relative) for limit, sign in zip(limits, (-1, 1), strict=True))
     found: Array = (share >= least - rounding) & (share <= most + rounding)
@@ -162,7 +161,6 @@ def not_erased(blocks: Blocks) -> Array:
 
 
 def _rounding(blocks: Blocks, size: Array) -> Array:
-    """What the rounding of scales adds to an error."""
     added: Array = blocks.relative * size + blocks.smallest * blocks.largest * blocks.weights.shape[2] ** 0.5
     return added
 
@@ -318,13 +316,11 @@ class Blocks:
 
     @cached_property
     def low(self) -> Array:
-        """The least value, or 0."""
         low: Array = np.minimum(self.weights.min(axis=2), np.float32(0))
         return low
 
     @cached_property
     def high(self) -> Array:
-        """The largest value, or 0."""
         high: Array = np.maximum(self.weights.max(axis=2), np.float32(0))
         return high
 
@@ -351,12 +347,10 @@ class Blocks:
 
     @property
     def relative(self) -> float:
-        """Relative rounding of scales."""
         return float(ml_dtypes.finfo(self.dtype).eps) / 2 + EXACT
 
     @property
     def smallest(self) -> float:
-        """Rounding of the least scales."""
         return float(ml_dtypes.finfo(self.dtype).smallest_subnormal) / 2
 
 

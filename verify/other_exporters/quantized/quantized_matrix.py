@@ -133,7 +133,6 @@ class QuantizedMatrix:
     symmetric: bool = False  # no zero points are stored: each is the middle of the codes
 
     def rows(self, start: int, stop: int) -> Array:
-        """Rows `start:stop` in float32."""
         codes = self.codes(start, stop).astype(np.float32)
         values: Array = (codes - self._spread(self.zero, start, stop)) * self._spread(self.scale, start, stop).astype(
             np.float32
@@ -150,7 +149,6 @@ class QuantizedMatrix:
         return self._spread(self.scale, start, stop), self._spread(self.zero, start, stop)
 
     def read(self) -> Array:
-        """The whole matrix in float32."""
         return self.rows(0, self.shape[0])
 
     def _spread(self, grid: Array, start: int, stop: int) -> Array:
@@ -180,7 +178,6 @@ def attributes(node: onnx.NodeProto) -> dict[str, int]:
 
 
 def input_name(node: onnx.NodeProto, index: int) -> str:
-    """The name of an input; empty if it is omitted."""
     return node.input[index] if index < len(node.input) else ""
 
 

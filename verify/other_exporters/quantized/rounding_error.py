@@ -212,7 +212,6 @@ class _OwnCodes:
         return problem or (scale_problem(blocks, start, is_plain=plain, weighted=weighted) if blocks else "")
 
     def closing_problem(self) -> str:
-        """The problem of all rows together; empty if there is none."""
         problem = self._scales.problem() if self._scales else ""
         return problem or (self._feedback.problem() if self._feedback else "")
 
@@ -346,7 +345,6 @@ class _Bytes:
     row: int
 
     def write(self, first: int, rows: Array) -> None:
-        """Overwrites rows from `first` on."""
         with open(self.path, "r+b", buffering=0) as file:
             raw, at = np.ascontiguousarray(rows).tobytes(), self.offset + first * self.row
             while raw:

@@ -334,7 +334,6 @@ def _has_inexact_kernel(node: onnx.NodeProto, constants: Constants) -> bool:
 
 
 def _is_float32(name: str, constants: Constants) -> bool:
-    """Whether a constant is float32, or widened to it."""
     if (maker := constants.makers.get(name)) is not None and maker.op_type == "Cast":
         return bool(maker.attribute[0].i == onnx.TensorProto.FLOAT)
     found = constants.array(name)

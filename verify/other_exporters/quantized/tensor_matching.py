@@ -65,7 +65,6 @@ class InitializerContent:
 
     @property
     def matched(self) -> bool:
-        """Whether the model has all of its content."""
         return bool(self.whole) or any(self.covered(transposed) for transposed in (False, True)[: len(self.shape)])
 
     def covered(self, transposed: bool) -> bool:
@@ -116,7 +115,6 @@ def _each(reference: Mapping[str, LazyTensor], dtypes: Iterable[np.dtype[Any]]) 
 
 
 def _floats(reference: Mapping[str, LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
-    """The model's float tensors that are not scalars."""
     return ((name, tensor) for name, tensor in reference.items() if tensor.dtype.name in FLOATS and tensor.shape)
 
 
@@ -194,7 +192,6 @@ class MatchedMatrix:
 
     @property
     def whole(self) -> bool:
-        """Whether the matches cover the whole matrix."""
         covered = sum(len(match.rows) * len(match.columns) for match in self.matches)
         return covered >= self.stored.shape[0] * self.stored.shape[1]
 
@@ -345,7 +342,6 @@ def _normalized(rows: Array) -> Array:
 
 
 def _similarity(rows: Array, others: Array) -> float:
-    """Median cosine of the rows, without zero rows."""
     cosines = (rows * others).sum(axis=1)
     some = rows.any(axis=1)
     return float(np.median(cosines[some])) if some.any() else 0.0
