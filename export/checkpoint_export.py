@@ -29,7 +29,7 @@ from llmconv.export.folders import (
     file_tensors,
     main_dtype,
     require_output,
-    sources_of,
+    write_new,
 )
 from llmconv.export.graph_files import GraphFiles, GraphOptions, GraphPlan
 from llmconv.export.graph_names import graph_names
@@ -53,9 +53,9 @@ from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.sources import local_path
 from llmconv.model_code import code_of
-from llmconv.output.manifest import step, steps_of_weights
-from llmconv.output.plan import Plan, json_bytes, plan_checkpoint
-from llmconv.output.writer import Place, destination_of, write_checkpoint
+from llmconv.output.manifest import step
+from llmconv.output.plan import Plan, plan_checkpoint
+from llmconv.output.writer import Place, destination_of
 from llmconv.progress import say, warn
 from llmconv.progress import step as progress_step
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
@@ -387,21 +387,10 @@ class GraphsOnly:
         return {name: path.stat().st_size for name, path in sorted(paths.items())}
 
     def write(self, files: GraphFiles, step: dict[str, Any]) -> int:
-        checkpoint = self.model.checkpoint
-        contents = dict(files.files)
-        if files.config:
-            contents["config.json"] = json_bytes({**checkpoint.config, **files.config})
+        source = self.model.checkpoint
+        plan = Plan(source, (), self._small_files())
         made = {**step, "options": {**step["options"], "weights": self.missing()}}
-        write_checkpoint(
-            Plan(checkpoint, (), self._small_files()),
-            self.place,
-            steps=[*steps_of_weights(checkpoint.path), made],
-            sources=sources_of(checkpoint),
-            overwrite=self.overwrite,
-            resume=self.resume,
-            more_files=contents,
-            graphs=files.entries,
-        )
+        write_new(source, plan, self.place, files, made, overwrite=self.overwrite, resume=self.resume)
         return 0
 
     def _small_files(self) -> dict[str, bytes]:

@@ -134,24 +134,11 @@ class NewFolder:
         return {**{shard.name: _file_bytes(shard) for shard in self._plan.shards}, **small}
 
     def write(self, files: GraphFiles, step: dict[str, Any]) -> int:
-        contents = dict(files.files)
-        if files.config:
-            contents["config.json"] = json_bytes({**self._plan.checkpoint.config, **files.config})
-        if not isinstance(self.place, Path):
-            refuse_links(contents)
-        done = write_checkpoint(
-            self._plan,
-            self.place,
-            steps=[*steps_of_weights(self.checkpoint.path), step],
-            sources=sources_of(self.checkpoint),
-            overwrite=self.overwrite,
-            resume=self.resume,
-            more_files=contents,
-            graphs=files.entries,
-        )
+        given = self.checkpoint, self._plan, self.place, files, step
+        found = write_new(*given, overwrite=self.overwrite, resume=self.resume)
         if self._flushed.count:
             warn(f"{self._flushed.count:,} weights are too small for {self.dtype} and became zero")
-        return 0 if done.found else self._plan.nbytes
+        return 0 if found else self._plan.nbytes
 
     @cached_property
     def _plan(self) -> Plan:
@@ -163,6 +150,35 @@ class NewFolder:
             tensors = {name: cast(tensor, dtype, name, self._flushed) for name, tensor in checkpoint.items()} | kept
             checkpoint = replace(checkpoint, tensors=tensors, config={**checkpoint.config, "dtype": self.dtype})
         return plan_checkpoint(checkpoint, self.max_shard_size, QUANTIZED if self.codes else MODEL, self.parts)
+
+
+def write_new(
+    source: Checkpoint,
+    plan: Plan,
+    place: Place,
+    files: GraphFiles,
+    step: dict[str, Any],
+    *,
+    overwrite: bool,
+    resume: bool,
+) -> bool:
+    """Writes a new folder, whose files become visible together; whether a complete one was there already."""
+    contents = dict(files.files)
+    if files.config:
+        contents["config.json"] = json_bytes({**plan.checkpoint.config, **files.config})
+    if not isinstance(place, Path):
+        refuse_links(contents)
+    done = write_checkpoint(
+        plan,
+        place,
+        steps=[*steps_of_weights(source.path), step],
+        sources=sources_of(source),
+        overwrite=overwrite,
+        resume=resume,
+        more_files=contents,
+        graphs=files.entries,
+    )
+    return done.found
 
 
 def main_dtype(tensors: Mapping[str, LazyTensor]) -> str:

@@ -80,8 +80,39 @@ class FloatFolder:
         if plan.induction:
             return (yield from self._by_induction(plan.induction, low_memory))
         layered = bool(low_memory) if eager else self._is_layered(low_memory)
-        yield from audit_folder(verified, self.reference, report, allow_changed=self.allow_changed)
+        yield from self._audits()
         return (yield from self._compared(self._comparison(layered), eager))
+
+    def recorded_files(self, *, hashes: bool = True) -> Checks:
+        """Checks of the recorded files, of weights if `hashes`."""
+        verified, report = self.verified, self.report
+        files = verified.path, verified.entries, verified.models
+        checks, notes = audit_graph_files(*files, allow_changed=self.allow_changed)
+        yield checks
+        report.notes += notes
+        report.unseen += ["graphs that are not the folder's own"] if any(c.verdict == "skip" for c in checks) else []
+        if hashes:
+            yield audit_files(verified.path)
+
+    def _audits(self, reads: Callable[[str], bool] | None = None) -> Checks:
+        """The recorded files, every initializer, and the decisions in the graphs.
+
+        `reads` is whether the values of a tensor of the model are looked at; None for all, whose files are hashed, too.
+        """
+        verified, report = self.verified, self.report
+        yield from self.recorded_files(hashes=reads is None)
+        prefixes = [entry.prefix.file for entry in verified.entries if entry.prefix]
+        source = WeightSource.of(verified.path, self.reference, prefixes)
+        report.notes += odd_weights({n: one for n, one in source.reference.items() if reads is None or reads(n)})
+        used, config = set[str](), read_config(self.reference)
+        for name, model in verified.models.items():
+            check, names = audit_weights(name, model, source)
+            used |= names
+            yield [check]
+        yield [audit_decisions(name, model, config) for name, model in verified.models.items()]
+        unused = sorted(set(source.reference) - used)
+        if used and unused:
+            report.notes.append(f"{len(unused)} tensors of the model are in no graph, first `{unused[0]}`")
 
     def rounded_model(self) -> Path:
         """The model with weights rounded like those of the graphs.
@@ -97,8 +128,7 @@ class FloatFolder:
             self.report.odd_layers = plan.induction.odd_layers()
             yield plan.induction.checks(alone=True)
         yield self._opened()
-        files = self.verified, self.reference, self.report
-        yield from audit_folder(*files, allow_changed=self.allow_changed, reads=read_none)
+        yield from self._audits(lambda name: False)
         self.report.statements = statements(plan.induction, self.report, None) if plan.induction else []
         self.report.unseen += WITHOUT_NUMBERS
         return None, self.verified
@@ -109,8 +139,7 @@ class FloatFolder:
         report.notes += [f"{text}; it is a class of its own" for text in report.odd_layers.values()]
         yield induction.checks(alone=False)
         yield self._opened()
-        reads = read_all if induction.runs_all else induction.runs_weight
-        yield from audit_folder(self.verified, self.reference, report, allow_changed=self.allow_changed, reads=reads)
+        yield from self._audits(None if induction.runs_all else induction.runs_weight)
         layered = holds_one_layer(self.verified, self.reference) if low_memory is None else low_memory
         comparison = self._comparison(layered, induction)
         found = yield from self._compared(comparison, None)
@@ -148,53 +177,6 @@ class FloatFolder:
         layered, note = choose(CostEstimate.of(self.reference, distinct_files(paths)), wanted, why_not)
         self.report.notes += [note] if note else []
         return layered
-
-
-Reads = Callable[[str], bool]
-
-
-def read_all(name: str) -> bool:
-    return True
-
-
-def read_none(name: str) -> bool:
-    return False
-
-
-def audit_folder(
-    verified: VerifiedFolder, reference: Path, report: Report, *, allow_changed: bool, reads: Reads = read_all
-) -> Checks:
-    """The recorded files, every initializer, and the decisions in the graphs.
-
-    `reads` is whether the values of a tensor of the model are looked at; the files are hashed if all are. With
-    `allow_changed` a graph that was changed after its export is a note instead of a failure.
-    """
-    yield from audit_recorded_files(verified, report, allow_changed=allow_changed, hashes=reads is read_all)
-    prefixes = [entry.prefix.file for entry in verified.entries if entry.prefix]
-    source = WeightSource.of(verified.path, reference, prefixes)
-    report.notes += odd_weights({name: tensor for name, tensor in source.reference.items() if reads(name)})
-    used, config = set[str](), read_config(reference)
-    for name, model in verified.models.items():
-        check, names = audit_weights(name, model, source)
-        used |= names
-        yield [check]
-    models = verified.models.items()
-    yield [audit_decisions(name, model, config) for name, model in models]
-    unused = sorted(set(source.reference) - used)
-    if used and unused:
-        report.notes.append(f"{len(unused)} tensors of the model are in no graph, first `{unused[0]}`")
-
-
-def audit_recorded_files(
-    verified: VerifiedFolder, report: Report, *, allow_changed: bool, hashes: bool = True
-) -> Checks:
-    """Checks of the recorded files, of weights if `hashes`; with `allow_changed` a changed graph is a note."""
-    checks, notes = audit_graph_files(verified.path, verified.entries, verified.models, allow_changed=allow_changed)
-    yield checks
-    report.notes += notes
-    report.unseen += ["graphs that are not the folder's own"] if any(c.verdict == "skip" for c in checks) else []
-    if hashes:
-        yield audit_files(verified.path)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,80 +59,100 @@ def is_quantized(models: Mapping[str, onnx.ModelProto]) -> bool:
     return any(map(quantized_operators, models.values()))
 
 
-def compare_quantized_folder(
-    compared: VerifiedFolder,
-    reference: Path,
-    report: Report,
-    session: Session,
-    eager: Eager | None,
-    options: QuantizationOptions,
-    *,
-    in_any_memory: bool = False,
-) -> Checking:
-    """Compares all graphs, prefill and decode together.
+@dataclass(frozen=True)
+class QuantizedFolder:
+    """A folder of graphs with quantized weights, prefill and decode together.
 
-    `reference` is the model before it was quantized, or the quantized model whose codes the graphs have. Raises
-    InputRefused: the memory is too small, without `in_any_memory`.
+    `reference` is the model before it was quantized, or the quantized model whose codes the graphs have.
     """
-    yield [*_unrecorded(compared, reference, report, options.preset), *_other_levels(compared, options.preset)]
-    entries, copies = distinct_entries(compared.path, compared.entries)
-    report.copies = {name: first for first, names in copies.items() for name in names}
-    models = {name: model for name, model in compared.models.items() if name not in report.copies}
-    if eager is None:
-        estimate = CostEstimate.of_quantized(reference, len(entries))
-        choose(estimate, False if in_any_memory else None, "quantized graphs are compared whole")
-    once = replace(compared, entries=entries, models=models)
-    return (yield from with_copies(_of_distinct(once, reference, report, session, eager, options), copies))
 
+    verified: VerifiedFolder
+    reference: Path
+    report: Report
+    session: Session
+    options: QuantizationOptions
 
-def _of_distinct(
-    compared: VerifiedFolder,
-    reference: Path,
-    report: Report,
-    session: Session,
-    eager: Eager | None,
-    options: QuantizationOptions,
-) -> Checking:
-    """All checks of graphs of which no two are the same bytes; arguments as in `compare_quantized_folder`."""
-    result: tuple[Eager | None, Replayable] = (eager, compared)
-    with ExitStack() as stack:
-        plain = stack.enter_context(plain_model(reference))
-        options = replace(options, codes=replace(options.codes, kept=plain.kept))
-        if any(_is_own(compared, entry) for entry in compared.entries):
-            return (yield from compare_entries(compared, plain.folder, report, session, eager, options, stack))
-        for start in range(0, len(compared.entries), MAX_GRAPHS):
-            paths = [compared.path / entry.files[0] for entry in compared.entries[start : start + MAX_GRAPHS]]
-            files = read_graphs(paths, MAP.name)
-            verified = ExternalGraphs(files, ModelSizes({}), session.settings, unstacked(open_weights(plain.folder)))
-            result = yield from compare_graph_files(verified, plain.folder, report, session, eager, options, stack)
-    return result
+    def checks(self, eager: Eager | None, *, in_any_memory: bool = False) -> Checking:
+        """All checks; InputRefused if the memory is too small, without `in_any_memory`."""
+        verified = self.verified
+        yield [*self._unrecorded(), *self._other_levels()]
+        entries, copies = distinct_entries(verified.path, verified.entries)
+        self.report.copies = {name: first for first, names in copies.items() for name in names}
+        models = {name: model for name, model in verified.models.items() if name not in self.report.copies}
+        if eager is None:
+            estimate = CostEstimate.of_quantized(self.reference, len(entries))
+            choose(estimate, False if in_any_memory else None, "quantized graphs are compared whole")
+        once = replace(self, verified=replace(verified, entries=entries, models=models))
+        return (yield from with_copies(once._of_distinct(eager), copies))
 
+    def _of_distinct(self, eager: Eager | None) -> Checking:
+        """All checks of graphs of which no two are the same bytes."""
+        verified, report, session = self.verified, self.report, self.session
+        result: tuple[Eager | None, Replayable] = (eager, verified)
+        with ExitStack() as stack:
+            plain = stack.enter_context(plain_model(self.reference))
+            options = replace(self.options, codes=replace(self.options.codes, kept=plain.kept))
+            if any(_is_own(verified, entry) for entry in verified.entries):
+                own = replace(self, reference=plain.folder, options=options)
+                return (yield from own._entries(eager, stack))
+            for start in range(0, len(verified.entries), MAX_GRAPHS):
+                paths = [verified.path / entry.files[0] for entry in verified.entries[start : start + MAX_GRAPHS]]
+                tensors = unstacked(open_weights(plain.folder))
+                graphs = ExternalGraphs(read_graphs(paths, MAP.name), ModelSizes({}), session.settings, tensors)
+                result = yield from compare_graph_files(graphs, plain.folder, report, session, eager, options, stack)
+        return result
 
-def _unrecorded(compared: VerifiedFolder, reference: Path, report: Report, preset: str) -> list[Check]:
-    """A failed check of graphs that are as recorded by an export without quantization, of a model without either."""
-    as_recorded = [one.graph for one in report.checks if one.name == GRAPH_FILE and one.verdict == "pass"]
-    if not _exported(compared) or preset or not as_recorded or read_json(reference / "config.json").get(FIELD):
-        return []
-    operators = ", ".join(sorted({name for model in compared.models.values() for name in quantized_operators(model)}))
-    detail = f"{operators}, but `{MANIFEST}` records an export without `quant` of a model without quantized weights"
-    return [Check("structure", as_recorded[0], "", verdict="fail", detail=detail)]
+    def _unrecorded(self) -> list[Check]:
+        """A failed check of graphs that an export without quantization recorded, of a model without either."""
+        as_recorded = [one.graph for one in self.report.checks if one.name == GRAPH_FILE and one.verdict == "pass"]
+        if not self._is_exported or self.options.preset or not as_recorded:
+            return []
+        if read_json(self.reference / "config.json").get(FIELD):
+            return []
+        models = self.verified.models.values()
+        operators = ", ".join(sorted({name for model in models for name in quantized_operators(model)}))
+        detail = f"{operators}, but `{MANIFEST}` records an export without `quant` of a model without quantized weights"
+        return [Check("structure", as_recorded[0], "", verdict="fail", detail=detail)]
 
+    def _other_levels(self) -> list[Check]:
+        """A failed check of each graph with products of another level than `export --quant` writes."""
+        checks = []
+        for name, model in self.verified.models.items() if self.options.preset and self._is_exported else ():
+            products = [node for node in nodes(model) if node.op_type == "MatMulNBits"]
+            levels = {attributes(node).get(LEVEL, 0): node for node in products}
+            if other := [level for level in levels if level != INT8]:
+                found = f"`{levels[other[0]].name or levels[other[0]].output[0]}` has {LEVEL} {other[0]}"
+                detail = f"{found}; an export writes {INT8}"
+                checks.append(Check("structure", name, "", verdict="fail", detail=detail))
+        return checks
 
-def _other_levels(compared: VerifiedFolder, preset: str) -> list[Check]:
-    """A failed check of each graph with products of another level than `export --quant` writes."""
-    checks = []
-    for name, model in compared.models.items() if preset and _exported(compared) else ():
-        products = [node for node in nodes(model) if node.op_type == "MatMulNBits"]
-        levels = {attributes(node).get(LEVEL, 0): node for node in products}
-        if other := [level for level in levels if level != INT8]:
-            found = f"`{levels[other[0]].name or levels[other[0]].output[0]}` has {LEVEL} {other[0]}"
-            detail = f"{found}; an export writes {INT8}"
-            checks.append(Check("structure", name, "", verdict="fail", detail=detail))
-    return checks
+    @property
+    def _is_exported(self) -> bool:
+        return any(step.get("command") == "export" for step in read_manifest(self.verified.path).steps)
 
-
-def _exported(compared: VerifiedFolder) -> bool:
-    return any(step.get("command") == "export" for step in read_manifest(compared.path).steps)
+    def _entries(self, known: Eager | None, stack: ExitStack) -> Checking:
+        """Audits of the graphs, the cost, then all scenarios; `reference` has plain weights."""
+        verified, folder, report, options = self.verified, self.reference, self.report, self.options
+        tensors = unstacked(open_weights(folder))
+        if wrong := options.smoothing.check(verified.entries[0].name, tensors):
+            yield wrong
+            return known, verified
+        tensors = options.smoothing.applied(tensors)
+        graphs = ExternalGraphs(audited_files(verified), ModelSizes({}), verified.settings, tensors)
+        yield from audit_graph_weights(graphs.files, tensors, read_json(folder / "config.json"), report, options.codes)
+        config = read_config(folder)
+        for name, model in verified.models.items():
+            checks, notes = audit_foreign_decisions(name, model, config)
+            yield checks
+            report.notes += notes
+        half = next((file.dtype for file in graphs.files if file.dtype in HALF_PRECISION), "")
+        eager = open_reference(graphs, known or folder, half, options.code, stack)
+        compared = QuantizedEntries(verified, graphs, eager, report, self.session, options)
+        opened = yield from open_graphs(open_graph, verified.path, verified.entries, verified.settings)
+        if len(opened) < len(verified.entries):
+            return eager, verified
+        yield from compared.cost()
+        return (yield from compared.scenarios(stack, is_half=bool(half)))
 
 
 def _is_own(compared: VerifiedFolder, entry: GraphEntry) -> bool:
@@ -141,43 +161,6 @@ def _is_own(compared: VerifiedFolder, entry: GraphEntry) -> bool:
     states = {name for name in inputs if is_past(name) and not MAP.fits(MAP.past, name)}  # of convolutions, recurrences
     own = inputs & OWN_INPUTS or extra_names(dict.fromkeys(inputs, ()))
     return bool(len(entry.files) > 1 or entry.postprocess or entry.prefix or states or own)
-
-
-def compare_entries(
-    verified: VerifiedFolder,
-    folder: Path,
-    report: Report,
-    session: Session,
-    known: Eager | None,
-    options: QuantizationOptions,
-    stack: ExitStack,
-) -> Checking:
-    """Yields all checks: audits of the graphs, the cost, then all scenarios; `folder` has plain weights."""
-    tensors = unstacked(open_weights(folder))
-    if wrong := options.smoothing.check(verified.entries[0].name, tensors):
-        yield wrong
-        return known, verified
-    tensors = options.smoothing.applied(tensors)
-    graphs = ExternalGraphs(audited_files(verified), ModelSizes({}), verified.settings, tensors)
-    config = read_json(folder / "config.json")
-    yield from audit_graph_weights(graphs.files, tensors, config, report, options.codes)
-    yield from _decisions(verified, folder, report)
-    half = next((file.dtype for file in graphs.files if file.dtype in HALF_PRECISION), "")
-    eager = open_reference(graphs, known or folder, half, options.code, stack)
-    compared = QuantizedEntries(verified, graphs, eager, report, session, options)
-    if not (yield from compared.opened()):
-        return eager, verified
-    yield from compared.cost()
-    return (yield from compared.scenarios(stack, is_half=bool(half)))
-
-
-def _decisions(verified: VerifiedFolder, folder: Path, report: Report) -> Checks:
-    """Shapes behind quantized products are not inferred, so this audit has fewer failures than that of floats."""
-    config = read_config(folder)
-    for name, model in verified.models.items():
-        checks, notes = audit_foreign_decisions(name, model, config)
-        yield checks
-        report.notes += notes
 
 
 @dataclass(frozen=True)
@@ -190,12 +173,6 @@ class QuantizedEntries:
     report: Report
     session: Session
     options: QuantizationOptions
-
-    def opened(self) -> Generator[list[Check], None, bool]:
-        """Yields a failed check for each graph that onnxruntime cannot open; returns whether it opens all."""
-        verified = self.verified
-        opened = yield from open_graphs(open_graph, verified.path, verified.entries, verified.settings)
-        return len(opened) == len(verified.entries)
 
     def cost(self) -> Checks:
         name, runner = shipped_runner(self.verified)

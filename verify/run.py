@@ -43,7 +43,7 @@ from llmconv.verify.clients.comparison import Client, ClientChecks, EagerLogits,
 from llmconv.verify.comparison.cache_copies import has_codes
 from llmconv.verify.comparison.half_precision import most_precise
 from llmconv.verify.comparison.images import FEATURES
-from llmconv.verify.float_folder import AUTO, FloatFolder, Method, audit_recorded_files
+from llmconv.verify.float_folder import AUTO, FloatFolder, Method
 from llmconv.verify.graph_folder import GraphFolder
 from llmconv.verify.other_exporters.quantized.accuracy import AccuracyLimits, rounds_activations
 from llmconv.verify.other_exporters.quantized.dequantized_reference import StoredSmoothing
@@ -51,7 +51,7 @@ from llmconv.verify.other_exporters.quantized.rounding_error import ExpectedCode
 from llmconv.verify.other_exporters.quantized_verdict import QuantizationOptions
 from llmconv.verify.other_exporters.run import require_limits
 from llmconv.verify.quantized_cache import CodedFolder, recorded_text
-from llmconv.verify.quantized_folder import compare_quantized_folder, is_quantized
+from llmconv.verify.quantized_folder import QuantizedFolder, is_quantized
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.report.files import reporter
 from llmconv.verify.results import LINE_LIMIT, WHOLE, Report, clean
@@ -210,19 +210,34 @@ def checked_folder(folder: GraphFolder, choices: Choices) -> Report:
             checks = _quantized_checks(floats, choices, cost)
         else:
             checks = floats.checks(choices.method, choices.eager, choices.low_memory)
-        if choices.clients:
-            has_codes = bool(coded) or is_quantized(verified.models)
-            checks = then_generation(checks, floats, choices.clients, has_codes=has_codes)
-        checks = _then_fields(checks, verified, folder.reference)
-        return folder.session.run(folder.report, _after(checks, rest), most_precise)
+        has_codes = bool(coded) or is_quantized(verified.models)
+        checks = _in_turn(checks, floats, choices.clients, rest, has_codes=has_codes)
+        return folder.session.run(folder.report, checks, most_precise)
 
 
-def _then_fields(checks: Checking, verified: VerifiedFolder, reference: Path) -> Checking:
-    """The checks of the graphs, then that of the configuration from which GenAI opens them."""
+def _in_turn(
+    checks: Checking, folder: FloatFolder, clients: Sequence[Client], rest: SinglePassFolder | None, *, has_codes: bool
+) -> Checking:
+    """The checks of the graphs, of tokens that clients generate, of GenAI's configuration, of graphs without a cache.
+
+    With `has_codes`, weights or caches are quantized, and the tokens are those of llmconv's own loop: what the codes
+    change is measured by the checks before.
+    """
     found = yield from checks
+    verified, reference = folder.verified, folder.reference
+    if clients:
+        source: Callable[[], LogitsSource] = partial(OwnLogits.of, verified)
+        if not has_codes:
+            half = half_precision(next(iter(verified.models.values())))
+            model = folder.rounded_model() if half else reference
+            source = partial(EagerLogits, model, half or "float32", folder.code)
+        files = ClientFiles(verified, reference)
+        yield from ClientChecks(clients, verified.path, reference, source, files).checks()
     own = verified.path if (verified.path / "config.json").is_file() else reference
     if fields := field_checks(verified.path, verified.models, own):
         yield fields
+    if rest:
+        yield from rest.checks(alone=False)
     return found
 
 
@@ -275,13 +290,6 @@ def _with(verified: VerifiedFolder, rest: SinglePassFolder | None) -> VerifiedFo
     return replace(verified, entries=[*verified.entries, *other.entries], models={**verified.models, **other.models})
 
 
-def _after(checks: Checking, rest: SinglePassFolder | None) -> Checking:
-    found = yield from checks
-    if rest:
-        yield from rest.checks(alone=False)
-    return found
-
-
 def _alone(rest: SinglePassFolder) -> Checking:
     yield from rest.checks(alone=True)
     return None, rest.verified
@@ -297,9 +305,9 @@ def _coded_checks(coded: CodedFolder, folder: FloatFolder, eager: Eager | None, 
     copies = coded.as_floats(stack)
     model: Eager | None
     if coded.prepack:
-        yield from audit_recorded_files(verified, folder.report, allow_changed=folder.allow_changed)
-        files = copies, folder.reference, folder.report, folder.session
-        result = yield from compare_quantized_folder(*files, eager, cost)
+        yield from replace(folder, verified=verified).recorded_files()
+        quantized = QuantizedFolder(copies, folder.reference, folder.report, folder.session, cost)
+        result = yield from quantized.checks(eager)
         model = eager or Eager(folder.reference, "float32", code=cost.code)
     else:
         result = yield from replace(folder, verified=copies).checks(Method(WHOLE), eager, False)
@@ -310,10 +318,9 @@ def _coded_checks(coded: CodedFolder, folder: FloatFolder, eager: Eager | None, 
 
 
 def _quantized_checks(folder: FloatFolder, choices: Choices, cost: QuantizationOptions) -> Checking:
-    files = folder.verified, folder.reference, folder.report, folder.session
-    yield from audit_recorded_files(folder.verified, folder.report, allow_changed=folder.allow_changed)
-    anyway = choices.low_memory is False
-    return (yield from compare_quantized_folder(*files, choices.eager, cost, in_any_memory=anyway))
+    yield from folder.recorded_files()
+    quantized = QuantizedFolder(folder.verified, folder.reference, folder.report, folder.session, cost)
+    return (yield from quantized.checks(choices.eager, in_any_memory=choices.low_memory is False))
 
 
 def _cost_options(verified: VerifiedFolder, choices: Choices, code: Path | None) -> QuantizationOptions:
@@ -395,23 +402,6 @@ def _bake(model: onnx.ModelProto, factors: Mapping[str, Array]) -> None:
         copies = [type(item).FromString(item.SerializeToString()) for item in content]
         del field[:]
         field.extend(copies)
-
-
-def then_generation(checks: Checking, folder: FloatFolder, clients: Sequence[Client], *, has_codes: bool) -> Checking:
-    """The checks of the graphs, then those of the tokens that clients generate.
-
-    With `has_codes`, weights or caches are quantized, and the tokens are those of llmconv's own loop: what the codes
-    change is measured by the checks before.
-    """
-    found = yield from checks
-    source: Callable[[], LogitsSource] = partial(OwnLogits.of, folder.verified)
-    if not has_codes:
-        half = half_precision(next(iter(folder.verified.models.values())))
-        model = folder.rounded_model() if half else folder.reference
-        source = partial(EagerLogits, model, half or "float32", folder.code)
-    files = ClientFiles(folder.verified, folder.reference)
-    yield from ClientChecks(clients, folder.verified.path, folder.reference, source, files).checks()
-    return found
 
 
 @contextmanager

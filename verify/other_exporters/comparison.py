@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -21,7 +22,7 @@ from onnx import numpy_helper
 
 from llmconv.errors import LlmconvError, OutOfMemory, UsageProblem
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step, refuse_placed
+from llmconv.runtime.runner import PlacedEmbeddings, Runner, Step, refuse_placed
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.audit.weights import initializer_values
 from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, check_scenario, steady, unsteady
@@ -239,49 +240,26 @@ def _last_tokens(truth: ExpectedOutput, count: int) -> ExpectedOutput:
 
 
 class ExternalRunner(Runner):
-    """A prefill and a decode graph; one graph may serve as both."""
+    """A prefill and a decode graph; one graph may serve as both. Arguments are those of `Runner`."""
 
     def __init__(self, prefill: ExternalGraph, decode: ExternalGraph) -> None:
         self._prefill, self._decode = prefill, decode
 
-    def prefill(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None = None,
-        extras: Extras | None = None,
-        placed: PlacedEmbeddings | None = None,
-    ) -> Step:
+    def prefill(self, *given: Any, placed: PlacedEmbeddings | None = None, **options: Any) -> Step:
         refuse_placed(placed)
-        return self._prefill.run(input_ids, attention_mask, position_ids, past, extras)
+        return self._prefill.run(*given, **options)
 
-    def decode(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None = None,
-        extras: Extras | None = None,
-    ) -> Step:
-        return self._decode.run(input_ids, attention_mask, position_ids, past, extras)
+    def decode(self, *given: Any, **options: Any) -> Step:
+        return self._decode.run(*given, **options)
 
 
 class RecordedSteps(Runner):
-    """Returns recorded steps in their order."""
+    """Returns recorded steps in their order, whatever is asked for."""
 
     def __init__(self, steps: Iterator[Step]) -> None:
         self._steps = steps
 
-    def prefill(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None = None,
-        extras: Extras | None = None,
-        placed: PlacedEmbeddings | None = None,
-    ) -> Step:
+    def prefill(self, *given: Any, **options: Any) -> Step:
         return next(self._steps)
 
 
