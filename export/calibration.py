@@ -1,12 +1,8 @@
 """Calibration: a text runs through the model's float32 graph, and ranges are measured on it.
 
-Scales of an int8 cache, per channel: 1.1 * the largest magnitude on the text / 127. Channels of keys that a rotary
-embedding mixes share a scale (`caches.key_rotation`).
-
-KeyRotation: which channels of keys a rotary embedding mixes, and the range that they share.
-
-An embedding rotates pairs of channels by angles that grow with the position. On a long context each channel of a pair
-reaches the larger maximum of both.
+Scales of an int8 cache, per channel: 1.1 * the largest magnitude on the text / 127. A rotary embedding rotates pairs
+of channels of keys by angles that grow with the position; on a long context each reaches the larger maximum of both,
+so they share a scale (`KeyRotation`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Every patch of torch, transformers and onnxscript that an export needs, with the versions that each is for.
 
 Each patch holds only while a context is open. `tests/export/test_library_patches.py` fails when a library moves the
-patched attribute or when a patch loses its effect.
-
-Complex numbers as pairs of real tensors while a model is traced: ONNX has no complex type.
-
-Some families rotate positions by complex multiplication (`torch.polar`, `view_as_complex`, `view_as_real`). Between
-these three functions a pair supports the operations of a complex tensor that a rotation needs.
+patched attribute or when a patch loses its effect. ONNX has no complex type: where a family rotates positions by
+complex multiplication (`torch.polar`, `view_as_complex`, `view_as_real`), pairs of real tensors stand for them in a
+trace.
 """
 
 from __future__ import annotations

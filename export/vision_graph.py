@@ -1,15 +1,8 @@
 """Traces the vision tower and projector of a multimodal model: pixels to the features of images.
 
-A few layers are traced, the others replicated; the weights are still inputs. The features take the places of the
-placeholder tokens of the images in `inputs_embeds`.
-
-Multi-modal checkpoints: the language model takes embeddings, and the embedding table is a separate graph.
-
-embeddings.onnx   input_ids -> inputs_embeds
-    decode.onnx, …    inputs_embeds, attention_mask, … -> logits, present…
-
-Between the two, clients (ORT-GenAI, transformers.js) replace the rows of placeholder tokens by the features of images
-or sound. The encoders of these features are not exported.
+A few layers are traced, the others replicated; the weights are still inputs. The language model of such a checkpoint
+takes embeddings: `embeddings.onnx` is `input_ids` to `inputs_embeds`, and clients put features of images or sound in
+place of the rows of placeholder tokens. The encoders of sound are not exported.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """ONNX Runtime GenAI: `genai_config.json` for model.onnx, or else for the pair prefill.onnx and decode.onnx.
 
 One graph is preferred: a pipeline of two does not support `rewind_to`, which a second turn needs. GenAI's parser
-refuses unknown keys, and `pad_token_id` must be one number; its keys are in `src/config.cpp`
-(onnxruntime-genai 0.18). A model with images has two more graphs (`genai_images`).
-
-ONNX Runtime GenAI and images: the two graphs before the decoder, and how `genai_config.json` describes them.
-
-GenAI has no type for LLaVA and its relatives. But it runs every type alike except for the Qwen and Pixtral families
-(onnxruntime-genai 0.18, `src/models/multi_modal.cpp`): the vision tower once per prompt, then the embedding graph with
-its features, then the decoder. Only the processor of a type is special, so the caller prepares prompts instead.
+refuses unknown keys, and `pad_token_id` must be one number; its keys are in `src/config.cpp` (onnxruntime-genai 0.18).
+A model with images has two more graphs. GenAI has no type for LLaVA and its relatives, but runs every type alike
+except for the Qwen and Pixtral families (`src/models/multi_modal.cpp`): the vision tower once per prompt, then the
+embedding graph with its features, then the decoder. Only the processor of a type is special, so the caller prepares
+prompts instead.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """transformers.js: `onnx/model.onnx` and its data `onnx/model.onnx_data`, …, which link to the graph and the weights.
 
-The name of the graph ends with that of its `dtype`, such as `onnx/model_q4.onnx` (its `src/utils/dtypes.js`, 4.3).
-The client requires the folder `onnx/`, and a graph may refer to data in its own folder or below only. But onnxruntime
-follows links of the kind that the Hugging Face cache has: if the graph is a link, its data may be next to the target of
-the link. So nothing is copied; a program that uploads or copies the folder follows the links and gets plain files,
-which the client also opens. (Hard links would work too, but then onnx refuses the weights of all graphs in the folder.)
+The name of the graph ends with that of its `dtype`, such as `onnx/model_q4.onnx` (its `src/utils/dtypes.js`, 4.3). The
+client requires the folder `onnx/`, and a graph may refer to data in its own folder or below only. But onnxruntime
+follows links of the kind that the Hugging Face cache has: if the graph is a link, its data may be next to the target
+of the link. So nothing is copied; a program that uploads or copies the folder follows the links and gets plain files,
+which the client also opens. (Hard links would work too, but then onnx refuses the weights of all graphs in the
+folder.) A folder without the required `generation_config.json` gets one with the special tokens of its config.
 
-A model with images has three graphs with such links (`transformersjs_images`). The client also requires a
-`generation_config.json`; a folder without it gets one with the special tokens of its config.
-
-transformers.js and images: three graphs, and fields that its processor reads differently from that of transformers.
-
-Sources, @huggingface/transformers 4.3: `src/models/session_config.js` (names of the graphs), `src/models/llava/`,
-`src/configs.js`, `src/models/auto/image_processing_auto.js`.
+A model with images has three graphs with such links, and fields that the client's processor reads differently from
+transformers' (`src/models/session_config.js`, `src/models/llava/`, `src/configs.js`, `image_processing_auto.js`).
 """
 
 from __future__ import annotations

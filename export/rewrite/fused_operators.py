@@ -1,28 +1,19 @@
 """`--target ort-cpu` and `ort-cuda`: replaces groups of nodes by single operators of onnxruntime.
 
-Each pass rewrites the patterns that it recognizes and leaves other nodes unchanged. Operators:
+Each pass rewrites the patterns that it recognizes and leaves other nodes unchanged. Operators: onnx docs/Operators.md,
 onnxruntime docs/ContribOperators.md; measurements: docs/benchmarks.md, docs/targets.md.
 
-- Heads stay side by side around `GroupQueryAttention`, which takes and returns `[batch, sequence, heads * head_dim]`:
-  the steps that move heads in front of tokens and back cancel out.
-- Reshape(Gemm(Reshape(x), W, b)) -> FusedMatMul(x, W) + b: `com.microsoft.FusedMatMul(transB=1)` takes
-  `[batch, sequence, in]`. Twelve nodes fewer per layer of a Llama; the weights stay mapped as stored.
+- x * cos + Concat(-x[..., half:], x[..., :half]) * sin -> RotaryEmbedding(x, cos[..., :half], sin[..., :half]), where
+  the graph shows that both halves of the tables are equal (`Concat(f, f)`).
+- Heads stay side by side around `GroupQueryAttention`, which takes and returns `[batch, sequence, heads * head_dim]`.
+- Reshape(Gemm(Reshape(x), W, b)) -> FusedMatMul(x, W) + b: `com.microsoft.FusedMatMul(transB=1)` takes `[batch,
+  sequence, in]`. Twelve nodes fewer per layer of a Llama; the weights stay mapped as stored.
 - RMSNormalization(residual + y) -> `com.microsoft.SkipSimplifiedLayerNormalization`, which onnxruntime itself does not
   fuse in exported graphs.
-- `GroupQueryAttention` rotates queries and keys itself. It looks up rows of a table by position, and requires as many
-  rows as there are keys. Here the table contains the angles of the new tokens, row by row, followed by zeros; so any
-  rope scaling and any positions work as traced.
-
-With an empty cache, a graph with rotation counts one key too many: onnxruntime treats equal lengths as a first prompt,
-for which it counts the rows of all prompts of a batch from those of the first. So it never detects a first prompt, and
-refuses a batch of several tokens each (1.31, contrib_ops/cpu/bert/group_query_attention.cc).
-
-Rotary embeddings as one node each: `RotaryEmbedding` (opset 23) instead of seven nodes.
-
-x * cos + Concat(-x[..., half:], x[..., :half]) * sin  ->  RotaryEmbedding(x, cos[..., :half], sin[..., :half])
-
-Requires tables of two equal halves, which the graph must show (`Concat(f, f)`).
-Source: onnx docs/Operators.md.
+- `GroupQueryAttention` rotates queries and keys itself, by rows of a table with as many rows as there are keys: here
+  the angles of the new tokens, then zeros, so any rope scaling and any positions work as traced. With an empty cache
+  such a graph counts one key too many: onnxruntime treats equal lengths as a first prompt, and counts the rows of all
+  prompts of a batch from the first (1.31, contrib_ops/cpu/bert/group_query_attention.cc).
 """
 
 from __future__ import annotations

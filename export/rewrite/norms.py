@@ -1,15 +1,11 @@
-"""RMS norms as one `RMSNormalization` node each (opset 23) instead of six or seven.
+"""RMS norms as one `RMSNormalization` node each (opset 23), and linear layers as `Gemm(transB=1)` on the stored rows.
 
     x * Reciprocal(Sqrt(ReduceMean(x ** 2) + epsilon)) * weight
 
 In half precision models compute this in float32, as `stash_type` 1 does: with casts around the factors before the
-weight, the node takes and returns half precision; with casts around all of it, the node computes in float32.
-Source: onnx docs/Operators.md.
-
-Linear layers as `Gemm(transB=1)` on the (out, in) rows that a checkpoint stores.
-
-The exporter writes `MatMul(x, Transpose(W))`, and a runtime folds the transpose into a copy of every weight. Gemm reads
-the stored rows. It takes matrices only, so `x` is flattened before and gets its shape back afterwards.
+weight, the node takes and returns half precision; with casts around all of it, the node computes in float32 (onnx
+docs/Operators.md). The exporter writes `MatMul(x, Transpose(W))`, and a runtime folds the transpose into a copy of
+every weight. Gemm reads the stored rows; it takes matrices only, so `x` is flattened before and gets its shape back.
 """
 
 from __future__ import annotations

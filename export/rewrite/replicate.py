@@ -3,13 +3,9 @@
     warm-up layers | period A | period B | clone 1 | clone 2 | …  | epilogue
 
 Each input of a node of B must be related to the same input in A: the same value (shared), weights or past inputs whose
-names differ by the layer number (numbered), or a result of the period before (carried: the hidden state). Otherwise the
-periods are not isomorphic, and the caller traces all layers instead.
-
-Stable, readable names: a node is named after its module, such as `model.layers.7.self_attn.q_proj/Gemm`.
-
-The exporter numbers names over the whole trace, and its metadata contain stack traces with local paths, which would
-make the file differ between machines.
+names differ by the layer number (numbered), or a result of the period before (carried: the hidden state). Otherwise
+the periods are not isomorphic, and the caller traces all layers instead. A node is then named after its module, such
+as `model.layers.7.self_attn.q_proj/Gemm`; the exporter's metadata have local paths, which differ between machines.
 """
 
 from __future__ import annotations

@@ -1,28 +1,19 @@
 """The eager model with a few layers and fake parameters, which have shapes and dtypes but no memory.
 
-Computed buffers (rotary tables, ALiBi slopes) are real, because they become constants of the graph.
+Computed buffers (rotary tables, ALiBi slopes) are real, because they become constants of the graph. Which layers are
+alike is read from their modules and shapes: configs declare it in too many ways. Text models that transformers has
+only as a part of a model with images get a head for tokens, and the names of other language models.
 
 Mixture of experts: while tracing, the multiplication of tokens, sorted by expert, with the stacked experts is one
 custom `GroupedMatMul`, so that the trace does not grow with the number of experts. When weights are bound, it becomes
 Split, one Gemm per expert, Concat: an expert without tokens gets no rows and costs nothing, and every expert is mapped
 as stored, stacked or separate.
 
-Rotary frequencies that depend on the length (`longrope`, `dynamic`) are functions of the positions. transformers writes
-them into a buffer while it runs, and `dynamic` remembers the longest sequence so far. A graph has no memory, and a
-growing sequence needs none: the length of each call determines the frequencies.
+Rotary frequencies that depend on the length are functions of the positions: transformers writes them into a buffer,
+and `dynamic` remembers the longest sequence; a graph has no memory, and needs none (modeling_rope_utils.py):
 
     longrope   long factors beyond the original context, otherwise short ones, for all tokens of the call
     dynamic    base * (factor * length / original - (factor - 1)) ** (dim / (dim - 2)) beyond it
-
-Source: transformers modeling_rope_utils.py, `dynamic_rope_update`.
-
-Text models that transformers has only as a part of a model with images: here with a head for tokens.
-
-Their parameters have the names of other language models, `model.layers…` and `lm_head.weight`.
-
-Which layers of a model are alike, by their modules and the shapes of their parameters.
-
-Configs declare this in too many ways: experts from some layer on, attention to images in some, other head sizes.
 """
 
 from __future__ import annotations

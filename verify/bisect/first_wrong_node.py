@@ -1,22 +1,13 @@
 """Bisection: searches for the first node of a graph that differs from the eager model, after a check failed.
 
-The first layer whose cache differs, or else a binary search over the layers' outputs, shows between which layers the
-fault is: keys and values of layer k depend only on the layers before k and on the first part of layer k. There, every
-value is compared with the model's values in the same module (`agreement`), the failing nodes are reduced to the
-smallest failing piece (`suspect`), and compared with the model's modules (`findings`).
+Keys and values of layer k depend only on the layers before k and on the first part of layer k, so the first cache that
+differs, or else a binary search over the layers' outputs, shows between which layers the fault is. There, every value
+is compared with the model's in the same module, and the smallest failing piece (`suspect`) with the modules
+(`findings`).
 
-Nodes whose values the eager model does not compute in the same module are listed. Some of them are steps that an
-exporter writes differently, such as the square root inside a norm. The others may be faults that no scenario reaches:
-comparisons, selections or factors that the model does not have.
-
-Writes the smallest failing piece of a graph to a folder that onnxruntime can run by itself.
-
-DIR/piece.onnx      the nodes with their weights
-DIR/inputs.npz      inputs of the piece, by name
-DIR/expected.npz    the eager model's value, in float64
-DIR/found.npz       output of the piece
-DIR/piece.json      names, noise, gates, finding
-DIR/README.md       how to run it
+Nodes whose values the eager model does not compute in the same module are listed: steps that an exporter writes
+differently, or faults that no scenario reaches. `--minimize DIR` writes the smallest failing piece: `piece.onnx` with
+its weights, `inputs.npz`, `expected.npz` (of the eager model in float64), `found.npz`, `piece.json` and `README.md`.
 """
 
 from __future__ import annotations

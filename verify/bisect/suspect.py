@@ -1,12 +1,8 @@
-"""Which inner values of a graph agree with the eager model, and the nodes between those and a failing value.
+"""Which inner values of a graph agree with the eager model, and the smallest failing piece before a wrong one.
 
 A value agrees if the eager model computes the same value, within its rounding noise, in the same module. Exporters
 write some steps differently, so a correct value may have no counterpart; it counts as correct if a value computed from
-it agrees. The remaining nodes lead from the failing output back to the fault.
-
-The smallest failing piece of a graph, with everything known about it, from which findings are derived.
-
-If all later values agree once a value is replaced by the model's, the fault is before that value. So the first value
+it agrees. If all later values agree once a value is replaced by the model's, the fault is before that value: the first
 that repairs the result is the end of the failing piece, and the last values that agree are its start.
 """
 

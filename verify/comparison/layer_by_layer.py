@@ -1,25 +1,16 @@
-"""Layer-by-layer verification of models that do not fit into memory: every weight is read only a few times.
+"""Layer-by-layer verification of models that do not fit into memory, and graphs on scaled weights.
 
 The calls of all scenarios are known in advance. So each layer is loaded once and computes its part of every call, then
-the next layer follows: for the eager model in float64 and in the graph's dtype (`runtime.low_memory.runner`), and for
-each graph in pieces (`runtime.low_memory.pieced_graph`). Results are kept in a temporary file until their scenario is
-compared.
+the next layer follows: for the eager model in float64 and in the graph's dtype, and for each graph in pieces
+(`runtime.low_memory`). Results are kept in a temporary file until their scenario is compared. onnxruntime folds the
+Cast after each half-precision weight when it opens a session, so a whole graph would hold all weights in float32; a
+piece is closed after all calls. Fusions of onnxruntime across the borders of pieces are not tested. Scenarios that
+edit a cache between two calls, or continue by greedy tokens, are skipped.
 
-Why pieces: onnxruntime folds the Cast after each half-precision weight when it opens a session, so that a whole graph
-holds all weights in float32. Without folding (`ORT_DISABLE_ALL`) every Cast is repeated in every call, and all mapped
-weights stay resident. A piece is opened as usual, its weights are folded, and it is closed after all calls. The
-verdict is about the same nodes with the same weights, but fusions of onnxruntime across the borders of pieces are not
-tested. A graph smaller than one piece runs whole.
-
-Scenarios that edit a cache between two calls, or continue by greedy tokens, are skipped; the weight audit is complete.
-
-Opens the graphs of a folder on scaled weights, so that constants matter that the real weights hide in the noise.
-
-A small or untrained model has small attention scores, so that a missing softcap changes no more than rounding; large
-activations hide a wrong epsilon. Factors are powers of two, so no file is written: the eager model scales the weights
-that it reads, and the graphs are rewritten in memory. A product with a scaled matrix equals the scaled product bit by
-bit, so a Mul follows every MatMul, Gemm and Gather with such a weight; if a weight has other users, the Mul follows the
-weight itself, and onnxruntime folds it when it opens the graph.
+Weights are scaled so that constants matter that the real weights hide in the noise: a missing softcap (small attention
+scores), a wrong epsilon (large activations). Factors are powers of two, so a product with a scaled matrix equals the
+scaled product bit by bit: a Mul follows every MatMul, Gemm and Gather with such a weight, or the weight if it has
+other users.
 """
 
 from __future__ import annotations

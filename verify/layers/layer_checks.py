@@ -1,14 +1,10 @@
-"""Checks of single layers: what each layer of a graph computes by itself, against the eager model's layer.
-
-Runs every layer of a graph by itself, on the hidden state that the eager model makes, and compares the results.
+"""Checks of single layers: every layer of a graph by itself, on the hidden state that the eager model makes.
 
 The eager model in float64 runs a few tokens layer by layer; each layer gets the result of the one before, rounded to
 the graph's dtype. The same numbers are the input of the same layer in the eager model in that dtype, which gives the
 rounding noise, and of the layer that is cut out of the graph. So errors do not add up, and an error belongs to the
-layer that it is found in. The weights of one layer are in memory at a time.
-
-Three rows run together: tokens after padding, so that the past is hidden; noise as large as the hidden state; and
-tokens after a made-up past.
+layer that it is found in. The weights of one layer are in memory at a time. Three rows run together: tokens after
+padding, so that the past is hidden; noise as large as the hidden state; and tokens after a made-up past.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """The audit of quantized weights: every matrix must equal a tensor of the model up to rounding.
 
-Matrices of zeros, which have no direction to compare, are matched by their names, else by exclusion. Folders of llmconv
-name codes after the tensors, `X.codes`, and those of joined products `X.codes+Y.codes`. Elsewhere tensors of zeros of
-one shape are equal, so that any of them that no matrix has yet is the right one.
-
-Layouts of quantized weights that are correct, but slow or large in onnxruntime; each is a note in the report.
-
-Measured on x86-64 with onnxruntime 1.31 (one token, matrices of 2048 x 2048): 4 bits take 0.11 ms at accuracy level 4,
-0.27 ms at level 0, and 15 to 30 ms where the kernel does not pack the codes and dequantizes the matrix at every call.
+Matrices of zeros, which have no direction to compare, are matched by their names (folders of llmconv name codes after
+the tensors, `X.codes`, and those of joined products `X.codes+Y.codes`), else by exclusion: tensors of zeros of one
+shape are equal. Layouts that are correct, but slow or large in onnxruntime, are notes (1.31, x86-64, one token, 2048 x
+2048: 4 bits take 0.11 ms at accuracy level 4, 0.27 ms at level 0, 15 to 30 ms where a kernel dequantizes the matrix at
+every call).
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Whether quantized weights equal the model's up to rounding, by the error of every element in steps of its scale.
 
-Rounding to the nearest code has an error of at most half a step, and errors of GPTQ are close to it. A wrong zero point
-causes errors of whole steps, a wrong packing or row of several steps. A wrong scale causes errors that grow with the
-code, unlike rounding.
+Rounding to the nearest code has an error of at most half a step, and errors of GPTQ are close to it. A wrong zero
+point causes errors of whole steps, a wrong packing or row of several steps. A wrong scale causes errors that grow with
+the code, unlike rounding.
 
-A copy of a graph with the codes of plain rounding to nearest, against which a choice of 4-bit codes is judged.
-
-Symmetric, as onnxruntime's `MatMulNBitsQuantizer` by default: the scale is the value of largest magnitude divided by
-`-2 ** (bits - 1)`, the zero point `2 ** (bits - 1)`. Bits, blocks and the choice of matrices are those of the graph.
-Factors of columns are left out: codes are those of the model's own matrices, and norms are the model's own.
+A choice of 4-bit codes is judged against a copy of the graph with plainly rounded ones: symmetric, as onnxruntime's
+`MatMulNBitsQuantizer` by default, scale `extreme / -2 ** (bits - 1)`, zero point `2 ** (bits - 1)`, in the same
+matrices and blocks. Factors of columns are left out: codes are those of the model's own matrices, and norms are the
+model's own.
 """
 
 from __future__ import annotations

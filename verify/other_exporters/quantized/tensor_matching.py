@@ -1,14 +1,10 @@
-"""Matches the initializers of an external graph with the model's tensors by content, because names differ.
+"""Matches initializers and quantized matrices of a graph with the model's tensors by content, because names differ.
 
-Exporters transpose matrices for `MatMul`, concatenate several (`q`, `k` and `v` in one), split them, and add one to the
-norms of Gemma. Whole tensors are found by the sha256 of their bytes; parts by the bytes of their rows. One tensor and
-one initializer are in memory at a time.
-
-Matches quantized matrices with the model's tensors by content: by the cosine similarity of some of their rows.
-
-Names differ, as for other weights, and matrices may be transposed, concatenated or split. A row and its rounded values
-have a cosine near 1 (0.99 at four bits, 0.9 at two bits), different rows one near 0. Zeros have no direction;
-`audit.match_zeros` matches them.
+Exporters transpose matrices for `MatMul`, concatenate several (`q`, `k` and `v` in one), split them, and add one to
+the norms of Gemma. Whole tensors are found by the sha256 of their bytes, parts by the bytes of their rows, quantized
+ones by the cosine of some rows: a row and its rounded values have one near 1 (0.99 at four bits, 0.9 at two),
+different rows near 0; zeros have no direction (`audit.match_zeros`). One tensor and one initializer are in memory at a
+time.
 """
 
 from __future__ import annotations
