@@ -270,8 +270,9 @@ class Scenario:
         return [chain for chain in chains if max(int(call.position_ids.max()) for call in chain) < limit]
 
 
-def _prefill(length: int) -> Callable[[ModelFacts, np.random.Generator], list[Chain]]:
-    return lambda facts, rng: [chain(full_mask(1, length), [length], facts, rng)]
+def _calls(mask: Array, *lengths: int) -> Callable[[ModelFacts, np.random.Generator], list[Chain]]:
+    """One chain of calls with these numbers of new tokens."""
+    return lambda facts, rng: [chain(mask, lengths, facts, rng)]
 
 
 def _every_split(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
@@ -419,7 +420,7 @@ SCENARIOS = (
         Scenario(
             f"prefill, {length} token{'s' * (length > 1)}",
             "pytorch #148886: a dynamic length frozen at trace time",
-            _prefill(length),
+            _calls(full_mask(1, length), length),
         )
         for length in LENGTHS
     ),
@@ -431,27 +432,21 @@ SCENARIOS = (
     Scenario(
         "decode chain, 16 steps",
         "tinygrad #15949: the causal mask was not offset by the past",
-        lambda facts, rng: [chain(full_mask(1, 5 + STEPS), [5, *[1] * STEPS], facts, rng)],
+        _calls(full_mask(1, 5 + STEPS), 5, *[1] * STEPS),
     ),
     Scenario(
         "one-token prompt",
         "transformers #30127: the mask branch for one query was frozen",
         lambda facts, rng: [chain(full_mask(rows, 4), [1, 1, 1, 1], facts, rng) for rows in (1, 4)],
     ),
-    Scenario(
-        "batch of 3",
-        "pytorch #140011: batch size 1 baked into the graph",
-        lambda facts, rng: [chain(full_mask(3, 9), [7, 1, 1], facts, rng)],
-    ),
+    Scenario("batch of 3", "pytorch #140011: batch size 1 baked into the graph", _calls(full_mask(3, 9), 7, 1, 1)),
     Scenario(
         "left padding",
         "optimum #1381: ragged batches wrong for lack of position_ids",
-        lambda facts, rng: [chain(ragged_mask((11, 4, 1), 3, "left"), [11, 1, 1, 1], facts, rng)],
+        _calls(ragged_mask((11, 4, 1), 3, "left"), 11, 1, 1, 1),
     ),
     Scenario(
-        "right padding",
-        "onnxruntime #4330: GPT-2 padding support",
-        lambda facts, rng: [chain(ragged_mask((8, 5, 2), 2, "right"), [8, 1, 1], facts, rng)],
+        "right padding", "onnxruntime #4330: GPT-2 padding support", _calls(ragged_mask((8, 5, 2), 2, "right"), 8, 1, 1)
     ),
     Scenario(
         "holes in the mask",
@@ -500,7 +495,7 @@ SCENARIOS = (
     Scenario(
         "second turn",
         "transformers #30311: the mask of several tokens after a past was that of a prompt",
-        lambda facts, rng: [chain(full_mask(1, 19), [5, 1, 7, 1, 3, 2], facts, rng)],
+        _calls(full_mask(1, 19), 5, 1, 7, 1, 3, 2),
     ),
     Scenario(
         "rows exchanged",
@@ -524,7 +519,7 @@ SCENARIOS = (
         Scenario(
             f"prefill, {length} tokens",
             "sparseml #1826: output decays beyond the traced length",
-            _prefill(length),
+            _calls(full_mask(1, length), length),
             "full",
         )
         for length in LONG_LENGTHS
@@ -558,7 +553,7 @@ SCENARIOS = (
     Scenario(
         "decode chain, 64 steps",
         "cascadia #151: fine at first, degenerate later",
-        lambda facts, rng: [chain(full_mask(2, 67), [3, *[1] * 64], facts, rng)],
+        _calls(full_mask(2, 67), 3, *[1] * 64),
         "full",
     ),
     Scenario(
@@ -571,7 +566,7 @@ SCENARIOS = (
     Scenario(
         "one step after 130 tokens",
         "tinygrad #15949: the causal mask was not offset by the past",
-        lambda facts, rng: [chain(full_mask(1, 133), [130, 1, 2], facts, rng)],
+        _calls(full_mask(1, 133), 130, 1, 2),
         "full",
     ),
     Scenario(
@@ -580,7 +575,7 @@ SCENARIOS = (
     Scenario(
         "batch of 5, second turn",
         "transformers #13175: an attention mask shorter than past and new tokens",
-        lambda facts, rng: [chain(ragged_mask((13, 9, 6, 2, 1), 9, "left"), [13, 1, 1, 7], facts, rng)],
+        _calls(ragged_mask((13, 9, 6, 2, 1), 9, "left"), 13, 1, 1, 7),
         "full",
     ),
 )
