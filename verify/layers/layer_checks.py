@@ -302,11 +302,11 @@ def run_eager(open_model: Callable[[str], StreamedRunner], call: Call, names: Co
     order.
     """
     exact, kind = HiddenStates(), getattr(torch, dtype)
-    steps = [_run(open_model("float64"), call, names, partial(_with_noise, exact, kind))]
+    steps = [_run(open_model("float64"), call, names, exact, partial(_with_noise, exact, kind))]
     gc.collect()  # modules refer to each other
     last = exact.after[list(names)[-1]].to(kind).double()
     rounded = HiddenStates(given=exact.given)
-    steps.append(_run(open_model(dtype), call, names, lambda name, hidden: rounded.given[name], last))
+    steps.append(_run(open_model(dtype), call, names, rounded, lambda name, hidden: exact.given[name], last))
     return LayerRuns(call, exact, rounded, (steps[0], steps[1]), last)
 
 
@@ -314,10 +314,14 @@ Enter = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def _run(
-    model: StreamedRunner, call: Call, names: Collection[str], enter: Any, last: torch.Tensor | None = None
+    model: StreamedRunner,
+    call: Call,
+    names: Collection[str],
+    states: HiddenStates,
+    enter: Enter,
+    last: torch.Tensor | None = None,
 ) -> Step:
-    """One run; every layer reads what `enter` returns, and the part after the layers `last`."""
-    states: HiddenStates = enter.args[0]
+    """One run, noted in `states`; every layer reads what `enter` returns, and the part after the layers `last`."""
     for name in names:
         layer = model.model.get_submodule(name)
         end = name == list(names)[-1]
