@@ -28,6 +28,7 @@ NEEDED_FOR = {
     "cloud": "inputs and outputs in object stores",
     "aws": "profiles and roles of AWS for these",
     "ray": "`--engine ray`",
+    "lm-eval": "`python -m llmconv.lm_eval`",
     "optimum": "`optimum-cli export llmconv`, with plugins/optimum",
 }
 """What each extra of the package is for; `dev` is for working on llmconv."""
