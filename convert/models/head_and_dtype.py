@@ -126,8 +126,8 @@ FLOAT32 = BY_NAME["float32"]
 FIELDS = ("dtype", "torch_dtype")
 # Fields of transformers' classes: for any half precision, and for float16 alone
 KEPT = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
-SIGNS = re.compile(r"_keep_in_fp32_modules|dtype=torch\.float(?:32)?\b")
-"""What the source of a model contains that has tensors in float32 whatever its type."""
+KEEPS, IN_FLOAT32 = "_keep_in_fp32_modules", re.compile(r"torch\.(?:float(?:32)?|FloatTensor)\b")
+"""What the source of a model, or `__init__` of its parts, contains that has tensors in float32 whatever its type."""
 
 
 def check_dtype(dtype: str) -> None:
@@ -184,7 +184,19 @@ def _sources_with_signs(config: Mapping[str, Any]) -> list[Path]:
     """The sources of the model and its parts that have tensors in float32 in a model of another type."""
     kinds = dict.fromkeys(str(part.get("model_type")) for part in _parts(config))
     files = [folder / f"modeling_{folder.name}.py" for kind in kinds if (folder := model_folder(kind))]
-    return [file for file in files if file.is_file() and SIGNS.search(file.read_text())]
+    return [file for file in files if file.is_file() and _has_signs(file.read_text())]
+
+
+def _has_signs(text: str) -> bool:
+    if KEEPS in text or not IN_FLOAT32.search(text):
+        return KEEPS in text
+    makers = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
+    lines = text.splitlines()
+    return any(
+        IN_FLOAT32.search("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+        for node in makers
+        if node.name == "__init__"
+    )
 
 
 def _named_in(files: Sequence[Path], names: Iterable[str], dtype: str) -> frozenset[str]:

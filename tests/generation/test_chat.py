@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,7 +193,7 @@ def test_a_misspelled_command_is_not_sent_as_a_message(chatting: Path) -> None:
 
 
 Typing = Callable[[str], None]
-Reading = Callable[[str], None]
+Reading = Callable[..., None]
 
 
 @contextmanager
@@ -212,10 +212,14 @@ def terminal(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[byt
 
     waiting = [""]
 
-    def read_until(text: str) -> None:
-        end = time.monotonic() + 60
+    def read_until(text: str, again: Callable[[], object] = lambda: None) -> None:
+        end = time.monotonic() + 120
+        asked = time.monotonic()
         while text not in waiting[0]:
             assert time.monotonic() < end, waiting[0]
+            if time.monotonic() > asked + 5:
+                again()
+                asked = time.monotonic()
             if select.select([ours], [], [], 0.2)[0]:
                 waiting[0] += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", os.read(ours, 65536).decode(errors="replace"))
         waiting[0] = waiting[0].partition(text)[2]
@@ -240,13 +244,16 @@ def test_on_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends(chatting: Path) -
         type_in("/system Be brief\r")
         read_until("the system message is set")
         read_until("> ")
-        time.sleep(2)  # a signal between Python's last look and its wait for a key shows with the key
+        # a signal between Python's last look and its wait for a key shows with the key: press again, as a person does
         process.send_signal(signal.SIGINT)
-        read_until("Ctrl-D or /quit exits")
+        read_until("Ctrl-D or /quit exits", lambda: process.send_signal(signal.SIGINT))
         read_until("> ")
-        time.sleep(2)  # the terminal loses a Ctrl-D that comes before it waits for a key
-        type_in("\x04")
-        assert process.wait(60) == 0
+        for _ in range(24):  # the terminal loses a Ctrl-D that comes before it waits for a key
+            type_in("\x04")
+            with suppress(subprocess.TimeoutExpired):
+                assert process.wait(5) == 0
+                break
+        assert process.poll() == 0
 
 
 @pytest.mark.slow

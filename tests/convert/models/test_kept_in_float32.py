@@ -47,7 +47,11 @@ def kinds() -> list[str]:
     """The types whose source mentions tensors in float32."""
     folders = {kind: folder for kind in sorted(causal_lm_classes()) if (folder := model_folder(kind))}
     files = {kind: folder / f"modeling_{folder.name}.py" for kind, folder in folders.items()}
-    return [kind for kind, file in files.items() if file.is_file() and "_keep_in_fp32_modules" in file.read_text()]
+    return [
+        kind
+        for kind, file in files.items()
+        if file.is_file() and ("_keep_in_fp32_modules" in (text := file.read_text()) or "FloatTensor(" in text)
+    ]
 
 
 def types_in(folder: Path) -> dict[str, str]:
