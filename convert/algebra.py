@@ -348,10 +348,13 @@ def fuse(
     parts: Sequence[str],
     whole: str,
     join: Callable[[Sequence[LazyTensor]], LazyTensor] = _stacked,
+    counts: Sequence[int] = (),
 ) -> dict[str, LazyTensor]:
     """The tensors with the weights and biases of the modules `parts` of each layer joined as those of `whole`.
 
-    Raises ValueError if one of the parts is missing, or they do not fit together.
+    `counts` are the rows of each part, up to a common factor. Without them gate and up have equally many, keys as many
+    as values, and queries a multiple of that. Raises ValueError if one of the parts is missing, or they do not fit
+    together: the whole has the right shape with a row of one part in another, too.
     """
     ends = tuple(f".{part}.{kind}" for part in parts for kind in ("weight", "bias"))
     fused = {name: tensor for name, tensor in tensors.items() if not name.endswith(ends)}
@@ -362,5 +365,10 @@ def fuse(
             present = [tensor for tensor in found if tensor is not None]
             if len(present) < len(parts):
                 raise ValueError(f"`{name}` is present without one of {', '.join(parts[1:])}")
+            rows = [tensor.num_rows for tensor in present]
+            queries = rows[0] // max(1, rows[-1]) if len(rows) > 2 else 1
+            wanted = counts or (queries, *[1] * (len(rows) - 1))
+            if any(one * wanted[-1] != rows[-1] * count for one, count in zip(rows, wanted, strict=True)):
+                raise ValueError(f"{', '.join(parts)} of `{root}` have {', '.join(map(str, rows))} rows")
             fused[f"{root}.{whole}.{kind}"] = join(present)
     return fused

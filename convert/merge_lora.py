@@ -187,8 +187,10 @@ def _checked(merge: Merge, output: Path, recipe: Recipe) -> Merge:
 
 def _again(base: Checkpoint, used: Sequence[Mapping[str, str]], recipe: Recipe) -> Iterator[str]:
     """Warnings about adapters given twice, already merged into the base, or merged with weight 0."""
-    steps = [done.get("options", {}).get("adapters", ()) for done in steps_of_weights(base.path)]
-    merged = [one.get("sha256") for adapters in steps for one in adapters if isinstance(one, Mapping)]
+    options = [done.get("options") for done in steps_of_weights(base.path)]
+    steps = [one.get("adapters") for one in options if isinstance(one, Mapping)]
+    lists = [adapters for adapters in steps if isinstance(adapters, list)]
+    merged = [one.get("sha256") for adapters in lists for one in adapters if isinstance(one, Mapping)]
     for at, adapter in enumerate(used):
         if any(adapter["sha256"] == other["sha256"] for other in used[:at]):
             yield f"the adapter `{adapter['name']}` is given twice and is added twice"

@@ -18,13 +18,23 @@ from llmconv.generation import TextModel
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.tensors import Array
 
+
+def report(error: LlmconvError) -> int:
+    """Prints an error and its hint, and returns the exit code."""
+    print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
+    return error.exit_code
+
+
 try:
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs, postprocess_generated_text
-except ImportError as error:
-    raise UsageProblem("lm-eval is not installed", hint="pip install 'lm-eval>=0.4.13'") from error
+except ImportError as missing:
+    NOT_INSTALLED = UsageProblem("lm-eval is not installed", hint="`pip install 'lm-eval>=0.4.13'`")
+    if __name__ == "__main__":
+        sys.exit(report(NOT_INSTALLED))
+    raise NOT_INSTALLED from missing
 
 NEW_TOKENS = 256
 """Maximum number of new tokens of a task that names none, as in the harness's other models."""
@@ -205,5 +215,4 @@ if __name__ == "__main__":
     try:
         cli_evaluate()
     except LlmconvError as error:
-        print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        sys.exit(report(error))

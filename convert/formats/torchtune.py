@@ -125,10 +125,17 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         tensors = _permuted(tensors, size or (hidden // heads if hidden and heads else None), path.name)
     for whole, parts in family.fused.items():
         with fitting(f"the parts of `{whole}` in `{path.name}` cannot be joined", "it is damaged or partial"):
-            tensors = fuse(tensors, parts, whole)
+            tensors = fuse(tensors, parts, whole, counts=_head_counts(settings) if len(parts) > 2 else ())
     settings = as_loaded(tensors, settings)
     side_files = side_files_of(found.path, tokenizer)
     return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), dropped=contents_around(found))
+
+
+def _head_counts(settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Heads of queries, keys and values; empty if the settings do not have them."""
+    heads = settings.get("num_attention_heads")
+    groups = settings.get("num_key_value_heads") or heads
+    return (heads, groups, groups) if type(heads) is type(groups) is int and heads > 0 and groups > 0 else ()
 
 
 def _permuted(tensors: Mapping[str, LazyTensor], size: int | None, source: str) -> dict[str, LazyTensor]:

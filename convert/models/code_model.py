@@ -192,7 +192,7 @@ def baichuan(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], code:
             f"`{source}` has fewer key heads than query heads, which no Baichuan has", hint="give its own configuration"
         )
     with fitting(f"queries, keys and values of `{source}` cannot be joined"):
-        packed = fuse(tensors, [f"self_attn.{one}_proj" for one in "qkv"], "self_attn.W_pack")
+        packed = fuse(tensors, [f"self_attn.{one}_proj" for one in "qkv"], "self_attn.W_pack", counts=(1, 1, 1))
     fields = {name: config[name] for name in SIZES}
     fields["model_max_length"] = config.get("max_position_embeddings", 4096)
     return _with_head(packed, "baichuan"), _config(code, "baichuan", fields, source)

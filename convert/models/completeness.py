@@ -124,6 +124,9 @@ def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
     """
     refuse_unmerged(tensors, config, source)
     reason = "the configuration has an impossible number of layers or experts"
+    if not config.get(AUTO_MAP) and not depth_is_possible(tensors, config):
+        check_layers(tensors, config, source)
+        raise MalformedInput(f"{reason}: `{source}`", hint="correct it: nothing of that size is compared with a model")
     notes: list[str] = []
     try:
         if depth_is_possible(tensors, config):

@@ -74,8 +74,8 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "from-hf": (
         ("llmconv from-hf base -o llama --to meta --shards 2", "a folder of consolidated.NN.pth"),
-        ("llmconv from-hf base -o run --to litgpt", "LitGPT's folder"),
-        ("llmconv from-hf base -o run --to torchtune --dry-run", "what would be written"),
+        ("llmconv from-hf base -o run --to mindformers", "a folder of MindFormers"),
+        ("llmconv from-hf base -o run --to paddle --dry-run", "what would be written"),
     ),
     "merge-lora": (
         ("llmconv merge-lora base adapter -o merged", ""),

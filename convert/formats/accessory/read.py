@@ -289,8 +289,13 @@ def _renamed(whole: dict[str, LazyTensor], params: AccessoryParams, source: str)
         whole = _internlm_as_llama(whole, params)
     if params.family == "falcon":
         names, head_dim = [f"self_attention.w{letter}" for letter in "qkv"], params.head_dim
+        groups = 1 if params.fields.get("multi_query", True) else params.heads  # as the configuration says
         whole = fuse(
-            whole, names, "self_attention.query_key_value", lambda parts: _interleave(*parts, head_dim=head_dim)
+            whole,
+            names,
+            "self_attention.query_key_value",
+            lambda parts: _interleave(*parts, head_dim=head_dim),
+            counts=(params.heads, groups, groups),
         )
     _check_layers(whole, params.layers, source)
     table = table_of(params)

@@ -502,7 +502,7 @@ def _joined(found: Mapping[str, LazyTensor], source: str) -> dict[str, LazyTenso
             tensors[name] = tensor
         elif match[2] == "w":
             up = found.get(f"{match[1]}_v")
-            if up is None or up.shape[1:] != tensor.shape[1:] or up.dtype != tensor.dtype:
+            if up is None or up.shape != tensor.shape or up.dtype != tensor.dtype:
                 raise MalformedInput(
                     f"`{source}` contains `{name}` without a matching `_v`", hint="copy the folder again"
                 )

@@ -415,6 +415,7 @@ def build_gpt2(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel
             [f"attn.{part}" for part in DENSE],
             "attn.c_attn",
             lambda parts: concat(parts, 0) if len(parts[0].shape) == 1 else transposed(concat(parts, 0)),
+            counts=(1, 1, 1),
         )
     config = {
         "model_type": "gpt2",

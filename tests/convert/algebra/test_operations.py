@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from llmconv.convert.algebra import (
     concat,
     equal,
+    fuse,
     inverse_order,
     inverted,
     permute_rows,
@@ -166,3 +167,27 @@ def test_equality_is_of_bits() -> None:
     nan = np.array([np.nan], dtype=np.float32)
     assert equal(lazy(nan), lazy(nan))
     assert not equal(lazy(np.array([0.0], dtype=np.float32)), lazy(np.array([-0.0], dtype=np.float32)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "counts", "fits"),
+    [
+        ((4, 4), (), True),
+        ((3, 5), (), False),
+        ((8, 2, 2), (), True),
+        ((8, 1, 3), (), False),
+        ((7, 2, 2), (), False),
+        ((8, 2, 2), (4, 1, 1), True),
+        ((10, 1, 1), (4, 1, 1), False),
+        ((4, 4, 4), (1, 1, 1), True),
+        ((6, 3, 3), (1, 1, 1), False),
+    ],
+)
+def test_parts_are_joined_only_at_their_own_rows(rows: tuple[int, ...], counts: tuple[int, ...], fits: bool) -> None:
+    parts = [f"p{number}" for number in range(len(rows))]
+    tensors = {f"a.{part}.weight": lazy(np.ones((size, 2), np.float32)) for part, size in zip(parts, rows, strict=True)}
+    if fits:
+        assert fuse(tensors, parts, "all", counts=counts)["a.all.weight"].shape == (sum(rows), 2)
+    else:
+        with pytest.raises(ValueError, match="rows"):
+            fuse(tensors, parts, "all", counts=counts)

@@ -202,3 +202,18 @@ def test_old_field_names_and_missing_ones_are_understood() -> None:
 def test_a_gemma_without_its_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedInput):
         open_training(folder_of(tmp_path, "gemma", name="mine"))
+
+
+@pytest.mark.parametrize("case", ["qwen3", "pythia"])
+def test_a_field_of_another_count_does_not_hide_a_wrong_shape(case: str, tmp_path: Path) -> None:
+    whole = Path(shutil.copytree(FOLDER / case, tmp_path / case))
+    to_hf(whole, tmp_path / "whole")
+    state = torch.load(whole / "lit_model.pth", weights_only=True)
+    tensors = state.get("model", state)
+    name = next(name for name in tensors if name.endswith("mlp.proj.weight"))
+    tensors[name] = tensors[name][:-1].clone()
+    torch.save(state, whole / "lit_model.pth")
+    config = json.loads((tmp_path / "whole/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_foo_layers": 5000}))
+    with pytest.raises(MalformedInput):
+        to_hf(whole, tmp_path / "out", config=[tmp_path / "config.json"])
