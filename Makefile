@@ -31,7 +31,7 @@ $(READY): pyproject.toml setup.py constraints.txt tools/set_up.py convert/adapte
 demo: $(READY) ## the main job on a real checkpoint, from examples/ to text
 	@$(BIN)/python examples/demo.py
 
-test: $(READY) ## the quick tests, about six minutes; with ROOM=convert those of a room
+test: $(READY) ## the quick tests, about four minutes; with ROOM=convert those of a room
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' $(ROOM:%=tests/%)
 
 test-slow: $(READY) ## the slow tests
