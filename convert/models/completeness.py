@@ -50,7 +50,9 @@ BUFFERS: tuple[tuple[str, re.Pattern[str], tuple[int, ...]], ...] = (
     ("position numbers", re.compile(r"(?:^|\.)position_ids$"), (1, 2)),
 )
 # Fields that count what a model is built of, and a number that no real model reaches
-COUNTS, COUNT_LIMIT = re.compile("layer|depth|blocks|experts"), 4096
+# Fields that say how many parts are built; a size in such a part, as `vocab_size_per_layer_input` of Gemma 3n, is none
+COUNTS, COUNT_LIMIT = re.compile(r"^(?!.*(?:size|dim|vocab|length)).*(?:layer|depth|blocks|experts)"), 4096
+EXPERT_LIMIT = 1 << 14  # of Doge, whose experts are rows of an embedding
 # Parts of a module that PEFT wrapped: its weight before training, and the factors of the update
 UNMERGED = re.compile(r"\.(?:lora_(?:[AB]|embedding_[AB]|magnitude_vector)|base_layer)(?:\.|$)")
 # Fields whose value is one number, flag or name
@@ -126,7 +128,7 @@ def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
     reason = "the configuration has an impossible number of layers or experts"
     if not config.get(AUTO_MAP) and not depth_is_possible(tensors, config):
         check_layers(tensors, config, source)
-        raise MalformedInput(f"{reason}: `{source}`", hint="correct it: nothing of that size is compared with a model")
+        raise MalformedInput(f"{reason}: `{source}`", hint="correct the field in its configuration, or in `--config`")
     notes: list[str] = []
     try:
         if depth_is_possible(tensors, config):
@@ -305,7 +307,8 @@ def depth_is_possible(tensors: Mapping[str, LazyTensor], config: Mapping[str, An
             return False
         if name in LAYER_COUNTS and type(value) is not int and value is not None:
             return False
-        limit = (min if name in LAYER_COUNTS else max)(len(tensors), COUNT_LIMIT)
+        most = EXPERT_LIMIT if "experts" in name else COUNT_LIMIT
+        limit = (min if name in LAYER_COUNTS else max)(len(tensors), most)
         if isinstance(value, int) and value > limit and COUNTS.search(name):
             return False
     return True

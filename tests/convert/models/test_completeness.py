@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmconv.checkpoint import open_weights
 from llmconv.convert.models.blueprint import blueprint
-from llmconv.convert.models.completeness import as_loaded, check_complete
+from llmconv.convert.models.completeness import as_loaded, check_complete, depth_is_possible
 from llmconv.convert.models.head_and_dtype import settle_head
 from llmconv.convert.opening import open_training
 from llmconv.errors import LlmconvError, MalformedInput
@@ -280,3 +280,10 @@ def test_torch_is_not_imported() -> None:
         "assert blueprint({'model_type': 'llama'}); assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_size_in_a_layer_is_no_number_of_layers() -> None:
+    sizes = {"vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 8192}
+    assert depth_is_possible({}, {"text_config": sizes})
+    assert depth_is_possible({}, {"num_experts": 16384}), "the default of Doge"
+    assert not depth_is_possible({}, {"text_config": {"num_foo_layers": 5000}})

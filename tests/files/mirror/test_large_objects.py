@@ -86,7 +86,7 @@ def finish(process: subprocess.Popen[bytes], folder: Path) -> Usage:
 def test_memory_and_disk_do_not_grow_with_the_object(endpoint: str, temporary: Path) -> None:
     used = finish(start(endpoint, "out"), temporary)
     assert used.code == 0
-    assert used.memory < finish(start(endpoint, "small", "small.pt"), temporary).memory + 150e6
+    assert used.memory < min(400e6, finish(start(endpoint, "small", "small.pt"), temporary).memory + 150e6)
     assert CHUNK < used.disk < LIMIT + 32 * CHUNK
     assert not [*temporary.iterdir()]
     asked = Counter(requests(endpoint))
