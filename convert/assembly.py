@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ from typing import Any
 from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json, read_side_files
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.edits import BaseInMemory, base_in_memory
-from llmconv.convert.adapters.lora_config import FORMULA, parse_config
+from llmconv.convert.adapters.edits import base_in_memory
+from llmconv.convert.adapters.lora_config import FORMULA, AdapterFields, parse_config
 from llmconv.convert.adapters.merging import merged, with_tied_head
 from llmconv.convert.adapters.peft_file import to_adapter
 from llmconv.convert.adapters.tensor_names import AS_STORED, match_names
@@ -114,17 +115,10 @@ def assemble(
         if settings["model_type"] == "mpt":
             tensors = enlarged(tensors, {**stored, **fields}, source)
         settings = as_loaded(tensors, settings)
-    return Checkpoint(
-        file.path,
-        format,
-        tensors,
-        settings,
-        side_files_of(file.path, tokenizer),
-        tuple(warnings),
-        version or _writer(settings),
-        file.shards,
-        (*contents_around(file), *dropped),
-    )
+    writer = settings.get("transformers_version")  # usually that which wrote the weights
+    version = version or (f"transformers {writer[:20]}" if isinstance(writer, str) else "")
+    more = (tuple(warnings), version, file.shards, (*contents_around(file), *dropped))
+    return Checkpoint(file.path, format, tensors, settings, side_files_of(file.path, tokenizer), *more)
 
 
 def _native_tensors(
@@ -135,17 +129,20 @@ def _native_tensors(
     state, dropped = _without_buffers(file.state)
     stored = select(state, file.tensor, source, warnings)
     mapping = map_names(list(stored), model_names(str(settings["model_type"])), source)
-    tensors = {_new_style(target): stored[name] for name, target in mapping.names.items()}
-    dropped += _outside(mapping, source, drop=drop)
+    tensors = {}
+    for name, target in mapping.names.items():
+        stem, dot, last = target.rpartition(".")
+        tensors[stem + dot + OLD_NORM.get(last, last)] = stored[name]
+    if mapping.outside and not drop:
+        raise UnsupportedInput(
+            f"`{source}` has {len(mapping.outside)} unexpected keys outside the model: {listing(mapping.outside)}",
+            hint="`--drop` leaves them out, if the model computes its logits without them",
+        )
+    if mapping.outside:
+        dropped.append(f"{len(mapping.outside)} tensors outside the model: {listing(mapping.outside)}")
     if mapping.added:
         warnings.append(f"added `{mapping.added}` to the names, which are those of the model without its head")
     return tensors, dropped
-
-
-def _writer(config: Mapping[str, Any]) -> str:
-    """The version of transformers in the configuration, usually the one that wrote the weights."""
-    version = config.get("transformers_version")
-    return f"transformers {version[:20]}" if isinstance(version, str) else ""
 
 
 def _without_buffers(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -153,31 +150,12 @@ def _without_buffers(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
     counts: Counter[str] = Counter()
     kept: dict[str, Any] = {}
     for name, leaf in state.items():
-        if kind := next((kind for kind, sign, ranks in BUFFERS if sign.search(name) and _rank(leaf) in ranks), None):
+        rank = len(leaf.shape) if isinstance(leaf, Leaf) else -1
+        if kind := next((kind for kind, sign, ranks in BUFFERS if sign.search(name) and rank in ranks), None):
             counts[kind] += 1
         else:
             kept[name] = leaf
     return kept, [f"{count} {kind}, which the model computes" for kind, count in counts.items()]
-
-
-def _rank(leaf: Any) -> int:
-    return len(leaf.shape) if isinstance(leaf, Leaf) else -1
-
-
-def _new_style(name: str) -> str:
-    stem, dot, last = name.rpartition(".")
-    return stem + dot + OLD_NORM.get(last, last)
-
-
-def _outside(mapping: NameMapping, source: str, *, drop: bool) -> list[str]:
-    if not mapping.outside:
-        return []
-    if not drop:
-        raise UnsupportedInput(
-            f"`{source}` has {len(mapping.outside)} unexpected keys outside the model: {listing(mapping.outside)}",
-            hint="`--drop` leaves them out, if the model computes its logits without them",
-        )
-    return [f"{len(mapping.outside)} tensors outside the model: {listing(mapping.outside)}"]
 
 
 @dataclass(frozen=True)
@@ -221,7 +199,10 @@ def _prefixes(stored: Iterable[str], model: ModelNames) -> tuple[list[str], list
     whole: dict[str, None] = {}
     base_only: dict[str, None] = {}
     for name in stored:
-        embedding = model.embedding or _embedding(name, model.base)
+        embedding = model.embedding
+        if not embedding and EMBEDDING.search(name):  # of an unknown model: from the last `base` on
+            start = f".{name}".rfind(f".{model.base}.")
+            embedding = name[start:] if start >= 0 else f"{model.base}.{name}"
         short = embedding.removeprefix(f"{model.base}.")
         if _ends_with(name, embedding):
             whole[name.removesuffix(embedding)] = None
@@ -232,14 +213,6 @@ def _prefixes(stored: Iterable[str], model: ModelNames) -> tuple[list[str], list
 
 def _ends_with(name: str, ending: str) -> bool:
     return bool(ending) and (name == ending or name.endswith(f".{ending}"))
-
-
-def _embedding(name: str, base: str) -> str:
-    """The embedding's name for a model whose names are unknown: from the last `base` on, if it looks like one."""
-    if not EMBEDDING.search(name):
-        return ""
-    start = f".{name}".rfind(f".{base}.")
-    return name[start:] if start >= 0 else f"{base}.{name}"
 
 
 OPTIONS = ("base", "adapter")
@@ -343,7 +316,11 @@ def _separate(run: PeftRun, model: Checkpoint) -> Checkpoint:
     place = "in the sub-folder `adapter`" if model.tensors else "alone; it needs its base model"
     note = f"the LoRA adapter is written {place}"
     parts = Checkpoint(run.path, "adapter", run.adapter, run.config)
-    return replace(model, adapter=parts, warnings=(*model.warnings, note, *_lost_biases(run)))
+    lost = []
+    if not run.base and run.config.get("bias") == "lora_only" and not any(n.endswith(".bias") for n in run.adapter):
+        # Composer looks for them under a name of old PEFT versions, and drops them
+        lost.append("`bias` is 'lora_only', but the file holds no bias: Composer leaves them out of adapter-only files")
+    return replace(model, adapter=parts, warnings=(*model.warnings, note, *lost))
 
 
 def _check_places(run: PeftRun, model: Checkpoint) -> None:
@@ -351,7 +328,10 @@ def _check_places(run: PeftRun, model: Checkpoint) -> None:
     wanted = {f"{module}.weight" for module in run.modules}
     names: Collection[str] = with_tied_head(model).keys()
     naming = AS_STORED
-    if not wanted <= {*names} and (memory := _in_memory(run, model)):
+    adapters = []
+    with suppress(UnsupportedInput):  # written unchanged, or refused later
+        adapters = [] if wanted <= {*names} else [run.opened()]
+    if adapters and (memory := base_in_memory(model, with_tied_head(model), adapters)):
         names, naming = memory.model, memory.naming
     homes = match_names(wanted, names, run.path.name, naming.spelled)
     targets = run.config.get("target_modules")
@@ -364,21 +344,6 @@ def _check_places(run: PeftRun, model: Checkpoint) -> None:
             f"the adapter in `{run.path.name}` lacks the factors of {listing(absent)}",
             hint="the checkpoint is incomplete; give another one of the run",
         )
-
-
-def _in_memory(run: PeftRun, model: Checkpoint) -> BaseInMemory | None:
-    try:
-        adapter = run.opened()
-    except UnsupportedInput:
-        return None  # written unchanged, or refused later
-    return base_in_memory(model, with_tied_head(model), [adapter])
-
-
-def _lost_biases(run: PeftRun) -> list[str]:
-    """A warning about `lora_only` biases: Composer looks for them under a name of old PEFT versions, and drops them."""
-    if run.base or run.config.get("bias") != "lora_only" or any(name.endswith(".bias") for name in run.adapter):
-        return []
-    return ["`bias` is 'lora_only', but the file holds no bias: Composer leaves them out of adapter-only checkpoints"]
 
 
 def _merged(run: PeftRun, model: Checkpoint) -> Checkpoint:
@@ -458,8 +423,9 @@ def find_adapter(stored: Mapping[str, Any], tensors: Mapping[str, LazyTensor], p
         base = {}
     found = PeftRun(path, config, base, adapter)
     # adds trained biases, which lie in the base's modules, to the adapter, as PEFT does
+    given = AdapterFields(found.config)
     if (expected := found.config.get("bias") or "none") not in ("none", "all", "lora_only"):
-        raise _invalid("bias", expected)
+        raise given.invalid("bias", expected)
     for name, tensor in tensors.items() if expected != "none" else ():
         module = _base_name(name).removesuffix(".bias")
         if name.endswith(".bias") and not saved_name(name)[0] and (expected == "all" or module in found.modules):
@@ -497,21 +463,13 @@ def _taken_apart(tensors: Mapping[str, LazyTensor], source: str) -> tuple[dict[s
         saved, label = saved_name(name)
         half, key = (adapter, saved) if saved else (base, _base_name(name))
         labels |= {label} if saved else set()
-        if key in half:
-            if len(labels) == 1:
-                raise MalformedInput(
-                    f"duplicate key `{key}` in `{source}`, under different names", hint="save it again"
-                )
-            raise _several(source, labels)
+        if key in half and len(labels) == 1:
+            raise MalformedInput(f"duplicate key `{key}` in `{source}`, under different names", hint="save it again")
+        if key in half or len(labels - {""}) > 1:
+            found = listing(sorted(labels - {""}))
+            raise UnsupportedInput(f"`{source}` holds several adapters: {found}", hint="save with all but one deleted")
         half[key] = tensor
-    if len(labels - {""}) > 1:
-        raise _several(source, labels)
     return base, adapter
-
-
-def _several(source: str, labels: set[str]) -> UnsupportedInput:
-    names = listing(sorted(labels - {""}))
-    return UnsupportedInput(f"`{source}` holds several adapters: {names}", hint="delete all but one before saving")
 
 
 def saved_name(name: str) -> tuple[str, str]:
@@ -547,24 +505,17 @@ def _require_complete(run: PeftRun) -> None:
             )
     modules = {name.rpartition(".")[0] for name in names if ".lora_" not in name}
     below = {name.rpartition(".")[0] for name in run.base}
-    if not isinstance(saved := run.config.get(WHOLE) or [], list):
-        raise _invalid(WHOLE, saved)
-    for expected in saved:
-        if not _holds(modules, str(expected)) and (not run.base or _holds(below, str(expected))):
-            raise _lost(run, f"`{WHOLE}` ({expected})")
+    saved = AdapterFields(run.config).names(WHOLE)
+    lost = [
+        f"`{WHOLE}` ({expected})"
+        for expected in saved
+        if not _holds(modules, expected) and (not run.base or _holds(below, expected))
+    ]
     if run.config.get("trainable_token_indices") and not any(name.endswith("trainable_tokens_delta") for name in names):
-        raise _lost(run, "`trainable_token_indices`")
-
-
-def _invalid(name: str, value: Any) -> MalformedInput:
-    return MalformedInput(
-        f"`{name}` in the adapter config is invalid: {value!r}", hint="give another checkpoint of the run"
-    )
+        lost.append("`trainable_token_indices`")
+    if lost:
+        raise UnsupportedInput(f"`{run.path.name}` was saved without the tensors trained by {lost[0]}", hint=SAVE_ALL)
 
 
 def _holds(modules: set[str], expected: str) -> bool:
     return any(f".{expected}." in f".{module}." for module in modules)
-
-
-def _lost(run: PeftRun, option: str) -> UnsupportedInput:
-    return UnsupportedInput(f"`{run.path.name}` was saved without the tensors trained by {option}", hint=SAVE_ALL)

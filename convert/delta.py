@@ -14,6 +14,7 @@ from llmconv.convert.deltas.arithmetic import (
     SCRIPTS,
     Differences,
     WeightSum,
+    WrittenDelta,
     open_difference,
     plan_script_delta,
     plus_difference,
@@ -117,7 +118,8 @@ def apply_delta(
         InputRefused: the base is another one than the delta was made from, or an input is malformed or unsupported.
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
-    _check_options(dtype, max_shard_size)
+    check_dtype(dtype)
+    require_shard_size(max_shard_size)
     model = settled(open_model(base))
     with reading_safely(delta):
         path = local_path(delta, in_parts=True)
@@ -191,31 +193,51 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
         InputRefused: an input is malformed, or the adapter or the other tool's format cannot say what changed.
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
-    _check_options(dtype, max_shard_size)
+    check_dtype(dtype)
+    require_shard_size(max_shard_size)
     _check_kind(rank, to, shards, dtype)
     below, above = settled(open_model(base)), settled(open_model(tuned))
-    made = _planned(below, above, rank, dtype, to, shards, max_shard_size)
-    warn_all((*below.warnings, *above.warnings, *made.plan.warnings, *_unlike(below, above)))
+    kind, made = _planned(below, above, rank, dtype, to, shards, max_shard_size)
+    plan = made if isinstance(made, Plan) else made.plan
+    warnings = [*below.warnings, *above.warnings, *plan.warnings]
+    if not any(name in below and below[name].shape == tensor.shape for name, tensor in above.items()):
+        types = f"{below.config.get('model_type')} and {above.config.get('model_type')}"
+        warnings.append(
+            f"no tensor of the tuned model has the name and shape of one of the base ({types}): is it its base?"
+        )
+    warn_all(warnings)
     place = output_place(output)
-    check_output(made.plan, place, overwrite, [below.path, above.path], resume=resume)
+    check_output(plan, place, overwrite, [below.path, above.path], resume=resume)
+    whole = made.whole if isinstance(made, LowRankDelta) else ()
+    elements = made.differences.elements if isinstance(made, WrittenDelta) else 0
     if dry_run:
-        return _extracted(made, made.plan)
+        return Extracted(plan, kind, whole=whole, elements=elements)
     options = {"tuned": above.path.absolute().name, "rank": rank, "dtype": None if dtype == "keep" else dtype, "to": to}
     steps = [step("delta-extract", below.path.absolute(), **options)]
     sources = _sources(place, below.path, above.path)
-    manifest = write_checkpoint(made.plan, place, steps=steps, sources=sources, overwrite=overwrite, resume=resume)
-    size = sum(manifest.files[shard.name]["bytes"] for shard in made.plan.shards)
-    return _extracted(made, replace(made.plan, found=manifest.found), size, read=not manifest.found)
+    manifest = write_checkpoint(plan, place, steps=steps, sources=sources, overwrite=overwrite, resume=resume)
+    size = sum(manifest.files[shard.name]["bytes"] for shard in plan.shards)
+    result = Extracted(replace(plan, found=manifest.found), kind, size, whole=whole, elements=elements)
+    if isinstance(made, LowRankDelta) and not manifest.found:
+        return replace(result, captured=made.captured(), captured_overall=made.captured_overall())
+    return _counted(result, made.differences) if isinstance(made, WrittenDelta) and not manifest.found else result
 
 
-@dataclass(frozen=True)
-class _PlannedDelta:
-    """A delta of any kind, and what is measured while it is written."""
-
-    plan: Plan
-    kind: str
-    low_rank: LowRankDelta | None = None
-    differences: Differences | None = None
+def _counted(result: Extracted, differences: Differences) -> Extracted:
+    """With what the other tool does not restore, and a warning about it."""
+    inexact, elements = differences.inexact(), result.elements
+    named = differences.inexact_tensors() if inexact else {}
+    if inexact is None:
+        note = f"what the sum of the {result.kind} delta does not restore was not counted, because the run was resumed"
+    else:
+        note = (
+            f"the sum of the base and the {result.kind} delta differs from the tuned model in {inexact:,} of "
+            f"{elements:,} elements ({inexact / elements if elements else 0:.3%}), since the tool rounds: in "
+            f"{listing(list(named))}; for a delta that restores all of them, leave out `--to` and use `llmconv delta "
+            "apply`"
+        )
+    warn_all([note] if inexact != 0 else [])
+    return replace(result, inexact=inexact, inexact_tensors=named)
 
 
 def _planned(
@@ -226,46 +248,15 @@ def _planned(
     to: str | None,
     shards: int | None,
     max_shard_size: str | int,
-) -> _PlannedDelta:
+) -> tuple[str, Plan | LowRankDelta | WrittenDelta]:
+    """The kind of a delta, and its files with what is measured while they are written."""
     if to in SCRIPTS:
-        script = plan_script_delta(base, tuned, to, max_shard_size)
-        return _PlannedDelta(script.plan, to, differences=script.differences)
+        return to, plan_script_delta(base, tuned, to, max_shard_size)
     if to and (save := delta_formats()[to].save):
-        written = save(base, tuned, shards)
-        return _PlannedDelta(written.plan, to, differences=written.differences)
+        return to, save(base, tuned, shards)
     if rank is not None:
-        low_rank = plan_low_rank(base, tuned, rank, dtype)
-        return _PlannedDelta(low_rank.plan, "low-rank", low_rank)
-    return _PlannedDelta(
-        plan_exact(base, with_cast(tuned, dtype) if dtype != "keep" else tuned, max_shard_size), "exact"
-    )
-
-
-def _extracted(made: _PlannedDelta, plan: Plan, size: int | None = None, *, read: bool = False) -> Extracted:
-    """The result; measures are only there if the weights were `read`."""
-    result = Extracted(plan, made.kind, size, whole=made.low_rank.whole if made.low_rank else ())
-    if made.differences:
-        elements, inexact = made.differences.elements, made.differences.inexact() if read else None
-        named = made.differences.inexact_tensors() if inexact else {}
-        warn_all(_inexact(made.kind, elements, inexact, named) if read else ())
-        return replace(result, elements=elements, inexact=inexact, inexact_tensors=named)
-    if made.low_rank and read:
-        captured, overall = made.low_rank.captured(), made.low_rank.captured_overall()
-        return replace(result, captured=captured, captured_overall=overall)
-    return result
-
-
-def _inexact(kind: str, elements: int, inexact: int | None, named: Mapping[str, int]) -> list[str]:
-    """A warning that counts the elements which the other tool does not restore, and names their tensors."""
-    if inexact is None:
-        return [f"what the sum of the {kind} delta does not restore was not counted, because the run was resumed"]
-    if not inexact:
-        return []
-    return [
-        f"the sum of the base and the {kind} delta differs from the tuned model in {inexact:,} of {elements:,} "
-        f"elements ({inexact / elements:.3%}), since the tool rounds: in {listing(list(named))}; "
-        "for a delta that restores all of them, leave out `--to` and use `llmconv delta apply`"
-    ]
+        return "low-rank", plan_low_rank(base, tuned, rank, dtype)
+    return "exact", plan_exact(base, with_cast(tuned, dtype) if dtype != "keep" else tuned, max_shard_size)
 
 
 def writable_deltas() -> list[str]:
@@ -290,20 +281,6 @@ def _check_kind(rank: int | None, to: str | None, shards: int | None, dtype: str
         raise UsageProblem(f"{shards} shards are not possible", hint=f"`--shards` is 1 to {SHARD_LIMIT}")
 
 
-def _unlike(base: Checkpoint, tuned: Checkpoint) -> list[str]:
-    """A warning where the tuned model cannot come from this base."""
-    if any(name in base and base[name].shape == tensor.shape for name, tensor in tuned.items()):
-        return []
-    kinds = f"{base.config.get('model_type')} and {tuned.config.get('model_type')}"
-    return [f"no tensor of the tuned model has the name and shape of one of the base ({kinds}): is it its base?"]
-
-
-def _check_options(dtype: str, max_shard_size: str | int) -> None:
-    """Raises UsageProblem where one means nothing."""
-    check_dtype(dtype)
-    require_shard_size(max_shard_size)
-
-
 def _sources(output: Place, *paths: Path) -> list[Path]:
     return [file for path in paths for file in files_under(path, local_only(output))]
 
@@ -320,7 +297,7 @@ def open_model(name: str | Path) -> Checkpoint:
             raise UnsupportedInput(
                 f"`{path}` is an adapter, not a model", hint="merge it: `llmconv merge-lora BASE ADAPTER -o OUT`"
             )
-        if is_hugging_face(path):
+        if is_model_folder(path) and detect(path) is None:  # which no training format claims
             model = open_checkpoint(path)
             require_model_type(model.config, path)
             return with_copied_code(model)
@@ -330,8 +307,3 @@ def open_model(name: str | Path) -> Checkpoint:
                 f"`{path}` contains an adapter alone, not a model", hint="convert it with `llmconv to-hf --base` first"
             )
         return replace(with_cast(opened, "keep"), path=path)
-
-
-def is_hugging_face(path: Path) -> bool:
-    """Whether `path` is a folder with a config and safetensors weights that no training format claims."""
-    return is_model_folder(path) and detect(path) is None

@@ -9,7 +9,7 @@ from typing import Any
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import Checkpoint, open_checkpoint
-from llmconv.convert.formats import Format, formats
+from llmconv.convert.formats import formats
 from llmconv.convert.models.completeness import DROPPED, as_loaded, check_complete
 from llmconv.convert.models.head_and_dtype import check_dtype, settle_head, with_cast
 from llmconv.convert.models.model_config import SHARD_LIMIT
@@ -56,16 +56,22 @@ def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
         InputRefused: the folder is malformed, or the format cannot hold such a model; or `output` exists.
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
-    chosen = _savable(to)
+    known = {found.name: found for found in formats().values() if found.save}
+    if to not in known:
+        problem = f"the format `{to}` cannot be written" if to in formats() else f"unknown format `{to}`"
+        raise UsageProblem(problem, hint=f"`--to` is one of: {', '.join(known)}")
     check_dtype(dtype)
     require_possible(work, overwrite=overwrite)
     if not 1 <= shards <= SHARD_LIMIT:
         raise UsageProblem(f"{shards} shards are not possible", hint=f"`--shards` is 1 to {SHARD_LIMIT}")
     with reading_safely(model):
         checkpoint = open_model(local_path(model, in_parts=True))
-    assert chosen.save
-    plan = chosen.save(with_cast(checkpoint, dtype), shards)
-    warn_all((*checkpoint.warnings, *plan.warnings, *_side_files_left_out(plan, to)))
+    save = known[to].save
+    assert save
+    plan = save(with_cast(checkpoint, dtype), shards)
+    left = [name for name in plan.checkpoint.side_files if name not in plan.small_files]
+    notes = [f"a checkpoint of the format `{to}` has no place for {listing(left)}"] if left else []
+    warn_all((*checkpoint.warnings, *plan.warnings, *notes))
     place = output_place(output)
     check_output(plan, place, overwrite, [checkpoint.path], resume=resume)
     if not dry_run:
@@ -76,21 +82,6 @@ def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
         done = write_checkpoint(plan, place, steps=steps, sources=sources, **asked)
         plan = done_by(work, plan, done.found)
     return plan
-
-
-def _savable(name: str) -> Format:
-    """The format called `name`; UsageProblem if it does not exist or cannot be written."""
-    known = {found.name: found for found in formats().values() if found.save}
-    if name not in known:
-        problem = f"the format `{name}` cannot be written" if name in formats() else f"unknown format `{name}`"
-        raise UsageProblem(problem, hint=f"`--to` is one of: {', '.join(known)}")
-    return known[name]
-
-
-def _side_files_left_out(plan: Plan, to: str) -> list[str]:
-    """A warning that lists the side files that the format cannot contain."""
-    names = [name for name in plan.checkpoint.side_files if name not in plan.small_files]
-    return [f"a checkpoint of the format `{to}` has no place for {listing(names)}"] if names else []
 
 
 def open_model(path: Path) -> Checkpoint:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -156,24 +157,80 @@ def _inspect(place: Path) -> Inspection:
         return _inspect_training(place, found)
     if is_quantized_export(place):
         return _inspect_codes(place)
-    if (place / DELTA_FILE).is_file():
-        return _inspect_delta(place)
-    if _is_adapter(place):
+    if (place / DELTA_FILE).is_file():  # the tensors of the tuned model, which cannot be read without the base
+        delta = open_exact(place)
+        tensors = {name: one.over(None) for name, one in delta.stored.items()}
+        files = len({one.path for one in delta.stored.values()})
+        return Inspection(place, "delta", delta.config, tensors, tuple(sorted(delta.side_files)), shards=files)
+    if (place / ADAPTER_CONFIG).is_file():
         return _inspect_adapter(place)
     if place.is_dir() and (place / "config.json").is_file() and any(place.glob("*.safetensors")):
         return _inspect_model(open_checkpoint(place))
     if place.is_file() and ".safetensors" in place.suffixes:
         return Inspection(place, "safetensors", {}, read_header(place).tensors)
-    if is_adapter_factors(place):
-        factors = factor_tensors(place)
+    if place.is_file() and _head(place)[4:] == ONNX_ADAPTER:
+        from llmconv.runtime.onnxruntime.lora_names import read_adapter  # noqa: PLC0415 - imports onnxruntime
+
+        factors = {name: in_memory(array, BY_NAME["float32"]) for name, array in read_adapter(place).items()}
         return Inspection(place, "onnx-adapter", {}, factors, adapter=factors_summary(factors))
     if is_torch_file(place):
         return Inspection(place, "torch-file", {}, torch_tensors(place))
     raise explain(place)
 
 
-def _is_adapter(folder: Path) -> bool:
-    return (folder / ADAPTER_CONFIG).is_file()
+def _inspect_codes(folder: Path) -> Inspection:
+    """Graphs whose weights were quantized into files of their own."""
+    if (folder / INDEX).is_file():
+        tensors = open_shards(folder, INDEX)
+    elif (folder / SINGLE).is_file():
+        tensors = dict(read_header(folder / SINGLE).tensors)
+    else:
+        raise MalformedInput(f"`{folder}` lacks `{INDEX}`, which lists its shards", hint="copy the folder again")
+    config = read_json(own_file(folder, "config.json")) if (folder / "config.json").is_file() else {}
+    found = replace(_bare(folder, "onnx-graphs", config, tensors), codes=codes_in(folder, tensors), **_graphs(folder))
+    return _with(found, "the modules are not listed", _modules)
+
+
+def _head(path: Path) -> bytes:
+    with open_source(path) as file:
+        return file.read(8)
+
+
+def _bare(
+    folder: Path, kind: str, config: Mapping[str, Any], tensors: Mapping[str, LazyTensor], *warnings: str
+) -> Inspection:
+    """A folder with tensors in some files and the side files of a model."""
+    files = {tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)}
+    side_files = tuple(sorted(name for name in SIDE_FILES if (folder / name).is_file()))
+    return Inspection(folder, kind, config, tensors, side_files, warnings, shards=len(files))
+
+
+def _with(found: Inspection, problem: str, fields: Callable[[Path], Mapping[str, Any]]) -> Inspection:
+    """With more fields; content that cannot be read is a warning that `problem` begins, since the model needs none."""
+    try:
+        return replace(found, **fields(found.path))
+    except InputRefused as error:
+        return replace(found, warnings=(*found.warnings, f"{problem}: {error}"))
+
+
+def _graphs(folder: Path) -> dict[str, Any]:
+    """The graphs in the manifest of a folder, their clients and the verdict; MalformedInput if it is invalid.
+
+    For the verdict graphs are read, of weights size and header.
+    """
+    manifest = read_manifest(folder)
+    graphs = tuple(_graph(role, entry) for role, entry in manifest.graphs.items())
+    layouts = _export_options(manifest).get("layouts")
+    verified = None
+    if manifest.verified is not None:
+        try:
+            recorded = parse_verdict(manifest.verified)
+            unjudged = sorted({name for graph in graphs for name in graph.files} - recorded.graphs.keys())
+            verified = VerdictSummary(recorded, tuple(recorded.changed_files(folder)), tuple(unjudged))
+        except MalformedInput as problem:
+            verified = VerdictSummary(None, problem=problem.message)
+    named = tuple(str(name)[:40] for name in layouts) if isinstance(layouts, list) else ()
+    return {"graphs": graphs, "layouts": named, "verified": verified}
 
 
 def _inspect_training(path: Path, found: Format) -> Inspection:
@@ -181,22 +238,15 @@ def _inspect_training(path: Path, found: Format) -> Inspection:
     try:
         opened = settled(open_format(found, path, path.name, {}, None), sampled=True)
     except InputRefused as problem:
-        tensors = _peek(path, found, problem)
-        files = {tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)}
+        tensors: Mapping[str, LazyTensor] = {}  # under their own names
+        for peek in (found.peek, raw_tensors):
+            with suppress(InputRefused):
+                tensors = tensors or (peek(path) if peek else {})
+        if not tensors:
+            raise
         warning = with_addresses(f"cannot be converted as it is: {problem} ({problem.hint})")
-        return Inspection(path, found.name, {}, tensors, warnings=(warning,), shards=len(files))
+        return replace(_bare(path, found.name, {}, tensors, warning), side_files=())
     return _opened(opened)
-
-
-def _peek(path: Path, found: Format, problem: InputRefused) -> Mapping[str, LazyTensor]:
-    """The tensors under their own names; raises `problem` if nothing can be read at all."""
-    for peek in (found.peek, raw_tensors):
-        try:
-            if peek and (tensors := peek(path)):
-                return tensors
-        except InputRefused:
-            continue
-    raise problem
 
 
 def _opened(opened: Checkpoint) -> Inspection:
@@ -216,62 +266,20 @@ def _opened(opened: Checkpoint) -> Inspection:
 
 def _inspect_model(opened: Checkpoint) -> Inspection:
     """A Hugging Face folder, whose weights may be quantized, and which may contain graphs."""
-    found = _with_modules(_with_graphs(_with_code(_opened(opened), opened)))
+    found = _opened(opened)
+    parts: dict[str, Callable[[Path], Mapping[str, Any]]] = {
+        "the model's own code": lambda folder: {"code": tuple(code_of(folder, opened.config, opened.side_files))},
+        "graphs are not listed": _graphs,
+        "the modules are not listed": _modules,
+    }
+    for problem, fields in parts.items():
+        found = _with(found, problem, fields)
     try:
         base = quantized_checkpoint(opened)
     except InputRefused as problem:
         warning = f"parameters are counted as they are packed: {problem}"
         return replace(found, warnings=(*found.warnings, warning))
     return replace(found, plain=base.plain.tensors) if base else found
-
-
-def _with_code(found: Inspection, opened: Checkpoint) -> Inspection:
-    """With the Python files that the model's configurations name; those that cannot be copied are a warning."""
-    try:
-        files = tuple(code_of(opened.path, opened.config, opened.side_files))
-    except InputRefused as problem:
-        return replace(found, warnings=(*found.warnings, f"the model's own code: {problem}"))
-    return replace(found, code=files)
-
-
-def _with_graphs(found: Inspection) -> Inspection:
-    """With the graphs in the folder; a manifest that cannot be read is a warning, since the model needs none."""
-    try:
-        return _with_manifest(found)
-    except InputRefused as problem:
-        return replace(found, warnings=(*found.warnings, f"graphs are not listed: {problem}"))
-
-
-def _with_manifest(found: Inspection) -> Inspection:
-    graphs = graphs_in(found.path)
-    verified = verdict_in(found.path, graphs)
-    return replace(found, graphs=graphs, layouts=layouts_in(found.path), verified=verified)
-
-
-def _with_modules(found: Inspection) -> Inspection:
-    """With the modules of sentence-transformers; a list that cannot be read is a warning."""
-    try:
-        return replace(found, modules=modules_in(found.path))
-    except InputRefused as problem:
-        return replace(found, warnings=(*found.warnings, f"the modules are not listed: {problem}"))
-
-
-def _inspect_codes(folder: Path) -> Inspection:
-    """Graphs whose weights were quantized into files of their own."""
-    config = read_json(own_file(folder, "config.json")) if (folder / "config.json").is_file() else {}
-    tensors = quantized_tensors(folder)
-    files = {tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)}
-    side_files = tuple(sorted(name for name in SIDE_FILES if (folder / name).is_file()))
-    found = Inspection(folder, "onnx-graphs", config, tensors, side_files, shards=len(files))
-    return replace(_with_modules(_with_manifest(found)), codes=codes_in(folder, tensors))
-
-
-def _inspect_delta(folder: Path) -> Inspection:
-    """The tensors of the tuned model; they cannot be read without the base."""
-    opened = open_exact(folder)
-    tensors = {name: one.over(None) for name, one in opened.stored.items()}
-    files = len({one.path for one in opened.stored.values()})
-    return Inspection(folder, "delta", opened.config, tensors, tuple(sorted(opened.side_files)), shards=files)
 
 
 def _inspect_adapter(folder: Path) -> Inspection:
@@ -281,10 +289,16 @@ def _inspect_adapter(folder: Path) -> Inspection:
         )
     tensors = torch_tensors(file) if file.suffix == ".bin" else read_header(file).tensors
     config = read_json(folder / ADAPTER_CONFIG)
-    side_files = tuple(sorted(name for name in SIDE_FILES if (folder / name).is_file()))
-    also = is_model_folder(folder)
-    warnings = ("the folder contains a whole model, too; this is about the adapter",) if also else ()
-    return Inspection(folder, "adapter", config, tensors, side_files, warnings, adapter=_adapter_of(config))
+    also = ["the folder contains a whole model, too; this is about the adapter"] * is_model_folder(folder)
+    fields = {name: config.get(field) for name, field in ADAPTER_FIELDS.items()}
+    parameters = config.get("lora_parameters")
+    if isinstance(parameters, dict):
+        fields |= {"r": parameters.get("rank"), "alpha": parameters.get("alpha"), "targets": parameters.get("keys")}
+        fields |= {"peft_type": config.get("fine_tune_type"), "base": config.get("model")}
+    for name in ("targets", "modules_to_save"):
+        value = fields[name]
+        fields[name] = sorted(map(str, value)) if isinstance(value, list) else value
+    return replace(_bare(folder, "adapter", config, tensors, *also), adapter=fields, shards=1)
 
 
 ADAPTER_FIELDS = {
@@ -296,34 +310,6 @@ ADAPTER_FIELDS = {
     "modules_to_save": "modules_to_save",
 }
 """What `inspect` calls the fields of PEFT's `adapter_config.json`; mlx-lm has its own in `lora_parameters`."""
-
-
-def _adapter_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an adapter's config; None for those it does not contain."""
-    found = {name: config.get(field) for name, field in ADAPTER_FIELDS.items()}
-    parameters = config.get("lora_parameters")
-    if isinstance(parameters, dict):
-        found |= {"r": parameters.get("rank"), "alpha": parameters.get("alpha"), "targets": parameters.get("keys")}
-        found |= {"peft_type": config.get("fine_tune_type"), "base": config.get("model")}
-    for name in ("targets", "modules_to_save"):
-        value = found[name]
-        found[name] = sorted(map(str, value)) if isinstance(value, list) else value
-    return found
-
-
-def is_adapter_factors(path: Path) -> bool:
-    """Whether the file is an adapter file of onnxruntime."""
-    if not path.is_file():
-        return False
-    with open_source(path) as file:
-        return file.read(8)[4:] == ONNX_ADAPTER
-
-
-def factor_tensors(path: Path) -> dict[str, LazyTensor]:
-    """The factors by the names of graph inputs, float32: A [rank, in] and B [out, rank]; MalformedInput if damaged."""
-    from llmconv.runtime.onnxruntime.lora_names import read_adapter  # noqa: PLC0415 - imports onnxruntime
-
-    return {name: in_memory(array, BY_NAME["float32"]) for name, array in read_adapter(path).items()}
 
 
 def factors_summary(tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
@@ -344,17 +330,17 @@ def factors_summary(tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
 MODULES = "modules.json"
 
 
-def modules_in(folder: Path) -> tuple[str, ...]:
+def _modules(folder: Path) -> dict[str, Any]:
     """The kinds of modules in order, such as `Pooling`; empty without the file, MalformedInput: no list, a link out."""
     if not (folder / MODULES).is_file():
-        return ()
+        return {}
     try:
         content: Any = json.loads(read_small(own_file(folder, MODULES)))
     except (ValueError, RecursionError) as error:
         raise MalformedInput(f"`{MODULES}` is not JSON", hint="copy the file again") from error
     if not isinstance(content, list) or not all(isinstance(one, dict) for one in content):
         raise MalformedInput(f"`{MODULES}` is not a list of modules", hint="copy the file again")
-    return tuple(str(one.get("type", "")).rpartition(".")[2][:40] for one in content)
+    return {"modules": tuple(str(one.get("type", "")).rpartition(".")[2][:40] for one in content)}
 
 
 INDEX = "quantized.safetensors.index.json"
@@ -421,22 +407,12 @@ USUAL = ("input_ids", "attention_mask", "position_ids")  # inputs of almost ever
 WITHOUT_CACHE = ("embeddings", "vision")  # roles of graphs whose entries declare no cache, because they never have one
 
 
-def graphs_in(folder: Path) -> tuple[GraphSummary, ...]:
-    """The graphs in the manifest of a folder; MalformedInput if it is invalid."""
-    return tuple(_graph(role, entry) for role, entry in read_manifest(folder).graphs.items())
-
-
-def layouts_in(folder: Path) -> tuple[str, ...]:
-    """The clients that the last export into a folder was for; MalformedInput if the manifest is invalid."""
-    found = _export_options(read_manifest(folder)).get("layouts")
-    return tuple(str(name)[:40] for name in found) if isinstance(found, list) else ()
-
-
 def _graph(role: str, entry: Mapping[str, Any]) -> GraphSummary:
     from llmconv.runtime.extra_inputs import is_past, is_present  # noqa: PLC0415 - imports onnxruntime
 
     form = entry.get("form")
     form = form if isinstance(form, dict) else {}
+    prefix = entry.get("prefix")
     files = [part["file"] for part in entry.get("stages", [entry]) if "file" in part]
     opset = entry.get("opset")
     usual = "none" if role in WITHOUT_CACHE else "growing"
@@ -451,15 +427,8 @@ def _graph(role: str, entry: Mapping[str, Any]) -> GraphSummary:
         tuple(name for name in _words(entry, "inputs") if name not in USUAL and not is_past(name)),
         tuple(name for name in _words(entry, "outputs") if not is_present(name)),
         _words(entry, "lora_inputs"),
-        _prefix_tokens(entry),
+        length if isinstance(length := prefix.get("length") if isinstance(prefix, dict) else None, int) else 0,
     )
-
-
-def _prefix_tokens(entry: Mapping[str, Any]) -> int:
-    """The number of virtual tokens before a prompt; 0 if the field is something else."""
-    prefix = entry.get("prefix")
-    length = prefix.get("length") if isinstance(prefix, dict) else None
-    return length if isinstance(length, int) else 0
 
 
 def _word(fields: Mapping[str, Any], name: str, default: str = "") -> str:
@@ -472,15 +441,6 @@ def _words(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Short texts; none if the field is not a list of them."""
     value = fields.get(name)
     return tuple(filter(None, (_word({"": one}, "") for one in value))) if isinstance(value, list) else ()
-
-
-def quantized_tensors(folder: Path) -> dict[str, LazyTensor]:
-    """The tensors of a folder of quantized graphs, as stored; MalformedInput for an invalid header or index."""
-    if (folder / INDEX).is_file():
-        return open_shards(folder, INDEX)
-    if (folder / SINGLE).is_file():
-        return dict(read_header(folder / SINGLE).tensors)
-    raise MalformedInput(f"`{folder}` lacks `{INDEX}`, which lists its shards", hint="copy the folder again")
 
 
 def codes_in(folder: Path, tensors: Mapping[str, LazyTensor]) -> CodesSummary:
@@ -564,19 +524,6 @@ class VerdictSummary:
             return {"unreadable": self.problem}
         stale = {"out_of_date": bool(self.changed or self.unjudged)}
         return {**self.recorded.as_dict(), **stale, "changed": list(self.changed), "unjudged": list(self.unjudged)}
-
-
-def verdict_in(folder: Path, graphs: Sequence[GraphSummary]) -> VerdictSummary | None:
-    """The recorded verdict, or None; MalformedInput: invalid manifest. Graphs are read, of weights size and header."""
-    if (content := read_manifest(folder).verified) is None:
-        return None
-    try:
-        recorded = parse_verdict(content)
-    except MalformedInput as problem:
-        return VerdictSummary(None, problem=problem.message)
-    listed = {name for graph in graphs for name in graph.files}
-    unjudged = sorted(listed - recorded.graphs.keys())
-    return VerdictSummary(recorded, tuple(recorded.changed_files(folder)), tuple(unjudged))
 
 
 def _line(recorded: RecordedVerdict) -> str:

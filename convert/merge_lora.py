@@ -128,12 +128,19 @@ def merge_lora(
     place = output_place(output)
     check_output(merge.plan, place, overwrite, inputs, resume=resume, work=work)
     if not dry_run:
-        steps = [*steps_of_weights(checkpoint.path), _step(checkpoint, opened, used, recipe, options["alpha"])]
+        # inputs with their sha256, and options that are not the default
+        initial = [_identity(adapter.initial) if adapter.initial else None for adapter in opened]
+        given = recipe.provenance() | ({"initial_adapters": initial} if any(initial) else {})
+        made = step("merge-lora", checkpoint.path.absolute(), adapters=used, alpha=options["alpha"], **given)
+        steps = [*steps_of_weights(checkpoint.path), made]
         sources, plan = _sources(checkpoint, opened), merge.plan
         asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
         done = write_checkpoint(plan, place, steps=steps, sources=sources, **asked)
         merge = replace(merge, plan=done_by(work, merge.plan, done.found))
-    return _checked(merge, Path(output), recipe) if check and not isinstance(work, Shards) else merge
+    if not check or isinstance(work, Shards):
+        return merge
+    summed = recipe.combination.is_sum
+    return replace(merge, check=check_written(merge.plan.checkpoint, merge.edits, Path(output), summed=summed))
 
 
 def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
@@ -180,11 +187,6 @@ def _require_possible(options: MergeOptions, output: Place, *, check: bool, dry_
         raise UsageProblem(problem, hint="leave out `--check`; how much of the update survives is reported anyway")
 
 
-def _checked(merge: Merge, output: Path, recipe: Recipe) -> Merge:
-    summed = recipe.combination.is_sum
-    return replace(merge, check=check_written(merge.plan.checkpoint, merge.edits, output, summed=summed))
-
-
 def _again(base: Checkpoint, used: Sequence[Mapping[str, str]], recipe: Recipe) -> Iterator[str]:
     """Warnings about adapters given twice, already merged into the base, or merged with weight 0."""
     options = [done.get("options") for done in steps_of_weights(base.path)]
@@ -198,19 +200,6 @@ def _again(base: Checkpoint, used: Sequence[Mapping[str, str]], recipe: Recipe) 
             yield f"the adapter `{adapter['name']}` is already merged into `{base.path.name}` and is added again"
         if recipe.weights[at] == 0:
             yield f"the adapter `{adapter['name']}` has weight 0 and changes nothing"
-
-
-def _step(
-    base: Checkpoint,
-    adapters: Sequence[Adapter],
-    used: Sequence[Mapping[str, str]],
-    recipe: Recipe,
-    alpha: float | None,
-) -> dict[str, object]:
-    """The manifest entry of this merge: inputs with their sha256, and options that are not the default."""
-    initial = [_identity(adapter.initial) if adapter.initial else None for adapter in adapters]
-    options = recipe.provenance() | ({"initial_adapters": initial} if any(initial) else {})
-    return step("merge-lora", base.path.absolute(), adapters=used, alpha=alpha, **options)
 
 
 def _identity(adapter: Adapter) -> dict[str, str]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from llmconv.files.sources import local_path, reading_safely
 from llmconv.files.torch_reader import explain_no_zip, is_torch_file, open_torch_file
 from llmconv.model_code import AUTO_MAP, has_code
 from llmconv.not_a_model_folder import foreign_file, is_quantized_export, known_refusal, refused_export
-from llmconv.tensors import LazyTensor, cast
+from llmconv.tensors import cast
 
 
 def open_training(
@@ -237,7 +236,9 @@ def _explain_file(path: Path) -> LlmconvError:
         head, is_zip = file.read(300), zipfile.is_zipfile(file)
     left = training_file_kind(path.name)
     if left and not path.name.endswith(OF_DEEPSPEED):  # whose optimizer holds the weights
-        return InputRefused(f"`{path.name}` is {left}, not the model's weights", hint=_weights_next_to(path))
+        files = checkpoint_files(path.parent)
+        hint = f"give the weights next to it: `{files[0]}`" if files else "give the file or folder with the weights"
+        return InputRefused(f"`{path.name}` is {left}, not the model's weights", hint=hint)
     if path.suffix not in SUFFIXES and is_zip and not is_torch_file(path):
         return known_refusal(path) or _unknown(path)
     if head.startswith(b"PK") or is_torch_file(path):
@@ -256,7 +257,8 @@ def _explain_file(path: Path) -> LlmconvError:
             )
         keys = ", ".join(f"`{key}`" for key in list(content)[:4]) if isinstance(content, dict) else "not a dict"
         return UnsupportedInput(
-            f"`{path.name}` is a torch file, but not of a known training format (it contains {keys})", hint=_known()
+            f"`{path.name}` is a torch file, but not of a known training format (it contains {keys})",
+            hint=KNOWN.format(", ".join(formats())),
         )
     if foreign := known_refusal(path) if path.suffix == ".onnx" else foreign_file(head, path.name):
         return foreign
@@ -264,19 +266,13 @@ def _explain_file(path: Path) -> LlmconvError:
     return no_zip if isinstance(no_zip, UnsupportedInput) else _unknown(path)
 
 
-def _weights_next_to(path: Path) -> str:
-    files = checkpoint_files(path.parent)
-    return f"give the weights next to it: `{files[0]}`" if files else "give the file or folder with the weights"
-
-
 def _unknown(path: Path) -> LlmconvError:
-    return UnsupportedInput(f"`{path.name or path}` is not of a training format that llmconv knows", hint=_known())
+    return UnsupportedInput(
+        f"`{path.name or path}` is not of a training format that llmconv knows", hint=KNOWN.format(", ".join(formats()))
+    )
 
 
-def _known() -> str:
-    return f"known formats: {', '.join(formats())}; `llmconv formats` describes each"
-
-
+KNOWN = "known formats: {}; `llmconv formats` describes each"
 PREFIX = "base_model.model."
 SMALL = (".json", ".md", ".txt", ".jinja", ".model")  # suffixes of the files next to the weights of an adapter
 ADAPTER_SUFFIXES = (".safetensors", *TORCH)  # suffixes of files of weights
@@ -303,27 +299,20 @@ def open_adapters(
     before = [None if str(path) == "-" else path for path in initial] or [None] * len(adapters)
     opened = []
     for path, start in zip(adapters, before, strict=True):
-        with _named(path, len(adapters)):
-            opened.append(_open_trained(path, start, base, alpha))
+        try:
+            if start is None:
+                opened.append(_open(path, base, alpha))
+                continue
+            pair = []
+            for place in (path, start):  # only PEFT has initializations that change the base
+                with reading_safely(place):
+                    pair.append(open_adapter(local_path(place, in_parts=True), alpha, initial=True))
+            opened.append(with_initial(*pair))
+        except LlmconvError as error:  # the files of several adapters have the same names
+            if len(adapters) > 1 and str(path) not in error.message:
+                error.message = f"in `{path}`: {error.message}"
+            raise
     return opened
-
-
-@contextmanager
-def _named(path: str | Path, count: int) -> Iterator[None]:
-    """Adds the path to errors about one of several adapters, whose files have the same names."""
-    try:
-        yield
-    except LlmconvError as error:
-        if count > 1 and str(path) not in error.message:
-            error.message = f"in `{path}`: {error.message}"
-        raise
-
-
-def _open_trained(adapter: str | Path, initial: str | Path | None, base: Checkpoint, alpha: float | None) -> Adapter:
-    if initial is None:
-        return _open(adapter, base, alpha)
-    trained, before = (_open_initial(path, alpha) for path in (adapter, initial))
-    return with_initial(trained, before)
 
 
 def _open(adapter: str | Path, base: Checkpoint, alpha: float | None) -> Adapter:
@@ -331,7 +320,14 @@ def _open(adapter: str | Path, base: Checkpoint, alpha: float | None) -> Adapter
         path = local_path(adapter, in_parts=True)
         if not is_plainly_peft(path) and (kind := adapter_format(path)):
             return kind.open(path, base, alpha)
-        _refuse_whole_run(path, base)
+        folder = path if path.is_dir() else path.parent
+        homes = [home for home in (folder, folder.parent) if (home / CONFIG).is_file()]
+        alone = not homes or any((folder / name).is_file() for name in WEIGHTS)
+        if not alone and (whole := detect(path)):  # the adapter and its base together, which `to-hf` merges
+            raise InputRefused(
+                f"`{path}` is of the format `{whole.name}`, with the adapter and the model that it was trained on",
+                hint=f"merge the two: `llmconv to-hf {path} --config {base.path / 'config.json'} -o OUT`",
+            )
         opened = open_tuned(path, alpha) if is_tuned(path) else open_adapter(path, alpha)
         return _with_all_weights(opened) if path.is_dir() else opened
 
@@ -369,24 +365,10 @@ def _repeats(file: Path, weights: Path) -> bool:
         own = {saved_name(name)[0] or name: tensor for name, tensor in read_tensors(weights).items()}
     except LlmconvError:
         return False
-    return found.keys() <= own.keys() and all(_same(tensor, own[name]) for name, tensor in found.items())
-
-
-def _same(one: LazyTensor, other: LazyTensor) -> bool:
-    """Whether two tensors have the same values, but for a rounding of one of them."""
-    return equal(one, cast(other, one.dtype)) or equal(cast(one, other.dtype), other)
-
-
-def _refuse_whole_run(path: Path, base: Checkpoint) -> None:
-    """Refuses a checkpoint that has the adapter and its base together; `to-hf` merges the two."""
-    folder = path if path.is_dir() else path.parent
-    homes = [home for home in (folder, folder.parent) if (home / CONFIG).is_file()]
-    if not homes or any((folder / name).is_file() for name in WEIGHTS) or not (found := detect(path)):
-        return
-    raise InputRefused(
-        f"`{path}` is of the format `{found.name}`, with the adapter and the model that it was trained on",
-        hint=f"merge the two: `llmconv to-hf {path} --config {base.path / 'config.json'} -o OUT`",
-    )
+    if not found.keys() <= own.keys():
+        return False
+    pairs = [(tensor, own[name]) for name, tensor in found.items()]  # one of each may be rounded
+    return all(equal(one, cast(two, one.dtype)) or equal(cast(one, two.dtype), two) for one, two in pairs)
 
 
 def is_plainly_peft(path: Path) -> bool:
@@ -404,12 +386,6 @@ def is_for_peft(path: Path) -> bool:
     """Whether PEFT itself loads an adapter: its own files, with safetensors weights."""
     named = (path / CONFIG).is_file() and (path / WEIGHTS[0]).is_file()
     return named and (is_plainly_peft(path) or adapter_format(path) is None)
-
-
-def _open_initial(adapter: str | Path, alpha: float | None) -> Adapter:
-    """One of a pair: only PEFT has initializations that change the base."""
-    with reading_safely(adapter):
-        return open_adapter(local_path(adapter, in_parts=True), alpha, initial=True)
 
 
 def with_initial(trained: Adapter, initial: Adapter) -> Adapter:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from llmconv.argument_checks import checked, require_choice
-from llmconv.checkpoint import Checkpoint
 from llmconv.convert.models.config_file import OPTION, TrustedCode
 from llmconv.convert.models.head_and_dtype import check_dtype, settled, with_cast
 from llmconv.convert.opening import open_training
@@ -17,7 +16,7 @@ from llmconv.files.sources import fetches, files_under, local_path, source_name
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, Plan, plan_checkpoint, require_shard_size
 from llmconv.output.work import Work, done_by, repeatable, require_possible
-from llmconv.output.writer import Place, check_output, write_checkpoint
+from llmconv.output.writer import check_output, write_checkpoint
 from llmconv.progress import warn_all
 
 
@@ -73,7 +72,9 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     Raises:
         InputRefused, UsageProblem, OutputFailed: the checkpoint, an option or the disk is at fault.
     """
-    _require_words(dtype, qkv_layout, adapter)
+    check_dtype(dtype)
+    require_choice(qkv_layout or "plain", ("plain", "interleaved"), "qkv_layout")
+    require_choice(adapter or "merge", ("merge", "split"), "adapter")
     require_possible(work, overwrite=overwrite)
     require_shard_size(size := DEFAULT_SIZE if max_shard_size is None else max_shard_size)
     configs = tuple(local_path(path) for path in config)
@@ -86,7 +87,9 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     changes = dtype != "keep" or max_shard_size is not None or bool(configs or words or code)
     checkpoint = settled(open_training(source, format, configs, words, chosen, rewrite=changes))
     warn_all(checkpoint.warnings)
-    plan = plan_checkpoint(_with_dtype(checkpoint, dtype), size)
+    # a configuration that is kept as it is needs no new `torch_dtype`
+    kept = dtype == "keep" and checkpoint.format == "hf"
+    plan = plan_checkpoint(checkpoint if kept else with_cast(checkpoint, dtype), size)
     place = output_place(output)
     check_output(plan, place, overwrite, [path for path in (checkpoint.path, base) if path], resume=resume, work=work)
     paths = (("tokenizer", words), ("base", base), ("strategy", strategy))
@@ -94,7 +97,12 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     named |= {"code": source_name(own_code.given) if own_code and own_code.given else None}
     given = {**options, **named, OPTION: trust_remote_code, "dtype": dtype}
     given |= {"config": [path.name for path in configs] or None}
-    return plan if dry_run else _write(plan, place, base, given, overwrite=overwrite, resume=resume, work=work)
+    if dry_run:
+        return plan
+    steps = [step("to-hf", checkpoint.path, format=checkpoint.format, **given)]
+    sources = [file for path in (checkpoint.path, base) if path for file in files_under(path, local_only(place))]
+    asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
+    return done_by(work, plan, write_checkpoint(plan, place, steps=steps, sources=sources, **asked).found)
 
 
 def _trusted(code: str | Path | None, trust_remote_code: bool) -> TrustedCode | None:
@@ -109,23 +117,3 @@ def _trusted(code: str | Path | None, trust_remote_code: bool) -> TrustedCode | 
             f"`--code` is not a local folder: `{code}`", hint="copy the model's `config.json` and Python files into one"
         )
     return TrustedCode(Path(code) if code is not None else None) if trust_remote_code else None
-
-
-def _require_words(dtype: str, qkv_layout: str | None, adapter: str | None) -> None:
-    """Refuses unknown values of options, which would otherwise act as the default."""
-    check_dtype(dtype)
-    require_choice(qkv_layout or "plain", ("plain", "interleaved"), "qkv_layout")
-    require_choice(adapter or "merge", ("merge", "split"), "adapter")
-
-
-def _write(plan: Plan, output: Place, base: Path | None, given: Mapping[str, Any], **options: Any) -> Plan:
-    source = plan.checkpoint.path
-    steps = [step("to-hf", source, format=plan.checkpoint.format, **given)]
-    sources = [file for path in (source, base) if path for file in files_under(path, local_only(output))]
-    done = write_checkpoint(plan, output, steps=steps, sources=sources, **options)
-    return done_by(options["work"], plan, done.found)
-
-
-def _with_dtype(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    """As `with_cast`; a configuration that is kept as it is needs no new `torch_dtype`."""
-    return checkpoint if dtype == "keep" and checkpoint.format == "hf" else with_cast(checkpoint, dtype)

@@ -1,4 +1,4 @@
-"""Adapter: the content of an opened adapter of any kind: pairs A and B, whole tensors, trained rows.
+"""Adapter: the content of an opened adapter of any kind: pairs A and B, whole tensors, trained rows, other tuners' own.
 
 Whole tensors are trained ones (`modules_to_save`), and originals that PEFT (`get_peft_model_state_dict`) saves next to
 them with `save_embedding_layers`, the default for a resized vocabulary: `.base_layer.weight` under LoRA,
@@ -9,15 +9,14 @@ them with `save_embedding_layers`, the default for a resized vocabulary: `.base_
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from llmconv.convert.adapters.lora_config import LoraConfig
-from llmconv.convert.adapters.tuners import ModuleTensors, Tuner
+from llmconv.convert.adapters.lora_config import AdapterFields, LoraConfig
 from llmconv.convert.algebra import equal
 from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
 from llmconv.errors import MalformedInput, UnsupportedInput
@@ -26,6 +25,89 @@ from llmconv.tensors import BY_NAME, FLOATS, Array, LazyTensor, cast
 ORIGINAL = re.compile(r"\.(?:original_module|(?:token_adapter\.)?base_layer)(?=\.\w+$)")
 TRAINED = re.compile(r"\.(?:modules_to_save|ln_tuning_layers)(?:\.\w+)?(?=\.\w+$)")
 FLOAT32 = BY_NAME["float32"]
+
+
+WeightShape = tuple[int, int]
+# out and in of the weight that an adapter's tensors fit; None for any size
+FittingShape = tuple[int | None, int | None]
+RowChange = Callable[[Array, int], Array]
+"""`delta(rows, start)`: the update of the rows of a weight from `start` on (float64, rows×in), given those rows."""
+
+
+@dataclass(frozen=True)
+class ModuleTensors:
+    """The trained tensors of the module at a path, by their names in PEFT, such as `hada_w1_a`, with shared ones."""
+
+    module: str
+    tensors: Mapping[str, LazyTensor]
+    settings: AdapterFields
+
+    def shape(self, name: str, dims: int | None = None) -> tuple[int, ...]:
+        """The shape of one tensor; MalformedInput if it is missing or does not have `dims` dimensions."""
+        if name not in self.tensors:
+            raise MalformedInput(
+                f"the adapter lacks `{name}` of `{self.module}`",
+                hint="the file is incomplete; save or copy the adapter again",
+            )
+        shape = self.tensors[name].shape
+        if (dims is not None and len(shape) != dims) or not shape:
+            raise self.misfit(f"`{name}` has shape {list(shape)}")
+        return shape
+
+    def read(self, name: str) -> Array:
+        return self.tensors[name].read().astype(np.float64)
+
+    def same(self, what: str, *sizes: int) -> int:
+        """The common value of `sizes`; MalformedInput, with `what` as their name, if they differ."""
+        if len(set(sizes)) != 1:
+            raise self.misfit(f"{what} is {' or '.join(str(size) for size in dict.fromkeys(sizes))}")
+        return sizes[0]
+
+    def misfit(self, problem: str) -> MalformedInput:
+        return MalformedInput(
+            f"the adapter's tensors of `{self.module}` do not fit together or its config: {problem}",
+            hint="config and tensors belong to different adapters; copy the adapter again",
+        )
+
+    def scale(self, alpha_default: float = 8) -> float:
+        """alpha/r (PEFT `LycorisLayer.update_layer`) by the module's path; MalformedInput unless numbers above 0."""
+        alpha = self.settings.of_module(
+            "alpha_pattern", self.module, self.settings.number("alpha", default=alpha_default)
+        )
+        return alpha / self.rank()
+
+    def rank(self, default: float = 8) -> int:
+        """r of the config by the module's path; MalformedInput unless a number above 0."""
+        return int(self.settings.of_module("rank_pattern", self.module, self.settings.number("r", default=default)))
+
+
+def no_formula(*learned: object) -> NoReturn:
+    """`fit` and `delta` of a tuner that only has whole tensors."""
+    raise NotImplementedError("a tuner with parts needs `fit` and `delta`")
+
+
+@dataclass(frozen=True)
+class Tuner:
+    """One kind of adapter; a row of `TUNERS`."""
+
+    peft_type: str  # as in `adapter_config.json`
+    parts: tuple[str, ...]  # names of its tensors, after the module's path; empty if it only has whole tensors
+    # known fields of its config: those that are read, and those that only describe the training
+    fields: tuple[str, ...]
+    # `fit(learned)` returns the size of the weight from the shapes alone; refuses a shape mismatch
+    fit: Callable[[ModuleTensors], FittingShape] = no_formula
+    # `delta(learned, shape)` returns a function from rows of the weight to rows of its update, as a matrix out×in
+    # (convolutions are flattened); values needed for all rows are computed once, in `delta`
+    delta: Callable[[ModuleTensors, WeightShape], RowChange] = no_formula
+    # `require(learned, shape)` refuses tensors that do not fit a weight of this size
+    require: Callable[[ModuleTensors, WeightShape], None] = lambda learned, shape: None
+    shared: tuple[str, ...] = ()  # names of tensors that the file has once for all modules
+    # `drawn(fields, shapes)` returns the shared tensors that the file may lack, from the config and the sizes of all
+    # adapted weights
+    drawn: Callable[[AdapterFields, Sequence[WeightShape]], Mapping[str, LazyTensor]] = lambda settings, shapes: {}
+    conv1d: bool = False  # PEFT supports weights that are stored in×out
+    # the bias of a module is updated like its weight, as a matrix out×1, if `fit` returns out
+    scales_output: bool = False
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,9 @@ def _families(name: str) -> set[str]:
 def _other_name(base: Checkpoint, trained_on: str, given: str) -> str | None:
     """Both are hub ids, and neither model name is part of the other."""
     recorded = base.config.get("_name_or_path")
-    candidates = [given, recorded if isinstance(recorded, str) else "", _of_cache(base.path)]
+    home = base.path.resolve().parent.parent.name  # in the Hugging Face cache: `models--org--name/snapshots/…`
+    cached = home.removeprefix("models--").replace("--", "/") if home.startswith("models--") else ""
+    candidates = [given, recorded if isinstance(recorded, str) else "", cached]
     ids = [name for name in candidates if _is_hub_id(name) and not Path(name).exists()]
     names = {_plain(name) for name in (*candidates, base.path.absolute().name) if name}
     wanted = _plain(trained_on)
@@ -99,12 +101,6 @@ def _other_name(base: Checkpoint, trained_on: str, given: str) -> str | None:
 
 def _is_hub_id(name: str) -> bool:
     return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[\w./-]+)?", name))
-
-
-def _of_cache(path: Path) -> str:
-    """The hub id of a folder in the Hugging Face cache: `models--org--name/snapshots/…`."""
-    home = path.resolve().parent.parent.name
-    return home.removeprefix("models--").replace("--", "/") if home.startswith("models--") else ""
 
 
 def _plain(name: str) -> str:
@@ -201,7 +197,11 @@ def check_written(plan: Checkpoint, edits: Edits, output: Path, *, summed: bool)
     changed = [name for name in plan if name in edits.changes]
     replaced = [name for name in plan if name not in edits.changes and edits.touches(name)]
     others = [name for name in plan if not edits.touches(name)]
-    if not (names := [name for names in (changed, replaced, others) for name in _spread(names)]):
+    names = []
+    for kind in (changed, replaced, others):  # the first, the last, and evenly spaced ones between
+        few = min(SAMPLE, len(kind))
+        names += [kind[round(index * (len(kind) - 1) / max(1, few - 1))] for index in range(few)]
+    if not names:
         raise Inconclusive("the merged folder has no tensors", hint="check the base folder")
     for name in names:
         exact, tensor = _exact(plan, edits, name, summed), written[name]
@@ -215,13 +215,6 @@ def check_written(plan: Checkpoint, edits: Edits, output: Path, *, summed: bool)
     labels = [f"{low}+" if high is None else str(low) if low == high else f"{low}-{high}" for low, high in BINS]
     trusted = tuple(name for name in names if name in edits.changes and not _is_plain(edits, name, summed))
     return SampleCheck(len(names), elements, dict(zip(labels, counts.tolist(), strict=True)), tuple(differing), trusted)
-
-
-def _spread(names: Sequence[str]) -> list[str]:
-    """At most `SAMPLE` of the names: the first, the last, and evenly spaced ones between."""
-    if len(names) <= SAMPLE:
-        return list(names)
-    return [names[round(index * (len(names) - 1) / (SAMPLE - 1))] for index in range(SAMPLE)]
 
 
 def _exact(plan: Checkpoint, edits: Edits, name: str, summed: bool) -> ReadRows:

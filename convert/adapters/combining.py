@@ -69,19 +69,20 @@ class Combination:
                 f"unsupported combination {self.method!r} with majority sign {self.majority_sign!r}",
                 hint=f"`--combine` is one of {', '.join(METHODS)}, `--majority-sign` one of {', '.join(SIGNS)}",
             )
-        if self.seed and METHODS[self.method].kept is not _drawn:
-            raise UsageProblem(f"`--seed` does not apply to `--combine {self.method}`", hint="it is for `dare_*`")
-        if self.majority_sign != "total" and not METHODS[self.method].elects:
-            raise UsageProblem(
-                f"`--majority-sign` does not apply to `--combine {self.method}`",
-                hint="only to `ties`, `dare_ties`",
-            )
-        pruning = ", ".join(name for name, method in METHODS.items() if method.prunes)
-        if self.densities and not METHODS[self.method].prunes:
-            raise UsageProblem(
-                f"`--density` does not apply to `--combine {self.method}`", hint=f"it is for `--combine` {pruning}"
-            )
-        if METHODS[self.method].prunes and len(self.densities) not in (1, adapters):
+        method = METHODS[self.method]
+        pruning = ", ".join(name for name, other in METHODS.items() if other.prunes)
+        options = {  # whether one is given, whether the method has it, and which have
+            "seed": (self.seed, method.kept is _drawn, "`dare_*`"),
+            "majority-sign": (self.majority_sign != "total", method.elects, "`ties`, `dare_ties`"),
+            "density": (self.densities, method.prunes, pruning),
+            f"rank {self.rank}": (self.rank is not None, method.truncates, "`svd`"),
+        }
+        for name, (is_given, applies, having) in options.items():
+            if is_given and not applies:
+                raise UsageProblem(
+                    f"`--{name}` does not apply to `--combine {self.method}`", hint=f"only to `--combine` {having}"
+                )
+        if method.prunes and len(self.densities) not in (1, adapters):
             raise UsageProblem(
                 f"`--combine {self.method}` needs one `--density`, or one per adapter ({adapters}); "
                 f"got {len(self.densities)}",
@@ -91,11 +92,8 @@ class Combination:
             raise UsageProblem(
                 f"the density {odd[0]} is not above 0 and at most 1", hint="give the share to keep: `--density 0.5`"
             )
-        if self.rank is not None and (self.rank < 1 or not METHODS[self.method].truncates):
-            raise UsageProblem(
-                f"`--rank {self.rank}` does not apply to `--combine {self.method}`",
-                hint="only `--combine svd` has a rank, of at least 1",
-            )
+        if self.rank is not None and self.rank < 1:
+            raise UsageProblem(f"invalid `--rank {self.rank}`", hint="give a rank of at least 1")
 
     def density(self, number: int) -> float:
         return self.densities[number if len(self.densities) > 1 else 0] if self.densities else 1.0
@@ -312,7 +310,10 @@ class TaskVectors:
         alone = len(adapters) == 1 and self.summed
         self._keys = [""] if alone else [sha256_of((adapter.settings, *adapter.weights)) for adapter in adapters]
         self.order = sorted(range(len(adapters)), key=lambda number: (self._keys[number], weights[number]))
-        self._alone = [] if self.summed else [_placed(base, adapter) for adapter in adapters]
+        self._alone: list[Edits] = []
+        for adapter in () if self.summed else adapters:
+            self._alone.append(Edits(dict(base.tensors), base.config, base.tied, naming=base.naming))
+            self._alone[-1].place(adapter, 1.0)
 
     def combined(self, name: str, current: LazyTensor, dtype: DType) -> LazyTensor:
         """`current`, the weight before the update, plus the combined update, rounded once to `dtype`."""
@@ -328,12 +329,6 @@ class TaskVectors:
             if name in edits.changes
         ]
         return combine(current, name, vectors, self._combination, dtype)
-
-
-def _placed(base: Edits, adapter: Adapter) -> Edits:
-    edits = Edits(dict(base.tensors), base.config, base.tied, naming=base.naming)
-    edits.place(adapter, 1.0)
-    return edits
 
 
 def sha256_of(paths: Sequence[Path]) -> str:
@@ -442,11 +437,6 @@ class Recipe:
         if self.tokenizer:
             options["tokenizer"] = source_name(self.tokenizer)
         return options | ({"base_quant": self.base_quant} if self.base_quant else {})
-
-
-def plain_sum(adapters: Sequence[Adapter]) -> Recipe:
-    """The recipe for the sum of all adapters with weight 1."""
-    return Recipe((1.0,) * len(adapters))
 
 
 def recipe_of(options: MergeOptions, adapters: Sequence[Adapter]) -> Recipe:

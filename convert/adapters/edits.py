@@ -10,6 +10,7 @@ import re
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,11 @@ import numpy as np
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import (
     Adapter,
+    FittingShape,
+    ModuleTensors,
     TokenRows,
+    Tuner,
+    WeightShape,
     changed_originals,
     is_saved,
     parts_from_saved,
@@ -36,8 +41,7 @@ from llmconv.convert.adapters.targets import (
     separate_tensors,
 )
 from llmconv.convert.adapters.tensor_names import AS_STORED, Naming, has_same_end, match_saved, prefix_fits
-from llmconv.convert.adapters.tuners import FittingShape, ModuleTensors, Tuner, WeightShape
-from llmconv.convert.algebra import Lines, Origin, equal, gathered
+from llmconv.convert.algebra import Lines, Origin, equal, gathered, zeros
 from llmconv.convert.models.completeness import may_be_built
 from llmconv.convert.models.config_file import architecture
 from llmconv.convert.models.head_and_dtype import find_embedding, find_head
@@ -115,20 +119,20 @@ class Edits:
         for module, pair in adapter.pairs.items():
             for name, changes in targets.changes(module, pair, weight):
                 _require_float(name, self.current(name))
-                for each in self._tied_with(name, adapter, homes):
+                # both tied ones if the adapter keeps the tie with one update
+                kept = adapter.keeps_tie and name in self.tied and not {*self.tied} <= {*homes.values()}
+                for each in self.tied if kept else (name,):
                     self.changes.setdefault(each, []).extend(changes)
-            if pair.bias:
-                scale = weight * adapter.config.scale(module, pair.rank)
-                self._change_bias(adapter.name, homes[f"{module}.bias"], pair.bias, scale)
+            if bias := pair.bias:  # `lora_bias`, that of B: a product of a column and a 1×1 matrix
+                name, scale = homes[f"{module}.bias"], weight * adapter.config.scale(module, pair.rank)
+                if bias.shape != self.current(name).shape:
+                    raise other_base(adapter.name, name, self.current(name).shape, bias.shape)
+                column = LazyTensor(bias.dtype, (*bias.shape, 1), partial(_as_column, bias))
+                self.changes.setdefault(name, []).append(LoraProduct(ONE, column, scale))
         has_bias = self.tensors.__contains__
         for name, update in updates_of(adapter, homes, self.current, has_bias, targets.is_conv1d, weight):
             self.changes.setdefault(name, []).append(update)
         self._warn(adapter, weight)
-
-    def _tied_with(self, name: str, adapter: Adapter, homes: Mapping[str, str]) -> tuple[str, ...]:
-        """The tensors that an update is added to: both tied ones if the adapter keeps the tie with one update."""
-        kept = adapter.keeps_tie and name in self.tied and not {*self.tied} <= {*homes.values()}
-        return self.tied if kept else (name,)
 
     def _replace_all(self, adapter: Adapter, homes: Mapping[str, str]) -> None:
         """Replaces whole tensors; in a tied base, a resized embedding replaces the head, too."""
@@ -174,13 +178,6 @@ class Edits:
                 hint="trained rows cannot be summed; merge one adapter at a time and decide which one counts",
             )
         self.tokens.setdefault(name, []).append(tokens)
-
-    def _change_bias(self, adapter: str, name: str, bias: LazyTensor, scale: float) -> None:
-        """`lora_bias`: the bias of B is added as a product of a column and a 1×1 matrix."""
-        if bias.shape != self.current(name).shape:
-            raise other_base(adapter, name, self.current(name).shape, bias.shape)
-        column = LazyTensor(bias.dtype, (*bias.shape, 1), lambda start, stop: bias.rows(start, stop).reshape(-1, 1))
-        self.changes.setdefault(name, []).append(LoraProduct(ONE, column, scale))
 
     def _warn(self, adapter: Adapter, weight: float) -> None:
         notes = list(adapter.config.warnings)
@@ -239,7 +236,12 @@ class TunerUpdate:
 
     def update(self, base: LazyTensor, start: int, stop: int) -> Array:
         if self.transposed:
-            whole: Array = self.needed.take(stop - start, lambda: self._whole(base))
+            whole: Array = self.needed.take(
+                stop - start,
+                lambda: np.ascontiguousarray(
+                    self.weight * self.tuner.delta(self.learned, self.shape)(base.read().T.astype(np.float64), 0).T
+                ),
+            )
             return whole[start:stop]
         delta = self.needed.take(stop - start, lambda: self.tuner.delta(self.learned, self.shape))
         result = np.empty((stop - start, self.shape[1]))
@@ -249,10 +251,6 @@ class TunerUpdate:
             rows = base.rows(first, last).reshape(last - first, -1).astype(np.float64)
             np.multiply(delta(rows, first), self.weight, out=result[first - start : last - start])
         return result
-
-    def _whole(self, base: LazyTensor) -> Array:
-        delta = self.tuner.delta(self.learned, self.shape)
-        return np.ascontiguousarray(self.weight * delta(base.read().T.astype(np.float64), 0).T)
 
 
 def updates_of(
@@ -286,6 +284,10 @@ def updates_of(
         bias = name.removesuffix("weight") + "bias"
         if tuner.scales_output and tuner.fit(learned)[0] is not None and has_bias(bias):
             yield bias, TunerUpdate(tuner, complete, (shape[0], 1), weight, False, KeptUntilLastRow(shape[0]))
+
+
+def _as_column(bias: LazyTensor, start: int, stop: int) -> Array:
+    return bias.rows(start, stop).reshape(-1, 1)
 
 
 def _require_float(name: str, weight: LazyTensor) -> None:
@@ -349,9 +351,6 @@ class BaseInMemory:
     stored_name: Callable[[str], str]  # returns the name for a tensor that the base does not have
     model: Collection[str]  # names of all tensors of the model in memory
 
-    def checkpoint(self) -> Checkpoint:
-        return replace(self.stored, tensors=self.tensors)
-
     def restored(self, merged: dict[str, LazyTensor], edits: Edits) -> tuple[dict[str, LazyTensor], Edits]:
         """The result of a merge and its edits, renamed from names in memory to stored names."""
         names = {new: old for old, new in self.renamed.items()}
@@ -365,17 +364,7 @@ class BaseInMemory:
             elif self.renamed[name] in merged:
                 tensors[name] = merged[self.renamed[name]]
         tensors |= {names[name]: merged[name] for name in added}
-        return tensors, self._edits(edits, names, tensors)
-
-    def _gathered(self, name: str, tensors: Tensors) -> LazyTensor:
-        origin = self.origins[name]
-        there = [tensors[source] for source in origin.sources]
-        if all(tensor is self.tensors[source] for tensor, source in zip(there, origin.sources, strict=True)):
-            return self.stored[name]
-        return gathered(origin, there, [self.layouts[source] for source in origin.sources], there[0].dtype)
-
-    def _edits(self, edits: Edits, names: Mapping[str, str], tensors: Tensors) -> Edits:
-        """Edits by stored names; the whole tensor counts as changed where a part of it is."""
+        # the edits by stored names; the whole tensor counts as changed where a part of it is
         changes: dict[str, list[WeightChange]] = {names[n]: c for n, c in edits.changes.items() if n in names}
         whole = {names[name]: tensor for name, tensor in edits.whole.items() if name in names}
         for name, origin in self.origins.items():
@@ -385,15 +374,17 @@ class BaseInMemory:
             elif any(edits.touches(source) for source in origin.sources):
                 whole[name] = tensors[name]
         there = {old: edits.tensors[new] for new, old in names.items() if new in edits.tensors}
-        return Edits(
-            {**self.stored.tensors, **there},
-            edits.config,
-            tuple(names.get(name) or self.stored_name(name) for name in edits.tied),
-            whole,
-            {names[name]: rows for name, rows in edits.tokens.items() if name in names},
-            changes,
-            edits.warnings,
-        )
+        tied = tuple(names.get(name) or self.stored_name(name) for name in edits.tied)
+        tokens = {names[name]: rows for name, rows in edits.tokens.items() if name in names}
+        stored = {**self.stored.tensors, **there}
+        return tensors, Edits(stored, edits.config, tied, whole, tokens, changes, edits.warnings)
+
+    def _gathered(self, name: str, tensors: Tensors) -> LazyTensor:
+        origin = self.origins[name]
+        there = [tensors[source] for source in origin.sources]
+        if all(tensor is self.tensors[source] for tensor, source in zip(there, origin.sources, strict=True)):
+            return self.stored[name]
+        return gathered(origin, there, [self.layouts[source] for source in origin.sources], there[0].dtype)
 
 
 def base_in_memory(base: Checkpoint, tensors: Tensors, adapters: Sequence[Adapter]) -> BaseInMemory | None:
@@ -415,7 +406,9 @@ def base_in_memory(base: Checkpoint, tensors: Tensors, adapters: Sequence[Adapte
             names = NamesInMemory(shapes, base.config, class_name)
             for adapter in adapters:
                 _refuse_shared(adapter, names, base)
-            found = _under(base, names, [*_wanted(names, adapters, base.config)])
+            wanted = {name for adapter in adapters for name in _in_memory(names, adapter, base.config)}
+            biases = {f"{name.removesuffix('.weight')}.bias" for name in wanted if name.endswith(".weight")}
+            found = _under(base, names, [*wanted, *(biases - wanted) & names.shapes.keys()])
         except NotBuildable:
             continue
         if found:
@@ -472,19 +465,8 @@ def _refuse_shared(adapter: Adapter, names: NamesInMemory, base: Checkpoint) -> 
 
 def _in_memory(names: NamesInMemory, adapter: Adapter, config: Mapping[str, Any]) -> set[str]:
     """Names in memory of the tensors that an adapter changes."""
-    model = {name: LazyTensor(FLOAT32, shape, _unread) for name, shape in names.shapes.items()}
+    model = {name: zeros(FLOAT32, shape) for name, shape in names.shapes.items()}
     return {names.spelled(name) for name in _expected(adapter, AdapterTargets(adapter, model, config))}
-
-
-def _wanted(names: NamesInMemory, adapters: Sequence[Adapter], config: Mapping[str, Any]) -> set[str]:
-    """Names in memory of all tensors that adapters change or may need, biases among them."""
-    found = {name for adapter in adapters for name in _in_memory(names, adapter, config)}
-    biases = {f"{name.removesuffix('.weight')}.bias" for name in found if name.endswith(".weight")}
-    return found | (biases & names.shapes.keys())
-
-
-def _unread(start: int, stop: int) -> Array:
-    raise AssertionError("a tensor of the model in memory has no values")
 
 
 def _under(base: Checkpoint, names: NamesInMemory, wanted: Sequence[str]) -> BaseInMemory | None:

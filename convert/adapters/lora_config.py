@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from llmconv.convert.fields import Fields
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.timed_patterns import SPECIAL, MatchTime, PatternProblem, compiled, finds
 
@@ -98,65 +99,26 @@ class LoraConfig:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-LARGEST = 2.0**63  # limit of a number; JSON has integers of any length
-
-
 @dataclass(frozen=True)
-class AdapterFields:
-    """The fields of an adapter's config, with PEFT's defaults where absent or null; MalformedInput for another kind."""
+class AdapterFields(Fields):
+    """The fields of an adapter's config, with PEFT's defaults where absent or null."""
 
-    fields: Mapping[str, Any]
+    where: str = "in the adapter config"
+    hint: str = "repair `adapter_config.json`, or copy the adapter again"
     match_time: MatchTime = field(default_factory=MatchTime, compare=False, repr=False)
-
-    def number(self, name: str, default: float) -> float:
-        """A finite number."""
-        return _finite(name, default if self.fields.get(name) is None else self.fields[name])
-
-    def positive(self, name: str, default: float) -> float:
-        value = self.number(name, default)
-        if value <= 0:
-            raise invalid_field(name, value)
-        return value
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = default if self.fields.get(name) is None else self.fields[name]
-        if value and not isinstance(value, bool):
-            raise invalid_field(name, value)
-        return bool(value)
-
-    def names(self, name: str) -> tuple[str, ...]:
-        value = self.fields.get(name) or []
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise invalid_field(name, value)
-        return tuple(value)
-
-    def table(self, name: str) -> dict[str, Any]:
-        value = self.fields.get(name) or {}
-        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise invalid_field(name, value)
-        require_few(value)
-        return value
 
     def of_module(self, pattern: str, module: str, default: float) -> float:
         """The number above 0 for a module, from the field `pattern` with regular expressions of module paths."""
-        values = self.table(pattern)
-        value = _finite(pattern, values.get(matching_key(values, module, self.match_time), default))
-        if value <= 0:
-            raise invalid_field(pattern, value)
-        return value
+        values = self.patterns(pattern)
+        found = {pattern: values.get(matching_key(values, module, self.match_time), default)}
+        return replace(self, values=found).number(pattern)
 
-
-def _finite(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
-        raise invalid_field(name, value)
-    return value
-
-
-def invalid_field(name: str, value: Any) -> MalformedInput:
-    """The error for an invalid value of a field."""
-    return MalformedInput(
-        f"the adapter config has {value!r} for `{name}`", hint="repair `adapter_config.json`, or copy the adapter again"
-    )
+    def patterns(self, name: str) -> dict[str, Any]:
+        """A table by regular expressions, few enough to be tried quickly on every module."""
+        special = [pattern for pattern in self.table(name) if SPECIAL.search(pattern)]
+        if (total := sum(map(len, special))) > TOTAL_LIMIT:
+            raise refused(special[0], f"and {len(special) - 1} more, of {total} characters together")
+        return self.table(name)
 
 
 def matching_key(pattern: Mapping[str, Any], module: str, time: MatchTime) -> str:
@@ -178,29 +140,39 @@ def parse_config(fields: Mapping[str, Any], alpha: float | None = None, *, initi
             f"`--alpha {alpha:g}` contradicts the adapter, which has `lora_alpha` {own}",
             hint="leave out `--alpha`; to merge more or less of an adapter give `--weight`",
         )
-    warnings = [f"the adapter config sets `{name}`, an unknown field, which is ignored" for name in _unknown(fields)]
+    unknown = sorted(name for name, value in fields.items() if value and name not in KNOWN)
+    warnings = [f"the adapter config sets `{name}`, an unknown field, which is ignored" for name in unknown]
     if own is None and alpha is None:
         warnings.append("the adapter config has no `lora_alpha`; PEFT's default 8 is used")
     rank, known = fields.get("r"), AdapterFields(fields)
-    training = known.table("auto_mapping")
+    training, stated = known.table("auto_mapping"), fields.get("peft_version")
+    version = re.match(r"(\d+)\.(\d+)", stated) if isinstance(stated, str) else None
+    layers, tokens = fields.get("layer_replication") or [], fields.get("trainable_token_indices") or {}
+    if not isinstance(layers, list) or not all(_are_counts(item, 2) and item[0] < item[1] for item in layers):
+        raise known.invalid("layer_replication", layers)
+    by_module = tokens if isinstance(tokens, dict) else {"": tokens}
+    if not all(_are_counts(ids) and len(set(ids)) == len(ids) for ids in by_module.values()):
+        raise known.invalid("trainable_token_indices", tokens)
+    if (bias := fields.get("bias") or "none") not in ("none", "all", "lora_only"):
+        raise known.invalid("bias", bias)
     return LoraConfig(
         rank=None if rank is None else int(_number("r", rank)),
         alpha=_number("lora_alpha", next(value for value in (own, alpha, 8) if value is not None)),
         use_rslora=known.flag("use_rslora"),
-        rank_pattern={key: int(_number("rank_pattern", value)) for key, value in known.table("rank_pattern").items()},
-        alpha_pattern={key: _number("alpha_pattern", value) for key, value in known.table("alpha_pattern").items()},
+        rank_pattern={key: int(rank) for key, rank in _by_pattern(known, "rank_pattern").items()},
+        alpha_pattern=_by_pattern(known, "alpha_pattern"),
         modules_to_save=known.names("modules_to_save"),
-        bias=_bias(fields),
+        bias=bias,
         warnings=tuple(warnings),
         dora=known.flag("use_dora"),
-        layers=_layers(fields),
+        layers=tuple((start, stop) for start, stop in layers),
         parameters=known.names("target_parameters"),
-        tokens=_tokens(fields),
-        blocks=_blocks(known),
+        tokens={module: tuple(ids) for module, ids in by_module.items()},
+        blocks=_blocks(known.table("use_bdlora")),
         fused_by_unsloth=bool(training.get("unsloth_fixed")),
-        base_class=_class(training.get("base_model_class")),
+        base_class=name if isinstance(name := training.get("base_model_class"), str) and name.isidentifier() else "",
         task=task_of(fields),
-        peft_version=_version(fields.get("peft_version")),
+        peft_version=(int(version[1]), int(version[2])) if version else None,
     )
 
 
@@ -222,7 +194,7 @@ def _require_plain_lora(fields: Mapping[str, Any], initial: bool) -> None:
             hint=NO_QUANTIZED if quantized else NO_INITIAL,
         )
     if init is not None and not isinstance(init, bool | str):
-        raise invalid_field("init_lora_weights", init)
+        raise AdapterFields(fields).invalid("init_lora_weights", init)
     if isinstance(init, str) and not init.lower().startswith((*SAME_BASE, *CHANGED_BASE)):
         raise UnsupportedInput(
             f"the adapter has the unknown `init_lora_weights` {init!r}, which may have changed the base",
@@ -230,8 +202,8 @@ def _require_plain_lora(fields: Mapping[str, Any], initial: bool) -> None:
         )
 
 
-def _unknown(fields: Mapping[str, Any]) -> list[str]:
-    return sorted(name for name, value in fields.items() if value and name not in KNOWN)
+def _by_pattern(known: AdapterFields, name: str) -> dict[str, float]:
+    return {pattern: _number(name, value) for pattern, value in known.patterns(name).items()}
 
 
 def _number(name: str, value: Any) -> float:
@@ -243,47 +215,16 @@ def _number(name: str, value: Any) -> float:
     return value
 
 
-def _layers(fields: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-    value = fields.get("layer_replication") or []
-    if not isinstance(value, list) or not all(_are_counts(item, 2) and item[0] < item[1] for item in value):
-        raise invalid_field("layer_replication", value)
-    return tuple((start, stop) for start, stop in value)
-
-
-def _tokens(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    value = fields.get("trainable_token_indices") or {}
-    by_module = value if isinstance(value, dict) else {"": value}
-    if not all(_are_counts(ids) and len(set(ids)) == len(ids) for ids in by_module.values()):
-        raise invalid_field("trainable_token_indices", value)
-    return {module: tuple(ids) for module, ids in by_module.items()}
+def _blocks(own: Mapping[str, Any]) -> BlockDiagonal | None:
+    fields, count = AdapterFields(own), int(_number("nblocks", own.get("nblocks", 1)))
+    names = ("target_modules_bd_a", "target_modules_bd_b")
+    return BlockDiagonal(count, *map(fields.names, names)) if own else None
 
 
 def _are_counts(value: Any, length: int | None = None) -> bool:
     if not isinstance(value, list) or length not in (None, len(value)):
         return False
     return all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value)
-
-
-def _blocks(fields: AdapterFields) -> BlockDiagonal | None:
-    if not (own := fields.table("use_bdlora")):
-        return None
-    count, inner = int(_number("nblocks", own.get("nblocks", 1))), AdapterFields(own)
-    return BlockDiagonal(count, inner.names("target_modules_bd_a"), inner.names("target_modules_bd_b"))
-
-
-def _class(value: Any) -> str:
-    return value if isinstance(value, str) and value.isidentifier() else ""
-
-
-def _version(value: Any) -> tuple[int, int] | None:
-    match = re.match(r"(\d+)\.(\d+)", value) if isinstance(value, str) else None
-    return (int(match[1]), int(match[2])) if match else None
-
-
-def _bias(fields: Mapping[str, Any]) -> str:
-    if (value := fields.get("bias") or "none") not in ("none", "all", "lora_only"):
-        raise invalid_field("bias", value)
-    return str(value)
 
 
 TOTAL_LIMIT = 4000  # characters of all patterns of an adapter, plain names not counted
@@ -296,13 +237,6 @@ def matches(pattern: str, module: str, time: MatchTime | None = None) -> bool:
         return finds(compiled(pattern, FORM, costly=False), module, time)
     except PatternProblem as problem:
         raise refused(pattern, str(problem)) from problem
-
-
-def require_few(patterns: Iterable[str]) -> None:
-    """Refuses (MalformedInput) more regular expressions than can be tried quickly on every module."""
-    special = [pattern for pattern in patterns if SPECIAL.search(pattern)]
-    if (total := sum(map(len, special))) > TOTAL_LIMIT:
-        raise refused(special[0], f"and {len(special) - 1} more, of {total} characters together")
 
 
 def refused(pattern: str, problem: str) -> MalformedInput:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint, own_file, read_json, read_side_files
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.combining import Recipe, TaskVectors, plain_sum
+from llmconv.convert.adapters.combining import Recipe, TaskVectors
 from llmconv.convert.adapters.edits import Edits, base_in_memory
 from llmconv.convert.adapters.tensor_names import AS_STORED
 from llmconv.convert.models.config_file import architecture, json_object
@@ -29,7 +29,7 @@ from llmconv.convert.models.transformers_source import auto_classes
 from llmconv.convert.tokenizers import added_tokens, known_tokens, read_tokenizer, special_tokens
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.output.plan import json_bytes
-from llmconv.tensors import FLOATS, DType, LazyTensor
+from llmconv.tensors import FLOATS, LazyTensor
 
 
 def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None = None) -> tuple[Checkpoint, Edits]:
@@ -38,7 +38,7 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
     The base is unquantized. Raises MalformedInput for an adapter of another base, UnsupportedInput for a kind of
     adapter or base that cannot be merged.
     """
-    recipe = recipe or plain_sum(adapters)
+    recipe = recipe or Recipe((1.0,) * len(adapters))
     # refuses another model type, since shapes of another architecture may fit by chance
     if base.config.get("quantization_config"):
         raise UnsupportedInput(
@@ -51,7 +51,7 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
             hint="give the base that the adapter was trained on",
         )
     memory = base_in_memory(base, with_tied_head(base), adapters)
-    stored, base = base, replicated(memory.checkpoint() if memory else base, adapters)
+    stored, base = base, replicated(replace(base, tensors=memory.tensors) if memory else base, adapters)
     embedding = find_embedding(base)
     head = find_head(base, embedding)
     edits = Edits(dict(with_tied_head(base)), base.config, naming=memory.naming if memory else AS_STORED)
@@ -71,7 +71,12 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
     untie(edits, embedding, head, config)
     follow_task(edits, adapters, head, config)
     types = stored_types(edits.tensors, config, recipe.dtype) if recipe.dtype != "keep" else {}
-    tensors = {name: _result(edits, vectors, name, types.get(name)) for name in edits.tensors}
+    tensors: dict[str, LazyTensor] = {}
+    for name, own in edits.tensors.items():
+        target = types.get(name, own.dtype) if own.dtype.name in ("float64", *FLOATS) else own.dtype
+        combined = name in edits.changes and not vectors.summed
+        merged_one = vectors.combined(name, edits.current(name), target) if combined else edits.result(name, target)
+        tensors[name] = merged_one
     if recipe.dtype != "keep":
         config = with_dtype(config, tensors)
     if memory:
@@ -87,15 +92,6 @@ def with_tied_head(base: Checkpoint) -> dict[str, LazyTensor]:
     head = find_head(base, embedding)
     tied = embedding and head not in base and is_tied(base.config)
     return {**base.tensors, head: base[embedding]} if embedding and tied else dict(base.tensors)
-
-
-def _result(edits: Edits, vectors: TaskVectors, name: str, dtype: DType | None) -> LazyTensor:
-    """The merged tensor, lazy, in `dtype`; in the base's where that is None."""
-    kept = edits.tensors[name].dtype
-    target = dtype if dtype and kept.name in ("float64", *FLOATS) else kept
-    if name in edits.changes and not vectors.summed:
-        return vectors.combined(name, edits.current(name), target)
-    return edits.result(name, target)
 
 
 LAYER = re.compile(r"((?:[A-Za-z_]\w*\.)*(?:layers|h|layer)\.)(\d+)(\..+)")
@@ -130,21 +126,6 @@ def _restacked(
     prefix = stacks.most_common(1)[0][0]
     layers = {name: match for name, match in layers.items() if match[1] == prefix}
     count = 1 + max(int(match[2]) for match in layers.values())
-    order = _order(ranges, count)
-    homes: dict[int, list[int]] = {}
-    for new, old in enumerate(order):
-        homes.setdefault(old, []).append(new)
-    result: dict[str, LazyTensor] = {}
-    for name, tensor in tensors.items():
-        if match := layers.get(name):
-            result |= {f"{prefix}{new}{match[3]}": tensor for new in homes.get(int(match[2]), [])}
-        else:
-            result[name] = tensor
-    return result, order, count
-
-
-def _order(ranges: Sequence[tuple[int, int]], count: int) -> list[int]:
-    """The base's layer for each layer of the model; their number is checked first."""
     if (last := max(stop for _, stop in ranges)) > count:
         raise MalformedInput(
             f"`layer_replication` names layer {last - 1}, the base has {count}",
@@ -155,7 +136,17 @@ def _order(ranges: Sequence[tuple[int, int]], count: int) -> list[int]:
             f"`layer_replication` makes {total} layers of {count}, more than {MOST}",
             hint="repair `adapter_config.json`, or copy the adapter again",
         )
-    return [layer for start, stop in ranges for layer in range(start, stop)]
+    order = [layer for start, stop in ranges for layer in range(start, stop)]
+    homes: dict[int, list[int]] = {}
+    for new, old in enumerate(order):
+        homes.setdefault(old, []).append(new)
+    result: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        if match := layers.get(name):
+            result |= {f"{prefix}{new}{match[3]}": tensor for new in homes.get(int(match[2]), [])}
+        else:
+            result[name] = tensor
+    return result, order, count
 
 
 def _config(config: Mapping[str, Any], count: int, order: Sequence[int]) -> dict[str, Any]:
@@ -216,14 +207,20 @@ def follow_task(edits: Edits, adapters: Sequence[Adapter], head: str, config: di
 
     Raises MalformedInput for different tasks or a missing head, UnsupportedInput if transformers has no such class.
     """
-    tasks = {task: adapter for adapter in adapters if (task := _task(adapter))}
+    tasks: dict[str, Adapter] = {}
+    for adapter in adapters:  # by the config's task or else by the class that PEFT wrapped
+        wrapped = adapter.config.base_class if not adapter.config.task else ""
+        fits = (task for task, (_, ending) in TASKS.items() if adapter.config.task == task or wrapped.endswith(ending))
+        tasks |= {task: adapter for task in list(fits)[:1]}
     if len(tasks) > 1:
         raise MalformedInput(
             f"the adapters were trained for different tasks: {listing(sorted(tasks))}", hint="merge one at a time"
         )
     for task, adapter in tasks.items():
         table, ending = TASKS[task]
-        if not (found := _head(edits.tensors)):
+        # the last matrix of the head, whose rows are the classes
+        heads = [name for name in edits.tensors if name.partition(".")[0] in HEADS and name.endswith(".weight")]
+        if not heads:
             raise MalformedInput(
                 f"`{adapter.name}` was trained for {task}, and neither its file nor the base contains the head",
                 hint="save the adapter with the head in `modules_to_save`; to merge it into the language model alone, "
@@ -242,29 +239,11 @@ def follow_task(edits: Edits, adapters: Sequence[Adapter], head: str, config: di
                 edits.warnings.append(
                     f"`{head}` is left out: OUT is a {architecture(config)}, with the head of `{adapter.name}`"
                 )
-        _set_labels(config, edits.current(found).num_rows)
-
-
-def _task(adapter: Adapter) -> str:
-    """The key in `TASKS`, by the config's task or else by the class that PEFT wrapped; empty for any other."""
-    if adapter.config.task in TASKS:
-        return adapter.config.task
-    wrapped = adapter.config.base_class if not adapter.config.task else ""
-    return next((task for task, (_, ending) in TASKS.items() if wrapped.endswith(ending)), "")
-
-
-def _head(names: Iterable[str]) -> str:
-    """The last matrix of the head for a task, whose rows are the classes; empty if there is none."""
-    found = [name for name in names if name.partition(".")[0] in HEADS and name.endswith(".weight")]
-    return found[-1] if found else ""
-
-
-def _set_labels(config: dict[str, Any], count: int) -> None:
-    named = config.get("id2label")
-    config.pop("num_labels", None)
-    if not isinstance(named, dict) or len(named) != count:
-        names = {str(label): f"LABEL_{label}" for label in range(count)}
-        config |= {"id2label": names, "label2id": {name: int(label) for label, name in names.items()}}
+        labels, count = config.get("id2label"), edits.current(heads[-1]).num_rows
+        config.pop("num_labels", None)
+        if not isinstance(labels, dict) or len(labels) != count:
+            named = {str(label): f"LABEL_{label}" for label in range(count)}
+            config |= {"id2label": named, "label2id": {text: int(label) for label, text in named.items()}}
 
 
 # Prefixes of the names of tokenizer files

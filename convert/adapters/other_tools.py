@@ -19,7 +19,7 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora_config import parse_config
 from llmconv.convert.adapters.peft_file import to_adapter
-from llmconv.convert.algebra import LAYER_NUMBER, concat
+from llmconv.convert.algebra import LAYER_NUMBER, concat, permute_rows
 from llmconv.errors import LISTED, InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import Array, DType, LazyTensor
 
@@ -87,9 +87,13 @@ def pair_up(tensors: Mapping[str, LazyTensor], sign: re.Pattern[str], source: st
 
 
 def renamed(
-    factors: Mapping[str, ForeignPair], table: Mapping[str, str], source: str, what: str = "the adapter's format"
+    factors: Mapping[str, ForeignPair], names: Mapping[str, str | None], source: str, what: str
 ) -> dict[str, ForeignPair]:
-    """The factors by the names of `table` (`{}`: a layer); MalformedInput, with similar names of `what`, for others."""
+    """The factors by the targets of their weights in the table `names`; MalformedInput, with similar names, for others.
+
+    `{}` is the number of a layer, and `what` the owner of the names.
+    """
+    table = {name.removesuffix(".weight"): target.removesuffix(".weight") for name, target in names.items() if target}
     homes = {module: _home(module, table) for module in factors}
     if unknown := sorted(module for module, home in homes.items() if home is None):
         raise unplaced(unknown, table, source, what)
@@ -108,6 +112,15 @@ def _home(module: str, table: Mapping[str, str]) -> str | None:
     return table[template].format(number[0]) if number and template in table else None
 
 
+def reordered(
+    factors: Mapping[str, ForeignPair], sign: re.Pattern[str], order: Sequence[int]
+) -> dict[str, ForeignPair]:
+    """The factors with the rows of modules that `sign` finds in another order; ValueError if groups do not fit."""
+    turned = {module: own for module, own in factors.items() if sign.search(module)}
+    rows = {module: own.with_rows(lambda rows: permute_rows(rows, order)) for module, own in turned.items()}
+    return {**factors, **rows}
+
+
 def unplaced(names: Sequence[str], known: Iterable[str], source: str, what: str) -> MalformedInput:
     """The error for unexpected `names`, with similar ones of `known`, whose owner is `what`."""
     options = [name.replace("{}", "0") for name in known]
@@ -120,15 +133,6 @@ def unplaced(names: Sequence[str], known: Iterable[str], source: str, what: str)
         f"`{source}` contains {len(names)} unexpected keys, which {what} does not have: {', '.join(lines)}{more}",
         hint="the adapter is of another model than the base, or of an unknown kind",
     )
-
-
-def peft_names(factors: Mapping[str, ForeignPair]) -> dict[str, LazyTensor]:
-    tensors: dict[str, LazyTensor] = {}
-    for module, own in factors.items():
-        tensors |= {f"{module}.lora_A.weight": own.a, f"{module}.lora_B.weight": own.b}
-        if own.magnitude is not None:
-            tensors[f"{module}.lora_magnitude_vector"] = own.magnitude
-    return tensors
 
 
 def as_adapter(
@@ -159,8 +163,13 @@ def as_adapter(
     if isinstance(own_alpha, int | float):
         joined = {re.escape(module): own for module, own in factors.items() if own.joined > 1}
         config["rank_pattern"] = {module: own.rank for module, own in joined.items()}
-        config["alpha_pattern"] = {module: own_alpha * own.joined for module, own in joined.items()}
-    tensors = {**peft_names(factors), **(others or {})}
+        power = 0.5 if fields.get("use_rslora") else 1
+        config["alpha_pattern"] = {module: own_alpha * own.joined**power for module, own in joined.items()}
+    tensors = dict(others or {})
+    for module, own in factors.items():
+        tensors |= {f"{module}.lora_A.weight": own.a, f"{module}.lora_B.weight": own.b}
+        if own.magnitude is not None:
+            tensors[f"{module}.lora_magnitude_vector"] = own.magnitude
     parsed = parse_config(config, alpha)
     parsed = replace(parsed, warnings=(*parsed.warnings, *notes))
     return replace(to_adapter(files[0].parent, tuple(files), parsed, tensors), settings=settings or files[0])
@@ -190,17 +199,18 @@ def join_modules(
             result[module] = own
         elif f"{root}{whole}" not in result:
             found = [factors.get(f"{root}{part}") for part in parts]
-            result[f"{root}{whole}"] = _join(f"{root}{whole}", found, counts, source, combine)
+            result[f"{root}{whole}"] = joined_pair(f"{root}{whole}", found, counts, source, combine)
     return result
 
 
-def _join(
+def joined_pair(
     module: str,
     found: Sequence[ForeignPair | None],
     counts: Sequence[int],
     source: str,
-    combine: JoinRows,
+    combine: JoinRows = lambda rows: concat(rows, 0),
 ) -> ForeignPair:
+    """The pair of the matrix `module` from those of its parts, None for one without; see `join_modules`."""
     trained = [part for part in found if part is not None]
     first = trained[0]
     odd = [part for part, count in zip(found, counts, strict=True) if part and part.b.num_rows != count]

@@ -25,17 +25,18 @@ from pathlib import Path
 import numpy as np
 
 from llmconv.checkpoint import INDEX, SINGLE, read_json
-from llmconv.convert.adapters.adapter import Adapter, Pair, WholeTensors, check, pair_tokens, place_once
-from llmconv.convert.adapters.lora_config import (
-    AdapterFields,
-    BlockDiagonal,
-    LoraConfig,
-    invalid_field,
-    parse_config,
-    task_of,
+from llmconv.convert.adapters.adapter import (
+    Adapter,
+    ModuleTensors,
+    Pair,
+    Tuner,
+    WholeTensors,
+    check,
+    pair_tokens,
+    place_once,
 )
+from llmconv.convert.adapters.lora_config import AdapterFields, BlockDiagonal, LoraConfig, parse_config, task_of
 from llmconv.convert.adapters.tuner_kinds import by_peft_type
-from llmconv.convert.adapters.tuners import ModuleTensors, Tuner
 from llmconv.errors import LISTED, InputRefused, MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.pickle_reader import TensorRef
@@ -339,21 +340,21 @@ def open_tuned(path: Path, alpha: float | None = None) -> Adapter:
 
 
 def _config(settings: AdapterFields, tuner: Tuner) -> LoraConfig:
-    if alien := [name for name in LORA_ONLY if settings.fields.get(name) and name not in tuner.fields]:
+    if alien := [name for name in LORA_ONLY if settings.values.get(name) and name not in tuner.fields]:
         raise UnsupportedInput(
             f"the adapter is of `peft_type` {tuner.peft_type!r} and sets `{alien[0]}`, which only LoRA has",
             hint="merge it with PEFT's `merge_and_unload` and `save_pretrained`",
         )
-    unknown = sorted(name for name, value in settings.fields.items() if value and name not in {*KNOWN, *tuner.fields})
-    if not isinstance(bias := settings.fields.get("bias") or "none", str):
-        raise invalid_field("bias", bias)
+    unknown = sorted(name for name, value in settings.values.items() if value and name not in {*KNOWN, *tuner.fields})
+    if not isinstance(bias := settings.values.get("bias") or "none", str):
+        raise settings.invalid("bias", bias)
     return LoraConfig(
         rank=None,
         alpha=1,
         use_rslora=False,
         rank_pattern={},
         alpha_pattern={},
-        task=task_of(settings.fields),
+        task=task_of(settings.values),
         modules_to_save=settings.names("modules_to_save"),
         bias=bias,
         warnings=tuple(f"the adapter config sets `{name}`, an unknown field, which is ignored" for name in unknown),

@@ -177,11 +177,7 @@ class AdapterTargets:
     """Maps the factors of one adapter to tensors of the base."""
 
     def __init__(
-        self,
-        adapter: Adapter,
-        tensors: Mapping[str, LazyTensor],
-        config: Mapping[str, Any],
-        naming: Naming = AS_STORED,
+        self, adapter: Adapter, tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], naming: Naming = AS_STORED
     ) -> None:
         """Prepares the mapping to `tensors`, the base's, including replaced ones, called as in `naming`."""
         self._naming = naming
@@ -251,9 +247,12 @@ class AdapterTargets:
                     f"the adapter has {pair.rank} rows of A for the {experts} experts of `{name}`",
                     hint="the adapter was trained on another model; see its `base_model_name_or_path`",
                 )
-            scale = weight * self._scale(module, pair.rank // experts)
-            layout = ExpertLayout(experts, self._experts_transposed, self.adapter.config.fused_by_unsloth)
-            for index, change in enumerate(layout.changes(pair.a, pair.b, scale)):
+            rank, together = pair.rank // experts, self.adapter.config.fused_by_unsloth
+            scale = weight * self._scale(module, rank)
+            for index in range(experts):
+                own = slice(index * rank, (index + 1) * rank)
+                b = _columns(pair.b, rank, own if together else slice(index, None, experts))
+                change = LoraProduct(slice_rows(pair.a, own.start, own.stop), b, scale, self._experts_transposed)
                 if name in self.tensors:
                     yield name, [ExpertProduct(index, 0, self.tensors[name].shape[1], change)]
                     continue
@@ -370,27 +369,8 @@ SWAPPED_SINCE = (0, 19)
 MatrixShape = tuple[int, int]  # rows of B and columns of A
 
 
-@dataclass(frozen=True)
-class ExpertLayout:
-    """How a fused tensor, [E, in, out] if `transposed`, is divided; `together`: an expert's columns of B follow."""
-
-    experts: int
-    transposed: bool
-    together: bool
-
-    def changes(self, a: LazyTensor, b: LazyTensor, scale: float) -> list[LoraProduct]:
-        """The update of each expert from `a` (E·r)×in and `b` out×(r·E), whose product is multiplied by `scale`."""
-        rank = a.shape[0] // self.experts
-        return [
-            LoraProduct(
-                slice_rows(a, index * rank, (index + 1) * rank), self._columns(b, index, rank), scale, self.transposed
-            )
-            for index in range(self.experts)
-        ]
-
-    def _columns(self, b: LazyTensor, index: int, rank: int) -> LazyTensor:
-        mine = slice(index * rank, (index + 1) * rank) if self.together else slice(index, None, self.experts)
-        return LazyTensor(b.dtype, (b.shape[0], rank), lambda start, stop: _whole(b)[start:stop, mine])
+def _columns(b: LazyTensor, rank: int, columns: slice) -> LazyTensor:
+    return LazyTensor(b.dtype, (b.shape[0], rank), lambda start, stop: _whole(b)[start:stop, columns])
 
 
 @lru_cache(maxsize=4)
@@ -422,15 +402,13 @@ def parameter_names(modules: Sequence[str], config: LoraConfig, names: Sequence[
 def _parameters(module: str, targets: Sequence[str], count: int, names: Sequence[str]) -> list[str]:
     """Names of the adapted parameters of the module; of more targets than wrappers, those that the base has."""
     found = {
-        target.rpartition(".")[2] for target in targets if f".{module}".endswith(f".{_parent(target)}".rstrip("."))
+        target.rpartition(".")[2]
+        for target in targets
+        if f".{module}".endswith(f".{target.rpartition('.')[0]}".rstrip("."))
     }
     if len(found) > count:
         found = {name for name in found if any(f".{item}".endswith(f".{module}.{name}") for item in names)}
     return sorted(found)
-
-
-def _parent(target: str) -> str:
-    return target.rpartition(".")[0]
 
 
 def is_transposed(

@@ -47,18 +47,14 @@ def match_names(
             f"`{adapter}` adapts `{missing[0]}`, which could be {_quoted(options)} of the base",
             hint="rename the adapter's tensors to the names in the base's files",
         )
-    raise MalformedInput(
-        f"`{adapter}` adapts {len(missing)} tensors that the base does not have: {_nearest(missing, names)}",
-        hint=f"{_own_names(names)}; give the base that the adapter names in its `base_model_name_or_path`, or rename "
-        "the adapter's tensors if it is this one",
-    )
-
-
-def _own_names(names: Collection[str]) -> str:
-    """What the base has, in words: names without numbers of layers are enough to see another model or version."""
+    # names without numbers of layers are enough to see another model or version
     kinds = list(dict.fromkeys(NUMBER.sub("N", name) for name in names))
     few = [kinds[index] for index in sorted({0, len(kinds) // 2, len(kinds) - 1})] if kinds else []
-    return f"the base has tensors such as {', '.join(f'`{name}`' for name in few)}"
+    raise MalformedInput(
+        f"`{adapter}` adapts {len(missing)} tensors that the base does not have: {_nearest(missing, names)}",
+        hint=f"the base has tensors such as {', '.join(f'`{name}`' for name in few)}; give the base that the adapter "
+        "names in its `base_model_name_or_path`, or rename the adapter's tensors if it is this one",
+    )
 
 
 def match_saved(
@@ -116,7 +112,7 @@ def _exchanges(missing: Sequence[str], names: set[str]) -> Iterator[dict[str, st
         old, new = _differing_prefixes(missing[0], name)
         if (
             (old, new) in tried
-            or not _share_module(old, missing[0])
+            or "." not in missing[0][len(old) :]  # `weight` alone would match anything
             or any(part.isdigit() for part in f"{old}{new}".split("."))
         ):
             continue
@@ -132,11 +128,6 @@ def _differing_prefixes(one: str, other: str) -> tuple[str, str]:
         left.pop()
         right.pop()
     return "".join(f"{part}." for part in left), "".join(f"{part}." for part in right)
-
-
-def _share_module(prefix: str, name: str) -> bool:
-    """Whether more than the parameter's name follows the prefix; `weight` alone would match anything."""
-    return "." in name[len(prefix) :]
 
 
 def _nearest(missing: list[str], names: Collection[str]) -> str:

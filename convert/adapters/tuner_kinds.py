@@ -8,19 +8,50 @@ from math import isqrt, prod
 
 import numpy as np
 
-from llmconv.convert.adapters.lora_config import AdapterFields, invalid_field
+from llmconv.convert.adapters.adapter import FittingShape, ModuleTensors, RowChange, Tuner, WeightShape
+from llmconv.convert.adapters.lora_config import AdapterFields
 from llmconv.convert.adapters.low_rank_sum import thin_product
-from llmconv.convert.adapters.tuners import (
-    FittingShape,
-    ModuleTensors,
-    RowChange,
-    TorchRandom,
-    Tuner,
-    WeightShape,
-    first_of_permutation,
-)
+from llmconv.convert.fields import LARGEST
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory
+
+# Some adapters store only a seed: torch's CPU generator is the Mersenne Twister, seeded like numpy's `RandomState`
+# (`aten/src/ATen/core/MT19937RNGEngine.h`).
+LONG = (2**32 - 1) // 20
+"""Size from which torch draws permutations in another way (`aten/src/ATen/native/TensorFactories.cpp`)."""
+
+
+class TorchRandom:
+    """The 32-bit numbers of torch's generator after `manual_seed(seed)`."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = np.random.RandomState(seed & 0xFFFFFFFF)
+
+    def take(self, count: int) -> Array:
+        """The next `count` numbers, uint32."""
+        return np.frombuffer(self._state.bytes(4 * count), "<u4")
+
+    def uniform(self, shape: tuple[int, ...], low: float, high: float) -> Array:
+        """A float32 array with the values of `tensor.uniform_(low, high)` (`at::uniform_real_distribution`)."""
+        fractions = (self.take(math.prod(shape)) & 0xFFFFFF) * 2.0**-24
+        start, width = np.float32(low), np.float32(high) - np.float32(low)
+        return (fractions * float(width) + float(start)).astype(np.float32).reshape(shape)
+
+
+def first_of_permutation(size: int, count: int, seed: int) -> Array:
+    """The first `count` of `torch.randperm(size)` by this seed, int64; UnsupportedInput if `size` is `LONG` or more."""
+    if size >= LONG:
+        raise UnsupportedInput(
+            f"unsupported: a seeded permutation of {size:,} elements", hint="merge it with PEFT's `merge_and_unload`"
+        )
+    draws = TorchRandom(seed).take(count) % (size - np.arange(count, dtype=np.int64))
+    moved: dict[int, int] = {}
+    result = np.empty(count, np.int64)
+    for step, draw in enumerate(draws.tolist()):
+        result[step] = moved.get(step + draw, step + draw)
+        moved[step + draw] = moved.pop(step, step)
+    return result
+
 
 # IA3: rows of W times a vector, or columns in feed-forward modules (arXiv 2205.05638; PEFT `tuners/ia3/layer.py`).
 # l is out×1, or 1×in in a feed-forward module; the bias is scaled with the rows.
@@ -67,12 +98,12 @@ def _adalora_fit(learned: ModuleTensors) -> FittingShape:
     (rank, columns), (rows, other) = learned.shape("lora_A", 2), learned.shape("lora_B", 2)
     learned.same("the rank", rank, other, learned.shape("lora_E", 2)[0])
     learned.same("the width of `lora_E`", learned.shape("lora_E")[1], 1)
-    _ = learned.settings.positive("lora_alpha", 8), _adalora_rank_before(learned)
+    _ = learned.settings.number("lora_alpha", default=8), _adalora_rank_before(learned)
     return rows, columns
 
 
 def _adalora_delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
-    scale = learned.settings.positive("lora_alpha", 8) / (_adalora_rank_before(learned) + 1e-5)
+    scale = learned.settings.number("lora_alpha", default=8) / (_adalora_rank_before(learned) + 1e-5)
     left, right = learned.read("lora_B") * scale, learned.read("lora_A") * learned.read("lora_E")
 
     return lambda weight, start: thin_product(left[start : start + len(weight)], right)
@@ -80,7 +111,7 @@ def _adalora_delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
 
 def _adalora_rank_before(learned: ModuleTensors) -> float:
     if "ranknum" not in learned.tensors:
-        return learned.settings.positive("init_r", 12)
+        return learned.settings.number("init_r", default=12)
     learned.same("the length of `ranknum`", *learned.shape("ranknum", 1), 1)
     if (rank := float(learned.read("ranknum")[0])) <= 0:
         raise learned.misfit(f"`ranknum` is {rank:g}")
@@ -240,9 +271,9 @@ def _vera_require(learned: ModuleTensors, shape: WeightShape) -> None:
 
 def _vera_drawn(settings: AdapterFields, shapes: Sequence[WeightShape]) -> Mapping[str, LazyTensor]:
     """A and B as PEFT draws them (`VeraModel._init_vera_A_vera_B`): uniform in ±√(6/columns), one after the other."""
-    if not isinstance(seed := settings.fields.get("projection_prng_key", 0), int):
-        raise invalid_field("projection_prng_key", seed)
-    draws, rank = TorchRandom(seed), int(settings.positive("r", 256))
+    if not isinstance(seed := settings.values.get("projection_prng_key", 0), int):
+        raise settings.invalid("projection_prng_key", seed)
+    draws, rank = TorchRandom(seed), int(settings.number("r", default=256))
     sizes = {"vera_A": (rank, max(columns for _, columns in shapes)), "vera_B": (max(rows for rows, _ in shapes), rank)}
     bounds = {name: math.sqrt(3.0) * (math.sqrt(2) / math.sqrt(columns)) for name, (_, columns) in sizes.items()}
     return {
@@ -279,10 +310,10 @@ VERA = Tuner(
 def _fourierft_fit(learned: ModuleTensors) -> FittingShape:
     """Any size; the number of frequencies must be the config's."""
     (count,), settings = learned.shape("fourierft_spectrum", 1), learned.settings
-    expected = settings.of_module("n_frequency_pattern", learned.module, settings.positive("n_frequency", 1000))
+    expected = settings.of_module("n_frequency_pattern", learned.module, settings.number("n_frequency", default=1000))
     learned.same("the number of frequencies", count, int(expected))
-    settings.number("scaling", 150)
-    if not isinstance(seed := settings.fields.get("random_loc_seed", 777), int):
+    settings.number("scaling", default=150, least=-LARGEST)
+    if not isinstance(seed := settings.values.get("random_loc_seed", 777), int):
         raise MalformedInput(
             f"the adapter config has {seed!r} for `random_loc_seed`, so the positions of its frequencies are unknown",
             hint="ask the adapter's author for the seed it was trained with",
@@ -299,13 +330,13 @@ def _fourierft_require(learned: ModuleTensors, shape: WeightShape) -> None:
 def _fourierft_delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
     """Rows of the update, from half of the spectrum's Hermitian part, whose transform is the real part."""
     values, settings = learned.read("fourierft_spectrum"), learned.settings
-    seed = settings.fields.get("random_loc_seed", 777)
+    seed = settings.values.get("random_loc_seed", 777)
     rows, columns = np.divmod(first_of_permutation(shape[0] * shape[1], len(values), seed), shape[1])
     spectrum = np.zeros((shape[0], shape[1] // 2 + 1), np.complex128)
     for down, across in ((rows, columns), (-rows % shape[0], -columns % shape[1])):
         near = across < spectrum.shape[1]
         np.add.at(spectrum, (down[near], across[near]), values[near] / 2)
-    change: Array = np.fft.irfft2(spectrum, s=shape) * settings.number("scaling", 150)
+    change: Array = np.fft.irfft2(spectrum, s=shape) * settings.number("scaling", default=150, least=-LARGEST)
     return lambda weight, start: change[start : start + len(weight)]
 
 
@@ -327,7 +358,7 @@ FOURIERFT = Tuner(
 def _hra_fit(learned: ModuleTensors) -> FittingShape:
     """in; the rank must be the config's."""
     columns, rank = learned.shape("hra_u", 2)
-    learned.same("the rank", rank, int(learned.settings.positive("r", 8)))
+    learned.same("the rank", rank, int(learned.settings.number("r", default=8)))
     learned.settings.flag("apply_GS")
     return None, columns
 
@@ -384,9 +415,13 @@ def _oft_fit(learned: ModuleTensors) -> FittingShape:
     (blocks, elements), settings = learned.shape(name, 2), learned.settings
     size = _oft_size(elements)
     learned.same(f"the width of `{name}`", elements, size * (size - 1) // 2)
-    _ = settings.number("eps", 6e-5), settings.flag("use_cayley_neumann"), settings.flag("coft")
-    if (terms := settings.positive("num_cayley_neumann_terms", 5)) not in range(1, MOST_TERMS):
-        raise invalid_field("num_cayley_neumann_terms", terms)
+    _ = (
+        settings.number("eps", default=6e-5, least=-LARGEST),
+        settings.flag("use_cayley_neumann"),
+        settings.flag("coft"),
+    )
+    if (terms := settings.number("num_cayley_neumann_terms", default=5)) not in range(1, MOST_TERMS):
+        raise settings.invalid("num_cayley_neumann_terms", terms)
     if settings.flag("block_share"):
         learned.same("the number of shared blocks", blocks, 1)
         return None, None
@@ -432,13 +467,13 @@ def rotations(learned: ModuleTensors) -> Array:
     skew -= skew.transpose(0, 2, 1)
     if settings.flag("coft"):
         # each matrix with a norm of at most `limit` (PEFT `_project_batch`)
-        limit = settings.number("eps", 6e-5) / np.sqrt(len(skew))
+        limit = settings.number("eps", default=6e-5, least=-LARGEST) / np.sqrt(len(skew))
         norms = np.linalg.norm(skew, axis=(1, 2), keepdims=True)
         factors: Array = np.where(norms <= limit, 1, limit / np.maximum(norms, np.finfo(float).tiny))
         skew = skew * factors
-    if settings.flag("use_cayley_neumann", True):
+    if settings.flag("use_cayley_neumann", default=True):
         # the series with n terms: I + 2Q + … + 2Qⁿ⁻² + Qⁿ⁻¹; with three, PEFT computes I + 2Q + 2Q² + Q³
-        terms = int(settings.positive("num_cayley_neumann_terms", 5))
+        terms = int(settings.number("num_cayley_neumann_terms", default=5))
         identity: Array = np.broadcast_to(np.eye(skew.shape[-1]), skew.shape)
         if terms < 2:
             return identity

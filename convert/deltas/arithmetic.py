@@ -165,7 +165,7 @@ class Differences:
         if id(tuned) not in self._made:
             self._made[id(tuned)] = (tuned, self._difference(name, base, tuned))
             self._names.append(name)
-            self.elements += _size(tuned)
+            self.elements += tuned.nbytes // tuned.dtype.itemsize
         return self._made[id(tuned)][1]
 
     def _difference(self, name: str, base: LazyTensor | None, tuned: LazyTensor) -> LazyTensor:
@@ -213,10 +213,6 @@ class Differences:
         return {name: count for name, count in sorted(found.items()) if count}
 
 
-def _size(tensor: LazyTensor) -> int:
-    return tensor.nbytes // tensor.dtype.itemsize
-
-
 def _rounded(values: Array, dtype: DType, name: str) -> Array:
     result = np.empty(values.shape, dtype.numpy)
     try:
@@ -242,18 +238,15 @@ def added(name: str, base: LazyTensor | None, delta: LazyTensor) -> LazyTensor:
     work = BY_NAME["float64" if "float64" in kinds else "float32"]
 
     def load(start: int, stop: int) -> Array:
-        total = _widened(delta.rows(start, stop), work)
+        rows = delta.rows(start, stop)
+        wide = widen(rows)
+        total = wide.astype(work.numpy, copy=wide is rows)
         last = min(stop, base.num_rows) if base else start
         if base and start < last:
-            total[: last - start] += _widened(base.rows(start, last), work)
+            total[: last - start] += widen(base.rows(start, last))
         return total
 
     return LazyTensor(work, delta.shape, load)
-
-
-def _widened(rows: Array, work: DType) -> Array:
-    wide = widen(rows)
-    return wide.astype(work.numpy, copy=wide is rows)
 
 
 def rounded(tensor: LazyTensor, dtype: DType) -> LazyTensor:
@@ -286,7 +279,7 @@ def all_rounded(sums: Mapping[str, LazyTensor], kept: Mapping[str, DType], dtype
 NORM = ("norm.weight", "ln_f.weight")
 GENERATION = "generation_config.json"
 VOCABULARIES = {
-    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 }
 
 
@@ -308,7 +301,9 @@ def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Ch
         raise UnsupportedInput("base or delta is quantized", hint="give the weights from before quantization")
     below, above = _same_names(base, delta)
     _check_shapes(base, delta, below, above)
-    by_mean = _begin_at_mean(below, above)
+    embedding = find_embedding(below)  # new tokens may be stored as differences from the mean, as Stanford Alpaca's are
+    grown = embedding is not None and below[embedding].num_rows < above[embedding].num_rows
+    by_mean = grown and begins_at_mean(below[embedding or ""], above[embedding or ""])
     _require_delta(below, above, delta)
     warnings = [*base.warnings, *_grown(below, above, by_mean=by_mean)]
     kept = {name: wider(below[name].dtype, above[name].dtype) for name in below}
@@ -318,11 +313,14 @@ def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Ch
             name: tensor if tensor.shape == above[name].shape else with_mean_rows(tensor, above[name].num_rows)
             for name, tensor in below.items()
         }
-    sums = {name: added(name, _halved(below[name], above[name], chosen[name]), above[name]) for name in below}
+    for name in below:  # FastChat's script rounds the base to float16 before adding
+        if above[name].dtype == chosen[name] == FLOAT16:
+            below[name] = rounded(below[name], FLOAT16)
+    sums = {name: added(name, below[name], above[name]) for name in below}
     (own, _), (other, dropped) = without_code(base.config), without_code(delta.config)
     config = {**own, **other, **({AUTO_MAP: base.config[AUTO_MAP]} if AUTO_MAP in base.config else {})}
     warnings += [f"dropped {listing(dropped)} from the configuration: no code comes from a delta"] if dropped else []
-    if embedding := find_embedding(below):
+    if embedding:
         set_everywhere(config, "vocab_size", above[embedding].num_rows)
     if HEAD in below and is_tied(config):
         set_everywhere(config, "tie_word_embeddings", False)
@@ -348,7 +346,7 @@ def _files(base: Mapping[str, bytes], delta: Mapping[str, bytes]) -> dict[str, b
 NamedTensors = Mapping[str, LazyTensor]
 
 
-def _same_names(base: Checkpoint, delta: Checkpoint) -> tuple[NamedTensors, NamedTensors]:
+def _same_names(base: Checkpoint, delta: Checkpoint) -> tuple[dict[str, LazyTensor], NamedTensors]:
     """The tensors of both, without buffers, with a head that only one stores; MalformedInput for missing keys."""
     below = {name: tensor for name, tensor in base.items() if not DROPPED.search(name)}
     above = dict(delta.tensors)
@@ -366,12 +364,12 @@ def _same_names(base: Checkpoint, delta: Checkpoint) -> tuple[NamedTensors, Name
 
 
 def _check_shapes(base: Checkpoint, delta: Checkpoint, below: NamedTensors, above: NamedTensors) -> None:
-    odd = [
-        f"{name} {list(above[name].shape)} for {list(below[name].shape)}"
-        for name in below
-        if below[name].shape != above[name].shape
-        and not (is_vocabulary(name) and _is_longer(below[name].shape, above[name].shape))
-    ]
+    odd = []
+    for name in below:
+        few, many = below[name].shape, above[name].shape
+        grown = is_vocabulary(name) and len(few) == len(many) and few[1:] == many[1:] and few < many
+        if few != many and not grown:
+            odd.append(f"{name} {list(many)} for {list(few)}")
     if not odd:
         return
     hint = "the delta was made from another model; see its page for the base it needs"
@@ -387,23 +385,6 @@ def _check_shapes(base: Checkpoint, delta: Checkpoint, below: NamedTensors, abov
 def is_vocabulary(name: str) -> bool:
     """Whether a tensor of this name has a row for each token."""
     return name == HEAD or name.endswith(EMBEDDINGS)
-
-
-def _is_longer(below: tuple[int, ...], above: tuple[int, ...]) -> bool:
-    return len(below) == len(above) and below[1:] == above[1:] and above[0] > below[0]
-
-
-def _halved(base: LazyTensor, delta: LazyTensor, result: DType) -> LazyTensor:
-    """The base, rounded to float16 if FastChat's script would do so before adding."""
-    return rounded(base, result) if delta.dtype == result == BY_NAME["float16"] else base
-
-
-def _begin_at_mean(below: NamedTensors, above: NamedTensors) -> bool:
-    """Whether new tokens are stored as differences from the mean of the others, as Stanford Alpaca's are."""
-    name = find_embedding(below)
-    if name is None or below[name].num_rows >= above[name].num_rows:
-        return False
-    return begins_at_mean(below[name], above[name])
 
 
 def _grown(below: NamedTensors, above: NamedTensors, *, by_mean: bool) -> list[str]:
@@ -540,12 +521,9 @@ def _warnings(base: Checkpoint, tuned: Checkpoint, script: Script, *, grown: boo
         warnings.append(f"{script.title}'s script keeps the base's configuration; the models differ in {listing(odd)}")
     if grown and not script.mean_rows:
         warnings.append("only FastChat before 0.2 lengthens the base by one token; later ones cannot apply this delta")
-    if script.mean_rows and base.side_files.keys() & VOCABULARIES and grown == _has_padding(base):
+    files = ("special_tokens_map.json", "tokenizer_config.json")
+    has_padding = any(json_object(base.side_files.get(name, b"{}")).get("pad_token") for name in files)
+    if script.mean_rows and base.side_files.keys() & VOCABULARIES and grown == has_padding:
         expected = "no more tokens, since the base has a padding token" if grown else "one token more, `[PAD]`"
         warnings.append(f"{script.title}'s script expects {expected}; only `llmconv delta apply` can apply this delta")
     return warnings
-
-
-def _has_padding(model: Checkpoint) -> bool:
-    names = ("special_tokens_map.json", "tokenizer_config.json")
-    return any(json_object(model.side_files.get(name, b"{}")).get("pad_token") for name in names)

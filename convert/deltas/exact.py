@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -66,18 +66,14 @@ def with_differences(guess: Array, change: Array) -> Array:
     np.negative(sign, out=sign)
     sign ^= steps >> 1
     sign += _ordered(guess)
-    return _unordered(sign, guess.dtype).reshape(guess.shape)
+    bits = sign if guess.dtype.kind in "iub" else _flipped(sign)  # as in `_ordered`: the sign bit does not change
+    return bits.view(guess.dtype).reshape(guess.shape)
 
 
 def _ordered(values: Array) -> Array:
     """Bit patterns as unsigned integers; those of floats in the order of their values: negative ones are inverted."""
     bits = values.reshape(-1).view(f"u{values.dtype.itemsize}")
     return bits.copy() if values.dtype.kind in "iub" else _flipped(bits)
-
-
-def _unordered(bits: Array, dtype: np.dtype[np.generic]) -> Array:
-    """The reverse of `_ordered`: the same operation, since the sign bit does not change."""
-    return (bits if dtype.kind in "iub" else _flipped(bits)).view(dtype)
 
 
 def _flipped(bits: Array) -> Array:
@@ -143,11 +139,15 @@ def plan_exact(base: Checkpoint, tuned: Checkpoint, max_shard_size: str | int) -
     """The files of an exact delta; reads no weights. UnsupportedInput if a new tensor's rows are too large to pack."""
     whole = plan_checkpoint(tuned, max_shard_size)
     predicted = {name: _predicted(name, tensor, base) for name, tensor in tuned.items()}
-    groups = [group for shard in whole.shards for group in _groups(shard.tensors)]
+    # the tensors of a shard in groups that fit into one index
+    shards = [list(shard.tensors.items()) for shard in whole.shards]
+    groups = [
+        dict(shard[first : first + TENSORS_LIMIT]) for shard in shards for first in range(0, len(shard), TENSORS_LIMIT)
+    ]
     count = len(groups)
     names = ["delta.zst"] if count == 1 else [f"delta-{number:05}-of-{count:05}.zst" for number in range(1, count + 1)]
     container = partial(frame_pieces, predicted)
-    shards = tuple(Shard(name, group, container) for name, group in zip(names, groups, strict=True))
+    files = tuple(Shard(name, group, container) for name, group in zip(names, groups, strict=True))
     content = {
         "delta": "exact",
         "version": VERSION,
@@ -157,14 +157,7 @@ def plan_exact(base: Checkpoint, tuned: Checkpoint, max_shard_size: str | int) -
         "removed": sorted(name for name in base if name not in tuned),
     }
     small = {**tuned.side_files, "config.json": json_bytes(tuned.config), DELTA_FILE: json_bytes(content)}
-    return Plan(tuned, shards, small)
-
-
-def _groups(tensors: Mapping[str, LazyTensor]) -> Iterator[dict[str, LazyTensor]]:
-    """The tensors of a shard in groups that fit into one index."""
-    items = list(tensors.items())
-    for first in range(0, len(items), TENSORS_LIMIT):
-        yield dict(items[first : first + TENSORS_LIMIT])
+    return Plan(tuned, files, small)
 
 
 def _predicted(name: str, tensor: LazyTensor, base: Checkpoint) -> PredictedTensor:
@@ -298,21 +291,14 @@ def frame_pieces(predicted: Mapping[str, PredictedTensor], tensors: Mapping[str,
     spans = [(name, *span) for name in tensors for span in predicted[name].tensor.blocks()]
     blocks = prefetch(partial(_packed, predicted[name], start, stop) for name, start, stop in spans)
     for name, _, _ in spans:
-        yield partial(_next_frame, entries[name], blocks)
+        yield partial(lambda name, crcs: entries[name].add(*next(blocks)), name)
     yield lambda crcs: _index(entries)
 
 
-def _next_frame(entry: _Entry, blocks: Iterator[_PackedBlock], crcs: Sequence[int]) -> bytes:
-    return entry.add(next(blocks))
-
-
-@dataclass(frozen=True)
-class _PackedBlock:
-    """One block: its frame, empty where nothing changed; CRC-32 of the tuned and the base's rows; the base's rows."""
-
-    frame: bytes
-    crcs: tuple[int, int]
-    base: Array | None
+def _index(entries: Mapping[str, _Entry]) -> bytes:
+    text = json.dumps({"tensors": {name: entry.content() for name, entry in entries.items()}}).encode()
+    frame = text + END.pack(len(text), TAIL)
+    return struct.pack("<II", MAGIC, len(frame)) + frame
 
 
 class _Entry:
@@ -321,47 +307,39 @@ class _Entry:
     def __init__(self, predicted: PredictedTensor) -> None:
         tensor, base = predicted.tensor, predicted.base
         height = next(tensor.blocks(), (0, 1))[1]
-        known = {"name": predicted.name, "dtype": base.dtype.name, "shape": list(base.shape)} if base else None
-        self.blocks: list[list[int]] = []
-        self.digest = hashlib.sha256()
+        self._known = {"name": predicted.name, "dtype": base.dtype.name, "shape": list(base.shape)} if base else {}
+        self._blocks: list[list[int]] = []
+        self._digest = hashlib.sha256()
         self._base, self._rows = base, tensor.num_rows
-        self._known = known
         self._content = {"dtype": tensor.dtype.name, "shape": list(tensor.shape), "rows": height, "base": None}
 
-    def add(self, block: _PackedBlock) -> bytes:
-        """Records the next block and returns its frame."""
-        self.blocks.append([len(block.frame), *block.crcs])
-        if block.base is not None:
-            self.digest.update(as_bytes(block.base))
-        return block.frame
+    def add(self, frame: bytes, crcs: tuple[int, int], known: Array | None) -> bytes:
+        """Records the next block, as `_packed` returns it, and returns its frame."""
+        self._blocks.append([len(frame), *crcs])
+        if known is not None:
+            self._digest.update(as_bytes(known))
+        return frame
 
     def content(self) -> dict[str, Any]:
         """The entry, once all blocks have passed; its sha256 includes rows of the base that the tuned model lacks."""
         if self._base is None:
-            return {**self._content, "blocks": self.blocks}
+            return {**self._content, "blocks": self._blocks}
         for start, stop in self._base.blocks():
             if stop > self._rows:
-                self.digest.update(as_bytes(self._base.rows(max(start, self._rows), stop)))
-        base = {**(self._known or {}), "sha256": self.digest.hexdigest()}
-        return {**self._content, "base": base, "blocks": self.blocks}
+                self._digest.update(as_bytes(self._base.rows(max(start, self._rows), stop)))
+        return {**self._content, "base": {**self._known, "sha256": self._digest.hexdigest()}, "blocks": self._blocks}
 
 
-def _packed(predicted: PredictedTensor, start: int, stop: int) -> _PackedBlock:
+def _packed(predicted: PredictedTensor, start: int, stop: int) -> tuple[bytes, tuple[int, int], Array | None]:
+    """A block: its frame, empty where nothing changed; CRC-32 of the tuned and the base's rows; the base's rows."""
     rows, known = predicted.tensor.rows(start, stop), known_rows(predicted.base, start, stop)
     guess = predicted_rows(known, predicted.tensor.dtype, rows.shape)
     same = np.array_equal(rows.reshape(-1).view(np.uint8), guess.reshape(-1).view(np.uint8))
     crcs = crc32(as_bytes(rows)), crc32(as_bytes(known)) if known is not None else 0
-    return _PackedBlock(b"" if same else _compress(byte_planes(ulp_differences(rows, guess))), crcs, known)
-
-
-def _compress(content: Array) -> bytes:
-    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(content.data)
-
-
-def _index(entries: Mapping[str, _Entry]) -> bytes:
-    text = json.dumps({"tensors": {name: entry.content() for name, entry in entries.items()}}).encode()
-    frame = text + END.pack(len(text), TAIL)
-    return struct.pack("<II", MAGIC, len(frame)) + frame
+    if same:
+        return b"", crcs, known
+    content = byte_planes(ulp_differences(rows, guess))
+    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(content.data), crcs, known
 
 
 # Sizes of a block, which is held in memory; only blocks of one row may be larger, and of all rows smaller
@@ -377,10 +355,6 @@ def _other_base(problem: str) -> InputRefused:
         f"the base is not the one that the delta was made from: {problem}",
         hint="give the model that it was extracted from",
     )
-
-
-def _has_other_values(name: str) -> str:
-    return f"`{name}` has other values"
 
 
 @dataclass(frozen=True)
@@ -425,7 +399,7 @@ class DeltaTensor:
         """
         refuse = other_base or _other_base
         if self.base and isinstance(base, FileTensor) and not base.record and self._keeps(base):
-            refusal = partial(refuse, _has_other_values(self.base.name))
+            refusal = partial(refuse, f"`{self.base.name}` has other values")
             record = ChecksummedRange(base.path, self.base.name, base.offset, base.nbytes, self._base_crc(), refusal)
             return FileTensor(base.path, base.offset, base.dtype, base.shape, record)
         return LazyTensor(self.dtype, self.shape, partial(self._load, base, refuse))
@@ -449,7 +423,7 @@ class DeltaTensor:
             last = min(first + self.rows, self.shape[0] if self.shape else 1)
             known = known_rows(base, first, last)
             if known is not None and self.base and crc32(as_bytes(known)) != self.blocks[number].base_crc:
-                raise other_base(_has_other_values(self.base.name))
+                raise other_base(f"`{self.base.name}` has other values")
             block = self._restored(self.blocks[number], known, (last - first, *self.shape[1:]))
             parts.append(block[max(0, start - first) : stop - first])
         if not parts:

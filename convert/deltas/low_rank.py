@@ -235,11 +235,16 @@ class LowRankDelta:
 
     def captured(self) -> dict[str, float]:
         """‖B·A‖ / ‖tuned − base‖ of each product."""
-        return {name: self.factors.share(name).captured for name in self.products}
+        return {name: _captured(*self.factors.share(name)) for name in self.products}
 
     def captured_overall(self) -> float:
-        shares = [self.factors.share(name) for name in self.products]
-        return CapturedNorm(sum(share.held for share in shares), sum(share.change for share in shares)).captured
+        held, change = zip(*map(self.factors.share, self.products), strict=True)
+        return _captured(sum(held), sum(change))
+
+
+def _captured(held: float, change: float) -> float:
+    """‖product‖ / ‖change‖, 0 to 1, from their squares."""
+    return sqrt(min(1.0, held / change)) if change else 1.0
 
 
 def plan_low_rank(base: Checkpoint, tuned: Checkpoint, rank: int, dtype: str) -> LowRankDelta:
@@ -258,7 +263,10 @@ def plan_low_rank(base: Checkpoint, tuned: Checkpoint, rank: int, dtype: str) ->
     tensors: dict[str, LazyTensor] = {}
     for name in products:
         tensors |= _pair(name, changes[name], min(rank, *changes[name].shape), factors, turned=name in turned)
-    tensors |= {_stored_name(name, products): above[name] for name in whole}
+    for name in whole:
+        module, _, kind = name.rpartition(".")  # that of a layer with a product has one more level
+        level = ".base_layer" if f"{module}.weight" in products else ""
+        tensors[f"{PREFIX}{module}{level}.{kind}"] = above[name]
     if dtype != "keep":
         tensors = {name: cast(tensor, BY_NAME[dtype]) for name, tensor in tensors.items()}
     small = {_module(name): min(change.shape) for name, change in changes.items() if min(change.shape) < rank}
@@ -312,10 +320,11 @@ def _sorted(base: Checkpoint, below: NamedTensors, above: NamedTensors) -> tuple
     model = blueprint(base.config)
     if model and (odd := [name for name in changed if name not in model.shapes]):
         raise UnsupportedInput(
-            f"transformers has other names for {len(odd)} changed tensors: {listing(odd)}",
-            hint=EXACT,
+            f"transformers has other names for {len(odd)} changed tensors: {listing(odd)}", hint=EXACT
         )
-    routers, own_head = _beside_experts(above), HEAD in base and not is_tied(base.config)
+    # weights directly in a module with experts are routers, which PEFT only saves whole
+    routers = {name.partition(".experts.")[0] for name in above if ".experts." in name}
+    own_head = HEAD in base and not is_tied(base.config)
     products = [
         name
         for name in changed
@@ -326,13 +335,11 @@ def _sorted(base: Checkpoint, below: NamedTensors, above: NamedTensors) -> tuple
     ]
     if not products:
         raise UnsupportedInput("no linear weight changed, so an adapter would be empty", hint=EXACT)
-    return products, _with_siblings([name for name in changed if name not in products], above)
-
-
-def _with_siblings(whole: list[str], above: NamedTensors) -> list[str]:
-    """`whole` with all parameters of the same modules, as PEFT saves them; the bias of a linear layer goes alone."""
-    modules = [_module(name) for name in whole if not _is_linear_bias(name, above)]
-    return [name for name in above if name in whole or (_module(name) in modules and not _is_linear_bias(name, above))]
+    # with all parameters of the same modules, as PEFT saves them; the bias of a linear layer goes alone
+    whole = [name for name in changed if name not in products]
+    modules = {_module(name) for name in whole if not _is_linear_bias(name, above)}
+    siblings = {name for name in above if _module(name) in modules and not _is_linear_bias(name, above)}
+    return products, [name for name in above if name in siblings or name in whole]
 
 
 def _module(name: str) -> str:
@@ -342,11 +349,6 @@ def _module(name: str) -> str:
 def _is_linear(name: str, tensor: LazyTensor) -> bool:
     is_embedding = name.endswith((*EMBEDDINGS, "wpe.weight")) or "embed" in name
     return name.endswith(".weight") and len(tensor.shape) == 2 and not is_embedding
-
-
-def _beside_experts(tensors: NamedTensors) -> set[str]:
-    """The modules with experts; weights directly in one are routers, which PEFT only saves whole."""
-    return {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
 
 
 def _is_linear_bias(name: str, tensors: NamedTensors) -> bool:
@@ -391,12 +393,6 @@ def _pair(
     }
 
 
-def _stored_name(name: str, products: list[str]) -> str:
-    """PEFT's name for a tensor that is stored whole; that of a layer with a product has one more level."""
-    module, _, kind = name.rpartition(".")
-    return f"{PREFIX}{module}.base_layer.{kind}" if f"{module}.weight" in products else PREFIX + name
-
-
 def _warnings(
     base: Checkpoint, tuned: Checkpoint, below: NamedTensors, above: NamedTensors, whole: list[str]
 ) -> list[str]:
@@ -417,25 +413,12 @@ DENSE, THIN, SPARSE = 1 << 20, 512, 8
 for ranks above this fraction (1/`SPARSE`) of it."""
 
 
-@dataclass(frozen=True)
-class CapturedNorm:
-    """Squared Frobenius norms: of the product (`held`), and of the change that it approximates."""
-
-    held: float
-    change: float
-
-    @property
-    def captured(self) -> float:
-        """‖product‖ / ‖change‖, 0 to 1."""
-        return sqrt(min(1.0, self.held / self.change)) if self.change else 1.0
-
-
 class FactoredChanges:
     """The products of changes (width in `ranks`) by weight, each computed once needed, one at a time."""
 
     def __init__(self, changes: Mapping[str, MatrixChange], ranks: Mapping[str, int]) -> None:
         self._changes, self._ranks = changes, ranks
-        self._shares: dict[str, CapturedNorm] = {}
+        self._shares: dict[str, tuple[float, float]] = {}
         self._recent: OrderedDict[str, tuple[Array, Array]] = OrderedDict()
         self._lock = Lock()
 
@@ -450,14 +433,14 @@ class FactoredChanges:
                     self._recent.popitem(last=False)
             return self._recent[name]
 
-    def share(self, name: str) -> CapturedNorm:
-        """The norms of a change and of its product."""
+    def share(self, name: str) -> tuple[float, float]:
+        """The squared Frobenius norms of the product, and of the change that it approximates."""
         if name not in self._shares:
             self.of(name)
         return self._shares[name]
 
 
-def factored(name: str, change: MatrixChange, rank: int) -> tuple[Array, Array, CapturedNorm]:
+def factored(name: str, change: MatrixChange, rank: int) -> tuple[Array, Array, tuple[float, float]]:
     """left, right and the norms of their product and the change; see `FactoredChanges.of`."""
     rows, columns = change.shape
     if rows * columns > DENSE and min(rows, columns) > THIN and SPARSE * rank <= min(rows, columns):
@@ -468,7 +451,7 @@ def factored(name: str, change: MatrixChange, rank: int) -> tuple[Array, Array, 
         left, right, total = _dense(name, change, rank)
     # One side is orthonormal, the other as long as the singular values; √σ for each.
     values = np.linalg.norm(left, axis=0) * np.linalg.norm(right, axis=1)
-    share = CapturedNorm(float(np.square(values).sum()), total)
+    share = float(np.square(values).sum()), total
     root = np.sqrt(np.where(values > 0, values, 1))
     upper, lower = (root, 1 / root) if rows < columns else (1 / root, root)
     return (left * upper).astype(np.float32), (right * lower[:, None]).astype(np.float32), share
@@ -483,21 +466,19 @@ def _dense(name: str, change: MatrixChange, rank: int) -> tuple[Array, Array, fl
     rows, columns = change.shape
     blocks = list(change.tuned.blocks())
     if rows >= columns:
-        gram = sum((_squared(change.rows(*block).T) for block in blocks), np.zeros((columns, columns)))
+        gram = sum((part.T @ part for part in (change.rows(*block) for block in blocks)), np.zeros((columns, columns)))
         basis = _top(name, gram, rank)
         left = np.concatenate([change.rows(*block) @ basis for block in blocks])
         right = basis.T
     else:
         whole = np.concatenate([change.rows(*block).astype(np.float32) for block in blocks])
         parts = [slice(first, first + CHUNK) for first in range(0, columns, CHUNK)]
-        gram = sum((_squared(whole[:, part].astype(np.float64)) for part in parts), np.zeros((rows, rows)))
+        gram = sum(
+            (wide @ wide.T for wide in (whole[:, part].astype(np.float64) for part in parts)), np.zeros((rows, rows))
+        )
         basis = _top(name, gram, rank)
         left, right = basis, np.hstack([basis.T @ whole[:, part] for part in parts])
     return left, right, float(np.trace(gram))
-
-
-def _squared(part: Array) -> Array:
-    return part @ part.T
 
 
 def _top(name: str, gram: Array, rank: int) -> Array:

@@ -41,7 +41,7 @@ from llmconv.convert.formats import Format
 from llmconv.convert.models.completeness import as_loaded, select
 from llmconv.convert.models.config_file import OPTION, causal_lm_config, own_fields
 from llmconv.convert.models.mpt_config import enlarged, native_tensors
-from llmconv.convert.state_dicts.distributed import FILE, DistributedFolder, TensorItem, open_folder, sizes_of
+from llmconv.convert.state_dicts.distributed import FILE, TensorItem, open_folder, sizes_of
 from llmconv.convert.state_dicts.distributed import is_folder as is_distributed_folder
 from llmconv.convert.state_dicts.files import Sign, phrases
 from llmconv.convert.tokenizers import read_tokenizer
@@ -102,7 +102,15 @@ def _open_model(
             if settings["model_type"] == "mpt":
                 tensors = enlarged(native_tensors(tensors, path.name), {**stored, **given}, path.name)
             settings = as_loaded(tensors, settings)
-    side_files = read_tokenizer(tokenizer) if tokenizer else _tokenizer(path, run, base, warnings)
+    if tokenizer:
+        side_files = read_tokenizer(tokenizer)
+    else:
+        side_files, left_out = restore_files(run.branch("state", "integrations", "huggingface", "tokenizer"), path.name)
+        if left_out:
+            warnings.append(f"left out {listing(left_out)}: not among the files of a tokenizer")
+        if not side_files and not base:
+            warnings.append(f"`{path.name}` contains no tokenizer; give one with `--tokenizer` if you need it")
+        side_files = side_files or dict(base.side_files if base else {})
     side_files = {**generation_settings(base), **side_files}
     info = (version(run), run.shards, dropped(run))
     return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), *info)
@@ -114,22 +122,6 @@ def _embedded(run: ComposerRun, source: str) -> dict[str, Any]:
         run.branch("state", "integrations", "huggingface", "model", "config", "content"), source
     )
     return found
-
-
-def _tokenizer(path: Path, run: ComposerRun, base: Checkpoint | None, warnings: list[str]) -> dict[str, bytes]:
-    files, left_out = restore_files(run.branch("state", "integrations", "huggingface", "tokenizer"), path.name)
-    if left_out:
-        warnings.append(f"left out {listing(left_out)}: not among the files of a tokenizer")
-    if not files and base:
-        return dict(base.side_files)
-    if not files:
-        warnings.append(f"`{path.name}` contains no tokenizer; give one with `--tokenizer` if you need it")
-    return files
-
-
-def _peek(path: Path) -> Mapping[str, LazyTensor]:
-    run = open_run(path)
-    return select(run.branch("state", "model"), run.tensor, path.name, [], prefix="model.")
 
 
 FORMAT = Format(
@@ -144,7 +136,7 @@ FORMAT = Format(
         "as transformers' own computes the same"
     ),
     options=(*OPTIONS, OPTION),
-    peek=_peek,
+    peek=lambda path: select((run := open_run(path)).branch("state", "model"), run.tensor, path.name, [], "model."),
 )
 
 
@@ -172,12 +164,21 @@ def branch(value: Any, *keys: str) -> dict[Any, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def is_folder(path: Path) -> bool:
+    return (path / METADATA).is_file()
+
+
 def open_run(path: Path) -> ComposerRun:
     """Opens the run at `path` without reading tensors; InputRefused if it is malformed or of an unsupported kind."""
     if is_sharded(path):
-        return ComposerRun(*open_sharded(path))
+        return open_sharded(path)
     if is_folder(path):
-        model = open_torch_file(model_file(path))
+        if not (path / MODEL).is_file():
+            raise InputRefused(
+                f"`{path.name}` has no `{MODEL}`, so there are no weights in it",
+                hint="it was saved without the model, or the copy is incomplete",
+            )
+        model = open_torch_file(path / MODEL)
         return ComposerRun(folder_content(path, model.content), model.tensor, other_parts=other_parts(path))
     file = open_torch_file(path)
     refuse_rank_file(path, branch(file.content, "state", "model"))
@@ -187,20 +188,6 @@ def open_run(path: Path) -> ComposerRun:
 METADATA = "composer_metadata.json"
 MODEL = "model/model.pt"
 OTHER_PARTS = {"optim": "the optimizer's state", "resumption.pkl": "the state for resuming the run"}
-
-
-def is_folder(path: Path) -> bool:
-    return (path / METADATA).is_file()
-
-
-def model_file(folder: Path) -> Path:
-    """The torch file with the weights; InputRefused if there is none."""
-    if (folder / MODEL).is_file():
-        return folder / MODEL
-    raise InputRefused(
-        f"`{folder.name}` has no `{MODEL}`, so there are no weights in it",
-        hint="it was saved without the model, or the copy is incomplete",
-    )
 
 
 def folder_content(folder: Path, model: Any) -> dict[str, Any]:
@@ -239,26 +226,23 @@ VERSION = re.compile(r"[\w.+-]{1,60}")
 
 def version(run: ComposerRun) -> str:
     """The versions, such as `composer 0.32.1, torch 2.13.0`; empty if unknown."""
-    metadata = run.branch("state", "metadata")
+    torch = run.branch("state", "metadata").get("torch_version")
     versions = {
         "composer": run.branch("state", "metadata", "composer_env_info").get("composer_version"),
-        "torch": _text(metadata.get("torch_version")),
+        "torch": torch.args[0]
+        if isinstance(torch, Stub) and torch.args
+        else torch,  # a `TorchVersion`, a class of strings
     }
     return ", ".join(
         f"{name} {text}" for name, text in versions.items() if isinstance(text, str) and VERSION.fullmatch(text)
     )
 
 
-def _text(value: Any) -> Any:
-    """The text of a `TorchVersion`, torch's own class of strings."""
-    return value.args[0] if isinstance(value, Stub) and value.args else value
-
-
 def dropped(run: ComposerRun) -> tuple[str, ...]:
     """The parts that are not converted, one phrase each, with the size of their tensors; none is read."""
     parts = {key: value for key, value in run.content.items() if key != "state"} | run.branch("state")
-    leaves = {str(key): [*_leaves(value)] for key, value in parts.items() if key not in KEPT}
-    sizes = {PARTS.get(key, f"`{key[:40]}`"): sum(map(_nbytes, found)) for key, found in leaves.items() if found}
+    leaves = {str(key): [*_leaf_sizes(value)] for key, value in parts.items() if key not in KEPT}
+    sizes = {PARTS.get(key, f"`{key[:40]}`"): sum(found) for key, found in leaves.items() if found}
     # a sharded run has the same parts under quoted keys
     others = {
         PARTS.get(key.strip("`"), key): size for key, size in run.other_parts.items() if key.strip("`") not in KEPT
@@ -266,8 +250,8 @@ def dropped(run: ComposerRun) -> tuple[str, ...]:
     return phrases(sizes | others)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Everything except None in nested containers, each container once (a pickle may refer to one many times)."""
+def _leaf_sizes(value: Any) -> Iterator[int]:
+    """Bytes of all but None in nested containers, each container once (a pickle may refer to one many times)."""
     waiting, seen = [value], set()
     while waiting:
         item = waiting.pop()
@@ -275,14 +259,10 @@ def _leaves(value: Any) -> Iterator[Any]:
             if id(item) not in seen:
                 seen.add(id(item))
                 waiting.extend(item.values() if isinstance(item, Mapping) else item)
+        elif isinstance(item, TensorRef):
+            yield prod(item.shape) * (item.dtype.itemsize if item.dtype else 1)
         elif item is not None:
-            yield item
-
-
-def _nbytes(leaf: Any) -> int:
-    if isinstance(leaf, TensorRef):
-        return prod(leaf.shape) * (leaf.dtype.itemsize if leaf.dtype else 1)
-    return leaf.nbytes if isinstance(leaf, LazyTensor) else 0
+            yield item.nbytes if isinstance(item, LazyTensor) else 0
 
 
 MODEL_KEY = "model"
@@ -304,8 +284,8 @@ def is_sharded(path: Path) -> bool:
     return isinstance(state, dict) and MODEL_KEY in state and ("rng" in tree or bool(TRACES & set(state)))
 
 
-def open_sharded(path: Path) -> tuple[dict[str, Any], Callable[[str, Any], LazyTensor], int, dict[str, int]]:
-    """The fields of a ComposerRun: content, tensor, shards, other_parts; errors as in `open_folder`."""
+def open_sharded(path: Path) -> ComposerRun:
+    """Errors as in `open_folder`."""
     if is_folder(path):
         folder = open_folder(path / MODEL_KEY)
         state, left = folder_content(path, folder.tree)["state"], other_parts(path)
@@ -324,19 +304,18 @@ def open_sharded(path: Path) -> tuple[dict[str, Any], Callable[[str, Any], LazyT
     for entry in files.values() if isinstance(files, dict) else ():
         if isinstance(entry, dict) and entry.get("file_extension") == ".json":
             entry.setdefault("content", {})
-    content = {"state": {MODEL_KEY: _lazy(folder, model), **known}}
-    return content, lambda _, tensor: tensor, folder.shards, left
-
-
-def _lazy(folder: DistributedFolder, model: Any) -> dict[str, Any]:
     entries = model.items() if isinstance(model, Mapping) else ()
-    return {str(key): folder.tensor(str(key), item) if isinstance(item, TensorItem) else item for key, item in entries}
+    lazy = {str(key): folder.tensor(str(key), one) if isinstance(one, TensorItem) else one for key, one in entries}
+    content = {"state": {MODEL_KEY: lazy, **known}}
+    return ComposerRun(content, lambda _, tensor: tensor, folder.shards, left)
 
 
 def refuse_rank_file(path: Path, model: Any) -> None:
     """Raises UnsupportedInput for the file of one rank (`ShardedTensor`, or flat parameters of FSDP, `local`)."""
     entries = model.items() if isinstance(model, Mapping) else ()
-    if any(_is_sharded_tensor(value) for _, value in entries):
+    # pickled as today (a call with the class as argument) or as in 2023 (the object itself)
+    names = [name for _, value in entries if isinstance(value, Stub) for name in (value.function, *value.args)]
+    if any(isinstance(name, Global) and name.name == "ShardedTensor" for name in names):
         raise UnsupportedInput(
             f"`{path.name}` is one rank's part of a sharded run from before August 2023 (`ShardedTensor`)", hint=WAY_OUT
         )
@@ -345,12 +324,6 @@ def refuse_rank_file(path: Path, model: Any) -> None:
             f"`{path.name}` is one rank's part of a run saved with `state_dict_type: local` (flat parameters)",
             hint=WAY_OUT,
         )
-
-
-def _is_sharded_tensor(value: Any) -> bool:
-    """Whether it is pickled as today (a call with the class as argument) or as in 2023 (the object itself)."""
-    names = (value.function, *value.args) if isinstance(value, Stub) else ()
-    return any(isinstance(name, Global) and name.name == "ShardedTensor" for name in names)
 
 
 DEPTH_LIMIT = 64
@@ -386,7 +359,10 @@ HINT = "the checkpoint was changed after it was saved; do not trust it, or give 
 def _encode(name: str, extension: str, content: Any, source: str) -> bytes:
     match extension, content:
         case ".json", dict() | list():
-            return _json(name, plain(content, source))
+            # as its library writes it: tokenizers (Rust) for `vocab.json` and `tokenizer.json`, else transformers
+            form: dict[str, Any] = {"separators": (",", ":")} if name == "vocab.json" else {"indent": 2}
+            end = "" if name in ("vocab.json", "tokenizer.json") else "\n"
+            return (json.dumps(plain(content, source), ensure_ascii=False, **form) + end).encode()
         case ".txt", list() if all(isinstance(line, str) for line in content):
             # upstream adds a newline to every line; joining restores the file
             return "\n".join(content).encode()
@@ -397,36 +373,23 @@ def _encode(name: str, extension: str, content: Any, source: str) -> bytes:
     raise MalformedInput(f"`{source}` contains `{name}` with content of the wrong type", hint=HINT)
 
 
-def _json(name: str, content: Any) -> bytes:
-    """JSON as its library writes it: tokenizers (Rust) for `vocab.json` and `tokenizer.json`, else transformers."""
-    if name == "vocab.json":
-        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
-    end = "" if name == "tokenizer.json" else "\n"
-    return (json.dumps(content, ensure_ascii=False, indent=2) + end).encode()
-
-
 def plain(value: Any, source: str) -> Any:
     """A copy of `value`; MalformedInput unless it consists of JSON types, within limits of size and depth."""
-    return _Copier(source).copy(value, 0)
+    count = 0
+    seen: Counter[int] = Counter()  # repeats, because a pickle may refer to one list a million times
 
-
-class _Copier:
-    """Copies nested values, and counts values and repeats, because a pickle may refer to one list a million times."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.count = 0
-        self.seen: Counter[int] = Counter()
-
-    def copy(self, value: Any, depth: int) -> Any:
-        self.count += 1
+    def copy(value: Any, depth: int) -> Any:
+        nonlocal count
+        count += 1
         if value is None or isinstance(value, str | int | float):
             return value
-        self.seen[id(value)] += bool(value)
-        if depth > DEPTH_LIMIT or self.count > VALUE_LIMIT or self.seen[id(value)] > REPEAT_LIMIT:
-            raise MalformedInput(f"`{self.source}` contains a configuration that is too large or nested", hint=HINT)
+        seen[id(value)] += bool(value)
+        if depth > DEPTH_LIMIT or count > VALUE_LIMIT or seen[id(value)] > REPEAT_LIMIT:
+            raise MalformedInput(f"`{source}` contains a configuration that is too large or nested", hint=HINT)
         if isinstance(value, list | tuple):
-            return [self.copy(item, depth + 1) for item in value]
+            return [copy(item, depth + 1) for item in value]
         if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
-            return {str(key): self.copy(item, depth + 1) for key, item in value.items()}
-        raise MalformedInput(f"`{self.source}` contains a configuration with values that are not JSON", hint=HINT)
+            return {str(key): copy(item, depth + 1) for key, item in value.items()}
+        raise MalformedInput(f"`{source}` contains a configuration with values that are not JSON", hint=HINT)
+
+    return copy(value, 0)

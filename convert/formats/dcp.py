@@ -54,7 +54,10 @@ def _shard_folder(path: Path) -> Path | None:
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     shards = _shard_folder(path) or path
     folder, warnings = open_folder(shards), list[str]()
-    home = _home(shards)
+    # the configuration is next to the shards or above, and two above if the Trainer nests one more
+    above = shards.resolve().parents
+    places = [shards, *above[: 2 if shards.match(INNER) else 1]]
+    home = next((place for place in places if (place / "config.json").is_file()), None)
     stored = read_json(home / "config.json") if home else {}
     given = {name: value for name, value in config.items() if name not in FORMAT.options or name == OPTION}
     own = own_fields(stored, given, path.name) is not None
@@ -72,17 +75,11 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
                 tensors = _from_meta(tensors, settings, path.name) if is_meta_named(state) else tensors
                 settings = as_loaded(tensors, settings)
         own_files = read_tokenizer(tokenizer) if tokenizer else read_side_files(home) if home else {}
-        return Checkpoint(
-            path,
-            FORMAT.name,
-            tensors,
-            settings,
-            {**(base.side_files if base else {}), **own_files},
-            tuple(notes),
-            version=f"torch distributed checkpoint {folder.version}".rstrip(),
-            shards=folder.shards,
-            dropped=(*phrases(sizes_of(_without(folder.tree, root))), *left_out),
-        )
+        dropped = (*phrases(sizes_of(_without(folder.tree, root))), *left_out)
+        version = f"torch distributed checkpoint {folder.version}".rstrip()
+        side_files = {**(base.side_files if base else {}), **own_files}
+        more = (tuple(notes), version, folder.shards, dropped)
+        return Checkpoint(path, FORMAT.name, tensors, settings, side_files, *more)
 
     # the tensors as LazyTensor, and values unchanged; nested dicts are not part of the state dict
     named = {str(name): item for name, item in state.items() if not isinstance(item, dict)}
@@ -96,13 +93,6 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         return open_model(leaves, None)
     tensors = select(leaves, lambda _, tensor: tensor, path.name, warnings)
     return opened_with_adapter(tensors, shards, config, open_model)
-
-
-def _home(shards: Path) -> Path | None:
-    """The folder with `config.json`: that of the shards, or one above (two above if the Trainer nests one more)."""
-    above = shards.resolve().parents
-    candidates = [shards, *above[: 2 if shards.match(INNER) else 1]]
-    return next((folder for folder in candidates if (folder / "config.json").is_file()), None)
 
 
 def _model(

@@ -30,9 +30,8 @@ def _read(path: Path) -> StateFile:
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
-    found = _read(path)
-    version = found.around.get(VERSION)
-    return assemble(found, FORMAT.name, config, tokenizer, f"lightning {str(version)[:20]}")
+    version = str((found := _read(path)).around.get(VERSION))[:20]
+    return assemble(found, FORMAT.name, config, tokenizer, f"lightning {version}")
 
 
 FORMAT = Format(

@@ -17,20 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
-from llmconv.convert.algebra import (
-    concat,
-    first_missing,
-    fitting,
-    inverse_order,
-    inverted,
-    permute_rows,
-    rename,
-    replicated,
-    require,
-    rope_order,
-    slice_rows,
-    split,
-)
+from llmconv.convert import algebra, tokenizers
+from llmconv.convert.fields import Fields
 from llmconv.convert.formats import Format
 from llmconv.convert.models.config_file import json_object, plain_fields
 from llmconv.convert.models.head_and_dtype import with_head
@@ -42,23 +30,6 @@ from llmconv.convert.models.model_config import (
     refuse_shards,
 )
 from llmconv.convert.state_dicts.files import training_files_in
-from llmconv.convert.tokenizers import (
-    BOS,
-    EOM,
-    EOS,
-    EOT,
-    NUM_SPECIAL,
-    SentencePieceModel,
-    is_tiktoken,
-    parse_sentencepiece,
-    parse_tiktoken,
-    read_tokenizer,
-    tiktoken_json,
-    tiktoken_of,
-    tokenizer_bytes,
-    tokenizer_json,
-)
-from llmconv.convert.tokenizers import reserved_tokens as special_tokens
 from llmconv.errors import MalformedInput, listing
 from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.torch_reader import open_torch_file
@@ -79,15 +50,6 @@ NUMBER_LIMIT = 1e12  # larger than any size or frequency of a model
 SMALL_DIMS = (2048, 3072)  # hidden sizes of Llama 3.2 1B and 3B
 
 
-@dataclass(frozen=True)
-class WeightSizes:
-    """Sizes from the shapes of the weights."""
-
-    vocabulary: int
-    intermediate: int
-    kv_heads: int
-
-
 def read_params(content: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The fields of `params.json`, also if nested in `model`; MalformedInput if one is missing or not positive."""
     params = dict(content["model"]) if isinstance(content.get("model"), Mapping) else dict(content)
@@ -97,23 +59,16 @@ def read_params(content: Mapping[str, Any], source: str) -> dict[str, Any]:
                 f"`{source}` has no `params.json` with `{name}`",
                 hint="copy `params.json` next to the shards, or give it with `--config PATH`",
             )
-    for name in (*COUNTS, *NUMBERS):
-        if params.get(name) and not _is_positive(params[name], whole=name in COUNTS):
-            raise MalformedInput(
-                f"`{name}` in `params.json` of `{source}` is invalid: {str(params[name])[:40]!r}",
-                hint="it should be a positive number; repair the file, or give the right one with `--config PATH`",
-            )
+    given = Fields(params, source, "in `params.json` of `{}`", "repair it, or give the right one with `--config PATH`")
+    for name in (name for name in (*COUNTS, *NUMBERS) if params.get(name)):
+        if given.number(name, most=NUMBER_LIMIT) % 1 and name in COUNTS:
+            raise given.invalid(name, params[name], "an integer")
     if params["dim"] % params["n_heads"]:
         raise MalformedInput(
             f"`dim` {params['dim']} in `params.json` of `{source}` is not a multiple of `n_heads` {params['n_heads']}",
             hint="it belongs to another model; give the right one with `--config PATH`",
         )
     return params
-
-
-def _is_positive(value: Any, *, whole: bool) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 < value < NUMBER_LIMIT and (not whole or value == int(value))
 
 
 def is_scaled(params: Mapping[str, Any]) -> bool:
@@ -133,16 +88,21 @@ def intermediate_of(params: Mapping[str, Any]) -> int:
     return -(-hidden // multiple) * multiple
 
 
-def to_config(params: Mapping[str, Any], sizes: WeightSizes, source: str) -> dict[str, Any]:
+def to_config(
+    params: Mapping[str, Any], vocabulary: int, intermediate: int, kv_heads: int, source: str
+) -> dict[str, Any]:
     """The content of a Llama's `config.json`, without dtype and token ids; MalformedInput if weights contradict it."""
     expected = intermediate_of(params)
-    if expected != sizes.intermediate:
+    if expected != intermediate:
         raise MalformedInput(
             f"shape mismatch for the feed-forward layers of `{source}`: expected {expected} rows from `params.json`, "
-            f"got {sizes.intermediate}",
+            f"got {intermediate}",
             hint="a shard is missing or superfluous, or `params.json` belongs to another model",
         )
     dim, heads = int(params["dim"]), int(params["n_heads"])
+    theta = float(params.get("rope_theta") or 10000.0)
+    # trained length by generation: Llama 3.1+ 131072, Code Llama 16384, 3 8192, 2 4096, 1 (eps 1e-6) 2048
+    by_theta = {1e6: 16384, 5e5: 8192}.get(theta, 2048 if params["norm_eps"] == 1e-6 else 4096)
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -152,32 +112,20 @@ def to_config(params: Mapping[str, Any], sizes: WeightSizes, source: str) -> dic
         "hidden_act": "silu",
         "hidden_size": dim,
         "initializer_range": 0.02,
-        "intermediate_size": sizes.intermediate,
-        "max_position_embeddings": _max_positions(params),
+        "intermediate_size": intermediate,
+        "max_position_embeddings": 131072 if is_scaled(params) else by_theta,
         "mlp_bias": False,
         "num_attention_heads": heads,
         "num_hidden_layers": int(params["n_layers"]),
-        "num_key_value_heads": sizes.kv_heads,
+        "num_key_value_heads": kv_heads,
         "pretraining_tp": 1,
         "rms_norm_eps": params["norm_eps"],
         "rope_scaling": _rope_scaling(params),
-        "rope_theta": float(params.get("rope_theta") or 10000.0),
+        "rope_theta": theta,
         "tie_word_embeddings": False,
         "use_cache": True,
-        "vocab_size": sizes.vocabulary,
+        "vocab_size": vocabulary,
     }
-
-
-def _max_positions(params: Mapping[str, Any]) -> int:
-    """Trained length by generation: Llama 3.1+ 131072, Code Llama 16384, 3 8192, 2 4096, 1 (eps 1e-6) 2048."""
-    theta = float(params.get("rope_theta") or 10000.0)
-    if is_scaled(params):
-        return 131072
-    if theta == 1e6:
-        return 16384
-    if theta == 5e5:
-        return 8192
-    return 2048 if params["norm_eps"] == 1e-6 else 4096
 
 
 def _rope_scaling(params: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -228,7 +176,7 @@ def params_of(decoder: LlamaLikeConfig, shards: int) -> dict[str, Any]:
 
 def config_of(params: Mapping[str, Any], decoder: LlamaLikeConfig) -> dict[str, Any]:
     """The `config.json` that `to-hf` makes of `params.json`."""
-    return to_config(params, WeightSizes(decoder.vocabulary, decoder.intermediate, decoder.kv_heads), decoder.source)
+    return to_config(params, decoder.vocabulary, decoder.intermediate, decoder.kv_heads, decoder.source)
 
 
 def _scaling(decoder: LlamaLikeConfig) -> dict[str, Any]:
@@ -259,7 +207,7 @@ SHARD = re.compile(r"consolidated\.(\d+)\.pth")
 def open_shards(path: Path) -> list[Mapping[str, LazyTensor]]:
     """Name to tensor of each rank, in order; MalformedInput if one is missing, or names, shapes or dtypes differ."""
     found = {int(match[1]): entry for entry in path.iterdir() if (match := SHARD.fullmatch(entry.name))}
-    if (missing := first_missing(found, max(found) + 1)) is not None:
+    if (missing := algebra.first_missing(found, max(found) + 1)) is not None:
         raise MalformedInput(
             f"`{path.name}` has {len(found)} shards, but `consolidated.{missing:02}.pth` is missing",
             hint="copy the missing shard; all shards are needed",
@@ -343,27 +291,22 @@ def join(
     if name.endswith((".wk.weight", ".wv.weight")):
         repeat = max(1, parts[0].shape[0] * len(parts) // (kv_heads * head_dim))
         groups = [parts[start : start + repeat] for start in range(0, len(parts), repeat)]
-        parts = [replicated(group, _different_copies(path)) for group in groups]
+        different = MalformedInput(
+            f"the shards of `{path.name}` contain different copies of one key/value head",
+            hint="`n_kv_heads` of `params.json` does not match the shards; does it belong to another model?",
+        )
+        parts = [algebra.replicated(group, different) for group in groups]
     if name.startswith("tok_") and parts[0].shape[1] == params["dim"]:
         dim = 0  # Llama 3 splits the embedding by rows
-    with fitting(f"the parts of `{name}` in `{path.name}` cannot be joined", "`params.json` belongs to another model"):
-        whole = concat(parts, dim)
-        return permute_rows(whole, rope_order(head_dim)) if name.endswith((".wq.weight", ".wk.weight")) else whole
-
-
-def differing_norms(shards: Sequence[Mapping[str, LazyTensor]]) -> list[str]:
-    """A warning if the final norm differs between shards; shard 0's is used, as by rank 0 of Meta's code."""
-    norms = [shard["norm.weight"].read().tobytes() for shard in shards]
-    if len(set(norms)) == 1:
-        return []
-    return ["the norms differ between shards (as in Llama 3 70B); those of shard 0 are used"]
-
-
-def _different_copies(path: Path) -> MalformedInput:
-    return MalformedInput(
-        f"the shards of `{path.name}` contain different copies of one key/value head",
-        hint="`n_kv_heads` of `params.json` does not match the shards; does it belong to another model?",
-    )
+    with algebra.fitting(
+        f"the parts of `{name}` in `{path.name}` cannot be joined", "`params.json` belongs to another model"
+    ):
+        whole = algebra.concat(parts, dim)
+        return (
+            algebra.permute_rows(whole, algebra.rope_order(head_dim))
+            if name.endswith((".wq.weight", ".wk.weight"))
+            else whole
+        )
 
 
 FREQUENCIES: dict[str, str | None] = {  # buffers that models compute
@@ -429,24 +372,21 @@ def find_tokenizer(folder: Path) -> Path | None:
     )
 
 
-def without_tokenizer(vocabulary: int) -> MetaTokenizer:
-    """The ids of the released model with this vocabulary size, for checkpoints without a tokenizer."""
-    if vocabulary in RELEASED_SENTENCEPIECE:
-        return MetaTokenizer(bos=1, eos=2, stops=(2,))
-    if vocabulary == RELEASED_TIKTOKEN:
-        base = vocabulary - NUM_SPECIAL
-        return MetaTokenizer(bos=base + BOS, eos=base + EOS, stops=(base + EOS, base + EOT))
-    return MetaTokenizer()
-
-
 def tokenizer_for(
     path: Path | None, vocabulary: int, source: str, *, since_3_1: bool
 ) -> tuple[MetaTokenizer, list[str]]:
     """The tokenizer at `path` with its warnings; without one, the ids of the released model of this vocabulary size."""
     if path is None:
-        return without_tokenizer(vocabulary), [
-            f"`{source}` has no tokenizer; give one with `--tokenizer` if you need it"
-        ]
+        released = MetaTokenizer()
+        if vocabulary in RELEASED_SENTENCEPIECE:
+            released = MetaTokenizer(bos=1, eos=2, stops=(2,))
+        elif vocabulary == RELEASED_TIKTOKEN:
+            bos, *stops = (
+                vocabulary - tokenizers.NUM_SPECIAL + token
+                for token in (tokenizers.BOS, tokenizers.EOS, tokenizers.EOT)
+            )
+            released = MetaTokenizer(bos=bos, eos=stops[0], stops=tuple(stops))
+        return released, [f"`{source}` has no tokenizer; give one with `--tokenizer` if you need it"]
     loaded = load_tokenizer(path, since_3_1=since_3_1)
     warnings = list(loaded.warnings)
     if loaded.size > vocabulary:
@@ -462,36 +402,38 @@ def load_tokenizer(path: Path, *, since_3_1: bool) -> MetaTokenizer:
     With `since_3_1` special tokens are those of Llama 3.1 and later (tiktoken only). Raises InputRefused if there is no
     tokenizer, or it is neither sentencepiece nor tiktoken.
     """
-    files = read_tokenizer(path)
+    files = tokenizers.read_tokenizer(path)
     if "tokenizer.json" in files or TOKENIZER not in files:
         return MetaTokenizer(files)
-    if is_tiktoken(files[TOKENIZER]):
-        return _from_tiktoken(parse_tiktoken(files[TOKENIZER]), since_3_1=since_3_1)
-    return _from_sentencepiece(files[TOKENIZER], parse_sentencepiece(files[TOKENIZER]))
+    if tokenizers.is_tiktoken(files[TOKENIZER]):
+        return _from_tiktoken(tokenizers.parse_tiktoken(files[TOKENIZER]), since_3_1=since_3_1)
+    return _from_sentencepiece(files[TOKENIZER], tokenizers.parse_sentencepiece(files[TOKENIZER]))
 
 
-def _from_sentencepiece(data: bytes, model: SentencePieceModel) -> MetaTokenizer:
+def _from_sentencepiece(data: bytes, model: tokenizers.SentencePieceModel) -> MetaTokenizer:
     names = {"bos_token": model.bos, "eos_token": model.eos, "unk_token": model.unk}
     settings = _settings({name: model.pieces[index][0] for name, index in names.items() if index >= 0})
     files = {TOKENIZER: data, "tokenizer_config.json": json_bytes(settings)}
     warnings: tuple[str, ...] = ()
     if model.is_bpe and min(names.values()) >= 0:
-        files["tokenizer.json"] = tokenizer_bytes(tokenizer_json(model))
+        files["tokenizer.json"] = tokenizers.tokenizer_bytes(tokenizers.tokenizer_json(model))
     else:
         warnings = ("the sentencepiece model is not a BPE with bos, eos and unk; only `tokenizer.model` is written",)
     return MetaTokenizer(files, model.bos, model.eos, (model.eos,), len(model.pieces), warnings)
 
 
 def _from_tiktoken(ranks: dict[bytes, int], *, since_3_1: bool) -> MetaTokenizer:
-    names, base = special_tokens(since_3_1=since_3_1), len(ranks)
-    settings = _settings({"bos_token": names[BOS], "eos_token": names[EOS]})
+    names, base = tokenizers.reserved_tokens(since_3_1=since_3_1), len(ranks)
+    settings = _settings({"bos_token": names[tokenizers.BOS], "eos_token": names[tokenizers.EOS]})
     files = {
-        "tokenizer.json": tokenizer_bytes(tiktoken_json(ranks, since_3_1=since_3_1)),
+        "tokenizer.json": tokenizers.tokenizer_bytes(tokenizers.tiktoken_json(ranks, since_3_1=since_3_1)),
         "tokenizer_config.json": json_bytes(settings),
     }
     # the files do not distinguish a chat model from a base model, which never emits the other two
-    stops = (EOS, EOM, EOT) if since_3_1 else (EOS, EOT)
-    return MetaTokenizer(files, base + BOS, base + EOS, tuple(base + stop for stop in stops), base + len(names))
+    stops = (tokenizers.EOS, tokenizers.EOM, tokenizers.EOT) if since_3_1 else (tokenizers.EOS, tokenizers.EOT)
+    return MetaTokenizer(
+        files, base + tokenizers.BOS, base + tokenizers.EOS, tuple(base + stop for stop in stops), base + len(names)
+    )
 
 
 def _settings(tokens: dict[str, str]) -> dict[str, Any]:
@@ -511,7 +453,7 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
     decoder = read_decoder(checkpoint)
     params = params_of(decoder, shards)
     tokenizer = _tokenizer(checkpoint, decoder)
-    embedding_by_rows = is_tiktoken(tokenizer) if tokenizer else decoder.theta == 5e5
+    embedding_by_rows = tokenizers.is_tiktoken(tokenizer) if tokenizer else decoder.theta == 5e5
     # every rank has whole heads; with more ranks than key/value heads, neighboring ranks hold copies of one
     sizes = {
         "hidden_size": decoder.hidden,
@@ -523,15 +465,12 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
     ranks: list[dict[str, LazyTensor]] = [{} for _ in range(shards)]
     # A Llama in Meta's names and row order, with a tied head; MalformedInput for wrong keys or shapes
     tensors = with_head(checkpoint, "model.embed_tokens.weight", tied=False)
-    renamed = rename(tensors, inverted(LLAMA), decoder.source)
-    order, rotated = inverse_order(rope_order(decoder.head_dim)), (".wq.weight", ".wk.weight")
-    for name, tensor in {
-        name: permute_rows(tensors[target], order) if name.endswith(rotated) else tensors[target]
-        for name, target in renamed.items()
-    }.items():
-        for rank, part in zip(
-            ranks, _parts(name, tensor, decoder, shards, embedding_by_rows=embedding_by_rows), strict=True
-        ):
+    renamed = algebra.rename(tensors, algebra.inverted(LLAMA), decoder.source)
+    order, rotated = algebra.inverse_order(algebra.rope_order(decoder.head_dim)), (".wq.weight", ".wk.weight")
+    for name, target in renamed.items():
+        tensor = algebra.permute_rows(tensors[target], order) if name.endswith(rotated) else tensors[target]
+        parts = _parts(name, tensor, decoder, shards, embedding_by_rows=embedding_by_rows)
+        for rank, part in zip(ranks, parts, strict=True):
             rank[name] = part
     files = tuple(Shard(f"consolidated.{number:02}.pth", rank, torch_pieces) for number, rank in enumerate(ranks))
     small = ({TOKENIZER: tokenizer} if tokenizer else {}) | {"params.json": json_bytes(params)}
@@ -554,8 +493,10 @@ def _parts(
         dim = 0
     if name.endswith((".wk.weight", ".wv.weight")) and shards > decoder.kv_heads:
         copies, size = shards // decoder.kv_heads, decoder.head_dim
-        return [slice_rows(tensor, rank // copies * size, (rank // copies + 1) * size) for rank in range(shards)]
-    return split(tensor, dim, shards)
+        return [
+            algebra.slice_rows(tensor, rank // copies * size, (rank // copies + 1) * size) for rank in range(shards)
+        ]
+    return algebra.split(tensor, dim, shards)
 
 
 def _tokenizer(checkpoint: Checkpoint, decoder: LlamaLikeConfig) -> bytes | None:
@@ -564,68 +505,51 @@ def _tokenizer(checkpoint: Checkpoint, decoder: LlamaLikeConfig) -> bytes | None
     if TOKENIZER in files or "tokenizer.json" not in files:
         return files.get(TOKENIZER)
     content = json_object(files["tokenizer.json"])
-    made = tiktoken_of(content) if content else None
-    return made if made and made.count(b"\n") + NUM_SPECIAL == decoder.vocabulary else None
-
-
-def _detect(path: Path) -> bool:
-    return path.is_dir() and any(SHARD.fullmatch(entry.name) for entry in path.iterdir())
+    made = tokenizers.tiktoken_of(content) if content else None
+    return made if made and made.count(b"\n") + tokenizers.NUM_SPECIAL == decoder.vocabulary else None
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     shards = open_shards(path)
     stored = read_json(path / "params.json") if (path / "params.json").is_file() else {}
     params = read_params({**stored, **{name: value for name, value in config.items() if name in PARAMS}}, path.name)
-    renamed = rename(shards[0], LLAMA, path.name)
+    renamed = algebra.rename(shards[0], LLAMA, path.name)
     # one layer more than there are tensors is enough to report missing keys, even if a billion layers are declared
     layers = min(int(params["n_layers"]), len(renamed) + 1)
     expected = [target.format(layer) for target in LLAMA.values() if target for layer in range(layers)]
-    require(dict.fromkeys(expected), renamed, path.name)
+    algebra.require(dict.fromkeys(expected), renamed, path.name)
     kv_heads = check_shapes(path, shards, params)
     tensors = {
         target: join(path, source, shards, params, kv_heads)
         for target, source in sorted(renamed.items(), key=lambda pair: (*file_order(pair[0]), pair[0]))
     }
-    sizes = WeightSizes(
-        tensors["model.embed_tokens.weight"].shape[0],
-        tensors["model.layers.0.mlp.gate_proj.weight"].shape[0],
-        kv_heads,
-    )
-    settings = to_config(params, sizes, path.name)
+    vocabulary = tensors["model.embed_tokens.weight"].num_rows
+    intermediate = tensors["model.layers.0.mlp.gate_proj.weight"].num_rows
+    settings = to_config(params, vocabulary, intermediate, kv_heads, path.name)
     settings["tie_word_embeddings"] = None  # Llama 3.2 1B and 3B hold one matrix twice: the values decide
     tokens, warnings = tokenizer_for(
-        tokenizer or find_tokenizer(path), sizes.vocabulary, path.name, since_3_1=is_scaled(params)
+        tokenizer or find_tokenizer(path), vocabulary, path.name, since_3_1=is_scaled(params)
     )
     extra = plain_fields({name: value for name, value in config.items() if name not in PARAMS}, warnings)
     settings |= {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos} | extra
-    warnings += differing_norms(shards)
-    side_files = {**tokens.files, **_generation_config(tokens)}
+    if len({shard["norm.weight"].read().tobytes() for shard in shards}) > 1:  # shard 0's, as by rank 0 of Meta's code
+        warnings.append("the norms differ between shards (as in Llama 3 70B); those of shard 0 are used")
+    side_files = dict(tokens.files)
+    if tokens.bos is not None:
+        stops = list(tokens.stops) if len(tokens.stops) > 1 else tokens.eos
+        content = {"bos_token_id": tokens.bos, "eos_token_id": stops}
+        side_files["generation_config.json"] = (json.dumps(content, indent=2) + "\n").encode()
     left = [name for name in shards[0] if name.endswith("rope.freqs")]
-    return Checkpoint(
-        path,
-        FORMAT.name,
-        tensors,
-        settings,
-        side_files,
-        tuple(warnings),
-        shards=len(shards),
-        dropped=(*([f"rotary frequencies ({listing(left)})"] if left else []), *training_files_in(path)),
-    )
-
-
-def _generation_config(tokens: MetaTokenizer) -> dict[str, bytes]:
-    if tokens.bos is None:
-        return {}
-    stops = list(tokens.stops) if len(tokens.stops) > 1 else tokens.eos
-    content = {"bos_token_id": tokens.bos, "eos_token_id": stops}
-    return {"generation_config.json": (json.dumps(content, indent=2) + "\n").encode()}
+    dropped = (*([f"rotary frequencies ({listing(left)})"] if left else []), *training_files_in(path))
+    more = (tuple(warnings), "", len(shards), dropped)
+    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, *more)
 
 
 FORMAT = Format(
     name="meta",
     title="Meta's Llama: a folder of `consolidated.NN.pth` and `params.json`",
     covers="Llama 1, 2, 3, 3.1, 3.2 (text), Code Llama; any number of shards; its tokenizer, sentencepiece or tiktoken",
-    detect=_detect,
+    detect=lambda path: path.is_dir() and any(SHARD.fullmatch(entry.name) for entry in path.iterdir()),
     open=_open,
     save=save,
 )

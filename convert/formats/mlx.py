@@ -15,6 +15,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, read_json, transposed
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.other_tools import AdapterFormat, ForeignPair, as_adapter, pair_up
+from llmconv.convert.fields import Fields
 from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.safetensors_file import read_header
@@ -39,8 +40,7 @@ SAME_WEIGHTS = (  # model types whose weights mlx-lm stores unchanged, so that f
 )
 
 
-def is_mlx_adapter(path: Path) -> bool:
-    """Whether `path` is an mlx-lm adapter folder, or its weights file."""
+def _detect(path: Path) -> bool:
     folder = path if path.is_dir() else path.parent
     named = path.is_dir() or (path.suffix == ".safetensors" and path.name.endswith(WEIGHTS))
     return named and (folder / CONFIG).is_file() and (path if path.is_file() else folder / WEIGHTS).is_file()
@@ -56,7 +56,12 @@ def open_mlx_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -
     fields, tensors = read_json(folder / CONFIG), dict(read_header(weights).tensors)
     kind = fields.get("fine_tune_type", "lora")
     if kind == "full":
-        _require_same_weights(base, folder.name)
+        if (model := base.config.get("model_type")) not in SAME_WEIGHTS:
+            raise UnsupportedInput(
+                f"`{folder.name}` holds whole weights (`fine_tune_type` full) of a {str(model)[:40]}, which mlx-lm may "
+                "store differently from the base",
+                hint="fuse it with `mlx_lm.fuse`",
+            )
         return as_adapter([weights], folder / CONFIG, {"lora_alpha": 1}, {}, others=tensors)
     if kind not in ("lora", "dora"):
         raise UnsupportedInput(
@@ -70,35 +75,24 @@ def open_mlx_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -
 
 def _parameters(fields: Mapping[str, Any], alpha: float | None) -> dict[str, Any]:
     """`r` and `lora_alpha` as PEFT's (else MalformedInput); UsageProblem if both `alpha` and `scale` are there."""
-    own = fields.get("lora_parameters")
-    if not isinstance(own, dict):
-        raise _invalid("lora_parameters", own)
-    rank, scale = own.get("rank", 8), own.get("scale")
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 < rank < 1 << 20:
-        raise _invalid("rank", rank)
-    if scale is None:
+    where, hint = "in the adapter config", f"repair `{CONFIG}`, or copy the adapter again"
+    if not isinstance(fields.get("lora_parameters"), dict):
+        raise Fields({}, "", where, hint).invalid("lora_parameters", fields.get("lora_parameters"))
+    own = Fields(fields["lora_parameters"], "", where, hint)
+    rank = own.count("rank", default=8, most=1 << 20)
+    if own.get("scale") is None:
         return {"r": rank}
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < 1e30:
-        raise _invalid("scale", scale)
-    older = own.get("alpha")
-    if older is None or older == rank:
+    scale = own.number("scale", most=1e30)
+    if own.get("alpha", default=rank) == rank:
         return {"r": rank, "lora_alpha": scale * rank}
-    if isinstance(older, bool) or not isinstance(older, int | float) or not 0 < older < 1e30:
-        raise _invalid("alpha", older)
+    older = own.number("alpha", most=1e30)
     if alpha is None:
         raise UsageProblem(
-            f"the adapter config has both `alpha` {older} and `scale` {scale}: mlx-lm scaled by scale·alpha/rank until "
-            "0.19, and by scale since",
+            f"the adapter config has both `alpha` {older:g} and `scale` {scale:g}: mlx-lm scaled by scale·alpha/rank "
+            "until 0.19, and by scale since",
             hint=f"give `--alpha {scale * older:g}` if mlx-lm up to 0.19 trained it, `--alpha {scale * rank:g}` if not",
         )
     return {"r": rank}
-
-
-def _invalid(name: str, value: Any) -> MalformedInput:
-    return MalformedInput(
-        f"`{name}` in the adapter config is invalid: {str(value)[:40]!r}",
-        hint=f"repair `{CONFIG}`, or copy the adapter again",
-    )
 
 
 def _factors(
@@ -150,25 +144,13 @@ def _of_experts(module: str, part: str, tensor: LazyTensor, source: str) -> dict
             f"`{source}` has {tensor.num_rows:,} experts in `{module}`", hint="no model has that many; is it damaged?"
         )
     root, target = module.removesuffix(joined), EXPERTS[joined]
-    return {f"{root}{target.format(number)}.{part}": _expert(tensor, number) for number in range(tensor.shape[0])}
 
-
-def _expert(tensor: LazyTensor, number: int) -> LazyTensor:
-    return LazyTensor(
-        tensor.dtype, tensor.shape[1:], lambda start, stop: tensor.rows(number, number + 1)[0, start:stop]
-    )
-
-
-def _require_same_weights(base: Checkpoint, source: str) -> None:
-    kind = base.config.get("model_type")
-    if kind not in SAME_WEIGHTS:
-        raise UnsupportedInput(
-            f"`{source}` holds whole weights (`fine_tune_type` full) of a {str(kind)[:40]}, which mlx-lm may store "
-            "differently from the base",
-            hint="fuse it with `mlx_lm.fuse`",
+    def matrix(number: int) -> LazyTensor:
+        return LazyTensor(
+            tensor.dtype, tensor.shape[1:], lambda low, high: tensor.rows(number, number + 1)[0, low:high]
         )
 
+    return {f"{root}{target.format(number)}.{part}": matrix(number) for number in range(tensor.num_rows)}
 
-ADAPTER = AdapterFormat(
-    "mlx-lm (`adapters.safetensors` next to `adapter_config.json`)", is_mlx_adapter, open_mlx_adapter
-)
+
+ADAPTER = AdapterFormat("mlx-lm (`adapters.safetensors` next to `adapter_config.json`)", _detect, open_mlx_adapter)

@@ -14,16 +14,16 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, transposed
 from llmconv.convert.algebra import rename, zeros
 from llmconv.convert.assembly import contents_around, side_files_of
+from llmconv.convert.fields import Fields
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import plain_fields, with_architecture
 from llmconv.convert.state_dicts.files import Sign, StateFile, open_state
-from llmconv.errors import MalformedInput, listing
+from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 
 FILE = "ckpt.pt"
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-SIZE_LIMIT = 1 << 31
 END_OF_TEXT = 50256  # id of GPT-2's only special token; a smaller vocabulary (characters) has none
 PARTS = ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 NAMES: dict[str, str | None] = {
@@ -63,8 +63,9 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     settings = as_loaded(tensors, settings)
     if not (side_files := side_files_of(_file(path), tokenizer)):
         warnings.append("nanoGPT saves no tokenizer; give one with `--tokenizer` (GPT-2's, where the run used it)")
+    version = "nanoGPT before 27 January 2023" if "bias" not in found.around["model_args"] else ""
     dropped = contents_around(found) + ((f"{len(masks)} causal masks, which the model computes",) if masks else ())
-    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), _version(found), 1, dropped)
+    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), version, 1, dropped)
 
 
 def _read(path: Path) -> StateFile:
@@ -75,16 +76,12 @@ def _read(path: Path) -> StateFile:
 
 def _model_args(found: StateFile, source: str) -> dict[str, int]:
     args = found.around.get("model_args")
-    fields = args if isinstance(args, dict) else {}
-    sizes = {name: fields[name] for name in SIZES if type(fields.get(name)) is int and 0 < fields[name] < SIZE_LIMIT}
-    missing = [name for name in SIZES if name not in sizes]
-    if not missing and sizes["n_layer"] > len(found.state):
-        missing = ["n_layer"]
-    if missing or sizes["n_embd"] % sizes["n_head"]:
-        raise MalformedInput(
-            f"`model_args` of `{source}` has no valid {listing(missing or ['n_head'])}",
-            hint="the file was changed, or another program wrote it",
-        )
+    hint = "the file was changed, or another program wrote it"
+    given = Fields(args if isinstance(args, dict) else {}, source, "in `model_args` of `{}`", hint)
+    sizes = {name: given.count(name) for name in SIZES}
+    for name, odd in (("n_layer", sizes["n_layer"] > len(found.state)), ("n_head", sizes["n_embd"] % sizes["n_head"])):
+        if odd:
+            raise given.invalid(name, sizes[name])
     return sizes
 
 
@@ -125,10 +122,6 @@ def _config(args: Mapping[str, int], found: StateFile, warnings: list[str]) -> d
         "eos_token_id": token,
         "tie_word_embeddings": True,
     }
-
-
-def _version(found: StateFile) -> str:
-    return "nanoGPT before 27 January 2023" if "bias" not in found.around["model_args"] else ""
 
 
 FORMAT = Format(

@@ -67,17 +67,15 @@ def _read(path: Path, config: Mapping[str, Any]) -> StateFile:
     if path.is_file() and is_safetensors_shard(path):
         raise InputRefused(f"`{path.name}` is one shard of several", hint=f"give their folder: `{path.parent}`")
     found = open_safetensors_state(path)
-    return replace(found, state=_with_embedding(found.state, {**stored_config(path), **config}))
-
-
-def _with_embedding(state: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Adds the embedding of a tied model that was saved only under the name of its head."""
-    names = model_names(str(config.get("model_type")))
-    head = next((name for name in state if names.head and name.endswith(names.head)), None)
-    if head is None or any(name.endswith(EMBEDDINGS) for name in state):
-        return state
-    ties = config.get("tie_word_embeddings", names.tied)
-    return {head.removesuffix(names.head) + names.embedding: state[head], **state} if ties else state
+    # the embedding of a tied model may be saved only under the name of its head
+    fields = {**stored_config(path), **config}
+    names = model_names(str(fields.get("model_type")))
+    head = next((name for name in found.state if names.head and name.endswith(names.head)), None)
+    if head is None or any(name.endswith(EMBEDDINGS) for name in found.state):
+        return found
+    embedding = head.removesuffix(names.head) + names.embedding
+    tied = fields.get("tie_word_embeddings", names.tied)
+    return replace(found, state={embedding: found.state[head], **found.state}) if tied else found
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:

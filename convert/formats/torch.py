@@ -6,11 +6,8 @@ Layout: `convert/state_dicts/`. The state dict is flat, or under `model`, `state
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from llmconv.checkpoint import Checkpoint
 from llmconv.convert.assembly import OPTIONS, assembled_run
 from llmconv.convert.formats import Format, owner
 from llmconv.convert.models.config_file import OPTION
@@ -31,18 +28,15 @@ from llmconv.files.torch_reader import is_torch_file
 def _detect(path: Path) -> bool:
     if path.is_dir():
         return is_bin_folder(path) and not any(_of_others(file) for file in model_files(path)[:1])
-    return _in_hugging_face_names(path) or (is_shard(path) and is_torch_file(path) and not _of_others(path))
+    found = peek_state(path) if path.is_file() else None
+    is_own = found is not None and owner(found) is None and has_hugging_face_names(found)
+    return is_own or (is_shard(path) and is_torch_file(path) and not _of_others(path))
 
 
 def _of_others(path: Path) -> bool:
     """Whether the file belongs to another system; torchtune also names its own files as shards."""
     found = peek_state(path)
     return found is not None and owner(found) is not None
-
-
-def _in_hugging_face_names(path: Path) -> bool:
-    found = peek_state(path) if path.is_file() else None
-    return found is not None and owner(found) is None and has_hugging_face_names(found)
 
 
 def _read(path: Path) -> StateFile:
@@ -55,15 +49,11 @@ def _read(path: Path) -> StateFile:
     return require_state(path)
 
 
-def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
-    return assembled_run(_read(path), FORMAT.name, config, tokenizer)
-
-
 FORMAT = Format(
     name="torch",
     title="Plain torch in Hugging Face's names: `.bin`, `.pt` or `.pth`, or a folder of `pytorch_model*.bin`",
     detect=_detect,
-    open=_open,
+    open=lambda path, config, tokenizer: assembled_run(_read(path), "torch", config, tokenizer),
     covers="any causal language model of transformers; flat or nested once; shards with or without an index; files "
     "from before torch 1.6; models saved without their head; LoRA runs saved with their base, merged or kept apart; "
     "`--drop` leaves out what is not part of the model",

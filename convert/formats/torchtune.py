@@ -19,11 +19,11 @@ from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.other_tools import (
     AdapterFormat,
-    ForeignPair,
     as_adapter,
     join_modules,
     pair_up,
     renamed,
+    reordered,
     sizes_of,
     unplaced,
 )
@@ -35,7 +35,6 @@ from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.state_dicts.files import Sign, require_state, torch_files
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, listing
-from llmconv.tensors import LazyTensor
 
 NAMES: dict[str, str | None] = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -122,34 +121,26 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         # size of one attention head: `head_dim`, or the hidden size divided by the number of heads
         fields = [settings.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads")]
         size, hidden, heads = [value if type(value) is int and value > 0 else None for value in fields]
-        tensors = _permuted(tensors, size or (hidden // heads if hidden and heads else None), path.name)
+        size = size or (hidden // heads if hidden and heads else None)
+        if size is None or size % 2:
+            raise InputRefused(
+                f"the configuration of `{path.name}` declares no even size of the heads",
+                hint="give the model's own `config.json` with `--config`",
+            )
+        with fitting(f"the heads of `{path.name}` do not match its configuration"):
+            tensors = {
+                name: permute_rows(tensor, rope_order(size)) if ROTATED.search(name) else tensor
+                for name, tensor in tensors.items()
+            }
+    heads = settings.get("num_attention_heads")
+    groups = settings.get("num_key_value_heads") or heads
     for whole, parts in family.fused.items():
         with fitting(f"the parts of `{whole}` in `{path.name}` cannot be joined", "it is damaged or partial"):
-            tensors = fuse(tensors, parts, whole, counts=_head_counts(settings) if len(parts) > 2 else ())
+            counts = (heads, groups, groups) if type(heads) is type(groups) is int and heads > 0 and groups > 0 else ()
+            tensors = fuse(tensors, parts, whole, counts=counts if len(parts) > 2 else ())
     settings = as_loaded(tensors, settings)
     side_files = side_files_of(found.path, tokenizer)
     return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), dropped=contents_around(found))
-
-
-def _head_counts(settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """Heads of queries, keys and values; empty if the settings do not have them."""
-    heads = settings.get("num_attention_heads")
-    groups = settings.get("num_key_value_heads") or heads
-    return (heads, groups, groups) if type(heads) is type(groups) is int and heads > 0 and groups > 0 else ()
-
-
-def _permuted(tensors: Mapping[str, LazyTensor], size: int | None, source: str) -> dict[str, LazyTensor]:
-    """Reorders queries and keys, in heads of `size` rows, as Hugging Face rotates them."""
-    if size is None or size % 2:
-        raise InputRefused(
-            f"the configuration of `{source}` declares no even size of the heads",
-            hint="give the model's own `config.json` with `--config`",
-        )
-    with fitting(f"the heads of `{source}` do not match its configuration"):
-        return {
-            name: permute_rows(tensor, rope_order(size)) if ROTATED.search(name) else tensor
-            for name, tensor in tensors.items()
-        }
 
 
 FORMAT = Format(
@@ -171,13 +162,6 @@ OWN_FILE = re.compile(r"adapter_(?:model|\d{1,9})\.pt")  # file names that only 
 FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|magnitude)(?:\.weight)?")
 SIGN = re.compile(r"(?:^|\.)layers\.\d+\.(?:attn|mlp)\.\w+\.(?:lora_[ab]\.weight|magnitude)$")
 QUERY_OR_KEY = re.compile(r"\.self_attn\.[qk]_proj$")
-
-MODULES = {name.removesuffix(".weight"): str(target).removesuffix(".weight") for name, target in NAMES.items()}
-
-
-def is_torchtune_adapter(path: Path) -> bool:
-    """Whether `path` is an adapter in torchtune's names, or the folder of an epoch with one."""
-    return bool(_adapter_files(path))
 
 
 def _adapter_files(path: Path) -> list[Path]:
@@ -215,38 +199,25 @@ def open_torchtune_adapter(path: Path, base: Checkpoint, alpha: float | None = N
         )
     file, family = files[0], FAMILIES[kind]
     settings = file.parent / CONFIG
-    fields = _fields(read_json(settings)) if settings.is_file() else {}
+    config = read_json(settings) if settings.is_file() else {}
+    fields = {name: config[name] for name in ("r", "lora_alpha") if config.get(name) is not None}
     tensors = {WRAPPERS.sub("", name): tensor for name, tensor in read_tensors(file).items()}
     if left := [name for name in tensors if not FACTOR.fullmatch(name)]:
-        raise unplaced(left, [f"{module}.lora_a.weight" for module in MODULES], file.name, "a torchtune adapter")
-    factors = _placed(pair_up(tensors, FACTOR, file.name), family, base, file.name)
-    return as_adapter([file], settings if settings.is_file() else None, fields, factors, alpha)
-
-
-def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields for merging; those about the training run are left out."""
-    return {name: config[name] for name in ("r", "lora_alpha") if config.get(name) is not None}
-
-
-def _placed(
-    factors: Mapping[str, ForeignPair], family: TorchtuneFamily, base: Checkpoint, source: str
-) -> dict[str, ForeignPair]:
-    placed = renamed(factors, MODULES, source, "a torchtune adapter")
+        known = [name.replace(".weight", ".lora_a.weight") for name in NAMES]
+        raise unplaced(left, known, file.name, "a torchtune adapter")
+    placed = renamed(pair_up(tensors, FACTOR, file.name), NAMES, file.name, "a torchtune adapter")
     sizes = sizes_of(base)
-    with fitting(f"the heads of `{source}` do not match the base's", "the adapter was trained on another model"):
+    with fitting(f"the heads of `{file.name}` do not match the base's", "the adapter was trained on another model"):
         if family.rotates_neighbors:
-            placed = {
-                module: own.with_rows(lambda rows: permute_rows(rows, rope_order(sizes.dim)))
-                if QUERY_OR_KEY.search(module)
-                else own
-                for module, own in placed.items()
-            }
+            placed = reordered(placed, QUERY_OR_KEY, rope_order(sizes.dim))
     for whole, parts in family.fused.items():
         counts = sizes.attention if len(parts) == 3 else (sizes.inner, sizes.inner)
-        placed = join_modules(placed, parts, whole, counts, source)
-    return placed
+        placed = join_modules(placed, parts, whole, counts, file.name)
+    return as_adapter([file], settings if settings.is_file() else None, fields, placed, alpha)
 
 
 ADAPTER = AdapterFormat(
-    "torchtune (`adapter_model.pt` or `adapter_N.pt` in its own names)", is_torchtune_adapter, open_torchtune_adapter
+    "torchtune (`adapter_model.pt` or `adapter_N.pt` in its own names)",
+    lambda path: bool(_adapter_files(path)),
+    open_torchtune_adapter,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -104,7 +104,10 @@ def _described(model: Any, kind: str) -> Blueprint:
     if not isinstance(model, PreTrainedModel):
         raise Unreadable("not a model")
     tensors = dict(model.named_tensors())
-    shared = _same_objects(tensors)
+    groups: dict[int, set[str]] = {}  # names of the same object
+    for name, tensor in tensors.items():
+        groups.setdefault(id(tensor), set()).add(name)
+    shared = {name: groups[id(tensor)] for name, tensor in tensors.items()}
     ignored: dict[str, None] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
@@ -120,13 +123,6 @@ def _described(model: Any, kind: str) -> Blueprint:
         tuple(re.compile(pattern) for pattern in ignored),
         bool(getattr(model.config, "tie_word_embeddings", False)),
     )
-
-
-def _same_objects(tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
-    groups: dict[int, set[str]] = {}
-    for name, tensor in tensors.items():
-        groups.setdefault(id(tensor), set()).add(name)
-    return {name: groups[id(tensor)] for name, tensor in tensors.items()}
 
 
 def _tie(module: PreTrainedModel, prefix: str, tensors: Mapping[str, Tensor], shared: dict[str, set[str]]) -> None:
@@ -238,26 +234,16 @@ def is_known(rule: object) -> bool:
     return type(rule) in (Renaming, PrefixChange) or (isinstance(rule, Converter) and rule.stacks_experts)
 
 
-def _renamed(name: str, renamings: list[Renaming]) -> str:
-    for rule in renamings:
-        name = rule.new_name(name)
-    return name
-
-
 def experts(name: str, shape: Shape, rules: list[Any]) -> dict[str, Shape]:
     """Name to shape of the single experts' tensors in a stacked one (experts first); empty if there are none."""
     for rule in rules:
         is_stack = isinstance(rule, Converter) and rule.stacks_experts
         if shape and is_stack and name.endswith(target := _plain(rule.target_patterns[0])):
             start, sources = name.removesuffix(target), [_plain(one) for one in rule.source_patterns]
-            return dict(_each_expert(start, shape, sources))
+            part = (shape[1] // len(sources), *shape[2:])
+            numbers = map(str, range(min(shape[0], EXPERT_LIMIT)))
+            return {start + one.replace("*", number): part for number in numbers for one in sources}
     return {}
-
-
-def _each_expert(start: str, shape: tuple[int, ...], sources: list[str]) -> Iterator[tuple[str, Shape]]:
-    for number in range(min(shape[0], EXPERT_LIMIT)):
-        for pattern in sources:
-            yield start + pattern.replace("*", str(number)), (shape[1] // len(sources), *shape[2:])
 
 
 COMPUTED = re.compile(  # buffers that a state dict may have or not
@@ -282,8 +268,13 @@ def compare(tensors: Mapping[str, LazyTensor], plan: Blueprint, source: str) -> 
             return False
         # stored name to that in the installed transformers; names in `known` stay. `rules` are from `conversions`
         renamings = [rule for rule in rules if type(rule) in (Renaming, PrefixChange)]
-        names = {name: name if name in shapes else _renamed(name, renamings) for name in tensors}
-        shapes = _as_stored(set(names.values()), shapes, rules)
+        for rule in renamings:
+            names = {name: now if name in shapes else rule.new_name(now) for name, now in names.items()}
+        # a stacked tensor's parts in its place, where it is not there itself
+        there, stored = set(names.values()), dict[str, Shape]()
+        for name, shape in shapes.items():
+            stored |= (name not in there and experts(name, shape, rules)) or {name: shape}
+        shapes = stored
         missing, unexpected = _gaps(names.values(), plan, shapes)
         if (missing or unexpected) and not all(is_known(rule) for rule in rules):
             return False
@@ -297,14 +288,6 @@ def compare(tensors: Mapping[str, LazyTensor], plan: Blueprint, source: str) -> 
     refuse_shapes({name: pair for name, pair in pairs.items() if pair[0] != pair[1]}, source)
     check_floats({name: tensors[name] for name, target in names.items() if target not in plan.buffers}, source)
     return None not in wanted.values()
-
-
-def _as_stored(names: set[str], shapes: dict[str, Shape], rules: list[object]) -> dict[str, Shape]:
-    """The shapes with a stacked tensor's parts in its place, where it is not there itself."""
-    stored: dict[str, Shape] = {}
-    for name, shape in shapes.items():
-        stored |= (name not in names and experts(name, shape, rules)) or {name: shape}
-    return stored
 
 
 def _gaps(names: Iterable[str], plan: Blueprint, shapes: Mapping[str, Shape]) -> tuple[list[str], list[str]]:
@@ -396,7 +379,9 @@ def check_rules(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], mo
     check_sizes(config, source)
     every = set[str]().union(*layers.values())
     uneven = (f"{number}.{rest}" for number, found in layers.items() for rest in every - found)
-    if lacking := [] if _has_kinds(config) else sorted(islice(uneven, LACKING_LIMIT)):
+    kinds = [value for field in KINDS_OF_LAYERS if isinstance(value := config.get(field), list)]
+    has_kinds = any(field in config for field in UNEVEN_FIELDS) or any(value[1:] != value[:-1] for value in kinds)
+    if lacking := [] if has_kinds else sorted(islice(uneven, LACKING_LIMIT)):
         raise MalformedInput(
             f"`{source}` lacks tensors that other layers have: {listing(lacking)}",
             hint="the checkpoint is partial; transformers would fill the gaps with random weights",
@@ -419,23 +404,17 @@ def check_rules(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], mo
     check_floats({name: tensor for name, tensor in tensors.items() if name.endswith(".weight")}, source)
 
 
-def _has_kinds(config: Mapping[str, Any]) -> bool:
-    kinds = [value for field in KINDS_OF_LAYERS if isinstance(value := config.get(field), list)]
-    return any(field in config for field in UNEVEN_FIELDS) or any(value[1:] != value[:-1] for value in kinds)
-
-
 def check_sizes(config: Mapping[str, Any], source: str) -> None:
     """Refuses (MalformedInput) sizes in a config that are not positive numbers; `source` names the file in messages."""
-    if odd := [f"{name} {str(config[name])[:40]}" for name in SIZES if name in config and not _is_size(config[name])]:
+    sizes = {
+        name: config[name] if isinstance(config[name], list) else [config[name]] for name in SIZES if name in config
+    }
+    odd = [name for name, ones in sizes.items() if not all(type(one) is int and one > 0 for one in ones)]
+    if odd := [f"{name} {str(config[name])[:40]}" for name in odd]:
         raise MalformedInput(
             f"the configuration of `{source}` has sizes that are not positive numbers: {listing(odd)}",
             hint="give the model's own `config.json` with `--config`",
         )
-
-
-def _is_size(value: Any) -> bool:
-    """Also of a list, where layers differ."""
-    return all(type(one) is int and one > 0 for one in (value if isinstance(value, list) else [value]))
 
 
 def _check_embedding(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> None:

@@ -37,7 +37,7 @@ from llmconv.output.plan import json_bytes
 from llmconv.tensors import BY_NAME, Array, LazyTensor
 
 if TYPE_CHECKING:
-    from llmconv.convert.models.meta_model import LoadingGaps
+    pass
 
 
 UNSTORED = (
@@ -105,9 +105,21 @@ def _require_classes(folder: Path, names: Sequence[str]) -> None:
 
 def _as_code_has_it(checkpoint: Checkpoint, folder: Path, source: str) -> Checkpoint:
     """The tensors that the code's model has; buffers of old versions that it computes are left out."""
-    model = _model(folder, checkpoint.config)
-    tensors = _without_prefix(checkpoint.tensors, model)
-    gaps = _gaps(folder, model, {name: tensor.shape for name, tensor in tensors.items()})
+    from llmconv.convert.models.meta_model import NotBuildable, code_model, gaps_of  # noqa: PLC0415 - torch
+    from llmconv.runtime.custom_code import custom_classes, custom_code_errors  # noqa: PLC0415 - onnxruntime
+
+    try:
+        with custom_code_errors(folder):
+            model = code_model(*custom_classes(folder, checkpoint.config), checkpoint.config)
+            tensors = _without_prefix(checkpoint.tensors, model)
+            gaps = gaps_of(model, {name: tensor.shape for name, tensor in tensors.items()})
+    except NotBuildable as problem:
+        raise UnsupportedInput(
+            f"the code in `{folder}` builds no model that the weights could be compared with: {problem}",
+            hint="it may be for another version of transformers, or the configuration is of another model; `-v` shows "
+            "more",
+        ) from problem
+
     computed = [name for name in gaps.unexpected if name in tensors and is_buffer(name, tensors[name])]
     unexpected = [name for name in gaps.unexpected if name not in computed]
     refuse_gaps(gaps.missing, unexpected, str(checkpoint.config.get("model_type"))[:60], source)
@@ -117,10 +129,7 @@ def _as_code_has_it(checkpoint: Checkpoint, folder: Path, source: str) -> Checkp
     dropped = [f"{len(computed)} buffers, which the model computes"] if computed else []
     notes = [UNSTORED.format(listing(names))] if (names := unstored_buffers(model)) else []
     return replace(
-        checkpoint,
-        tensors=tensors,
-        dropped=(*checkpoint.dropped, *dropped),
-        warnings=(*checkpoint.warnings, *notes),
+        checkpoint, tensors=tensors, dropped=(*checkpoint.dropped, *dropped), warnings=(*checkpoint.warnings, *notes)
     )
 
 
@@ -132,35 +141,6 @@ def _without_prefix(tensors: Mapping[str, LazyTensor], model: Any) -> dict[str, 
     prefix = prefixes.pop() if len(prefixes) == 1 and not known & tensors.keys() else ""
     prefix = prefix if all(name.startswith(prefix) for name in tensors) else ""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-
-
-def _model(folder: Path, config: Mapping[str, Any]) -> Any:
-    from llmconv.convert.models.meta_model import NotBuildable, code_model  # noqa: PLC0415 - torch
-    from llmconv.runtime.custom_code import custom_classes, custom_code_errors  # noqa: PLC0415 - onnxruntime
-
-    try:
-        with custom_code_errors(folder):
-            return code_model(*custom_classes(folder, config), config)
-    except NotBuildable as problem:
-        raise _unusable(folder, problem) from problem
-
-
-def _gaps(folder: Path, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> LoadingGaps:
-    from llmconv.convert.models.meta_model import NotBuildable, gaps_of  # noqa: PLC0415 - torch
-    from llmconv.runtime.custom_code import custom_code_errors  # noqa: PLC0415 - onnxruntime
-
-    try:
-        with custom_code_errors(folder):
-            return gaps_of(model, shapes)
-    except NotBuildable as problem:
-        raise _unusable(folder, problem) from problem
-
-
-def _unusable(folder: Path, problem: Exception) -> UnsupportedInput:
-    return UnsupportedInput(
-        f"the code in `{folder}` builds no model that the weights could be compared with: {problem}",
-        hint="it may be for another version of transformers, or the configuration is of another model; `-v` shows more",
-    )
 
 
 HEAD = "lm_head.weight"

@@ -13,7 +13,6 @@ from llmconv.convert.models.blueprint import (
     COMPUTED,
     LAYER_COUNTS,
     RULES,
-    Blueprint,
     blueprint,
     check_floats,
     check_layers,
@@ -133,8 +132,9 @@ def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
     try:
         if depth_is_possible(tensors, config):
             plan = blueprint(config)
-            own, notes = _without_ignored(tensors, plan) if plan else (tensors, [])
-            if plan and compare(own, plan, source):
+            ignored = [name for name in tensors if plan and plan.ignores(name)]
+            notes = _passed_over(ignored)
+            if plan and compare({name: tensors[name] for name in tensors if name not in {*ignored}}, plan, source):
                 return notes
             check_sizes(config, source)
             found = _loaded(tensors, config, source)
@@ -191,7 +191,9 @@ UNMERGED_SAYS = "of an adapter that is not merged"
 def refuse_unmerged(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> None:
     """MalformedInput, listing them, for adapter factors in a model; one with its own code may have such parts."""
     found = [name for name in tensors if UNMERGED.search(name)]
-    if found and not config.get(AUTO_MAP) and not _has_such_parts(config):
+    plan = blueprint(config) if found else None
+    has_such_parts = plan and any(UNMERGED.search(name) for name in plan.shapes)
+    if found and not config.get(AUTO_MAP) and not has_such_parts and config.get("model_type") not in OWN_FACTORS:
         raise MalformedInput(
             f"`{source}` contains {len(found)} tensors {UNMERGED_SAYS}: {listing(found)}",
             hint="merge it where it was trained (PEFT's `merge_and_unload` before `save_pretrained`), or save the "
@@ -199,19 +201,8 @@ def refuse_unmerged(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
         )
 
 
-def _has_such_parts(config: Mapping[str, Any]) -> bool:
-    plan = blueprint(config)
-    return bool(plan and any(UNMERGED.search(name) for name in plan.shapes)) or config.get("model_type") in OWN_FACTORS
-
-
 OWN_FACTORS = ("phi4_multimodal", "phi4mm")
 """Types whose published weights have factors of their own, which the model's code adds."""
-
-
-def _without_ignored(tensors: Mapping[str, LazyTensor], plan: Blueprint) -> tuple[Mapping[str, LazyTensor], list[str]]:
-    """The tensors without those that transformers passes over when it loads, and a note about these."""
-    ignored = [name for name in tensors if plan.ignores(name)]
-    return {name: tensors[name] for name in tensors if name not in {*ignored}}, _passed_over(ignored)
 
 
 def _passed_over(names: Sequence[str]) -> list[str]:

@@ -167,7 +167,12 @@ def kept_in_float32(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
 
     transformers itself is asked where the source of the model's class, or of a part of it, has such patterns.
     """
-    if dtype not in NARROW or not (files := _sources_with_signs(config)):
+    # the sources of the model and its parts that have tensors in float32 in a model of another type
+    kinds = dict.fromkeys(str(part.get("model_type")) for part in _parts(config))
+    folders = [folder for kind in kinds if (folder := model_folder(kind))] if dtype in NARROW else []
+    files = [folder / f"modeling_{folder.name}.py" for folder in folders]
+    files = [file for file in files if file.is_file() and _has_signs(file.read_text())]
+    if not files:
         return frozenset()
     name = "" if str(config.get("model_type")) in causal_lm_classes() else architecture(config)
     if not depth_is_possible(tensors, config) or why_not_built(config, name):
@@ -178,13 +183,6 @@ def kept_in_float32(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
         return float32_names(config, name, tensors, dtype)
     except NotBuildable:
         return _named_in(files, tensors, dtype)
-
-
-def _sources_with_signs(config: Mapping[str, Any]) -> list[Path]:
-    """The sources of the model and its parts that have tensors in float32 in a model of another type."""
-    kinds = dict.fromkeys(str(part.get("model_type")) for part in _parts(config))
-    files = [folder / f"modeling_{folder.name}.py" for kind in kinds if (folder := model_folder(kind))]
-    return [file for file in files if file.is_file() and _has_signs(file.read_text())]
 
 
 def _has_signs(text: str) -> bool:

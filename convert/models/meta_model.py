@@ -245,7 +245,10 @@ class NamesInMemory:
             self._find(name, renamings)
         self._spellings, _ = _kinds(get_model_conversion_mapping(self._model))  # apart: rules note their use
         self._back = [rule.reverse_transform() for rule in renamings[::-1] if rule.was_used()]
-        self._keys = {target: key for key, rule in self._rules.items() for target in _targets(key, rule)}
+        pairs = (
+            (key, rule.target_patterns, each) for key, rule in self._rules.items() for each in rule.target_patterns
+        )
+        self._keys = {key.replace(patterns[0], target): key for key, patterns, target in pairs}
 
     def _find(self, name: str, renamings: list[Any]) -> None:
         """Notes where transformers puts one stored tensor."""
@@ -337,10 +340,6 @@ def _kinds(rules: list[Any]) -> tuple[list[Any], list[Any]]:
         [rule for rule in rules if isinstance(rule, WeightRenaming)],
         [rule for rule in rules if isinstance(rule, WeightConverter)],
     )
-
-
-def _targets(key: str, rule: Any) -> list[str]:
-    return [key.replace(rule.target_patterns[0], target) for target in rule.target_patterns]
 
 
 def _numbered(lines: Lines, start: int) -> Any:

@@ -7,15 +7,15 @@ settings. Names and defaults: transformers' `configuration_*.py`; transformers 5
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
+from llmconv.convert.fields import Fields
 from llmconv.convert.models.head_and_dtype import settle_head
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing
 
-COUNT_LIMIT = 1 << 31
 # Names of sizes in models that are not like Llama (GPT-2, Bloom, MPT, OPT)
 OTHER_SIZES = {"n_head", "n_heads", "n_embd", "d_model"}
 ALIASES = {  # names of GPT-2 and BLOOM for fields of the others
@@ -49,11 +49,7 @@ GPT2 = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 1024,
 }
-BLOOM = {
-    "layer_norm_epsilon": 1e-5,
-    "apply_residual_connection_post_layernorm": False,
-    "tie_word_embeddings": True,
-}
+BLOOM = {"layer_norm_epsilon": 1e-5, "apply_residual_connection_post_layernorm": False, "tie_word_embeddings": True}
 DEFAULTS: dict[str, dict[str, Any]] = {  # by `model_type`, what transformers takes for a field that is not there
     "llama": LLAMA,
     "mistral": {**ROTARY, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
@@ -103,9 +99,10 @@ def read_decoder(checkpoint: Checkpoint) -> LlamaLikeConfig:
             f"`{source}` is a `{fields['model_type'][:40]}`, and this format holds only models like Llama",
             hint="choose another `--to`, or keep the Hugging Face folder",
         )
-    hidden, heads = _count(fields, "hidden_size", source), _count(fields, "num_attention_heads", source)
-    kv_heads = _count(fields, "num_key_value_heads", source, heads)
-    head_dim = _count(fields, "head_dim", source, max(1, hidden // heads))
+    own = _fields(fields, source)
+    hidden, heads = own.count("hidden_size"), own.count("num_attention_heads")
+    kv_heads = own.count("num_key_value_heads", default=heads)
+    head_dim = own.count("head_dim", default=max(1, hidden // heads))
     if heads % kv_heads or head_dim % 2 or ("head_dim" not in fields and hidden % heads):
         raise MalformedInput(
             f"`{source}` has {heads} heads and {kv_heads} key/value heads for a size of {hidden}",
@@ -116,36 +113,22 @@ def read_decoder(checkpoint: Checkpoint) -> LlamaLikeConfig:
         source,
         fields["model_type"],
         hidden,
-        _count(fields, "intermediate_size", source),
-        _count(fields, "num_hidden_layers", source),
+        own.count("intermediate_size"),
+        own.count("num_hidden_layers"),
         heads,
         kv_heads,
         head_dim,
-        _count(fields, "vocab_size", source),
-        _count(fields, "max_position_embeddings", source, LLAMA["max_position_embeddings"]),
-        _number(fields.get("rms_norm_eps", LLAMA["rms_norm_eps"]), "rms_norm_eps", source),
+        own.count("vocab_size"),
+        own.count("max_position_embeddings", default=LLAMA["max_position_embeddings"]),
+        own.number("rms_norm_eps", default=LLAMA["rms_norm_eps"]),
         theta,
         scaling,
         fields,
     )
 
 
-def _count(fields: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
-    value = fields.get(name)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < COUNT_LIMIT:
-        raise MalformedInput(
-            f"`{name}` in `config.json` of `{source}` is {value!r}", hint="repair it; it should be a positive number"
-        )
-    return value
-
-
-def _number(value: Any, name: str, source: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e15:
-        raise MalformedInput(
-            f"`{name}` in `config.json` of `{source}` is {value!r}", hint="repair it; it should be a positive number"
-        )
-    return float(value)
+def _fields(config: Mapping[str, Any], source: str) -> Fields:
+    return Fields(config, source, "in `config.json` of `{}`", "repair it; it should be a positive number")
 
 
 def _rope(fields: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any]]:
@@ -159,18 +142,17 @@ def _rope(fields: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any]
     kind = stored.get("rope_type", stored.get("type", "default"))
     if not isinstance(kind, str | None):
         raise MalformedInput(f"the rope settings of `{source}` have the type {kind!r}", hint="repair its `config.json`")
-    theta = stored.get("rope_theta", fields.get("rope_theta"))
-    theta = _number(10000.0 if theta is None else theta, "rope_theta", source)
+    theta = _fields({**fields, **stored}, source).number("rope_theta", default=10000.0)
     return theta, ({} if kind == "default" and not scaling else {"rope_type": kind, **scaling})
 
 
-def settings_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The settings of a model, `model_type` first; UnsupportedInput: unknown type, MalformedInput: invalid sizes."""
+def settings_of(checkpoint: Checkpoint, held: Collection[str] = DEFAULTS.keys()) -> dict[str, Any]:
+    """The settings of a model of a `held` type; UnsupportedInput for another one, MalformedInput for invalid sizes."""
     kind = str(checkpoint.config.get("model_type"))
-    if kind not in DEFAULTS:
+    if kind not in DEFAULTS.keys() & held:
         raise UnsupportedInput(
             f"`{checkpoint.path.name}` is a `{kind}`, which this format cannot hold",
-            hint=f"models of these types can be written: {', '.join(DEFAULTS)}",
+            hint=f"models of these types can be written: {', '.join(held)}",
         )
     named = {ALIASES.get(name, name): value for name, value in checkpoint.config.items()}
     fields = {**DEFAULTS[kind], **named}
@@ -215,10 +197,10 @@ def _window(fields: Mapping[str, Any], layers: int) -> tuple[Any, list[int] | No
     return (window, sliding) if sliding else None
 
 
-def tied(checkpoint: Checkpoint) -> Checkpoint:
+def tied(checkpoint: Checkpoint, held: Collection[str]) -> Checkpoint:
     """The checkpoint with `tie_word_embeddings` set, without a head that is the embedding; errors as `settings_of`."""
     tensors = dict(checkpoint.tensors)
-    config = {**checkpoint.config, "tie_word_embeddings": settings_of(checkpoint)["tie_word_embeddings"]}
+    config = {**checkpoint.config, "tie_word_embeddings": settings_of(checkpoint, held)["tie_word_embeddings"]}
     return replace(checkpoint, config=settle_head(tensors, config, []), tensors=tensors)
 
 

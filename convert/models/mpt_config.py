@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmconv.convert.algebra import concat, fitting, fuse, slice_rows, zeros
+from llmconv.convert.fields import LARGEST, Fields
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
@@ -56,7 +57,6 @@ HARMLESS = frozenset(
     + ("attn_uses_sequence_id", "attn_temperature_tuning", "rope_theta", "rope_impl", "rope_dail_config")
     + ("rope_hf_config", "seq_parallel_world_size")
 )
-MAX = 1e30  # no number of a configuration is larger; a NaN is not smaller
 # Sizes, and what both libraries take where they are left out
 SIZES = {"d_model": 2048, "n_heads": 16, "n_layers": 24, "max_seq_len": 2048, "vocab_size": 50368}
 HINT = (
@@ -78,7 +78,7 @@ def native_config(config: Mapping[str, Any], source: str, warnings: list[str]) -
     old = config["model_type"] == "mosaic_gpt"
     config = _modern(config) if old else config
     sizes = read_sizes(config, source)
-    attention, ffn = _branch(config, "attn_config", source), _branch(config, "ffn_config", source)
+    attention, ffn = _fields(config, source).table("attn_config"), _fields(config, source).table("ffn_config")
     found = _of_attention(attention, sizes) | _of_model(config, attention, sizes) | _of_mlp(config, ffn, sizes)
     if old and sizes["n_heads"] & (sizes["n_heads"] - 1):
         found["n_heads"] = f"{sizes['n_heads']} (not a power of two: its ALiBi was different before April 2023)"
@@ -104,10 +104,15 @@ def native_config(config: Mapping[str, Any], source: str, warnings: list[str]) -
         warnings.append(f"left out `attn_pdrop` {attention['attn_pdrop']}, which matters only in training")
     kept = {name: value for name, value in config.items() if name not in FOUNDRY_ONLY}
     epsilon = config.get("norm_eps", config.get("layer_norm_epsilon", 1e-5))
+    given = _fields(attention, source)  # in the types that transformers insists on
+    fixed = {"attn_type": "multihead_attention", "attn_impl": "torch", "attn_pdrop": 0, "prefix_lm": False}
+    names = [name for name in ("clip_qkv", "softmax_scale") if given.get(name) is not None]
+    numbers = {"clip_qkv": None, "softmax_scale": None} | {name: given.number(name, least=-LARGEST) for name in names}
+    fixed |= {"qk_ln": False, "attn_uses_sequence_id": False, "alibi": True, "alibi_bias_max": 8}
     native: dict[str, Any] = {
-        "layer_norm_epsilon": _number("norm_eps", epsilon, source),
-        "embedding_fraction": _number("embedding_fraction", config.get("embedding_fraction", 1), source),
-        "attn_config": _native_attention(attention, source),
+        "layer_norm_epsilon": _fields({"norm_eps": epsilon}, source).number("norm_eps", least=-LARGEST),
+        "embedding_fraction": _fields(config, source).number("embedding_fraction", default=1, least=-LARGEST),
+        "attn_config": fixed | numbers,
     }
     native |= {"expansion_ratio": 4, "learned_pos_emb": False, "no_bias": True, "logit_scale": None}
     return kept | sizes | native | {"model_type": "mpt", "init_device": "cpu"}
@@ -133,19 +138,11 @@ def portable(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **own, "init_device": "cpu"}
 
 
-def _native_attention(attention: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """`attn_config` in the types that transformers insists on."""
-    fixed = {"attn_type": "multihead_attention", "attn_impl": "torch", "attn_pdrop": 0, "prefix_lm": False}
-    fixed |= {"qk_ln": False, "attn_uses_sequence_id": False, "alibi": True, "alibi_bias_max": 8}
-    given = {name: attention.get(name) for name in ("clip_qkv", "softmax_scale")}
-    return fixed | {name: None if value is None else _number(name, value, source) for name, value in given.items()}
-
-
 def _of_attention(attention: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, str]:
     """What of `attn_config` stands in the way: option to value."""
     found = _other_than(ATTENTION, attention, "attn_config.")
     kind = attention.get("attn_type", "multihead_attention")
-    if not _known_attention(kind):
+    if kind not in ("multihead_attention", "multiquery_attention", "grouped_query_attention"):
         found["attn_config.attn_type"] = repr(kind)
     elif not isinstance(heads := _key_heads(attention, sizes), int) or heads < 1 or sizes["n_heads"] % heads:
         found["attn_config.kv_n_heads"] = repr(heads)
@@ -158,10 +155,6 @@ def _of_attention(attention: Mapping[str, Any], sizes: Mapping[str, int]) -> dic
         if name not in ATTENTION and name not in HARMLESS and value not in (None, False):
             found[f"attn_config.{name}"] = repr(value)
     return found
-
-
-def _known_attention(kind: Any) -> bool:
-    return kind in ("multihead_attention", "multiquery_attention", "grouped_query_attention")
 
 
 def _of_model(config: Mapping[str, Any], attention: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, str]:
@@ -204,7 +197,7 @@ def _width(config: Mapping[str, Any], ffn: Mapping[str, Any], sizes: Mapping[str
     hidden, ratio = ffn.get("ffn_hidden_size"), config.get("expansion_ratio", 4)
     if hidden is not None:
         return hidden
-    return int(sizes["d_model"] * ratio) if isinstance(ratio, int | float) and 0 < ratio < MAX else ratio
+    return int(sizes["d_model"] * ratio) if isinstance(ratio, int | float) and 0 < ratio < LARGEST else ratio
 
 
 def _key_heads(attention: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
@@ -237,35 +230,14 @@ def _modern(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _branch(config: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
-    if not isinstance(value := config.get(name) or {}, dict):
-        raise _odd(name, value, source)
-    return value
+def _fields(config: Mapping[str, Any], source: str) -> Fields:
+    whole = {name: int(one) if isinstance(one, float) and one.is_integer() else one for name, one in config.items()}
+    return Fields(whole, source, hint="give the configuration it was trained with, with `--config`")
 
 
 def read_sizes(config: Mapping[str, Any], source: str) -> dict[str, int]:
     """The fields of `SIZES`; MalformedInput if one is not a positive integer."""
-    return {name: _size(config, name, default, source) for name, default in SIZES.items()}
-
-
-def _size(config: Mapping[str, Any], name: str, default: int, source: str) -> int:
-    value = config.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 1 or value % 1:
-        raise _odd(name, value, source)
-    return int(value)
-
-
-def _number(name: str, value: Any, source: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX < value < MAX:
-        raise _odd(name, value, source)
-    return float(value)
-
-
-def _odd(name: str, value: Any, source: str) -> MalformedInput:
-    return MalformedInput(
-        f"the configuration in `{source}` has {value!r} for `{name}`",
-        hint="give the configuration it was trained with, with `--config`",
-    )
+    return {name: _fields(config, source).count(name, default=default) for name, default in SIZES.items()}
 
 
 OLD_NAMES = ((".ln_", ".norm_"), (".mlp_up.", ".up_proj."), (".mlp_down.", ".down_proj."), (".mlp.", ".ffn."))
@@ -297,8 +269,8 @@ def enlarged(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], sourc
         return dict(tensors)
     config = _modern(config) if config["model_type"] == "mosaic_gpt" else config
     sizes = read_sizes(config, source)
-    heads = int(_key_heads(_branch(config, "attn_config", source), sizes))
-    inner = int(_width(config, _branch(config, "ffn_config", source), sizes))
+    heads = int(_key_heads(_fields(config, source).table("attn_config"), sizes))
+    inner = int(_width(config, _fields(config, source).table("ffn_config"), sizes))
     return {name: _enlarged(name, tensor, sizes, heads, inner) for name, tensor in tensors.items()}
 
 

@@ -356,11 +356,8 @@ class Torch:
 
     @staticmethod
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return Tensor(() if isinstance(data, int | float) else (len(data),) if _is_flat(data) else None)
+        is_flat = isinstance(data, list) and all(isinstance(item, int | float) for item in data)
+        return Tensor(() if isinstance(data, int | float) else (len(data),) if is_flat else None)
 
     def __getattr__(self, name: str) -> Any:
         return Tensor if name == "Tensor" else Unknown(name)
-
-
-def _is_flat(data: Any) -> bool:
-    return isinstance(data, list) and all(isinstance(item, int | float) for item in data)

@@ -84,7 +84,11 @@ class ConfigStandIn:
             own = base.__dict__
             for name in own.get("__annotations__", {}):
                 if name in own and name not in CLASS_FIELDS and "ClassVar" not in str(own["__annotations__"][name]):
-                    fields[name] = _default(own[name])
+                    value = own[name]
+                    if isinstance(value, dataclasses.Field):
+                        factory = value.default_factory
+                        value = value.default if factory is dataclasses.MISSING else factory()
+                    fields[name] = value
         return fields
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -102,12 +106,6 @@ class ConfigStandIn:
     def get_text_config(self, **kwargs: Any) -> ConfigStandIn:
         """As in transformers; a stand-in has no inner configurations."""
         return self
-
-
-def _default(value: Any) -> Any:
-    if not isinstance(value, dataclasses.Field):
-        return value
-    return value.default_factory() if value.default_factory is not dataclasses.MISSING else value.default
 
 
 def bounded(value: Any) -> Any:
@@ -287,15 +285,17 @@ class SourceFile:
 def _strip_class(node: ast.ClassDef, wanted: set[str]) -> None:
     """Leaves out methods that build nothing, and decorators that need transformers."""
     node.decorator_list = []
-    kept = [one for one in node.body if not isinstance(one, ast.FunctionDef) or one.name in wanted or _is_property(one)]
+    kept = [
+        one
+        for one in node.body
+        if not isinstance(one, ast.FunctionDef)
+        or one.name in wanted
+        or any(_last_name(decorator) in DECORATORS for decorator in one.decorator_list)
+    ]
     node.body = kept or [ast.Pass()]
     for function in node.body:
         if isinstance(function, ast.FunctionDef):
             function.decorator_list = [one for one in function.decorator_list if _last_name(one) in DECORATORS]
-
-
-def _is_property(node: ast.FunctionDef) -> bool:
-    return any(_last_name(one) in DECORATORS for one in node.decorator_list)
 
 
 def _last_name(node: ast.expr) -> str:

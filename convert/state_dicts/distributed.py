@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, NoReturn
@@ -74,16 +74,8 @@ class BytesItem:
 StoredItem = TensorItem | BytesItem
 
 
-@dataclass(frozen=True)
-class Metadata:
-    """The items by their path in the nested dict, in the saved order, and the `version` of the layout."""
-
-    items: dict[KeyPath, StoredItem] = field(repr=False)
-    version: str
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """The checked `.metadata` of `folder`; no other file is opened.
+def read_metadata(folder: Path) -> tuple[dict[KeyPath, StoredItem], str]:
+    """The items of `.metadata` by their path in the nested dict, in the saved order, and the version of the layout.
 
     Raises MalformedInput if it is damaged, hostile or contradictory, UnsupportedInput if another library wrote it, or
     it is in torch's safetensors variant.
@@ -95,7 +87,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 @lru_cache(maxsize=4)
-def _read(folder: Path, _size: int, _changed: int) -> Metadata:
+def _read(folder: Path, _size: int, _changed: int) -> tuple[dict[KeyPath, StoredItem], str]:
     """Cached, because a folder is read for detection and again when it is opened."""
     whole = read_pickle((folder / FILE).read_bytes(), FILE)
     if isinstance(whole, Stub) and str(whole.function) == MEGATRON_METADATA:
@@ -111,7 +103,7 @@ def _read(folder: Path, _size: int, _changed: int) -> Metadata:
         if path in items:
             refuse(folder, f"has a duplicate key {shown(name)}")
         items[path] = _item(folder, name, entry, locations)
-    return Metadata(items, str(fields.get("version") or "")[:20])
+    return items, str(fields.get("version") or "")[:20]
 
 
 def _fields(folder: Path, value: Any, kind: str) -> dict[Any, Any]:
@@ -315,14 +307,14 @@ class DistributedFolder:
         for chunk in item.chunks:
             flat = Chunk(chunk.offsets[axes:], chunk.sizes[axes:], chunk.location)
             parts.setdefault(chunk.offsets[:axes], {})[flat] = chunk
+
+        def opened(whole: Mapping[Chunk, Chunk], flat: Chunk) -> LazyTensor:
+            return reshaped(self._chunk(name, item, whole[flat]), flat.sizes)  # without leading axes of size 1
+
         return {
-            index: assemble(item.dtype, item.shape[axes:], list(own), self._opener(name, item, own))
+            index: assemble(item.dtype, item.shape[axes:], list(own), partial(opened, own))
             for index, own in sorted(parts.items())
         }
-
-    def _opener(self, name: str, item: TensorItem, whole: Mapping[Chunk, Chunk]) -> Callable[[Chunk], LazyTensor]:
-        """Opens a chunk without its leading axes, all of size 1."""
-        return lambda flat: reshaped(self._chunk(name, item, whole[flat]), flat.sizes)
 
     def values(self, tree: Any) -> Any:
         """The part `tree` of the nested dict with its values read (InputRefused if unreadable); tensors stay items."""
@@ -331,13 +323,11 @@ class DistributedFolder:
         if not isinstance(tree, dict):
             return tree
         read = {key: self.values(value) for key, value in tree.items()}
-        return self._list(read) if read and all(type(key) is int for key in read) else read
-
-    def _list(self, read: dict[int, Any]) -> list[Any]:
-        """The list with these elements; missing ones are empty dicts, which torch does not store."""
+        if not read or not all(type(key) is int for key in read):
+            return read
         if max(read) >= len(read) + GAP_LIMIT:
             refuse(self.path, f"has a list with an element {max(read)}, but only {len(read)} elements")
-        return [read.get(index, {}) for index in range(max(read) + 1)]
+        return [read.get(index, {}) for index in range(max(read) + 1)]  # torch does not store empty dicts
 
     def _chunk(self, name: str, item: TensorItem, chunk: Chunk) -> LazyTensor:
         blob = self._blob(chunk.location)
@@ -407,8 +397,8 @@ def open_folder(path: Path) -> DistributedFolder:
             f"`{path.name}` has {SUFFIX} files but no `{FILE}`, which describes them",
             hint="copy the hidden file too (`cp *` leaves it out); without it, the save was never finished",
         )
-    metadata = read_metadata(path)
-    return DistributedFolder(path, _nested(path, metadata.items), metadata.version)
+    items, version = read_metadata(path)
+    return DistributedFolder(path, _nested(path, items), version)
 
 
 def _nested(folder: Path, items: Mapping[tuple[Any, ...], StoredItem]) -> dict[Any, Any]:
@@ -439,13 +429,10 @@ def sizes_of(parts: Mapping[Any, Any]) -> dict[str, int]:
     """Description to bytes, from `.metadata`, of the parts of a nested dict; nothing is read."""
     sizes: Counter[str] = Counter()
     for name, tree in parts.items():
-        sizes[PARTS.get(name, shown(name))] += sum(_nbytes(item) for _, item in named_leaves(tree))
+        for _, item in named_leaves(tree):
+            places = [item.location] if isinstance(item, BytesItem) else [chunk.location for chunk in item.chunks]
+            sizes[PARTS.get(name, shown(name))] += sum(place.length for place in places)
     return dict(sizes)
-
-
-def _nbytes(item: StoredItem) -> int:
-    locations = [item.location] if isinstance(item, BytesItem) else [chunk.location for chunk in item.chunks]
-    return sum(location.length for location in locations)
 
 
 CELL_LIMIT = 1 << 22  # maximum number of cells between all boundaries of all chunks; a regular grid has one per chunk
@@ -508,9 +495,7 @@ def reshaped(tensor: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
     if isinstance(tensor, FileTensor):
         return FileTensor(tensor.path, tensor.offset, tensor.dtype, shape, tensor.record)
     return LazyTensor(
-        tensor.dtype,
-        shape,
-        lambda start, stop: np.ascontiguousarray(tensor.read().reshape(shape or (1,))[start:stop]),
+        tensor.dtype, shape, lambda start, stop: np.ascontiguousarray(tensor.read().reshape(shape or (1,))[start:stop])
     )
 
 
@@ -527,22 +512,14 @@ def roots(
     tree: Mapping[Any, Any], above: tuple[str, ...] = (), *, own_names: bool = False
 ) -> dict[tuple[str, ...], Mapping[Any, Any]]:
     """Language models' state dicts by keys in `tree` (below `above`); `own_names`: any but an optimizer's."""
-    is_part = _is_tensor if own_names else _is_embedding
-    found = {above: tree} if any(map(is_part, tree.items())) else {}
+    tensors = [str(key) for key, item in tree.items() if isinstance(item, TensorItem)]
+    named = [name for name in tensors if own_names or name.endswith((*EMBEDDINGS, META_EMBEDDING))]
+    found = {above: tree} if named else {}
     if len(above) < FOLDER_DEPTH:
         for key, inner in tree.items():
             if isinstance(inner, dict) and key not in PARTS:
                 found |= roots(inner, (*above, str(key)), own_names=own_names)
     return found
-
-
-def _is_tensor(entry: tuple[Any, Any]) -> bool:
-    return isinstance(entry[1], TensorItem)
-
-
-def _is_embedding(entry: tuple[Any, Any]) -> bool:
-    key, value = entry
-    return isinstance(value, TensorItem) and str(key).endswith((*EMBEDDINGS, META_EMBEDDING))
 
 
 def is_meta_named(state: Mapping[Any, Any]) -> bool:

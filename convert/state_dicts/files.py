@@ -32,10 +32,7 @@ QUANTIZED = re.compile(  # parts of a quantized matrix: GPTQ, AWQ, bitsandbytes,
     r"\.(?:qweight|qzeros|SCB|weight_format|absmax|quant_map|quant_state\b.*|_packed_params\b.*|weight_scale(?:_inv)?)$"
 )
 
-OBJECT = (
-    "is an object, not a plain tensor",
-    "save a full (unsharded, unquantized) state dict of plain tensors",
-)
+OBJECT = ("is an object, not a plain tensor", "save a full (unsharded, unquantized) state dict of plain tensors")
 
 
 @dataclass(frozen=True)
@@ -167,7 +164,8 @@ INDEX_SUFFIX = ".bin.index.json"
 def is_bin_folder(folder: Path) -> bool:
     """Whether `folder` contains torch files with Hugging Face's file names, and no safetensors model."""
     names = sorted(entry.name for entry in folder.iterdir())
-    if SINGLE in names or INDEX in names or _has_rank_states(folder):
+    rank_states = (RANK_STATES.fullmatch(file.name) for file in [*folder.glob("*.pt"), *folder.glob("*/*.pt")])
+    if SINGLE in names or INDEX in names or any(rank_states):
         return False
     return bool(model_files(folder)) or any(name.endswith(INDEX_SUFFIX) for name in names)
 
@@ -181,10 +179,6 @@ def model_files(folder: Path) -> list[Path]:
     )
 
 
-def _has_rank_states(folder: Path) -> bool:
-    return any(RANK_STATES.fullmatch(entry.name) for entry in [*folder.glob("*.pt"), *folder.glob("*/*.pt")])
-
-
 def is_shard(path: Path) -> bool:
     match = SHARD.fullmatch(path.name)
     return bool(match) and int(match[2]) > 1 if match else bool(TORCHTUNE_SHARD.fullmatch(path.name))
@@ -192,17 +186,26 @@ def is_shard(path: Path) -> bool:
 
 def open_bin_folder(folder: Path) -> StateFile:
     """A folder's state dict, as its index lists it (else MalformedInput); InputRefused for several checkpoints."""
-    indices = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(INDEX_SUFFIX))
-    if len(indices) > 1:
-        raise InputRefused(
-            f"`{folder}` contains {len(indices)} indices: {listing(indices)}", hint="keep the one to convert"
-        )
-    if indices:
-        return _open_indexed(folder, indices[0])
+    if index := _only(folder, _indices(folder, INDEX_SUFFIX)):
+        shards = []
+        for name, listed in indexed_shards(folder, index, lambda name: name.endswith(".bin")).items():
+            shards.append(require_state(folder / name))
+            require_listed(name, shards[-1].state, listed, index)
+        return union(folder, shards)
     for name in BINS:
         if (folder / name).is_file():
             return union(folder, [require_state(folder / name)])
-    return union(folder, [require_state(file) for file in _numbered(folder)])
+    entries = [
+        (SHARD.fullmatch(entry.name), TORCHTUNE_SHARD.fullmatch(entry.name), entry) for entry in folder.iterdir()
+    ]
+    found = [("", plain[1], int(plain[2]), entry) for plain, _, entry in entries if plain]
+    found += [(tuned[2], tuned[1], 0, entry) for _, tuned, entry in entries if tuned]
+    if not found:
+        raise MalformedInput(
+            f"`{folder}` contains no regular file with weights",
+            hint="a link, a pipe or a folder has its name; copy it again",
+        )
+    return union(folder, [require_state(file) for file in _in_order(folder, found)])
 
 
 def require_state(file: Path) -> StateFile:
@@ -212,37 +215,25 @@ def require_state(file: Path) -> StateFile:
     return found
 
 
-def _open_indexed(folder: Path, index: str) -> StateFile:
-    shards = []
-    for name, listed in indexed_shards(folder, index, lambda name: name.endswith(".bin")).items():
-        shards.append(require_state(folder / name))
-        require_listed(name, shards[-1].state, listed, index)
-    return union(folder, shards)
+def _in_order(folder: Path, found: Iterable[tuple[str, str, int, Path]]) -> list[Path]:
+    """Unindexed shards in order: of each its set, its number, how many there are (0: unknown), and the file.
 
-
-def _numbered(folder: Path) -> list[Path]:
-    """Unindexed shards in order; MalformedInput: one is missing, InputRefused: several checkpoints or epochs."""
-    entries = sorted(folder.iterdir())
-    plain = {int(match[1]): entry for entry in entries if (match := SHARD.fullmatch(entry.name))}
-    totals = {int(match[2]) for entry in entries if (match := SHARD.fullmatch(entry.name))}
-    tuned = [(match, entry) for entry in entries if (match := TORCHTUNE_SHARD.fullmatch(entry.name))]
-    epochs = sorted({match[2] for match, _ in tuned}, key=int)
-    if len(epochs) > 1 or len(totals) > 1 or (plain and tuned):
+    Raises MalformedInput if one is missing or superfluous, InputRefused for shards of several checkpoints or epochs.
+    """
+    shards = {int(number): file for _, number, _, file in found}
+    if len(sets := {(name, total) for name, _, total, _ in found}) > 1:
         raise InputRefused(
             f"`{folder}` contains the shards of several checkpoints", hint="move those of one into a separate folder"
         )
-    if not (files := plain or {int(match[1]): entry for match, entry in tuned}):
+    count = next((total for _, total in sets), 0) or max(shards, default=0)
+    missing = next((number for number in range(1, len(shards) + 2) if number not in shards), 0)
+    if len(shards) != count or missing <= count:
+        present = ", ".join(str(number) for number in sorted(shards)[:8])
         raise MalformedInput(
-            f"`{folder}` contains no regular file with weights",
-            hint="a link, a pipe or a folder has its name; copy it again",
+            f"`{folder}` contains {len(shards)} of {count} shards (numbers {present}); number {missing} is missing",
+            hint="copy the folder again; all shards are needed",
         )
-    count = max(totals | {max(files)})
-    if (missing := next((number for number in range(1, count + 1) if number not in files), None)) is not None:
-        raise MalformedInput(
-            f"`{folder}` has {len(files)} of {count} shards; number {missing} is missing",
-            hint="copy the folder again",
-        )
-    return [files[number] for number in sorted(files)]
+    return [shards[number] for number in sorted(shards)]
 
 
 def indexed_shards(folder: Path, index: str, is_shard_name: Callable[[str], bool]) -> dict[str, set[str]]:
@@ -296,7 +287,11 @@ DEPTH = 4  # maximum nesting of dicts; deeper ones belong to optimizers
 def raw_tensors(path: Path) -> dict[str, LazyTensor]:
     """The tensors of a torch or safetensors file, or of a folder of them; reads only headers. InputRefused if none."""
     entries = sorted(path.iterdir()) if path.is_dir() else [path]
-    files = {entry.name: _read(entry) for entry in entries if entry.suffix == ".safetensors" or is_torch_file(entry)}
+    files = {
+        entry.name: read_header(entry).tensors if entry.suffix == SUFFIX else torch_tensors(entry)
+        for entry in entries
+        if entry.suffix == ".safetensors" or is_torch_file(entry)
+    }
     if not files:
         raise InputRefused(f"`{path}` contains no torch or safetensors file", hint="is the copy complete?")
     return joined(files)
@@ -307,10 +302,6 @@ def joined(files: Mapping[str, Mapping[str, LazyTensor]]) -> dict[str, LazyTenso
     if len(files) == 1:
         return dict(next(iter(files.values())))
     return {f"{file}: {name}": tensor for file, tensors in files.items() for name, tensor in tensors.items()}
-
-
-def _read(path: Path) -> Mapping[str, LazyTensor]:
-    return read_header(path).tensors if path.suffix == ".safetensors" else torch_tensors(path)
 
 
 def torch_tensors(path: Path) -> dict[str, LazyTensor]:
@@ -363,45 +354,31 @@ def one_checkpoint(folder: Path) -> list[Path]:
 
 
 def numbered(folder: Path) -> list[Path]:
-    """Unindexed shards in order, or none; MalformedInput: one is missing, InputRefused: of several checkpoints."""
-    found = [(match, file) for file in weight_files(folder) if (match := SAFETENSORS_SHARD.fullmatch(file.name))]
-    if len({(match[1], int(match[3])) for match, _ in found}) > 1:
-        raise InputRefused(
-            f"`{folder}` contains the shards of several checkpoints", hint="move those of one into a separate folder"
-        )
-    shards = {int(match[2]): file for match, file in found}
-    count = int(found[0][0][3]) if found else 0
-    if len(shards) != count or not all(1 <= number <= count for number in shards):
-        present = ", ".join(f"{number}" for number in sorted(shards)[:8])
-        raise MalformedInput(
-            f"`{folder}` contains {len(shards)} of {count} shards (numbers {present})",
-            hint="copy the missing shards; all shards are needed",
-        )
-    return [shards[number] for number in sorted(shards)]
+    """Unindexed shards in order, or none; errors as in `_in_order`."""
+    matches = [(match, file) for file in weight_files(folder) if (match := SAFETENSORS_SHARD.fullmatch(file.name))]
+    return _in_order(folder, [(match[1], match[2], int(match[3]), file) for match, file in matches])
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     """The tensors of a file, or the only checkpoint in a folder (else InputRefused); MalformedInput: damaged."""
     if path.is_file():
         return dict(header_of(path).tensors)
-    if index := _index(path):
+    bases = {name: name.removesuffix(".index.json") for name in _indices(path)}
+    own = [name for name, base in bases.items() if not (training_file_kind(base) or ADAPTER.fullmatch(base))]
+    if index := _only(path, own):
         return open_shards(path, index)
     files = numbered(path) or one_checkpoint(path)
     if len(files) == 1:
         return dict(header_of(files[0]).tensors)
-    if not files:
-        raise several_files(path)
+    if not files and not (files := weight_files(path)):
+        raise InputRefused(f"`{path}` contains no safetensors weights", hint="is the copy complete?")
+    if files[1:] and not one_checkpoint(path):
+        raise InputRefused(
+            f"`{path}` contains {len(files)} safetensors files that are not shards of one checkpoint: "
+            f"{listing([file.name for file in files])}",
+            hint=f"give the file, such as `{files[0]}`",
+        )
     return without_duplicates(path.name, [header_of(file).tensors for file in files])
-
-
-def several_files(folder: Path) -> InputRefused:
-    """The error for a folder whose safetensors files are not one checkpoint."""
-    if not (files := [file.name for file in weight_files(folder)]):
-        return InputRefused(f"`{folder}` contains no safetensors weights", hint="is the copy complete?")
-    return InputRefused(
-        f"`{folder}` contains {len(files)} safetensors files that are not shards of one checkpoint: {listing(files)}",
-        hint=f"give the file, such as `{folder / files[0]}`",
-    )
 
 
 def header_of(path: Path) -> Header:
@@ -418,7 +395,11 @@ def _header(path: Path, _size: int, _changed: int) -> Header:
 def open_safetensors_state(path: Path) -> StateFile:
     """The state dict of a file or folder, including names that share a tensor; errors as in `open_safetensors`."""
     tensors = open_safetensors(path)
-    files = [path] if path.is_file() else sorted({tensor.path for tensor in _in_files(tensors)})
+    files = (
+        [path]
+        if path.is_file()
+        else sorted({tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)})
+    )
     shared = {name: kept for file in files for name, kept in header_of(file).metadata.items() if kept in tensors}
     state = {**{name: tensors[kept] for name, kept in shared.items() if name not in tensors}, **tensors}
     return StateFile(path, state, lambda name, leaf: leaf, shards=len(files))
@@ -437,23 +418,16 @@ def peek_safetensors_state(path: Path) -> StateFile | None:
     return StateFile(path, merged, lambda name, leaf: leaf) if merged else None
 
 
-def _in_files(tensors: Mapping[str, LazyTensor]) -> list[FileTensor]:
-    return [tensor for tensor in tensors.values() if isinstance(tensor, FileTensor)]
+def _indices(folder: Path, suffix: str = SAFETENSORS_INDEX) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(suffix))
 
 
-def _indices(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(SAFETENSORS_INDEX))
-
-
-def _index(folder: Path) -> str | None:
-    """The name of the index of the model's shards."""
-    bases = {name: name.removesuffix(".index.json") for name in _indices(folder)}
-    found = [name for name, base in bases.items() if not training_file_kind(base) and not ADAPTER.fullmatch(base)]
-    if len(found) > 1:
+def _only(folder: Path, indices: list[str]) -> str | None:
+    if len(indices) > 1:
         raise InputRefused(
-            f"`{folder}` contains {len(found)} indices: {listing(found)}", hint="keep the one to convert"
+            f"`{folder}` contains {len(indices)} indices: {listing(indices)}", hint="keep the one to convert"
         )
-    return found[0] if found else None
+    return indices[0] if indices else None
 
 
 KINDS = {
@@ -483,7 +457,28 @@ def training_files_in(path: Path) -> tuple[str, ...]:
     return tuple(f"{kind} ({listing(found)})" for kind, found in kinds.items() if found)
 
 
-def read_word(file: Path, limit: int) -> str:
-    """The first `limit` characters of a small text file, such as the name of a run's newest save."""
-    with open(file, encoding="utf-8", errors="replace") as text:
-        return text.read(limit).strip()
+POINTER_LIMIT = 1024
+
+
+def tracked(
+    path: Path, saves: Mapping[str, Path], pointer: Path, name_of: Callable[[str], str] = lambda word: word
+) -> Path:
+    """The newest of several saves: that of which the file `pointer` has the name, or a word for `name_of`.
+
+    Raises InputRefused for several saves without the file, MalformedInput if there is no save of the name.
+    """
+    name = next(iter(saves), "")
+    if pointer.is_file():
+        with open(pointer, encoding="utf-8", errors="replace") as text:
+            name = name_of(text.read(POINTER_LIMIT).strip())
+    elif len(saves) > 1:
+        raise InputRefused(
+            f"`{path.name}` contains {len(saves)} saves and no `{pointer.name}`: {listing(list(saves))}",
+            hint=f"give one of them, such as `{[*saves.values()][-1]}`",
+        )
+    if name not in saves:
+        raise MalformedInput(
+            f"`{pointer.name}` in `{path.name}` names {name[:80]!r}, which is not a save in it",
+            hint=f"copy that folder too, or give another one: {listing(list(saves))}" if saves else "copy it again",
+        )
+    return saves[name]

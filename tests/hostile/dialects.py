@@ -146,13 +146,13 @@ CASES: dict[str, Case] = {
         lambda folder: nanopickle(folder, call("os", "system", text(SHELL))), ATTACK + "|" + UNKNOWN
     ),
     "nanogpt: another call": Case(lambda folder: nanopickle(folder, call("evil", "Evil")), None),
-    "nanogpt: model_args is a list": nano("no valid", lambda content: content.update(model_args=[1])),
-    "nanogpt: 2^30 layers": nano("no valid", args(n_layer=1 << 30)),
-    "nanogpt: layers of 150 digits": nano("no valid", args(n_layer=10**100)),
-    "nanogpt: no heads": nano("no valid", args(n_head=0)),
-    "nanogpt: heads less than none": nano("no valid", args(n_head=-2)),
+    "nanogpt: model_args is a list": nano("is invalid", lambda content: content.update(model_args=[1])),
+    "nanogpt: 2^30 layers": nano("is invalid", args(n_layer=1 << 30)),
+    "nanogpt: layers of 150 digits": nano("is invalid", args(n_layer=10**100)),
+    "nanogpt: no heads": nano("is invalid", args(n_head=0)),
+    "nanogpt: heads less than none": nano("is invalid", args(n_head=-2)),
     "nanogpt: another width": nano("shape mismatch", args(n_embd=1 << 20)),
-    "nanogpt: a width of a text": nano("no valid", args(n_embd="a" * 100_000)),
+    "nanogpt: a width of a text": nano("is invalid", args(n_embd="a" * 100_000)),
     "nanogpt: another vocabulary": nano("shape mismatch", args(vocab_size=7)),
     "nanogpt: a name that leads out": nano(
         "no|not", lambda content: content["model"].update({"../../evil": torch.zeros(2)})

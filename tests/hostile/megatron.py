@@ -88,7 +88,7 @@ CASES: dict[str, Case] = {
     **{f"honest: {name}": case for name, case in HONEST.items()},
     "arguments that are a call": content("nothing was run", args=Attack()),
     "a version that is a call": content("nothing was run", checkpoint_version=Attack()),
-    "arguments without end": argued("positive number", num_layers=1 << 60),
+    "arguments without end": argued("positive integer", num_layers=1 << 60),
     "as many layers as a number holds": argued(COUNT, num_layers=(1 << 31) - 1),
     "as many experts as a number holds": argued(COUNT, num_experts=(1 << 31) - 1),
     "heads of a billion rows": argued(COUNT, kv_channels=1 << 30, rotary_interleaved=True, qk_layernorm=True),

@@ -9,6 +9,7 @@ from math import inf, nextafter
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
+from llmconv.convert.fields import Fields
 from llmconv.convert.formats.meta import LLAMA, feed_forward_of, intermediate_of
 from llmconv.convert.models.model_config import LlamaLikeConfig, read_decoder, refuse_fields, refuse_other_values
 from llmconv.errors import MalformedInput, UnsupportedInput
@@ -36,7 +37,6 @@ POSITIVE_NUMBERS = (
 )
 INTEGERS = ("n_kv_heads", "multiple_of", "max_seq_len")
 COUNT_LIMIT = 100_000  # more layers or experts than any model has, so that loops over them stay short
-NUMBER_LIMIT = 1e15
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,11 @@ def read_params(content: Mapping[str, Any], family: str, source: str) -> Accesso
                 f"`{source}` has no configuration with `{name}`",
                 hint="give the files that training was given with `--llama_config`, each with `--config PATH`",
             )
-    _check_numbers(fields, source)
+    given = Fields(fields, source, hint="repair the configuration")
+    if not all(map(_is_count, given.table("moe").values())):
+        raise given.invalid("moe", fields["moe"], "numbers of experts")
+    for name in (name for name in POSITIVE_NUMBERS if fields.get(name) is not None):
+        given.number(name, least=0.5 if name in INTEGERS else 0)
     if fields.get("use_scaled_rope"):
         raise UnsupportedInput(
             f"`{source}` has `use_scaled_rope`, which upstream's code does not know", hint="is it Meta's own Llama 3.1?"
@@ -96,46 +100,28 @@ def read_params(content: Mapping[str, Any], family: str, source: str) -> Accesso
             f"`{source}` has {heads} heads and {kv_heads} key/value heads for a size of {dim}",
             hint="the configuration belongs to another model",
         )
-    return AccessoryParams(family, fields, dim, layers, heads, kv_heads, _intermediate(family, fields))
+    if family == "llama":
+        intermediate = intermediate_of(fields)
+    elif family == "internlm":
+        multiple = int(fields.get("multiple_of") or 256)
+        intermediate = -(-int(dim * (fields.get("mlp_ratio") or 8 / 3)) // multiple) * multiple
+    else:
+        intermediate = int(fields["hidden_dim"]) if family == "mixtral" else 4 * dim
+    return AccessoryParams(family, fields, dim, layers, heads, kv_heads, intermediate)
 
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and 0 < value <= COUNT_LIMIT
 
 
-def _check_numbers(fields: Mapping[str, Any], source: str) -> None:
-    mixture = _mixture(fields)
-    if not isinstance(mixture, Mapping) or not all(map(_is_count, mixture.values())):
-        raise MalformedInput(
-            f"`moe` of `{source}` is invalid: {mixture!r}", hint="it counts experts; repair the configuration"
-        )
-    for name in POSITIVE_NUMBERS:
-        value = fields.get(name)
-        least = 1 if name in INTEGERS else 1 / NUMBER_LIMIT
-        if value is not None and (not isinstance(value, int | float) or not least <= value < NUMBER_LIMIT):
-            raise MalformedInput(
-                f"`{name}` of `{source}` is invalid: {value!r}",
-                hint="it should be a positive number; repair the configuration",
-            )
-
-
-def _intermediate(family: str, fields: Mapping[str, Any]) -> int:
-    if family == "llama":
-        return intermediate_of(fields)
-    if family == "mixtral":
-        return int(fields["hidden_dim"])
-    if family == "falcon":
-        return 4 * int(fields["hidden_size"])
-    multiple = int(fields.get("multiple_of") or 256)
-    return -(-int(fields["hidden_size"] * (fields.get("mlp_ratio") or 8 / 3)) // multiple) * multiple
-
-
 def to_config(params: AccessoryParams, vocabulary: int, source: str) -> dict[str, Any]:
     """The content of `config.json`, without dtype, biases, ids; `vocabulary`: rows of the embedding, as upstream."""
+    # the trained length, if it is unknown: of Llama 1 (eps 1e-6), of Llama 2, or upstream's default
+    usual = 4096 if params.family == "llama" and params.fields.get("norm_eps") != 1e-6 else 2048
     common = {
         "hidden_size": params.dim,
         "initializer_range": 0.02,
-        "max_position_embeddings": _max_positions(params),
+        "max_position_embeddings": int(params.fields.get("max_seq_len") or usual),
         "num_attention_heads": params.heads,
         "num_hidden_layers": params.layers,
         "rope_scaling": _rope_scaling(params.fields, source),
@@ -195,22 +181,12 @@ def _falcon(params: AccessoryParams) -> dict[str, Any]:
     }
 
 
-def _max_positions(params: AccessoryParams) -> int:
-    """The trained length; if it is unknown, that of Llama 1 (eps 1e-6), of Llama 2, or upstream's default."""
-    if stated := params.fields.get("max_seq_len"):
-        return int(stated)
-    return 4096 if params.family == "llama" and params.fields.get("norm_eps") != 1e-6 else 2048
-
-
 def _rope_scaling(fields: Mapping[str, Any], source: str) -> dict[str, Any] | None:
     """Accessory multiplies positions by it (`llama.py`, precompute_freqs_cis), transformers divides by `factor`."""
-    if (value := fields.get("rope_scaling")) is None:
+    if fields.get("rope_scaling") is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 / NUMBER_LIMIT < value < NUMBER_LIMIT:
-        raise MalformedInput(
-            f"`rope_scaling` of `{source}` is invalid: {value!r}", hint="it should be a number such as 0.5"
-        )
-    return {"rope_type": "linear", "factor": 1.0 / value}
+    factor = Fields(fields, source, hint="it should be a number such as 0.5").number("rope_scaling", least=1e-15)
+    return {"rope_type": "linear", "factor": 1.0 / factor}
 
 
 CODE = "LLaMA2-Accessory's code"

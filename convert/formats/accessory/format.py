@@ -32,10 +32,11 @@ from llmconv.convert.adapters.other_tools import (
     as_adapter,
     pair_up,
     renamed,
+    reordered,
     sizes_of,
     unplaced,
 )
-from llmconv.convert.algebra import fitting, permute_rows, rename, rope_order, zeros
+from llmconv.convert.algebra import LAYER_NUMBER, fitting, permute_rows, rename, rope_order, zeros
 from llmconv.convert.deltas import DeltaFormat
 from llmconv.convert.deltas.arithmetic import (
     FLOAT16,
@@ -48,6 +49,7 @@ from llmconv.convert.deltas.arithmetic import (
     wider,
 )
 from llmconv.convert.formats import Format
+from llmconv.convert.formats.accessory import read
 from llmconv.convert.formats.accessory.config import (
     ATTENTION,
     LINEAR,
@@ -59,25 +61,6 @@ from llmconv.convert.formats.accessory.config import (
     read_params,
     table_of,
     to_config,
-)
-from llmconv.convert.formats.accessory.read import (
-    DELTA_FILE,
-    EXTRA_FILES,
-    SHARD,
-    differing_copies,
-    holds_shards,
-    is_zero,
-    join,
-    kinds,
-    leave_out,
-    open_shards,
-    peek,
-    plugin_family,
-    save,
-    small_files,
-    split_ranks,
-    to_hugging_face,
-    whole_tensors,
 )
 from llmconv.convert.formats.meta import MetaTokenizer, find_tokenizer, tokenizer_for
 from llmconv.convert.models.config_file import plain_fields
@@ -92,41 +75,39 @@ from llmconv.tensors import DType, LazyTensor, cast
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     base, drop = Path(config["base"]) if "base" in config else None, bool(config.get("drop"))
-    own, base_shards = open_shards(path), open_shards(base) if base else []
+    own, base_shards = read.open_shards(path), read.open_shards(base) if base else []
     given = {name: value for name, value in config.items() if is_field(name, value)}
     stored = (_stored_params(base) if base else {}) | _stored_params(path)
-    params = read_params(stored | given, plugin_family(path, chain(*own, *base_shards)), path.name)
+    params = read_params(stored | given, read.plugin_family(path, chain(*own, *base_shards)), path.name)
     whole = _join(path, own, params)
     if base:
         # as in upstream's loader with a list of checkpoints: later tensors replace those of the base
         whole = _join(base, base_shards, params) | whole
     before = list(whole)
-    warnings = leave_out(whole, params.family, path.name, drop=drop)
+    warnings = read.leave_out(whole, params.family, path.name, drop=drop)
     lost = [name for name in before if name not in whole]
-    _require_whole(base or path, whole)
-    tensors = to_hugging_face(whole, params, path.name)
+    if not any(name.startswith(("tok_embeddings.", "word_embeddings.", "embedding.")) for name in whole):
+        raise InputRefused(
+            f"`{(base or path).name}` is not a whole model: it holds only the {len(whole)} tensors that were trained",
+            hint="give the folder of `consolidated.…` shards that training started from with `--base`",
+        )
+    tensors = read.to_hugging_face(whole, params, path.name)
     if pairs := sum(name.endswith(".lora_a.weight") for name in whole):
         warnings.append(f"merged {pairs} LoRA pairs as B·A; Accessory's LoRA has no alpha")
     settings = _config(path, params, tensors)
     tokens, more = _tokenizer(path, tokenizer, base, settings["vocab_size"])
-    kept = EXTRA_FILES if tokenizer is None else ("generation_config.json",)
+    kept = read.EXTRA_FILES if tokenizer is None else ("generation_config.json",)
     extra_files = {name: content for name, content in read_side_files(path).items() if name in kept}
     others = {name: value for name, value in config.items() if name not in (*given, *FORMAT.options)}
     extra = plain_fields(others, warnings)
-    if differing_copies(own, ("norm.weight", "ln_f.weight")):
+    norms = [name for name in ("norm.weight", "ln_f.weight") if own and name in own[0]]
+    if any(len({shard[name].read().tobytes() for shard in own}) > 1 for name in norms):
         warnings.append("the norms differ between shards; those of shard 0 are used, as upstream does")
     settings |= {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos} | extra
-    return Checkpoint(
-        path,
-        FORMAT.name,
-        tensors,
-        settings,
-        {**extra_files, **tokens.files},
-        (*warnings, *more),
-        shards=len(own) + len(base_shards),
-        source_type=params.family,
-        dropped=(*([f"{len(lost)} tensors: {kinds(lost)}"] if lost else []), *training_files_in(path)),
-    )
+    dropped = (*([f"{len(lost)} tensors: {read.kinds(lost)}"] if lost else []), *training_files_in(path))
+    rest = ((*warnings, *more), "", len(own) + len(base_shards), dropped)
+    side_files = {**extra_files, **tokens.files}
+    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, *rest, source_type=params.family)
 
 
 def _stored_params(folder: Path) -> dict[str, Any]:
@@ -143,15 +124,7 @@ def _join(folder: Path, shards: Sequence[dict[str, LazyTensor]], params: Accesso
             hint="give the original checkpoint in one shard",
         )
     one_head = params.family == "falcon" and params.fields.get("multi_query", True)
-    return join(shards, ("wk", "wv") if one_head else (), params.experts, folder.name)
-
-
-def _require_whole(folder: Path, whole: dict[str, LazyTensor]) -> None:
-    if not any(name.startswith(("tok_embeddings.", "word_embeddings.", "embedding.")) for name in whole):
-        raise InputRefused(
-            f"`{folder.name}` is not a whole model: it holds only the {len(whole)} tensors that were trained",
-            hint="give the folder of `consolidated.…` shards that training started from with `--base`",
-        )
+    return read.join(shards, ("wk", "wv") if one_head else (), params.experts, folder.name)
 
 
 def _config(path: Path, params: AccessoryParams, tensors: dict[str, LazyTensor]) -> dict[str, Any]:
@@ -185,11 +158,11 @@ FORMAT = Format(
     title="LLaMA2-Accessory: a folder of `consolidated.NN-of-MM.model.pth`",
     covers="any number of shards, whole or (with `--base`) only what was trained; the plugins `llama`, `llama_peft`, "
     "`mixtral`, `internlm`, `falcon`, and the language model of the others with `--drop`",
-    detect=holds_shards,
+    detect=read.holds_shards,
     open=_open,
     options=("base", "drop"),
-    peek=peek,
-    save=save,
+    peek=read.peek,
+    save=read.save,
 )
 
 
@@ -205,15 +178,15 @@ def open_accessory_adapter(path: Path, base: Checkpoint, alpha: float | None = N
     Raises InputRefused for a whole model, MalformedInput for another base, UnsupportedInput for another family, or
     biases that the base cannot have.
     """
-    shards = open_shards(path)
-    family = plugin_family(path, (name for shard in shards for name in shard))
+    shards = read.open_shards(path)
+    family = read.plugin_family(path, (name for shard in shards for name in shard))
     kind = str(base.config.get("model_type"))
     if (family, kind) not in (("llama", "llama"), ("llama", "mistral"), ("mixtral", "mixtral")):
         raise UnsupportedInput(
             f"`{path.name}` holds trained parameters of a {family}, the base is a {kind[:40]}",
             hint="give the base that they were trained on; `llmconv to-hf --base` takes one in Accessory's files",
         )
-    whole = join(shards, (), _experts(base), path.name)
+    whole = read.join(shards, (), _experts(base), path.name)
     if "tok_embeddings.weight" in whole:
         raise InputRefused(
             f"`{path.name}` holds a whole model", hint=f"convert it: `llmconv to-hf {path.name} -o OUT` merges its LoRA"
@@ -224,7 +197,7 @@ def open_accessory_adapter(path: Path, base: Checkpoint, alpha: float | None = N
     others, fields = _with_biases(others, base, path.name)
     ranks = {"r": rank, "lora_alpha": rank} if (rank := next((own.rank for own in factors.values()), 0)) else {}
     new = sorted(name.removesuffix(".bias") for name in others if name.endswith(".bias") and name not in base)
-    files = sorted(entry for entry in path.iterdir() if SHARD.fullmatch(entry.name))
+    files = sorted(entry for entry in path.iterdir() if read.SHARD.fullmatch(entry.name))
     settings = path / "config.json" if (path / "config.json").is_file() else None
     config = {**(ranks or {"lora_alpha": 1}), "bias": "all" if new else "none", "modules_to_save": new}
     adapter = as_adapter(files, settings, config, factors, alpha, others)
@@ -242,17 +215,14 @@ def _convert(
     """The factors by the base's modules and the other tensors by its names, rows in its order."""
     params = AccessoryParams(family, {"moe": {"num_experts": _experts(base)}}, 0, 0, 1, 1, 0)
     names = table_of(params)
-    table = {name.removesuffix(".weight"): to.removesuffix(".weight") for name, to in names.items() if to}
-    biases = {f"{module}.bias": f"{to}.bias" for module, to in table.items() if LINEAR.search(module)}
-    factors = renamed(pair_up(whole, FACTOR, source), table, source, DESCRIPTION)
+    linear = {name.removesuffix(".weight"): to.removesuffix(".weight") for name, to in names.items() if to}
+    biases = {f"{module}.bias": f"{to}.bias" for module, to in linear.items() if LINEAR.search(module)}
+    factors = renamed(pair_up(whole, FACTOR, source), names, source, DESCRIPTION)
     rest = {name: tensor for name, tensor in whole.items() if not FACTOR.fullmatch(name)}
     homes = _homes(rest, names | biases, source)
     order = rope_order(sizes_of(base).dim)
     with fitting(f"the heads of `{source}` do not match the base's", "it was trained on another model"):
-        factors = {
-            module: own.with_rows(lambda rows: permute_rows(rows, order)) if QUERY_OR_KEY.search(module) else own
-            for module, own in factors.items()
-        }
+        factors = reordered(factors, QUERY_OR_KEY, order)
         others = {
             target: permute_rows(rest[name], order) if QUERY_OR_KEY.search(target) else rest[name]
             for target, name in homes.items()
@@ -265,14 +235,10 @@ def _homes(rest: dict[str, LazyTensor], names: Mapping[str, str | None], source:
     try:
         return rename(rest, names, source)
     except MalformedInput:
-        known = [name for name in rest if _is_known(name, names)]
+        known = [name for name in rest if name in names or re.sub(LAYER_NUMBER, "{}", name, count=1) in names]
         if not (left := sorted(rest.keys() - set(known))):
             raise
         raise unplaced(left, [name for name, target in names.items() if target], source, DESCRIPTION) from None
-
-
-def _is_known(name: str, names: Mapping[str, str | None]) -> bool:
-    return name in names or re.sub(r"(?<=\.)\d{1,9}(?=\.)", "{}", name, count=1) in names
 
 
 def _with_biases(
@@ -281,7 +247,7 @@ def _with_biases(
     """Adds zero biases to layers without one, and returns the config fields that enable biases."""
     biases = {name: tensor for name, tensor in others.items() if name.endswith(".bias")}
     if base.config.get("model_type") != "llama":
-        if trained := [name for name, tensor in biases.items() if name not in base and not is_zero(tensor)]:
+        if trained := [name for name, tensor in biases.items() if name not in base and not read.is_zero(tensor)]:
             raise UnsupportedInput(
                 f"`{source}` holds {len(trained)} trained biases, such as `{trained[0]}`, which are unsupported in a "
                 f"{base.config.get('model_type')}",
@@ -304,7 +270,7 @@ def _with_biases(
 
 ADAPTER = AdapterFormat(
     "LLaMA2-Accessory (`consolidated.NN-of-MM.model.pth` with only what was trained)",
-    holds_shards,
+    read.holds_shards,
     open_accessory_adapter,
 )
 
@@ -332,8 +298,14 @@ def save_delta(base: Checkpoint, tuned: Checkpoint, shards: int | None) -> Writt
             f"the two models differ in {listing(odd or ['llama_type'])}, which Accessory's deltas do not contain",
             hint=WITHOUT,
         )
-    below, above = split_ranks(base, before, count), split_ranks(tuned, after, count)
-    _require_same_shapes(below[0], above[0])
+    below, above = read.split_ranks(base, before, count), read.split_ranks(tuned, after, count)
+    lacking = below[0].keys() - above[0].keys()
+    resized = [name for name, tensor in above[0].items() if name in below[0] and tensor.shape != below[0][name].shape]
+    if changed := [*sorted(lacking), *resized]:
+        raise UnsupportedInput(
+            f"the tuned model lacks, or has in another shape, {len(changed)} tensors of the base: {listing(changed)}",
+            hint=WITHOUT,
+        )
     differences = Differences(Arithmetic(FLOAT32, FLOAT16))
     container = partial(torch_pieces, inside=("model",))
     files = tuple(
@@ -344,26 +316,11 @@ def save_delta(base: Checkpoint, tuned: Checkpoint, shards: int | None) -> Writt
         )
         for number, rank in enumerate(above)
     )
-    small, warnings = small_files(tuned, after)
-    return WrittenDelta(Plan(tuned, files, small, (*warnings, *_lost_tokenizer(base, tuned))), differences)
-
-
-def _require_same_shapes(below: dict[str, LazyTensor], above: dict[str, LazyTensor]) -> None:
-    odd = sorted(below.keys() - above.keys())
-    odd += [name for name in above if name in below and above[name].shape != below[name].shape]
-    if odd:
-        raise UnsupportedInput(
-            f"the tuned model lacks, or has in another shape, {len(odd)} tensors of the base: {listing(odd)}",
-            hint=WITHOUT,
-        )
-
-
-def _lost_tokenizer(base: Checkpoint, tuned: Checkpoint) -> list[str]:
-    """A warning where the tokenizers differ, since the one of the base stays."""
-    names = ("tokenizer.model", "tokenizer.json")
-    if all(base.side_files.get(name) == tuned.side_files.get(name) for name in names):
-        return []
-    return ["the tokenizers differ, and a sum with Accessory's deltas keeps that of the base"]
+    small, warnings = read.small_files(tuned, after)
+    tokenizers = ("tokenizer.model", "tokenizer.json")
+    if any(base.side_files.get(name) != tuned.side_files.get(name) for name in tokenizers):
+        warnings += ("the tokenizers differ, and a sum with Accessory's deltas keeps that of the base",)
+    return WrittenDelta(Plan(tuned, files, small, warnings), differences)
 
 
 def plus_accessory(base: Checkpoint, folder: Path, dtype: str) -> Checkpoint:
@@ -374,23 +331,19 @@ def plus_accessory(base: Checkpoint, folder: Path, dtype: str) -> Checkpoint:
     """
     args = args_of(base)
     family, name = args.params.family, folder.absolute().name
-    shards = open_shards(folder, DELTA_FILE)
+    shards = read.open_shards(folder, read.DELTA_FILE)
     one_head = family == "falcon" and args.params.fields.get("multi_query", True)
-    delta = join(shards, ("wk", "wv") if one_head else (), args.params.experts, name)
-    base_tensors, kept = whole_tensors(base, args), _types(base, shards)
-    leave_out(delta, family, name, drop=False)
-    sums = to_hugging_face(_add(base_tensors, delta, name), args.params, name)
+    delta = read.join(shards, ("wk", "wv") if one_head else (), args.params.experts, name)
+    base_tensors = read.whole_tensors(base, args)
+    added_type = _common({name: tensor.dtype for name, tensor in shards[0].items()})
+    kept = {name: wider(tensor.dtype, added_type) for name, tensor in base.items()}
+    read.leave_out(delta, family, name, drop=False)
+    sums = read.to_hugging_face(_add(base_tensors, delta, name), args.params, name)
     tensors = all_rounded(sums, {target: kept.get(target, _common(kept)) for target in sums}, dtype)
     config = settle_head(tensors, {**base.config, "tie_word_embeddings": None}, [])
     if family == "llama":
         config |= {"attention_bias": has_biases(tensors, ATTENTION), "mlp_bias": has_biases(tensors, MLP)}
     return replace(base, tensors=tensors, config=with_dtype(config, tensors))
-
-
-def _types(base: Checkpoint, shards: Sequence[dict[str, LazyTensor]]) -> dict[str, DType]:
-    """Name to dtype of each tensor of the sum."""
-    added_type = _common({name: tensor.dtype for name, tensor in shards[0].items()})
-    return {name: wider(tensor.dtype, added_type) for name, tensor in base.items()}
 
 
 def _common(types: Mapping[str, DType]) -> DType:
@@ -416,7 +369,7 @@ def _add(base_tensors: dict[str, LazyTensor], delta: dict[str, LazyTensor], sour
 
 
 DELTA = DeltaFormat(
-    detect=lambda path: path.is_dir() and any(DELTA_FILE.fullmatch(entry.name) for entry in path.iterdir()),
+    detect=lambda path: path.is_dir() and any(read.DELTA_FILE.fullmatch(entry.name) for entry in path.iterdir()),
     apply=plus_accessory,
     save=save_delta,
 )

@@ -8,29 +8,14 @@ of a Mixtral holds whole experts (`LLM/mixtral.py`, MoE). Files: `util/misc.py`,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint, read_json, transposed
+from llmconv.convert import algebra
 from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products
-from llmconv.convert.algebra import (
-    concat,
-    deal_rows,
-    first_missing,
-    fitting,
-    fuse,
-    interleave_rows,
-    inverse_order,
-    inverted,
-    permute_rows,
-    rename,
-    rope_order,
-    slice_rows,
-    split,
-    zeros,
-)
 from llmconv.convert.formats.accessory.config import (
     ATTENTION,
     INTERNLM,
@@ -38,7 +23,6 @@ from llmconv.convert.formats.accessory.config import (
     MLP,
     AccessoryArgs,
     AccessoryParams,
-    NameTable,
     args_of,
     has_biases,
     table_of,
@@ -80,12 +64,14 @@ def open_shards(folder: Path, kind: re.Pattern[str] = SHARD) -> list[dict[str, L
             f"`{folder.name}` is a delta, not a model",
             hint=f"add it to its base, such as Meta's folder: `llmconv delta apply BASE {folder.name} -o OUT`",
         )
-    if not (numbers := _numbered(folder, own, kind) if own else _numbered_meta(folder, names)):
+    numbers = _numbers(folder, own, kind, [*names])
+    if not numbers:
         raise InputRefused(
             f"`{folder}` contains no `consolidated.…` shards",
             hint="give the folder that training started from, or that it saved",
         )
-    shards = [_without_prefix(open_shard(folder / numbers[number], "model")) for number in sorted(numbers)]
+    opened = [open_shard(folder / numbers[number], "model") for number in sorted(numbers)]
+    shards = [{name.removeprefix("llma."): tensor for name, tensor in shard.items()} for shard in opened]
     # refuses shards that differ in names, shapes or dtypes; each whole expert must lie in one shard only
     layouts = [
         {name: (tensor.dtype.name, tensor.shape) for name, tensor in shard.items() if not EXPERT.search(name)}
@@ -105,32 +91,22 @@ def open_shards(folder: Path, kind: re.Pattern[str] = SHARD) -> list[dict[str, L
     return shards
 
 
-def _numbered(folder: Path, names: Iterable[str], kind: re.Pattern[str]) -> dict[int, str]:
-    found = {name: tuple(map(int, match.groups())) for name in names if (match := kind.fullmatch(name))}
-    counts = {count for _, count in found.values()}
-    others = [META_SHARD, SHARD] if kind is DELTA_FILE else [META_SHARD]
-    if (
-        len(counts) != 1
-        or len(set(found.values())) != len(found)
-        or any(other.fullmatch(entry.name) for entry in folder.iterdir() for other in others)
-    ):
+def _numbers(folder: Path, own: Sequence[str], kind: re.Pattern[str], names: Sequence[str]) -> dict[int, str]:
+    """File names by rank, Meta's if there are none of this kind; MalformedInput for a mixed or incomplete set."""
+    found = [(match, name) for name in own if (match := kind.fullmatch(name))]
+    counts = {int(match[2]) for match, _ in found}
+    others: tuple[re.Pattern[str], ...] = (META_SHARD, SHARD) if kind is DELTA_FILE else (META_SHARD,)
+    if not own:
+        found = [(match, name) for name in names if (match := META_SHARD.fullmatch(name))]
+        counts, others = {max((int(match[1]) for match, _ in found), default=-1) + 1}, ()
+    numbers = {int(match[1]): name for match, name in found}
+    mixed = any(other.fullmatch(name) for name in names for other in others)
+    if mixed or len(counts) != 1 or len(numbers) != len(found):
         raise MalformedInput(
             f"`{folder.name}` mixes shards of different checkpoints", hint="keep one set of shards in a folder"
         )
     (count,) = counts
-    numbers = {number: name for name, (number, _) in found.items()}
-    _check_numbers(folder, numbers, count)
-    return numbers
-
-
-def _numbered_meta(folder: Path, names: Iterable[str]) -> dict[int, str]:
-    numbers = {int(match[1]): name for name in names if (match := META_SHARD.fullmatch(name))}
-    _check_numbers(folder, numbers, max(numbers, default=-1) + 1)
-    return numbers
-
-
-def _check_numbers(folder: Path, numbers: Mapping[int, str], count: int) -> None:
-    missing = first_missing(numbers, count)
+    missing = algebra.first_missing(numbers, count)
     extra = min((number for number in numbers if number >= count), default=None)
     if missing is not None or extra is not None:
         raise MalformedInput(
@@ -138,10 +114,7 @@ def _check_numbers(folder: Path, numbers: Mapping[int, str], count: int) -> None
             + ("is missing" if missing is not None else f"(`{numbers[extra or 0]}`) is superfluous"),
             hint="copy the folder again; it must contain all shards of one checkpoint, and no others",
         )
-
-
-def _without_prefix(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    return {name.removeprefix("llma."): tensor for name, tensor in tensors.items()}
+    return numbers
 
 
 def join(
@@ -152,12 +125,12 @@ def join(
     copies = set(repeated)
     for name in dict.fromkeys(name for shard in shards for name in shard):
         parts = [shard[name] for shard in shards if name in shard]
-        with fitting(f"the parts of `{name}` in `{source}` cannot be joined"):
+        with algebra.fitting(f"the parts of `{name}` in `{source}` cannot be joined"):
             if fused := FUSED_EXPERTS.fullmatch(name):
                 whole |= _split_experts(fused[1], fused[2], parts, experts)
             else:
                 dim = None if EXPERT.search(name) else split_dim(name, copies)
-                whole[name] = parts[0] if dim is None else concat(parts, dim)
+                whole[name] = parts[0] if dim is None else algebra.concat(parts, dim)
     return whole
 
 
@@ -168,7 +141,7 @@ def peek(folder: Path) -> dict[str, LazyTensor]:
     for name in dict.fromkeys(name for shard in shards for name in shard):
         parts = [shard[name] for shard in shards if name in shard]
         dim = 0 if FUSED_EXPERTS.fullmatch(name) else None if EXPERT.search(name) else split_dim(name)
-        whole[name] = parts[0] if dim is None or len(parts[0].shape) <= dim else concat(parts, dim)
+        whole[name] = parts[0] if dim is None or len(parts[0].shape) <= dim else algebra.concat(parts, dim)
     return whole
 
 
@@ -179,18 +152,13 @@ def _split_experts(prefix: str, layer: str, parts: Sequence[LazyTensor], experts
         raise ValueError(f"{rows} rows cannot be divided among {experts} experts")
     step = rows // experts
     whole_experts = {
-        number: concat([slice_rows(part, number * step, (number + 1) * step) for part in parts], 0)
+        number: algebra.concat([algebra.slice_rows(part, number * step, (number + 1) * step) for part in parts], 0)
         for number in range(experts)
     }
     return {
         f"{prefix}.experts.{number}.{layer}.weight": transposed(expert) if layer == "w2" else expert
         for number, expert in whole_experts.items()
     }
-
-
-def differing_copies(shards: Sequence[dict[str, LazyTensor]], names: Iterable[str]) -> list[str]:
-    """Which of the (small) tensors `names`, copied in every shard, differ between shards."""
-    return [name for name in names if name in shards[0] and len({shard[name].read().tobytes() for shard in shards}) > 1]
 
 
 LLAMAS = (
@@ -216,7 +184,12 @@ TRAINED_PREFIX = re.compile(r"prefix(?:_gate|_new_gate)?$")
 def plugin_family(folder: Path, names: Iterable[str]) -> str:
     """`llama`, `mixtral`, `internlm` or `falcon` (else UnsupportedInput), from `meta.json` or the tensors' names."""
     if not (folder / "meta.json").is_file():
-        return _family_of(set(names))
+        # from tensor names, for runs from before November 2023
+        marks, found = (
+            {".mixer.": "internlm", ".self_attention.": "falcon", ".feed_forward.gate.": "mixtral"},
+            set(names),
+        )
+        return next((family for mark, family in marks.items() if any(mark in name for name in found)), "llama")
     plugin = read_json(folder / "meta.json").get("llama_type")
     if not isinstance(plugin, str) or plugin not in FAMILIES:
         raise UnsupportedInput(
@@ -224,12 +197,6 @@ def plugin_family(folder: Path, names: Iterable[str]) -> str:
             hint="if its language model is one of upstream's, give that one as `llama_type` in `meta.json`",
         )
     return FAMILIES[plugin]
-
-
-def _family_of(names: set[str]) -> str:
-    """The family from tensor names, for runs from before November 2023, which have no `meta.json`."""
-    marks = {"internlm": ".mixer.", "falcon": ".self_attention.", "mixtral": r".feed_forward.gate."}
-    return next((family for family, mark in marks.items() if any(mark in name for name in names)), "llama")
 
 
 def leave_out(whole: dict[str, LazyTensor], family: str, source: str, *, drop: bool) -> list[str]:
@@ -271,7 +238,7 @@ def is_zero(tensor: LazyTensor) -> bool:
 
 def to_hugging_face(whole: dict[str, LazyTensor], params: AccessoryParams, source: str) -> dict[str, LazyTensor]:
     """The joined tensors in Hugging Face's names and order, with LoRA and zero biases; MalformedInput: keys, shapes."""
-    with fitting(f"the heads of `{source}` do not match its configuration"):
+    with algebra.fitting(f"the heads of `{source}` do not match its configuration"):
         # adds zero biases to layers without one: `attention_bias` and `mlp_bias` of transformers apply to all layers
         tensors = _renamed(whole, params, source)
         complete: dict[str, LazyTensor] = {}
@@ -280,7 +247,7 @@ def to_hugging_face(whole: dict[str, LazyTensor], params: AccessoryParams, sourc
             complete[name] = tensor
             layer, _, kind = name.rpartition(".")
             if kind == "weight" and layer.rpartition(".")[2] in wanted and f"{layer}.bias" not in tensors:
-                complete[f"{layer}.bias"] = zeros(tensor.dtype, tensor.shape[:1])
+                complete[f"{layer}.bias"] = algebra.zeros(tensor.dtype, tensor.shape[:1])
         return complete
 
 
@@ -288,24 +255,26 @@ def _renamed(whole: dict[str, LazyTensor], params: AccessoryParams, source: str)
     if params.family == "internlm":
         whole = _internlm_as_llama(whole, params)
     if params.family == "falcon":
-        names, head_dim = [f"self_attention.w{letter}" for letter in "qkv"], params.head_dim
-        groups = 1 if params.fields.get("multi_query", True) else params.heads  # as the configuration says
-        whole = fuse(
+        size, groups = params.head_dim, 1 if params.fields.get("multi_query", True) else params.heads
+        rows = (params.heads // groups * size, size, size)  # query heads, key, value of each group (`_split_heads`)
+        whole = algebra.fuse(
             whole,
-            names,
+            [f"self_attention.w{letter}" for letter in "qkv"],
             "self_attention.query_key_value",
-            lambda parts: _interleave(*parts, head_dim=head_dim),
+            lambda parts: algebra.interleave_rows(parts, rows),
             counts=(params.heads, groups, groups),
         )
     _check_layers(whole, params.layers, source)
     table = table_of(params)
-    renamed = rename(dict.fromkeys(map(_owner, whole)), table, source)
-    order = rope_order(params.head_dim) if params.family in ("llama", "mixtral") else ()
+    renamed = algebra.rename(dict.fromkeys(map(_owner, whole)), table, source)
+    order = algebra.rope_order(params.head_dim) if params.family in ("llama", "mixtral") else ()
     tensors: dict[str, LazyTensor] = {}
     for target, owner in sorted(renamed.items(), key=lambda pair: file_order(pair[0])):
         parts = _parts(owner, whole, source)
         if order and target.endswith((".q_proj.weight", ".k_proj.weight")):
-            parts = {kind: part if kind == "lora_a" else permute_rows(part, order) for kind, part in parts.items()}
+            parts = {
+                kind: part if kind == "lora_a" else algebra.permute_rows(part, order) for kind, part in parts.items()
+            }
         tensors[target] = _with_lora(parts, owner, source)
         if "bias" in parts:
             tensors[target.removesuffix("weight") + "bias"] = parts["bias"]
@@ -373,19 +342,11 @@ def _internlm_as_llama(whole: dict[str, LazyTensor], params: AccessoryParams) ->
         block, layer, kind = match.groups("") if match else ("", "", "")
         if layer == "mixer.Wqkv" and tensor.num_rows == 3 * params.dim:
             for number, part in enumerate(("wq", "wk", "wv")):
-                rows = slice_rows(tensor, number * params.dim, (number + 1) * params.dim)
+                rows = algebra.slice_rows(tensor, number * params.dim, (number + 1) * params.dim)
                 tensors[f"{block}attention.{part}.{kind}"] = rows
         else:
             tensors[f"{block}{INTERNLM[layer]}.{kind}" if layer in INTERNLM else name] = tensor
     return tensors
-
-
-def _interleave(query: LazyTensor, key: LazyTensor, value: LazyTensor, *, head_dim: int) -> LazyTensor:
-    """Joins query heads, key, value of each group (`modeling_falcon.py`, `_split_heads`); ValueError: no match."""
-    groups = key.num_rows // head_dim
-    if not groups or key.num_rows % head_dim or query.num_rows % groups or value.shape != key.shape:
-        raise ValueError(f"{query.num_rows}, {key.num_rows} and {value.num_rows} rows for heads of size {head_dim}")
-    return interleave_rows((query, key, value), (query.num_rows // groups, head_dim, head_dim))
 
 
 QKV = re.compile(r"(.*\.self_attention)\.query_key_value\.(weight|bias)")
@@ -411,69 +372,53 @@ def split_ranks(checkpoint: Checkpoint, args: AccessoryArgs, shards: int) -> lis
     """The tensors of each rank in Accessory's names; UsageProblem if not divisible among `shards` ranks."""
     refuse_shards(checkpoint.path.name, shards, args.shared)
     ranks: list[dict[str, LazyTensor]] = [{} for _ in range(shards)]
+    one_head = args.params.family == "falcon" and args.params.fields["multi_query"]
     for name, tensor in whole_tensors(checkpoint, args).items():
-        for number, part in _written_parts(name, tensor, args.params, shards).items():
-            ranks[number][f"llma.{name}"] = part
+        if EXPERT.search(name):
+            number = int(name.split(".experts.")[1].partition(".")[0])
+            ranks[number // (args.params.experts // shards)][f"llma.{name}"] = tensor
+            continue
+        dim = split_dim(name, ("wk", "wv") if one_head else ())
+        parts = [tensor] * shards if dim is None else algebra.split(tensor, dim, shards)
+        for rank, part in zip(ranks, parts, strict=True):
+            rank[f"llma.{name}"] = part
     return ranks
 
 
 def small_files(checkpoint: Checkpoint, args: AccessoryArgs) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """Tokenizer, `config.json` and `meta.json`, and warnings."""
-    tokenizer, warnings = _tokenizer(checkpoint)
-    small = {"config.json": json_bytes(args.params.fields), "meta.json": json_bytes({"llama_type": args.plugin})}
-    return {**tokenizer, **small}, warnings
+    files = checkpoint.side_files
+    forms = (("tokenizer.model",), ("tokenizer.json", "tokenizer_config.json"))  # those that upstream reads
+    names = next((names for names in forms if all(name in files for name in names)), ())
+    small = {name: files[name] for name in (*names, *EXTRA_FILES) if name in files}
+    small |= {"config.json": json_bytes(args.params.fields), "meta.json": json_bytes({"llama_type": args.plugin})}
+    note = f"`{checkpoint.path.name}` has no tokenizer that LLaMA2-Accessory reads"
+    return small, () if names else (note,)
 
 
 def whole_tensors(checkpoint: Checkpoint, args: AccessoryArgs) -> dict[str, LazyTensor]:
     """Whole tensors in Accessory's names and row order, with a tied head; MalformedInput for wrong keys or shapes."""
     params, source = args.params, checkpoint.path.name
-    table = _with_biases(table_of(params), args.biases)
+    table = dict(table_of(params))
+    for name, target in list(table.items()):
+        if target and target.split(".")[-2] in args.biases:
+            table[name.removesuffix("weight") + "bias"] = target.removesuffix("weight") + "bias"
     embedding = next(to for name, to in table.items() if to and name.endswith("_embeddings.weight"))
     tensors = with_head(checkpoint, embedding, tied=params.family == "falcon")
     check_complete(tensors, checkpoint.config, source)  # a delta's base may not have been compared yet
-    renamed = rename(tensors, inverted(table), source)
+    renamed = algebra.rename(tensors, algebra.inverted(table), source)
     whole: dict[str, LazyTensor] = {}
     for name, target in renamed.items():
         whole |= _converted(name, tensors[target], params)
     return whole
 
 
-def _with_biases(table: NameTable, layers: Sequence[str]) -> NameTable:
-    """The table with the biases of `layers`, given by the last word of their Hugging Face names."""
-    biased = {
-        source.removesuffix("weight") + "bias": target.removesuffix("weight") + "bias"
-        for source, target in table.items()
-        if target and target.split(".")[-2] in layers
-    }
-    return {**table, **biased}
-
-
 def _converted(name: str, tensor: LazyTensor, params: AccessoryParams) -> dict[str, LazyTensor]:
     """One tensor as Accessory stores it: rows in Meta's order; a fused matrix of Falcon's becomes three."""
     if params.family == "falcon" and (fused := QKV.fullmatch(name)):
         size, heads = params.head_dim, 1 if params.fields["multi_query"] else params.heads
-        parts = zip("qkv", deal_rows(tensor, (params.heads // heads * size, size, size)), strict=True)
+        parts = zip("qkv", algebra.deal_rows(tensor, (params.heads // heads * size, size, size)), strict=True)
         return {f"{fused[1]}.w{letter}.{fused[2]}": part for letter, part in parts}
     if params.family != "falcon" and ROTATED.search(name):
-        return {name: permute_rows(tensor, inverse_order(rope_order(params.head_dim)))}
+        return {name: algebra.permute_rows(tensor, algebra.inverse_order(algebra.rope_order(params.head_dim)))}
     return {name: tensor}
-
-
-def _written_parts(name: str, tensor: LazyTensor, params: AccessoryParams, shards: int) -> Mapping[int, LazyTensor]:
-    """The part of a tensor for each rank that has one, by rank."""
-    if EXPERT.search(name):
-        number = int(name.split(".experts.")[1].partition(".")[0])
-        return {number // (params.experts // shards): tensor}
-    one_head = params.family == "falcon" and params.fields["multi_query"]
-    dim = split_dim(name, ("wk", "wv") if one_head else ())
-    return dict(enumerate([tensor] * shards if dim is None else split(tensor, dim, shards)))
-
-
-def _tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """The files that upstream reads (`tokenizer.model`, or a Hugging Face tokenizer), `EXTRA_FILES`, and warnings."""
-    files = checkpoint.side_files
-    extra_files = {name: files[name] for name in EXTRA_FILES if name in files}
-    for names in (("tokenizer.model",), ("tokenizer.json", "tokenizer_config.json")):
-        if all(name in files for name in names):
-            return {name: files[name] for name in names} | extra_files, ()
-    return extra_files, (f"`{checkpoint.path.name}` has no tokenizer that LLaMA2-Accessory reads",)

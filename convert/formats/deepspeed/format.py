@@ -10,7 +10,7 @@ dict with the whole float32 master weight as `param`; next to it the optimizer's
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -35,10 +35,11 @@ from llmconv.convert.models.config_file import OPTION, causal_lm_config
 from llmconv.convert.models.transformers_source import HEADS
 from llmconv.convert.state_dicts.files import Sign
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.torch_reader import open_torch_file
 from llmconv.model_code import AUTO_MAP
-from llmconv.tensors import LazyTensor
+from llmconv.tensors import BY_NAME, LazyTensor, cast
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
@@ -47,15 +48,20 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     given = {name: value for name, value in config.items() if name not in OPTIONS}
     adapted = any("lora_" in name for name in model.tensors)
     if adapted and not given.keys() < config.keys() and not any(".base_layer." in name for name in model.tensors):
-        raise _without_base(save.home)
-    tensors = select(model.tensors, lambda _, tensor: tensor, save.name, []) if adapted else model.tensors
+        saved = (save.home / ADAPTER_CONFIG).is_file()
+        raise UnsupportedInput(
+            f"`{save.home.name}` belongs to a PEFT (LoRA) run; its adapter is not part of a plain model",
+            hint=f"use `llmconv merge-lora BASE {save.home if saved else 'ADAPTER'} -o OUT`"
+            + ("" if saved else " after saving the adapter with PEFT"),
+        )
+    tensors = select(model.tensors, lambda _, tensor: tensor, save.name, []) if adapted else dict(model.tensors)
     return opened_with_adapter(tensors, save.home, config, partial(_open_model, path, save, model, given, tokenizer))
 
 
 def _open_model(
     path: Path,
     save: Save,
-    model: SavedModel,
+    model: Checkpoint,
     given: Mapping[str, Any],
     tokenizer: Path | None,
     stored_tensors: dict[str, LazyTensor],
@@ -68,7 +74,9 @@ def _open_model(
     tensors, settings = stored_tensors, dict[str, Any]()
     if stored_tensors:
         settings = causal_lm_config(stored or (base.config if base else {}), given, path.name, warnings)
-        prefix, own = _prefix(stored_tensors), AUTO_MAP in settings
+        own, names = AUTO_MAP in settings, [WRAPPERS.sub("", name) for name in stored_tensors]
+        # what a trainer put before every name, such as `_forward_module.`: before that of the output head
+        prefix = next((name.removesuffix(head) for name in names for head in HEADS if name.endswith(f".{head}")), "")
         tensors = select(stored_tensors, lambda _, tensor: tensor, save.name, warnings, prefix=prefix, buffers=own)
         settings = settings if own else as_loaded(tensors, settings)
     if not any(name.startswith(("tokenizer", "vocab", "spiece", "sentencepiece")) for name in side_files):
@@ -77,24 +85,7 @@ def _open_model(
         warnings.append(
             f"`{save.home.name}` also contains safetensors: it already is a Hugging Face folder, without master weights"
         )
-    return Checkpoint(
-        path, FORMAT.name, tensors, settings, side_files, tuple(warnings), model.version, model.shards, model.dropped
-    )
-
-
-def _without_base(home: Path) -> UnsupportedInput:
-    saved = (home / ADAPTER_CONFIG).is_file()
-    return UnsupportedInput(
-        f"`{home.name}` belongs to a PEFT (LoRA) run; its adapter is not part of a plain model",
-        hint=f"use `llmconv merge-lora BASE {home if saved else 'ADAPTER'} -o OUT`"
-        + ("" if saved else " after saving the adapter with PEFT"),
-    )
-
-
-def _prefix(tensors: Mapping[str, LazyTensor]) -> str:
-    """The prefix that a trainer gave every name, such as `_forward_module.`: that of the output head's name."""
-    names = [WRAPPERS.sub("", name) for name in tensors]
-    return next((name.removesuffix(head) for name in names for head in HEADS if name.endswith(f".{head}")), "")
+    return replace(model, path=path, tensors=tensors, config=settings, side_files=side_files, warnings=tuple(warnings))
 
 
 FORMAT = Format(
@@ -104,7 +95,7 @@ FORMAT = Format(
     sign=Sign(keys=("ds_version", "ds_config", "param_shapes")),
     open=_open,
     options=(*OPTIONS, OPTION),
-    peek=lambda path: open_model(open_save(path)).tensors,
+    peek=lambda path: open_model(open_save(path)),
     covers="ZeRO stages 0 to 3 of any number of ranks, frozen and tied weights, universal checkpoints; "
     "LoRA runs, merged or kept apart; float32 master weights",
 )
@@ -113,85 +104,76 @@ FORMAT = Format(
 HALF_DTYPES = ("bfloat16", "float16")
 
 
-@dataclass(frozen=True)
-class SavedModel:
-    """A save's weights by the module's names, version, number of files; `warnings` and `dropped` as in Checkpoint."""
-
-    tensors: dict[str, LazyTensor]
-    version: str
-    shards: int
-    warnings: tuple[str, ...]
-    dropped: tuple[str, ...]
-
-
-def open_model(save: Save) -> SavedModel:
-    """Opens the files with the weights without reading tensors; InputRefused if missing, malformed, or unsupported."""
-    states = ModelStates(_states_path(save))
-    tensors = states.buffers()
-    masters = _masters(save, states)
-    tensors |= open_frozen(save, states) | masters
-    for name, stored in states.shared().items():
-        if stored in tensors and name not in masters:
-            tensors[name] = tensors[stored]
-    rest = _rest(save, states, tensors)
-    version = f"deepspeed {states.version}".strip()
-    shards = len(masters) if save.universal else len(save.optimizers) or 1
-    dropped = ("the optimizer's moments",) if masters else ()
-    warnings = []
-    half = _half_dtype(states)
-    if masters and half:
-        warnings.append(f"these are the float32 master weights; `--dtype {half}` converts to the dtype of the run")
-    if not masters and states.param_shapes() is not None:
-        warnings.append(f"`{save.name}` has no optimizer states: the weights are the module's, not the master weights")
-    copies = [name for name, tensor in states.tensors("module").items() if prod(tensor.shape) and name not in rest]
-    parts = []
-    if copies:
-        parts.append("the module's copies of the master weights")
-    if isinstance(states.content.get("optimizer"), dict):
-        parts.append("the optimizer's state")
-    if states.content.get("lr_scheduler") is not None:
-        parts.append("the schedule of the learning rate")
-    return SavedModel(tensors | rest, version, shards, tuple(warnings), dropped + tuple(parts))
-
-
-def _states_path(save: Save) -> Path:
+def open_model(save: Save) -> Checkpoint:
+    """The weights by the module's names, without configuration; InputRefused if missing, malformed, or unsupported."""
     if save.model and save.zero_models:
         raise MalformedInput(
             f"`{save.name}` contains model states of ZeRO-3 and of a lower stage",
             hint="two saves were written into one folder; keep the files of one of them",
         )
-    if (path := save.model or save.zero_models.get(0)) is None:
+    if (file := save.model or save.zero_models.get(0)) is None:
         name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if save.zero_models else "mp_rank_00_model_states.pt"
         raise MalformedInput(
             f"`{save.name}` has no model states: `{name}` is missing",
             hint="the first rank writes it; copy it too, it contains names and shapes",
         )
-    return path
-
-
-def _masters(save: Save, states: ModelStates) -> dict[str, LazyTensor]:
+    states = ModelStates(file)
+    module, names, release = (
+        states.tensors("module"),
+        states.content.get("buffer_names"),
+        states.content.get("ds_version"),
+    )
+    # the module's persistent buffers; those of 16 bits become float32, as in `zero_to_fp32`
+    persistent = {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+    tensors = {name: cast(module[name], BY_NAME["float32"]) for name in module if name in persistent}
+    masters: dict[str, LazyTensor] = {}
     if save.universal:
         shapes = states.param_shapes() or []
-        return open_universal(save.universal, {name: shape for group in shapes for name, shape in group.items()})
-    if save.optimizers:
-        return open_masters(save, states)
-    if save.model is None:
+        masters = open_universal(save.universal, {name: shape for group in shapes for name, shape in group.items()})
+    elif save.optimizers:
+        masters = open_masters(save, states)
+    elif save.model is None:
         raise InputRefused(
             f"`{save.name}` was saved by ZeRO-3 and lacks the optimizer states, which contain the weights",
             hint="copy the files `*_optim_states.pt` of all ranks into it",
         )
-    return {}
+    tensors |= open_frozen(save, states) | masters
+    for name, stored in states.table("shared_params").items():  # tied parameters
+        if isinstance(name, str) and isinstance(stored, str) and stored in tensors and name not in masters:
+            tensors[name] = tensors[stored]
+    rest = _rest(save, states, module, tensors)
+    known = release[:40] if isinstance(release, str) and release.isprintable() else ""
+    version = f"deepspeed {known}".strip()
+    shards = len(masters) if save.universal else len(save.optimizers) or 1
+    warnings = []
+    half = _half_dtype(states, module)
+    if masters and half:
+        warnings.append(f"these are the float32 master weights; `--dtype {half}` converts to the dtype of the run")
+    if not masters and states.param_shapes() is not None:
+        warnings.append(f"`{save.name}` has no optimizer states: the weights are the module's, not the master weights")
+    copies = [name for name, tensor in module.items() if prod(tensor.shape) and name not in rest]
+    parts = {
+        "the optimizer's moments": masters,
+        "the module's copies of the master weights": copies,
+        "the optimizer's state": isinstance(states.content.get("optimizer"), dict),
+        "the schedule of the learning rate": states.content.get("lr_scheduler") is not None,
+    }
+    dropped = tuple(part for part, is_there in parts.items() if is_there)
+    return Checkpoint(save.path, FORMAT.name, tensors | rest, {}, {}, tuple(warnings), version, shards, dropped)
 
 
-def _rest(save: Save, states: ModelStates, known: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def _rest(
+    save: Save, states: ModelStates, module: Mapping[str, LazyTensor], known: Mapping[str, LazyTensor]
+) -> dict[str, LazyTensor]:
     """Tensors of the module alone (stage 0, frozen in 1); MalformedInput: empty ones, UnsupportedInput: objects."""
-    objects = [name for name in states.objects("module") if name not in known and not name.endswith("_extra_state")]
+    stubs = [str(name) for name, value in states.table("module").items() if isinstance(value, Stub)]
+    objects = [name for name in stubs if name not in known and not name.endswith("_extra_state")]
     if objects:
         raise UnsupportedInput(
             f"`{save.name}` holds {len(objects)} objects that are not plain tensors: {listing(objects)}",
             hint="save a full (unsharded, unquantized) state dict",
         )
-    rest = {name: tensor for name, tensor in states.tensors("module").items() if name not in known}
+    rest = {name: tensor for name, tensor in module.items() if name not in known}
     if empty := [name for name, tensor in rest.items() if not prod(tensor.shape)]:
         raise MalformedInput(
             f"missing keys: `{save.name}` has no weights for {len(empty)} parameters: {listing(empty)}",
@@ -202,16 +184,14 @@ def _rest(save: Save, states: ModelStates, known: Mapping[str, LazyTensor]) -> d
     return rest
 
 
-def _half_dtype(states: ModelStates) -> str:
+def _half_dtype(states: ModelStates, module: Mapping[str, LazyTensor]) -> str:
     """The 16-bit dtype of the training run, or empty."""
     settings = states.content.get("ds_config")
     for half, field in zip(HALF_DTYPES, ("bf16", "fp16"), strict=True):
         section = settings.get(field) if isinstance(settings, dict) else None
         if isinstance(section, dict) and section.get("enabled") is True:
             return half
-    return next(
-        (tensor.dtype.name for tensor in states.tensors("module").values() if tensor.dtype.name in HALF_DTYPES), ""
-    )
+    return next((tensor.dtype.name for tensor in module.values() if tensor.dtype.name in HALF_DTYPES), "")
 
 
 WEIGHTS = "fp32.pt"

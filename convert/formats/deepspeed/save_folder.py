@@ -21,12 +21,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from llmconv.convert.state_dicts.files import read_word
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.convert.state_dicts.files import tracked
+from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.torch_reader import open_torch_file
-from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, cast
+from llmconv.tensors import Array, DType, LazyTensor
 
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 ZERO_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -37,7 +37,6 @@ KINDS = (MODEL, ZERO_MODEL, OPTIMIZER, EXPERT, PIPELINE)
 
 # Files that contain the name of the newest save; `ds_to_universal` writes the second
 POINTERS = ("latest", "latest_universal")
-POINTER_LIMIT = 1024
 
 
 @dataclass(frozen=True)
@@ -78,14 +77,27 @@ def open_save(path: Path) -> Save:
     Raises MalformedInput for a wrong `latest` or two files of one rank, UnsupportedInput for tensor, pipeline or expert
     parallelism.
     """
-    folder = path if _holds_states(path) else _newest(path)
-    home = next((candidate for candidate in (folder, folder.parent) if _is_home(candidate, folder, path)), path)
+    folder = path
+    if not _holds_states(path):
+        saves = {save.name: save for save in _saves(path)}
+        folder = tracked(
+            path, saves, next((path / name for name in POINTERS if (path / name).is_file()), path / POINTERS[0])
+        )
+    # the folder above the given one has the configuration only if it is DeepSpeed's, too
+    known = [path, folder] + [folder.parent] * any((folder.parent / pointer).is_file() for pointer in POINTERS)
+    places = [place for place in (folder, folder.parent) if place in known and (place / "config.json").is_file()]
+    home = places[0] if places else path
     files = {entry.name: entry for entry in sorted(folder.iterdir()) if entry.is_file()}
     # refuses checkpoints that are split in another way than by data-parallel rank
     kinds = {
         "mixture-of-experts": [name for name in files if EXPERT.fullmatch(name)],
         "pipeline-parallel": [name for name in files if PIPELINE.fullmatch(name)],
-        "tensor-parallel": [name for name in files if _model_parallel_rank(name)],
+        "tensor-parallel": [
+            name
+            for name in files
+            for kind in (MODEL, ZERO_MODEL, OPTIMIZER)
+            if (match := kind.fullmatch(name)) and int(match[kind.groups])
+        ],
     }
     for kind, found in kinds.items():
         if found:
@@ -96,34 +108,6 @@ def open_save(path: Path) -> Save:
     universal = folder / "zero" if (folder / "zero").is_dir() else None
     model = files.get("mp_rank_00_model_states.pt")
     return Save(folder, home, model, _by_rank(files, ZERO_MODEL), _by_rank(files, OPTIMIZER), universal)
-
-
-def _is_home(candidate: Path, folder: Path, given: Path) -> bool:
-    """Whether a folder contains the save's `config.json`; above the given one only if it is DeepSpeed's, too."""
-    known = candidate in (folder, given) or any((candidate / pointer).is_file() for pointer in POINTERS)
-    return known and (candidate / "config.json").is_file()
-
-
-def _newest(path: Path) -> Path:
-    saves = {save.name: save for save in _saves(path)}
-    pointer = next((path / name for name in POINTERS if (path / name).is_file()), None)
-    if pointer is None and len(saves) > 1:
-        raise InputRefused(
-            f"`{path.name}` contains {len(saves)} saves and no `latest`: {listing(list(saves))}",
-            hint=f"give one of them, such as `{[*saves.values()][-1]}`",
-        )
-    tag = read_word(pointer, POINTER_LIMIT) if pointer else next(iter(saves))
-    if tag not in saves:
-        raise MalformedInput(
-            f"`latest` in `{path.name}` names {tag[:80]!r}, which is not a save",
-            hint=f"copy that folder too, or give another one: {listing(list(saves))}",
-        )
-    return saves[tag]
-
-
-def _model_parallel_rank(name: str) -> int:
-    match = MODEL.fullmatch(name) or ZERO_MODEL.fullmatch(name) or OPTIMIZER.fullmatch(name)
-    return int(match[match.re.groups]) if match else 0
 
 
 def _by_rank(files: Mapping[str, Path], kind: re.Pattern[str]) -> dict[int, Path]:
@@ -156,27 +140,16 @@ class ModelStates:
 
     def tensors(self, field: str) -> dict[str, LazyTensor]:
         """Name to tensor of a dict in the file; empty if there is no such dict."""
-        return {name: self._file.tensor(name, ref) for name, ref in self._refs(field)}
+        return {
+            name: self._file.tensor(name, ref)
+            for name, ref in self.table(field).items()
+            if isinstance(name, str) and isinstance(ref, TensorRef)
+        }
 
-    def _refs(self, field: str) -> Iterator[tuple[str, TensorRef]]:
-        for name, ref in self._dict(field).items():
-            if isinstance(name, str) and isinstance(ref, TensorRef):
-                yield name, ref
-
-    def _dict(self, field: str) -> Mapping[Any, Any]:
+    def table(self, field: str) -> Mapping[Any, Any]:
+        """A dict in the file; empty if there is none."""
         value = self.content.get(field)
         return value if isinstance(value, dict) else {}
-
-    def objects(self, field: str) -> list[str]:
-        """Names of the values of a dict in the file that are unknown objects, such as distributed tensors."""
-        return [str(name) for name, value in self._dict(field).items() if isinstance(value, Stub)]
-
-    def buffers(self) -> dict[str, LazyTensor]:
-        """The module's persistent buffers; those of 16 bits become float32, as in `zero_to_fp32`."""
-        names = self.content.get("buffer_names")
-        persistent = {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
-        module = self.tensors("module")
-        return {name: cast(module[name], BY_NAME["float32"]) for name in module if name in persistent}
 
     def param_shapes(self) -> list[dict[str, tuple[int, ...]]] | None:
         """Shapes of trained parameters per group, in order (else MalformedInput); None in stage 0."""
@@ -185,39 +158,23 @@ class ModelStates:
         groups = [value] if isinstance(value, dict) else value
         if not isinstance(groups, list):
             refuse(self.path, "has `param_shapes` that are not a list")
-        checked = [self._shapes(group, "param_shapes") for group in groups]
+        checked = [self.shapes(group, "param_shapes") for group in groups]
         names = [name for group in checked for name in group]
         if len(set(names)) != len(names):
             refuse(self.path, "has a duplicate parameter name in two groups")
         return checked
 
-    def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the frozen parameters; stage 1 does not store them."""
-        return self._shapes(self.content.get("frozen_param_shapes") or {}, "frozen_param_shapes")
-
-    def _shapes(self, value: Any, field: str) -> dict[str, tuple[int, ...]]:
+    def shapes(self, value: Any, field: str) -> dict[str, tuple[int, ...]]:
+        """The shapes of parameters in `value`, the content of `field`; MalformedInput if they are not such."""
         if not isinstance(value, dict):
             refuse(self.path, f"has `{field}` that are not a dict")
         for name, shape in value.items():
-            if not isinstance(name, str) or not _is_shape(shape):
+            is_shape = (
+                isinstance(shape, tuple) and len(shape) <= RANK_LIMIT and all(type(n) is int and n >= 0 for n in shape)
+            )
+            if not isinstance(name, str) or not is_shape or prod(filter(None, shape)) >= NUMEL_LIMIT:
                 refuse(self.path, f"has an invalid shape for `{str(name)[:80]}` in `{field}`")
         return dict(value)
-
-    def shared(self) -> dict[str, str]:
-        """Name of a tied parameter to the name under which it is stored."""
-        pairs = self._dict("shared_params").items()
-        return {name: stored for name, stored in pairs if isinstance(name, str) and isinstance(stored, str)}
-
-    @property
-    def version(self) -> str:
-        version = self.content.get("ds_version")
-        return version[:40] if isinstance(version, str) and version.isprintable() else ""
-
-
-def _is_shape(value: Any) -> bool:
-    if not isinstance(value, tuple) or len(value) > RANK_LIMIT:
-        return False
-    return all(type(size) is int and size >= 0 for size in value) and prod(filter(None, value)) < NUMEL_LIMIT
 
 
 def refuse(path: Path, problem: str) -> NoReturn:
@@ -231,7 +188,11 @@ def open_masters(save: Save, states: ModelStates) -> dict[str, LazyTensor]:
     """Master weights by name, in the optimizer's dtype; MalformedInput: a rank is missing, or sizes contradict."""
     if (groups := states.param_shapes()) is None:
         raise _mismatch(save, "optimizer states, but no `param_shapes` in its model states")
-    ranks = open_ranks(save)
+    ranks = [RankStates(file) for file in save.optimizers.values()]
+    check_ranks(save, save.optimizers, ranks[0].count)
+    kind = (ranks[0].stage, ranks[0].count)
+    if other := next((rank for rank in ranks if (rank.stage, rank.count) != kind), None):
+        refuse(other.path, f"belongs to another run than `{ranks[0].path.name}`: its stage or number of ranks differs")
     if ranks[0].stage == 3:
         return _stage_3(save, ranks, {name: shape for group in groups for name, shape in group.items()})
     partitions = [rank.flat_weights() for rank in ranks]
@@ -283,7 +244,8 @@ def _stage_3(save: Save, ranks: Sequence[RankStates], shapes: Mapping[str, tuple
 
 def open_frozen(save: Save, states: ModelStates) -> dict[str, LazyTensor]:
     """Frozen parameters in the model's dtype: whole in stage 2, fragments in stage 3; errors as in `open_masters`."""
-    if not (shapes := states.frozen_shapes()):
+    # stage 1 does not store them
+    if not (shapes := states.shapes(states.content.get("frozen_param_shapes") or {}, "frozen_param_shapes")):
         return {}
     files = [states]
     if states.path != save.model:
@@ -292,17 +254,17 @@ def open_frozen(save: Save, states: ModelStates) -> dict[str, LazyTensor]:
     fragments = [file.tensors("frozen_param_fragments") for file in files]
     if missing := [name for name in shapes if any(name not in rank for rank in fragments)]:
         raise _mismatch(save, f"no weights of {len(missing)} frozen parameters: {listing(missing)}")
-    return {name: _frozen(save, [rank[name] for rank in fragments], shape) for name, shape in shapes.items()}
-
-
-def _frozen(save: Save, parts: Sequence[LazyTensor], shape: tuple[int, ...]) -> LazyTensor:
-    if len(parts) == 1 and parts[0].shape == shape:
-        return parts[0]
-    if any(len(part.shape) != 1 for part in parts):
-        raise _mismatch(save, f"frozen weights of shape {list(parts[0].shape)} for a parameter of {list(shape)}")
-    return _parameter(
-        save, first_elements([FlatSlice(part, 0, part.shape[0]) for part in parts], prod(shape)), shape, parts
-    )
+    frozen: dict[str, LazyTensor] = {}
+    for name, shape in shapes.items():
+        parts = [rank[name] for rank in fragments]
+        if len(parts) == 1 and parts[0].shape == shape:
+            frozen[name] = parts[0]
+            continue
+        if any(len(part.shape) != 1 for part in parts):
+            raise _mismatch(save, f"frozen weights of shape {list(parts[0].shape)} for a parameter of {list(shape)}")
+        slices = first_elements([FlatSlice(part, 0, part.shape[0]) for part in parts], prod(shape))
+        frozen[name] = _parameter(save, slices, shape, parts)
+    return frozen
 
 
 def _parameter(
@@ -332,9 +294,6 @@ class FlatSlice:
     @property
     def numel(self) -> int:
         return self.stop - self.start
-
-    def read(self, start: int, stop: int) -> Array:
-        return self.flat.rows(self.start + start, self.start + stop)
 
 
 def slices_of(flats: Sequence[LazyTensor], start: int, stop: int) -> list[FlatSlice]:
@@ -372,7 +331,8 @@ def joined(slices: Sequence[FlatSlice], shape: tuple[int, ...], dtype: DType) ->
         parts = [np.empty(0, dtype.numpy)]
         for number in range(bisect_right(ends, first), bisect_left(ends, last) + 1 if last > first else 0):
             begin = ends[number] - slices[number].numel
-            parts.append(slices[number].read(max(first, begin) - begin, min(last, ends[number]) - begin))
+            start_of = slices[number].start - begin
+            parts.append(slices[number].flat.rows(start_of + max(first, begin), start_of + min(last, ends[number])))
         flat = parts[1] if len(parts) == 2 else np.concatenate(parts)
         return flat.reshape(stop - start, *shape[1:])
 
@@ -395,28 +355,22 @@ class RankStates:
         if not isinstance(state, dict):
             refuse(path, "contains no `optimizer_state_dict`")
         self._state: Mapping[Any, Any] = state
-        self.stage = self._stage()
-        self.count = self._count()
-
-    def _stage(self) -> int:
-        value = self._state.get("zero_stage")
+        value = state.get("zero_stage")
         if isinstance(value, Stub):  # an enum, stored by its value
             value = value.args[0] if value.args else None
-        if value is None and GROUPS[2] in self._state:
-            return 2
+        if value is None and GROUPS[2] in state:
+            value = 2
         if type(value) is not int or value not in (1, 2, 3):
             raise UnsupportedInput(
-                f"`{self.path.name}` declares no ZeRO stage from 1 to 3",
+                f"`{path.name}` declares no ZeRO stage from 1 to 3",
                 hint="old releases are unsupported; convert it with the `zero_to_fp32.py` next to it, in a sandbox",
             )
-        return max(2, value)
-
-    def _count(self) -> int:
-        value = self._state.get("partition_count")
-        counts = value if isinstance(value, list) and value else [value]
+        self.stage = max(2, value)
+        stored = state.get("partition_count")
+        counts = stored if isinstance(stored, list) and stored else [stored]
         if any(type(count) is not int or count < 1 for count in counts):
-            refuse(self.path, "does not contain the number of ranks (`partition_count`)")
-        return int(max(counts))
+            refuse(path, "does not contain the number of ranks (`partition_count`)")
+        self.count = int(max(counts))
 
     def flat_weights(self) -> list[LazyTensor]:
         """Flat weights, one per group (else MalformedInput); UnsupportedInput: a very old layout, or experts."""
@@ -449,16 +403,6 @@ class RankStates:
         ):
             refuse(self.path, f"has paddings that do not match the {parameters} parameters of group {group}")
         return list(paddings)
-
-
-def open_ranks(save: Save) -> list[RankStates]:
-    """The optimizer states of all ranks, in order; MalformedInput if files are missing, extra, or of several runs."""
-    ranks = [RankStates(file) for file in save.optimizers.values()]
-    check_ranks(save, save.optimizers, ranks[0].count)
-    if len({(rank.stage, rank.count) for rank in ranks}) > 1:
-        other = next(rank for rank in ranks if (rank.stage, rank.count) != (ranks[0].stage, ranks[0].count))
-        refuse(other.path, f"belongs to another run than `{ranks[0].path.name}`: its stage or number of ranks differs")
-    return ranks
 
 
 def check_ranks(save: Save, files: Mapping[int, Path], count: int) -> None:

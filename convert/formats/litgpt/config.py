@@ -13,6 +13,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from llmconv.convert.fields import Fields
 from llmconv.convert.models.config_file import read_config_file
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 
@@ -142,7 +143,6 @@ def reconcile(stored: Mapping[str, Any], computed: dict[str, Any], source: str) 
 FILES = ("model_config.yaml", "lit_config.json")
 OLD_NAMES = {"_norm_class": "norm_class_name", "_mlp_class": "mlp_class_name", "condense_ratio": "rope_condense_ratio"}
 DERIVED = ("head_size", "padded_vocab_size", "n_query_groups", "intermediate_size")
-SIZE_LIMIT = 1 << 31
 LAYER_LIMIT = 10_000
 STRIDES: dict[str | int, int] = {"all": 1, "interleaved": 2, 1: 1, 2: 2}
 
@@ -250,65 +250,49 @@ def read_settings(folder: Path, source: str) -> LitConfig:
 
 def settings_of(content: Mapping[str, Any], source: str) -> LitConfig:
     """The fields of `content` that change what the model computes; MalformedInput if one is invalid."""
-    values = {OLD_NAMES.get(name, name): value for name, value in content.items()}
-    values = {name: value for name, value in values.items() if value is not None}
-    for name in ("n_layer", "n_embd", "n_head"):
-        _size(values, name, source)
-    values.setdefault("head_size", values["n_embd"] // values["n_head"])
-    values.setdefault("n_query_groups", values["n_head"])
+    values = {OLD_NAMES.get(name, name): value for name, value in content.items() if value is not None}
+    given = Fields(values, source, "in `{}`", "repair or replace the file")
+    layers, width, heads = (given.count(name) for name in ("n_layer", "n_embd", "n_head"))
+    values.setdefault("head_size", width // heads)
+    values.setdefault("n_query_groups", heads)
     if "padded_vocab_size" not in values:
-        multiple = values.setdefault("padding_multiple", 512)
-        vocabulary, multiple = _size(values, "vocab_size", source), _size(values, "padding_multiple", source)
-        values["padded_vocab_size"] = -(-vocabulary // multiple) * multiple
+        multiple = given.count("padding_multiple", default=512)
+        values["padded_vocab_size"] = -(-given.count("vocab_size") // multiple) * multiple
     if values.get("mlp_class_name", "GptNeoxMLP") == "GptNeoxMLP":
-        values.setdefault("intermediate_size", 4 * values["n_embd"])
+        values.setdefault("intermediate_size", 4 * width)
     for name in DERIVED:
-        _size(values, name, source)
-    if values["n_head"] % values["n_query_groups"]:
-        raise _invalid("n_query_groups", values["n_query_groups"], source)
-    if values["n_layer"] > LAYER_LIMIT:
-        raise _invalid("n_layer", values["n_layer"], source)
+        given.count(name)
+    if heads % values["n_query_groups"]:
+        raise given.invalid("n_query_groups", values["n_query_groups"])
+    if layers > LAYER_LIMIT:
+        raise given.invalid("n_layer", layers)
     if "sliding_window_size" in values and "sliding_window_indices" not in values:
-        values["sliding_window_indices"] = _windows(values, source)
-    return LitConfig(**{one.name: _checked(one, values, source) for one in fields(LitConfig) if one.name in values})
+        values["sliding_window_indices"] = _windows(given, layers)
+    return LitConfig(**{one.name: _checked(one, given) for one in fields(LitConfig) if one.name in values})
 
 
-def _windows(values: Mapping[str, Any], source: str) -> list[int]:
+def _windows(given: Fields, layers: int) -> list[int]:
     """1 for each layer with a window, else 0, from the fields before April 2025: a placement, a stride, an offset."""
-    placement = values.get("sliding_window_layer_placing", "all")
+    placement = given.get("sliding_window_layer_placing", default="all")
     usual = STRIDES.get(placement) if isinstance(placement, str | int) else None
-    stride = values.get("sliding_window_layer_stride", usual)
-    offset = values.get("sliding_window_offset", 0)
+    stride = given.get("sliding_window_layer_stride", default=usual)
+    offset = given.get("sliding_window_offset", default=0)
     if type(stride) is not int or stride <= 0 or type(offset) is not int:
-        raise _invalid("sliding_window_layer_placing", placement, source)
-    return [int((number + offset) % stride == 0) for number in range(values["n_layer"])]
+        raise given.invalid("sliding_window_layer_placing", placement)
+    return [int((number + offset) % stride == 0) for number in range(layers)]
 
 
-def _size(values: Mapping[str, Any], name: str, source: str) -> int:
-    value = values.get(name)
-    if type(value) is not int or not 0 < value < SIZE_LIMIT:
-        raise _invalid(name, value, source)
-    return value
-
-
-def _checked(field: Any, values: Mapping[str, Any], source: str) -> Any:
-    value, kind = values[field.name], str(field.type).removesuffix(" | None")
+def _checked(field: Any, given: Fields) -> Any:
+    value, kind = given.values[field.name], str(field.type).removesuffix(" | None")
     is_right = isinstance(value, TYPES[kind]) and (kind == "bool" or not isinstance(value, bool))
     is_right = is_right and (not isinstance(value, int | float) or abs(value) <= sys.float_info.max)
     if not is_right or (field.default is MISSING and value <= 0):
-        raise _invalid(field.name, value, source)
+        raise given.invalid(field.name, value)
     return value
 
 
-def _invalid(name: str, value: Any, source: str) -> MalformedInput:
-    return MalformedInput(f"`{name}` in `{source}` is invalid: {str(value)[:40]!r}", hint="repair or replace the file")
-
-
 # Families that compute the same under other tensor names: a `config.json` next to the weights decides
-SAME_FUNCTION = {
-    "llama": ("llama", "mistral", "phi3"),
-    "mistral": ("mistral", "phi3"),
-}
+SAME_FUNCTION = {"llama": ("llama", "mistral", "phi3"), "mistral": ("mistral", "phi3")}
 GELU = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}
 
 LAYER_NORM = {"mlp_class_name": "GptNeoxMLP", "norm_class_name": "LayerNorm", "norm_qk": False, "is_olmo": False}

@@ -13,7 +13,9 @@ B stacks their rows, each part in its own order.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ from llmconv.convert.formats.litgpt.config import (
 )
 from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import causal_lm_config, read_config_file
-from llmconv.convert.state_dicts.files import Sign, StateFile, require_state
+from llmconv.convert.state_dicts.files import Sign, require_state
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 
@@ -75,15 +77,17 @@ def to_hugging_face(
     parts: dict[str, LazyTensor] = {}
     for name, tensor in current.items():
         stem, dot, kind = name.rpartition(".")
-        if not stem.endswith(".attn.qkv"):
+        if not stem.endswith(".attn.qkv") or family in FUSED and by_group:
             parts[name] = tensor
-        elif family in FUSED:
-            parts[name] = tensor if by_group else _grouped(tensor, lit)
-        elif family == "phi3":
-            parts[name] = concat(_split_qkv(tensor, lit, by_group=by_group), 0)
         else:
-            for one, part in zip("qkv", _split_qkv(tensor, lit, by_group=by_group), strict=True):
-                parts[f"{stem.removesuffix('qkv')}{one}{dot}{kind}"] = part
+            qkv = deal_rows(tensor, [count if by_group else count * lit.n_query_groups for count in group_counts(lit)])
+            if family in FUSED:
+                parts[name] = interleave_rows(qkv, group_counts(lit))
+            elif family == "phi3":
+                parts[name] = concat(qkv, 0)
+            else:
+                root = stem.removesuffix("qkv")
+                parts |= {f"{root}{one}{dot}{kind}": part for one, part in zip("qkv", qkv, strict=True)}
     if family == "phi3":
         with fitting(f"gate and up of `{source}` cannot be joined", "copy the checkpoint again"):
             parts = fuse(parts, ("mlp.fc_1", "mlp.fc_2"), "mlp.fc")
@@ -97,14 +101,6 @@ def _new_name(name: str) -> str:
 def group_counts(lit: LitConfig) -> tuple[int, int, int]:
     """Number of rows of queries, key and value in one group."""
     return lit.n_head // lit.n_query_groups * lit.head_size, lit.head_size, lit.head_size
-
-
-def _split_qkv(tensor: LazyTensor, lit: LitConfig, *, by_group: bool) -> list[LazyTensor]:
-    return deal_rows(tensor, [count if by_group else count * lit.n_query_groups for count in group_counts(lit)])
-
-
-def _grouped(tensor: LazyTensor, lit: LitConfig) -> LazyTensor:
-    return interleave_rows(_split_qkv(tensor, lit, by_group=False), group_counts(lit))
 
 
 LAYER = "transformer.h.{}"
@@ -144,13 +140,7 @@ PHI3 = LLAMA | {
 }
 PHI = _table(
     "model.layers.{}",
-    {
-        **QKV,
-        "norm_1": "input_layernorm",
-        "attn.proj": "self_attn.dense",
-        "mlp.fc": "mlp.fc1",
-        "mlp.proj": "mlp.fc2",
-    },
+    {**QKV, "norm_1": "input_layernorm", "attn.proj": "self_attn.dense", "mlp.fc": "mlp.fc1", "mlp.proj": "mlp.fc2"},
     OUTER | {"transformer.ln_f": "model.final_layernorm"},
 )
 DENSE = {"mlp.fc": "mlp.dense_h_to_4h", "mlp.proj": "mlp.dense_4h_to_h"}
@@ -207,7 +197,9 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         )
     lit = read_settings(config_folder(path), path.name)
     stored = stored_config(path)
-    family = _family(lit, stored, path.name)
+    family, declared = family_of(lit, path.name), stored.get("model_type")
+    if declared in SAME_FUNCTION.get(family, ()):  # the `config.json` decides, if it computes the same
+        family = str(declared)
     computed = to_config(lit, family, path.name)
     settings = causal_lm_config(reconcile(stored, computed, path.name), config, path.name, warnings)
     plain = {unwrapped(name): tensor for name, tensor in found.tensors().items()}
@@ -217,15 +209,10 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     side_files = side_files_of(path, tokenizer)
     if not set(side_files) - {"generation_config.json"}:
         warnings.append(f"`{path.name}` has no tokenizer next to it; give one with `--tokenizer` if you need it")
+    version = "litgpt before 2025" if any(".attn.attn." in name for name in found.state) else "litgpt"
     return Checkpoint(
-        path, FORMAT.name, tensors, settings, side_files, tuple(warnings), _version(found), 1, contents_around(found)
+        path, FORMAT.name, tensors, settings, side_files, tuple(warnings), version, 1, contents_around(found)
     )
-
-
-def _family(lit: LitConfig, stored: Mapping[str, Any], source: str) -> str:
-    """The family of the YAML, or that of the `config.json` if it computes the same."""
-    family, declared = family_of(lit, source), stored.get("model_type")
-    return str(declared) if declared in SAME_FUNCTION.get(family, ()) else family
 
 
 def unwrapped(name: str) -> str:
@@ -233,10 +220,6 @@ def unwrapped(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.removeprefix(wrapper)
     return name
-
-
-def _version(found: StateFile) -> str:
-    return "litgpt before 2025" if any(".attn.attn." in name for name in found.state) else "litgpt"
 
 
 FORMAT = Format(
@@ -257,11 +240,6 @@ FUSED_FACTOR = re.compile(r"(?P<root>.+\.attn)\.(?:qkv|attn)\.(?P<part>lora_[AB]
 PARTS = {"q": "lora_query", "k": "lora_key", "v": "lora_value"}
 TRAINED = {"lora_query": True, "lora_key": False, "lora_value": True}
 """The parts of the fused matrix that `litgpt finetune lora` trains by default."""
-
-
-def is_litgpt_adapter(path: Path) -> bool:
-    """Whether `path` is a `lit_model.pth.lora`, or the folder of one."""
-    return (path / LORA_FILE).is_file() if path.is_dir() else path.name == LORA_FILE and path.is_file()
 
 
 def open_litgpt_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -> Adapter:
@@ -302,9 +280,8 @@ def _split_fused(
 ) -> dict[str, LazyTensor]:
     """Splits the factors of fused matrices into `attn.q`, `attn.k` and `attn.v`; the others stay."""
     rows = [lit.n_head * lit.head_size, *[lit.n_query_groups * lit.head_size] * 2]
-    trained = [
-        (one, size) for (one, name), size in zip(PARTS.items(), rows, strict=True) if _is_trained(hyperparameters, name)
-    ]
+    parts = zip(PARTS.items(), rows, strict=True)
+    trained = [(one, size) for (one, name), size in parts if hyperparameters.get(name, TRAINED[name])]
     apart: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         if not (match := FUSED_FACTOR.fullmatch(name)):
@@ -319,18 +296,10 @@ def _split_fused(
                 f"{', '.join(PARTS[one] for one, _ in trained) or 'nothing'}",
                 hint=f"copy `{HYPERPARAMETERS}` of the run next to it; it lists the trained parts of the fused matrix",
             )
-        for (one, _), part in zip(trained, _split(tensor, sizes), strict=True):
-            apart[f"{match['root']}.{one}.{match['part']}"] = part
+        starts = accumulate(sizes, initial=0)
+        for (one, _), start, size in zip(trained, starts, sizes, strict=False):
+            apart[f"{match['root']}.{one}.{match['part']}"] = slice_rows(tensor, start, start + size)
     return apart
-
-
-def _is_trained(hyperparameters: Mapping[str, Any], name: str) -> bool:
-    return bool(hyperparameters.get(name, TRAINED[name]))
-
-
-def _split(tensor: LazyTensor, sizes: Sequence[int]) -> list[LazyTensor]:
-    starts = [sum(sizes[:number]) for number in range(len(sizes))]
-    return [slice_rows(tensor, start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
 def _placed(
@@ -352,18 +321,16 @@ def _placed(
     if kind == "phi3":
         sides = (lit.intermediate_size, lit.intermediate_size)
         factors = join_modules(factors, ("mlp.fc_1", "mlp.fc_2"), "mlp.fc", sides, source)
-    table = {name.removesuffix(".weight"): str(to).removesuffix(".weight") for name, to in table_of(lit, kind).items()}
-    placed = renamed(factors, table, source, "LitGPT's LoRA")
-    return {module: _without_padding(own, base.get(f"{module}.weight"), lit) for module, own in placed.items()}
-
-
-def _without_padding(own: ForeignPair, weight: LazyTensor | None, lit: LitConfig) -> ForeignPair:
-    """Removes the rows of the head with which LitGPT pads the vocabulary."""
-    if weight is None or own.b.num_rows != lit.padded_vocab_size or weight.num_rows >= own.b.num_rows:
-        return own
-    return own.with_rows(lambda rows: slice_rows(rows, 0, weight.num_rows))
+    placed = renamed(factors, table_of(lit, kind), source, "LitGPT's LoRA")
+    for module, own in placed.items():  # without the rows of the head with which LitGPT pads the vocabulary
+        weight = base.get(f"{module}.weight")
+        if weight is not None and weight.num_rows < own.b.num_rows == lit.padded_vocab_size:
+            placed[module] = own.with_rows(partial(slice_rows, start=0, stop=weight.num_rows))
+    return placed
 
 
 ADAPTER = AdapterFormat(
-    "LitGPT (`lit_model.pth.lora` next to `hyperparameters.yaml`)", is_litgpt_adapter, open_litgpt_adapter
+    "LitGPT (`lit_model.pth.lora` next to `hyperparameters.yaml`)",
+    lambda path: (path / LORA_FILE).is_file() if path.is_dir() else path.name == LORA_FILE and path.is_file(),
+    open_litgpt_adapter,
 )

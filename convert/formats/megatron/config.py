@@ -13,59 +13,24 @@ one row of what its model has, in Megatron's terms.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from llmconv.convert.algebra import HEAD_LIMIT
+from llmconv.convert.fields import Fields
 from llmconv.convert.models.model_config import ALIASES
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 
-COUNT_LIMIT = 1 << 31
 CAPACITY = "moe_expert_capacity_factor"
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """The arguments of a run by name, objects as stubs; methods raise MalformedInput for other kinds of values."""
+class Arguments(Fields):
+    """The arguments of a run by name, objects as stubs."""
 
-    source: str
-    values: Mapping[str, Any]
-
-    def count(self, name: str, default: int | None = None) -> int:
-        """A positive integer; MalformedInput if it is missing without a default."""
-        value = self.values.get(name)
-        value = default if value is None else value
-        if type(value) is not int or not 0 < value < COUNT_LIMIT:
-            raise self.invalid(name, value, "a positive number")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e15:
-            raise self.invalid(name, value, "a positive number")
-        return value
-
-    def flag(self, name: str, *, default: bool = False) -> bool:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise self.invalid(name, value, "true or false")
-        return value
-
-    def word(self, name: str, default: str) -> str:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if not isinstance(value, str):
-            raise self.invalid(name, value, "a word")
-        return value
-
-    def invalid(self, name: str, value: Any, expected: str) -> MalformedInput:
-        return MalformedInput(
-            f"the argument `{name}` of `{self.source}` is {str(value)[:40]}; expected {expected}",
-            hint="the checkpoint was changed, or is not one of a language model",
-        )
+    where: str = "in the arguments of `{}`"
+    hint: str = "the checkpoint was changed, or is not one of a language model"
 
     def unsupported(self, name: str) -> UnsupportedInput:
         return UnsupportedInput(
@@ -83,7 +48,14 @@ def check_arguments(arguments: Arguments, *, described: bool, old: bool) -> list
     for name, allowed in (NEUTRAL | (OLD_MODEL if old else {})).items():
         if not _is_one_of(arguments.values.get(name), allowed):
             raise arguments.unsupported(name)
-    unknown = list(_unknown(arguments))
+    known = NEUTRAL.keys() | IGNORED
+    unknown = [
+        name
+        for name, value in arguments.values.items()
+        if SENSITIVE.search(name)
+        and not (name in known or IGNORED_PREFIXES.fullmatch(name))
+        and not _is_one_of(value, OFF)
+    ]
     if unknown and not described:
         raise UnsupportedInput(
             f"`{arguments.source}` was trained with unknown arguments that may change the model: {listing(unknown)}",
@@ -93,13 +65,6 @@ def check_arguments(arguments: Arguments, *, described: bool, old: bool) -> list
     if not _is_one_of(arguments.values.get(CAPACITY), OFF):
         warnings.append(f"`{CAPACITY}` drops tokens of full experts in Megatron; the converted model drops none")
     return warnings
-
-
-def _unknown(arguments: Arguments) -> Iterator[str]:
-    for name, value in arguments.values.items():
-        known = name in NEUTRAL or name in IGNORED or IGNORED_PREFIXES.fullmatch(name)
-        if SENSITIVE.search(name) and not known and not _is_one_of(value, OFF):
-            yield name
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
@@ -195,13 +160,14 @@ EPSILONS = ("layernorm_epsilon", "norm_epsilon")  # names of the argument: until
 
 def to_config(arguments: Arguments, family: Family) -> dict[str, Any]:
     """`config.json` without vocabulary and ids; UnsupportedInput: no such family, MalformedInput: invalid values."""
+    width, heads = arguments.count("hidden_size"), arguments.count("num_attention_heads")
+    if not family.rms and (query_groups(arguments) != heads or head_dim(arguments) * heads != width):
+        raise arguments.unsupported("num_query_groups" if query_groups(arguments) != heads else "kv_channels")
     if family.model_type == "gpt2":
-        width, heads = arguments.count("hidden_size"), arguments.count("num_attention_heads")
-        _refuse_groups(arguments)
         return {
             "model_type": "gpt2",
             "n_embd": width,
-            "n_inner": arguments.count("ffn_hidden_size", 4 * width),
+            "n_inner": arguments.count("ffn_hidden_size", default=4 * width),
             "n_layer": arguments.count("num_layers"),
             "n_head": heads,
             "n_positions": arguments.count("max_position_embeddings"),
@@ -209,20 +175,26 @@ def to_config(arguments: Arguments, family: Family) -> dict[str, Any]:
             "activation_function": {"tanh": "gelu_new", "none": "gelu"}[gelu(arguments)],
             "tie_word_embeddings": is_tied(arguments),
         }
-    heads = arguments.count("num_attention_heads")
     config: dict[str, Any] = {
         "model_type": family.model_type,
-        "hidden_size": arguments.count("hidden_size"),
+        "hidden_size": width,
         "intermediate_size": arguments.count("ffn_hidden_size"),
         "num_hidden_layers": arguments.count("num_layers"),
         "num_attention_heads": heads,
-        "max_position_embeddings": _positions(arguments),
-        "rope_theta": float(arguments.number("rotary_base", 10000)),
+        "max_position_embeddings": arguments.count("max_position_embeddings", "seq_length", default=2048),
+        "rope_theta": arguments.number("rotary_base", default=10000),
         "tie_word_embeddings": is_tied(arguments),
         **_rope_scaling(arguments),
     }
     if family.model_type == "gpt_neox":
-        return config | _neox(arguments)
+        return config | {
+            "rotary_pct": rotary_percent(arguments),
+            "rotary_emb_base": config["rope_theta"],
+            "layer_norm_eps": epsilon(arguments),
+            "hidden_act": {"tanh": "gelu_pytorch_tanh", "none": "gelu"}[gelu(arguments)],
+            "use_parallel_residual": False,
+            "attention_bias": True,
+        }
     if rotary_percent(arguments) != 1:
         raise arguments.unsupported("rotary_percent")
     config |= {
@@ -240,26 +212,15 @@ def to_config(arguments: Arguments, family: Family) -> dict[str, Any]:
     return config | (_experts(arguments, family) if family.experts else {})
 
 
-def _neox(arguments: Arguments) -> dict[str, Any]:
-    _refuse_groups(arguments)
-    return {
-        "rotary_pct": rotary_percent(arguments),
-        "rotary_emb_base": float(arguments.number("rotary_base", 10000)),
-        "layer_norm_eps": epsilon(arguments),
-        "hidden_act": {"tanh": "gelu_pytorch_tanh", "none": "gelu"}[gelu(arguments)],
-        "use_parallel_residual": False,
-        "attention_bias": True,
-    }
-
-
 def _experts(arguments: Arguments, family: Family) -> dict[str, Any]:
     """Fields of a mixture of experts; Megatron normalizes the chosen weights unless it softmaxes before choosing."""
     count, inner = arguments.count("num_experts"), arguments.count("ffn_hidden_size")
-    size = arguments.count("moe_ffn_hidden_size", inner)
+    size = arguments.count("moe_ffn_hidden_size", default=inner)
     before = arguments.flag("moe_router_pre_softmax")
-    chosen = arguments.count("moe_router_topk", 2)
+    chosen = arguments.count("moe_router_topk", default=2)
     balanced = arguments.values.get("moe_router_load_balancing_type")
-    if balanced is not None and not all(one in BALANCED for one in _as_list(balanced)):
+    kinds = balanced if isinstance(balanced, list | tuple) else [balanced]
+    if balanced is not None and not all(kind in BALANCED for kind in kinds):
         raise arguments.unsupported("moe_router_load_balancing_type")
     if family.model_type == "mixtral":
         if before:
@@ -282,10 +243,6 @@ def _experts(arguments: Arguments, family: Family) -> dict[str, Any]:
     return config
 
 
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
 def dense_layers(arguments: Arguments) -> list[int]:
     """The layers without experts, by `moe_layer_freq`: every n-th layer has them, or those with a 1 in a list."""
     layers, frequency = arguments.count("num_layers"), arguments.values.get("moe_layer_freq", 1)
@@ -303,7 +260,7 @@ def dense_layers(arguments: Arguments) -> list[int]:
 def query_groups(arguments: Arguments) -> int:
     heads = arguments.count("num_attention_heads")
     grouped = arguments.flag("group_query_attention", default=arguments.values.get("num_query_groups") is not None)
-    groups = arguments.count("num_query_groups", heads) if grouped else heads
+    groups = arguments.count("num_query_groups", default=heads) if grouped else heads
     if heads % groups:
         raise MalformedInput(
             f"`{arguments.source}` has {heads} heads in {groups} groups", hint="its arguments were changed"
@@ -313,7 +270,7 @@ def query_groups(arguments: Arguments) -> int:
 
 def head_dim(arguments: Arguments) -> int:
     width, heads = arguments.count("hidden_size"), arguments.count("num_attention_heads")
-    dim = arguments.count("kv_channels", max(1, width // heads))
+    dim = arguments.count("kv_channels", default=max(1, width // heads))
     if dim > HEAD_LIMIT:
         raise arguments.invalid("kv_channels", dim, f"at most {HEAD_LIMIT}")
     return dim
@@ -321,7 +278,7 @@ def head_dim(arguments: Arguments) -> int:
 
 def rotary_percent(arguments: Arguments) -> float:
     """The part of each head that is rotated, at most 1; UnsupportedInput if an odd number of rows or none would be."""
-    part = float(arguments.number("rotary_percent", 1.0))
+    part = arguments.number("rotary_percent", default=1.0)
     rows = int(head_dim(arguments) * part)
     if part > 1 or rows % 2 or not rows:
         raise arguments.unsupported("rotary_percent" if part != 1 else "kv_channels")
@@ -330,7 +287,7 @@ def rotary_percent(arguments: Arguments) -> float:
 
 def epsilon(arguments: Arguments) -> float:
     name = next((name for name in EPSILONS if arguments.values.get(name) is not None), EPSILONS[0])
-    return float(arguments.number(name, 1e-5))
+    return arguments.number(name, default=1e-5)
 
 
 def is_tied(arguments: Arguments) -> bool:
@@ -346,21 +303,17 @@ def gelu(arguments: Arguments) -> str:
     return "none"
 
 
-def _positions(arguments: Arguments) -> int:
-    return arguments.count("max_position_embeddings", arguments.values.get("seq_length") or 2048)
-
-
 def _rope_scaling(arguments: Arguments) -> dict[str, Any]:
     """Llama 3.1's formula, or positions divided by a number."""
     ratio = arguments.values.get(INTERPOLATION)
     if arguments.flag("use_rope_scaling"):
         if ratio not in (None, 1):
             raise arguments.unsupported(INTERPOLATION)
-        factor = float(arguments.number(OWN_FACTOR, MEGATRON_FACTOR))
+        factor = arguments.number(OWN_FACTOR, default=MEGATRON_FACTOR)
         return {"rope_scaling": {"rope_type": "llama3", "factor": factor, **LLAMA_3}}
     if ratio is None:
         return {}
-    factor = float(arguments.number(INTERPOLATION, 1))
+    factor = arguments.number(INTERPOLATION, default=1)
     return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if factor != 1 else {}
 
 
@@ -373,13 +326,6 @@ def ignored_factor(arguments: Arguments) -> list[str]:
         f"Megatron-LM ignores `rope_scaling_factor` {str(factor)[:40]} and computes with {MEGATRON_FACTOR:g}; so does "
         "the converted model"
     ]
-
-
-def _refuse_groups(arguments: Arguments) -> None:
-    if query_groups(arguments) != arguments.count("num_attention_heads"):
-        raise arguments.unsupported("num_query_groups")
-    if head_dim(arguments) * arguments.count("num_attention_heads") != arguments.count("hidden_size"):
-        raise arguments.unsupported("kv_channels")
 
 
 @dataclass(frozen=True)
@@ -418,7 +364,12 @@ NORMS = {"layernorm": False, "rmsnorm": True, "layernorm1p": False}
 def family_of(arguments: Arguments, wanted: str | None) -> Family:
     """The family of a run (UnsupportedInput if none fits); must be `wanted`, a `model_type`, if the user gives one."""
     parts = _parts(arguments)
-    fitting = [family for family in FAMILIES if _fits(family, parts)]
+    fitting = [
+        family
+        for family in FAMILIES
+        if all(getattr(family, name) == value for name, value in parts.items() if name != "window")
+        and (family.window or not parts["window"])
+    ]
     if chosen := [family for family in fitting if wanted in (None, family.model_type)]:
         return chosen[0]
     if fitting:
@@ -450,11 +401,6 @@ def _parts(arguments: Arguments) -> dict[str, Any]:
         "shared": bool(arguments.values.get("moe_shared_expert_intermediate_size")),
         "window": window_of(arguments) is not None,
     }
-
-
-def _fits(family: Family, parts: Mapping[str, Any]) -> bool:
-    exact = all(getattr(family, name) == value for name, value in parts.items() if name != "window")
-    return exact and (family.window or not parts["window"])
 
 
 def _described(parts: Mapping[str, Any]) -> list[str]:
@@ -535,7 +481,7 @@ FREE = ("max_position_embeddings", "n_positions", "vocab_size", "model_type")
 def arguments_of(config: Mapping[str, Any], source: str) -> Arguments:
     """Arguments for a run without any, from a whole `config.json` or Megatron's own by the user (else InputRefused)."""
     if "num_layers" in config and "model_type" not in config:
-        return Arguments(source, config)
+        return Arguments(config, source)
     fields = {ALIASES.get(name, name): value for name, value in config.items()}
     if (family := next((row for row in FAMILIES if row.model_type == fields.get("model_type")), None)) is None:
         raise InputRefused(
@@ -561,7 +507,7 @@ def arguments_of(config: Mapping[str, Any], source: str) -> Arguments:
         "untie_embeddings_and_output_weights": not fields.get("tie_word_embeddings", not family.rope),
         "window_size": (window - 1, 0) if family.window and isinstance(window, int) and window > 0 else None,
     }
-    return Arguments(source, made)
+    return Arguments(made, source)
 
 
 def merged(computed: Mapping[str, Any], given: Mapping[str, Any], source: str, *, compared: bool) -> dict[str, Any]:

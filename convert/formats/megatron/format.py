@@ -19,18 +19,9 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint, read_side_files, transposed
-from llmconv.convert.algebra import (
-    concat,
-    deal_rows,
-    fitting,
-    interleave_rows,
-    permute_rows,
-    replicated,
-    rope_order,
-    slice_rows,
-    split,
-)
+from llmconv.convert import algebra
 from llmconv.convert.formats import Format
+from llmconv.convert.formats.megatron import save_folder
 from llmconv.convert.formats.megatron.config import (
     INTERPOLATION,
     OFF,
@@ -48,20 +39,6 @@ from llmconv.convert.formats.megatron.config import (
     to_config,
 )
 from llmconv.convert.formats.megatron.join_ranks import Rank, join_ranks, open_distributed, open_ranks, read_common
-from llmconv.convert.formats.megatron.save_folder import (
-    EMBEDDING,
-    FC1,
-    HEAD,
-    NEMO2_CONTEXT,
-    NEMO_CONFIG,
-    QKV,
-    VERSION_KEY,
-    RunState,
-    Save,
-    find_save,
-    hugging_face_name,
-    is_save,
-)
 from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import causal_lm_config, read_config_file
 from llmconv.convert.state_dicts.files import Sign
@@ -107,8 +84,8 @@ SILU, GELU = ".silu", ".gelu"
 
 def read_nemo(folder: Path) -> dict[str, Any]:
     """Arguments of NeMo or Megatron Bridge, or none; MalformedInput: another file, UnsupportedInput: a setting."""
-    if (folder / NEMO_CONFIG).is_file():
-        fields = read_config_file(folder / NEMO_CONFIG)
+    if (folder / save_folder.NEMO_CONFIG).is_file():
+        fields = read_config_file(folder / save_folder.NEMO_CONFIG)
         inner = fields.get("model")
         config = inner if isinstance(inner, dict) and "num_layers" in inner else fields
         for name, allowed in ONLY_VALUE.items():
@@ -129,7 +106,7 @@ def read_nemo(folder: Path) -> dict[str, Any]:
         }
         kept = {name: value for name, value in config.items() if name != "max_position_embeddings"}
         return _renamed(kept) | made
-    file = folder / NEMO2_CONTEXT / NEMO2_FILE
+    file = folder / save_folder.NEMO2_CONTEXT / NEMO2_FILE
     if file.is_file():
         return _transformer_config(read_config_file(file).get("config"), file)
     if (folder / BRIDGE_FILE).is_file():
@@ -160,15 +137,12 @@ def _transformer_config(config: Any, file: Path) -> dict[str, Any]:
 
 def _renamed(config: Mapping[str, Any]) -> dict[str, Any]:
     left = {name: value for name, value in config.items() if not name.startswith(UNREAD) and name not in READ}
-    return {RENAMED.get(name, name): _plain(value) for name, value in left.items()}
-
-
-def _plain(value: Any) -> Any:
-    """A value of YAML; a tuple is written as a call. Other calls stay, so that one of an argument is refused."""
-    if isinstance(value, dict) and value.get("_target_") == "builtins.tuple":
-        inner = value.get("_args_")
-        return tuple(inner[0]) if isinstance(inner, list) and inner and isinstance(inner[0], list) else value
-    return value
+    for name, value in left.items():
+        # a tuple is written as a call; other calls stay, so that one of an argument is refused
+        inner = value.get("_args_") if isinstance(value, dict) and value.get("_target_") == "builtins.tuple" else None
+        if isinstance(inner, list) and inner and isinstance(inner[0], list):
+            left[name] = tuple(inner[0])
+    return {RENAMED.get(name, name): value for name, value in left.items()}
 
 
 def _unsupported(source: str, name: str, value: Any) -> UnsupportedInput:
@@ -188,18 +162,18 @@ class _Run:
     """A save that is found: its files, and its arguments as far as it contains them."""
 
     source: str
-    save: Save
+    save: save_folder.Save
     ranks: list[Rank]
     stored: Mapping[str, Any]
 
-    def state(self, arguments: Arguments) -> RunState:
+    def state(self, arguments: Arguments) -> save_folder.RunState:
         if self.save.distributed:
             return open_distributed(self.save.distributed, self.source)
         return join_ranks(self.ranks, arguments)
 
 
 def _find(path: Path) -> _Run:
-    save = find_save(path)
+    save = save_folder.find_save(path)
     ranks = [] if save.distributed else open_ranks(save)
     if not (stored := read_nemo(save.path)):
         stored = read_common(save.distributed)[0] if save.distributed else dict(ranks[0].arguments)
@@ -209,7 +183,7 @@ def _find(path: Path) -> _Run:
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     run = _find(path)
     has_own = run.stored.get("num_layers") is not None
-    arguments = Arguments(run.source, run.stored) if has_own else arguments_of(config, run.source)
+    arguments = Arguments(run.stored, run.source) if has_own else arguments_of(config, run.source)
     given = {} if arguments.values is config else config
     old = run.save.nemo is None and any(rank.old for rank in run.ranks)
     warnings = check_arguments(arguments, described="model_type" in given, old=old)
@@ -217,12 +191,14 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     family = family_of(arguments, given.get("model_type"))
     computed = to_config(arguments, family)
     state = run.state(arguments)
-    if not (side_files := _side_files(run.save, tokenizer)):
+    folder = run.save.path / save_folder.NEMO2_CONTEXT / NEMO_TOKENIZER
+    own = read_side_files(folder) if folder.is_dir() else {}
+    if not (side_files := read_tokenizer(tokenizer) if tokenizer else own):
         warnings.append("a Megatron checkpoint contains no tokenizer; give one with `--tokenizer` if you need it")
-    embedding = state.tensors.get(EMBEDDING)
+    embedding = state.tensors.get(save_folder.EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
         raise MalformedInput(
-            f"missing keys: `{run.source}` has no `{EMBEDDING}`",
+            f"missing keys: `{run.source}` has no `{save_folder.EMBEDDING}`",
             hint="the save is incomplete, or its model is not a GPT of Megatron",
         )
     padded = embedding.num_rows
@@ -245,51 +221,24 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     fields = {**computed, "vocab_size": vocabulary, "bos_token_id": bos, "eos_token_id": eos}
     settings = causal_lm_config({}, merged(fields, given, run.source, compared=has_own), run.source, warnings)
     tensors = to_hugging_face(state.tensors, layout)
-    warnings += _rounded_norms(state, layout)
-    settings = as_loaded(tensors, settings)
-    return Checkpoint(
-        path,
-        FORMAT.name,
-        tensors,
-        settings,
-        side_files,
-        tuple(warnings),
-        version=f"megatron {state.version}",
-        shards=state.shards,
-        dropped=state.dropped,
-    )
-
-
-def _rounded_norms(state: RunState, layout: Layout) -> list[str]:
-    """A warning where 1 + weight is rounded to 16 bits."""
     dtypes = {tensor.dtype.name for name, tensor in state.tensors.items() if NORM.search(name)} - {"float32"}
-    if not layout.zero_centered or not dtypes:
-        return []
-    return [
-        f"the norms multiply with 1 + weight; the sums were rounded to {', '.join(sorted(dtypes))}: `--dtype float32` "
-        "keeps them as Megatron computes them"
-    ]
-
-
-def _side_files(save: Save, tokenizer: Path | None) -> dict[str, bytes]:
-    if tokenizer:
-        return read_tokenizer(tokenizer)
-    folder = save.path / NEMO2_CONTEXT / NEMO_TOKENIZER
-    return read_side_files(folder) if folder.is_dir() else {}
-
-
-def _peek(path: Path) -> Mapping[str, LazyTensor]:
-    run = _find(path)
-    return run.state(Arguments(run.source, run.stored)).tensors
+    if layout.zero_centered and dtypes:
+        warnings.append(
+            f"the norms multiply with 1 + weight; the sums were rounded to {', '.join(sorted(dtypes))}: `--dtype "
+            "float32` keeps them as Megatron computes them"
+        )
+    settings = as_loaded(tensors, settings)
+    more = (tuple(warnings), f"megatron {state.version}", state.shards, state.dropped)
+    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, *more)
 
 
 FORMAT = Format(
     name="megatron",
     title="Megatron-LM, Megatron Core, NeMo: a folder with `iter_…`, its `mp_rank_…` files, or `torch_dist`",
-    detect=is_save,
-    sign=Sign(keys=(VERSION_KEY,)),
+    detect=save_folder.is_save,
+    sign=Sign(keys=(save_folder.VERSION_KEY,)),
     open=_open,
-    peek=_peek,
+    peek=lambda path: (run := _find(path)).state(Arguments(run.stored, run.source)).tensors,
     covers="GPT-2, Llama 1 to 3, Mistral, Mixtral, Qwen 2, 2.5 and 3 (with experts, too), GPT-NeoX; ranks in any "
     "grid of tensor, pipeline, virtual and expert parallelism; the run's arguments give `config.json`",
 )
@@ -323,10 +272,10 @@ def to_hugging_face(tensors: Mapping[str, LazyTensor], layout: Layout) -> dict[s
     unknown = []
     for name, tensor in _one_embedding(tensors, layout).items():
         what = f"`{name}` {list(tensor.shape)} of `{layout.source}` does not match the arguments"
-        with fitting(what, "the arguments are of another model"):
+        with algebra.fitting(what, "the arguments are of another model"):
             parts = dict(_parts(name, tensor, layout))
         for own, part in parts.items():
-            if (target := hugging_face_name(own, layout.model_type)) is None:
+            if (target := save_folder.hugging_face_name(own, layout.model_type)) is None:
                 unknown.append(name)
             else:
                 converted[target] = part
@@ -342,9 +291,9 @@ def to_hugging_face(tensors: Mapping[str, LazyTensor], layout: Layout) -> dict[s
 def _one_embedding(tensors: Mapping[str, LazyTensor], layout: Layout) -> dict[str, LazyTensor]:
     """The tensors without the copy of a tied embedding that the last pipeline stage keeps."""
     kept = dict(tensors)
-    if not layout.tied or HEAD not in kept:
+    if not layout.tied or save_folder.HEAD not in kept:
         return kept
-    copy, embedding = kept.pop(HEAD), kept.get(EMBEDDING)
+    copy, embedding = kept.pop(save_folder.HEAD), kept.get(save_folder.EMBEDDING)
     if embedding is None or (copy.shape, copy.dtype) != (embedding.shape, embedding.dtype):
         raise MalformedInput(
             f"the embedding of `{layout.source}` is missing, or its copy in the last pipeline stage has another shape",
@@ -354,20 +303,20 @@ def _one_embedding(tensors: Mapping[str, LazyTensor], layout: Layout) -> dict[st
         f"the first and last pipeline stage of `{layout.source}` hold different embeddings, which the run tied",
         hint="ranks of different saves are mixed; copy all ranks of one save again",
     )
-    return {**kept, EMBEDDING: replicated([embedding, copy], difference)}
+    return {**kept, save_folder.EMBEDDING: algebra.replicated([embedding, copy], difference)}
 
 
 def _parts(name: str, tensor: LazyTensor, layout: Layout) -> Iterator[tuple[str, LazyTensor]]:
     """The tensors that one is split into, by the names that `hugging_face_name` knows; ValueError for a wrong shape."""
     module, _, kind = name.rpartition(".")
-    if module.endswith(f".{QKV}"):
+    if module.endswith(f".{save_folder.QKV}"):
         yield from _attention(name.removesuffix(f"linear_qkv.{kind}"), kind, tensor, layout)
-    elif layout.gated and FC1.search(name):
+    elif layout.gated and save_folder.FC1.search(name):
         stem = module.removesuffix("linear_fc1")
-        for part, rows in zip(("gate", "up"), split(tensor, 0, 2), strict=True):
+        for part, rows in zip(("gate", "up"), algebra.split(tensor, 0, 2), strict=True):
             yield f"{stem}{part}.{kind}", rows
-    elif name in (EMBEDDING, HEAD):
-        yield name, slice_rows(tensor, 0, layout.vocabulary)
+    elif name in (save_folder.EMBEDDING, save_folder.HEAD):
+        yield name, algebra.slice_rows(tensor, 0, layout.vocabulary)
     elif layout.model_type == "gpt2" and kind == "weight" and len(tensor.shape) == 2 and ".layers." in name:
         yield name, transposed(tensor)
     else:
@@ -380,15 +329,18 @@ def _attention(stem: str, kind: str, tensor: LazyTensor, layout: Layout) -> Iter
     rows = sum(counts) * layout.groups
     if tensor.num_rows != rows:
         raise ValueError(f"expected {rows} rows, got {tensor.num_rows}")
-    *turned, values = deal_rows(tensor, counts)
+    *turned, values = algebra.deal_rows(tensor, counts)
     parts = [*(_by_halves(part, layout) for part in turned), values]
     if layout.model_type not in WHOLE_QKV:
         for word, part in zip("qkv", parts, strict=True):
             yield f"{stem}{word}.{kind}", part
     elif layout.model_type == "gpt_neox":
-        yield f"{stem}qkv.{kind}", interleave_rows(parts, counts)
+        yield f"{stem}qkv.{kind}", algebra.interleave_rows(parts, counts)
     else:
-        yield f"{stem}qkv.{kind}", transposed(concat(parts, 0)) if kind == "weight" else concat(parts, 0)
+        yield (
+            f"{stem}qkv.{kind}",
+            transposed(algebra.concat(parts, 0)) if kind == "weight" else algebra.concat(parts, 0),
+        )
 
 
 def _by_halves(tensor: LazyTensor, layout: Layout) -> LazyTensor:
@@ -396,7 +348,7 @@ def _by_halves(tensor: LazyTensor, layout: Layout) -> LazyTensor:
     if not layout.interleaved:
         return tensor
     rest = range(layout.rotary_dim, layout.head_dim)
-    return permute_rows(tensor, [*rope_order(layout.rotary_dim), *rest])
+    return algebra.permute_rows(tensor, [*algebra.rope_order(layout.rotary_dim), *rest])
 
 
 def plus_one(tensor: LazyTensor) -> LazyTensor:

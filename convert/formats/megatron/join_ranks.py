@@ -28,32 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import transposed
-from llmconv.convert.algebra import (
-    concat,
-    first_missing,
-    fitting,
-    interleave_rows,
-    permute_rows,
-    replicated,
-    slice_rows,
-    split,
-)
+from llmconv.convert import algebra
+from llmconv.convert.formats.megatron import save_folder
 from llmconv.convert.formats.megatron.config import Arguments, head_dim, query_groups
-from llmconv.convert.formats.megatron.save_folder import (
-    COMMON_FILE,
-    EMBEDDING,
-    EXPERT,
-    EXTRA_HEADS,
-    FC1,
-    HEAD,
-    IGNORED,
-    LAYER,
-    WRAPPERS,
-    RunState,
-    Save,
-    core_name,
-    has_old_name,
-)
 from llmconv.convert.state_dicts.distributed import DistributedFolder, TensorItem, named_leaves, open_folder, reshaped
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickle_machine import Stub
@@ -97,7 +74,7 @@ class Rank:
     dropped: tuple[str, ...] = ()  # descriptions of the other contents
 
 
-def open_ranks(save: Save) -> list[Rank]:
+def open_ranks(save: save_folder.Save) -> list[Rank]:
     """The ranks of a save in order, unread; MalformedInput: damaged or mixed, UnsupportedInput: objects for tensors."""
     ranks = [_open_rank(numbers, path, save) for numbers, path in sorted(save.rank_files.items())]
     values: dict[str, list[Any]] = {
@@ -114,7 +91,7 @@ def open_ranks(save: Save) -> list[Rank]:
     return ranks
 
 
-def _open_rank(numbers: tuple[int, ...], path: Path, save: Save) -> Rank:
+def _open_rank(numbers: tuple[int, ...], path: Path, save: save_folder.Save) -> Rank:
     file = open_torch_file(path)
     content = file.content
     if not isinstance(content, dict):
@@ -162,7 +139,7 @@ def _stages(path: Path, content: Mapping[Any, Any]) -> list[Mapping[Any, Any]]:
     if not found and any(isinstance(value, TensorRef) for value in content.values()):
         return [content]
     numbers = {int(number) for number in found if number}
-    complete = set(found) == {""} or (found and "" not in found and first_missing(numbers, len(found)) is None)
+    complete = set(found) == {""} or (found and "" not in found and algebra.first_missing(numbers, len(found)) is None)
     if not complete:
         raise MalformedInput(
             f"`{_shown(path)}` has no `model`, or not all of its virtual stages: {listing(sorted(map(str, content)))}",
@@ -175,21 +152,21 @@ def _tensors(file: TorchFile, state: Mapping[Any, Any], old: set[str]) -> dict[s
     """The tensors of one stage by their name in Megatron core; `old` gets the names of old attention matrices."""
     tensors: dict[str, LazyTensor] = {}
     for own, leaf in _leaves(state, ""):
-        if IGNORED.search(own) or not isinstance(leaf, TensorRef | Stub):
+        if save_folder.IGNORED.search(own) or not isinstance(leaf, TensorRef | Stub):
             continue
         if isinstance(leaf, Stub):
             raise UnsupportedInput(
                 f"`{own}` in `{_shown(file.path)}` is an object, not a plain tensor",
                 hint="weights in 8 or 4 bits (`--fp8-param-gather`) must be saved in 16 bits first",
             )
-        name = core_name(own)
+        name = save_folder.core_name(own)
         if name in tensors:
             raise MalformedInput(
                 f"duplicate key in `{_shown(file.path)}`: `{own}` is `{name}` a second time",
                 hint="two checkpoints are mixed in one file",
             )
         tensors[name] = file.tensor(own, leaf)
-        old |= {name} if has_old_name(own) else set()
+        old |= {name} if save_folder.has_old_name(own) else set()
     return tensors
 
 
@@ -207,9 +184,9 @@ def whole_numbers(source: str, stages: Sequence[Mapping[str, Any]]) -> list[dict
     """For each stage in order, its names to those with whole layer numbers; MalformedInput: a layer is missing."""
     first, renamed = 0, list[dict[str, str]]()
     for stage in stages:
-        matches = {name: LAYER.fullmatch(name) for name in stage}
+        matches = {name: save_folder.LAYER.fullmatch(name) for name in stage}
         numbers = Counter(int(match[1]) for match in matches.values() if match)
-        if (missing := first_missing(numbers, len(numbers))) is not None:
+        if (missing := algebra.first_missing(numbers, len(numbers))) is not None:
             raise MalformedInput(
                 f"a pipeline stage of `{source}` lacks its layer {missing}", hint="copy the files of all ranks again"
             )
@@ -242,11 +219,11 @@ class Grid:
     expert_tensor: int
 
 
-def join_ranks(ranks: Sequence[Rank], arguments: Arguments) -> RunState:
+def join_ranks(ranks: Sequence[Rank], arguments: Arguments) -> save_folder.RunState:
     """The whole tensors; InputRefused: a rank is missing, MalformedInput, UnsupportedInput: how experts divide."""
     grid = _grid(ranks, arguments)
     parts = _parts(grid, {_place(grid, rank): rank for rank in ranks}, arguments)
-    extra = [name for name in parts if EXTRA_HEADS.match(name)]
+    extra = [name for name in parts if save_folder.EXTRA_HEADS.match(name)]
     tensors = {
         name: _whole(grid, name, places, gated=arguments.flag("swiglu"))
         for name, places in _globally(grid, parts, arguments).items()
@@ -255,20 +232,20 @@ def join_ranks(ranks: Sequence[Rank], arguments: Arguments) -> RunState:
     dropped = [phrase for rank in ranks[:1] for phrase in rank.dropped]
     if extra:
         dropped.append(f"{len(extra)} tensors of heads that predict later tokens")
-    return RunState(tensors, len(ranks), f"checkpoint version {ranks[0].version:g}", tuple(dropped))
+    return save_folder.RunState(tensors, len(ranks), f"checkpoint version {ranks[0].version:g}", tuple(dropped))
 
 
 def _grid(ranks: Sequence[Rank], arguments: Arguments) -> Grid:
     old = max(rank.numbers[0] for rank in ranks) + 1
-    tensor = arguments.count("tensor_model_parallel_size", arguments.values.get("model_parallel_size") or old)
-    expert_tensor = arguments.count("expert_tensor_parallel_size", tensor)
+    tensor = arguments.count("tensor_model_parallel_size", default=arguments.values.get("model_parallel_size") or old)
+    expert_tensor = arguments.count("expert_tensor_parallel_size", default=tensor)
     if expert_tensor not in (1, tensor) and arguments.values.get("num_experts"):
         raise arguments.unsupported("expert_tensor_parallel_size")
     return Grid(
         arguments.source,
         tensor,
-        arguments.count("pipeline_model_parallel_size", 1),
-        arguments.count("expert_model_parallel_size", 1),
+        arguments.count("pipeline_model_parallel_size", default=1),
+        arguments.count("expert_model_parallel_size", default=1),
         expert_tensor,
     )
 
@@ -289,7 +266,7 @@ def _parts(grid: Grid, ranks: Mapping[tuple[int, int, int], Rank], arguments: Ar
     ):
         # checks for exactly the ranks 0 … `count` - 1 of the kind `what`; InputRefused: missing, MalformedInput: more
         numbers = [place[number] for place in ranks]
-        if (missing := first_missing(set(numbers), count)) is not None:
+        if (missing := algebra.first_missing(set(numbers), count)) is not None:
             raise InputRefused(
                 f"`{grid.source}` was saved by {count} {what}-parallel ranks; rank {missing} is missing",
                 hint="give the folder of the save (`iter_…`) with the files of all ranks",
@@ -340,16 +317,16 @@ def _ordered(tensor: LazyTensor, rank: Rank, arguments: Arguments, grid: Grid) -
             hint="its arguments are of another model",
         )
     if rank.version < 1:
-        return interleave_rows(split(tensor, 0, 3), [dim] * 3)
-    return permute_rows(tensor, [3 * row + part for part in range(3) for row in range(dim)])
+        return algebra.interleave_rows(algebra.split(tensor, 0, 3), [dim] * 3)
+    return algebra.permute_rows(tensor, [3 * row + part for part in range(3) for row in range(dim)])
 
 
 def _globally(grid: Grid, parts: Parts, arguments: Arguments) -> Parts:
     """The parts with global numbers of experts; those of expert rank `e` follow those of `e - 1`."""
     whole: Parts = {}
-    local = arguments.count("num_experts", 1) // grid.expert if arguments.values.get("num_experts") else 0
+    local = arguments.count("num_experts", default=1) // grid.expert if arguments.values.get("num_experts") else 0
     for name, places in _separated(grid, parts, local, arguments).items():
-        if not (match := EXPERT.fullmatch(name)):
+        if not (match := save_folder.EXPERT.fullmatch(name)):
             whole[name] = places
             continue
         if int(match[2]) >= local:
@@ -378,28 +355,30 @@ def _separated(grid: Grid, parts: Parts, local: int, arguments: Arguments) -> Pa
 
 def _whole(grid: Grid, name: str, places: Mapping[Place, Sequence[LazyTensor]], *, gated: bool) -> LazyTensor:
     """One tensor from its parts; copies must be equal, which is checked while they are read."""
-    is_expert = EXPERT.fullmatch(name) is not None
-    is_shared_out = name in (EMBEDDING, HEAD) or ROWS.search(name) or COLUMNS.search(name)
+    is_expert = save_folder.EXPERT.fullmatch(name) is not None
+    is_shared_out = name in (save_folder.EMBEDDING, save_folder.HEAD) or ROWS.search(name) or COLUMNS.search(name)
     count = (grid.expert_tensor if is_expert else grid.tensor) if is_shared_out else 1
     by_rank: defaultdict[int, list[LazyTensor]] = defaultdict(list)
     for (tensor_rank, _), copies in sorted(places.items()):
         by_rank[tensor_rank if count > 1 else 0] += copies
-    if (missing := first_missing(by_rank, count)) is not None:
+    if (missing := algebra.first_missing(by_rank, count)) is not None:
         raise _mixed(grid, f"tensor rank {missing} lacks `{name}`")
-    with fitting(f"the parts of `{name}` in `{grid.source}` cannot be joined", "ranks of different runs are mixed"):
+    with algebra.fitting(
+        f"the parts of `{name}` in `{grid.source}` cannot be joined", "ranks of different runs are mixed"
+    ):
         pieces = [_one(grid, name, by_rank[number]) for number in range(count)]
         if COLUMNS.search(name):
-            return concat(pieces, 1)
-        if gated and FC1.search(name) and count > 1:
-            halves = [split(piece, 0, 2) for piece in pieces]
-            return concat([half[side] for side in range(2) for half in halves], 0)
-        return concat(pieces, 0) if is_shared_out else pieces[0]
+            return algebra.concat(pieces, 1)
+        if gated and save_folder.FC1.search(name) and count > 1:
+            halves = [algebra.split(piece, 0, 2) for piece in pieces]
+            return algebra.concat([half[side] for side in range(2) for half in halves], 0)
+        return algebra.concat(pieces, 0) if is_shared_out else pieces[0]
 
 
 def _one(grid: Grid, name: str, copies: Sequence[LazyTensor]) -> LazyTensor:
     if len({(copy.shape, copy.dtype) for copy in copies}) > 1:
         raise ValueError(f"copies have the shapes {[copy.shape for copy in copies[:4]]}")
-    return replicated(
+    return algebra.replicated(
         copies,
         UnsupportedInput(
             f"the ranks of `{grid.source}` hold different copies of `{name}`",
@@ -427,7 +406,7 @@ def separate_experts(name: str, tensor: LazyTensor, experts: int, hidden: int) -
     stacked = reshaped(tensor, (experts * rows, columns))
     stem = name.rpartition(".")[0]
     for expert in range(experts):
-        part = slice_rows(stacked, expert * rows, (expert + 1) * rows)
+        part = algebra.slice_rows(stacked, expert * rows, (expert + 1) * rows)
         yield f"{stem}.{expert}.{matrix}.weight", transposed(part)
 
 
@@ -441,17 +420,17 @@ HALVES = re.compile(r"^(.+\.linear_fc1\.(?:weight|bias)(?:\d+)?)_([wv])$")
 
 def read_common(folder: Path) -> tuple[dict[str, Any], Mapping[Any, Any]]:
     """The arguments in `common.pt`, by name (empty if there are none), and all of its content."""
-    if not (folder / COMMON_FILE).is_file():
+    if not (folder / save_folder.COMMON_FILE).is_file():
         return {}, {}
-    content = open_torch_file(folder / COMMON_FILE).content
+    content = open_torch_file(folder / save_folder.COMMON_FILE).content
     if not isinstance(content, dict):
         raise MalformedInput(
-            f"`{COMMON_FILE}` in `{folder.name}` does not contain a dict", hint="copy the folder again"
+            f"`{save_folder.COMMON_FILE}` in `{folder.name}` does not contain a dict", hint="copy the folder again"
         )
     return namespace(content.get("args")), content
 
 
-def open_distributed(path: Path, source: str) -> RunState:
+def open_distributed(path: Path, source: str) -> save_folder.RunState:
     """The whole tensors of a distributed checkpoint, a folder with `.metadata`; none is read.
 
     Raises MalformedInput if it is damaged or a tensor is not as Megatron stacks it, UnsupportedInput for an element
@@ -466,18 +445,18 @@ def open_distributed(path: Path, source: str) -> RunState:
         if other := OTHERS.match(own):
             dropped[PARTS.get(other[1], "the state of the run")] = None
             continue
-        plain = WRAPPERS.sub("", own)
-        heads += bool(EXTRA_HEADS.match(plain)) and isinstance(item, TensorItem)
-        if not isinstance(item, TensorItem) or IGNORED.search(own) or EXTRA_HEADS.match(plain):
+        plain = save_folder.WRAPPERS.sub("", own)
+        heads += bool(save_folder.EXTRA_HEADS.match(plain)) and isinstance(item, TensorItem)
+        if not isinstance(item, TensorItem) or save_folder.IGNORED.search(own) or save_folder.EXTRA_HEADS.match(plain):
             continue
         for name, tensor in _apart(folder, plain, item):
-            if found.setdefault(core_name(name), tensor) is not tensor:
+            if found.setdefault(save_folder.core_name(name), tensor) is not tensor:
                 raise MalformedInput(
-                    f"duplicate key in `{source}`: `{own}` is a second `{core_name(name)}`",
+                    f"duplicate key in `{source}`: `{own}` is a second `{save_folder.core_name(name)}`",
                     hint="it holds several models; save the language model alone",
                 )
     extra = (f"{heads} tensors of heads that predict later tokens",) if heads else ()
-    return RunState(_joined(found, source), folder.shards, "torch_dist", (*dropped, *extra))
+    return save_folder.RunState(_joined(found, source), folder.shards, "torch_dist", (*dropped, *extra))
 
 
 def _apart(folder: DistributedFolder, name: str, item: TensorItem) -> Iterator[tuple[str, LazyTensor]]:
@@ -506,7 +485,7 @@ def _joined(found: Mapping[str, LazyTensor], source: str) -> dict[str, LazyTenso
                 raise MalformedInput(
                     f"`{source}` contains `{name}` without a matching `_v`", hint="copy the folder again"
                 )
-            tensors[match[1]] = concat([tensor, up], 0)
+            tensors[match[1]] = algebra.concat([tensor, up], 0)
         elif f"{match[1]}_w" not in found:
             raise MalformedInput(f"`{source}` contains `{name}` without `_w`", hint="copy the folder again")
     return tensors

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from llmconv.convert.models.config_file import json_object
 from llmconv.convert.state_dicts.distributed import is_folder
-from llmconv.convert.state_dicts.files import read_word
+from llmconv.convert.state_dicts.files import tracked
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.files.torch_reader import is_torch_file, open_torch_file
 from llmconv.tensors import LazyTensor
@@ -78,10 +78,7 @@ def has_old_name(name: str) -> bool:
     return name.rpartition(".")[0].endswith("attention.query_key_value")
 
 
-COMMON = {
-    "input_layernorm": "input_layernorm",
-    "pre_mlp_layernorm": "post_attention_layernorm",
-}
+COMMON = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 LLAMA_LAYER = {
     **COMMON,
     "self_attention.q_layernorm": "self_attn.q_norm",
@@ -162,7 +159,14 @@ def hugging_face_name(name: str, model_type: str) -> str | None:
     """
     stack, layer, outside = TABLES.get(model_type, LLAMA_TABLE)
     if not (match := LAYER.fullmatch(name)):
-        return next((target + name.removeprefix(own) for own, target in outside.items() if _is_part(name, own)), None)
+        return next(
+            (
+                target + name.removeprefix(own)
+                for own, target in outside.items()
+                if name == own or (own.endswith(".") and name in (f"{own}weight", f"{own}bias"))
+            ),
+            None,
+        )
     module, _, kind = match[2].rpartition(".")
     if module == "mlp.shared_experts" and kind == "gate_weight":
         module, kind = "mlp.shared_experts.gate_weight", "weight"
@@ -171,10 +175,6 @@ def hugging_face_name(name: str, model_type: str) -> str | None:
     if kind not in ("weight", "bias") or template not in layer:
         return None
     return f"{stack}.{match[1]}.{layer[template].format(expert[0] if expert else '')}.{kind}"
-
-
-def _is_part(name: str, own: str) -> bool:
-    return name == own or (own.endswith(".") and name in (f"{own}weight", f"{own}bias"))
 
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
@@ -281,14 +281,24 @@ def find_save(path: Path) -> Save:
     the tracked one, UnsupportedInput for a container that is not read.
     """
     if path.is_file():
-        return Save(path.parent, {_numbers(path.parent) or (0,): path})
+        match = RANK.fullmatch(path.parent.name)
+        numbers = tuple(int(number) for number in (match.groups() if match else ()) if number is not None)
+        return Save(path.parent, {numbers or (0,): path})
     if _is_rank_folder(path):
         above = path.parent if path.name else path.absolute().parent  # `.` has no name
         raise InputRefused(
             f"`{path.absolute().name}` is the folder of one rank of a Megatron save",
             hint=f"give the folder above it: `{above}`",
         )
-    folder = path if _is_place(path) else _chosen(path)
+    folder = path
+    if not _is_place(path):
+        saves = {entry.name: entry for entry in _iterations(path) if _is_place(entry)}
+        folder = tracked(
+            path,
+            saves,
+            path / TRACKER,
+            lambda word: f"iter_{int(word):07d}" if word.isdecimal() and len(word) < 13 else word,
+        )
     weights = _nemo_weights(folder)
     if weights and weights != folder:
         _refuse_other_backends(weights)
@@ -299,22 +309,13 @@ def find_save(path: Path) -> Save:
     if weights == folder and not _ranks(folder):
         file = next(folder / name for name in RANK_FILES if (folder / name).is_file())
         return Save(folder, {(0,): file}, nemo=folder)
-    return _save(folder, _ranks(folder))
-
-
-def _save(folder: Path, ranks: Mapping[tuple[int, ...], Path]) -> Save:
-    lengths = {len(numbers) for numbers in ranks}
-    if len(lengths) > 1:
+    ranks = _ranks(folder)
+    if len({len(numbers) for numbers in ranks}) > 1:
         raise MalformedInput(
             f"`{folder.name}` contains ranks of two runs: {listing([file.parent.name for file in ranks.values()])}",
             hint="two saves were written into one folder; keep the folders of one of them",
         )
     return Save(folder, ranks, nemo=folder if (folder / NEMO_CONFIG).is_file() else None)
-
-
-def _numbers(folder: Path) -> tuple[int, ...]:
-    match = RANK.fullmatch(folder.name)
-    return tuple(int(number) for number in (match.groups() if match else ()) if number is not None)
 
 
 def _refuse_other_backends(folder: Path) -> None:
@@ -324,27 +325,6 @@ def _refuse_other_backends(folder: Path) -> None:
             f"`{folder.name}` is a distributed checkpoint in the format `{backend[:40] if backend else backend}`",
             hint="load it with a Megatron core that has it (zarr: up to 0.12), and save it as `torch_dist`",
         )
-
-
-def _chosen(path: Path) -> Path:
-    saves = {entry.name: entry for entry in _iterations(path) if _is_place(entry)}
-    tracker = path / TRACKER
-    if not tracker.is_file():
-        if len(saves) > 1:
-            raise InputRefused(
-                f"`{path.name}` contains {len(saves)} saves and no `{TRACKER}`: {listing(list(saves))}",
-                hint=f"give one of them, such as `{[*saves.values()][-1]}`",
-            )
-        if saves:
-            return next(iter(saves.values()))
-    word = read_word(tracker, SMALL) if tracker.is_file() else ""
-    name = f"iter_{int(word):07d}" if word.isdecimal() and len(word) < 13 else word
-    if name not in saves:
-        raise MalformedInput(
-            f"`{TRACKER}` of `{path.name}` names `{name[:40]}`, which is not a save in it",
-            hint=f"copy that folder too, or give another one: {listing(list(saves))}" if saves else "copy it again",
-        )
-    return saves[name]
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,51 +25,31 @@ from llmconv.convert.adapters.other_tools import (
     join_modules,
     pair_up,
     renamed,
+    reordered,
     sizes_of,
     unplaced,
 )
 from llmconv.convert.adapters.peft_file import CONFIG
-from llmconv.convert.algebra import fitting, interleave_rows, permute_rows
+from llmconv.convert.algebra import fitting, interleave_rows
+from llmconv.convert.formats.mindformers import families
 from llmconv.convert.formats.mindformers.config import (
-    BLOOM,
-    CORE,
     DENSE,
     FUSED,
-    GLM,
-    GPT2,
-    LLAMA,
     LORA,
-    QWEN,
+    MindFormersFamily,
     RunConfig,
     layout_of,
     read_run_config,
     split_qkv,
     unfuse,
 )
-from llmconv.convert.formats.mindformers.format import is_mindspore, open_parameters
-from llmconv.errors import InputRefused, UnsupportedInput, listing
+from llmconv.convert.formats.mindformers.format import SUFFIXES, family_of, is_mindspore, open_parameters
+from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
-FACTOR = re.compile(r"(?P<module>.+)\.(?:mindpet_delta_|tk_delta_)?(?P<part>lora_[ab])(?:\.weight)?", re.IGNORECASE)
 DESCRIPTION = "a LoRA of MindFormers"
 FUSED_GLM = ".self_attention.query_key_value"
 HALF_PRECISION = 2.0**-7  # largest relative difference between two roundings of a number to half precision
-
-
-@dataclass(frozen=True)
-class LoraFamily:
-    """How the LoRA pairs of one model family are converted."""
-
-    sign: re.Pattern[str]  # matches the beginning of names that only this family has
-    names: Mapping[str, str | None]
-    # renames the factors to the base's modules, and reorders their rows
-    place: Callable[[dict[str, ForeignPair], RunConfig, LayerSizes, Mapping[str, str]], dict[str, ForeignPair]]
-
-
-def is_mindformers_adapter(path: Path) -> bool:
-    """Whether `path` is a MindSpore file or folder, with or without LoRA pairs: that is checked when it is opened."""
-    folder = path if path.is_dir() else path.parent
-    return not (folder / CONFIG).is_file() and is_mindspore(path)
 
 
 def open_mindformers_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -> Adapter:
@@ -85,53 +66,38 @@ def open_mindformers_adapter(path: Path, base: Checkpoint, alpha: float | None =
             hint=f"convert a whole model with `llmconv to-hf {path.name} --config run.yaml -o OUT`",
         )
     others = {name: tensor for name, tensor in found.tensors.items() if name not in pairs}
-    family, factors = _family(pairs, path.name), pair_up(pairs, FACTOR, path.name)
-    placed = _placed(factors, family, run, base, path.name)
+    family, factors = family_of(pairs, path.name), pair_up(pairs, LORA, path.name)
+    if (place := PLACES.get(family.build)) is None:
+        raise UnsupportedInput(
+            f"`{path.name}` holds LoRA pairs of a model whose code transformers lacks", hint="merge them where they are"
+        )
+    with fitting(f"the rows of `{path.name}` do not match the base's heads", "it was trained on another model"):
+        placed = place(factors, run, sizes_of(base), family.names)
     notes = list(found.warnings)
     if any(f"{module}.weight" in others for module in factors):
         _require_base(others, family, base, path.name)
         notes.append(f"left out {len(others)} tensors of the model itself, which the base contains")
         others = {}
+    homes = {name: _home(name, family) for name in others}
+    if unknown := sorted(name for name, home in homes.items() if home is None):
+        raise unplaced(unknown, [name for name, home in family.names.items() if home], path.name, DESCRIPTION)
     fields = {name: run.lora.get(old) for name, old in (("r", "lora_rank"), ("lora_alpha", "lora_alpha"))}
     settings = (path if path.is_dir() else path.parent) / run.file_name if run.file_name else None
+    found_files = path.rglob("*") if path.is_dir() else [path]
     adapter = as_adapter(
-        _files(path),
+        sorted(file for file in found_files if file.suffix in SUFFIXES and file.is_file()) or [path],
         settings,
         {name: value for name, value in fields.items() if value is not None},
         placed,
         alpha,
-        _whole(others, family, path.name),
+        {home: others[name] for name, home in homes.items() if home},
         notes,
     )
     return replace(adapter, path=path if path.is_dir() else path.parent)
 
 
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    return sorted(file for file in path.rglob("*") if file.suffix in (".ckpt", ".safetensors") and file.is_file())
-
-
-def _family(tensors: Mapping[str, LazyTensor], source: str) -> LoraFamily:
-    for family in FAMILIES:
-        if any(family.sign.search(name) for name in tensors):
-            return family
-    raise UnsupportedInput(
-        f"`{source}` holds LoRA pairs of an unknown model: {listing(sorted(tensors))}",
-        hint="supported are llama, qwen, internlm, baichuan, gpt2, bloom and chatglm2/3 in MindFormers' names",
-    )
-
-
-def _placed(
-    factors: dict[str, ForeignPair], family: LoraFamily, run: RunConfig, base: Checkpoint, source: str
-) -> dict[str, ForeignPair]:
-    table = {name.removesuffix(".weight"): str(to).removesuffix(".weight") for name, to in family.names.items()}
-    with fitting(f"the rows of `{source}` do not match the base's heads", "the adapter was trained on another model"):
-        return family.place(factors, run, sizes_of(base), table)
-
-
 def _llama(
-    factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str]
+    factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str | None]
 ) -> dict[str, ForeignPair]:
     """Splits fused queries, keys and values, or gate and up; each part keeps the A of the whole."""
     apart: dict[str, ForeignPair] = {}
@@ -154,7 +120,7 @@ def _llama(
 
 
 def _glm(
-    factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str]
+    factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str | None]
 ) -> dict[str, ForeignPair]:
     apart: dict[str, ForeignPair] = {}
     for module, own in factors.items():
@@ -167,23 +133,20 @@ def _glm(
     placed = renamed(apart, table, run.source, DESCRIPTION)
     if run.flag("use_rearrange_rope"):
         order = [row % 2 * (sizes.dim // 2) + row // 2 for row in range(sizes.dim)]
-        placed = {
-            module: own.with_rows(lambda rows: permute_rows(rows, order)) if re.search(r"\.[qk]_proj$", module) else own
-            for module, own in placed.items()
-        }
+        placed = reordered(placed, re.compile(r"\.[qk]_proj$"), order)
     sides = ("mlp.gate_proj", "mlp.up_proj")
     return join_modules(placed, sides, "mlp.gate_up_proj", (sizes.inner, sizes.inner), run.source)
 
 
 def _gpt2(
-    factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str]
+    factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str | None]
 ) -> dict[str, ForeignPair]:
     placed = renamed(factors, table, run.source, DESCRIPTION)
     return join_modules(placed, DENSE, "c_attn", sizes.attention, run.source)
 
 
 def _bloom(
-    factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str]
+    factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str | None]
 ) -> dict[str, ForeignPair]:
     plain = {module.removeprefix("transformer."): own for module, own in factors.items()}
     counts = [sizes.dim] * 3
@@ -197,34 +160,28 @@ def _bloom(
     )
 
 
-FAMILIES = (
-    LoraFamily(re.compile(r"^model\.(?:layers\.\d+|tok_embeddings)\."), LLAMA, _llama),
-    LoraFamily(re.compile(r"^transformer\.(?:layers\.\d+|wte)\."), QWEN, _llama),
-    LoraFamily(re.compile(r"^decoder\.layers\."), CORE, _llama),
-    LoraFamily(re.compile(r"^backbone\."), GPT2, _gpt2),
-    LoraFamily(re.compile(r"^(?:transformer\.)?blocks\.\d+\."), BLOOM, _bloom),
-    LoraFamily(re.compile(r"^transformer\.encoder\."), GLM, _glm),
-)
+Place = Callable[[dict[str, ForeignPair], RunConfig, LayerSizes, Mapping[str, str | None]], dict[str, ForeignPair]]
+# Renames the factors of a family to the base's modules, and reorders their rows
+PLACES: dict[Any, Place] = {
+    families.build_llama: _llama,
+    families.build_qwen: _llama,
+    families.build_core: _llama,
+    families.build_gpt2: _gpt2,
+    families.build_bloom: _bloom,
+    families.build_glm: _glm,
+}
 
 
-def _whole(others: Mapping[str, LazyTensor], family: LoraFamily, source: str) -> dict[str, LazyTensor]:
-    """Trained tensors that replace the base's, by Hugging Face name."""
-    homes = {name: _home(name, family) for name in others}
-    if unknown := sorted(name for name, home in homes.items() if home is None):
-        raise unplaced(unknown, [name for name, home in family.names.items() if home], source, DESCRIPTION)
-    return {home: others[name] for name, home in homes.items() if home is not None}
-
-
-def _home(name: str, family: LoraFamily) -> str | None:
+def _home(name: str, family: MindFormersFamily) -> str | None:
     """Name of the base's tensor that equals `name` row by row; None if it is fused or transposed there."""
-    if family.place is not _llama or any(sign.fullmatch(name) for sign, _ in FUSED):
+    if PLACES.get(family.build) is not _llama or any(sign.fullmatch(name) for sign, _ in FUSED):
         return None
     number = re.search(r"(?<=\.)\d{1,9}(?=\.)", name)
     target = family.names.get(name.replace(f".{number[0]}.", ".{}.", 1) if number else name)
     return target.format(number[0]) if target and number else target
 
 
-def _require_base(others: Mapping[str, LazyTensor], family: LoraFamily, base: Checkpoint, source: str) -> None:
+def _require_base(others: Mapping[str, LazyTensor], family: MindFormersFamily, base: Checkpoint, source: str) -> None:
     """Raises InputRefused if the first block of one of the file's weights differs from the base's."""
     for name, tensor in others.items():
         there = base.get(_home(name, family) or "")
@@ -247,6 +204,6 @@ def _similar(one: LazyTensor, other: LazyTensor) -> bool:
 
 ADAPTER = AdapterFormat(
     "MindFormers (MindPET pairs in a MindSpore `.ckpt` or safetensors)",
-    is_mindformers_adapter,
+    lambda path: not ((path if path.is_dir() else path.parent) / CONFIG).is_file() and is_mindspore(path),
     open_mindformers_adapter,
 )

@@ -5,16 +5,17 @@ Source: mindformers `models/*/*_config.py` (names and defaults) and `configs/*/*
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products
-from llmconv.convert.adapters.other_tools import LayerSizes
+from llmconv.convert.adapters.other_tools import LayerSizes, pair_up
 from llmconv.convert.algebra import deal_rows, fitting
+from llmconv.convert.fields import Fields
 from llmconv.convert.models.config_file import OPTION, read_config_file
 from llmconv.convert.models.model_config import ModelSettings
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
@@ -25,57 +26,35 @@ LAYER_LIMIT = 10_000  # more layers than any model has; a loop over them must en
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """The fields of a run's model configuration, type-checked when they are read (MalformedInput)."""
+class RunConfig(Fields):
+    """The fields of `model_config`, with those that the user adds."""
 
-    source: str  # name of the checkpoint's file or folder, for error messages
-    fields: Mapping[str, Any]  # `model_config`, with the fields that the user adds
-    arch: str  # class of the model, such as `LlamaForCausalLM`; empty where it is unknown
-    lora: Mapping[str, Any]  # `pet_config`, the LoRA settings of the run
+    hint: str = "the configuration belongs to another model; give the YAML file of the run with `--config`"
+    arch: str = ""  # class of the model, such as `LlamaForCausalLM`; empty where it is unknown
+    lora: Mapping[str, Any] = field(default_factory=dict)  # `pet_config`, the LoRA settings of the run
     file_name: str = ""  # of the YAML file next to the checkpoint; empty where the user gives the configuration
 
-    def integer(self, *names: str, default: int | None = None) -> int:
-        """The first of `names` that is set, a positive integer, else the default; InputRefused without either."""
-        number = self.number(*names, default=default)
-        limit = LAYER_LIMIT if names[0] == "num_layers" else 1 << 31
-        if number != int(number) or not 0 < number < limit:
-            raise self._invalid(names[0], number)
-        return int(number)
+    def get(self, *names: str, default: Any = None) -> Any:
+        """As of any fields, with numbers that YAML 1.1 reads as text (`1e-5`); InputRefused if a required one lacks."""
+        value = super().get(*names, default=default)
+        if value is None:
+            raise InputRefused(
+                f"the configuration of `{self.source}` has no `{names[0]}`",
+                hint="give the run's YAML with `--config run.yaml`, and its `pretrained_model_dir` if it has one",
+            )
+        with suppress(ValueError):
+            value = float(value) if isinstance(value, str) else value
+        return int(value) if isinstance(value, float) and value.is_integer() else value
 
-    def number(self, *names: str, default: float | None = None) -> float:
-        """The first of `names` that is set, a finite number (YAML 1.1 reads `1e-5` as text); errors as in `integer`."""
-        if (name := next((name for name in names if self.fields.get(name) is not None), None)) is None:
-            if default is None:
-                raise InputRefused(
-                    f"the configuration of `{self.source}` has no `{names[0]}`",
-                    hint="give the run's YAML with `--config run.yaml`, and its `pretrained_model_dir` if it has one",
-                )
-            return default
-        try:
-            value = float(self.fields[name])
-        except (TypeError, ValueError, OverflowError):
-            raise self._invalid(name, self.fields[name]) from None
-        if isinstance(self.fields[name], bool) or not math.isfinite(value):
-            raise self._invalid(name, self.fields[name])
-        return value
-
-    def flag(self, name: str) -> bool:
-        """Whether a field is set and true; MalformedInput if it is not a boolean."""
-        value = self.fields.get(name)
-        if value not in (None, True, False):
-            raise self._invalid(name, value)
-        return bool(value)
+    def layers(self, *names: str, default: int | None = None) -> int:
+        """The number of layers, under the first of `names` (`num_layers` if there are none)."""
+        return self.count(*(names or ("num_layers",)), default=default, most=LAYER_LIMIT)
 
     def tokens(self, **defaults: int | None) -> dict[str, Any]:
         """The special token ids, such as `bos_token_id`, that are set or have a default."""
-        found = {name: self.fields.get(name, default) for name, default in defaults.items()}
-        return {name: value for name, value in found.items() if _is_token(value)}
-
-    def _invalid(self, name: str, value: Any) -> MalformedInput:
-        return MalformedInput(
-            f"`{name}` in the configuration of `{self.source}` is invalid: {str(value)[:40]!r}",
-            hint="the configuration belongs to another model; give the YAML file of the run with `--config`",
-        )
+        found = {name: self.values.get(name, default) for name, default in defaults.items()}
+        lists = {name: value if isinstance(value, list) and value else [value] for name, value in found.items()}
+        return {name: found[name] for name, ids in lists.items() if all(type(one) is int and one >= 0 for one in ids)}
 
 
 WHOLE = {"model", "architectures", "num_layers", "num_hidden_layers"}
@@ -93,13 +72,7 @@ def read_run_config(path: Path, given: Mapping[str, Any]) -> RunConfig:
     arch = str(_section(model, "arch").get("type") or (classes[0] if isinstance(classes, list) and classes else ""))
     lora = {**_section(model, "pet_config"), **_section(fields, "pet_config")}
     lora |= {name: run[name] for name in ("lora_alpha", "lora_rank") if name in run}
-    return RunConfig(path.name, fields, arch, lora, file_name)
-
-
-def _is_token(value: Any) -> bool:
-    """Whether it is a token id, or a list of them."""
-    values = value if isinstance(value, list) and value else [value]
-    return all(type(one) is int and one >= 0 for one in values)
+    return RunConfig(fields, path.name, arch=arch, lora=lora, file_name=file_name)
 
 
 def _section(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -277,7 +250,10 @@ def unfuse(run: RunConfig, tensors: Mapping[str, LazyTensor], heads: LayerSizes)
         match, parts = found
         layout = layout_of(run, name)
         with fitting(f"`{name}` of `{run.source}` cannot be split"):
-            rows = split_qkv(tensor, heads, layout) if len(parts) == 3 else split_gate(tensor, layout)
+            if len(parts) == 3:
+                rows = split_qkv(tensor, heads, layout)
+            else:  # gate and up
+                rows = deal_rows(tensor, [tensor.num_rows // 2 if layout == "plain" else 1] * 2)
         result |= {f"{match[1]}.{part}.{match[2]}": tensor for part, tensor in zip(parts, rows, strict=True)}
     return result
 
@@ -288,7 +264,7 @@ def layout_of(run: RunConfig, name: str) -> str:
         return "interleaved"
     if ".attention.w." in name and run.arch:  # Llama's in 1.0 only; InternLM2 has its own order, which never changed
         return "interleaved" if run.arch.startswith("InternLM2") else "plain"
-    asked = run.fields.get("qkv_layout")
+    asked = run.values.get("qkv_layout")
     if asked in LAYOUTS:
         return str(asked)
     raise InputRefused(
@@ -303,12 +279,6 @@ def split_qkv(tensor: LazyTensor, heads: LayerSizes, layout: str) -> list[LazyTe
     if tensor.num_rows != sum(rows):
         raise ValueError(f"expected {sum(rows)} rows, got {tensor.num_rows}")
     return deal_rows(tensor, rows if layout == "plain" else [count // heads.keys for count in rows])
-
-
-def split_gate(tensor: LazyTensor, layout: str) -> list[LazyTensor]:
-    """The gate and up rows of a fused matrix; ValueError if the number of rows is odd."""
-    count = tensor.num_rows // 2 if layout == "plain" else 1
-    return deal_rows(tensor, (count, count))
 
 
 @dataclass(frozen=True)
@@ -335,11 +305,13 @@ class MindFormersFamily:
 
     Attributes:
         sign: matches a tensor name that only this family has.
+        names: of its tensors, to those of Hugging Face; fused ones aside.
         build: MindFormers' tensors to Hugging Face's; raises where transformers has no exact equivalent.
         store: back, by `model_type`: `store(settings, tensors, source)`; raises ValueError for a wrong shape.
     """
 
     sign: re.Pattern[str]
+    names: Mapping[str, str | None]
     build: Callable[[RunConfig, dict[str, LazyTensor]], ConvertedModel]
     store: Mapping[str, Callable[[ModelSettings, dict[str, LazyTensor], str], MindFormersModel]] = field(
         default_factory=dict
@@ -348,12 +320,10 @@ class MindFormersFamily:
 
 def heads_of(run: RunConfig, hidden: int) -> LayerSizes:
     """The head sizes in the configuration; MalformedInput if they contradict the hidden size."""
-    queries = run.integer("num_heads", "num_attention_heads")
-    keys = run.integer(
-        "n_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_query_groups", default=queries
-    )
-    dim = run.integer("head_dim", "kv_channels", default=max(1, hidden // queries))
-    if queries % keys or ("head_dim" not in run.fields and "kv_channels" not in run.fields and queries * dim != hidden):
+    queries = run.count("num_heads", "num_attention_heads")
+    keys = run.count("n_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_query_groups", default=queries)
+    dim = run.count("head_dim", "kv_channels", default=max(1, hidden // queries))
+    if queries % keys or ("head_dim" not in run.values and "kv_channels" not in run.values and queries * dim != hidden):
         raise MalformedInput(
             f"{queries} heads and {keys} key/value heads do not match the hidden size {hidden} of `{run.source}`",
             hint="the configuration belongs to another model; give the YAML file of the run with `--config`",
@@ -388,31 +358,25 @@ def check_embedding_sizes(run: RunConfig, embedding: LazyTensor) -> dict[str, in
     """`vocab_size` and `hidden_size` from the shape of the embedding; MalformedInput if the configuration differs."""
     sizes = dict(zip(("vocab_size", "hidden_size"), embedding.shape, strict=True))
     for name, size in sizes.items():
-        if run.integer(name, default=size) != size:
+        if run.count(name, default=size) != size:
             raise MalformedInput(
                 f"shape mismatch for the embedding of `{run.source}`: it is {list(embedding.shape)}, the configuration "
-                f"declares `{name}` {run.integer(name)}",
+                f"declares `{name}` {run.count(name)}",
                 hint="the configuration belongs to another model, or these are the shards of one rank",
             )
     return sizes
 
 
-LORA = re.compile(r"(.+)\.(?:mindpet_delta_|tk_delta_)?lora_([ab])(?:\.weight)?", re.IGNORECASE)
-
-
+LORA = re.compile(r"(?P<module>.+)\.(?:mindpet_delta_|tk_delta_)?(?P<part>lora_[ab])(?:\.weight)?", re.IGNORECASE)
 IN_OUT = re.compile(r"\.(?:projection|mapping)\.weight$")  # weights of gpt2 and bloom that are stored as [in, out]
 
 
 def merge_lora(run: RunConfig, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
     """Adds `B·A·alpha/r` (mindpet `LoRADense`), with a warning; InputRefused: no base, no alpha; MalformedInput."""
-    pairs: dict[str, dict[str, LazyTensor]] = {}
-    for name, tensor in tensors.items():
-        if match := LORA.fullmatch(name):
-            pairs.setdefault(match[1] + ".weight", {})[match[2].lower()] = tensor
-    plain = {name: tensor for name, tensor in tensors.items() if not LORA.fullmatch(name)}
+    plain, pairs = {n: t for n, t in tensors.items() if not LORA.fullmatch(n)}, pair_up(tensors, LORA, run.source)
     if not pairs:
         return plain, ()
-    if not pairs.keys() & plain.keys():
+    if not any(f"{module}.weight" in plain for module in pairs):
         raise InputRefused(
             f"`{run.source}` holds LoRA parameters only ({len(pairs)} pairs), without the base weights",
             hint="convert the full checkpoint of the run, which holds both, or merge them into the converted base: "
@@ -423,25 +387,20 @@ def merge_lora(run: RunConfig, tensors: Mapping[str, LazyTensor]) -> tuple[dict[
             f"`{run.source}` holds {len(pairs)} LoRA pairs, but its configuration has no `lora_alpha`",
             hint='give the YAML file of the run with its `pet_config`, or a JSON file such as `{"lora_alpha": 16}`',
         )
-    alpha = RunConfig(run.source, run.lora, "", {}).number("lora_alpha")
-    merged = {name: _merged(run, name, plain.get(name), pair, alpha) for name, pair in pairs.items()}
-    return {**plain, **merged}, (f"merged {len(pairs)} LoRA pairs with `lora_alpha` {alpha:g}",)
-
-
-def _merged(
-    run: RunConfig, name: str, base: LazyTensor | None, pair: Mapping[str, LazyTensor], alpha: float
-) -> LazyTensor:
-    a, b = pair.get("a"), pair.get("b")
-    if base is None or a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2 or IN_OUT.search(name):
-        raise MalformedInput(
-            f"the LoRA pair of `{name}` in `{run.source}` is incomplete or of an unsupported kind",
-            hint="merge it first with MindFormers' `transform_ckpt_lora.py`",
-        )
-    rank = a.shape[0]
-    if base.shape != (b.shape[0], a.shape[1]) or b.shape[1] != rank or run.lora.get("lora_rank") not in (None, rank):
-        raise MalformedInput(
-            f"shape mismatch for the LoRA pair of `{name}` in `{run.source}`: the weight is {list(base.shape)}, "
-            f"B·A is {list(b.shape)}·{list(a.shape)}",
-            hint="the pairs, or `lora_rank` of the configuration, belong to another run",
-        )
-    return add_products(base, [LoraProduct(a, b, alpha / rank)], base.dtype)
+    alpha = RunConfig(run.lora, run.source).number("lora_alpha", least=-1e15)
+    for module, pair in pairs.items():
+        base, name = plain.get(f"{module}.weight"), f"{module}.weight"
+        if base is None or IN_OUT.search(name):
+            raise MalformedInput(
+                f"the LoRA pair of `{name}` in `{run.source}` is incomplete or of an unsupported kind",
+                hint="merge it first with MindFormers' `transform_ckpt_lora.py`",
+            )
+        shape = (pair.b.shape[0], pair.a.shape[1])
+        if base.shape != shape or run.lora.get("lora_rank") not in (None, pair.rank):
+            raise MalformedInput(
+                f"shape mismatch for the LoRA pair of `{name}` in `{run.source}`: the weight is {list(base.shape)}, "
+                f"B·A is {list(pair.b.shape)}·{list(pair.a.shape)}",
+                hint="the pairs, or `lora_rank` of the configuration, belong to another run",
+            )
+        plain[name] = add_products(base, [LoraProduct(pair.a, pair.b, alpha / pair.rank)], base.dtype)
+    return plain, (f"merged {len(pairs)} LoRA pairs with `lora_alpha` {alpha:g}",)

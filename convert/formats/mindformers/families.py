@@ -18,23 +18,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from llmconv.checkpoint import transposed
+from llmconv.convert import algebra
 from llmconv.convert.adapters.other_tools import LayerSizes
-from llmconv.convert.algebra import (
-    concat,
-    deal_rows,
-    fitting,
-    fuse,
-    interleave_rows,
-    inverted,
-    permute_rows,
-    rename,
-    split,
-)
 from llmconv.convert.formats.mindformers.config import (
     BLOOM,
     CHATGLM_6B,
@@ -81,7 +72,7 @@ def build_llama(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedMode
     """A model in Llama's names (else MalformedInput), by biases and class; UnsupportedInput: Baichuan without code."""
     if re.search(r"Baichuan.*13B", run.arch, re.IGNORECASE) or run.flag("use_alibi"):
         reason = "the Llama of transformers has no ALiBi"
-        code = needs_code(trusted_code(run.fields), run.source, f"a {run.arch or 'Llama'} with ALiBi", reason)
+        code = needs_code(trusted_code(run.values), run.source, f"a {run.arch or 'Llama'} with ALiBi", reason)
         model = _build(run, tensors, LLAMA, "llama")  # its code normalizes the head of a Baichuan 2
         return ConvertedModel(*baichuan(model.tensors, model.config, code, run.source), model.warnings)
     if embedding := tensors.get("model.tok_embeddings.embedding_weight"):
@@ -107,7 +98,7 @@ def build_core(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel
 
 
 def _build(run: RunConfig, tensors: dict[str, LazyTensor], names: dict[str, str | None], kind: str) -> ConvertedModel:
-    activation = run.fields.get("hidden_act") or "silu"
+    activation = run.values.get("hidden_act") or "silu"
     if activation not in ("silu", "swiglu"):
         raise refuse_model(run, f"a Llama with `hidden_act` {str(activation)[:40]}", "its feed-forward is SwiGLU")
     embedding = require_embedding(
@@ -115,7 +106,7 @@ def _build(run: RunConfig, tensors: dict[str, LazyTensor], names: dict[str, str 
     )
     heads = heads_of(run, embedding.shape[1])
     parts = unfuse(run, tensors, heads)
-    renamed = {target: parts[source] for target, source in rename(parts, names, run.source).items()}
+    renamed = {target: parts[source] for target, source in algebra.rename(parts, names, run.source).items()}
     biases = {one for one in "qkvo" if f"model.layers.0.self_attn.{one}_proj.bias" in renamed}
     if biases not in (set(), set("qkv"), set("qkvo")):
         raise refuse_model(run, f"a Llama with biases on {sorted(biases)}", "its biases are on q, k, v, or on all four")
@@ -135,28 +126,28 @@ def _config(run: RunConfig, embedding: LazyTensor, intermediate: int, heads: Lay
         "model_type": kind,
         **check_embedding_sizes(run, embedding),
         "intermediate_size": intermediate,
-        "num_hidden_layers": run.integer("num_layers", "num_hidden_layers"),
+        "num_hidden_layers": run.layers("num_layers", "num_hidden_layers"),
         "num_attention_heads": heads.queries,
         "num_key_value_heads": heads.keys,
         "head_dim": heads.dim,
         "hidden_act": "silu",
-        "max_position_embeddings": run.integer(
+        "max_position_embeddings": run.count(
             "max_position_embedding", "max_position_embeddings", "seq_length", default=2048
         ),
         "rms_norm_eps": run.number("rms_norm_eps", "layernorm_epsilon", default=1e-5),
         **rope_settings(run),
-        **{name: run.fields[name] for name in WINDOW if name in run.fields and run.flag("use_sliding_window")},
+        **{name: run.values[name] for name in WINDOW if name in run.values and run.flag("use_sliding_window")},
         **run.tokens(bos_token_id=1, eos_token_id=2),
     }
 
 
 def rope_settings(run: RunConfig, usual: float | None = 10000.0) -> dict[str, Any]:
     """`rope_theta` (default `usual`) and `rope_scaling` (`FreqsMgr`); UnsupportedInput for another formula."""
-    method = str(run.fields.get("extend_method") or "None").upper()
-    factor = run.fields.get("scaling_factor", 1.0)
-    ready = run.fields.get("rope_parameters") or run.fields.get("rope_scaling")
+    method = str(run.values.get("extend_method") or "None").upper()
+    factor = run.values.get("scaling_factor", 1.0)
+    ready = run.values.get("rope_parameters") or run.values.get("rope_scaling")
     if isinstance(ready, dict):  # a configuration in transformers' fields
-        fields = RunConfig(run.source, {**run.fields, **ready}, "", {})
+        fields = RunConfig({**run.values, **ready}, run.source)
         return {"rope_theta": fields.number("rope_theta", "theta", default=usual), "rope_scaling": dict(ready)}
     theta = run.number("theta", "rope_theta", "rotary_emb_base", default=usual)
     if method == "NONE":
@@ -168,19 +159,16 @@ def rope_settings(run: RunConfig, usual: float | None = 10000.0) -> dict[str, An
         return {"rope_theta": theta, "rope_scaling": {"rope_type": "linear", "factor": factor}}
     if method in SCALING and isinstance(factor, dict):
         # transformers' `rope_scaling` for the two methods that have their own settings
-        numbers = RunConfig(run.source, factor, "", {})
-        old = {ORIGINAL: numbers.integer(ORIGINAL)}
+        numbers = RunConfig(factor, run.source)
+        old = {ORIGINAL: numbers.count(ORIGINAL)}
         found: dict[str, Any] = {name: numbers.number(name) for name in SCALING[method]}
         found = {"rope_type": method.lower(), **found, **old}
         if method == "YARN":  # FreqsMgr scales the rotary table by this quotient
-            whole, part = (_mscale(found["factor"], numbers.number(name)) for name in ("mscale", "mscale_all_dim"))
+            log = 0.1 * math.log(max(1.0, found["factor"]))
+            whole, part = (1.0 + log * numbers.number(name, least=-1) for name in ("mscale", "mscale_all_dim"))
             found["attention_factor"] = whole / part
         return {"rope_theta": theta, "rope_scaling": found}
     raise refuse_model(run, f"a model with `extend_method` {method[:40]}", "its rotary formula differs")
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 FIXED: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "sliding_window": None}
@@ -229,8 +217,10 @@ def store_core(settings: ModelSettings, tensors: dict[str, LazyTensor], source: 
     refuse_settings(source, settings, {**FIXED, "attention_bias": False}, "MindFormers")
     group = settings["num_attention_heads"] // settings["num_key_value_heads"] * settings["head_dim"]
     counts = (group, settings["head_dim"], settings["head_dim"])
-    parts = fuse(_renamed(tensors, CORE, source), QKV, "linear_qkv", lambda qkv: interleave_rows(qkv, counts))
-    parts = fuse(parts, GATE_UP, "linear_fc1", lambda sides: interleave_rows(sides, (1, 1)))
+    parts = algebra.fuse(
+        _renamed(tensors, CORE, source), QKV, "linear_qkv", lambda qkv: algebra.interleave_rows(qkv, counts)
+    )
+    parts = algebra.fuse(parts, GATE_UP, "linear_fc1", lambda sides: algebra.interleave_rows(sides, (1, 1)))
     same = ("rope_scaling", "rope_theta", "tie_word_embeddings", "max_position_embeddings", "rms_norm_eps")
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     names = (*sizes, "num_key_value_heads", "head_dim", *same)
@@ -239,7 +229,7 @@ def store_core(settings: ModelSettings, tensors: dict[str, LazyTensor], source: 
 
 
 def _renamed(tensors: dict[str, LazyTensor], names: Mapping[str, str | None], source: str) -> dict[str, LazyTensor]:
-    return {target: tensors[name] for target, name in rename(tensors, inverted(names), source).items()}
+    return {target: tensors[name] for target, name in algebra.rename(tensors, algebra.inverted(names), source).items()}
 
 
 def _baichuan2(run: RunConfig, tensors: dict[str, LazyTensor], vocabulary: int) -> dict[str, LazyTensor]:
@@ -251,18 +241,14 @@ def _baichuan2(run: RunConfig, tensors: dict[str, LazyTensor], vocabulary: int) 
         )
     if not re.match(r"Baichuan.*V2", run.arch, re.IGNORECASE) or HEAD not in tensors:
         return tensors
-    return {**tensors, HEAD: _normalized(tensors[HEAD])}
+    head = tensors[HEAD]
 
-
-def _normalized(head: LazyTensor) -> LazyTensor:
-    """Divides each row by √(Σw² + 1e-5), as `NormHead` does; rounded once."""
-
-    def load(start: int, stop: int) -> Array:
+    def load(start: int, stop: int) -> Array:  # divides each row by √(Σw² + 1e-5), rounded once
         rows = head.rows(start, stop).astype(np.float64)
         normalized: Array = (rows / np.sqrt((rows**2).sum(1, keepdims=True) + NORM_HEAD_EPS)).astype(head.dtype.numpy)
         return normalized
 
-    return LazyTensor(head.dtype, head.shape, load)
+    return {**tensors, HEAD: LazyTensor(head.dtype, head.shape, load)}
 
 
 GLM_QKV = re.compile(r"(.+\.self_attn)\.query_key_value\.(weight|bias)")
@@ -279,29 +265,32 @@ GLM_FIXED = {  # options that `glm` does not have, with the value that it implem
 
 def build_glm(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     """ChatGLM2 or ChatGLM3 as `glm`; UnsupportedInput for an option, MalformedInput for names or shapes."""
-    changed = [name for name, usual in GLM_FIXED.items() if run.fields.get(name) not in (None, usual)]
-    if changed or run.fields.get("pre_seq_len"):
+    changed = [name for name, usual in GLM_FIXED.items() if run.values.get(name) not in (None, usual)]
+    if changed or run.values.get("pre_seq_len"):
         raise refuse_model(run, f"a ChatGLM with `{(changed or ['pre_seq_len'])[0]}` set", "`glm` has no such option")
-    renamed = {target: tensors[source] for target, source in rename(tensors, GLM, run.source).items()}
+    renamed = {target: tensors[source] for target, source in algebra.rename(tensors, GLM, run.source).items()}
     embedding = require_embedding(run, renamed.get(EMBEDDING))
     hidden = embedding.shape[1]
-    heads = _heads(run, hidden)
+    fields = {"num_attention_heads": 32, "kv_channels": 128, **run.values}
+    multi = run.values.get("multi_query_attention", True)
+    keys = fields.get("multi_query_group_num", 2) if multi else fields["num_attention_heads"]
+    heads = heads_of(replace(run, values={**fields, "num_key_value_heads": keys, "n_kv_heads": keys}), hidden)
     parts = _transformers_tensors(run, renamed, heads)
     gate_up = parts.get("model.layers.0.mlp.gate_up_proj.weight")
     bias = "model.layers.0.self_attn.q_proj.bias" in parts
     config = {
         "model_type": "glm",
         "vocab_size": embedding.num_rows,
-        "hidden_size": run.integer("hidden_size", default=hidden),
+        "hidden_size": run.count("hidden_size", default=hidden),
         "intermediate_size": gate_up.num_rows // 2 if gate_up else 0,
-        "num_hidden_layers": run.integer("num_layers", default=28),
+        "num_hidden_layers": run.layers("num_layers", default=28),
         "num_attention_heads": heads.queries,
         "num_key_value_heads": heads.keys,
         "head_dim": heads.dim,
         "partial_rotary_factor": 0.5,
         "hidden_act": "silu",
         "attention_bias": bias,
-        "max_position_embeddings": run.integer("seq_length", default=2048),
+        "max_position_embeddings": run.count("seq_length", default=2048),
         "rms_norm_eps": run.number("layernorm_epsilon", default=1e-5),
         "rope_theta": 10000.0 * run.number("rope_ratio", default=1.0),
         **run.tokens(bos_token_id=None, eos_token_id=2, pad_token_id=0),
@@ -309,43 +298,33 @@ def build_glm(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     return finish(run, parts, config)
 
 
-def _heads(run: RunConfig, hidden: int) -> LayerSizes:
-    fields = {"num_attention_heads": 32, "kv_channels": 128, **run.fields}
-    multi = run.fields.get("multi_query_attention", True)
-    keys = fields.get("multi_query_group_num", 2) if multi else fields["num_attention_heads"]
-    known = {**fields, "num_key_value_heads": keys, "n_kv_heads": keys}
-    return heads_of(RunConfig(run.source, known, run.arch, run.lora), hidden)
-
-
 def _transformers_tensors(run: RunConfig, renamed: dict[str, LazyTensor], heads: LayerSizes) -> dict[str, LazyTensor]:
     """Splits queries, keys and values, joins gate and up, and puts rows in transformers' order."""
     parts: dict[str, LazyTensor] = {}
-    with fitting(f"the layers of `{run.source}` cannot be split"):
+    with algebra.fitting(f"the layers of `{run.source}` cannot be split"):
         for name, tensor in renamed.items():
             if fused := GLM_QKV.fullmatch(name):
                 rows = zip("qkv", split_qkv(tensor, heads, "plain"), strict=True)
                 parts |= {f"{fused[1]}.{one}_proj.{fused[2]}": part for one, part in rows}
             else:
                 parts[name] = tensor
-        parts = fuse(parts, ("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj")
+        parts = algebra.fuse(parts, ("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj")
         if run.flag("use_rearrange_rope"):
-            parts = {name: _interleaved_pairs(name, tensor, heads.dim) for name, tensor in parts.items()}
+            # row `2i + j` of a query or key head is row `j·D/2 + i`, which undoes `rearrange_w`
+            order = [row % 2 * (heads.dim // 2) + row // 2 for row in range(heads.dim)]
+            turned = re.compile(r"\.[qk]_proj\.")
+            parts = {
+                name: algebra.permute_rows(one, order) if turned.search(name) else one for name, one in parts.items()
+            }
     return parts
-
-
-def _interleaved_pairs(name: str, tensor: LazyTensor, dim: int) -> LazyTensor:
-    """Takes row `2i + j` of a query or key head from row `j·D/2 + i`, which undoes `rearrange_w`."""
-    if not re.search(r"\.[qk]_proj\.", name):
-        return tensor
-    return permute_rows(tensor, [row % 2 * (dim // 2) + row // 2 for row in range(dim)])
 
 
 def store_glm(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
     """`glm` as ChatGLM3, with whole queries, keys, values; UnsupportedInput for a setting that it does not have."""
     held = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 0.5, "rope_scaling": None}
     refuse_settings(source, settings, held, "MindFormers")
-    parts = fuse(tensors, tuple(f"{one}_proj" for one in "qkv"), "query_key_value")
-    renamed = {target: parts[name] for target, name in rename(parts, inverted(GLM), source).items()}
+    parts = algebra.fuse(tensors, tuple(f"{one}_proj" for one in "qkv"), "query_key_value")
+    renamed = {target: parts[name] for target, name in algebra.rename(parts, algebra.inverted(GLM), source).items()}
     fields = {
         "type": "ChatGLM2Config",
         "num_layers": settings["num_hidden_layers"],
@@ -370,15 +349,15 @@ def store_glm(settings: ModelSettings, tensors: dict[str, LazyTensor], source: s
 def build_chatglm_6b(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     """ChatGLM-6B in its code's names; UnsupportedInput: no code, a prefix; MalformedInput: wrong names."""
     reason = "it has two rotary positions per token, which no model of transformers has"
-    code = needs_code(trusted_code(run.fields), run.source, "a ChatGLM-6B", reason)
-    if run.fields.get("pre_seq_len"):
+    code = needs_code(trusted_code(run.values), run.source, "a ChatGLM-6B", reason)
+    if run.values.get("pre_seq_len"):
         raise UnsupportedInput(
             f"`{run.source}` is a ChatGLM-6B with a prefix (`pre_seq_len`)", hint="convert the model without the prefix"
         )
-    renamed = {target: tensors[name] for target, name in rename(tensors, CHATGLM_6B, run.source).items()}
+    renamed = {target: tensors[name] for target, name in algebra.rename(tensors, CHATGLM_6B, run.source).items()}
     embedding = require_embedding(run, renamed.get("transformer.word_embeddings.weight"))
     up = renamed.get("transformer.layers.0.mlp.dense_h_to_4h.weight")
-    heads = run.integer("num_heads", "num_attention_heads", default=32)
+    heads = run.count("num_heads", "num_attention_heads", default=32)
     if embedding.shape[1] % (4 * heads):
         raise MalformedInput(
             f"the hidden size {embedding.shape[1]} of `{run.source}` is not a multiple of four times {heads} heads",
@@ -386,10 +365,10 @@ def build_chatglm_6b(run: RunConfig, tensors: dict[str, LazyTensor]) -> Converte
         )
     fields = {
         **check_embedding_sizes(run, embedding),
-        "num_layers": run.integer("num_layers", "num_hidden_layers", default=28),
+        "num_layers": run.layers("num_layers", "num_hidden_layers", default=28),
         "num_attention_heads": heads,
         "inner_hidden_size": up.num_rows if up else 0,
-        "max_sequence_length": run.integer("seq_length", default=2048),
+        "max_sequence_length": run.count("seq_length", default=2048),
         "layernorm_epsilon": run.number("layernorm_epsilon", default=1e-5),
         "position_encoding_2d": True,
         **run.tokens(bos_token_id=None, eos_token_id=None, pad_token_id=None, gmask_token_id=None),
@@ -406,15 +385,25 @@ BLOOM_IN_OUT = re.compile(r"\.(?:dense|dense_h_to_4h|dense_4h_to_h)\.weight$")
 def build_gpt2(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     """GPT-2, `c_attn` the three matrices side by side, in×out; UnsupportedInput: another activation, norm order."""
     _require_gelu(run, "GPT-2")
-    renamed = {target: tensors[source] for target, source in rename(tensors, GPT2, run.source).items()}
-    embedding, positions = _embedding(run, renamed, "transformer.wte.weight"), renamed.get("transformer.wpe.weight")
-    hidden, heads, inner = embedding.shape[1], run.integer("num_heads"), _inner(run, embedding.shape[1])
-    with fitting(f"the three parts of an attention in `{run.source}` cannot be joined"):
-        joined = fuse(
+    renamed = {target: tensors[source] for target, source in algebra.rename(tensors, GPT2, run.source).items()}
+    embedding, positions = (
+        require_embedding(run, renamed.get("transformer.wte.weight")),
+        renamed.get("transformer.wpe.weight"),
+    )
+    check_embedding_sizes(run, embedding)
+    hidden, heads, inner = (
+        embedding.shape[1],
+        run.count("num_heads"),
+        run.count("expand_ratio", default=4) * embedding.shape[1],
+    )
+    with algebra.fitting(f"the three parts of an attention in `{run.source}` cannot be joined"):
+        joined = algebra.fuse(
             renamed,
             [f"attn.{part}" for part in DENSE],
             "attn.c_attn",
-            lambda parts: concat(parts, 0) if len(parts[0].shape) == 1 else transposed(concat(parts, 0)),
+            lambda parts: (
+                algebra.concat(parts, 0) if len(parts[0].shape) == 1 else transposed(algebra.concat(parts, 0))
+            ),
             counts=(1, 1, 1),
         )
     config = {
@@ -422,7 +411,7 @@ def build_gpt2(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel
         "vocab_size": embedding.num_rows,
         "n_positions": positions.num_rows if positions else 0,
         "n_embd": hidden,
-        "n_layer": run.integer("num_layers"),
+        "n_layer": run.layers("num_layers"),
         "n_head": heads,
         "n_inner": inner,
         "activation_function": "gelu_new",
@@ -436,13 +425,18 @@ def build_bloom(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedMode
     """BLOOM; its `query_key_value` alternates the heads of the three matrices. Errors as in `build_gpt2`."""
     _require_gelu(run, "BLOOM")
     plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    renamed = {target: plain[source] for target, source in rename(plain, BLOOM, run.source).items()}
-    embedding = _embedding(run, renamed, "transformer.word_embeddings.weight")
-    hidden, heads, inner = embedding.shape[1], run.integer("num_heads", default=8), _inner(run, embedding.shape[1])
+    renamed = {target: plain[source] for target, source in algebra.rename(plain, BLOOM, run.source).items()}
+    embedding = require_embedding(run, renamed.get("transformer.word_embeddings.weight"))
+    check_embedding_sizes(run, embedding)
+    hidden, heads, inner = (
+        embedding.shape[1],
+        run.count("num_heads", default=8),
+        run.count("expand_ratio", default=4) * embedding.shape[1],
+    )
     counts = [max(1, hidden // heads)] * 3
-    with fitting(f"the three parts of an attention in `{run.source}` cannot be joined"):
+    with algebra.fitting(f"the three parts of an attention in `{run.source}` cannot be joined"):
         names, whole = [f"self_attention.{part}" for part in DENSE], "self_attention.query_key_value"
-        joined = fuse(renamed, names, whole, lambda parts: interleave_rows(parts, counts))
+        joined = algebra.fuse(renamed, names, whole, lambda parts: algebra.interleave_rows(parts, counts))
     flipped = {
         name: transposed(tensor) if BLOOM_IN_OUT.search(name) and len(tensor.shape) == 2 else tensor
         for name, tensor in joined.items()
@@ -451,7 +445,7 @@ def build_bloom(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedMode
         "model_type": "bloom",
         "vocab_size": embedding.num_rows,
         "hidden_size": hidden,
-        "n_layer": run.integer("num_layers", default=2),
+        "n_layer": run.layers("num_layers", default=2),
         "n_head": heads,
         "layer_norm_epsilon": 1e-5,
         **run.tokens(bos_token_id=1, eos_token_id=2, pad_token_id=3),
@@ -466,14 +460,17 @@ def store_gpt2(settings: ModelSettings, tensors: dict[str, LazyTensor], source: 
     held = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
     refuse_settings(source, settings, held, "MindFormers")
     parts = _apart(
-        tensors, "c_attn", lambda w: [transposed(part) for part in split(w, 1, 3)], lambda bias: split(bias, 0, 3)
+        tensors,
+        "c_attn",
+        lambda w: [transposed(part) for part in algebra.split(w, 1, 3)],
+        lambda bias: algebra.split(bias, 0, 3),
     )
     fields = _fields(settings, source) | {
         "type": "GPT2Config",
         "max_position_embeddings": settings["max_position_embeddings"],
     }
     fields |= {"seq_length": settings["max_position_embeddings"]}
-    renamed = rename(parts, inverted(GPT2), source)
+    renamed = algebra.rename(parts, algebra.inverted(GPT2), source)
     return MindFormersModel({target: parts[name] for target, name in renamed.items()}, "GPT2LMHeadModel", fields)
 
 
@@ -484,9 +481,9 @@ def store_bloom(settings: ModelSettings, tensors: dict[str, LazyTensor], source:
     refuse_settings(source, settings, held, "MindFormers")
     fields = _fields(settings, source) | {"type": "BloomConfig", "seq_length": BLOOM_LENGTH}
     counts = [fields["hidden_size"] // fields["num_heads"]] * 3
-    parts = _apart(tensors, "query_key_value", *[lambda whole: deal_rows(whole, counts)] * 2)
+    parts = _apart(tensors, "query_key_value", *[lambda whole: algebra.deal_rows(whole, counts)] * 2)
     flipped = {name: transposed(part) if BLOOM_IN_OUT.search(name) else part for name, part in parts.items()}
-    renamed = rename(flipped, inverted(BLOOM), source)
+    renamed = algebra.rename(flipped, algebra.inverted(BLOOM), source)
     return MindFormersModel({target: flipped[name] for target, name in renamed.items()}, "BloomLMHeadModel", fields)
 
 
@@ -512,32 +509,22 @@ def _fields(settings: ModelSettings, source: str) -> dict[str, Any]:
     """Fields of both models; InputRefused: sizes, UnsupportedInput: an MLP that is no multiple of the hidden size."""
     names = {"vocab_size": "vocab_size", "hidden_size": "hidden_size"}
     names |= {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
-    run = RunConfig(source, settings, "", {})
-    fields = {ours: run.integer(theirs) for ours, theirs in names.items()}
-    inner = run.integer("intermediate_size", default=4 * fields["hidden_size"])
+    run = RunConfig(settings, source)
+    fields = {ours: run.count(theirs) for ours, theirs in names.items()}
+    inner = run.count("intermediate_size", default=4 * fields["hidden_size"])
     if inner % fields["hidden_size"]:
         refuse(source, {"intermediate_size": inner}, "MindFormers")
     return fields | {"expand_ratio": inner // fields["hidden_size"]}
 
 
 def _require_gelu(run: RunConfig, what: str) -> None:
-    activation = run.fields.get("hidden_act") or "gelu"
+    activation = run.values.get("hidden_act") or "gelu"
     if activation != "gelu" or run.flag("post_layernorm_residual"):
         raise refuse_model(
             run,
             f"a {what} with `hidden_act` {str(activation)[:40]} or post-norms",
             "it has the tanh GELU and pre-norms",
         )
-
-
-def _embedding(run: RunConfig, renamed: dict[str, LazyTensor], name: str) -> LazyTensor:
-    embedding = require_embedding(run, renamed.get(name))
-    check_embedding_sizes(run, embedding)
-    return embedding
-
-
-def _inner(run: RunConfig, hidden: int) -> int:
-    return run.integer("expand_ratio", default=4) * hidden
 
 
 def _finish(
@@ -549,5 +536,5 @@ def _finish(
             f"the hidden size {hidden} of `{run.source}` is not a multiple of its {heads} heads",
             hint="the configuration belongs to another model",
         )
-    tied = RunConfig(run.source, {**run.fields, "tie_word_embeddings": True}, run.arch, run.lora)
+    tied = replace(run, values={**run.values, "tie_word_embeddings": True})
     return finish(tied, tensors, config)

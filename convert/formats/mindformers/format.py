@@ -7,9 +7,8 @@ axes of ranks are those of the `shard` methods in `models/*`; `vocab_emb_dp`: al
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,42 +19,25 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.algebra import concat, first_missing, fitting, split
 from llmconv.convert.assembly import side_files_of
 from llmconv.convert.formats import Format
+from llmconv.convert.formats.mindformers import families, mindspore
 from llmconv.convert.formats.mindformers.config import (
+    BLOOM,
+    CHATGLM_6B,
+    CORE,
+    GLM,
+    GPT2,
+    LLAMA,
     OPTIONS,
+    QWEN,
     MindFormersFamily,
-    MindFormersModel,
     RunConfig,
     merge_lora,
     read_run_config,
 )
-from llmconv.convert.formats.mindformers.families import (
-    build_bloom,
-    build_chatglm_6b,
-    build_core,
-    build_glm,
-    build_gpt2,
-    build_llama,
-    build_qwen,
-    store_bloom,
-    store_core,
-    store_glm,
-    store_gpt2,
-    store_llama,
-)
-from llmconv.convert.formats.mindformers.mindspore import (
-    WHOLE,
-    ParallelLayout,
-    Strategy,
-    ckpt_pieces,
-    find_strategy,
-    is_mindspore_ckpt,
-    read_ckpt,
-    strategy_bytes,
-)
 from llmconv.convert.models.completeness import check_complete
 from llmconv.convert.models.config_file import with_architecture
 from llmconv.convert.models.head_and_dtype import settle_head
-from llmconv.convert.models.model_config import ModelSettings, refuse_other_settings, refuse_shards, settings_of, tied
+from llmconv.convert.models.model_config import refuse_other_settings, refuse_shards, settings_of, tied
 from llmconv.convert.state_dicts.files import joined, without_duplicates
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.safetensors_file import read_header
@@ -78,17 +60,6 @@ NOT_THE_MODEL = re.compile(  # optimizer states, counters and caches that traini
 )
 
 
-@dataclass(frozen=True)
-class Parameters:
-    """A model in MindFormers' names, the strategy that joined ranks, and phrases about other content (`dropped`)."""
-
-    tensors: dict[str, LazyTensor]
-    warnings: tuple[str, ...] = ()
-    files: int = 1
-    dropped: tuple[str, ...] = ()
-    strategy: Path | None = None
-
-
 def is_mindspore(path: Path) -> bool:
     """Whether `path` is a MindSpore file, or a folder of them (rank folders included)."""
     if path.is_file():
@@ -99,10 +70,8 @@ def is_mindspore(path: Path) -> bool:
 
 
 def _is_file(path: Path) -> bool:
-    return _is_ms_safetensors(path) if path.suffix == ".safetensors" else is_mindspore_ckpt(path)
-
-
-def _is_ms_safetensors(path: Path) -> bool:
+    if path.suffix != ".safetensors":
+        return mindspore.is_mindspore_ckpt(path)
     try:
         header = read_header(path)
     except (LlmconvError, OSError):
@@ -124,7 +93,7 @@ def _rank_files(folder: Path) -> dict[int, Path]:
     return dict(sorted(files.items()))
 
 
-def open_parameters(path: Path, strategy: Path | None = None) -> Parameters:
+def open_parameters(path: Path, strategy: Path | None = None) -> mindspore.Parameters:
     """Opens a path that `is_mindspore`, by headers; `strategy` is the run's, None: in or next to the folder.
 
     Raises UsageProblem for a superfluous `strategy`, UnsupportedInput for encrypted or quantized files, or ranks
@@ -138,7 +107,7 @@ def open_parameters(path: Path, strategy: Path | None = None) -> Parameters:
     others = len(found.tensors) - len(model)
     dropped = (f"{others} tensors of the optimizer and the run",) if others else ()
     left_out = tuple(f"left out {what}" for what in dropped)
-    return Parameters(model, (*found.warnings, *left_out), found.files, dropped, found.strategy)
+    return mindspore.Parameters(model, (*found.warnings, *left_out), found.files, dropped, found.strategy)
 
 
 def peek(path: Path) -> dict[str, LazyTensor]:
@@ -152,7 +121,7 @@ def peek(path: Path) -> dict[str, LazyTensor]:
         return joined({name: _open_file(file).tensors for name, file in files.items()})
 
 
-def _open_files(path: Path) -> Parameters:
+def _open_files(path: Path) -> mindspore.Parameters:
     files = [path] if path.is_file() else [entry for entry in _candidates(path) if _is_file(entry)]
     if len(files) > 1 and any(file.suffix == ".ckpt" for file in files):
         raise InputRefused(
@@ -162,23 +131,22 @@ def _open_files(path: Path) -> Parameters:
     # the tensors of several files of one model (the output of `unified_safetensors`)
     parts = [_open_file(file) for file in files]
     tensors = without_duplicates(path.name, [part.tensors for part in parts])
-    return Parameters(tensors, tuple(warning for part in parts for warning in part.warnings), len(parts))
+    return mindspore.Parameters(tensors, tuple(warning for part in parts for warning in part.warnings), len(parts))
 
 
-def _open_file(path: Path) -> Parameters:
+def _open_file(path: Path) -> mindspore.Parameters:
     if path.suffix != ".safetensors":
-        file = read_ckpt(path)
-        return Parameters(file.tensors, file.warnings)
+        return mindspore.read_ckpt(path)
     header = read_header(path)
     if packed := [name for name in header.tensors if header.metadata.get(name) == "Int4"]:
         raise UnsupportedInput(
             f"`{path.name}` holds {len(packed)} tensors of packed int4 values: {listing(packed)}",
             hint="only plain float, integer and bool tensors can be converted; dequantize it first",
         )
-    return Parameters(dict(header.tensors))
+    return mindspore.Parameters(dict(header.tensors))
 
 
-def _open_ranks(folder: Path, files: Mapping[int, Path], given: Path | None) -> Parameters:
+def _open_ranks(folder: Path, files: Mapping[int, Path], given: Path | None) -> mindspore.Parameters:
     if (missing := first_missing(files, max(files) + 1)) is not None:
         raise MalformedInput(
             f"`{folder.name}` has {len(files)} ranks, but `rank_{missing}` is missing",
@@ -188,7 +156,7 @@ def _open_ranks(folder: Path, files: Mapping[int, Path], given: Path | None) -> 
     warnings = tuple(dict.fromkeys(warning for part in opened.values() for warning in part.warnings))
     if len(opened) == 1:
         return opened[0]
-    if (strategy := find_strategy(folder, given)) is None:
+    if (strategy := mindspore.find_strategy(folder, given)) is None:
         raise UnsupportedInput(
             f"`{folder.name}` holds {len(opened)} ranks, but no strategy file describes how they are divided",
             hint="name the run's `strategy` folder (`ckpt_strategy_rank_*.ckpt`) with `--strategy`",
@@ -197,11 +165,11 @@ def _open_ranks(folder: Path, files: Mapping[int, Path], given: Path | None) -> 
         rank: {name: tensor for name, tensor in part.tensors.items() if not NOT_THE_MODEL.search(name)}
         for rank, part in opened.items()
     }
-    return Parameters(merge_ranks(folder, shards, strategy), warnings, len(opened), strategy=strategy.path)
+    return mindspore.Parameters(merge_ranks(folder, shards, strategy), warnings, len(opened), strategy=strategy.path)
 
 
 def merge_ranks(
-    folder: Path, shards: Mapping[int, Mapping[str, LazyTensor]], strategy: Strategy
+    folder: Path, shards: Mapping[int, Mapping[str, LazyTensor]], strategy: mindspore.Strategy
 ) -> dict[str, LazyTensor]:
     """Joins the tensors of all ranks (rank to tensors by name); of equal copies, the one of the lowest rank is read.
 
@@ -223,7 +191,9 @@ def merge_ranks(
     }
 
 
-def _merge(folder: Path, name: str, parts: Mapping[int, LazyTensor], strategy: Strategy, ranks: int) -> LazyTensor:
+def _merge(
+    folder: Path, name: str, parts: Mapping[int, LazyTensor], strategy: mindspore.Strategy, ranks: int
+) -> LazyTensor:
     """Joins one tensor from the ranks that hold it, maybe not all (`remove_redundancy` keeps one copy of each part)."""
     layout = strategy.layouts[name]
     if layout.uneven:
@@ -240,18 +210,7 @@ def _merge(folder: Path, name: str, parts: Mapping[int, LazyTensor], strategy: S
             f"`{folder.name}` holds {len(pieces)} of {prod(layout.grid())} parts of `{name}`, or it has other axes",
             hint=f"a rank folder is incomplete, or the strategy `{strategy.path}` belongs to another run",
         )
-    return _assemble(folder, name, pieces, strategy)
-
-
-def _unsupported(folder: Path, name: str, how: str) -> UnsupportedInput:
-    return UnsupportedInput(
-        f"`{name}` of `{folder.name}` is divided {how}, which is unsupported",
-        hint="merge it first with MindSpore's `transform_checkpoints(src, dst, prefix, src_strategy, None)`",
-    )
-
-
-def _assemble(folder: Path, name: str, pieces: Mapping[tuple[int, ...], LazyTensor], strategy: Strategy) -> LazyTensor:
-    grid = strategy.layouts[name].grid()
+    grid = layout.grid()
     if any(count > 1 for count in grid[2:]):
         raise _unsupported(folder, name, f"along {len(grid)} axes")
     rows, columns = (*grid[:2], 1, 1)[:2] if grid else (1, 1)
@@ -264,18 +223,30 @@ def _assemble(folder: Path, name: str, pieces: Mapping[tuple[int, ...], LazyTens
         return concat(lines, 0)
 
 
+def _unsupported(folder: Path, name: str, how: str) -> UnsupportedInput:
+    return UnsupportedInput(
+        f"`{name}` of `{folder.name}` is divided {how}, which is unsupported",
+        hint="merge it first with MindSpore's `transform_checkpoints(src, dst, prefix, src_strategy, None)`",
+    )
+
+
 MODEL, RUN = "model.ckpt", "run.yaml"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def save(checkpoint: Checkpoint, shards: int) -> Plan:
     """The files of a MindFormers checkpoint; see `Format.save`."""
-    checkpoint = tied(checkpoint)
-    settings, source = settings_of(checkpoint), checkpoint.path.name
-    stored = _stored(checkpoint, settings)
-    run = _run(checkpoint, stored)
-    model = run["model"]
-    config = RunConfig(source, model["model_config"], stored.arch, {})
+    known = {kind: store for family in FAMILIES for kind, store in family.store.items()}
+    checkpoint = tied(checkpoint, known)
+    settings, source = settings_of(checkpoint, known), checkpoint.path.name
+    with fitting(f"the tensors of `{source}` contradict its `config.json`", "copy the folder again"):
+        stored = known[settings["model_type"]](settings, dict(checkpoint.tensors), source)
+    # the run's YAML: the configuration from which MindFormers builds the model, with its dtypes
+    dtype = checkpoint.config.get("torch_dtype", checkpoint.config.get("dtype"))
+    tokens = {name: checkpoint.config[name] for name in TOKENS if checkpoint.config.get(name) is not None}
+    types = {"param_init_type": dtype, "compute_dtype": dtype, "use_past": False, "checkpoint_name_or_path": ""}
+    config = RunConfig({**stored.fields, **tokens, **types}, source, arch=stored.arch)
+    run = {"model": {"arch": {"type": stored.arch}, "model_config": dict(config.values)}}
     model_back = family_of(stored.tensors, source).build(config, dict(stored.tensors))
     config_back = settle_head(dict(model_back.tensors), model_back.config, [])
     warnings: tuple[str, ...] = ()
@@ -285,35 +256,14 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
     refuse_other_settings(checkpoint, config_back, "MindFormers")
     small = {**checkpoint.side_files, RUN: yaml.safe_dump(run, sort_keys=False).encode()}
     if shards == 1:
-        return Plan(checkpoint, (Shard(MODEL, stored.tensors, ckpt_pieces),), small, warnings)
+        return Plan(checkpoint, (Shard(MODEL, stored.tensors, mindspore.ckpt_pieces),), small, warnings)
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
     refuse_shards(source, shards, {name: settings[name] for name in names if name in settings})
-    ranks = split_among_ranks(stored.tensors, shards, source)
-    files = [Shard(f"rank_{n}/checkpoint_{n}.ckpt", rank, ckpt_pieces) for n, rank in enumerate(ranks.tensors)]
-    strategy = strategy_bytes(ranks.layouts)
+    ranks, layouts = split_among_ranks(stored.tensors, shards, source)
+    files = [Shard(f"rank_{n}/checkpoint_{n}.ckpt", rank, mindspore.ckpt_pieces) for n, rank in enumerate(ranks)]
+    strategy = mindspore.strategy_bytes(layouts)
     strategies = {f"strategy/ckpt_strategy_rank_{rank}.ckpt": strategy for rank in range(shards)}
     return Plan(checkpoint, tuple(files), {**small, **strategies}, warnings)
-
-
-def _stored(checkpoint: Checkpoint, settings: ModelSettings) -> MindFormersModel:
-    known = {kind: store for family in FAMILIES for kind, store in family.store.items()}
-    source, kind = checkpoint.path.name, settings["model_type"]
-    if kind not in known:
-        raise UnsupportedInput(
-            f"`{source}` is a `{kind}`, which cannot be written in MindFormers' format",
-            hint=f"models of these types can be written: {', '.join(known)}",
-        )
-    with fitting(f"the tensors of `{source}` contradict its `config.json`", "copy the folder again"):
-        return known[kind](settings, dict(checkpoint.tensors), source)
-
-
-def _run(checkpoint: Checkpoint, stored: MindFormersModel) -> dict[str, Any]:
-    """The run's YAML: the configuration from which MindFormers builds the model, with its dtypes."""
-    dtype = checkpoint.config.get("torch_dtype", checkpoint.config.get("dtype"))
-    types = {"param_init_type": dtype, "compute_dtype": dtype}
-    tokens = {name: checkpoint.config[name] for name in TOKENS if checkpoint.config.get(name) is not None}
-    model_config = {**stored.fields, **tokens, **types, "use_past": False, "checkpoint_name_or_path": ""}
-    return {"model": {"arch": {"type": stored.arch}, "model_config": model_config}}
 
 
 SPLIT_AXES = (  # name patterns, with the axis along which ranks divide the tensors; of all others every rank has a copy
@@ -329,28 +279,22 @@ SPLIT_AXES = (  # name patterns, with the axis along which ranks divide the tens
 )
 
 
-@dataclass(frozen=True)
-class SplitModel:
-    """The tensors of each rank, and the layout of every tensor."""
-
-    tensors: list[dict[str, LazyTensor]]
-    layouts: dict[str, ParallelLayout]
-
-
-def split_among_ranks(tensors: Mapping[str, LazyTensor], count: int, source: str) -> SplitModel:
-    """Splits the tensors, in MindFormers' names; the reverse of `read.merge_ranks`. UsageProblem if not divisible."""
+def split_among_ranks(
+    tensors: Mapping[str, LazyTensor], count: int, source: str
+) -> tuple[list[dict[str, LazyTensor]], dict[str, mindspore.ParallelLayout]]:
+    """Each rank's tensors and their layouts, the reverse of `merge_ranks`; UsageProblem if not divisible."""
     ranks: list[dict[str, LazyTensor]] = [{} for _ in range(count)]
-    layouts: dict[str, ParallelLayout] = {}
+    layouts: dict[str, mindspore.ParallelLayout] = {}
     indivisible = []
     for name, tensor in tensors.items():
-        axis = next((axis for sign, axis in SPLIT_AXES if sign.search(name)), WHOLE)
-        if axis != WHOLE and tensor.shape[axis] % count:
+        axis = next((axis for sign, axis in SPLIT_AXES if sign.search(name)), mindspore.WHOLE)
+        if axis != mindspore.WHOLE and tensor.shape[axis] % count:
             indivisible.append(f"{name} {list(tensor.shape)}")
             continue
-        layouts[name] = ParallelLayout(
+        layouts[name] = mindspore.ParallelLayout(
             (count,), tuple((0,) if place == axis else () for place in range(len(tensor.shape)))
         )
-        parts = [tensor] * count if axis == WHOLE else split(tensor, axis, count)
+        parts = [tensor] * count if axis == mindspore.WHOLE else split(tensor, axis, count)
         for rank, part in zip(ranks, parts, strict=True):
             rank[name] = part
     if indivisible:
@@ -358,23 +302,26 @@ def split_among_ranks(tensors: Mapping[str, LazyTensor], count: int, source: str
             f"{len(indivisible)} tensors of `{source}` cannot be divided among {count} shards: {listing(indivisible)}",
             hint="choose another number for `--shards`",
         )
-    return SplitModel(ranks, layouts)
+    return ranks, layouts
 
 
 FAMILIES = (
     MindFormersFamily(
-        re.compile(r"model\.(?:layers\.\d+\.attention|tok_embeddings)\."),
-        build_llama,
-        {"llama": store_llama, "qwen2": store_llama},
+        re.compile(r"^transformer\.layers\.\d+\.attention\.query_key_value\."), CHATGLM_6B, families.build_chatglm_6b
     ),
-    MindFormersFamily(re.compile(r"transformer\.(?:layers\.\d+\.attention\.w[qkvo_]|wte\.)"), build_qwen),
-    MindFormersFamily(re.compile(r"^decoder\.layers\."), build_core, {"qwen3": store_core}),
-    MindFormersFamily(re.compile(r"^backbone\."), build_gpt2, {"gpt2": store_gpt2}),
     MindFormersFamily(
-        re.compile(r"^(?:transformer\.)?blocks\.\d+\.attention\.dense1\."), build_bloom, {"bloom": store_bloom}
+        re.compile(r"^model\.(?:layers\.\d+|tok_embeddings)\."),
+        LLAMA,
+        families.build_llama,
+        {"llama": families.store_llama, "qwen2": families.store_llama},
     ),
-    MindFormersFamily(re.compile(r"^transformer\.encoder\."), build_glm, {"glm": store_glm}),
-    MindFormersFamily(re.compile(r"^transformer\.layers\.\d+\.attention\.query_key_value\."), build_chatglm_6b),
+    MindFormersFamily(re.compile(r"^transformer\.(?:layers\.\d+|wte)\."), QWEN, families.build_qwen),
+    MindFormersFamily(re.compile(r"^decoder\.layers\."), CORE, families.build_core, {"qwen3": families.store_core}),
+    MindFormersFamily(re.compile(r"^backbone\."), GPT2, families.build_gpt2, {"gpt2": families.store_gpt2}),
+    MindFormersFamily(
+        re.compile(r"^(?:transformer\.)?blocks\.\d+\."), BLOOM, families.build_bloom, {"bloom": families.store_bloom}
+    ),
+    MindFormersFamily(re.compile(r"^transformer\.encoder\."), GLM, families.build_glm, {"glm": families.store_glm}),
 )
 
 
@@ -394,53 +341,31 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     found = open_parameters(path, strategy if isinstance(strategy, Path) else None)
     family = family_of(found.tensors, path.name)
     run = read_run_config(path, {name: value for name, value in config.items() if name != "strategy"})
-    with _blaming(found.strategy):
+    try:
         tensors, merged = merge_lora(run, found.tensors)
         model = family.build(run, tensors)
         if found.strategy and AUTO_MAP not in model.config:
             check_complete(model.tensors, model.config, path.name)
+    except MalformedInput as error:
+        if found.strategy is None:
+            raise
+        raise MalformedInput(
+            f"joined by the strategy `{found.strategy}`: {error}",
+            hint="the strategy, or the configuration, belongs to another run",
+        ) from error
     warnings = [*found.warnings, *merged, *model.warnings]
     if run.file_name:
         warnings.append(f"the configuration is that of `{run.file_name}`, which lies next to the checkpoint")
-    side_files, more = _side_files(path, tokenizer)
-    warnings += more
-    release = run.fields.get("mindformers_version")
-    return Checkpoint(
-        path,
-        FORMAT.name,
-        model.tensors,
-        model.config if AUTO_MAP in model.config else with_architecture(model.config),
-        side_files,
-        tuple(warnings),
-        version=f"mindformers {release}" if isinstance(release, str) else "",
-        shards=found.files,
-        dropped=found.dropped,
-        source_type=run.arch,
-    )
-
-
-@contextmanager
-def _blaming(strategy: Path | None) -> Iterator[None]:
-    """Names the strategy where joined tensors have other shapes than the configuration says."""
-    try:
-        yield
-    except MalformedInput as error:
-        if strategy is None:
-            raise
-        raise MalformedInput(
-            f"joined by the strategy `{strategy}`: {error}",
-            hint="the strategy, or the configuration, belongs to another run",
-        ) from error
-
-
-def _side_files(path: Path, tokenizer: Path | None) -> tuple[dict[str, bytes], list[str]]:
-    """Tokenizer and generation files: the given ones, else those next to the checkpoint, where `save` puts them."""
-    found = side_files_of(path, tokenizer)
-    if tokenizer:
-        return found, []
-    if any(name in TOKENIZERS for name in found):
-        return found, [f"the tokenizer is that of {listing(sorted(found))}, which lies next to the checkpoint"]
-    return found, ["a MindSpore checkpoint contains no tokenizer; give one with `--tokenizer` if you need it"]
+    side_files = side_files_of(path, tokenizer)  # those next to the checkpoint are where `save` puts them
+    if not tokenizer and any(name in TOKENIZERS for name in side_files):
+        warnings.append(f"the tokenizer is that of {listing(sorted(side_files))}, which lies next to the checkpoint")
+    elif not tokenizer:
+        warnings.append("a MindSpore checkpoint contains no tokenizer; give one with `--tokenizer` if you need it")
+    release = run.values.get("mindformers_version")
+    settings = model.config if AUTO_MAP in model.config else with_architecture(model.config)
+    version = f"mindformers {release}" if isinstance(release, str) else ""
+    rest = (tuple(warnings), version, found.files, found.dropped)
+    return Checkpoint(path, FORMAT.name, model.tensors, settings, side_files, *rest, source_type=run.arch)
 
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "sentencepiece.bpe.model")

@@ -19,10 +19,11 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
@@ -168,9 +169,12 @@ class ParallelLayout:
 
     def coordinates_of(self, rank: int) -> tuple[int, ...]:
         """Index, along each axis, of the part that a rank holds, the optimizer's division of axis 0 included."""
-        if self.size:
-            first, *others = self._within(rank % self.step)
-            return (first * self.size + rank // self.step % self.size, *others)
+        if self.size and self.axes:
+            within, parts = rank % self.step, list[int]()  # parts of the model, counted row by row
+            for count in reversed(self.parts()):
+                within, part = divmod(within, count)
+                parts.insert(0, part)
+            return (parts[0] * self.size + rank // self.step % self.size, *parts[1:])
         coordinates = []
         for count in reversed(self.devices):
             rank, part = divmod(rank, count)
@@ -182,14 +186,6 @@ class ParallelLayout:
                 part = part * self.devices[-1 - k] + coordinates[k]
             indices.append(part)
         return tuple(indices)
-
-    def _within(self, rank: int) -> list[int]:
-        """Index, along each axis, of a rank's part of the model, counted row by row."""
-        indices: list[int] = []
-        for count in reversed(self.parts()):
-            rank, part = divmod(rank, count)
-            indices.insert(0, part)
-        return indices
 
     def grid(self) -> tuple[int, ...]:
         """Number of parts of each axis in total."""
@@ -249,7 +245,12 @@ def _layouts(files: Sequence[Path]) -> dict[str, ParallelLayout]:
 def read_strategy(path: Path) -> dict[str, ParallelLayout]:
     """Parameter name to layout, from a strategy file (`.json` or protobuf); MalformedInput if it is inconsistent."""
     try:
-        layouts = _read_json(path) if path.suffix == ".json" else _read_protobuf(path)
+        layouts = {} if path.suffix == ".json" else _read_protobuf(path)
+        for name, item in read_json(path)["parallel_layout_item"].items() if path.suffix == ".json" else ():
+            maps = [axis if isinstance(axis, list) else [axis] for axis in item["tensor_map"]]
+            names = ("field", "opt_weight_shard_step", "opt_weight_shard_size")
+            further = [item.get(name, 0) for name in names]
+            layouts[name] = _make(item["dev_matrix"], maps, further, bool(item.get("param_split_shape")))
         invalid = [name for name, layout in layouts.items() if not layout.is_sound()]
     except (AttributeError, KeyError, TypeError, ValueError, LlmconvError) as error:
         raise MalformedInput(
@@ -294,17 +295,6 @@ def _dims(source: ProtobufFile, field: Field) -> list[int]:
     return [value for dim in source.fields(field.start, field.stop) if dim.number == 1 for value in source.numbers(dim)]
 
 
-def _read_json(path: Path) -> dict[str, ParallelLayout]:
-    items = read_json(path)["parallel_layout_item"]
-    return {name: _json_layout(item) for name, item in items.items()}
-
-
-def _json_layout(item: Mapping[str, Any]) -> ParallelLayout:
-    maps = [axis if isinstance(axis, list) else [axis] for axis in item["tensor_map"]]
-    further = (item.get("field", 0), item.get("opt_weight_shard_step", 0), item.get("opt_weight_shard_size", 0))
-    return _make(item["dev_matrix"], maps, further, bool(item.get("param_split_shape")))
-
-
 def _make(devices: Sequence[int], maps: Sequence[Sequence[int]], further: Sequence[int], split: bool) -> ParallelLayout:
     field, step, size = further
     axes = tuple(tuple(k for k in axis if k != -1) for axis in maps)
@@ -343,11 +333,14 @@ class TensorMessage:
 
 
 @dataclass(frozen=True)
-class MindSporeFile:
-    """The tensors of a `.ckpt` in file order, and warnings for the user, one line each."""
+class Parameters:
+    """A model in MindFormers' names, the strategy that joined ranks, and phrases about other content (`dropped`)."""
 
     tensors: dict[str, LazyTensor]
     warnings: tuple[str, ...] = ()
+    files: int = 1
+    dropped: tuple[str, ...] = ()
+    strategy: Path | None = None
 
 
 def is_mindspore_ckpt(path: Path) -> bool:
@@ -371,8 +364,8 @@ def is_mindspore_ckpt(path: Path) -> bool:
         return False
 
 
-def read_ckpt(path: Path) -> MindSporeFile:
-    """Reads the headers of a `.ckpt`, but no tensor data (except for the checksum, see `CRC_LIMIT`).
+def read_ckpt(path: Path) -> Parameters:
+    """The tensors of a `.ckpt` in file order, and warnings; reads headers alone, and the checksum up to `CRC_LIMIT`.
 
     Raises UnsupportedInput if it is encrypted, or safetensors lacks an element type, MalformedInput if it is truncated,
     or lengths, shapes or the checksum contradict each other.
@@ -386,8 +379,18 @@ def read_ckpt(path: Path) -> MindSporeFile:
         )
     with ProtobufFile(path) as source:
         end, warnings = _without_crc(source)
-        values = _values(source, end)
-        return MindSporeFile(_tensors(source, values), warnings)
+        values: list[TensorMessage] = []
+        for outer in source.fields(0, end):
+            if outer.number != 1 or outer.wire != BYTES or len(values) == VALUES + source.size // BYTES_PER_VALUE:
+                source.refuse(f"has a field at byte {outer.start} that is not a tensor")
+            values.append(_value(source, outer))
+        tensors: dict[str, LazyTensor] = {}
+        # consecutive messages with the same name are parts of one tensor
+        for tag, parts in groupby((value for value in values if value.kind != TEXT), lambda value: value.tag):
+            if tag in tensors:
+                source.refuse(f"has a duplicate tensor name `{tag}`")
+            tensors[tag] = _tensor(source, list(parts))
+        return Parameters(tensors, warnings)
 
 
 def _without_crc(source: ProtobufFile) -> tuple[int, tuple[str, ...]]:
@@ -400,15 +403,6 @@ def _without_crc(source: ProtobufFile) -> tuple[int, tuple[str, ...]]:
     if zlib.crc32(source.bytes(0, end)) != int.from_bytes(tail[len(CRC_TAG) :], "big"):
         source.refuse("has an invalid checksum")
     return end, ()
-
-
-def _values(source: ProtobufFile, end: int) -> list[TensorMessage]:
-    values: list[TensorMessage] = []
-    for outer in source.fields(0, end):
-        if outer.number != 1 or outer.wire != BYTES or len(values) == VALUES + source.size // BYTES_PER_VALUE:
-            source.refuse(f"has a field at byte {outer.start} that is not a tensor")
-        values.append(_value(source, outer))
-    return values
 
 
 def _value(source: ProtobufFile, outer: Field) -> TensorMessage:
@@ -437,24 +431,6 @@ def _value(source: ProtobufFile, outer: Field) -> TensorMessage:
     # older writers store a scalar with the dims [0]; an empty tensor is not written at all
     shape = () if dims == [0] and kind != TEXT else tuple(dims)
     return TensorMessage(tag, kind, shape, content.start, content.stop)
-
-
-def _tensors(source: ProtobufFile, values: Sequence[TensorMessage]) -> dict[str, LazyTensor]:
-    """Name to tensor; consecutive messages with the same name are parts of one tensor."""
-    groups: list[list[TensorMessage]] = []
-    for value in values:
-        if value.kind == TEXT:
-            continue
-        if groups and groups[-1][0].tag == value.tag:
-            groups[-1].append(value)
-        else:
-            groups.append([value])
-    tensors: dict[str, LazyTensor] = {}
-    for group in groups:
-        if group[0].tag in tensors:
-            source.refuse(f"has a duplicate tensor name `{group[0].tag}`")
-        tensors[group[0].tag] = _tensor(source, group)
-    return tensors
 
 
 def _tensor(source: ProtobufFile, parts: Sequence[TensorMessage]) -> LazyTensor:
@@ -502,19 +478,16 @@ def ckpt_pieces(tensors: Mapping[str, LazyTensor]) -> Iterator[Piece]:
             raise UnsupportedInput(
                 f"`{name}` is {tensor.dtype.name}, which is unsupported in a `.ckpt`", hint="give `--dtype bfloat16`"
             )
+        dims = b"".join(number_field(1, dim) for dim in tensor.shape)
+        dims += bytes_field(2, KINDS[tensor.dtype.name].encode())
         for start in range(0, tensor.nbytes, CHUNK_BYTES):
             stop = min(start + CHUNK_BYTES, tensor.nbytes)
-            yield _head(name, tensor, stop - start)
+            size = stop - start
+            # the message up to its last field, the content of `size` bytes
+            described = dims + _key(3, BYTES) + varint(size)
+            inner = bytes_field(1, name.encode()) + _key(2, BYTES) + varint(len(described) + size) + described
+            yield _key(1, BYTES) + varint(len(inner) + size) + inner
             yield tensor if stop - start == tensor.nbytes else _bytes_of(tensor, start, stop)
-
-
-def _head(name: str, tensor: LazyTensor, size: int) -> bytes:
-    """A message up to its last field, the content of `size` bytes."""
-    dims = b"".join(number_field(1, dim) for dim in tensor.shape)
-    described = dims + bytes_field(2, KINDS[tensor.dtype.name].encode()) + _key(3, BYTES) + varint(size)
-    tag = bytes_field(1, name.encode())
-    inner = tag + _key(2, BYTES) + varint(len(described) + size) + described
-    return _key(1, BYTES) + varint(len(inner) + size) + inner
 
 
 def _bytes_of(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
@@ -531,18 +504,17 @@ def _bytes_of(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
 
 def strategy_bytes(layouts: Mapping[str, ParallelLayout]) -> bytes:
     """The strategy file of the first stage, without layouts of the optimizer, or several dims on one axis."""
-    items = (bytes_field(1, name.encode()) + bytes_field(2, _file_layout(layout)) for name, layout in layouts.items())
+
+    def dims(values: Iterable[int]) -> bytes:
+        return b"".join(number_field(1, value) for value in values)
+
+    items = []
+    for name, layout in layouts.items():
+        axes = [axis[0] if axis else WHOLE for axis in layout.axes]
+        rest = bytes_field(3, b"") + bytes_field(4, b"") + b"".join(number_field(number, 0) for number in (5, 6, 7))
+        content = bytes_field(1, dims(layout.devices)) + bytes_field(2, dims(axes)) + rest
+        items.append(bytes_field(1, name.encode()) + bytes_field(2, content))
     return number_field(1, 1) + b"".join(bytes_field(3, item) for item in items)
-
-
-def _file_layout(layout: ParallelLayout) -> bytes:
-    axes = [axis[0] if axis else WHOLE for axis in layout.axes]
-    rest = bytes_field(3, b"") + bytes_field(4, b"") + b"".join(number_field(number, 0) for number in (5, 6, 7))
-    return bytes_field(1, _file_dims(layout.devices)) + bytes_field(2, _file_dims(axes)) + rest
-
-
-def _file_dims(values: Iterable[int]) -> bytes:
-    return b"".join(number_field(1, value) for value in values)
 
 
 def number_field(number: int, value: int) -> bytes:

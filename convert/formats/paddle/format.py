@@ -12,13 +12,16 @@ are those of paddlenlp `transformers/{llama,chatglm_v2,qwen}/tokenizer.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files, transposed
+from llmconv.convert import tokenizers
 from llmconv.convert.algebra import concat, interleave_rows, require, split
+from llmconv.convert.fields import Fields
 from llmconv.convert.formats import Format
+from llmconv.convert.formats.paddle import read
 from llmconv.convert.formats.paddle.config import (
     ACTIVATIONS,
     ALIBI,
@@ -26,7 +29,6 @@ from llmconv.convert.formats.paddle.config import (
     GLM_FIXED,
     KEPT,
     TWO_POSITIONS,
-    number,
     own_kind,
     paddle_generation_config,
     read_generation_config,
@@ -34,19 +36,8 @@ from llmconv.convert.formats.paddle.config import (
     to_own_config,
 )
 from llmconv.convert.formats.paddle.names import FAMILIES, TensorRule, apply_rules, unrolled
-from llmconv.convert.formats.paddle.read import (
-    ADAPTER_FILES,
-    WHOLE,
-    has_pdparams,
-    is_pdparams,
-    names_paddle,
-    open_ranks,
-    pdparams_pieces,
-    peek,
-    weight_files,
-)
 from llmconv.convert.models.code_model import baichuan, chatglm, needs_code
-from llmconv.convert.models.config_file import OPTION, plain_fields, trusted_code, with_architecture
+from llmconv.convert.models.config_file import OPTION, json_object, plain_fields, trusted_code, with_architecture
 from llmconv.convert.models.model_config import (
     ModelSettings,
     refuse,
@@ -57,16 +48,6 @@ from llmconv.convert.models.model_config import (
     tied,
 )
 from llmconv.convert.state_dicts.files import training_files_in
-from llmconv.convert.tokenizers import (
-    added_token,
-    bos_template,
-    parse_sentencepiece,
-    parse_tiktoken,
-    read_tokenizer,
-    tiktoken_json,
-    tokenizer_bytes,
-    tokenizer_json,
-)
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.tensors import LazyTensor
@@ -76,7 +57,7 @@ HEAD = "lm_head.weight"
 
 def save(checkpoint: Checkpoint, shards: int) -> Plan:
     """The files of a PaddleNLP checkpoint; see `Format.save`."""
-    checkpoint = tied(checkpoint)
+    checkpoint = tied(checkpoint, WRITERS)
     config, settings = config_of(checkpoint)
     family, source = FAMILIES[config["model_type"]], checkpoint.path.name
     _refuse_shards(config, settings, shards, source)
@@ -88,19 +69,18 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
     if HEAD in tensors and not settings["tie_word_embeddings"]:
         shapes[HEAD] = tensors[HEAD].shape[::-1]
     ranks = split_among_ranks(family.rules(settings, shapes), tensors, settings[family.layers], shards, source)
-    names = [WHOLE] if shards == 1 else [f"model_state.tp{rank:02}.pdparams" for rank in range(shards)]
-    files = tuple(Shard(name, rank, pdparams_pieces) for name, rank in zip(names, ranks, strict=True))
+    names = [read.WHOLE] if shards == 1 else [f"model_state.tp{rank:02}.pdparams" for rank in range(shards)]
+    files = tuple(Shard(name, rank, read.pdparams_pieces) for name, rank in zip(names, ranks, strict=True))
     parallel = {"tensor_parallel_degree": shards} if shards > 1 else {}
-    small = {**_side_files(checkpoint), "config.json": json_bytes({**config, **parallel})}
-    return Plan(checkpoint, files, small, _ignored(config))
-
-
-def _ignored(config: dict[str, Any]) -> tuple[str, ...]:
-    """A warning about a window that PaddleNLP ignores, if prompts can be longer than it."""
-    window = config.get("sliding_window")
-    if type(window) is not int or window >= config["max_position_embeddings"]:
-        return ()
-    return (f"PaddleNLP ignores `sliding_window` {window}: its results differ for longer inputs",)
+    small = {**checkpoint.side_files, "config.json": json_bytes({**config, **parallel})}
+    if FILE in small:
+        small[FILE] = paddle_generation_config(small[FILE])
+    if MODEL in small:  # PaddleNLP has another name for a sentencepiece model
+        small[SENTENCEPIECE[0]] = small[MODEL]
+    window, warnings = config.get("sliding_window"), tuple[str, ...]()
+    if type(window) is int and window < config["max_position_embeddings"]:
+        warnings = (f"PaddleNLP ignores `sliding_window` {window}: its results differ for longer inputs",)
+    return Plan(checkpoint, files, small, warnings)
 
 
 def _refuse_shards(config: dict[str, Any], settings: dict[str, Any], shards: int, source: str) -> None:
@@ -116,14 +96,6 @@ def _refuse_shards(config: dict[str, Any], settings: dict[str, Any], shards: int
     refuse_shards(source, shards, {name: settings[name] for name in names if name in settings})
 
 
-def _side_files(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """The side files; a sentencepiece model also under PaddleNLP's name."""
-    files = dict(checkpoint.side_files)
-    if FILE in files:
-        files[FILE] = paddle_generation_config(files[FILE])
-    return files | ({SENTENCEPIECE[0]: files[MODEL]} if MODEL in files else {})
-
-
 PADDLE = "PaddleNLP"
 SCALING = {"linear": "linear", "dynamic": "dynamic_ntk"}  # transformers' `rope_type` to `rope_scaling_type`
 # The fields of Llama 3.1's `rope_scaling` that PaddleNLP 3 reads
@@ -134,12 +106,8 @@ DECODER = (*SAME, "intermediate_size", "num_key_value_heads", "max_position_embe
 
 def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
     """Paddle's `config.json`, and what `to-hf` makes of it; UnsupportedInput, listing fields; MalformedInput."""
-    settings, source = settings_of(checkpoint), checkpoint.path.name
-    if settings["model_type"] not in WRITERS:
-        raise UnsupportedInput(
-            f"`{source}` is a `{settings['model_type']}`, which cannot be written in PaddleNLP's format",
-            hint=f"models of these types can be written: {', '.join(WRITERS)}",
-        )
+    settings, source = settings_of(checkpoint, WRITERS), checkpoint.path.name
+
     kind, architecture, write = WRITERS[settings["model_type"]]
     kept = {name: checkpoint.config[name] for name in KEPT if name in checkpoint.config}
     config = {
@@ -178,15 +146,6 @@ def _llama(settings: ModelSettings, source: str) -> dict[str, Any]:
     return _decoder(settings, source) | scaled
 
 
-def _mistral(settings: ModelSettings, source: str) -> dict[str, Any]:
-    window = settings["sliding_window"]
-    return _decoder(settings, source) | {"sliding_window": window[0] if window else None}
-
-
-def _qwen2(settings: ModelSettings, source: str) -> dict[str, Any]:
-    return _decoder(settings, source) | {"use_sliding_window": False}
-
-
 def _bloom(settings: ModelSettings, source: str) -> dict[str, Any]:
     return {
         **{name: settings[name] for name in ("vocab_size", "hidden_size", "layer_norm_epsilon")},
@@ -222,8 +181,12 @@ def _chatglm(settings: ModelSettings, source: str) -> dict[str, Any]:
 
 WRITERS: Mapping[str, tuple[str, str, Callable[[ModelSettings, str], dict[str, Any]]]] = {
     "llama": ("llama", "LlamaForCausalLM", _llama),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM", _qwen2),
-    "mistral": ("mistral", "MistralForCausalLM", _mistral),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM", lambda *model: _decoder(*model) | {"use_sliding_window": False}),
+    "mistral": (
+        "mistral",
+        "MistralForCausalLM",
+        lambda *model: _decoder(*model) | {"sliding_window": (model[0]["sliding_window"] or [None])[0]},
+    ),
     "bloom": ("bloom", "BloomForCausalLM", _bloom),
     "gpt2": ("gpt", "GPTForCausalLM", _gpt),
     "glm": ("chatglm_v2", "ChatGLMv2ForCausalLM", _chatglm),
@@ -247,7 +210,11 @@ def split_among_ranks(
     for rule in all_rules:
         wholes = _sources(rule, [tensors[name] for name in rule.targets], source)
         for name, whole in zip(rule.sources, wholes, strict=True):
-            for rank, part in zip(ranks, _parts(rule, whole, count), strict=True):
+            if rule.split is None or rule.units % count:
+                parts = [whole] * count
+            else:  # split before it is transposed, so that nothing is read twice
+                parts = split(whole, 1 - rule.split if rule.linear else rule.split, count)
+            for rank, part in zip(ranks, parts, strict=True):
                 rank[name] = transposed(part) if rule.linear else part
     return ranks
 
@@ -275,13 +242,6 @@ def _mismatch(rule: TensorRule, source: str, problem: str) -> MalformedInput:
     )
 
 
-def _parts(rule: TensorRule, whole: LazyTensor, count: int) -> Sequence[LazyTensor]:
-    """The part of a source for each rank; split before it is transposed, so that nothing is read twice."""
-    if rule.split is None or rule.units % count:
-        return [whole] * count
-    return split(whole, 1 - rule.split if rule.linear else rule.split, count)
-
-
 SENTENCEPIECE = ("sentencepiece.bpe.model", "tokenizer.model")
 TIKTOKEN = "qwen.tiktoken"
 MODEL, JSON, CONFIG, CHAT, ADDED = (
@@ -307,26 +267,29 @@ def read_paddle_tokenizer(folder: Path, model_type: str, warnings: list[str]) ->
     that is missing or cannot be converted. Raises MalformedInput if the content of a file does not match its name.
     """
     files = {name: content for name, content in read_side_files(folder).items() if name != "generation_config.json"}
-    for name in (JSON, CONFIG, CHAT, ADDED):
-        if name in files:
-            read_json(folder / name)
+    for name in files.keys() & {JSON, CONFIG, CHAT, ADDED}:
+        read_json(folder / name)
     if CHAT in files and "chat_template" not in read_json(folder / CHAT):
         del files[CHAT]
         warnings.append(f"left out `{CHAT}`: transformers does not read PaddleNLP's templates")
-    settings = _settings(read_json(folder / CONFIG) if CONFIG in files else {})
+    stored = read_json(folder / CONFIG) if CONFIG in files else {}
+    settings = {name: value for name, value in stored.items() if name not in ("auto_map", "name_or_path")}
+    if (kind := settings.get("tokenizer_class")) in PADDLE_CLASSES:  # a class that transformers has
+        settings["tokenizer_class"] = PADDLE_CLASSES[kind]
     source = next((folder / name for name in (*SENTENCEPIECE, TIKTOKEN) if (folder / name).is_file()), None)
     if JSON not in files and source is not None:
         # the files with a `tokenizer.json` made from PaddleNLP's own kind
-        added = {str(text): number for text, number in _added(source.parent).items() if type(number) is int}
+        own = json_object(files.get(ADDED, b"{}"))
+        added = {str(text): number for text, number in own.items() if type(number) is int}
         if source.name == TIKTOKEN:
             content, names = _qwen(source.read_bytes())
         else:
             files = {**files, MODEL: source.read_bytes()}
-            model = parse_sentencepiece(files[MODEL])
+            model = tokenizers.parse_sentencepiece(files[MODEL])
             if not model.is_bpe or min(model.bos, model.eos, model.unk) < 0:
                 warnings.append(f"`{source.name}` is not a BPE with bos, eos and unk; it is written as it is")
                 return {**files, **({CONFIG: json_bytes(settings)} if settings else {})}
-            content = tokenizer_json(model)
+            content = tokenizers.tokenizer_json(model)
             names = {"bos_token": model.pieces[model.bos][0], "eos_token": model.pieces[model.eos][0]}
             names["unk_token"] = model.pieces[model.unk][0]
             if settings.get("add_bos_token") is False:
@@ -336,41 +299,30 @@ def read_paddle_tokenizer(folder: Path, model_type: str, warnings: list[str]) ->
                 content["post_processor"] = _prefix(added)
         known = {entry["id"] for entry in content["added_tokens"]}
         more = sorted((number, text) for text, number in added.items() if number not in known)
-        content["added_tokens"] += [added_token(number, text, special=True) for number, text in more]
+        content["added_tokens"] += [tokenizers.added_token(number, text, special=True) for number, text in more]
         merged = {**names, **settings, "tokenizer_class": "PreTrainedTokenizerFast"}
         merged.setdefault("clean_up_tokenization_spaces", False)
         files.pop(ADDED, None)
-        return {**files, JSON: tokenizer_bytes(content), CONFIG: json_bytes(merged)}
+        return {**files, JSON: tokenizers.tokenizer_bytes(content), CONFIG: json_bytes(merged)}
     if not files:
         warnings.append(f"`{folder.name}` contains no tokenizer; give one with `--tokenizer` if you need it")
     return {**files, CONFIG: json_bytes(settings)} if settings else files
 
 
-def _settings(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """`tokenizer_config.json` with a class that transformers has."""
-    settings = {name: value for name, value in stored.items() if name not in ("auto_map", "name_or_path")}
-    kind = settings.get("tokenizer_class")
-    return settings | ({"tokenizer_class": PADDLE_CLASSES[kind]} if kind in PADDLE_CLASSES else {})
-
-
-def _added(folder: Path) -> dict[str, Any]:
-    return read_json(folder / ADDED) if (folder / ADDED).is_file() else {}
-
-
 def _qwen(data: bytes) -> tuple[dict[str, Any], dict[str, str]]:
     """The content of `tokenizer.json`, and the names of special tokens."""
-    ranks = parse_tiktoken(data)
-    content = tiktoken_json(ranks, since_3_1=False)
+    ranks = tokenizers.parse_tiktoken(data)
+    content = tokenizers.tiktoken_json(ranks, since_3_1=False)
     content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = QWEN_PATTERN
     specials = enumerate(QWEN_SPECIAL, len(ranks))
-    content["added_tokens"] = [added_token(number, text, special=True) for number, text in specials]
+    content["added_tokens"] = [tokenizers.added_token(number, text, special=True) for number, text in specials]
     content |= {"normalizer": {"type": "NFC"}, "post_processor": None}
     return content, {"eos_token": QWEN_SPECIAL[0], "pad_token": QWEN_SPECIAL[0]}
 
 
 def _prefix(ids: Mapping[str, int]) -> dict[str, Any]:
     """A post-processor that adds ChatGLM's `[gMASK]sop` before each text."""
-    template = bos_template(GLM_PREFIX[0], ids[GLM_PREFIX[0]])
+    template = tokenizers.bos_template(GLM_PREFIX[0], ids[GLM_PREFIX[0]])
     marks = [{"SpecialToken": {"id": name, "type_id": 0}} for name in GLM_PREFIX]
     text = {"Sequence": {"id": "A", "type_id": 0}}
     return {
@@ -384,25 +336,16 @@ def _prefix(ids: Mapping[str, int]) -> dict[str, Any]:
 QUANTIZED = (".quant_weight", ".quant_scale", ".weight_scale", ".activation_quanter")
 
 
-def _detect(path: Path) -> bool:
-    if path.is_file():
-        return is_pdparams(path) or (path.suffix == ".safetensors" and names_paddle(path))
-    return path.is_dir() and (has_pdparams(path) or names_paddle(path))
-
-
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     names = [path.name] if path.is_file() else sorted(entry.name for entry in path.iterdir())
-    found = next((match for name in names if (match := ADAPTER_FILES.fullmatch(name))), None)
-    if found and found[1] == "prefix":
-        raise UnsupportedInput(
-            f"`{path.name}` is a prefix (`{found[0]}`), not a model",
-            hint="convert the model that it was trained on",
+    if found := next((match for name in names if (match := read.ADAPTER_FILES.fullmatch(name))), None):
+        kind, hint = (
+            "a LoRA adapter",
+            "convert its base with `to-hf`, then `llmconv merge-lora BASE ADAPTER_FILES -o OUT`",
         )
-    if found:
-        raise UnsupportedInput(
-            f"`{path.name}` is a LoRA adapter (`{found[0]}`), not a model",
-            hint="convert its base model with `to-hf`, then `llmconv merge-lora BASE ADAPTER_FILES -o OUT`",
-        )
+        if found[1] == "prefix":
+            kind, hint = "a prefix", "convert the model that it was trained on"
+        raise UnsupportedInput(f"`{path.name}` is {kind} (`{found[0]}`), not a model", hint=hint)
     folder = path if path.is_dir() else path.parent
     stored = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     fields = {name: value for name, value in config.items() if name != OPTION}
@@ -414,15 +357,21 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         code = needs_code(code, path.name, *(ALIBI if own == "baichuan" else TWO_POSITIONS))
     settings = to_own_config(paddle, path.name) if own else to_config(paddle, path.name, warnings)
     family = FAMILIES[paddle["model_type"]]
-    ranks = open_ranks(path, paddle)
+    ranks = read.open_ranks(path, paddle)
     if len(ranks) > 1 and not family.tensor_parallel:
         raise UnsupportedInput(
             f"`{path.name}` is a {paddle['model_type']} split over {len(ranks)} tensor-parallel ranks",
             hint="join it with PaddleNLP's `merge_tp_and_pp_params.py` first",
         )
-    _refuse_quantized(path, ranks[0])
+    if packed := [name for name in ranks[0] if name.endswith(QUANTIZED)]:
+        raise UnsupportedInput(
+            f"`{path.name}` is quantized: it holds {listing(packed)}",
+            hint="give the weights from before quantization; Paddle's packed ones are ordered for its GPU kernels",
+        )
     shapes = {name: tensor.shape for name, tensor in ranks[0].items()}
-    tensors = apply_rules(family.rules(settings, shapes), ranks, number(settings, family.layers, path.name), path.name)
+    tensors = apply_rules(
+        family.rules(settings, shapes), ranks, Fields(settings, path.name).count(family.layers), path.name
+    )
     if own and code:
         build = baichuan if own == "baichuan" else chatglm
         tensors, settings = build(tensors, settings, code, path.name)
@@ -430,35 +379,18 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         # PaddleNLP leaves out its default, true: with a head, the values decide then
         tied = settings.get("tie_word_embeddings", None if HEAD in tensors else True)
         settings = with_architecture({**settings, "tie_word_embeddings": tied})
-    side_files = {**_tokenizer(tokenizer, folder, paddle["model_type"], warnings), **read_generation_config(folder)}
+    place = folder if tokenizer is None else tokenizer
+    files = read_paddle_tokenizer(place, paddle["model_type"], warnings) if place.is_dir() else {}
+    files = files if files or tokenizer is None else tokenizers.read_tokenizer(tokenizer)
+    side_files = {**files, **read_generation_config(folder)}
     release = stored.get("paddlenlp_version")
-    return Checkpoint(
-        path,
-        FORMAT.name,
-        tensors,
-        settings,
-        side_files,
-        tuple(warnings),
-        version=f"paddlenlp {release}" if isinstance(release, str) else "",
-        shards=len(weight_files(path)),
-        dropped=training_files_in(path),
-        source_type=str(paddle["model_type"]),
-    )
-
-
-def _refuse_quantized(path: Path, names: Iterable[str]) -> None:
-    if found := [name for name in names if name.endswith(QUANTIZED)]:
-        raise UnsupportedInput(
-            f"`{path.name}` is quantized: it holds {listing(found)}",
-            hint="give the weights from before quantization; Paddle's packed ones are ordered for its GPU kernels",
-        )
-
-
-def _tokenizer(given: Path | None, folder: Path, model_type: str, warnings: list[str]) -> dict[str, bytes]:
-    if given is None:
-        return read_paddle_tokenizer(folder, model_type, warnings)
-    files = read_paddle_tokenizer(given, model_type, warnings) if given.is_dir() else {}
-    return files or read_tokenizer(given)
+    more = {
+        "shards": len(read.weight_files(path)),
+        "dropped": training_files_in(path),
+        "source_type": paddle["model_type"],
+    }
+    more |= {"version": f"paddlenlp {release}"} if isinstance(release, str) else {}
+    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), **more)
 
 
 FORMAT = Format(
@@ -467,9 +399,13 @@ FORMAT = Format(
     covers="llama (and Baichuan-7B), mistral, qwen, qwen2, bloom, gpt, chatglm2/3; with their own code "
     "(`--code`) Baichuan-13B and ChatGLM-6B; whole, sharded, or one file per "
     "tensor- and pipeline-parallel rank",
-    detect=_detect,
+    detect=lambda path: (
+        (read.has_pdparams(path) or read.names_paddle(path))
+        if path.is_dir()
+        else path.is_file() and (read.is_pdparams(path) or (path.suffix == ".safetensors" and read.names_paddle(path)))
+    ),
     open=_open,
-    peek=peek,
+    peek=read.peek,
     options=(OPTION,),
     save=save,
 )

@@ -48,14 +48,14 @@ class PaddleFamily:
     tensor_parallel: bool = True  # whether the files of tensor-parallel ranks can be joined
 
 
-def _column(source: str, target: str, inputs: int, outputs: int) -> TensorRule:
-    """A Linear weight that ranks split along its outputs."""
-    return TensorRule((f"{source}.weight",), (f"{target}.weight",), (inputs, outputs), 1, True)
+def _column(source: str, target: str, inputs: int, outputs: int, split: int = 1) -> TensorRule:
+    """A Linear weight that ranks split along its outputs, or with 0 along its inputs."""
+    return TensorRule((f"{source}.weight",), (f"{target}.weight",), (inputs, outputs), split, True)
 
 
 def _row(source: str, target: str, inputs: int, outputs: int) -> TensorRule:
     """A Linear weight that ranks split along its inputs."""
-    return TensorRule((f"{source}.weight",), (f"{target}.weight",), (inputs, outputs), 0, True)
+    return _column(source, target, inputs, outputs, 0)
 
 
 def _vector(source: str, target: str, size: int, split: int | None = None) -> TensorRule:
@@ -90,19 +90,30 @@ def _decoder(prefix: str) -> Callable[[Mapping[str, Any], Mapping[str, tuple[int
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         head = config.get("head_dim", hidden // heads)
         old, new = f"{prefix}layers.{{}}.", "model.layers.{}."
+        sides, fused = ("gate_proj", "up_proj"), f"{old}mlp.gate_up_fused_proj.weight"
+        gate_up = [_column(f"{old}mlp.{name}", f"{new}mlp.{name}", hidden, inner) for name in sides]
+        if has_layered(shapes, fused):
+            targets = tuple(f"{new}mlp.{name}.weight" for name in sides)
+            gate_up = [TensorRule((fused,), targets, (hidden, 2 * inner), 1, True, (inner, inner))]
         return [
             _embedding(f"{prefix}embed_tokens", "model.embed_tokens", vocabulary, hidden, vocabulary),
             _vector(f"{old}input_layernorm.weight", f"{new}input_layernorm.weight", hidden),
             *_attention(old + "self_attn.", new + "self_attn.", hidden, (heads, kv_heads, head), shapes),
             _row(f"{old}self_attn.o_proj", f"{new}self_attn.o_proj", heads * head, hidden),
             _vector(f"{old}post_attention_layernorm.weight", f"{new}post_attention_layernorm.weight", hidden),
-            *_gate_up(old + "mlp.", new + "mlp.", hidden, inner, shapes),
+            *gate_up,
             _row(f"{old}mlp.down_proj", f"{new}mlp.down_proj", inner, hidden),
             _vector(f"{prefix}norm.weight", "model.norm.weight", hidden),
             *_head("lm_head.weight", config, shapes, vocabulary, hidden),
         ]
 
     return rules
+
+
+def has_layered(shapes: Mapping[str, tuple[int, ...]], template: str) -> bool:
+    """Whether any layer has a tensor of this name."""
+    pattern = re.compile(re.escape(template).replace(r"\{\}", r"\d+"))
+    return any(pattern.fullmatch(name) for name in shapes)
 
 
 def _attention(
@@ -114,13 +125,13 @@ def _attention(
     rules: list[TensorRule] = []
     for part, shape, split in (("weight", (hidden,), 1), ("bias", (), 0)):
         targets = tuple(f"{new}{name}.{part}" for name in outputs)
-        if _has(shapes, f"{old}qkv_proj.{part}"):
+        if has_layered(shapes, f"{old}qkv_proj.{part}"):
             pieces = (heads // kv_heads * head, head, head)
             whole = (*shape, sum(outputs.values()))
             rules.append(
                 TensorRule((f"{old}qkv_proj.{part}",), targets, whole, split, part == "weight", pieces, kv_heads)
             )
-        elif part == "weight" or _has(shapes, f"{old}q_proj.{part}"):
+        elif part == "weight" or has_layered(shapes, f"{old}q_proj.{part}"):
             rules += [
                 TensorRule(
                     (f"{old}{name}.{part}",),
@@ -133,18 +144,6 @@ def _attention(
                 for name, size in outputs.items()
             ]
     return rules
-
-
-def _gate_up(old: str, new: str, hidden: int, inner: int, shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
-    if not _has(shapes, f"{old}gate_up_fused_proj.weight"):
-        return [_column(f"{old}{name}", f"{new}{name}", hidden, inner) for name in ("gate_proj", "up_proj")]
-    targets = (f"{new}gate_proj.weight", f"{new}up_proj.weight")
-    return [TensorRule((f"{old}gate_up_fused_proj.weight",), targets, (hidden, 2 * inner), 1, True, (inner, inner))]
-
-
-def _has(shapes: Mapping[str, tuple[int, ...]], template: str) -> bool:
-    pattern = re.compile(re.escape(template).replace(r"\{\}", r"\d+"))
-    return any(pattern.fullmatch(name) for name in shapes)
 
 
 def _qwen(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
@@ -200,15 +199,13 @@ def _gpt(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> li
     rules = [
         _embedding("gpt.embeddings.word_embeddings", "transformer.wte", vocabulary, hidden),
         TensorRule(
-            ("gpt.embeddings.position_embeddings.weight",),
-            ("transformer.wpe.weight",),
-            (config["n_positions"], hidden),
+            ("gpt.embeddings.position_embeddings.weight",), ("transformer.wpe.weight",), (config["n_positions"], hidden)
         ),
         *_norm(f"{old}norm1", f"{new}ln_1", hidden),
     ]
     for part, shape, split in (("weight", (hidden,), 1), ("bias", (), 0)):
         target = (f"{new}attn.c_attn.{part}",)
-        if _has(shapes, f"{old}self_attn.qkv_proj.{part}"):
+        if has_layered(shapes, f"{old}self_attn.qkv_proj.{part}"):
             fused, pieces = f"{old}self_attn.qkv_proj.{part}", (hidden // heads,) * 3
             rules.append(TensorRule((fused,), target, (*shape, 3 * hidden), split, pieces=pieces, groups=heads))
         else:
@@ -313,7 +310,10 @@ def numbered(rule: TensorRule, layer: int) -> TensorRule:
 def converted(rule: TensorRule, ranks: Sequence[Mapping[str, LazyTensor]], source: str) -> dict[str, LazyTensor]:
     """The target tensors of one rule (with a layer number in its names) by name; MalformedInput for other shapes."""
     outputs = 0 if rule.linear else len(rule.shape) - 1
-    parts = [_oriented(rule, _shards(rule, name, ranks, source)) for name in rule.sources]
+    parts = [
+        [transposed(shard) if rule.linear else shard for shard in _shards(rule, name, ranks, source)]
+        for name in rule.sources
+    ]
     if rule.pieces:
         found = [
             concat([_piece(rule, shard, k, len(parts[0])) for shard in parts[0]], outputs)
@@ -325,10 +325,6 @@ def converted(rule: TensorRule, ranks: Sequence[Mapping[str, LazyTensor]], sourc
     if len(found) != len(rule.targets):
         found = [concat(found, outputs)]
     return dict(zip(rule.targets, found, strict=True))
-
-
-def _count(rule: TensorRule) -> range:
-    return range(len(rule.pieces))
 
 
 def _shards(rule: TensorRule, name: str, ranks: Sequence[Mapping[str, LazyTensor]], source: str) -> list[LazyTensor]:
@@ -349,10 +345,6 @@ def _shards(rule: TensorRule, name: str, ranks: Sequence[Mapping[str, LazyTensor
     return parts
 
 
-def _oriented(rule: TensorRule, parts: list[LazyTensor]) -> list[LazyTensor]:
-    return [transposed(part) for part in parts] if rule.linear else parts
-
-
 def _piece(rule: TensorRule, shard: LazyTensor, which: int, shards: int) -> LazyTensor:
     """Part `which` of every group of a fused tensor; `shard` is one of `shards` parts of the tensor."""
     single = rule.groups == 1
@@ -360,14 +352,8 @@ def _piece(rule: TensorRule, shard: LazyTensor, which: int, shards: int) -> Lazy
     start, stride = sum(sizes[:which]), sum(sizes)
     groups = 1 if single else rule.groups // shards
     ranges = [(group * stride + start, group * stride + start + sizes[which]) for group in range(groups)]
-    return _rows(shard, ranges) if rule.linear or len(rule.shape) == 1 else _columns(shard, ranges)
-
-
-def _rows(tensor: LazyTensor, ranges: Sequence[tuple[int, int]]) -> LazyTensor:
-    return concat([slice_rows(tensor, start, stop) for start, stop in ranges], 0)
-
-
-def _columns(tensor: LazyTensor, ranges: Sequence[tuple[int, int]]) -> LazyTensor:
+    if rule.linear or len(rule.shape) == 1:
+        return concat([slice_rows(shard, start, stop) for start, stop in ranges], 0)
     index = np.concatenate([np.arange(start, stop) for start, stop in ranges])
-    shape = (tensor.shape[0], len(index))
-    return LazyTensor(tensor.dtype, shape, lambda first, last: np.ascontiguousarray(tensor.rows(first, last)[:, index]))
+    shape = (shard.shape[0], len(index))
+    return LazyTensor(shard.dtype, shape, lambda first, last: np.ascontiguousarray(shard.rows(first, last)[:, index]))

@@ -107,7 +107,10 @@ def open_pdparams(path: Path) -> PaddleFile:
     Raises MalformedInput if it is truncated, hostile or contradictory, UnsupportedInput for an element type or byte
     order that safetensors does not have.
     """
-    content = _read(path)
+    if path.stat().st_size == 0:
+        raise MalformedInput(f"`{path.name}` is empty", hint="copy it again from where it was saved")
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        content = interpret(_FilePickleMachine(data, PickleHooks(_name, _call, HOOKS.refer)), path.name)
     if not isinstance(content, dict):
         raise MalformedInput(
             f"`{path.name}` is not a state dict", hint="save the model's `state_dict()` with `paddle.save`"
@@ -123,15 +126,8 @@ def open_pdparams(path: Path) -> PaddleFile:
     return PaddleFile(_joined(path, tensors, content.get(SPLIT_ARRAYS, {})), tuple(others))
 
 
-def _read(path: Path) -> Any:
-    if path.stat().st_size == 0:
-        raise MalformedInput(f"`{path.name}` is empty", hint="copy it again from where it was saved")
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return interpret(_FilePickleMachine(data, PickleHooks(_name, _call, HOOKS.refer)), path.name)
-
-
 def _name(module: str, name: str) -> Any:
-    if (module, name) in (("builtins", "eval"), ("__builtin__", "eval")):
+    if name == "eval" and module in ("builtins", "__builtin__"):
         return Global(module, name)  # inert; `_call` checks its arguments
     return HOOKS.name(module, name)
 
@@ -282,8 +278,10 @@ class Utf8Bytes:
     @cached_property
     def _counts(self) -> list[int]:
         """Number of characters before each chunk, and in total."""
-        starts = range(0, self.size, CHUNK_BYTES)
-        return list(accumulate((_characters(self._chunk(start, start + CHUNK_BYTES)) for start in starts), initial=0))
+        chunks = (self._chunk(start, start + CHUNK_BYTES) for start in range(0, self.size, CHUNK_BYTES))
+        # a character begins with any byte but 0x80 to 0xBF
+        begin = ((np.frombuffer(chunk, np.uint8) & 0xC0) != 0x80 for chunk in chunks)
+        return list(accumulate((int(np.count_nonzero(found)) for found in begin), initial=0))
 
     def _range(self, start: int, stop: int) -> bytes:
         """Bytes `start:stop` of the decoded text."""
@@ -309,11 +307,6 @@ class Utf8Bytes:
             f"`{self.path.name}` has text at byte {self.position} that does not decode to the bytes of its tensor",
             hint="the file is damaged or hostile; copy it again",
         )
-
-
-def _characters(data: bytes) -> int:
-    """Number of characters that begin in `data`: all bytes except 0x80 to 0xBF."""
-    return int(np.count_nonzero((np.frombuffer(data, np.uint8) & 0xC0) != 0x80))
 
 
 def _continues(data: bytes) -> bool:
@@ -365,11 +358,9 @@ OTHERS = ("model.", "transformer.")
 
 def has_pdparams(folder: Path) -> bool:
     """Whether a folder contains weights, or an adapter, under PaddleNLP's file names."""
-    return any(_is_paddle_name(entry.name) for entry in folder.iterdir())
-
-
-def _is_paddle_name(name: str) -> bool:
-    return name in (WHOLE, PADDLE_INDEX) or any(pattern.fullmatch(name) for pattern in (RANK, SHARD, ADAPTER_FILES))
+    kinds = (RANK, SHARD, ADAPTER_FILES)
+    names = [entry.name for entry in folder.iterdir()]
+    return any(name in (WHOLE, PADDLE_INDEX) or any(kind.fullmatch(name) for kind in kinds) for name in names)
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -204,8 +204,8 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "more layers": (configure(n_layers=3), "has 2 layers, its configuration says 3"),
     "countless layers": (configure(n_layers=10**9), "`n_layers` 1000000000, more than any model has"),
     "another multiplier": (configure(ffn_dim_multiplier=2.0), "shape mismatch"),
-    "no number": (configure(norm_eps="1e-5"), "`norm_eps` of `x` is invalid: '1e-5'"),
-    "no rope scaling": (configure(rope_scaling=0), "`rope_scaling` of `x` is invalid: 0"),
+    "no number": (configure(norm_eps="1e-5"), "`norm_eps` in the configuration of `x` is invalid: '1e-5'"),
+    "no rope scaling": (configure(rope_scaling=0), "`rope_scaling` in the configuration of `x` is invalid: 0"),
     "rope of Llama 3.1": (configure(use_scaled_rope=True), "has `use_scaled_rope`, which"),
 }
 
@@ -221,7 +221,9 @@ def test_a_broken_checkpoint_is_refused(tmp_path: Path, damage: Callable[[Path],
 
 @pytest.mark.parametrize("moe", [3, {"num_experts": 10**9}, {"num_experts": "x"}])
 def test_a_senseless_number_of_experts_is_refused(tmp_path: Path, moe: Any) -> None:
-    with pytest.raises(MalformedInput, match="`moe` of `x` is|`num_experts` 1000000000, more than any model has"):
+    with pytest.raises(
+        MalformedInput, match="`moe` in the configuration of `x` is|`num_experts` 1000000000, more than any model has"
+    ):
         open_training(save(tmp_path / "x", mixtral(), 1, "mixtral", moe=moe))
 
 

@@ -285,7 +285,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "more layers": ("", {"num_layers": 3}, "has 2 layers, its configuration says 3"),
     "fewer layers": ("", {"num_layers": 1}, "has 2 layers, its configuration says 1"),
     "a number that is none": ("", {"rms_norm_eps": "small"}, "'small'"),
-    "a number that is not finite": ("", {"theta": float("inf")}, "'inf'"),
+    "a number that is not finite": ("", {"theta": float("inf")}, "is invalid: inf"),
 }
 
 

@@ -259,14 +259,20 @@ def test_a_configuration_that_transformers_wrote_passes_as_it_is() -> None:
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
-    "attention that is a text": ({**CONFIG, "attn_config": "flash"}, "has 'flash' for `attn_config`"),
-    "heads that are a text": (config_with(n_heads="3"), "has '3' for `n_heads`"),
-    "no layer": (config_with(n_layers=0), "has 0 for `n_layers`"),
-    "half a width": (config_with(d_model=24.5), "has 24.5 for `d_model`"),
-    "epsilon": (config_with(norm_eps=None), "has None for `norm_eps`"),
-    "clip": (config_with({"clip_qkv": "8"}), "has '8' for `clip_qkv`"),
-    "scale": (config_with({"softmax_scale": float("nan")}), "has nan for `softmax_scale`"),
-    "mlp that is a list": (config_with(ffn_config=[1]), "has [1] for `ffn_config`"),
+    "attention that is a text": (
+        {**CONFIG, "attn_config": "flash"},
+        "`attn_config` in the configuration of `x.pt` is invalid: 'flash'",
+    ),
+    "heads that are a text": (config_with(n_heads="3"), "`n_heads` in the configuration of `x.pt` is invalid: '3'"),
+    "no layer": (config_with(n_layers=0), "`n_layers` in the configuration of `x.pt` is invalid: 0"),
+    "half a width": (config_with(d_model=24.5), "`d_model` in the configuration of `x.pt` is invalid: 24.5"),
+    "epsilon": (config_with(norm_eps=None), "`norm_eps` in the configuration of `x.pt` is invalid: None"),
+    "clip": (config_with({"clip_qkv": "8"}), "`clip_qkv` in the configuration of `x.pt` is invalid: '8'"),
+    "scale": (
+        config_with({"softmax_scale": float("nan")}),
+        "`softmax_scale` in the configuration of `x.pt` is invalid: nan",
+    ),
+    "mlp that is a list": (config_with(ffn_config=[1]), "`ffn_config` in the configuration of `x.pt` is invalid: [1]"),
 }
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from llmconv.convert import merge_lora
-from llmconv.convert.adapters.tuners import LONG, TorchRandom, first_of_permutation
+from llmconv.convert.adapters.tuner_kinds import LONG, TorchRandom, first_of_permutation
 from llmconv.errors import UnsupportedInput
 from tests.builders.tuned_models import OPT, train_causal, train_layers, wrong
 from tests.conftest import save_tiny
