@@ -319,7 +319,7 @@ def print_plan(
     plan: Plan, output: Path, dry_run: bool, more: str = "", fate: Callable[[str], str] | None = None
 ) -> None:
     """Prints one line about the written folder, ending with `more`; in a dry run also every tensor with its `fate`."""
-    from llmconv.output.writer import space_needed
+    from llmconv.output.writer import destination_of
 
     count = sum(len(shard.tensors) for shard in plan.shards)
     copied = sum(shard.nbytes for shard in plan.shards if shard.copy_of)
@@ -330,7 +330,7 @@ def print_plan(
     click.echo(f"{verb} {output}: {printable(plan.checkpoint.kind)}, {sizes}{more}")
     if not dry_run:
         return
-    click.echo(f"disk needed: {space_needed(plan, output):,} bytes")
+    click.echo(f"disk needed: {destination_of(output).space_needed(plan):,} bytes")
     for shard in plan.shards:
         made = f"to copy from {shard.copy_of.name}" if shard.copy_of else "to write"
         click.echo(f"  {shard.name}  {made}  {len(shard.tensors)} tensors  {shard.nbytes:,} bytes")

@@ -25,17 +25,25 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from llmconv.addresses import HubAddress
 from llmconv.checkpoint import ADAPTER_CONFIG, parse_object
 from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput, printable
-from llmconv.files import source_file
-from llmconv.files.safe_folder import Folder, Link, NewFile, is_inner, user_cache
+from llmconv.files.safe_folder import Folder, Link, is_inner, user_cache
 from llmconv.hub.repository import FileDigest, HubRepository, digest_of, file_digest, sent
 from llmconv.output.local_folder import require_space
-from llmconv.output.manifest import MANIFEST, Manifest, file_entry, parse_manifest
-from llmconv.output.plan import Plan, Shard, check_copy, failing_safely, require_unchanged, stream_shard
+from llmconv.output.manifest import MANIFEST, Manifest, file_entry, is_file_entry, parse_manifest
+from llmconv.output.plan import (
+    Destination,
+    Plan,
+    Shard,
+    UnfinishedOutput,
+    check_copy,
+    failing_safely,
+    require_unchanged,
+    stream_shard,
+)
 from llmconv.progress import say
 
 if TYPE_CHECKING:
@@ -45,17 +53,10 @@ CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
-class HubFolder:
-    """A `Destination`: a repository and its branch."""
+class HubFolder(Destination):
+    """A repository and its branch; a commit leaves nothing to tidy."""
 
     address: HubAddress
-
-    def __str__(self) -> str:
-        return str(self.address)
-
-    @property
-    def name(self) -> str:
-        return self.address.name
 
     @cached_property
     def repository(self) -> HubRepository:
@@ -74,10 +75,7 @@ class HubFolder:
             )
         )
 
-    def tidy(self) -> None:
-        """See `Destination`; a commit leaves nothing."""
-
-    def require_free(self, overwrite: bool, inputs: Sequence[Path], *, resume: bool) -> None:
+    def require_free(self, overwrite: bool, inputs: Sequence[Path] = (), *, resume: bool = False) -> None:
         """See `Destination`; files about the repository, such as README.md, are not in the way."""
         state = self.repository.state
         if not state.has_branch:
@@ -85,10 +83,7 @@ class HubFolder:
         if not overwrite and MANIFEST in state.files and not (resume and self.is_complete()):
             problem = f"`{self.address}` already contains a model of llmconv"
             raise InputRefused(problem, hint="choose another `-o`, or give `--overwrite` to replace it by a new commit")
-        if MANIFEST not in state.files and CONFIG in state.files and not foreign_weights(self.repository):
-            hint = "choose another repository or a new branch (`org/name@branch`), or delete it there yourself"
-            raise InputRefused(f"`{self.address}` contains `{CONFIG}`, which llmconv did not make", hint=hint)
-        require_own_weights(self.repository)
+        require_own_weights(self.repository, [CONFIG] if MANIFEST not in state.files and CONFIG in state.files else [])
 
     def require_space(self, plan: Plan) -> None:
         require_space(uploads_folder(), self.space_needed(plan))
@@ -96,9 +91,6 @@ class HubFolder:
     def space_needed(self, plan: Plan) -> int:
         """See `Destination`: on this machine, one shard at a time; copies are sent from where they are."""
         return max((shard.nbytes for shard in plan.shards if not shard.copy_of), default=0)
-
-    def manifest(self) -> Manifest:
-        return manifest_of(self.repository)
 
     def read(self, name: str) -> bytes | None:
         return self.repository.read(name)
@@ -122,20 +114,16 @@ class HubFolder:
         raise UnsupportedInput(problem, hint="let them write a folder or a bucket, then `llmconv push` it")
 
 
-class UnfinishedCommit:
-    """An `UnfinishedOutput`; `resume` uses what a run with the same `key` (sources, options, address) has sent."""
+class UnfinishedCommit(UnfinishedOutput):
+    """A commit; `resume` uses what a run with the same `key` (sources, options, address) has sent."""
 
     def __init__(self, target: HubFolder, *, key: str, resume: bool) -> None:
-        self.target, self._key, self._resume = target, key, resume
-        self.finished: dict[str, dict[str, Any]] = {}
+        self.target, self.repository, self._key, self._resume = target, target.repository, key, resume
+        self.finished = {}
         self._contents: dict[str, bytes] = {}
         self._additions: dict[str, CommitOperationAdd] = {}
 
-    @property
-    def repository(self) -> HubRepository:
-        return self.target.repository
-
-    def __enter__(self) -> UnfinishedCommit:
+    def __enter__(self) -> Self:
         """Makes the repository, a private one, unless it exists, and opens the journal."""
         existed = self.repository.state.exists
         self.repository.create(private=None if existed else True)
@@ -143,41 +131,35 @@ class UnfinishedCommit:
             say(f"made the private repository `{self.target.address.repository}`")
         with failing_safely():
             self._journal = UploadJournal(self._key, resume=self._resume)
-        try:
-            self._take_up(self._journal.entries)
+        try:  # takes the shards of an interrupted run that the Hub still has
+            entries = self._journal.entries
+            known = self.repository.has_objects({entry["sha256"]: entry["bytes"] for entry in entries.values()})
+            for name, entry in entries.items():
+                addition = self.repository.addition(name, b"")
+                if entry["sha256"] in known and sent(addition, entry["bytes"], entry["sha256"]):
+                    self.finished[name], self._additions[name] = entry, addition
         except BaseException:
             self._journal.close(keep=True)
             raise
         return self
 
-    def _take_up(self, entries: dict[str, dict[str, Any]]) -> None:
-        """Takes the shards of an interrupted run that the Hub still has."""
-        known = self.repository.has_objects({entry["sha256"]: entry["bytes"] for entry in entries.values()})
-        for name, entry in entries.items():
-            addition = self.repository.addition(name, b"")
-            if entry["sha256"] in known and sent(addition, entry["bytes"], entry["sha256"]):
-                self.finished[name], self._additions[name] = entry, addition
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Keeps the journal after a failure of the Hub or an interrupt, deletes it after anything else."""
         resumable = isinstance(error, OSError | OutputFailed | KeyboardInterrupt)
         self._journal.close(keep=resumable and bool(self.finished))
 
     def make_shard(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-        if shard.copy_of:
-            return self._copy_shard(shard, shard.copy_of, advance)
-        with failing_safely(), self._journal.new_file() as new:
-            entry = stream_shard(new.file, shard, advance)
-            self._send(shard.name, new.path, entry)
-        return entry
-
-    def _copy_shard(self, shard: Shard, source: Path, advance: Callable[[int], None]) -> dict[str, Any]:
         with failing_safely():
-            digest = file_digest(source)
+            if not shard.copy_of:
+                with self._journal.folder.begin("shard") as new:  # removed at the end of the block
+                    entry = stream_shard(new.file, shard, advance)
+                    self._send(shard.name, new.path, entry)
+                return entry
+            digest = file_digest(shard.copy_of)
             entry = {"bytes": digest.size, "sha256": digest.sha256}
-            self._send(shard.name, source, entry)
-        require_unchanged(source, shard)
-        check_copy(source, shard)
+            self._send(shard.name, shard.copy_of, entry)
+        require_unchanged(shard.copy_of, shard)
+        check_copy(shard.copy_of, shard)
         advance(shard.nbytes)
         return entry
 
@@ -196,23 +178,19 @@ class UnfinishedCommit:
         with failing_safely():
             self._journal.add(name, entry)
 
-    def release(self, name: str, sources: Sequence[Path]) -> None:
-        source_file.forget(sources)
-
     def write_file(self, name: str, content: bytes | Link) -> None:
-        """Keeps a small file for `commit`; see `UnfinishedOutput`."""
         if isinstance(content, Link):
             problem = f"`{name}` would be a symbolic link, which the Hub does not have"
             raise UnsupportedInput(problem, hint="write to a local folder, then `llmconv push` it")
         self._contents[name], self.finished[name] = content, file_entry(content)
 
-    def leave(self) -> None:
-        """Nothing: no other process goes on with a commit."""
-
     def commit(self, manifest: Manifest) -> None:
         """Makes the one commit, and compares what the Hub has then; see `UnfinishedOutput`."""
         manifest.files = dict(self.finished)
-        small = {**self._contents, **self._card(manifest), MANIFEST: manifest.encode()}
+        small = {**self._contents, MANIFEST: manifest.encode()}
+        if CARD not in self.finished and is_unedited(self.repository.read(CARD)):
+            config = parse_object(self._contents.get(CONFIG, b"{}"), CONFIG)
+            small[CARD] = model_card(manifest, config, self.target.address.repository)
         additions = [self.repository.addition(name, content) for name, content in small.items()]
         self.repository.preupload(additions)
         deleted = replaced_files(self.repository, {*self.finished, MANIFEST})
@@ -223,13 +201,6 @@ class UnfinishedCommit:
         if differing := self.repository.at(done.commit).differing(digests):
             problem = f"commit {done.commit[:12]} on the Hub has other bytes in `{differing[0]}` than were sent"
             raise OutputFailed(problem, hint="run again with `--overwrite`, and report it to the Hub")
-
-    def _card(self, manifest: Manifest) -> dict[str, bytes]:
-        """The model card, unless the output or someone else has written one."""
-        if CARD in self.finished or not is_unedited(self.repository.read(CARD)):
-            return {}
-        config = parse_object(self._contents.get(CONFIG, b"{}"), CONFIG)
-        return {CARD: model_card(manifest, config, self.target.address.repository)}
 
 
 PAGES = re.compile(r"(?:README|LICEN[CS]E|NOTICE|USE_POLICY|CITATION)[^/]*|\.git(?:attributes|ignore)", re.IGNORECASE)
@@ -257,11 +228,11 @@ def foreign_weights(repository: HubRepository) -> list[str]:
     return sorted(name for name in foreign_files(repository) if WEIGHTS.fullmatch(name))
 
 
-def require_own_weights(repository: HubRepository) -> None:
-    """Raises InputRefused for a branch (if new, the copy of `main`) with weights of others beside the output's."""
-    if repository.state.has_branch and (weights := foreign_weights(repository)):
+def require_own_weights(repository: HubRepository, others: Sequence[str] = ()) -> None:
+    """Raises InputRefused for a branch with weights, or the files `others`, that llmconv did not make."""
+    if repository.state.has_branch and (found := [*foreign_weights(repository), *others]):
         hint = "choose another repository or a new branch (`org/name@branch`), or delete it there yourself"
-        raise InputRefused(f"`{repository.address}` contains `{weights[0]}`, which llmconv did not make", hint=hint)
+        raise InputRefused(f"`{repository.address}` contains `{found[0]}`, which llmconv did not make", hint=hint)
 
 
 def replaced_files(repository: HubRepository, names: Collection[str]) -> list[str]:
@@ -286,60 +257,42 @@ class UploadJournal:
         home = uploads_folder()
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.jsonl"
-        self._folder = Folder.open_own(home)
-        self._folder.sweep()
-        self._file = self._locked()
-        self.entries = self._read() if resume else {}
-        self._write()
-
-    def _locked(self) -> BinaryIO:
-        file = self._folder.open_to_append(self._name)
+        self.folder = Folder.open_own(home)  # also of the shard that is made or sent
+        self.folder.sweep()
+        self._file = self.folder.open_to_append(self._name)
         try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            file.close()
+            self._file.close()
             raise OutputFailed("another run uploads the same output", hint="wait until it has ended") from error
-        return file
+        self.entries = self._read() if resume else {}
+        os.ftruncate(self._file.fileno(), 0)
+        for name, entry in self.entries.items():
+            self.add(name, entry)
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        content = self._folder.read(self._name, JOURNAL_BYTES) or b""
+        content = self.folder.read(self._name, JOURNAL_BYTES) or b""
         found = {}
         for line in content.splitlines():
             try:
                 name, size, sha256 = json.loads(line)
             except (ValueError, TypeError, RecursionError):  # cut off by a crash
                 continue
-            if isinstance(name, str) and is_inner(name) and isinstance(size, int) and _is_sha256(sha256):
-                found[name] = {"bytes": size, "sha256": sha256}
+            entry = {"bytes": size, "sha256": sha256}
+            if isinstance(name, str) and is_inner(name) and is_file_entry(entry):
+                found[name] = entry
         return found
 
-    def _write(self) -> None:
-        os.ftruncate(self._file.fileno(), 0)
-        for name, entry in self.entries.items():
-            self._append(name, entry)
-
     def add(self, name: str, entry: dict[str, Any]) -> None:
-        self.entries[name] = entry
-        self._append(name, entry)
-
-    def _append(self, name: str, entry: dict[str, Any]) -> None:
         self._file.write(json.dumps([name, entry["bytes"], entry["sha256"]]).encode() + b"\n")
         os.fsync(self._file.fileno())
-
-    def new_file(self) -> NewFile:
-        """An empty file to write; it is removed at the end of the block."""
-        return self._folder.begin("shard")
 
     def close(self, *, keep: bool) -> None:
         """Unlocks the journal, and removes it unless an interrupted run is to `keep` it."""
         if not keep:
-            self._folder.remove(self._name)
+            self.folder.remove(self._name)
         self._file.close()
-        self._folder.close()
-
-
-def _is_sha256(value: object) -> bool:
-    return isinstance(value, str) and len(value) == 64 and not set(value) - set("0123456789abcdef")
+        self.folder.close()
 
 
 CARD = "README.md"
@@ -377,11 +330,10 @@ def is_unedited(card: bytes | None) -> bool:
 
 def _header(manifest: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
     bases = base_models(manifest)
-    relation = _relation(manifest)
     causal = any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ())
     fields = {
         "base_model": bases[0] if len(bases) == 1 else bases,
-        "base_model_relation": relation if bases else "",
+        "base_model_relation": _relation(manifest) if bases else "",
         "library_name": "peft" if _is_adapter(manifest) else "transformers" if config else "",
         "pipeline_tag": "text-generation" if causal and not _is_adapter(manifest) else "",
         "tags": ["llmconv", *(["onnx"] if manifest.graphs else [])],
@@ -393,10 +345,13 @@ def base_models(manifest: Manifest) -> list[str]:
     """The models on the Hub that the steps began with, without duplicates."""
     named = []
     for done in manifest.steps:
-        options = done.get("options")
-        base = options.get("base") if isinstance(options, dict) else None
-        named += [HUB_SOURCE.fullmatch(str(name)) for name in (done.get("source"), base) if name]
+        named += [HUB_SOURCE.fullmatch(str(name)) for name in (done.get("source"), _options(done).get("base")) if name]
     return list(dict.fromkeys(found["repository"] for found in named if found))
+
+
+def _options(done: Mapping[str, Any]) -> Mapping[str, Any]:
+    options = done.get("options")
+    return options if isinstance(options, dict) else {}
 
 
 def _relation(manifest: Manifest) -> str:
@@ -405,7 +360,7 @@ def _relation(manifest: Manifest) -> str:
         return "adapter"
     relation = ""
     for done in manifest.steps:
-        options = done["options"] if isinstance(done.get("options"), dict) else {}
+        options = _options(done)
         command, adapters = done.get("command"), options.get("adapters")
         if command == "export" and options.get("quant"):
             relation = "quantized"
@@ -424,8 +379,7 @@ def _made(manifest: Manifest) -> str:
     """The steps that made the model, in order."""
     lines = []
     for number, done in enumerate(manifest.steps, 1):
-        options = done["options"] if isinstance(done.get("options"), dict) else {}
-        given = ", ".join(f"{_code(name)} {_code(_short(value))}" for name, value in options.items())
+        given = ", ".join(f"{_code(name)} {_code(_short(value))}" for name, value in _options(done).items())
         line = f"{number}. {_code('llmconv ' + str(done.get('command')))} of {_code(done.get('source'))}"
         lines.append(line + (f": {given}" if given else "") + f" (llmconv {_code(done.get('llmconv'))})")
     steps = "\n".join(lines)

@@ -24,8 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from llmconv.errors import InputRefused, OutputFailed
 from llmconv.files import source_file
@@ -33,65 +32,61 @@ from llmconv.files.copying import can_clone
 from llmconv.files.safe_folder import FULL, NOFOLLOW, Folder, Link, NewFile, is_inner, parents_made, require_parents
 from llmconv.files.sources import PARTIAL
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest
-from llmconv.output.plan import Plan, Shard, check_copy, copy_unchanged, failing_safely, stream_shard
+from llmconv.output.plan import (
+    Destination,
+    Plan,
+    Shard,
+    UnfinishedOutput,
+    check_copy,
+    copy_unchanged,
+    failing_safely,
+    stream_shard,
+)
 from llmconv.progress import say
 
 
 @dataclass(frozen=True)
-class LocalFolder:
-    """A `Destination`: the folder at `path`."""
+class LocalFolder(Destination):
+    """The folder at `address`, which several processes can write; a rename leaves nothing to tidy."""
 
-    path: Path
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-    @property
-    def name(self) -> str:
-        return self.path.name
+    address: Path
 
     def is_complete(self) -> bool:
-        return is_complete(self.path)
+        return is_complete(self.address)
 
-    def tidy(self) -> None:
-        """See `Destination`; a rename leaves nothing."""
-
-    def require_free(self, overwrite: bool, inputs: Sequence[Path], *, resume: bool) -> None:
-        require_free(self.path, overwrite, inputs, resume=resume)
+    def require_free(self, overwrite: bool, inputs: Sequence[Path] = (), *, resume: bool = False) -> None:
+        require_free(self.address, overwrite, inputs, resume=resume)
 
     def require_space(self, plan: Plan) -> None:
         """See `Destination`; what an interrupted run wrote is kept or freed."""
-        require_space(self.path, self.space_needed(plan) - bytes_held(self.path))
+        held = sum(map(_bytes_on_disk, partial_folder(self.address).glob("*")))
+        require_space(self.address, self.space_needed(plan) - held)
 
     def space_needed(self, plan: Plan) -> int:
         """See `Destination`; clones need none."""
         source = next((shard.copy_of for shard in plan.shards if shard.copy_of), None)
-        if source and can_clone(source, _home(self.path)):
+        if source and can_clone(source, _home(self.address)):
             return sum(shard.nbytes for shard in plan.shards if not shard.copy_of)
         return plan.nbytes
 
     def manifest(self) -> Manifest:
-        return read_manifest(self.path)
+        return read_manifest(self.address)
 
     def read(self, name: str) -> bytes | None:
-        path = self.path / name
+        path = self.address / name
         return path.read_bytes() if path.is_file() else None
 
     def made_at(self) -> int:
-        return (self.path / MANIFEST).stat().st_mtime_ns
+        return (self.address / MANIFEST).stat().st_mtime_ns
 
     def begin(self, key: str, files: Sequence[str], *, overwrite: bool, resume: bool) -> StagedFolder:
-        return StagedFolder(self.path, key=key, overwrite=overwrite, resume=resume)
-
-    def require_shared(self) -> None:
-        """See `Destination`; they can."""
+        return StagedFolder(self.address, key=key, overwrite=overwrite, resume=resume)
 
     def share(self, key: str, files: Sequence[str], mine: Collection[str]) -> SharedFolder:
-        return SharedFolder(self.path, key=key, files=mine)
+        return SharedFolder(self.address, key=key, files=mine)
 
     def finish(self, key: str, files: Sequence[str], *, overwrite: bool, trusted: bool) -> StagedFolder:
-        trusts = signature if trusted else None
-        return StagedFolder(self.path, key=key, overwrite=overwrite, resume=True, trusts=trusts)
+        return StagedFolder(self.address, key=key, overwrite=overwrite, resume=True, trusted=trusted)
 
 
 def _home(output: Path) -> Path:
@@ -119,52 +114,46 @@ LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | NOFOLLOW
 JOURNAL_BYTES = 256 << 20
 
 
-class StagedFolder:
+class StagedFolder(UnfinishedOutput):
     """Builds a hidden folder and commits it by rename.
 
-    `key` is the fingerprint of sources and options; `resume` keeps finished files of a journal with the same; a file
-    whose signature by `trusts` is that of its journal entry is not hashed again. Raises InputRefused or OutputFailed if
-    `output` exists when the folder is committed, and may not be replaced (`require_free` checks before); OutputFailed
-    if another run has locked the folder, or any I/O fails (finished files stay for `--resume`).
+    `key` is the fingerprint of sources and options; `resume` keeps finished files of a journal with the same; if
+    `trusted`, a file whose signature is that of its journal entry is not hashed again. Raises InputRefused or
+    OutputFailed if `output` exists when the folder is committed, and may not be replaced (`require_free` checks
+    before); OutputFailed if another run has locked the folder, or any I/O fails (finished files stay for `--resume`).
     """
 
     lock_kind = fcntl.LOCK_EX  # `flock(2)`: one run at a time
 
-    def __init__(
-        self, output: Path, *, key: str, overwrite: bool, resume: bool, trusts: Callable[[Path], object] | None = None
-    ) -> None:
-        self.output = output
-        self.path = partial_folder(output)
-        self.finished: dict[str, dict[str, Any]] = {}
-        self._key, self._overwrite = key, overwrite
-        self._resume, self._trusts = resume, trusts
-        self._lock = -1
+    def __init__(self, output: Path, *, key: str, overwrite: bool, resume: bool, trusted: bool = False) -> None:
+        self.output, self.path = output, partial_folder(output)
+        self.finished = {}
+        self._key, self._overwrite, self._resume, self._trusted = key, overwrite, resume, trusted
         self._left = False
 
-    def __enter__(self) -> StagedFolder:
+    def __enter__(self) -> Self:
+        taken = OutputFailed(f"another run is writing `{self.output}`", hint="wait until it has ended")
         with ExitStack() as stack, failing_safely():
             stack.enter_context(parents_made(self.path))
             self._folder = stack.enter_context(_open_partial(self.path))
-            stack.callback(self._close_lock)
             # locks the file and, where supported, the folder: a run removes the file shortly before it ends
             found = self._folder.find(LOCK)
             if found and not stat.S_ISREG(found.st_mode):
                 self._folder.remove(LOCK)
-            self._lock = os.open(LOCK, LOCK_FLAGS, 0o666, dir_fd=self._folder.descriptor)
+            lock = os.open(LOCK, LOCK_FLAGS, 0o666, dir_fd=self._folder.descriptor)
+            stack.callback(os.close, lock)
             try:
-                fcntl.flock(self._lock, self.lock_kind | fcntl.LOCK_NB)
+                fcntl.flock(lock, self.lock_kind | fcntl.LOCK_NB)
                 _lock_folder(self._folder.descriptor, self.lock_kind)
             except BlockingIOError as error:
-                raise self._taken() from error
+                raise taken from error
             if not self._folder.is_at(self.path):
-                raise self._taken()
+                raise taken
             self._open_journal()
             self._disposable, self._open = self._folder, stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Keeps the folder after an I/O error or an interrupt, removes it after anything else."""
         try:
             resumable = isinstance(error, OSError | OutputFailed | KeyboardInterrupt)
@@ -176,18 +165,10 @@ class StagedFolder:
     def leave(self) -> None:
         self._left = True
 
-    def _close_lock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-
-    def _taken(self) -> OutputFailed:
-        return OutputFailed(f"another run is writing `{self.output}`", hint="wait until it has ended")
-
     def _open_journal(self) -> None:
         if self._resume:
             self.finished = self._read_journal()
-            if not (self.finished or self._trusts) and (self.path / JOURNAL).is_file():
+            if not (self.finished or self._trusted) and (self.path / JOURNAL).is_file():
                 say("nothing to resume: no finished file, or other inputs or options; starting over")
         kept = {self.path / name for name in (*self.finished, LOCK)}
         for item in sorted(self.path.rglob("*"), reverse=True):
@@ -201,7 +182,10 @@ class StagedFolder:
     def _read_journal(self) -> dict[str, dict[str, Any]]:
         """The finished files whose sha256 is unchanged, of all journals with this key."""
         lines = [line for path in sorted(self.path.glob(JOURNALS)) for line in self._lines(path.name)]
-        return {line.pop("file"): _entry(line) for line in lines if self._intact(line)}
+        entries = [
+            {name: value for name, value in line.items() if name != SIGNATURE} for line in lines if self._intact(line)
+        ]
+        return {entry.pop("file"): entry for entry in entries}
 
     def _lines(self, journal: str) -> list[Any]:
         """The entries of a journal; none if the key differs."""
@@ -216,7 +200,7 @@ class StagedFolder:
         if not isinstance(line, dict) or not isinstance(name := line.get("file"), str) or not is_inner(name):
             return False
         try:
-            if self._trusts and self._trusts(self.path / name) == line.get(SIGNATURE, ()):
+            if self._trusted and signature(self.path / name) == line.get(SIGNATURE, ()):
                 return True
             with self._folder.holding(name) as (folder, last), folder.open_file(last) as file:
                 same = os.fstat(file.fileno()).st_size == line.get("bytes") and "sha256" in line
@@ -290,11 +274,6 @@ class StagedFolder:
             raise OutputFailed(message, hint="move it away and run again with `--resume`") from error
 
 
-def _entry(line: dict[str, Any]) -> dict[str, Any]:
-    """The manifest entry of a line of the journal."""
-    return {name: value for name, value in line.items() if name != SIGNATURE}
-
-
 def _open_partial(path: Path) -> Folder:
     """Opens the partial folder, new or of an earlier run; OutputFailed, InputRefused for a link or another user's."""
     try:
@@ -349,7 +328,11 @@ def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = (), *, 
         raise InputRefused(message, hint="choose another `-o`, or give `--overwrite` to make it again")
     sources = [path.resolve() for path in inputs]
     if not overwrite:
-        ways = ", or give `--overwrite`" if _may_replace(output, sources) else ""
+        ways = ", or give `--overwrite`"
+        try:
+            ways = "" if _why_kept(output, sources) else ways
+        except InputRefused:  # its manifest is invalid
+            ways = ""
         raise InputRefused(f"`{output}` already exists", hint=f"choose another `-o`{ways}")
     problem = _why_kept(output, sources)
     if problem:
@@ -375,7 +358,7 @@ def is_complete(output: Path) -> bool:
     """Whether llmconv made the folder, all sizes are as recorded, and no unfinished run was to replace it."""
     try:
         files = read_manifest(output).files
-        same = all(isinstance(entry, dict) and _is_as_recorded(output / name, entry) for name, entry in files.items())
+        same = all(_is_as_recorded(output / name, entry) for name, entry in files.items())
     except (OSError, InputRefused):
         return False
     return bool(files) and same and not partial_folder(output).exists()
@@ -388,11 +371,6 @@ def _is_as_recorded(path: Path, entry: dict[str, Any]) -> bool:
     return bool(entry.get("bytes") == path.stat().st_size)
 
 
-def bytes_held(output: Path) -> int:
-    """Bytes on the disk that an interrupted run of `output` left, which the next one keeps or frees."""
-    return sum(map(_bytes_on_disk, partial_folder(output).glob("*")))
-
-
 def _bytes_on_disk(file: Path) -> int:
     try:
         return file.lstat().st_blocks * 512
@@ -402,13 +380,6 @@ def _bytes_on_disk(file: Path) -> int:
 
 def partial_folder(output: Path) -> Path:
     return output.absolute().parent / f".{output.absolute().name}{PARTIAL}"
-
-
-def _may_replace(output: Path, inputs: Sequence[Path]) -> bool:
-    try:
-        return not _why_kept(output, inputs)
-    except InputRefused:  # its manifest is invalid
-        return False
 
 
 def _why_kept(output: Path, inputs: Sequence[Path]) -> str:
@@ -436,7 +407,7 @@ class SharedFolder(StagedFolder):
         super().__init__(output, key=key, overwrite=False, resume=True)
         self._files = files
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Keeps the folder, whatever happened: others work in it."""
         self._open.close()
 

@@ -1,7 +1,8 @@
 """Plan: all files that a run will write, with every name, shape and size known before the first is written.
 
 A file is written as a stream: while a block is written, later rows are computed and earlier ones hashed. A bounded
-number of row blocks is in flight, so memory depends on the block size and not on the model.
+number of row blocks is in flight, so memory depends on the block size and not on the model. Where it goes is a
+Destination: what the three kinds of places have in common stands at the end of this file.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol, Self
 
 from llmconv.background import LOOK_AHEAD, BackgroundQueue, prefetch
 from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, INDEX, Checkpoint
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutputFailed, UsageProblem
+from llmconv.files import source_file
 from llmconv.files.copying import copy_file, flush_data
-from llmconv.files.safe_folder import FULL, NewFile
+from llmconv.files.safe_folder import FULL, Link, NewFile
 from llmconv.files.safetensors_file import NAME_LIMIT, FileTensor, file_of, holds, safetensors_pieces
+from llmconv.output.manifest import MANIFEST, Manifest, parse_manifest
 from llmconv.tensors import Container, LazyTensor, Piece, as_bytes
 
 MODEL = "model"  # beginning of the names of weight files in a Hugging Face folder
@@ -348,3 +351,105 @@ def failing_safely() -> Iterator[None]:
         other = "check the permissions of the file and its folder, and run again with `--resume`"
         problem = f"reading or writing failed: {error.strerror or error} ({error.filename or 'output'})"
         raise OutputFailed(problem, hint=full if error.errno in FULL else other) from error
+
+
+class UnfinishedOutput(Protocol):
+    """An output that is being made, with its journal."""
+
+    finished: dict[str, dict[str, Any]]
+    """The manifest entries of the files that are complete, by name, those of an earlier run included."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None: ...
+
+    def make_shard(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
+        """Writes one file and returns its manifest entry, which `record` takes once the sources are known to be whole.
+
+        `advance` is called with the number of bytes of each block written.
+        """
+
+    def record(self, name: str, entry: dict[str, Any]) -> None:
+        """Records in the journal that the file `name` is complete."""
+
+    def write_file(self, name: str, content: bytes | Link) -> None:
+        """Writes one small file, or a relative symbolic link; where there is no rename, `commit` writes it."""
+
+    def release(self, name: str, sources: Sequence[Path]) -> None:
+        """Gives back memory that caches the file `name` and the sources, which will not be read again soon."""
+        source_file.forget(sources)
+
+    def leave(self) -> None:
+        """Lets other processes go on with the output when this one leaves it."""
+        return
+
+    def commit(self, manifest: Manifest) -> None:
+        """Adds the manifest of all finished files, and makes the output visible."""
+
+
+class Destination(Protocol):
+    """A folder to make."""
+
+    address: Any  # a path, or the address of a folder in a store or of a repository
+
+    def __str__(self) -> str:
+        return str(self.address)
+
+    @property
+    def name(self) -> str:
+        """Its last part, for messages."""
+        return str(self.address.name)
+
+    def is_complete(self) -> bool:
+        """Whether llmconv made it, all files have the recorded sizes, and no unfinished run was to replace it."""
+
+    def tidy(self) -> None:
+        """Deletes what a run has left that was killed after it had published; the output is complete."""
+        return
+
+    def require_free(self, overwrite: bool, inputs: Sequence[Path] = (), *, resume: bool = False) -> None:
+        """Requires that it can be made: `overwrite` replaces only what llmconv made; else raises InputRefused.
+
+        With `resume`, it may be complete; the plan is compared with it later. Neither it nor the `inputs` that the run
+        reads may be inside the other.
+        """
+
+    def require_space(self, plan: Plan) -> None:
+        """Requires room for the plan; raises InputRefused."""
+        return
+
+    def space_needed(self, plan: Plan) -> int:
+        """Bytes of new storage that the plan takes."""
+        return plan.nbytes
+
+    def manifest(self) -> Manifest:
+        """The manifest, an empty one without."""
+        content = self.read(MANIFEST)
+        return Manifest() if content is None else parse_manifest(content)
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a small file of it, None if there is none."""
+
+    def made_at(self) -> int:
+        """When its manifest was written, in ns since 1970."""
+
+    def begin(self, key: str, files: Sequence[str], *, overwrite: bool, resume: bool) -> UnfinishedOutput:
+        """Starts or continues the output; raises OutputFailed if another run is writing it, or writing fails.
+
+        `key` is the fingerprint of sources and options, `files` are all names that will be written; `overwrite` allows
+        to replace an existing output, `resume` keeps what an interrupted run with the same key finished.
+        """
+
+    def require_shared(self) -> None:
+        """Raises UnsupportedInput if several processes cannot write it."""
+        return
+
+    def share(self, key: str, files: Sequence[str], mine: Collection[str]) -> UnfinishedOutput:
+        """Joins the processes with the same key that write the output, none of which commits; it stays unfinished.
+
+        `files` are all of the output, `mine` the shards that this process writes. Raises OutputFailed if a run with
+        another key, or one that is about to commit, has the output.
+        """
+
+    def finish(self, key: str, files: Sequence[str], *, overwrite: bool, trusted: bool) -> UnfinishedOutput:
+        """Starts the last step of what `share` wrote; what this run wrote, if `trusted`, is not read again."""

@@ -18,16 +18,25 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from llmconv.addresses import StoreAddress, is_store_address, parse_address
 from llmconv.checkpoint import INDEX, parse_object
 from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput
-from llmconv.files import mirror, source_file
+from llmconv.files import mirror
 from llmconv.files.safe_folder import Link, is_inner
 from llmconv.files.source_file import open_source
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, is_file_entry, parse_manifest
-from llmconv.output.plan import Plan, Shard, ShardContent, check_copy, failing_safely, json_bytes, require_unchanged
+from llmconv.output.plan import (
+    Destination,
+    Shard,
+    ShardContent,
+    UnfinishedOutput,
+    check_copy,
+    failing_safely,
+    json_bytes,
+    require_unchanged,
+)
 from llmconv.progress import warn
 from llmconv.stores.object_store import ObjectStore, abort_uploads, open_uploads
 
@@ -111,17 +120,10 @@ LAST = (INDEX, "config.json")  # the last files that come before the manifest
 
 
 @dataclass(frozen=True)
-class StoreFolder:
-    """A `Destination`: the folder at `address`."""
+class StoreFolder(Destination):
+    """The folder at `address`; a store has room, and several processes can write it."""
 
     address: StoreAddress
-
-    def __str__(self) -> str:
-        return str(self.address)
-
-    @property
-    def name(self) -> str:
-        return self.address.name
 
     @cached_property
     def store(self) -> ObjectStore:
@@ -140,7 +142,7 @@ class StoreFolder:
     def tidy(self) -> None:
         self.store.delete(sorted((head.key for head in self.store.list(JOURNAL)), key=CLAIM.__eq__))
 
-    def require_free(self, overwrite: bool, inputs: Sequence[Path], *, resume: bool) -> None:
+    def require_free(self, overwrite: bool, inputs: Sequence[Path] = (), *, resume: bool = False) -> None:
         for place in filter(None, map(mirror.address_of, inputs)):
             if place.is_within(self.address) or self.address.is_within(place):
                 where = "contains" if place.is_within(self.address) else "is inside"
@@ -162,16 +164,6 @@ class StoreFolder:
                 hint="choose another `-o`, or remove it yourself",
             )
 
-    def require_space(self, plan: Plan) -> None:
-        """See `Destination`; a store has room."""
-
-    def space_needed(self, plan: Plan) -> int:
-        return plan.nbytes
-
-    def manifest(self) -> Manifest:
-        content = self.read(MANIFEST)
-        return Manifest() if content is None else parse_manifest(content)
-
     def read(self, name: str) -> bytes | None:
         return self.store.read(name, SMALL)
 
@@ -182,9 +174,6 @@ class StoreFolder:
     def begin(self, key: str, files: Sequence[str], *, overwrite: bool, resume: bool) -> UnfinishedObjects:
         return UnfinishedObjects(self, key, files, overwrite=overwrite, joins=resume)
 
-    def require_shared(self) -> None:
-        """See `Destination`; they can."""
-
     def share(self, key: str, files: Sequence[str], mine: Collection[str]) -> UnfinishedObjects:
         return UnfinishedObjects(self, key, files, joins=True, mine=frozenset(mine))
 
@@ -194,8 +183,8 @@ class StoreFolder:
 
 
 @dataclass
-class UnfinishedObjects:
-    """An output in a store that is being made; a context manager."""
+class UnfinishedObjects(UnfinishedOutput):
+    """An output in a store that is being made, in which the claim stays when a process leaves it."""
 
     target: StoreFolder
     key: str  # fingerprint of sources and options
@@ -214,21 +203,22 @@ class UnfinishedObjects:
     def store(self) -> ObjectStore:
         return self.target.store
 
-    def __enter__(self) -> UnfinishedObjects:
+    def __enter__(self) -> Self:
         old = (self.target.read(MANIFEST) if self.overwrite else None) or b""
         replaced = tuple(parse_manifest(old).files) if old else ()
         claim = Claim(self.key, tuple(self.files), replaced, digest(old) if old else "")
         self._claim, is_new = take(self.store, claim, joins=self.joins)
         self.owns = self.owns or is_new
-        if self.overwrite:
-            self._unpublish()
+        if self.overwrite:  # deletes an output, first what readers know it by, so that nobody sees a mixture of two
+            files = self.target.manifest().files
+            self.store.delete([*GATES, *(name for name in files if name not in GATES)])
         self.finished = self._read_journal()
         if self.store.head(MANIFEST):  # after the journal, which another run deletes once it has published
             self.store.delete([CLAIM] if is_new else [])
             raise self._appeared()
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Keeps what is finished after a failure of the store or an interrupt, deletes it after anything else.
 
         What others have joined, or may have, is kept: they go on with it.
@@ -242,11 +232,6 @@ class UnfinishedObjects:
             mine = {*self.files, *map(entry_key, self.files)}
             self.store.delete([*(head.key for head in self.store.list() if head.key in mine), CLAIM])
             abort_uploads(self.target.address, self.files)  # of workers and tasks that were stopped
-
-    def _unpublish(self) -> None:
-        """Deletes an existing output, first what readers know it by, so that nobody sees a mixture of two."""
-        old = self.target.manifest().files
-        self.store.delete([*GATES, *(name for name in old if name not in GATES)])
 
     def _read_journal(self) -> dict[str, dict[str, Any]]:
         """Entries of files of this output whose size and ETag are those of the store; nothing is read again."""
@@ -267,30 +252,18 @@ class UnfinishedObjects:
     def make_shard(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
         """Uploads one file while it is made; see `UnfinishedOutput`."""
         with failing_safely():
-            return self._copy_shard(shard, shard.copy_of, advance) if shard.copy_of else self._stream(shard, advance)
-
-    def _stream(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-        content = ShardContent(shard)
-        self._tags[shard.name] = self.store.write(shard.name, _counted(content.blocks(), advance), shard.nbytes)
-        self._require_size(shard.name, content.entry["bytes"])
-        return content.entry
-
-    def _copy_shard(self, shard: Shard, source: Path, advance: Callable[[int], None]) -> dict[str, Any]:
-        content = FileBlocks(source)
-        self._tags[shard.name] = self.store.write(shard.name, _counted(content.blocks(), advance), content.size)
-        require_unchanged(source, shard)
-        check_copy(source, shard)
-        self._require_size(shard.name, content.size)
-        return content.entry
-
-    def _require_size(self, name: str, size: int) -> None:
-        head = self.store.head(name)
+            content = FileBlocks(shard.copy_of) if shard.copy_of else ShardContent(shard)
+            self.store.write(shard.name, _counted(content.blocks(), advance), content.nbytes)
+            if shard.copy_of:
+                require_unchanged(shard.copy_of, shard)
+                check_copy(shard.copy_of, shard)
+            head, size = self.store.head(shard.name), content.entry["bytes"]
         if head is None or head.size != size:
-            raise OutputFailed(
-                f"the store keeps {head.size if head else 0:,} bytes of `{self.target.address / name}`, not {size:,}",
-                hint="check the store, and run again with `--resume`",
-            )
-        self._tags[name] = head.e_tag
+            place = self.target.address / shard.name
+            problem = f"the store keeps {head.size if head else 0:,} bytes of `{place}`, not {size:,}"
+            raise OutputFailed(problem, hint="check the store, and run again with `--resume`")
+        self._tags[shard.name] = head.e_tag
+        return content.entry
 
     def record(self, name: str, entry: dict[str, Any]) -> None:
         """Puts the journal entry of a shard; see `UnfinishedOutput`."""
@@ -298,18 +271,11 @@ class UnfinishedObjects:
         line = {"key": self.key, "file": name, "e_tag": self._tags[name], "entry": entry}
         self.store.write(entry_key(name), json_bytes(line), 0)
 
-    def release(self, name: str, sources: Sequence[Path]) -> None:
-        source_file.forget(sources)
-
     def write_file(self, name: str, content: bytes | Link) -> None:
-        """Keeps a small file for `commit`; see `UnfinishedOutput`."""
         refuse_links({name: content})
         assert not isinstance(content, Link)
         self._small[name] = content
         self.finished[name] = file_entry(content)
-
-    def leave(self) -> None:
-        """See `UnfinishedOutput`; the claim stays."""
 
     def commit(self, manifest: Manifest) -> None:
         """Puts the small files, then the manifest unless there is one, and deletes the journal."""
@@ -317,7 +283,7 @@ class UnfinishedObjects:
         # deletes files of the replaced output that a run which was killed has left, and that are not of this one
         replaced = {*self._claim.replaced} - {*self.finished}
         self.store.delete([head.key for head in self.store.list() if head.key in replaced] if replaced else [])
-        for name in sorted(self._small, key=_last):
+        for name in sorted(self._small, key=lambda name: LAST.index(name) if name in LAST else -1):
             self.store.write(name, self._small[name], len(self._small[name]))
         content = manifest.encode()
         if not self.store.create(MANIFEST, content) and self.target.read(MANIFEST) != content:
@@ -328,11 +294,6 @@ class UnfinishedObjects:
     def _appeared(self) -> OutputFailed:
         problem = f"`{self.target}` appeared while it was being made"
         return OutputFailed(problem, hint="choose another `-o`, or give `--overwrite`")
-
-
-def _last(name: str) -> int:
-    """Order of writing: files that no reader looks for first come first."""
-    return LAST.index(name) if name in LAST else -1
 
 
 def refuse_links(files: Mapping[str, bytes | Link]) -> None:
@@ -346,7 +307,7 @@ class FileBlocks:
     """The bytes of a local file in blocks, with their sha256."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.size = path, path.stat().st_size
+        self.path, self.nbytes = path, path.stat().st_size
         self._sha256, self._read = hashlib.sha256(), 0
 
     def blocks(self) -> Generator[memoryview, None, None]:

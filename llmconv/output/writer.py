@@ -16,11 +16,11 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from llmconv.addresses import HubAddress, StoreAddress
@@ -34,7 +34,7 @@ from llmconv.files.source_file import checked_reading
 from llmconv.output.hub_folder import HubFolder
 from llmconv.output.local_folder import LocalFolder
 from llmconv.output.manifest import Manifest, file_entry
-from llmconv.output.plan import Plan, Shard
+from llmconv.output.plan import Destination, Plan, Shard, UnfinishedOutput
 from llmconv.output.store_folder import StoreFolder
 from llmconv.output.work import (
     TRIES,
@@ -68,7 +68,8 @@ def write_in_ray(call: Call, shards: Sequence[Shard], advance: Callable[[int], N
     """
     for value in call.arguments.values():
         for text in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(text, str | Path) and is_address(text) and _has_credential(str(text)):
+            parts = urlsplit(str(text)) if isinstance(text, str | Path) and is_address(text) else None
+            if parts and (parts.query or parts.password):
                 hint = "give every node the credential in its environment, and the plain URI here"
                 raise UsageProblem("a URI with a credential in it is not sent to a cluster", hint=hint)
     with connected("--engine ray") as ray, _failing(ray):
@@ -141,11 +142,6 @@ def _resources(ray: Any) -> dict[str, Any]:
     return {"num_cpus": min(CPUS, most or CPUS)}
 
 
-def _has_credential(uri: str) -> bool:
-    parts = urlsplit(uri)
-    return bool(parts.query or parts.password)
-
-
 @contextmanager
 def _failing(ray: Any) -> Iterator[None]:
     """Turns Ray's errors into llmconv's."""
@@ -176,10 +172,6 @@ def destination_of(output: Place) -> Destination:
     if isinstance(output, HubAddress):
         return HubFolder(output)
     return StoreFolder(output) if isinstance(output, StoreAddress) else LocalFolder(output)
-
-
-def space_needed(plan: Plan, output: Place) -> int:
-    return destination_of(output).space_needed(plan)
 
 
 def write_checkpoint(  # noqa: PLR0913 - what is written, and how
@@ -216,7 +208,9 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
     manifest = Manifest(list(steps), graphs=graphs or {})
     if isinstance(work, Part | Shards):
         for chosen in [work.chosen(plan.shards)] if isinstance(work, Part) else ({name} for name in work.names):
-            _write_part(plan, target, key, files, chosen, stats)
+            part = replace(plan, shards=tuple(shard for shard in plan.shards if shard.name in chosen))
+            with _noting_what_stays(target.share(key, files, chosen)) as folder:
+                _write_shards(part, folder, target.name, stats)
         return replace(manifest, unfinished=True)
     if isinstance(work, Workers | Ray):
         _write_elsewhere(plan, target, key, files, work, overwrite=overwrite, resume=resume)
@@ -233,7 +227,7 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
 
 
 @contextmanager
-def _noting_what_stays(making: AbstractContextManager[UnfinishedOutput]) -> Iterator[UnfinishedOutput]:
+def _noting_what_stays(making: UnfinishedOutput) -> Iterator[UnfinishedOutput]:
     """The unfinished output; an interrupt gets the note `KEPT` where finished files stay for `--resume`."""
     with making as folder:
         try:
@@ -242,15 +236,6 @@ def _noting_what_stays(making: AbstractContextManager[UnfinishedOutput]) -> Iter
             if folder.finished:
                 interrupt.add_note(KEPT)
             raise
-
-
-def _write_part(
-    plan: Plan, target: Destination, key: str, files: Sequence[str], chosen: set[str], sources: Stats
-) -> None:
-    """Writes the chosen shards, and publishes nothing."""
-    part = replace(plan, shards=tuple(shard for shard in plan.shards if shard.name in chosen))
-    with _noting_what_stays(target.share(key, files, chosen)) as folder:
-        _write_shards(part, folder, target.name, sources)
 
 
 def _write_elsewhere(
@@ -321,7 +306,9 @@ def _same_as_before(
     """The manifest of a complete folder, if this run would make the same one."""
     manifest, made = output.manifest(), output.made_at()
     changed = [source.name for source in sources if _changed_at(source) > made]
-    replaced = {CONFIG} if adds and _extends(output.read(CONFIG), plan.small_files[CONFIG]) else set()
+    config = parse_object((output.read(CONFIG) if adds else None) or b"{}", CONFIG)
+    # exported graphs may add fields to the configuration
+    replaced = {CONFIG} if adds and {**config, **json.loads(plan.small_files[CONFIG])} == config else set()
     small = {name: file_entry(content) for name, content in plan.small_files.items() if name not in replaced}
     same = manifest.steps == json.loads(json.dumps(list(steps))) and small.items() <= manifest.files.items()
     if changed or not same or not {shard.name for shard in plan.shards} <= manifest.files.keys():
@@ -345,12 +332,6 @@ def _changed_at(source: Path) -> int:
         return found.st_mtime_ns
     links = [path.lstat() for path in (source, source.parent) if path.is_symlink()]
     return max(time for each in (found, *links) for time in (each.st_mtime_ns, each.st_ctime_ns))
-
-
-def _extends(found: bytes | None, content: bytes) -> bool:
-    """Whether a JSON file has all fields of `content` with the same values; exported graphs may add some."""
-    made = parse_object(found, CONFIG) if found else {}
-    return all(name in made and made[name] == value for name, value in json.loads(content).items())
 
 
 def check_output(
@@ -385,92 +366,3 @@ def _identity(source: Path) -> Identity:
     """What changes with a source: its time, and in a store its ETag."""
     tag, found = mirror.e_tag(source), source.stat()
     return source.name, found.st_size, found.st_mtime_ns, *([tag] if tag else [])
-
-
-class UnfinishedOutput(Protocol):
-    """An output that is being made, with its journal."""
-
-    @property
-    def finished(self) -> Mapping[str, Mapping[str, Any]]:
-        """The manifest entries of the files that are complete, by name, those of an earlier run included."""
-
-    def make_shard(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-        """Writes one file and returns its manifest entry, which `record` takes once the sources are known to be whole.
-
-        `advance` is called with the number of bytes of each block written.
-        """
-
-    def record(self, name: str, entry: dict[str, Any]) -> None:
-        """Records in the journal that the file `name` is complete."""
-
-    def write_file(self, name: str, content: bytes | Link) -> None:
-        """Writes one small file, or a relative symbolic link."""
-
-    def release(self, name: str, sources: Sequence[Path]) -> None:
-        """Gives back memory that caches the file `name` and the sources, which will not be read again soon."""
-
-    def leave(self) -> None:
-        """Lets other processes go on with the output when this one leaves it."""
-
-    def commit(self, manifest: Manifest) -> None:
-        """Adds the manifest of all finished files, and makes the output visible."""
-
-
-class Destination(Protocol):
-    """A folder to make."""
-
-    @property
-    def name(self) -> str:
-        """Its last part, for messages."""
-
-    def is_complete(self) -> bool:
-        """Whether llmconv made it, all files have the recorded sizes, and no unfinished run was to replace it."""
-
-    def tidy(self) -> None:
-        """Deletes what a run has left that was killed after it had published; the output is complete."""
-
-    def require_free(self, overwrite: bool, inputs: Sequence[Path], *, resume: bool) -> None:
-        """Requires that it can be made: `overwrite` replaces only what llmconv made; else raises InputRefused.
-
-        With `resume`, it may be complete; the plan is compared with it later. Neither it nor the `inputs` that the run
-        reads may be inside the other.
-        """
-
-    def require_space(self, plan: Plan) -> None:
-        """Requires room for the plan; raises InputRefused."""
-
-    def space_needed(self, plan: Plan) -> int:
-        """Bytes of new storage that the plan takes."""
-
-    def manifest(self) -> Manifest:
-        """The manifest of a complete output."""
-
-    def read(self, name: str) -> bytes | None:
-        """The content of a small file of it, None if there is none."""
-
-    def made_at(self) -> int:
-        """When its manifest was written, in ns since 1970."""
-
-    def begin(
-        self, key: str, files: Sequence[str], *, overwrite: bool, resume: bool
-    ) -> AbstractContextManager[UnfinishedOutput]:
-        """Starts or continues the output; raises OutputFailed if another run is writing it, or writing fails.
-
-        `key` is the fingerprint of sources and options, `files` are all names that will be written; `overwrite` allows
-        to replace an existing output, `resume` keeps what an interrupted run with the same key finished.
-        """
-
-    def require_shared(self) -> None:
-        """Raises UnsupportedInput if several processes cannot write it."""
-
-    def share(self, key: str, files: Sequence[str], mine: Collection[str]) -> AbstractContextManager[UnfinishedOutput]:
-        """Joins the processes with the same key that write the output, none of which commits; it stays unfinished.
-
-        `files` are all of the output, `mine` the shards that this process writes. Raises OutputFailed if a run with
-        another key, or one that is about to commit, has the output.
-        """
-
-    def finish(
-        self, key: str, files: Sequence[str], *, overwrite: bool, trusted: bool
-    ) -> AbstractContextManager[UnfinishedOutput]:
-        """Starts the last step of what `share` wrote; what this run wrote, if `trusted`, is not read again."""

@@ -21,7 +21,7 @@ from llmconv.files import copying
 from llmconv.files.copying import can_clone
 from llmconv.output.manifest import Manifest
 from llmconv.output.plan import Plan, Shard, plan_checkpoint
-from llmconv.output.writer import space_needed, write_checkpoint
+from llmconv.output.writer import destination_of, write_checkpoint
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 
 
@@ -171,5 +171,5 @@ def test_clones_need_no_space(xfs: Path) -> None:
     vast = Shard("vast", {"t": LazyTensor(BY_NAME["uint8"], (1 << 40,), lambda start, stop: np.zeros(0))})
     (xfs / "file").write_bytes(bytes(5000))
     plan = Plan(Checkpoint(xfs, "test", {}, {}), (replace(vast, copy_of=xfs / "file"),))
-    assert space_needed(plan, xfs / "out") == 0
-    assert space_needed(plan, xfs.parent / "out") == 1 << 40
+    assert destination_of(xfs / "out").space_needed(plan) == 0
+    assert destination_of(xfs.parent / "out").space_needed(plan) == 1 << 40
