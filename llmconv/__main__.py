@@ -7,8 +7,8 @@ import os
 import sys
 from typing import Any
 
+# exit codes of an installation that cannot load; Python's own is 1, which means that a difference was found
 REFUSED, BUG, INTERRUPTED = 3, 70, 130
-"""Exit codes of an installation that cannot load; Python's own is 1, which means that a difference was found."""
 
 
 def main() -> None:

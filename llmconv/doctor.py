@@ -22,6 +22,7 @@ from llmconv.memory import available_memory
 PACKAGE = "llmconv"
 OK, MISSING, WRONG, OPTIONAL = "ok", "missing", "out of range", "not installed"
 
+# what each extra of the package is for; `dev` is for working on llmconv
 NEEDED_FOR = {
     "genai": "`generate --backend genai`",
     "plot": "`bench --plot`",
@@ -31,26 +32,22 @@ NEEDED_FOR = {
     "lm-eval": "`python -m llmconv.lm_eval`",
     "optimum": "`optimum-cli export llmconv`, with plugins/optimum",
 }
-"""What each extra of the package is for; `dev` is for working on llmconv."""
-
+# packages of no extra, and what they are for
 ALSO = {
     "Pillow": "images: `generate --image`, `verify` of vision.onnx",
     "peft": "`verify --adapter`",
     "onnxruntime-gpu": "`--provider cuda`, in place of onnxruntime",
 }
-"""Packages of no extra, and what they are for."""
-
+# room and path of compiled modules; numpy computes the same bits without them
 COMPILED = {
     ("convert", "adapters/_low_rank_sum"): "`merge-lora` takes twice the time without it",
     ("export", "quantization/_block_rounding"): "`export --quant` is slow without it",
 }
-"""Room and path of compiled modules; numpy computes the same bits without them."""
-
+# packages that provide the module of another one
 SAME = {
     "onnxruntime": ("onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino"),
     "onnxruntime-genai": ("onnxruntime-genai-cuda", "onnxruntime-genai-directml"),
 }
-"""Packages that provide the module of another one."""
 
 
 @dataclass(frozen=True)

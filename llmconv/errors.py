@@ -13,6 +13,7 @@ LlmconvError
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -89,6 +90,13 @@ def first_line(error: BaseException, length: int = 300) -> str:
     if len(lines) > 1 and lines[0].endswith(":"):
         lines[0] += f" {lines[1].strip()}"
     return lines[0][:length] if lines else type(error).__name__
+
+
+def usage_line(text: str) -> str:
+    """A message of click as one line like those of llmconv, without its names of types."""
+    line = re.sub(r"'([^']+)'", r"`\1`", " ".join(text.split()).replace(". (", " (")).rstrip(".")
+    line = line.replace("valid float range", "number").replace("valid integer range", "integer")
+    return line[:1].lower() + line[1:]
 
 
 def listing(names: Sequence[str]) -> str:

@@ -132,7 +132,7 @@ def test_an_import_error_of_no_installed_package_stays_what_it_is(module: str) -
 
 BROKEN = {
     "raise ImportError('no such symbol')": (3, "error: llmconv cannot start: no such symbol"),
-    "": (3, "error: llmconv cannot start: No module named `click.shell_completion`"),
+    "": (3, "error: llmconv cannot start: cannot import name `group` from `click`"),
     "raise AttributeError('x')": (70, "error: llmconv cannot start: x"),
 }
 

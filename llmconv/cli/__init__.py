@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import click
+from importlib import import_module
 
-from llmconv.cli import (
-    bench,
-    chat,
-    clean,
-    delta,
-    doctor,
-    embed,
-    export,
-    families,
-    formats,
-    from_hf,
-    generate,
-    inspect,
-    merge_lora,
-    onnx_adapter,
-    push,
-    run,
-    serve,
-    serve_stage,
-    to_hf,
-    verify,
-)
+from click import group, version_option
+
 from llmconv.cli.command_group import CommandGroup
+from llmconv.cli.help_page import SECTIONS
 from llmconv.version import __version__
 
 
-@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, "-V", "--version", prog_name="llmconv")
+@group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@version_option(__version__, "-V", "--version", prog_name="llmconv")
 def main() -> None:
     """From a training checkpoint to verified ONNX graphs.
 
@@ -41,11 +22,5 @@ def main() -> None:
     """
 
 
-MODULES = (
-    *(inspect, to_hf, from_hf, merge_lora, delta, export, onnx_adapter, verify, push, run),
-    *(generate, embed, chat, serve, serve_stage, bench, clean, formats, families, doctor),
-)
-"""In the order of the work."""
-
-for module in MODULES:
-    main.add_command(module.command)
+for name in (name for names in SECTIONS.values() for name in names):
+    main.add_command(import_module(f"llmconv.cli.{name.replace('-', '_')}").command)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -70,7 +69,14 @@ def command(
     from llmconv.interpreters import parse_interpreters
 
     csv_file, plot_file = given.pop("csv_file"), given.pop("plot_file")
-    _require_places(csv_file, plot_file)
+    # checks the output files before anything is measured
+    from llmconv.files.safe_folder import require_parents, require_plain
+
+    if csv_file and csv_file == plot_file:
+        raise UsageProblem(f"`--csv` and `--plot` are both `{csv_file}`", hint="give two different names")
+    for file in filter(None, (csv_file, plot_file)):
+        require_parents(file)
+        require_plain(file)
     if plot_file:
         require_plotting(plot_file)
     interpreters = parse_interpreters(pythons, RUNTIMES)
@@ -90,14 +96,3 @@ def command(
     if plot_file:
         write_plot(result, plot_file)
     ctx.exit(0 if result.agrees else 1)
-
-
-def _require_places(csv_file: Path | None, plot_file: Path | None) -> None:
-    """Checks the output files before anything is measured."""
-    from llmconv.files.safe_folder import require_parents, require_plain
-
-    if csv_file and csv_file == plot_file:
-        raise UsageProblem(f"`--csv` and `--plot` are both `{csv_file}`", hint="give two different names")
-    for file in filter(None, (csv_file, plot_file)):
-        require_parents(file)
-        require_plain(file)

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -38,8 +38,9 @@ def command(model: str, system: str, template: str, as_json: bool, **given: Any)
     /reset clears the chat, /system TEXT sets the system message, /quit or Ctrl-D exits, Ctrl-C stops an answer.
     """
     from llmconv.generation.chat_session import Chat, answer_settings
+    from llmconv.generation.generate import opener
 
-    opened = generation_options.opener(generation_options.with_graphs(model, given), given)()
+    opened = opener(generation_options.with_graphs(model, given), cast(Any, given))()
     picked = generation_options.settings(generation_options.without_running(given))
     settings = answer_settings(opened.defaults, template, **picked)
     talk(Chat(opened, settings, template=template, system=system), opened.folder.resolve().name, as_json)
@@ -54,25 +55,10 @@ if TYPE_CHECKING:
 COMMANDS = "/reset clears the chat, /system TEXT sets the system message, /quit or Ctrl-D exits, Ctrl-C stops an answer"
 
 
-class ChatFrontend(Protocol):
-    """Where messages come from and answers go."""
-
-    def lines(self) -> Iterator[str]:
-        """The messages, line by line."""
-
-    def answer(self, pieces: Generator[TextPiece]) -> None:
-        """Shows an answer while it is generated."""
-
-    def failed(self, error: LlmconvError) -> None:
-        """Reports that an answer failed."""
-
-    def note(self, text: str) -> None:
-        """Shows one line that is not an answer."""
-
-
 def talk(chat: Chat, name: str, as_json: bool = False) -> None:
     """Reads lines and answers them until the input ends; with `as_json`, prints answers as JSON lines."""
-    frontend = _frontend(name, as_json)
+    is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    frontend = JsonLines() if as_json else Terminal(name) if is_interactive else Pipe()
     for line in frontend.lines():
         word, _, rest = line.strip().partition(" ")
         if word == "/quit":
@@ -88,21 +74,11 @@ def talk(chat: Chat, name: str, as_json: bool = False) -> None:
         elif word.startswith("/") and word[1:].isalpha():
             frontend.note(f"unknown command {word}; {COMMANDS}")
         elif word:
-            _answer(chat, line.rstrip("\r\n"), frontend)
-
-
-def _frontend(name: str, as_json: bool) -> ChatFrontend:
-    if as_json:
-        return JsonLines()
-    return Terminal(name) if sys.stdin.isatty() and sys.stdout.isatty() else Pipe()
-
-
-def _answer(chat: Chat, line: str, frontend: ChatFrontend) -> None:
-    with closing(cast("Generator[TextPiece]", chat.ask(line))) as pieces:
-        try:
-            frontend.answer(pieces)
-        except LlmconvError as error:
-            frontend.failed(error)
+            with closing(cast("Generator[TextPiece]", chat.ask(line.rstrip("\r\n")))) as pieces:
+                try:
+                    frontend.answer(pieces)
+                except LlmconvError as error:
+                    frontend.failed(error)
 
 
 class Pipe:

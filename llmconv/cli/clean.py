@@ -9,12 +9,12 @@ from llmconv.cli.help_page import Command
 from llmconv.cli.options import option
 
 RULE = "let a lifecycle rule of the bucket abort incomplete multipart uploads after a day"
+# what becomes of open uploads, by scheme, where they cannot be listed
 UNLISTED = {
     "az": "Azure deletes the blocks of interrupted uploads after a week",
     "abfss": "Azure deletes the blocks of interrupted uploads after a week",
     "gs": f"open uploads, which the store bills, are not listed: {RULE}",
 }
-"""What becomes of open uploads, by scheme, where they cannot be listed."""
 WITHOUT_BOTO3 = (
     f"open uploads, which the store bills, could not be listed: install boto3 (`pip install boto3`), or {RULE}"
 )

@@ -18,7 +18,7 @@ import click
 
 from llmconv.cli.help_page import Group
 from llmconv.cli.options import VERBOSE, refuse_empty_paths
-from llmconv.errors import KEPT, LlmconvError, OutputFailed, UsageProblem, first_line, printable
+from llmconv.errors import KEPT, LlmconvError, OutputFailed, UsageProblem, first_line, printable, usage_line
 from llmconv.memory import is_out_of_memory
 from llmconv.progress import status
 from llmconv.requirements import require_platform, require_transformers, unusable_package
@@ -35,8 +35,8 @@ REPORTS_VERSIONS = "doctor"
 EARLY = "_interrupted"  # name of the function in `__main__.py` that ends the program on Ctrl-C before a command begins
 HELP = {"-h", "--help"}
 READER_LEFT = 141  # exit code of the other commands if the reader of stdout closes early: 128 + SIGPIPE, as in shells
+# imports and traces make millions of long-lived objects: by default, garbage collection took 6 % of an export
 GC_THRESHOLDS = (100_000, 50, 100)
-"""Imports and traces make millions of long-lived objects: by default, garbage collection took 6 % of an export."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -58,7 +58,6 @@ class CommandGroup(Group):
     """The group of all commands: what they share in errors, signals and standard streams."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        """As click's; the command also refuses empty paths."""
         super().add_command(refuse_empty_paths(cmd), name)
 
     def make_context(
@@ -77,7 +76,14 @@ class CommandGroup(Group):
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """As click's; closed standard streams go to the null device, and a failed write is reported."""
-        _open_closed_streams()
+        # opens closed standard streams on the null device: an output file would get their number, and so messages
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            try:
+                os.fstat(number)
+            except OSError:
+                os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+            if getattr(sys, name) is None:
+                setattr(sys, name, open(os.devnull, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115 - it stays open
         try:
             return super().main(*args, **extra)
         except OSError as error:  # of `--version` and `--help`, which print before a command is invoked
@@ -132,15 +138,17 @@ class CommandGroup(Group):
         """Reports click's errors of arguments like every other error; without any argument click shows the help."""
         if error.ctx is None or isinstance(error, click.exceptions.NoArgsIsHelpError):
             raise error
-        message = re.sub(r"'([^']+)'", r"`\1`", " ".join(error.format_message().split()).replace(". (", " ("))
-        hint = f"see `{error.ctx.command_path} --help`"
+        message, command, path = usage_line(error.format_message()), error.ctx.command, error.ctx.command_path
+        hint = f"see `{path} --help`"
         if isinstance(error, click.NoSuchOption):
-            ours = [spelling for one in error.ctx.command.params for spelling in one.opts]
+            ours = [spelling for one in command.params for spelling in one.opts]
             if known := hint_for(error.ctx.info_name or "", error.option_name, ours):
                 message, hint = f"no such option `{error.option_name}`", f"{known}; {hint}"
         elif isinstance(error, click.BadParameter) and (known := hint_for_value(message)):
             hint = f"{known}; {hint}"
-        problem = UsageProblem(message[:1].lower() + message[1:], hint=hint)
+        elif isinstance(command, click.Group) and (found := NO_COMMAND.match(message)) and found[1] in MEANT:
+            message, hint = found[0], f"did you mean `{path} {MEANT[found[1]]}`? {hint}"
+        problem = UsageProblem(message, hint=hint)
         self._fail(error.ctx, problem.message, problem.hint, problem.exit_code)
 
     def _fail(self, ctx: click.Context, message: str, hint: str, exit_code: int) -> NoReturn:
@@ -167,17 +175,6 @@ def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _open_closed_streams() -> None:
-    """Opens closed standard streams on the null device: an output file would get their number, and so messages."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115 - it stays open
-
-
 def _bug(ctx: click.Context, error: Exception) -> tuple[str, str]:
     """The message of a bug (version, command, error and where it was raised) and its hint."""
     command = " ".join(filter(None, (ctx.command_path, ctx.invoked_subcommand)))
@@ -186,6 +183,10 @@ def _bug(ctx: click.Context, error: Exception) -> tuple[str, str]:
     line = f"llmconv {__version__} has a bug: {command}: {type(error).__name__}: {first_line(error)}{place}"
     return printable(line), "report this line and the command that you ran; `-v` shows the traceback"
 
+
+NO_COMMAND = re.compile("no such command `(.*)`")
+# what somebody means who does not know the commands
+MEANT = {"convert": "to-hf", "merge": "merge-lora", "quantize": "export", "list": "formats", "upload": "push"}
 
 EMBED_TEXTS = "texts are arguments: `llmconv embed FOLDER TEXT…`, or lines of `--text-file FILE`"
 SOURCE = "the checkpoint is an argument: `llmconv to-hf SOURCE -o OUT`"
@@ -210,6 +211,7 @@ IN_GENERATION_CONFIG = "--no_repeat_ngram_size --eos_token_id --pad_token_id"
 FOUND = "--prefix --world_size --pre_name --mixtral --device"
 
 
+# command and option to the hint
 HINTS = {
     (name, option): hint.replace("{name}", name)
     for names, hint, options in (
@@ -312,8 +314,7 @@ HINTS = {
     for name in names.split()
     for option in options.split()
 }
-"""Command and option to the hint."""
-
+# values that other programs have, and ours
 VALUES = {
     "weight_only_int8": "`int8`",
     "weight_only_int4": "`int4`",
@@ -323,7 +324,6 @@ VALUES = {
     "ptq": "`a8w8` with `--calibrate FILE`",
     "nf4": "`int4`, whose codes are integers",
 }
-"""Values that other programs have, and ours."""
 
 
 def hint_for(command: str, option: str, known: Iterable[str] = ()) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ def command() -> None:
 @command.command(name="apply", cls=Command)
 @click.argument("base")
 @click.argument("delta")
-@options.changes
+@options.writing
 def apply(base: str, delta: str, as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Add DELTA to BASE and write the tuned model to OUT.
 
@@ -45,7 +46,7 @@ def apply(base: str, delta: str, as_json: bool, dry_run: bool, output: Path, **c
 @command.command(name="extract", cls=Command)
 @click.argument("base")
 @click.argument("tuned")
-@options.writes
+@partial(options.writing, shard_size=options.max_shard_size)
 @option("--rank", "Write a LoRA adapter of this rank instead, an approximation.", click.IntRange(1))
 @option("--to FORMAT", "Write the delta of another tool: accessory, alpaca or fastchat.", shell_complete=options.deltas)
 @option("--shards", "Number of model-parallel parts (accessory).  [default: as BASE]", click.IntRange(1))
@@ -83,11 +84,7 @@ def extract(base: str, tuned: str, as_json: bool, dry_run: bool, output: Path, *
 def _delta_fields(done: Extracted) -> dict[str, Any]:
     fields: dict[str, Any] = {"kind": done.kind, "delta_bytes": done.nbytes}
     if done.elements:
-        return {
-            **fields,
-            "elements": done.elements,
-            "inexact": done.inexact,
-            "inexact_tensors": dict(done.inexact_tensors),
-        }
+        counts = {"elements": done.elements, "inexact": done.inexact}
+        return {**fields, **counts, "inexact_tensors": dict(done.inexact_tensors)}
     low_rank = {"captured": dict(done.captured), "captured_overall": done.captured_overall, "whole": list(done.whole)}
     return {**fields, **(low_rank if done.kind == "low-rank" else {})}

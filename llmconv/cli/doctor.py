@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import click
 
 from llmconv.cli import options
 from llmconv.cli.help_page import Command
 from llmconv.errors import UnsupportedInput, listing
-
-if TYPE_CHECKING:
-    from llmconv.doctor import Finding
 
 
 @click.command("doctor", cls=Command)
@@ -34,19 +30,15 @@ def command(as_json: bool) -> None:
     if as_json:
         options.print_json({"ok": not problems, "findings": [asdict(one) for one in findings]})
     else:
-        _print(findings)
+        # a line for each finding, in columns, under the headings of their groups
+        wide = max(len(one.name) for one in findings)
+        for group, members in groupby(findings, lambda one: one.group):
+            click.echo(group)
+            for one in members:
+                parts = (one.status.ljust(13), " ".join(filter(None, (one.found, f"({one.note})" * bool(one.note)))))
+                click.echo(f"  {one.name.ljust(wide)}  {'  '.join(parts)}".rstrip())
     if problems:
         command = install_command(problems)
         hint = f"`{command}`" if command else "its line says why"
         names = listing(list(dict.fromkeys(one.name for one in problems)))
         raise UnsupportedInput(f"this installation does not work: {names}", hint=hint)
-
-
-def _print(findings: list[Finding]) -> None:
-    """A line for each finding, in columns, under the headings of their groups."""
-    wide = max(len(one.name) for one in findings)
-    for group, members in groupby(findings, lambda one: one.group):
-        click.echo(group)
-        for one in members:
-            parts = (one.status.ljust(13), " ".join(filter(None, (one.found, f"({one.note})" * bool(one.note)))))
-            click.echo(f"  {one.name.ljust(wide)}  {'  '.join(parts)}".rstrip())

@@ -18,7 +18,6 @@ from llmconv.progress import is_quiet, say
 if TYPE_CHECKING:
     from llmconv.export.export_options import ExportOptions
     from llmconv.export.exported import Exported
-    from llmconv.verify import Report
 
 
 @click.command("export", cls=Command)
@@ -158,26 +157,21 @@ def command(model: str, output: Path | None, as_json: bool, verify: bool, **give
     elif not verify:
         options.print_json(_result(exported))
     if verify:
-        report = _verified(exported, model, given, as_json=as_json)
-        click.get_current_context().exit(report.exit_code)
-
-
-def _verified(exported: Exported, model: str, given: ExportOptions, *, as_json: bool) -> Report:
-    """The report of `--verify`, printed; with `--json` in one object with the export, null after an error."""
-    quiet, show = is_quiet(), printer(every=False)
-    try:
-        report = verify_export(exported.folder, model, given, None if as_json or quiet else show)
-    except LlmconvError:
+        # the report of `--verify`, printed; with `--json` in one object with the export, null after an error
+        quiet, show = is_quiet(), printer(every=False)
+        try:
+            report = verify_export(exported.folder, model, given, None if as_json or quiet else show)
+        except LlmconvError:
+            if as_json:
+                options.print_json({**_result(exported), "verify": None})
+            raise
         if as_json:
-            options.print_json({**_result(exported), "verify": None})
-        raise
-    if as_json:
-        options.print_json({**_result(exported), "verify": report.as_dict()})
-    else:
-        print_report(report, show, quiet=quiet)
-    if not report:
-        say_it_stays(exported.folder)
-    return report
+            options.print_json({**_result(exported), "verify": report.as_dict()})
+        else:
+            print_report(report, show, quiet=quiet)
+        if not report:
+            say_it_stays(exported.folder)
+        click.get_current_context().exit(report.exit_code)
 
 
 def _result(exported: Exported) -> dict[str, Any]:
@@ -212,7 +206,12 @@ def _print(exported: Exported) -> None:
     else:
         for name in (*(name for names in exported.graphs.values() for name in names), *exported.client_files):
             click.echo(f"{exported.place}/{name}")
-    say(_summary(exported, "would map" if is_dry else "map" if len(exported.graphs) != 1 else "maps"))
+    verb = "would map" if is_dry else "map" if len(exported.graphs) != 1 else "maps"
+    count = len(exported.graphs)
+    say(
+        f"{count} graph{'s' * (count != 1)} {verb} {exported.weight_bytes_mapped:,} bytes of weights, "
+        f"{exported.weight_bytes_written:,} written; {exported.traced_layers} of {exported.num_layers} layers traced"
+    )
     if exported.quantized:
         say(exported.quantized.line)
     if exported.missing:
@@ -224,11 +223,3 @@ def _missing(files: Mapping[str, int]) -> str:
     first, count = next(iter(files)), len(files)
     names = f"`{first}`" if count == 1 else f"{count} files, `{first}` to `{list(files)[-1]}`"
     return f"before they are run, put the model's weights next to them: {names}, {sum(files.values()):,} bytes"
-
-
-def _summary(exported: Exported, verb: str) -> str:
-    count = len(exported.graphs)
-    return (
-        f"{count} graph{'s' * (count != 1)} {verb} {exported.weight_bytes_mapped:,} bytes of weights, "
-        f"{exported.weight_bytes_written:,} written; {exported.traced_layers} of {exported.num_layers} layers traced"
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,9 @@ from llmconv.errors import InputRefused, UsageProblem
 from llmconv.progress import say
 
 if TYPE_CHECKING:
-    from llmconv.generation import Generation
+    from llmconv.generation.generate import PromptRun
     from llmconv.generation.prompts import Prompt
+    from llmconv.generation.row import TextPiece
 
 
 def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
@@ -97,22 +98,26 @@ def command(
     A prompt that is too long gets no text, and the exit code is 3 when the others are finished.
     """
     from llmconv.generation.generate import prepare
+    from llmconv.generation.row import TextPiece
 
     _require_fitting(texts, output_file, given["prompt_prefix"], overwrite=overwrite, stream=stream, as_json=as_json)
     contents = _prompts((*texts, *prompts), prompt_file, prompt_field, output_file, images)
     model = generation_options.with_graphs(model, given)
     run = prepare(model, contents, **generation_options.settings(given))
     run.talks = True
-    printer = TextPrinter(run, null=null)
-    made = run.run(output_file, overwrite, printer.on_piece if stream and not as_json else None)
+    show = _printer(run, null=null)
+    made = run.run(output_file, overwrite, show if stream and not as_json else None)
     if as_json:
         options.print_json(made.as_dict())
     elif not stream:
-        for index, completion in enumerate(made.completions):
-            printer.push(index, completion.text, done=True)
+        for index, one in enumerate(made.completions):
+            show(TextPiece(index, one.text, None, one.finish))
     for line in made.summary():
         say(line)
-    _require_all(made)
+    if made.too_long:
+        verb = "prompt was" if made.too_long == 1 else "prompts were"
+        hint = "shorten them, cut them with `--src-length`, or give `--max-new-tokens` in place of `--max-length`"
+        raise InputRefused(f"{made.too_long} {verb} too long and got no text; the others are finished", hint=hint)
 
 
 def _require_fitting(
@@ -158,50 +163,25 @@ def _prompts(
     return read_prompts(sys.stdin, field)
 
 
-def _require_all(made: Generation) -> None:
-    """Ends with exit code 3 if prompts were left out."""
-    if made.too_long:
-        verb = "prompt was" if made.too_long == 1 else "prompts were"
-        hint = "shorten them, cut them with `--src-length`, or give `--max-new-tokens` in place of `--max-length`"
-        raise InputRefused(f"{made.too_long} {verb} too long and got no text; the others are finished", hint=hint)
-
-
-if TYPE_CHECKING:
-    from llmconv.generation import TextPiece
-    from llmconv.generation.generate import PromptRun
+def _printer(run: PromptRun, *, null: bool) -> Callable[[TextPiece], None]:
+    """Prints texts on stdout in order; several of them have headings, or with `null` each ends with a NUL character."""
     from llmconv.generation.row import OrderedWriter
 
+    prompts, count = len(run.prompts), run.count
+    writers: list[OrderedWriter] = []  # one, from the first piece on: then it is known what the file had before
 
-class TextPrinter:
-    """Prints texts on stdout in order; several of them have headings, or with `null` each ends with a NUL character."""
-
-    def __init__(self, run: PromptRun, *, null: bool = False) -> None:
-        self._run, self._null = run, null
-        self._writer: OrderedWriter | None = None
-
-    def on_piece(self, piece: TextPiece) -> None:
-        """Prints a piece, or keeps it until the texts before it are finished."""
-        self.push(piece.index, piece.text, done=bool(piece.finish))
-
-    def push(self, index: int, text: str, *, done: bool) -> None:
-        """Prints the new part of the text with this index; `done` marks its end."""
-        from llmconv.generation.row import OrderedWriter
-
-        end = "\0" if self._null else "\n"
-        if self._writer is None:
-            self._writer = OrderedWriter(self._print, self._run.skipped, end, self._heading)
-        self._writer.push(index, text, done)
-
-    def _heading(self, index: int) -> str:
-        """The line above a text; empty for a single text."""
-        prompts, count = len(self._run.prompts), self._run.count
-        if self._null or prompts * count == 1:
-            return ""
+    def heading(index: int) -> str:
         number, sequence = divmod(index, count)
         name = f"{number + 1} of {prompts}" + (f", text {sequence + 1} of {count}" if count > 1 else "")
-        return f"==> {name} <==\n"
+        return "" if null or prompts * count == 1 else f"==> {name} <==\n"
 
-    @staticmethod
-    def _print(text: str) -> None:
+    def write(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
+
+    def show(piece: TextPiece) -> None:
+        if not writers:
+            writers.append(OrderedWriter(write, run.skipped, "\0" if null else "\n", heading))
+        writers[0].push(piece.index, piece.text, bool(piece.finish))
+
+    return show

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import click
 
 from llmconv.cli import options
 from llmconv.cli.options import ElementType, option
 from llmconv.errors import UsageProblem
-
-if TYPE_CHECKING:
-    from llmconv.generation import TextModel
-    from llmconv.generation.generate import RunningOptions
-    from llmconv.runtime import SessionSettings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 BACKENDS = ["onnx", "torch", "genai"]
@@ -133,7 +128,9 @@ def settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_running(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that `opener` does not use."""
+    """The options other than those of `running` and `--trust-remote-code`."""
+    from llmconv.generation.generate import OF_RUNNING
+
     return {name: value for name, value in given.items() if name not in OF_RUNNING}
 
 
@@ -147,31 +144,3 @@ def with_graphs(model: str, given: dict[str, Any]) -> str:
 
     made = graphs_in_cache(Path(model))
     return str(made) if made else model
-
-
-def opener(model: str, given: Mapping[str, Any]) -> Callable[[], TextModel]:
-    """A function that opens a folder, a graph, or a name in the Hub's cache; the session options are read at once.
-
-    Of `given`, options other than those of `running` and `--trust-remote-code` are ignored.
-    """
-    from llmconv.generation.generate import opener
-
-    return opener(model, running_options(given))
-
-
-def session_settings(given: Mapping[str, Any]) -> SessionSettings:
-    """Session settings from the options of `session`; others are ignored."""
-    from llmconv.runtime.onnxruntime.session_file import session_settings
-
-    return session_settings(running_options(given))
-
-
-def running_options(given: Mapping[str, Any]) -> RunningOptions:
-    return cast("RunningOptions", {name: value for name, value in given.items() if name in OF_RUNNING})
-
-
-OF_RUNNING = (
-    *("backend", "decode", "tokenizer", "adapter", "prefix_tuning", "device", "dtype", "trust_remote_code"),
-    *("provider", "threads", "session_config", "timeout", "prepack", "packed_cache", "stage_at", "stage_timeout"),
-)
-"""All options that `opener` uses."""

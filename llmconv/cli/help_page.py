@@ -7,6 +7,7 @@ import click
 MANY = 15  # number of options from which on they are shown under headings
 OTHER, MESSAGES = "Options", "Messages"
 
+# headings in their order, with the parameters below each
 COMMON = {
     "Input": "format config tokenizer base adapter strategy root code drop qkv_layout",
     "Prompts": (
@@ -38,9 +39,8 @@ COMMON = {
     "Stages on other hosts": "stage_at stage_timeout",
     MESSAGES: "as_json quiet verbose help",
 }
-"""Headings in their order, with the parameters below each."""
-
 RUNNING = {"tokenizer": "Model", "adapter": "Model", "dtype": "Model"}
+# headings of parameters that mean something else in a command
 OWN: dict[str, dict[str, str]] = {
     "to-hf": {"trust_remote_code": "Input"},
     "merge-lora": {"seed": "Merge", "tokenizer": "Output"},
@@ -51,8 +51,7 @@ OWN: dict[str, dict[str, str]] = {
     "chat": RUNNING,
     "serve": {**RUNNING, "max_new_tokens": "Server", "system": "Server", "template": "Server"},
 }
-"""Headings of parameters that mean something else in a command."""
-
+# lines to copy, by command, each with a note
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "inspect": (
         ("llmconv inspect model", "a folder"),
@@ -172,15 +171,13 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("llmconv doctor -q", "without messages"),
     ),
 }
-"""Lines to copy, by command, each with a note."""
-
+# the commands, in the order of the work
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Convert and merge": ("inspect", "to-hf", "from-hf", "merge-lora", "delta"),
     "Export and verify": ("export", "onnx-adapter", "verify", "push", "run"),
     "Generate and serve": ("generate", "embed", "chat", "serve", "serve-stage", "bench"),
     "Other": ("clean", "formats", "families", "doctor"),
 }
-"""The commands, in the order of the work."""
 
 
 def path_of(ctx: click.Context) -> str:

@@ -21,7 +21,7 @@ COMBINATIONS = ["linear", "cat", "svd", "magnitude_prune", "ties", "dare_linear"
 @click.command(name="merge-lora", cls=Command)
 @click.argument("base")
 @click.argument("adapters", nargs=-1, required=True, metavar="ADAPTER...")
-@options.changes
+@options.writing
 @options.shares
 @option("--weight weights", "Weight of an adapter's update; once per adapter. [default: 1]", float, multiple=True)
 @option(

@@ -210,21 +210,8 @@ def shares(command: Command) -> Command:
     return command
 
 
-def writes(command: Command) -> Command:
-    return _with(command, max_shard_size)
-
-
-def converts(command: Command) -> Command:
-    """The options of `to-hf`, where `--max-shard-size` has no default value."""
-    return _with(command, asked_shard_size)
-
-
-def changes(command: Command) -> Command:
-    """The options of every command that writes a changed model folder."""
-    return _with(command, kept_shard_size)
-
-
-def _with(command: Command, shard_size: Callable[[Command], Command]) -> Command:
+def writing(command: Command, shard_size: Callable[[Command], Command] = kept_shard_size) -> Command:
+    """The options of every command that writes a model folder, by default a changed one."""
     for add in (talk, as_json, dry_run, resume, overwrite, shard_size, dtype, output):
         command = add(command)
     return command
@@ -234,8 +221,8 @@ def print_json(content: dict[str, Any]) -> None:
     click.echo(json.dumps(content, indent=2))
 
 
+# A text that is most likely a file name given by mistake
 FILE_OF_TEXTS = re.compile(r"\S+\.(?:txt|jsonl?|csv)", re.IGNORECASE)
-"""A text that is most likely a file name given by mistake."""
 
 
 def is_file(text: str) -> bool:
@@ -258,8 +245,8 @@ def refuse_file_name(text: str, kind: str, option: str, otherwise: str = "") -> 
 # as click's `shell_complete`: from the beginning of a value to the values
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 LAYOUTS = ("onnxruntime", "genai", "optimum", "transformersjs")
+# the modules with these take seconds to import, which is too long for a key; a test compares them
 CLIENTS = LAYOUTS[1:]
-"""The modules with these take seconds to import, which is too long for a key; a test compares them."""
 
 
 def completed(names: Callable[[], Iterable[str]], *, paths: bool = False) -> Complete:

@@ -52,7 +52,7 @@ def command(
     """
     from llmconv.steps import execution
     from llmconv.steps.execution import Execution
-    from llmconv.steps.run_file import read_checked, run_file_schema
+    from llmconv.steps.run_file import read_run_file, run_file_schema
 
     group = ctx.find_root().command
     assert isinstance(group, click.Group)
@@ -62,7 +62,10 @@ def command(
     if file is None:
         raise click.UsageError("missing argument `FILE`", ctx)
     quiet = is_quiet()
-    run_file = read_checked(file, _pairs(ctx, sets), group)
+    for text in sets:
+        if "=" not in text:
+            raise click.UsageError(f"`--set {text}` has no `=`", ctx)
+    run_file = read_run_file(file, dict(text.split("=", 1) for text in sets), group, needs_inputs=True)
     set_quiet(quiet)  # the steps' own `-q` were parsed
     as_json, force = flags["as_json"], flags["force"]
     choices = {"force": force, "quiet": quiet, "github": flags["github"], "stdout": STDERR if as_json else None}
@@ -70,17 +73,8 @@ def command(
     if as_json:
         options.print_json(execution.summary_dict(file.name, outcomes))
     else:
-        from llmconv.steps.execution import summary_table
-
-        lines = summary_table(outcomes)
-        if not dry_run:
-            click.echo("")
-        for line in lines:
-            click.echo(line)
-        if dry_run:
-            click.echo("")
-            for outcome in outcomes:
-                click.echo(outcome.step.line)
+        table, commands = execution.summary_table(outcomes), [outcome.step.line for outcome in outcomes]
+        click.echo("\n".join([*table, "", *commands] if dry_run else ["", *table]))
     ctx.exit(execution.exit_code(outcomes))
 
 
@@ -97,14 +91,6 @@ def _run(file: RunFile, report: Path | None, **choices: Any) -> list[Outcome]:
         if report:
             execution.write_summary(report, file.path.name, outcomes)
     return outcomes
-
-
-def _pairs(ctx: click.Context, changes: tuple[str, ...]) -> dict[str, str]:
-    """The values of `--set` by name; the last of a name counts."""
-    for text in changes:
-        if "=" not in text:
-            raise click.UsageError(f"`--set {text}` has no `=`", ctx)
-    return dict(text.split("=", 1) for text in changes)
 
 
 def _announce(count: int, number: int, step: Step, reason: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -50,17 +50,17 @@ def command(model: str, as_json: bool, **given: Any) -> None:
 
     Stops on Ctrl-C or SIGTERM; running answers get three more seconds.
     """
+    from llmconv.generation.generate import opener
     from llmconv.serve import ServerSettings, serve
 
     model = generation_options.with_graphs(model, given)
     settings = ServerSettings(**generation_options.without_running(given))
     if settings.host not in LOCAL and not settings.api_key:
         warn(f"anyone who can reach {settings.host} can use the model: set an API key in {API_KEY}")
-    opener = generation_options.opener(model, given)
 
     def on_ready(address: str, served: str) -> None:
         say(f"{address} is a chat page, {address}/v1 is OpenAI's API; Ctrl-C stops")
         if as_json:
             click.echo(json.dumps({"address": address, "model": served}))
 
-    serve(opener, settings, on_ready)
+    serve(opener(model, cast(Any, given)), settings, on_ready)

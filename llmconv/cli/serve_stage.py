@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -31,6 +31,7 @@ def command(folder: Path, number: int, listen: str, as_json: bool, **given: Any)
     Connections are neither authenticated nor encrypted: use a private network or an SSH tunnel. If the environment
     variable LLMCONV_STAGE_TOKEN is set, clients must have the same one.
     """
+    from llmconv.runtime.onnxruntime.session_file import session_settings
     from llmconv.runtime.stages.staged_runner import serve_stage
 
     def on_ready(address: str, count: int) -> None:
@@ -38,4 +39,4 @@ def command(folder: Path, number: int, listen: str, as_json: bool, **given: Any)
         if as_json:
             click.echo(json.dumps({"address": address, "stage": number, "stages": count}))
 
-    serve_stage(folder, number, listen, generation_options.session_settings(given), on_ready)
+    serve_stage(folder, number, listen, session_settings(cast(Any, given)), on_ready)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from llmconv.cli.options import option
 
 @click.command(name="to-hf", cls=Command)
 @click.argument("source")
-@options.converts
+@partial(options.writing, shard_size=options.asked_shard_size)
 @options.shares
 @option("--from format FORMAT", "Training format. [default: detected by content]")
 @option(

@@ -5,23 +5,20 @@ from __future__ import annotations
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from llmconv.cli import options
 from llmconv.cli.help_page import Command
 from llmconv.cli.options import option
-from llmconv.cli.verdict import Show, print_report, printer
+from llmconv.cli.verdict import print_report, printer
 from llmconv.errors import UsageProblem
 from llmconv.progress import is_quiet, say, status
 
-if TYPE_CHECKING:
-    from llmconv.verify import Report
-
 OF_GRAPHS = ("input_map",)
+# options that apply only to `--graph`, and only to FOLDER
 OF_FOLDER = ("low_memory", "allow_changed", "calibrate", "method", "layers", "record", "adapter", "clients", "pythons")
-"""Options that apply only to `--graph`, and only to FOLDER."""
 
 
 @click.command("verify", cls=Command)
@@ -134,7 +131,17 @@ def command(
     started = time.perf_counter()
     shown = printer(every=ctx.meta.get(options.VERBOSE, False))
     quiet = as_json or is_quiet()
-    report = _verified(folder, graphs, choices, show=None if quiet else shown)
+    # the report; `choices` are the options that the library takes under the same names
+    show = None if quiet else shown
+    from llmconv.verify import verify, verify_graphs
+
+    of_both = {name: value for name, value in choices.items() if name not in {*OF_GRAPHS, *OF_FOLDER}}
+    given = {**of_both, "on_checks": show}
+    report = (
+        verify_graphs(graphs, **{name: choices[name] for name in OF_GRAPHS if choices[name] is not None}, **given)
+        if folder is None
+        else verify(folder, **{name: choices[name] for name in OF_FOLDER}, **given)
+    )
     if as_json:
         options.print_json(report.as_dict())
     else:
@@ -159,19 +166,6 @@ def _refuse_early(folder: str | None, choices: dict[str, Any]) -> None:
     path = require_folder(folder)
     if choices["reference"] is None and (graph_entries(path) or single_pass_entries(path)):
         recorded_reference(path)
-
-
-def _verified(folder: str | None, graphs: tuple[Path, ...], choices: dict[str, Any], *, show: Show | None) -> Report:
-    """The report; `choices` are the options that the library takes under the same names."""
-    from llmconv.verify import verify, verify_graphs
-
-    of_both = {name: value for name, value in choices.items() if name not in {*OF_GRAPHS, *OF_FOLDER}}
-    given = {**of_both, "on_checks": show}
-    if folder is None:
-        return verify_graphs(
-            graphs, **{name: choices[name] for name in OF_GRAPHS if choices[name] is not None}, **given
-        )
-    return verify(folder, **{name: choices[name] for name in OF_FOLDER}, **given)
 
 
 def _require_compatible(folder: str | None, graphs: tuple[Path, ...], choices: dict[str, Any]) -> None:

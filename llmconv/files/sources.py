@@ -6,12 +6,14 @@ Of a model of the Hub only the files that it needs are downloaded, into the cach
 from __future__ import annotations
 
 import atexit
+import os
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import wraps
 from glob import escape
 from importlib.util import find_spec
@@ -35,8 +37,8 @@ MARKS = ("config.json", "adapter_config.json", "llmconv.json", "params.json")
 # files that may contain weights
 WEIGHTS = re.compile(r".*\.(?:safetensors|bin|pth?|ckpt|pdparams|distcp|npz|tar|t?gz|zip|zst|msgpack|gguf)")
 SECONDS = 10  # timeout of the hub, after which the cache is used
+# configuration, tokenizer and code at the top of a repository
 SMALL = re.compile(r"[^/]+\.(?:json|jinja|txt|model|py|yaml|yml|md)")
-"""Configuration, tokenizer and code at the top of a repository."""
 
 
 def from_hub(address: HubAddress, headers_in: Path | None = None) -> Path:
@@ -165,8 +167,8 @@ def needed(files: Iterable[str]) -> list[str]:
 
 
 WAIT_SECONDS = 30  # timeout of one answer
+# status of an answer with all of a file, from a server that knows no ranges, and of one with the range
 WHOLE, PART = 200, 206
-"""Status of an answer with all of a file, from a server that knows no ranges, and of one with the range."""
 
 
 class HubFiles:
@@ -231,10 +233,10 @@ HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 # `org/name[@revision]/folder`, which is `hf://…` for llmconv
 HUB_FOLDER = re.compile(rf"{HUB_ID.pattern}(?:/[\w.-]+)+")
 
+# bare names that are clearly files, not models of the hub
 FILE_NAME = re.compile(
     r".*\.(?:pth?|bin|ckpt|safetensors|pdparams|onnx|gguf|npz?|json|ya?ml|jinja|txt|tar|t?gz|zip|zst|h5|msgpack|distcp)"
 )
-"""Bare names that are clearly files, not models of the hub."""
 
 
 def local_path(name: str | Path, *, in_parts: bool = False, headers: bool = False) -> Path:
@@ -259,11 +261,23 @@ def local_path(name: str | Path, *, in_parts: bool = False, headers: bool = Fals
         raise InputRefused(problem, hint="fetch it, too, or repair the link")
     text = str(name)
     if is_hub_id(text):
-        return _from_hub(hub_address(text), headers)
-    hint = "give a local path, a URI, or a hub id such as `org/name` or `gpt2`"
+        try:
+            return _from_hub(hub_address(text), headers)
+        except InputRefused as error:
+            error.hint = _meant(path) + error.hint
+            raise
+    hint = _meant(path) + "give a local path, a URI, or a hub id such as `org/name` or `gpt2`"
     if HUB_FOLDER.fullmatch(text) and not FILE_NAME.fullmatch(text):
         hint = f"check the spelling; a folder of a repository on the hub is `hf://{text}`"
     raise InputRefused(f"`{text}` does not exist", hint=hint)
+
+
+def _meant(path: Path) -> str:
+    """A question for the file or folder next to where `path` would be with nearly the same name; empty for none."""
+    with suppress(OSError):
+        near = get_close_matches(path.name, os.listdir(path.parent), n=1, cutoff=0.75)
+        return f"did you mean `{path.with_name(near[0])}`? " if near else ""
+    return ""
 
 
 def _from_hub(address: HubAddress, headers: bool) -> Path:
@@ -421,10 +435,8 @@ def _fetching_from(uri: str) -> Iterator[None]:
         yield
     except (OSError, ImportError, ValueError) as error:
         missing = "`pip install obstore`" if is_store_address(uri) else "install that package"
-        raise InputRefused(
-            without_credentials(f"cannot fetch `{uri}`: {error}"),
-            hint=missing if isinstance(error, ImportError) else "check the address and the credentials",
-        ) from error
+        hint = missing if isinstance(error, ImportError) else "check the address and the credentials"
+        raise InputRefused(without_credentials(f"cannot fetch `{uri}`: {error}"), hint=hint) from error
 
 
 def _without_query(path: Path) -> Path:

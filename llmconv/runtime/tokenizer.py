@@ -174,7 +174,7 @@ class TooManyTokens(InputRefused):
 
     def __init__(self, most: int, beginning: str, ids: list[int]) -> None:
         super().__init__(
-            f"the prompt has more than {2 * most} tokens, and at most {most} are accepted",
+            f"the prompt has more than {2 * most} tokens, twice the {most} that are accepted",
             hint="shorten the prompt, or export with a larger --max-seq-len if the graphs set the limit",
         )
         self.beginning, self.ids = beginning, ids

@@ -24,7 +24,8 @@ from tests.cli.commands import CHECKPOINT, LEAVES, command
 def test_an_unknown_command_is_a_usage_error() -> None:
     done = CliRunner().invoke(llmconv.cli.main, ["convert"])
     assert done.exit_code == 2
-    assert done.stderr.startswith("error: no such command `convert`\n\nhint: see `")
+    assert done.stderr.startswith("error: no such command `convert`\n\nhint: did you mean `")
+    assert "to-hf`? see `" in done.stderr
 
 
 USAGE = {
@@ -164,3 +165,15 @@ def test_an_unknown_opset_is_a_usage_problem_in_python(tmp_path: Path) -> None:
     llmconv.convert.to_hf(CHECKPOINT, tmp_path / "base")
     with pytest.raises(UsageProblem, match="`opset` is 22"):
         llmconv.export.export(tmp_path / "base", opset=22)
+
+
+def test_a_word_in_place_of_a_number_is_refused_without_the_name_of_a_type() -> None:
+    done = CliRunner().invoke(llmconv.cli.main, ["chat", "model", "--temperature", "warm"])
+    assert done.exit_code == 2 and "`warm` is not a number" in done.stderr
+
+
+def test_a_slip_in_a_name_gets_the_name_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "checkpoint.pt").touch()
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(llmconv.cli.main, ["inspect", "chekpoint.pt"])
+    assert done.exit_code == 3 and "did you mean `checkpoint.pt`?" in done.stderr

@@ -85,7 +85,7 @@ def test_only_a_text_that_is_far_too_long_is_refused(make: Callable[[], Tokenize
     if len(whole) <= 2 * MOST:
         assert token_ids(tokenizer, text, MOST) == whole
         return
-    with pytest.raises(TooManyTokens, match="more than 100 tokens, and at most 50 are accepted") as caught:
+    with pytest.raises(TooManyTokens, match="more than 100 tokens, twice the 50 that are accepted") as caught:
         token_ids(tokenizer, text, MOST)
     assert len(caught.value.beginning) < 40_000
 
