@@ -22,7 +22,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -111,16 +111,13 @@ def _plain(folder: Path) -> Iterator[Path]:
 
 def _is_run_file(path: Path) -> bool:
     """Whether a file has steps, and so is not read by one."""
-    if path.suffix not in (".yaml", ".yml") or path.stat().st_size > YAML_LIMIT:
-        return False
-    return bool(STEPS.search(path.read_text("utf-8", "replace")))
+    is_yaml = path.suffix in (".yaml", ".yml") and path.stat().st_size <= YAML_LIMIT
+    return is_yaml and bool(STEPS.search(path.read_text("utf-8", "replace")))
 
 
 def _stamp(file: Path) -> str:
-    if file.name == MANIFEST:
-        return MANIFEST_STAMP
     status = file.stat()
-    return f"{status.st_size}:{status.st_mtime_ns}"
+    return MANIFEST_STAMP if file.name == MANIFEST else f"{status.st_size}:{status.st_mtime_ns}"
 
 
 def _remote_stamps(uri: str) -> Stamps:
@@ -171,8 +168,8 @@ def _in_file_system(uri: str) -> Iterator[tuple[str, str]]:
         yield key.removeprefix(place), UNKNOWN if tag is None else f"{info.get('size')}:{tag}"
 
 
+# suffix of the lock file. The run file cannot be locked itself: editors and git replace it by a new file
 LOCK_SUFFIX = ".llmconv-run.lock"
-"""Suffix of the lock file. The run file cannot be locked itself: editors and git replace it by a new file."""
 
 
 @contextmanager
@@ -370,6 +367,7 @@ def always(step: Step) -> str:
 
 VERSION = 2
 SUFFIX = ".llmconv-run"
+WEIGHTS = (".safetensors", ".safetensors.index.json")
 LIMIT = 256 << 20  # maximum bytes of a record; a million files take some 100 MB
 
 
@@ -400,8 +398,8 @@ class Record:
         except (OSError, ValueError, RecursionError):
             content = {}
         listed = content.get("steps") if isinstance(content, dict) and content.get("record_version") == VERSION else {}
-        steps = {name: done for name, fields in _items(listed) if (done := _done(fields))}
-        return cls(path, steps)
+        items = listed.items() if isinstance(listed, dict) else ()
+        return cls(path, {name: done for name, fields in items if (done := _done(fields))})
 
     def save(self) -> None:
         content = {"record_version": VERSION, "steps": {name: asdict(done) for name, done in self.steps.items()}}
@@ -448,8 +446,10 @@ class Record:
         `before` and `after` are the stamps of its inputs and outputs: an input that changed meanwhile keeps the earlier
         one, so that the step is done again. `changed` are those of the places that it writes into, afterwards.
         """
-        own = changed if step.outputs else {name: stamp for name, stamp in changed.items() if not _is_weights(name)}
-        written = {name: stamp for name, stamp in own.items() if step.outputs or first.get(name) != stamp}
+        written = changed
+        if not step.outputs:  # an export into the model's folder, which never writes weights
+            own = {name: stamp for name, stamp in changed.items() if not name.endswith(WEIGHTS)}
+            written = {name: stamp for name, stamp in own.items() if first.get(name) != stamp}
         read = {name: before.get(name, UNKNOWN) for name in {**before, **after} if name not in written}
         home = self.path.parent
         kept = {name: stamp for name, stamp in self._all_written(step).items() if name not in written}
@@ -479,18 +479,9 @@ class Record:
         return ""
 
 
-def _is_weights(name: str) -> bool:
-    """Whether a file of a model's folder is one that an export into it never writes."""
-    return name.endswith((".safetensors", ".safetensors.index.json"))
-
-
 def command_sha256(step: Step) -> str:
     """What identifies the command line of a step."""
     return hashlib.sha256("\0".join([step.command, *step.arguments]).encode()).hexdigest()
-
-
-def _items(listed: Any) -> Iterable[tuple[str, Any]]:
-    return listed.items() if isinstance(listed, Mapping) else ()
 
 
 def _done(fields: Any) -> Done | None:
@@ -514,18 +505,11 @@ def exit_code(outcomes: Sequence[Outcome]) -> int:
 
 def summary_dict(file: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """The content of `--json` and of `run.json`."""
-    steps = [
-        {
-            "name": one.step.name,
-            "command": one.step.line,
-            "status": one.status,
-            "reason": one.reason,
-            "seconds": round(one.seconds, 3),
-            "exit_code": one.exit_code,
-            **({"verdict": one.verdict} if one.verdict else {}),
-        }
-        for one in outcomes
-    ]
+    steps = []
+    for one in outcomes:
+        named = {"name": one.step.name, "command": one.step.line, "status": one.status, "reason": one.reason}
+        verdict = {"verdict": one.verdict} if one.verdict else {}
+        steps.append({**named, "seconds": round(one.seconds, 3), "exit_code": one.exit_code, **verdict})
     return {"llmconv": __version__, "file": file, "exit_code": exit_code(outcomes), "steps": steps}
 
 
@@ -554,7 +538,6 @@ def markdown(file: str, outcomes: Sequence[Outcome]) -> str:
 
 
 def write_summary(folder: Path, file: str, outcomes: Sequence[Outcome]) -> None:
-    """Writes the files of `REPORT_FILES` into `folder`; `file` is the name of the run file."""
     texts = json.dumps(summary_dict(file, outcomes), indent=2) + "\n", markdown(file, outcomes)
     for name, text in zip(REPORT_FILES, texts, strict=True):
         replace_file(folder / name, text.encode())

@@ -86,28 +86,13 @@ class Mistakes(MalformedInput):
         self.message = "\n".join([self.message, *(f"- {one.message} (hint: {one.hint})" for one in problems)])
 
 
-def raise_all(name: str, problems: Sequence[LlmconvError]) -> None:
-    """Raises one mistake of a run file as it is, several together, and nothing if there are none."""
-    if problems:
-        raise problems[0] if len(problems) == 1 else Mistakes(name, problems)
-
-
-def read_run_file(path: Path, changes: Mapping[str, str], group: click.Group) -> RunFile:
+def read_run_file(path: Path, changes: Mapping[str, str], group: click.Group, *, needs_inputs: bool = False) -> RunFile:
     """Reads a YAML run file; every option of every step is checked by `group`, of all commands, before anything runs.
 
     `changes` are the values of `--set` by variable, or by `STEP.OPTION`: texts, `true`, `false`, or `[LIST]`. Raises
-    InputRefused if there is no such file; MalformedInput for another form, an unknown option, or several mistakes;
-    UsageProblem if a command refuses its options, or a change names nothing in the file.
-    """
-    file, problems = read_steps(path, changes, group)
-    raise_all(path.name, problems)
-    return file
-
-
-def read_steps(path: Path, changes: Mapping[str, str], group: click.Group) -> tuple[RunFile, list[LlmconvError]]:
-    """Like `read_run_file`, with the mistakes in single steps. A step with one is a stand-in, which may write anything.
-
-    Raises LlmconvError if the file has no list of steps.
+    InputRefused if there is no such file, or with `needs_inputs` for inputs that do not exist; MalformedInput for
+    another form, an unknown option, or several mistakes, which are reported together; UsageProblem if a command refuses
+    its options, or a change names nothing in the file.
     """
     variables, items = _listed(path)
     problems: list[LlmconvError] = []
@@ -115,25 +100,46 @@ def read_steps(path: Path, changes: Mapping[str, str], group: click.Group) -> tu
     for number, item in enumerate(items, 1):
         with _kept(problems):
             found.append(_command_of(path, item, number))
-    named = _named(found, problems)
+    # the steps with a name for each: by default its command, with a number from the second on
+    named: list[Named] = []
+    for name, command, options in found:
+        taken = {one for one, *_ in named}
+        if name in taken:
+            hint = "give each a name of its own"
+            problems.append(MalformedInput(f"two steps have the name `{name}`", hint=hint))
+            continue
+        plain = command.replace(" ", "-")
+        numbered = (plain, *(f"{plain}-{number}" for number in range(2, len(taken) + 2)))
+        named.append((name or next(text for text in numbered if text not in taken), command, options))
     if not problems:
         variables, named = _changed(variables, named, {name: _value(text) for name, text in changes.items()})
-    steps = [_step(one, variables, group, problems) for one in named]
+    file = RunFile(path, tuple(_step(one, variables, group, problems) for one in named))
     with _kept(problems):
-        _require_own_outputs(path, [step for step in steps if step.is_complete])
-    return RunFile(path, tuple(steps)), problems
+        _require_own_outputs(path, [step for step in file.steps if step.is_complete])
+    problems += absent_inputs(file) if needs_inputs else ()
+    if problems:
+        raise problems[0] if len(problems) == 1 else Mistakes(path.name, problems)
+    return file
 
 
 def _step(named: Named, variables: Mapping[str, Any], group: click.Group, problems: list[LlmconvError]) -> Step:
     """A step; one with mistakes is a stand-in that writes every text that it does not read."""
     name, command, options = named
-    before = len(problems)
-    with _kept(problems):
-        filled = {key: _filled(value, variables) for key, value in options.items()}
-        problems += option_problems(name, command, filled, group)
-        if len(problems) == before:
-            return make_step(name, command, filled, group)
+    before, filled = len(problems), dict[str, Any]()
+    for key, value in options.items():
+        with _kept(problems):
+            filled[key] = _filled(value, variables)
+    problems += option_problems(name, command, filled, group)
     known = parameters(find_command(group, command))
+    if len(problems) == before:
+        with _kept(problems):
+            return make_step(name, command, filled, group)
+    else:
+        given = {key.replace("_", "-") for key in options}
+        slips = given - known.keys()  # of which the message names what is meant
+        required = [key for key, parameter in known.items() if parameter.required]
+        absent = [key for key in required if key not in given and not get_close_matches(key, slips)]
+        problems += [UsageProblem(f"step `{name}`: missing `{key}`", hint="give it") for key in absent]
     read = {key for key in options if (one := known.get(key.replace("_", "-"))) and reads(one)} - {*NO_FILES}
     inputs, outputs = (
         tuple(_texts_in({key: value for key, value in options.items() if (key in read) is is_read}, variables))
@@ -255,25 +261,6 @@ def _command_of(path: Path, item: Any, number: int) -> Named:
     return name, commands[0], options
 
 
-def _named(items: Iterable[Named], problems: list[LlmconvError]) -> list[Named]:
-    """The steps with a name for each: by default its command, with a number from the second on."""
-    named: list[Named] = []
-    for name, command, options in items:
-        taken = {one for one, *_ in named}
-        if name in taken:
-            hint = "give each a name of its own"
-            problems.append(MalformedInput(f"two steps have the name `{name}`", hint=hint))
-            continue
-        plain = command.replace(" ", "-")
-        free = (text for number in range(1, len(taken) + 2) if (text := _numbered(plain, number)) not in taken)
-        named.append((name or next(free), command, options))
-    return named
-
-
-def _numbered(name: str, number: int) -> str:
-    return name if number == 1 else f"{name}-{number}"
-
-
 def _value(text: str) -> Any:
     """A value of `--set`: true, false, or a list in brackets; any other is the text as it is."""
     if text in ("true", "false"):
@@ -344,38 +331,32 @@ NEAR = 0.8  # likeness of two names from which on one is a slip of the other, as
 DEFAULT = "default"  # value of `calibrate` that selects the built-in text, not a file
 
 
-def read_checked(path: Path, changes: Mapping[str, str], group: click.Group) -> RunFile:
-    """Reads a run file like `read_run_file` and requires that inputs exist; all mistakes are reported together."""
-    file, problems = read_steps(path, changes, group)
-    raise_all(path.name, [*problems, *absent_inputs(file)])
-    return file
-
-
 def absent_inputs(file: RunFile) -> Iterator[InputRefused]:
     """A refusal of each input that is nowhere and that no earlier step writes.
 
-    A name that may be of the Hub is one of the Hub, unless it is nearly what a step of the file writes: a slip in
-    `build/base` would be looked for there.
+    A name that may be of the Hub is one of the Hub, unless it is nearly what a step of the file writes, or in a folder
+    into which one writes: a slip in `build/base` would be looked for there.
     """
+    folders = {
+        os.path.dirname(os.path.normpath(one)) for step in file.steps if step.is_complete for one in step.outputs
+    }
     written: list[str] = []
     for at, step in enumerate(file.steps):
         for name in step.inputs:
             if not is_absent(name, file.home) or _is_written(name, written, file.home):
                 continue
             message = f"step `{step.name}`: input `{name}` does not exist, and no earlier step writes it"
-            if writer := next((one for one in file.steps[at:] if _is_output(name, one, file.home)), None):
+            later = (one for one in file.steps[at:] if one.is_complete and _is_written(name, [*one.outputs], file.home))
+            if writer := next(later, None):
                 yield InputRefused(message, hint=f"step `{writer.name}` writes it: put that step first")
             elif near := _near(name, file.steps[:at]):
                 hub = f"; a model of the Hub is `hf://{name}`" if is_hub_id(name) else ""
                 output, writer = near
                 yield InputRefused(message, hint=f"is `{output}` meant, the output of step `{writer.name}`?{hub}")
-            elif not is_hub_id(name):
-                yield InputRefused(message, hint=f"relative paths begin at the run file's folder, `{file.home}`")
+            elif not is_hub_id(name) or os.path.dirname(name) in folders - {""}:
+                hub = f"; a model of the Hub is `hf://{name}`" if is_hub_id(name) else ""
+                yield InputRefused(message, hint=f"relative paths begin at the run file's folder, `{file.home}`{hub}")
         written += step.changes
-
-
-def _is_output(name: str, step: Step, home: Path) -> bool:
-    return step.is_complete and _is_written(name, [*step.outputs], home)
 
 
 def _near(name: str, steps: Sequence[Step]) -> tuple[str, Step] | None:
@@ -438,22 +419,15 @@ def _step_schema(group: click.Group, name: str) -> dict[str, Any]:
 
 def _value_schema(parameter: click.Parameter) -> dict[str, Any]:
     """The schema of one option."""
-    one = _one(parameter)
+    kind, value = parameter.type, dict[str, Any]()
+    if isinstance(parameter, click.Option) and parameter.is_flag:
+        value = {"type": "boolean"}
+    elif type(kind) is click.Choice:
+        value = {"enum": [*kind.choices]}
+    elif isinstance(kind, click.types.IntParamType | click.types.FloatParamType):
+        value = {"type": "integer" if isinstance(kind, click.types.IntParamType) else "number"}
+    one: dict[str, Any] = {"anyOf": [value, VARIABLE_VALUE]} if value else {"type": ["string", "number"]}
     if parameter.multiple or parameter.nargs == -1:
         one = {"anyOf": [one, {"type": "array", "items": one}]}
     help_text = getattr(parameter, "help", None)
     return {**({"description": help_text} if help_text else {}), **one}
-
-
-def _one(parameter: click.Parameter) -> dict[str, Any]:
-    if isinstance(parameter, click.Option) and parameter.is_flag:
-        return {"anyOf": [{"type": "boolean"}, VARIABLE_VALUE]}
-    kind = parameter.type
-    if type(kind) is click.Choice:
-        values = [*kind.choices]
-        return {"anyOf": [{"enum": values}, VARIABLE_VALUE]}
-    if isinstance(kind, click.types.IntParamType):
-        return {"anyOf": [{"type": "integer"}, VARIABLE_VALUE]}
-    if isinstance(kind, click.types.FloatParamType):
-        return {"anyOf": [{"type": "number"}, VARIABLE_VALUE]}
-    return {"type": ["string", "number"]}

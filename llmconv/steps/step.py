@@ -11,14 +11,14 @@ from typing import Any
 
 import click
 
-from llmconv.errors import MalformedInput, UsageProblem, listing
+from llmconv.errors import MalformedInput, UsageProblem, listing, usage_line
 from llmconv.files.paths import without_credentials
 
+# commands that a step may be; the others are interactive, or only print
 COMMANDS = (
     *("to-hf", "from-hf", "merge-lora", "delta apply", "delta extract"),
     *("export", "onnx-adapter", "verify", "generate", "embed", "bench", "push"),
 )
-"""Commands that a step may be; the others are interactive, or only print."""
 
 # the options of which a step needs one: the command line reads standard input without them
 TEXTS = {"generate": ("texts", "prompt", "prompt-file"), "embed": ("texts", "text-file")}
@@ -72,12 +72,8 @@ def find_command(group: click.Group, name: str) -> click.Command:
 
 def parameters(command: click.Command) -> dict[str, click.Parameter]:
     """The parameters that a run file may give, by the names in it: arguments, and long options without dashes."""
-    named = {_key(parameter): parameter for parameter in command.params}
-    return {
-        key: parameter
-        for key, parameter in named.items()
-        if key not in NOT_IN_A_FILE and not getattr(parameter, "hidden", False)
-    }
+    named = {_key(one): one for one in command.params if not getattr(one, "hidden", False)}
+    return {key: one for key, one in named.items() if key not in NOT_IN_A_FILE}
 
 
 def _key(parameter: click.Parameter) -> str:
@@ -108,11 +104,9 @@ def option_problems(
 
 
 def make_step(name: str, command_name: str, options: Mapping[str, Any], group: click.Group) -> Step:
-    """A checked step; MalformedInput for its `option_problems`, UsageProblem if the command refuses a value."""
+    """A step without `option_problems`; UsageProblem if the command refuses a value."""
     command = find_command(group, command_name)
     known = parameters(command)
-    for problem in option_problems(name, command_name, options, group):
-        raise problem
     given = {key.replace("_", "-"): value for key, value in options.items()}
     words = {key: [*_texts(name, key, value, known[key])] for key, value in given.items()}
     _require_texts(name, command_name, words)
@@ -122,8 +116,7 @@ def make_step(name: str, command_name: str, options: Mapping[str, Any], group: c
     except UsageProblem as error:
         raise UsageProblem(f"step `{name}`: {error.message}", hint=error.hint) from error
     except click.UsageError as error:
-        message = " ".join(error.format_message().split()).replace("'", "`").rstrip(".")
-        what = f"step `{name}`: {message[:1].lower()}{message[1:]}"
+        what = f"step `{name}`: {usage_line(error.format_message())}"
         raise UsageProblem(what, hint=f"see `llmconv {command_name} --help`") from error
     read = [key for key, parameter in known.items() if reads(parameter) and key not in NO_FILES]
     writes = [key for key, parameter in known.items() if _writes(parameter)]

@@ -480,6 +480,13 @@ def test_a_misspelled_intermediate_path_is_no_model_of_the_hub(tmp_path: Path) -
         assert "a model of the Hub is `hf://build/bas`" in result.stderr
 
 
+def test_a_name_in_the_folder_of_an_output_is_no_model_of_the_hub(tmp_path: Path) -> None:
+    file = prepared(tmp_path, FILE.replace("base: build/base", "base: build/other"))
+    result = CliRunner().invoke(main, ["run", str(file)])
+    assert result.exit_code == 3 and "input `build/other` does not exist" in result.stderr
+    assert "a model of the Hub is `hf://build/other`" in result.stderr
+
+
 def test_a_model_of_the_hub_with_another_name_is_one(tmp_path: Path) -> None:
     file = prepared(tmp_path, FILE.replace("base: build/base", "base: meta-llama/Llama-3.2-1B"))
     assert "`meta-llama/Llama-3.2-1B` is not here, so it is a model of the Hub" in planned(file)["merge-lora"]

@@ -247,3 +247,10 @@ def test_a_step_that_would_read_standard_input_is_refused(step: str, tmp_path: P
 
 def test_the_runtimes_of_bench_are_known() -> None:
     assert {*RUNTIMES} == {*KNOWN_RUNTIMES}
+
+
+def test_all_mistakes_of_a_step_are_reported(tmp_path: Path) -> None:
+    with pytest.raises(MalformedInput, match="has 3 mistakes") as caught:
+        read(tmp_path, "steps: [{to-hf: {source: '${x}', dtyp: b}}]")
+    for part in ("no variable `x`", "no option `dtyp`", "step `to-hf`: missing `output`"):
+        assert part in caught.value.message
