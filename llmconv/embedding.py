@@ -19,7 +19,7 @@ from llmconv.errors import InputRefused, MalformedInput, OutputFailed, UsageProb
 from llmconv.files.paths import Written
 from llmconv.files.safe_folder import replace_file, require_parents
 from llmconv.files.sources import local_path
-from llmconv.output.manifest import GraphEntry, single_pass_entries
+from llmconv.output.manifest import single_pass_entries
 from llmconv.progress import warn
 from llmconv.runtime.onnxruntime.graph import SinglePassGraph
 from llmconv.runtime.onnxruntime.session_file import SessionOptions, session_settings
@@ -44,7 +44,11 @@ class Embedder:
     @checked
     def __init__(self, folder: str | Path, settings: SessionSettings | None = None) -> None:
         home = local_path(folder)
-        entry = _entry(home)
+        entries = [entry for entry in single_pass_entries(home) if entry.role in OUTPUTS]
+        if not entries:
+            problem = f"`{home}` has no graph that returns embeddings, classes or scores"
+            raise InputRefused(problem, hint=f"make one with `llmconv export {home} --task embed`")
+        entry = entries[0]
         self.role, self.rules = entry.role, TextRules.of(home)
         self._graph = SinglePassGraph(home / entry.files[0], settings)
         if OUTPUTS[self.role] not in self._graph.outputs:
@@ -125,14 +129,6 @@ class TextFeatures:
         return found[0] if isinstance(inputs, str) else found
 
 
-def _entry(folder: Path) -> GraphEntry:
-    entries = [entry for entry in single_pass_entries(folder) if entry.role in OUTPUTS]
-    if not entries:
-        problem = f"`{folder}` has no graph that returns embeddings, classes or scores"
-        raise InputRefused(problem, hint=f"make one with `llmconv export {folder} --task embed`")
-    return entries[0]
-
-
 def _padding(folder: Path, tokenizer: Any) -> int:
     """The padding token: a classifier finds the end of a text by the one in its config."""
     own = language_config(folder).get("pad_token_id")
@@ -200,7 +196,6 @@ class Embedded:
         return [{"text": text, name: row.tolist()} for text, row in zip(self.texts, self.values, strict=True)]
 
     def lines(self) -> str:
-        """The same as JSON lines."""
         return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows())
 
     def content(self, path: Path) -> bytes:

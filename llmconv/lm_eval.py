@@ -36,11 +36,9 @@ except ImportError as missing:
         sys.exit(report(NOT_INSTALLED))
     raise NOT_INSTALLED from missing
 
-NEW_TOKENS = 256
-"""Maximum number of new tokens of a task that names none, as in the harness's other models."""
-
+NEW_TOKENS = 256  # maximum number of new tokens of a task that names none, as in the harness's other models
+# A request: its texts, None for a window of a longer text, and the tokens of context and continuation
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
-"""A request: its texts, None for a window of a longer text, and the tokens of context and continuation."""
 
 
 @register_model("llmconv")
@@ -156,10 +154,8 @@ class TextModelLM(TemplateLM):  # type: ignore[misc]
         tokens = np.array([[*row, *[self.eot_token_id] * (length - len(row))] for row in rows], dtype=np.int64)
         step = self.model.runner.prefill(tokens, mask, self.model.positions(mask, length))
         if step.choices is not None or step.logits.shape[1] != length:
-            raise UnsupportedInput(
-                "the graphs return the last logits only, and a score needs those of every token",
-                hint="export them again without `--last-logits` and `--postprocess`",
-            )
+            problem = "the graphs return the last logits only, and a score needs those of every token"
+            raise UnsupportedInput(problem, hint="export them again without `--last-logits` and `--postprocess`")
         return step.logits
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:

@@ -119,7 +119,6 @@ class BenchResult:
         return not any(cell.differs for cell in self.cells)
 
     def cell(self, candidate: str, batch: int, length: int) -> Measurement:
-        """The measurement of a candidate at a batch size and length."""
         place = candidate, batch, length
         return next(cell for cell in self.cells if (cell.candidate, cell.batch, cell.length) == place)
 
@@ -411,7 +410,9 @@ def bench(  # noqa: PLR0913 - one parameter per option of the command
         UsageProblem: a length beyond the context, or an invalid candidate.
         Inconclusive: no candidate ran at all.
     """
-    _require_positive(lengths=lengths, batch_sizes=batch_sizes, repeat=(repeat,))
+    for name, numbers in (("lengths", lengths), ("batch_sizes", batch_sizes), ("repeat", (repeat,))):
+        for number in numbers:
+            require_least(number, 1, name)
     require_least(new_tokens, 2, "new_tokens")
     threads = require_threads(threads) or cores()
     candidates = _candidates(model, against, provider)
@@ -446,12 +447,6 @@ def _candidates(
     if any(candidate.kind in OWN for candidate in candidates):
         provider_name(provider)  # refuses one that this onnxruntime does not have
     return candidates
-
-
-def _require_positive(**given: Sequence[int]) -> None:
-    for name, numbers in given.items():
-        for number in numbers:
-            require_least(number, 1, name)
 
 
 def _measure(workers: Sequence[WorkerProcess], prompts: list[list[int]], new: int, repeat: int) -> list[Measurement]:

@@ -132,6 +132,7 @@ class Genai:
         return times, [row.tolist()[-new:] for row in rows]
 
 
+# runtime to the function that opens a folder, and the packages whose versions are reported
 KINDS: dict[str, tuple[Callable[[str, int, str], Run], tuple[str, ...]]] = {
     "onnx": (open_onnx, ("llmconv", "onnxruntime")),
     "packed": (open_packed, ("llmconv", "onnxruntime")),
@@ -139,7 +140,6 @@ KINDS: dict[str, tuple[Callable[[str, int, str], Run], tuple[str, ...]]] = {
     "optimum": (open_optimum, ("optimum-onnx", "transformers", "onnxruntime")),
     "genai": (Genai, ("onnxruntime-genai", "onnxruntime")),
 }
-"""Runtime to the function that opens a folder, and the packages whose versions are reported."""
 
 
 def serve(kind: str, folder: str, threads: int, provider: str, answer: Callable[[dict[str, Any]], None]) -> None:

@@ -12,21 +12,8 @@ from llmconv.generation.runners import ModelFiles
 from llmconv.generation.sampling import GenerationSettings
 from llmconv.runtime.stages.staged_runner import StageAddresses
 
-__all__ = [
-    "Completion",
-    "Conversation",
-    "GenerationCost",
-    "Generation",
-    "GenerationSettings",
-    "ModelFiles",
-    "Prompt",
-    "TextPiece",
-    "SharedPrefix",
-    "StageAddresses",
-    "TextModel",
-    "Wording",
-    "generate",
-]
+__all__ = ["Completion", "Conversation", "Generation", "GenerationCost", "GenerationSettings", "ModelFiles", "Prompt"]
+__all__ += ["SharedPrefix", "StageAddresses", "TextModel", "TextPiece", "Wording", "generate"]
 
 
 def __dir__() -> list[str]:

@@ -347,7 +347,6 @@ def _known(source: str) -> dict[tuple[str, bool], bool]:
 
 
 def is_text_part(part: Any) -> bool:
-    """Whether a part of a content is a text."""
     return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 

@@ -82,7 +82,6 @@ class Generation:
 
     @property
     def total(self) -> GenerationCost:
-        """The total of all batches."""
         return GenerationCost.sum(self.batches)
 
     def as_dict(self) -> dict[str, Any]:
@@ -111,8 +110,8 @@ def shortened(text: str, length: int = 60) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
+# hidden file next to it: the prompts' digest and the options that its lines were made with
 SIDE_FILE = ".{}.options.json"
-"""Hidden file next to it: the prompts' digest and the options that its lines were made with."""
 
 
 class CompletionFile:
@@ -152,7 +151,11 @@ class CompletionFile:
     def write(self, completions: Sequence[Completion]) -> None:
         """Appends a batch, which is on the disk when this returns; raises OutputFailed."""
         given = self._fields[self.done : self.done + len(completions)]
-        made = [{**fields, **_as_dict(one, self._added)} for fields, one in zip(given, completions, strict=True)]
+        made = []
+        for fields, one in zip(given, completions, strict=True):
+            kind = "prompt" if isinstance(one.prompt, str) else "messages"
+            names = ("text", "tokens", "prompt_tokens", "finish", *self._added)
+            made.append({**fields, kind: one.prompt, **{name: getattr(one, name) for name in names}})
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in made)
         lines = text.encode("utf-8", errors="surrogatepass")
         try:
@@ -175,8 +178,6 @@ class CompletionFile:
 
     def _finished(self, prompts: Sequence[Prompt]) -> tuple[int, int]:
         """Number of complete lines, and their size in bytes."""
-        if not self._path.exists():
-            return 0, 0
         content = self._path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         lines = whole.splitlines()
@@ -251,12 +252,6 @@ def _digest(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _as_dict(one: Completion, added: Sequence[str]) -> dict[str, Any]:
-    kind = "prompt" if isinstance(one.prompt, str) else "messages"
-    rest = {"text": one.text, "tokens": one.tokens, "prompt_tokens": one.prompt_tokens, "finish": one.finish}
-    return {kind: one.prompt, **rest, **{name: getattr(one, name) for name in added}}
-
-
 def _prompt_of(line: bytes) -> Any:
     try:
         content = json.loads(line)
@@ -265,8 +260,8 @@ def _prompt_of(line: bytes) -> Any:
     return content.get("prompt", content.get("messages")) if isinstance(content, dict) else None
 
 
+# has `VmHWM`, see `proc_pid_status(5)`; `getrusage` also counts memory of the parent process
 STATUS = Path("/proc/self/status")
-"""Has `VmHWM`, see `proc_pid_status(5)`; `getrusage` also counts memory of the parent process."""
 
 
 @dataclass(frozen=True)

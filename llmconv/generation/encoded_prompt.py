@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem, first_line
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem, first_line
 from llmconv.files.paths import kind_of
 from llmconv.files.safetensors_file import read_header
 from llmconv.generation.prompts import Prompt
@@ -51,9 +51,11 @@ def as_embeddings(value: Any, name: str = "`embeddings`") -> Array:
     if not hasattr(value, "__array__"):
         raise UsageProblem(f"{name} is {kind_of(value)}, not an array", hint=FORM)
     array = np.asarray(value)
-    if problem := _problem(array):
+    is_float = array.dtype.kind == "f" or array.dtype == ml_dtypes.bfloat16
+    if problem := _form_problem(array.shape, str(array.dtype), is_float):
         raise UsageProblem(f"{name} {problem}", hint=FORM)
-    rows = _float32(array)
+    with np.errstate(over="ignore"):
+        rows = np.ascontiguousarray(array, dtype=np.float32)
     if not np.isfinite(rows).all():
         raise UsageProblem(f"{name} contains NaN or infinity, or exceeds float32", hint="give finite numbers")
     return rows
@@ -96,20 +98,11 @@ def _safetensors(path: Path) -> Array:
 FLOAT_NAMES = ("float16", "bfloat16", "float32", "float64")
 
 
-def _problem(array: Array) -> str:
-    return _form_problem(array.shape, str(array.dtype), array.dtype.kind == "f" or array.dtype == ml_dtypes.bfloat16)
-
-
 def _form_problem(shape: tuple[int, ...], dtype: str, is_float: bool) -> str:
     """Why an array of that form is not embeddings; empty if it is."""
     if not is_float or len(shape) != 2 or 0 in shape:
         return f"has dtype {dtype} and shape {list(shape)}"
     return f"has {shape[0]} rows of {shape[1]} numbers, too many" if 4 * shape[0] * shape[1] > LARGEST else ""
-
-
-def _float32(array: Array) -> Array:
-    with np.errstate(over="ignore"):
-        return np.ascontiguousarray(array, dtype=np.float32)
 
 
 def placed(ids: list[int], rows: Array, token: int | None, name: str) -> tuple[list[int], PromptEmbeddings]:
@@ -142,16 +135,11 @@ def token_of(tokenizer: Any, placeholder: str) -> int:
 
 def require_size(size: int | None, rows: Array, why: str) -> None:
     """Raises LlmconvError unless embeddings [count, hidden] have the model's `size`; `why` if that is None."""
-    problem: LlmconvError | None = None
     if size is None:
-        problem = UsageProblem("the model takes tokens, and no embeddings", hint=why)
-    elif rows.shape[1] != size:
-        problem = InputRefused(
-            f"the embeddings have {rows.shape[1]} numbers per token, and those of the model {size}",
-            hint="were they made for another model?",
-        )
-    if problem:
-        raise problem
+        raise UsageProblem("the model takes tokens, and no embeddings", hint=why)
+    if rows.shape[1] != size:
+        problem = f"the embeddings have {rows.shape[1]} numbers per token, and those of the model {size}"
+        raise InputRefused(problem, hint="were they made for another model?")
 
 
 # numbers or nested lists by name of an extra input, without the axis of the batch; tokens are those of the prompt
@@ -180,18 +168,11 @@ def _array(input_name: str, value: Any, tokens: int, known: Mapping[str, ExtraIn
     if array.dtype.kind in KINDS[extra.dtype]:
         array = array.astype(BY_NAME[extra.dtype].numpy)
     without_batch = replace(extra, axes=tuple(axis for axis in extra.axes if axis != BATCH))
-    if problem := without_batch.misfit(array, _prompt_call(tokens)):
-        raise InputRefused(
-            f"{prompt} gives `{input_name}` as {problem}",
-            hint=f"the prompt has {tokens} tokens" if extra.by_token else "see docs/adding-a-family.md",
-        )
+    ids = np.ones((1, tokens), dtype=np.int64)  # only their sizes count
+    if problem := without_batch.misfit(array, ModelCall(ids, ids, ids)):
+        hint = f"the prompt has {tokens} tokens" if extra.by_token else "see docs/adding-a-family.md"
+        raise InputRefused(f"{prompt} gives `{input_name}` as {problem}", hint=hint)
     return array
-
-
-def _prompt_call(tokens: int) -> ModelCall:
-    """A call of one prompt; only its sizes are used."""
-    ids = np.ones((1, tokens), dtype=np.int64)
-    return ModelCall(ids, ids, ids)
 
 
 def inputs_of_prompts(
@@ -200,8 +181,8 @@ def inputs_of_prompts(
     """The checked values by name of each prompt, None for none; UsageProblem unless there is a mapping per prompt."""
     if inputs is None:
         return [None] * len(prompts)
-    if not (isinstance(inputs, Sequence) and len(inputs) == len(prompts)):
-        count = len(inputs) if isinstance(inputs, Sequence) else kind_of(inputs)
+    count = len(inputs) if isinstance(inputs, Sequence) else kind_of(inputs)
+    if count != len(prompts):
         raise UsageProblem(f"{len(prompts)} prompts, and inputs for {count}", hint="give one dict for each prompt")
     several = zip(prompts, inputs, prompt_names(len(prompts)), strict=True)
     found = [given_inputs(one, len(prompt), known, name) for prompt, one, name in several]

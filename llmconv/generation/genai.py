@@ -7,27 +7,30 @@ import json
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from llmconv.causal_lm import LengthSwitch, has_window, language_config, length_switch
+from llmconv.causal_lm import LengthSwitch, context_length, has_window, language_config, length_switch
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem, first_line
 from llmconv.generation.row import Row, RowStart, TextPiece
 from llmconv.generation.sampling import BEAMS_ONLY, GenerationSettings
 from llmconv.not_a_model_folder import export_again, is_quantized_export
-from llmconv.runtime.extra_inputs import GivenInputs
 from llmconv.runtime.onnxruntime.session_file import CONFIG, read_genai_config, returns_last_logits
 from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings
+from llmconv.runtime.runner import Runner
 
 OTHER = "give `--backend onnx`"
 LAYOUT = "--layout genai"
 SEEDS = 2**31  # exclusive upper bound of GenAI's seeds
 
 
-@dataclass(frozen=True)
-class GenaiEngine:
-    """A folder with `genai_config.json`, opened by GenAI; keeps no cache: every turn runs its whole prompt."""
+@dataclass(eq=False)
+class GenaiEngine(Runner):
+    """A folder with `genai_config.json`, opened by GenAI; keeps no cache: every turn runs its whole prompt.
+
+    GenAI pads batches of any size itself. As a `Runner` it has the defaults alone: steps are not run one by one.
+    """
 
     model: Any
     context_length: int | None  # tokens of prompt and new text together; None if unknown
@@ -42,28 +45,23 @@ class GenaiEngine:
     runs_last_token = True
 
     @property
-    def sequences(self) -> int | None:
-        """No limit: GenAI pads batches itself."""
-        return None
+    def cache_capacity(self) -> int | None:
+        return self.context_length
 
     @classmethod
-    def load(
-        cls, folder: Path, session: SessionSettings | None = None, context_length: int | None = None
-    ) -> GenaiEngine:
+    def load(cls, folder: Path, session: SessionSettings | None = None) -> GenaiEngine:
         """Opens a folder with `genai_config.json`, which may have a shorter `context_length` than the model.
 
         Raises InputRefused without onnxruntime-genai, or if the folder was not exported for it; MalformedInput if GenAI
         cannot open it; UsageProblem for session settings that GenAI does not have.
         """
         if not (folder / CONFIG).is_file():
-            again = f"llmconv export {folder} {LAYOUT}"
-            if is_quantized_export(folder):
-                again = export_again(folder, LAYOUT)
+            again = export_again(folder, LAYOUT) if is_quantized_export(folder) else f"llmconv export {folder} {LAYOUT}"
             raise InputRefused(f"`{folder}` has no {CONFIG}", hint=f"`{again}`")
         config = read_genai_config(folder)
         model = _open(_library(), folder, session or SessionSettings())
         ends = config.get("eos_token_id", [])
-        lengths = [context_length, _integer(config, "context_length")]
+        lengths = [context_length(folder), _integer(config, "context_length")]
         return cls(
             model,
             context_length=min((length for length in lengths if length), default=None),
@@ -95,14 +93,7 @@ class GenaiEngine:
                 yield from self._step(*search)
             searches = [(generator, group) for generator, group in searches if not all(row.finish for row in group)]
 
-    def beams(
-        self,
-        prompt: Sequence[int],
-        limit: int,
-        settings: GenerationSettings,
-        count: int,
-        inputs: GivenInputs | None = None,
-    ) -> Sequence[list[int]]:
+    def beams(self, *_: Any) -> NoReturn:
         """Raises UsageProblem: GenAI's beam search is not used."""
         raise UsageProblem("beam search is not supported with GenAI", hint=OTHER)
 

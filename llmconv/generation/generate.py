@@ -14,7 +14,7 @@ from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import Written, kind_of
 from llmconv.generation.chat_templates import TOKENIZER, find_template
 from llmconv.generation.completions import TOO_LONG, Completion, CompletionFile, Generation, GenerationCost, Meter
-from llmconv.generation.encoded_prompt import EncodedPrompt, token_of, with_embeddings
+from llmconv.generation.encoded_prompt import EncodedPrompt, prompt_names, token_of, with_embeddings
 from llmconv.generation.loop import SharedPrefix
 from llmconv.generation.model import TextModel
 from llmconv.generation.prompts import (
@@ -31,7 +31,7 @@ from llmconv.generation.sampling import GenerationSettings, require_known, setti
 from llmconv.progress import say, warn
 from llmconv.runtime.onnxruntime.session_file import SessionOptions, session_settings
 from llmconv.runtime.runner import PromptEmbeddings
-from llmconv.runtime.stages.staged_runner import StageAddresses
+from llmconv.runtime.stages.staged_runner import REMOTE_SILENCE, StageAddresses
 from llmconv.runtime.tokenizer import TooManyTokens, token_ids
 
 MOST_CUT = 64  # a prompt that `src_length` cuts may be so many times as long as the context
@@ -73,8 +73,7 @@ class Wording:
         UsageProblem as `cut`, or if a prompt with embeddings is to be cut.
         """
         # refuses a field of the caller's own that has the name of an extra input of the model, which would be ignored
-        known = () if model.engine else model.runner.extra_inputs
-        if named := next((field for field in prompt.fields if field in known), ""):
+        if named := next((field for field in prompt.fields if field in model.runner.extra_inputs), ""):
             problem = f"{name} has a field `{named}`, which is an input of the model"
             raise InputRefused(problem, hint=f'write it as {{"prompt": "…", "inputs": {{"{named}": …}}}}')
         if prompt.images:
@@ -131,7 +130,6 @@ class Wording:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings of the template."""
         return find_template(self._chat_template).stops if self._chat_template else ()
 
 
@@ -160,25 +158,26 @@ def encode_all(
     the equal prompts before it, not on other prompts or on the batches. Raises InputRefused if a prompt has no tokens,
     or all are too long.
     """
-    numbers = range(1, len(prompts) + 1)
     whole, refused = [], dict[int, InputRefused]()
-    for number, one in zip(numbers, prompts, strict=True):
+    for number, prompt in enumerate(prompts):
         try:
-            whole.append(wording.encode(model, one, f"prompt {number}"))
+            whole.append(wording.encode(model, prompt, f"prompt {number + 1}"))
         except TooManyTokens as error:
-            refused[number - 1] = error
+            refused[number] = error
             whole.append(EncodedPrompt(error.ids))
+    long = {*refused}
     cut = [one.ids if one.embeddings else wording.cut(model, one.ids) for one in whole]
     found = several(prompts, [replace(one, ids=ids) for one, ids in zip(whole, cut, strict=True)], count, settings)
+    for number, (one, name) in enumerate(zip(cut, prompt_names(len(prompts)), strict=True)):
+        try:
+            model.limit(name, len(one), settings)
+        except InputRefused as refusal:
+            refused.setdefault(number, refusal)
     for at, text in enumerate(found):
         number = at // count
-        found[at] = replace(
-            text,
-            cut_tokens=len(whole[number].ids) - len(text.tokens),
-            problem=refused.get(number)
-            or _length_problem(model, number + 1 if len(prompts) > 1 else 0, text.tokens, settings),
-        )
-    model.given_inputs(cut, [{} if at in refused else prompt.inputs for at, prompt in enumerate(prompts)])
+        cut_tokens = len(whole[number].ids) - len(text.tokens)
+        found[at] = replace(text, cut_tokens=cut_tokens, problem=refused.get(number))
+    model.given_inputs(cut, [{} if at in long else prompt.inputs for at, prompt in enumerate(prompts)])
     problems = [one.problem for one in found if one.problem]
     if problems and len(problems) == len(found):
         raise problems[0]
@@ -197,17 +196,6 @@ def several(
         for at in range(count):
             found.append(PlannedText(prompt.content, ids, embeddings, 0, at, first + at, inputs=prompt.inputs))
     return found
-
-
-def _length_problem(
-    model: TextModel, number: int, tokens: list[int], settings: GenerationSettings
-) -> InputRefused | None:
-    """The error of a prompt that is too long."""
-    try:
-        model.limit(f"prompt {number}" if number else "the prompt", len(tokens), settings)
-    except InputRefused as refusal:
-        return refusal
-    return None
 
 
 OnPiece = Callable[[TextPiece], object]
@@ -266,28 +254,32 @@ class Batches:
         size = max(size // self.together, 1) * self.together
         size = 1 if self.streamer else size
         for start in range(skip, len(prompts), size):
-            yield self._run_one(prompts[start : start + size], shared, _numbered(on_piece, start))
+            yield self._run_one(prompts[start : start + size], shared, on_piece or (lambda piece: None), start)
 
     def _run_one(
-        self, prompts: Sequence[PlannedText], shared: SharedPrefix | None, on_piece: OnPiece | None
+        self, prompts: Sequence[PlannedText], shared: SharedPrefix | None, on_piece: OnPiece, start: int
     ) -> tuple[list[Completion], GenerationCost]:
+        """The texts from index `start` among all, by which `on_piece` knows them."""
         places = [at for at, prompt in enumerate(prompts) if not prompt.problem]
         fitting = [prompts[at] for at in places]
         growing = [_GrowingText(finish=TOO_LONG) for _ in prompts]
-        for at in (at for at, prompt in enumerate(prompts) if prompt.problem and on_piece):
-            assert on_piece
-            on_piece(TextPiece(at, "", None, TOO_LONG))
+        for at in (at for at, prompt in enumerate(prompts) if prompt.problem):
+            on_piece(TextPiece(start + at, "", None, TOO_LONG))
         meter = Meter([len(one.tokens) for one in fitting], at_once=self.settings.num_beams > 1)
         decode = TimedDecoder(self.model.decode)
         for piece in self._pieces(fitting, shared, decode):
             growing[places[piece.index]].add(piece)
             if piece.token is not None:
                 meter.count(piece.index)
-            if on_piece:
-                on_piece(TextPiece(places[piece.index], piece.text, piece.token, piece.finish))
+            on_piece(replace(piece, index=start + places[piece.index]))
         cost = meter.stop(decode.seconds)
         seconds = dict(zip(places, cost.latencies, strict=True))
-        made = [_completion(*one, seconds.get(at, 0.0)) for at, one in enumerate(zip(prompts, growing, strict=True))]
+        made = []
+        for at, (one, new) in enumerate(zip(prompts, growing, strict=True)):
+            text, read, spent = "".join(new.text), len(one.tokens), seconds.get(at, 0.0)
+            made.append(
+                Completion(one.content, text, new.tokens, read, new.finish, one.sequence, one.cut_tokens, spent)
+            )
         return made, cost
 
     def _pieces(
@@ -303,22 +295,10 @@ class Batches:
         return self.model.stream(ids, self.settings, shared, embeddings=rows, **given)
 
 
-def _completion(prompt: PlannedText, made: _GrowingText, seconds: float) -> Completion:
-    text, read = "".join(made.text), len(prompt.tokens)
-    return Completion(prompt.content, text, made.tokens, read, made.finish, prompt.sequence, prompt.cut_tokens, seconds)
-
-
-def _numbered(on_piece: OnPiece | None, start: int) -> OnPiece | None:
-    """`on_piece`, with the index of the text among all texts, not in its batch."""
-    if on_piece is None or start == 0:
-        return on_piece
-    return lambda piece: on_piece(TextPiece(start + piece.index, piece.text, piece.token, piece.finish))
-
-
 BATCH_SIZE = 8
 NEW_TOKENS = 64  # maximum number of new tokens, unless an option or `generation_config.json` gives another
+# files whose size and time show whether a model is still the one that an output file was begun with
 MODEL_FILES = ("*.onnx", "*.safetensors", "tokenizer.json")
-"""Files whose size and time show whether a model is still the one that an output file was begun with."""
 
 
 @dataclass
@@ -367,7 +347,11 @@ class PromptRun:
         if output is None and overwrite:
             raise UsageProblem("`--overwrite` needs `--output-file`", hint="leave it out")
         if self.talks:
-            self._announce()
+            batches = f", batches of {self.batch_size}" if len(self.encoded) > 1 else ""
+            say(f"{settings_line(self.settings)}; {self.model.backend}{batches}")
+            cut = [one for one in self.encoded if one.cut_tokens and one.sequence == 0]
+            if cut:
+                say(f"{len(cut)} of {len(self.prompts)} prompts cut to their last {self.wording.src_length} tokens")
         if self.too_long:
             first = str(self.too_long[0].problem)
             warn(f"{len(self.too_long)} of {len(self.prompts)} prompts are too long and left out: {first}")
@@ -375,14 +359,17 @@ class PromptRun:
             self._run(self.completions.extend, on_piece, streamer)
         else:
             self._to_file(output, overwrite, on_piece, streamer)
-        return self._result()
-
-    def _announce(self) -> None:
-        batches = f", batches of {self.batch_size}" if len(self.encoded) > 1 else ""
-        say(f"{settings_line(self.settings)}; {self.model.backend}{batches}")
-        cut = [one for one in self.encoded if one.cut_tokens and one.sequence == 0]
-        if cut:
-            say(f"{len(cut)} of {len(self.prompts)} prompts cut to their last {self.wording.src_length} tokens")
+        counts = {"num_return_sequences": self.count, "batch_size": self.batch_size}
+        return Generation(
+            self.completions,
+            self.model.backend,
+            self.costs,
+            self.encode_seconds,
+            {**settings_fields(self.settings), **asdict(self.wording), **counts},
+            len(self.too_long),
+            self.output,
+            self.skipped,
+        )
 
     def _to_file(self, path: Path, overwrite: bool, on_piece: OnPiece | None, streamer: Any) -> None:
         folder = self.model.folder.resolve()
@@ -408,19 +395,6 @@ class PromptRun:
             self.costs.append(cost)
             if self.talks and len(self.encoded) > self.batch_size:
                 say(f"batch {len(self.costs)}: {cost.summary()}")
-
-    def _result(self) -> Generation:
-        counts = {"num_return_sequences": self.count, "batch_size": self.batch_size}
-        return Generation(
-            self.completions,
-            self.model.backend,
-            self.costs,
-            self.encode_seconds,
-            {**settings_fields(self.settings), **asdict(self.wording), **counts},
-            len(self.too_long),
-            self.output,
-            self.skipped,
-        )
 
 
 def require_count(count: int, settings: GenerationSettings) -> None:
@@ -452,7 +426,7 @@ class RunningOptions(SessionOptions, total=False):
 
 # options that are passed to `TextModel.open` unchanged
 PASSED_ON = ("backend", "decode", "tokenizer", "adapter", "prefix_tuning", "device", "dtype", "trust_remote_code")
-OF_SESSION = ("session", "provider", "session_config", "prepack", "packed_cache")  # options that only onnxruntime has
+OF_SESSION = ("provider", "session_config", "prepack", "packed_cache")  # options that only onnxruntime has
 
 
 def opener(model: Any, options: RunningOptions) -> Callable[[], TextModel]:
@@ -463,39 +437,23 @@ def opener(model: Any, options: RunningOptions) -> Callable[[], TextModel]:
     """
     given: Mapping[str, Any] = options
     if isinstance(model, TextModel):
-        _refuse_for_open(model, given)
+        for name, value in given.items():
+            is_same = name == "backend" and value in ("onnx", model.backend)
+            if value is not None and value is not False and value != () and not is_same:
+                problem = f"`{name}` has no effect on an open model"
+                raise UsageProblem(problem, hint="give it to `TextModel.open`, or give the folder")
         return lambda: model
-    if given.get("backend") == "torch":
-        _refuse_session(given)
-    settings, stages = session_settings(options), _stages(given)
-    passed = {name: given[name] for name in PASSED_ON if given.get(name) is not None}
-    return lambda: TextModel.open(model, settings=settings, stages=stages, **passed)
-
-
-def _stages(given: Mapping[str, Any]) -> StageAddresses | None:
-    addresses, timeout = given.get("stage_at"), given.get("stage_timeout")
-    if not addresses:
-        if timeout is not None:
-            raise UsageProblem("`--stage-timeout` needs `--stage-at`", hint="leave it out")
-        return None
-    return StageAddresses(addresses) if timeout is None else StageAddresses(addresses, timeout)
-
-
-def _refuse_session(given: Mapping[str, Any]) -> None:
-    """Refuses options of onnxruntime, which the eager model does not use."""
-    odd = next((name for name in OF_SESSION[1:] if given.get(name)), None)
-    if odd:
+    if given.get("backend") == "torch" and (odd := next((name for name in OF_SESSION if given.get(name)), "")):
         problem = f"`--{odd.replace('_', '-')}` is for onnxruntime, which `--backend torch` does not use"
         raise UsageProblem(problem, hint="leave it out and give `--device`; or leave out `--backend torch`")
-
-
-def _refuse_for_open(model: TextModel, given: Mapping[str, Any]) -> None:
-    """Refuses options of opening, for a model that is open."""
-    for name, value in given.items():
-        is_same = name == "backend" and value in ("onnx", model.backend)
-        if value is not None and value is not False and value != () and not is_same:
-            problem = f"`{name}` has no effect on an open model"
-            raise UsageProblem(problem, hint="give it to `TextModel.open`, or give the folder")
+    settings = session_settings(options)
+    addresses, timeout = given.get("stage_at"), given.get("stage_timeout")
+    if timeout is not None and not addresses:
+        raise UsageProblem("`--stage-timeout` needs `--stage-at`", hint="leave it out")
+    passed = {name: given[name] for name in PASSED_ON if given.get(name) is not None}
+    if addresses:
+        passed["stages"] = StageAddresses(addresses, REMOTE_SILENCE if timeout is None else timeout)
+    return lambda: TextModel.open(model, settings=settings, **passed)
 
 
 Prompts = Annotated[str | Prompt | Sequence[PromptContent | Prompt] | None, OWN]  # validated by `prompts_of`
@@ -565,15 +523,10 @@ def prepare(
     GenerationSettings().but(**settings)
     opened = opener(model, cast(RunningOptions, running))()
     chosen = settings_for(opened, wording, settings)
-    tuned = {name: _named(running.get(name)) for name in ("adapter", "prefix_tuning", "decode", "tokenizer")}
+    # a path as text, or the kind of an object
+    named = {name: running.get(name) or "" for name in ("adapter", "prefix_tuning", "decode", "tokenizer")}
+    tuned = {name: str(one) if isinstance(one, str | Path) else kind_of(one) for name, one in named.items()}
     return PromptRun(opened, prompts, chosen, wording, batch_size, num_return_sequences, tuned)
-
-
-def _named(value: Any) -> str:
-    """A path as text, or the kind of an object; empty for None."""
-    if value is None:
-        return ""
-    return str(value) if isinstance(value, str | Path) else kind_of(value)
 
 
 OF_RUNNING = tuple(RunningOptions.__annotations__)

@@ -39,12 +39,8 @@ class ImageEncoder:
 
     folder: Path
     family: ImageFamily
-    open_features: Callable[[], ImageFeatures] = field(repr=False)
+    open_features: Callable[[], ImageFeatures] = field(repr=False)  # cached by the caller
     image_processor: Any = None
-
-    @cached_property
-    def _features(self) -> ImageFeatures:
-        return self.open_features()
 
     @cached_property
     def processor(self) -> Any:
@@ -112,10 +108,6 @@ class ImageEncoder:
         ids = self._prepared(text, images, starts)["input_ids"][0]
         return EncodedPrompt([int(token) for token in ids], lambda: self._embeddings(text, images, starts))
 
-    def stands_for_image(self, ids: Sequence[int]) -> bool:
-        """Whether a token of a prompt is the placeholder, or starts an image."""
-        return self.token in ids or self.family.start_token in ids
-
     def refuse_videos(self, ids: Sequence[int], name: str = "the prompt") -> None:
         """Raises InputRefused for a prompt with a placeholder of a video, whose features no graph computes."""
         if getattr(self.family.config, "video_token_id", None) in ids:
@@ -124,7 +116,7 @@ class ImageEncoder:
     def without_images(self, ids: list[int], name: str = "the prompt") -> list[int]:
         """The tokens `ids`; raises InputRefused if one is a placeholder of an image or of a video."""
         self.refuse_videos(ids, name)
-        if self.stands_for_image(ids):
+        if self.token in ids or self.family.start_token in ids:  # which starts an image
             raise InputRefused(
                 f"{name} has a placeholder of an image, and no image",
                 hint="give `--image PATH`, in JSON the field `image`, in Python `Prompt(images=…)`; for embeddings of "
@@ -137,7 +129,7 @@ class ImageEncoder:
         given = {name: _array(value) for name, value in prepared.items() if name not in TEXT_INPUTS}
         where = np.asarray(prepared["input_ids"])[0] == self.token
         try:
-            features = self._features(given)
+            features = self.open_features()(given)
         except KeyError as error:
             raise InputRefused(f"the processor of images makes no {error}", hint=OTHER_MODEL) from error
         rows = features.rows.astype(np.float32)
@@ -182,21 +174,19 @@ def with_images(messages: Sequence[Any], count: int) -> list[Any]:
     if known not in (0, count):
         problem = f"the chat has {known} parts of type `image`, and there are {count} images"
         raise UsageProblem(problem, hint="write one for each image")
-    made = [{**one, "content": _as_parts(one["content"])} for one in messages]
+    texts = [one["content"] for one in messages]
+    contents = [[{"type": "text", "text": one}] if isinstance(one, str) else list(one) for one in texts]
+    made = [{**one, "content": content} for one, content in zip(messages, contents, strict=True)]
     if not known:
         first = next((at for at, one in enumerate(made) if one["role"] != "system"), 0)
         made[first]["content"] = [{"type": "image"}] * count + made[first]["content"]
     return made
 
 
-def _as_parts(content: Any) -> list[Any]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-
-
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # formats by Pillow's names; of an animation the first image counts
 LARGEST_FILE, MOST_PIXELS = 32 << 20, 64 << 20  # maximum number of bytes of a file, and of pixels of an image
+# maximum ratio of its sides, that of Qwen2-VL's processor: one that resizes the shorter side would fill the memory
 MOST_RATIO = 200
-"""Maximum ratio of its sides, that of Qwen2-VL's processor: one that resizes the shorter side would fill the memory."""
 
 
 def open_image(source: Any, name: str = "", most: int = MOST_PIXELS) -> Any:

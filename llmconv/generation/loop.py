@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -83,17 +82,27 @@ class Batch:
         call = ModelCall(self._ids[:, done:end], mask, self._position_ids(mask, end - done))
         given = *call.arrays, past.cache if past else None
         placed = self._placed.columns(done, end) if self._placed else None
-        runner, extras = self._runner, self._extras(call)
-        step = runner.prefill(*given, extras, placed)
+        step = self._runner.prefill(*given, self._extras(call), placed)
         self.past = Past(step.present, end)
         return step if end == longest else None
 
     def step(self) -> Step:
         assert self.past
         if self._may_shrink:
-            self._shrink()
+            # removes ended rows once they are half of all: each removal copies the cache
+            kept = [at for at, row in enumerate(self.rows) if not row.finish]
+            if self.past and len(kept) <= len(self.rows) // 2:
+                self.rows = [self.rows[at] for at in kept]
+                self._mask = self._mask[kept]
+                self.past = Past(rows_of(self.past.cache, kept), self.past.tokens)
         if len(self.rows) == 1 and self._runner.reads_again(self.past.tokens):
-            return self._read_again(self.rows[0])
+            # runs a whole row that outgrows the original context, as transformers does, see `LengthSwitch`
+            ids = self.rows[0].all_ids[None]
+            mask = self._mask[:, : ids.shape[1]]
+            call = ModelCall(ids, mask, self._position_ids(mask, ids.shape[1]))
+            step = self._runner.prefill(*call.arrays, None, self._extras(call), self._placed)
+            self.past = Past(step.present, ids.shape[1])
+            return step
         ids = np.array([[row.last] for row in self.rows], dtype=np.int64)
         columns = self.past.tokens + 1
         mask = self._mask[:, :columns]
@@ -102,25 +111,8 @@ class Batch:
         self.past = Past(step.present, columns)
         return step
 
-    def _read_again(self, row: Row) -> Step:
-        """Runs a whole row that outgrows the original context, as transformers does, see `LengthSwitch`."""
-        ids = row.all_ids[None]
-        mask = self._mask[:, : ids.shape[1]]
-        call = ModelCall(ids, mask, self._position_ids(mask, ids.shape[1]))
-        step = self._runner.prefill(*call.arrays, None, self._extras(call), self._placed)
-        self.past = Past(step.present, ids.shape[1])
-        return step
-
     def _extras(self, call: ModelCall) -> dict[str, Array]:
         return batch_values([row.inputs for row in self.rows], call, self._longest, self._runner.extra_inputs)
-
-    def _shrink(self) -> None:
-        """Removes ended rows once they are half of all: each removal copies the cache."""
-        kept = [at for at, row in enumerate(self.rows) if not row.finish]
-        if self.past and len(kept) <= len(self.rows) // 2:
-            self.rows = [self.rows[at] for at in kept]
-            self._mask = self._mask[kept]
-            self.past = Past(rows_of(self.past.cache, kept), self.past.tokens)
 
 
 def grow(batch: Batch, past: Past | None = None, most: int = 0) -> Iterator[TextPiece]:
@@ -139,16 +131,6 @@ def grow(batch: Batch, past: Past | None = None, most: int = 0) -> Iterator[Text
         if all(row.finish for row in batch.rows):
             return
         step = batch.step()
-
-
-class PrefixCache(Protocol):
-    """A cache of the first columns of a batch, which then do not run again."""
-
-    def past(self, prompts: Sequence[Sequence[int]], runner: Runner) -> Past | None:
-        """The cache for the start of the left-padded prompts, shorter than the longest one; None if there is none."""
-
-    def keep(self, ids: Sequence[int] = (), cache: Cache | None = None) -> None:
-        """Stores the cache of the tokens `ids` after a single prompt; without arguments after an interrupted step."""
 
 
 class Conversation:
@@ -172,7 +154,7 @@ class Conversation:
         return Past(cut(self.cache, runner.virtual_tokens + same), same) if can_be_cut(self.cache) else None
 
     def keep(self, ids: Sequence[int] = (), cache: Cache | None = None) -> None:
-        """Stores the cache of the tokens `ids`."""
+        """Stores the cache of the tokens `ids` after a single prompt; without arguments after an interrupted step."""
         self.ids, self.cache = list(map(int, ids)), cache
 
 
@@ -220,6 +202,7 @@ def common_length(sequences: Sequence[Sequence[int]], most: int) -> int:
     return same
 
 
+PrefixCache = Conversation | SharedPrefix  # a cache of the first columns of a batch, which then do not run again
 Decode = Callable[[Sequence[int]], str]  # tokens to text
 
 
@@ -277,10 +260,7 @@ class LoopEngine:
             return [[]] * count
         from transformers import AutoConfig  # noqa: PLC0415 - takes seconds, and only beams need it
 
-        from llmconv.generation.logits_processors import (  # noqa: PLC0415 - imports torch
-            GraphModel,
-            search,
-        )
+        from llmconv.generation.logits_processors import GraphModel, search  # noqa: PLC0415 - imports torch
 
         config = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         vocabulary = int(config.get_text_config(decoder=True).vocab_size)

@@ -42,12 +42,9 @@ from llmconv.generation.runners import (
     ModelFiles,
     TorchOptions,
     is_model,
-    load_genai,
     load_images,
     load_object,
     load_runner,
-    refuse_prefix,
-    refuse_stages,
     with_lora,
 )
 from llmconv.generation.sampling import GenerationSettings, require_settings
@@ -71,7 +68,6 @@ class TextModel:
         backend: `onnx`, `torch` or `genai`.
         positions: the model's rule for position ids.
         folder: has the configuration.
-        engine: picks the tokens; None for llmconv's own loop over `runner`.
         images: prepares prompts with images; None for a model that takes none.
         origin: the model that this one shares its graphs with, see `with_adapter`.
     """
@@ -83,7 +79,6 @@ class TextModel:
     backend: str = "onnx"
     positions: PositionRule = default_positions
     folder: Path = Path()
-    engine: GenaiEngine | None = None
     images: ImageEncoder | None = None
     origin: TextModel | None = None
 
@@ -182,18 +177,17 @@ class TextModel:
     @property
     def sequences(self) -> int | None:
         """Maximum number of prompts in a batch, None for any: one if a tuned prefix precedes padding in a window."""
-        if self.engine:
-            return self.engine.sequences
         return 1 if self.virtual_tokens and has_window(self.folder) else self.runner.max_batch_size
 
     @property
     def virtual_tokens(self) -> int:
-        """Number of tokens of a tuned prefix, which GenAI cannot run."""
-        return 0 if self.engine else self.runner.virtual_tokens
+        """Number of tokens of a tuned prefix."""
+        return self.runner.virtual_tokens
 
     @property
     def _engine(self) -> GenaiEngine | LoopEngine:
-        return self.engine or LoopEngine(self.runner, self.positions, self.folder)
+        runner = self.runner
+        return runner if isinstance(runner, GenaiEngine) else LoopEngine(runner, self.positions, self.folder)
 
     def __repr__(self) -> str:
         context = f", context {self.context_length:,}" if self.context_length else ""
@@ -351,12 +345,12 @@ class TextModel:
 
         Raises InputRefused if a value does not fit an extra input, UsageProblem unless there is one mapping per prompt.
         """
-        return inputs_of_prompts(prompts, inputs, {} if self.engine else self.runner.extra_inputs)
+        return inputs_of_prompts(prompts, inputs, self.runner.extra_inputs)
 
     @property
     def embedding_size(self) -> int | None:
         """Size of the embeddings that prompts may contain; None if they consist of tokens only."""
-        return None if self.engine else self.runner.embedding_size
+        return self.runner.embedding_size
 
     def _search(self, starts: Sequence[RowStart], settings: GenerationSettings, decode: Decode) -> Generator[TextPiece]:
         """Beam search: the pieces of a text come when all of it is known. Equal neighbors share one search."""
@@ -440,24 +434,17 @@ def parts_of_files(
     trust_remote_code: bool,
 ) -> dict[str, Any]:
     """The fields of a `TextModel` for files, except for the tokenizer; raises as `TextModel.open`."""
-    engine: GenaiEngine | None = None
-    runner: Any
-    if backend == "genai":
-        options.refuse()
-        refuse_stages(stages, backend)
-        refuse_prefix(prefix)
-        engine = load_genai(files, settings)
-        runner, length = engine.model, engine.context_length
-    else:
-        runner = load_runner(files, backend, settings, options, stages, trust_remote_code=trust_remote_code)
-        runner = with_prefix(runner, prefix) if prefix else runner
-        # tokens of prompt and new text, of which a tuned prefix takes a part
-        context = context_length(files.folder)
-        lengths = [context - runner.virtual_tokens if context else None, runner.cache_capacity]
-        length = min((length for length in lengths if length is not None), default=None)
-        if length is not None and length < 1:
-            problem = f"a prefix of {runner.virtual_tokens} tokens leaves no room in the model's context of {context}"
-            raise InputRefused(problem, hint="is it the prefix of this model?")
+    if prefix and backend == "genai":
+        raise UsageProblem("`--prefix-tuning`: GenAI begins with an empty cache", hint="leave out `--backend genai`")
+    runner = load_runner(files, backend, settings, options, stages, trust_remote_code=trust_remote_code)
+    runner = with_prefix(runner, prefix) if prefix else runner
+    # tokens of prompt and new text, of which a tuned prefix takes a part
+    context = context_length(files.folder)
+    lengths = [context - runner.virtual_tokens if context else None, runner.cache_capacity]
+    length = min((length for length in lengths if length is not None), default=None)
+    if length is not None and length < 1:
+        problem = f"a prefix of {runner.virtual_tokens} tokens leaves no room in the model's context of {context}"
+        raise InputRefused(problem, hint="is it the prefix of this model?")
     return {
         "runner": runner,
         "defaults": GenerationSettings.of(files.generation_config or files.folder),
@@ -465,6 +452,5 @@ def parts_of_files(
         "backend": backend,
         "positions": positions_of(files.folder),
         "folder": files.folder,
-        "engine": engine,
         "images": load_images(files, backend, runner, settings),
     }

@@ -11,7 +11,7 @@ from llmconv.argument_checks import checked, fitted, require_least
 from llmconv.embedding import TextFeatures
 from llmconv.errors import UsageProblem, listing
 from llmconv.files.paths import kind_of, path_of
-from llmconv.generation.encoded_prompt import EncodedPrompt
+from llmconv.generation.encoded_prompt import EncodedPrompt, prompt_names
 from llmconv.generation.generate import (
     BATCH_SIZE,
     Batches,
@@ -94,8 +94,8 @@ def _spelled(name: str) -> str:
 
 
 TASK = TEXT_GENERATION
+# defaults of transformers' pipeline, below the call and `generation_config.json`
 DEFAULTS: dict[str, Any] = {"max_new_tokens": 256, "do_sample": True, "temperature": 0.7}
-"""Defaults of transformers' pipeline, below the call and `generation_config.json`."""
 
 
 @checked
@@ -142,31 +142,22 @@ def pipeline(  # noqa: PLR0913 - one parameter per option
     return get_task(name)(registered(model), **{key: one for key, one in given.items() if one is not None}, **options)
 
 
-def _text_generation(
-    model: Any,
-    *,
-    tokenizer: Any = None,
-    streamer: Any = None,
-    backend: str | None = None,
-    device: Any = None,
-    dtype: Any = None,
-    torch_dtype: Any = None,
-    image_processor: Any = None,
-    **options: Any,
-) -> TextGeneration:
-    backend, device, options = own_keywords(backend, device, options)
-    if dtype is not None and torch_dtype is not None:
+def _text_generation(model: Any, **given: Any) -> TextGeneration:
+    """`given` are the keywords of `pipeline`, without those that are None."""
+    if given.keys() >= {"dtype", "torch_dtype"}:
         raise UsageProblem("`dtype` and `torch_dtype` are the same option", hint="give one of them")
+    own = ("tokenizer", "backend", "device", "dtype", "torch_dtype", "image_processor")
+    tokenizer, backend, device, dtype, torch_dtype, image_processor = (given.pop(name, None) for name in own)
+    backend, device, options = own_keywords(backend, device, given)
     of_calls = {name: value for name, value in options.items() if name not in RunningOptions.__annotations__}
-    require_options({**of_calls, "streamer": streamer})
+    require_options(of_calls)
     dtype = torch_dtype if dtype is None else dtype
     running = {**options_of(RunningOptions, options), "backend": backend, "tokenizer": tokenizer}
-    running = placed(model, backend, device, dtype, running)
-    opened = opener(model, cast(RunningOptions, running))()
+    opened = opener(model, cast(RunningOptions, placed(model, backend, device, dtype, running)))()
     require_dtype(opened, dtype)
-    if image_processor is not None:
-        opened = opened.with_image_processor(image_processor)
-    return TextGeneration(opened, **of_calls, **({} if streamer is None else {"streamer": streamer}))
+    return TextGeneration(
+        opened if image_processor is None else opened.with_image_processor(image_processor), **of_calls
+    )
 
 
 def _text_features(task: str, model: Any, **options: Any) -> TextFeatures:
@@ -219,7 +210,7 @@ class TextGeneration:
         shape = {name: given.pop(name) for name in SHAPES if name in given}
         many = not (isinstance(inputs, str | Prompt) or _is_chat(inputs))
         prompts = [one if isinstance(one, Prompt) else Prompt(one) for one in _contents(inputs if many else [inputs])]
-        names = [f"prompt {number}" if len(prompts) > 1 else "the prompt" for number in range(1, len(prompts) + 1)]
+        names = prompt_names(len(prompts))
         encoded = [self._encode(*one, shape) for one in zip(prompts, names, strict=True)]
         texts = self._texts(prompts, encoded, names, self._settings(given), shape)
         records = [
@@ -292,19 +283,15 @@ class TextGeneration:
         return {"generated_text": [*messages, {"role": "assistant", "content": text}]}
 
 
+# options that are not generation settings, and their types; None is the default
 KINDS: dict[str, Any] = {
-    "return_full_text": bool,
-    "return_tensors": bool,
+    **dict.fromkeys(("return_full_text", "return_tensors", "add_special_tokens", "skip_special_tokens"), bool),
     "num_return_sequences": int,
+    "batch_size": int,
     "prefix": str,
     "template": str,
-    "add_special_tokens": bool,
-    "skip_special_tokens": bool,
-    "batch_size": int,
     "streamer": Any,
 }
-"""Options that are not generation settings, and their types; None is the default."""
-
 SHAPES = tuple(KINDS)
 
 
@@ -348,9 +335,9 @@ for _task in ("embed", "classify", "rerank"):
     register_task(_task, partial(_text_features, _task))
 
 
+# their backends, and ours of the same kind: graphs, or the model itself
 BACKENDS = {"mslite": "onnx", "ms": "torch", "mindspore": "torch"}
-"""Their backends, and ours of the same kind: graphs, or the model itself."""
-
+# keywords without an argument here, and the counterpart
 INSTEAD = {
     "ge_config_path": "`session_config=FILE` gives options of onnxruntime; those of GE have no meaning there",
     "audio_processor": "models with sounds are exported without them: their text model alone",
@@ -363,7 +350,6 @@ INSTEAD = {
     "is_sample_acceleration": "`llmconv export --postprocess topk:K` makes graphs that return the likeliest "
     "tokens; they are used without an option",
 }
-"""Keywords without an argument here, and the counterpart."""
 
 
 def own_keywords(

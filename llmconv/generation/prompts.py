@@ -69,12 +69,8 @@ def prompts_of(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping):
         prompts = list(prompts)
         if any(isinstance(one, Prompt) for one in prompts):
-            return [
-                replace(one, content=contents_of([one.content])[0])
-                if isinstance(one, Prompt)
-                else Prompt(contents_of([one])[0])
-                for one in prompts
-            ]
+            several = [one if isinstance(one, Prompt) else Prompt(one) for one in prompts]
+            return [replace(one, content=contents_of([one.content])[0]) for one in several]
     return [Prompt(content) for content in contents_of(prompts)]
 
 
@@ -131,11 +127,8 @@ def with_prefix(content: PromptContent, prefix: str) -> PromptContent:
     first = next((at for at, message in enumerate(content) if message["role"] != "system"), 0)
     given = content[first]["content"]
     in_parts = isinstance(given, list | tuple)
-    changed = {
-        **content[first],
-        "content": [{"type": "text", "text": prefix}, *given] if in_parts else prefix + (given or ""),
-    }
-    return [*content[:first], changed, *content[first + 1 :]]
+    longer = [{"type": "text", "text": prefix}, *given] if in_parts else prefix + (given or "")
+    return [*content[:first], {**content[first], "content": longer}, *content[first + 1 :]]
 
 
 def as_chat(content: PromptContent, system: str = "") -> list[dict[str, Any]]:
@@ -175,14 +168,11 @@ def read_prompts(source: str | Path | TextIO, prompt_field: str | None = None) -
         InputRefused: the file cannot be read, or has no prompt.
         MalformedInput: an object has none of these fields, or several; or a file is not valid JSON.
     """
-    base = Path(source).parent if isinstance(source, str | Path) else Path()
-    return [_found_from(base, prompt) for prompt in _read(source, prompt_field)]
-
-
-def _found_from(base: Path, prompt: Prompt) -> Prompt:
-    """The prompt with the paths in it found from a folder."""
-    rows = base / prompt.embeddings if prompt.embeddings else None
-    return replace(prompt, embeddings=rows, images=tuple(base / image for image in prompt.images))
+    base, found = Path(source).parent if isinstance(source, str | Path) else Path(), []
+    for prompt in _read(source, prompt_field):
+        rows, images = base / prompt.embeddings if prompt.embeddings else None, [base / one for one in prompt.images]
+        found.append(replace(prompt, embeddings=rows, images=tuple(images)))
+    return found
 
 
 def _read(source: str | Path | TextIO, prompt_field: str | None) -> list[Prompt]:
@@ -340,16 +330,7 @@ def _content(name: str, given: Mapping[str, Any]) -> tuple[PromptContent, set[st
     if _is_chat(messages) and given.get("prompt") is None:
         require_contents(messages, f"{name} of the prompts")
         return list(messages), {"prompt", "messages"}
-    field = _text_field(name, given)
-    prompt, context = given[field], given.get("input")
-    if not isinstance(context, str):
-        return prompt, {field}
-    is_empty = not context.strip()  # as in most lines of Alpaca's data
-    return prompt if is_empty else [{"role": "user", "content": prompt, "input": context}], {field, "input"}
-
-
-def _text_field(name: str, given: Mapping[str, Any]) -> str:
-    """The field of `TEXT_FIELDS` that has the text; others may be metadata if there is a `prompt`."""
+    # the field of `TEXT_FIELDS` that has the text; others may be metadata if there is a `prompt`
     found = [field for field in TEXT_FIELDS if isinstance(given.get(field), str)]
     if found and "prompt" in given:
         found = found[: found[0] == "prompt"]
@@ -359,7 +340,12 @@ def _text_field(name: str, given: Mapping[str, Any]) -> str:
     if len(found) > 1:
         problem = f"{name} of the prompts has `{found[0]}` and `{found[1]}`"
         raise MalformedInput(problem, hint="select one of them with `--prompt-field`")
-    return found[0]
+    field = found[0]
+    prompt, context = given[field], given.get("input")
+    if not isinstance(context, str):
+        return prompt, {field}
+    is_empty = not context.strip()  # as in most lines of Alpaca's data
+    return prompt if is_empty else [{"role": "user", "content": prompt, "input": context}], {field, "input"}
 
 
 def _chosen(name: str, given: Mapping[str, Any], field: str) -> PromptContent:

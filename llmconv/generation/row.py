@@ -28,8 +28,8 @@ from llmconv.runtime.runner import Cache, PromptEmbeddings, Step, default_positi
 from llmconv.tensors import Array
 
 ENTRY_POINTS = "llmconv.input_maps"
+# attention mask and number of new tokens to position ids, as `default_positions`
 PositionRule = Callable[[Array, int], Array]
-"""Attention mask and number of new tokens to position ids, as `default_positions`."""
 
 
 def positions_of(folder: Path) -> PositionRule:

@@ -11,9 +11,10 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,21 +22,20 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from llmconv.addresses import hub_address
-from llmconv.causal_lm import context_length, language_config, length_switch, require_causal_folder
+from llmconv.causal_lm import language_config, length_switch, require_causal_folder
 from llmconv.checkpoint import INDEX, SINGLE, open_checkpoint, own_file, read_json
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, first_line
 from llmconv.files.paths import kind_of, path_of
 from llmconv.files.safe_folder import UNFINISHED, unfinished_folder, user_cache
 from llmconv.files.sources import cached, files_under, is_hub_id, local_path
 from llmconv.generation.genai import GenaiEngine
-from llmconv.generation.images import ImageEncoder, ImageFeatures
+from llmconv.generation.images import ImageEncoder
 from llmconv.memory import available_memory
 from llmconv.not_a_model_folder import refused_model
 from llmconv.output.manifest import MANIFEST, graph_entries, read_manifest, single_pass_entries
 from llmconv.progress import say, warn_all
 from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.images.families import family_in
-from llmconv.runtime.images.family import ImageFamily
 from llmconv.runtime.onnxruntime.graph import VISION, VisionGraph, has_vision
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, load_guarded, nodes
 from llmconv.runtime.onnxruntime.lora_names import SUFFIX, read_adapter, without_inputs
@@ -48,7 +48,6 @@ from llmconv.runtime.onnxruntime.session_settings import (
     half_precision,
     provider_name,
 )
-from llmconv.runtime.prefix import Prefix
 from llmconv.runtime.runner import Runner
 from llmconv.runtime.stages.staged_runner import StageAddresses, StagedRunner
 from llmconv.tensors import LazyTensor
@@ -92,10 +91,14 @@ class ModelFiles:
             path = kept if kept and (kept / "config.json").is_file() else local_path(model)
         elif not path.exists():
             path = local_path(model)
-        if path.is_dir():
-            _require_runnable(path)
-            return cls(path)
-        return cls._of_graphs([path])
+        if not path.is_dir():
+            return cls._of_graphs([path])
+        require_causal_folder(path)
+        has_graphs = any(path.glob("*.onnx")) or (path / MANIFEST).is_file() and read_manifest(path).graphs
+        # graphs of a manifest may be on other hosts
+        if not has_graphs and not any((path / name).is_file() for name in (SINGLE, INDEX)):
+            raise refused_model(path)
+        return cls(path)
 
     @classmethod
     def _of_graphs(cls, paths: list[Any]) -> ModelFiles:
@@ -111,15 +114,6 @@ class ModelFiles:
             if path.suffix != ".onnx" or not path.is_file():
                 raise refused_model(path)
         return cls(graphs[0].parent, *graphs)
-
-
-def _require_runnable(folder: Path) -> None:
-    """Refuses a folder without graphs and weights, and models that are not causal language models."""
-    require_causal_folder(folder)
-    if (folder / MANIFEST).is_file() and read_manifest(folder).graphs:
-        return  # whose graphs may be on other hosts
-    if not any(folder.glob("*.onnx")) and not any((folder / name).is_file() for name in (SINGLE, INDEX)):
-        raise refused_model(folder)
 
 
 DTYPES = ("float32", "float16", "bfloat16")  # dtypes of the eager model
@@ -161,6 +155,7 @@ class TorchOptions:
                 raise UsageProblem(refusal, hint=hint)
 
 
+# message and hint by option, for graphs
 REFUSALS = {
     "adapter": (
         "GenAI and stages in other processes take no adapter",
@@ -172,7 +167,6 @@ REFUSALS = {
     ),
     "dtype": ("`dtype` is for `--backend torch`", "graphs compute in the type of `llmconv export --precision`"),
 }
-"""Message and hint by option, for graphs."""
 
 
 if TYPE_CHECKING:
@@ -188,53 +182,54 @@ def load_runner(
     *,
     trust_remote_code: bool = False,
 ) -> Runner:
-    """The graphs, or the eager model (torch is imported only for that); `backend` is `onnx` or `torch`.
+    """The graphs, or the eager model (torch is imported only for that); `backend` is `onnx`, `genai` or `torch`.
 
     Of `settings`, `torch` takes the number of threads; `options` are of the eager model, their adapter also for `onnx`;
     `stages` tells where stages run that do not run here; `trust_remote_code` runs the model code in the folder. Raises
     InputRefused if the folder has no graphs, or transformers cannot load it; StageFailed if no stage of this model
     answers; UsageProblem for an unknown backend, device or dtype, or what only `torch` takes.
     """
-    runner = _loaded(files, backend, settings, options or TorchOptions(), stages, trust_remote_code)
-    runner.length_switch = length_switch(language_config(files.folder))
-    return runner
-
-
-def _loaded(
-    files: ModelFiles,
-    backend: str,
-    settings: SessionSettings | None,
-    options: TorchOptions,
-    stages: StageAddresses | None,
-    trust_remote_code: bool,
-) -> Runner:
-    if backend == "onnx":
-        (options if stages else replace(options, adapter=None)).refuse()
-        if stages:
-            return StagedRunner.open(_stages_folder(files), stages, settings)
+    options = options or TorchOptions()
+    runner: Runner
+    if backend not in ("onnx", "torch", "genai"):
+        raise UsageProblem(f"unknown backend `{backend}`", hint="give `onnx`, `torch` or `genai`")
+    if backend != "torch":
+        (options if stages or backend == "genai" else replace(options, adapter=None)).refuse()
+    if stages and backend != "onnx":
+        problem = f"`--stage-at` is for graphs in stages, which `--backend {backend}` does not run"
+        raise UsageProblem(problem, hint="leave out `--backend`, or `--stage-at`")
+    if files.prefill and (stages or backend == "genai"):
+        what = "`--stage-at` needs a folder, and not" if stages else "GenAI opens folders, not"
+        named = MANIFEST if stages else "genai_config.json"
+        raise UsageProblem(f"{what} single graphs", hint=f"give the folder that has {named}")
+    if stages:
+        runner = StagedRunner.open(files.folder, stages, settings)
+    elif backend == "genai":
+        runner = GenaiEngine.load(files.folder, settings)
+    elif backend == "onnx":
         settings = replace(settings or SessionSettings(), extra_inputs=partial(_extra_inputs, files.folder))
         WeightMemory.of(_graph_files(files), settings).announce()
         if files.prefill:
             runner = OrtRunner.from_files(files.prefill, files.decode, settings)
         else:
             runner = OrtRunner.from_folder(files.folder, settings)
-        return runner if options.adapter is None else with_lora(runner, files.folder, options.adapter)
-    refuse_stages(stages, backend)
-    if backend != "torch":
-        raise UsageProblem(f"unknown backend `{backend}`", hint="give `onnx`, `torch` or `genai`")
-    _refuse_session(settings)
-    options.require_dtype()
-    from llmconv.runtime.eager.torch_runner import TorchRunner  # noqa: PLC0415 - imports torch
+        runner = runner if options.adapter is None else with_lora(runner, files.folder, options.adapter)
+    else:
+        _refuse_session(settings)
+        options.require_dtype()
+        from llmconv.runtime.eager.torch_runner import TorchRunner  # noqa: PLC0415 - imports torch
 
-    return TorchRunner(
-        files.folder,
-        options.dtype or "auto",
-        code=files.folder if trust_remote_code else None,
-        **_tuned(files.folder, options.adapter),
-        threads=settings.threads if settings else 0,
-        device="cpu" if options.device is None else options.device,
-        extra_inputs=_extra_inputs(files.folder),
-    )
+        runner = TorchRunner(
+            files.folder,
+            options.dtype or "auto",
+            code=files.folder if trust_remote_code else None,
+            **_tuned(files.folder, options.adapter),
+            threads=settings.threads if settings else 0,
+            device="cpu" if options.device is None else options.device,
+            extra_inputs=_extra_inputs(files.folder),
+        )
+    runner.length_switch = length_switch(language_config(files.folder))
+    return runner
 
 
 def _extra_inputs(folder: Path) -> tuple[ExtraInput, ...]:
@@ -295,8 +290,10 @@ def load_images(
     if files.prefill or backend not in ("onnx", "torch"):
         return None
     if backend == "onnx":
-        family = family_in(files.folder) if has_vision(files.folder) else None
-        return ImageEncoder(files.folder, family, partial(_tower, files.folder, family, settings)) if family else None
+        if not has_vision(files.folder) or not (graph_family := family_in(files.folder)):
+            return None
+        tower = cache(lambda: partial(graph_family.features, VisionGraph(files.folder / VISION, settings).run))
+        return ImageEncoder(files.folder, graph_family, tower)
     from llmconv.runtime.eager.runner import EagerRunner  # noqa: PLC0415
     from llmconv.runtime.eager.torch_runner import (  # noqa: PLC0415 - imports torch
         family_of,
@@ -308,30 +305,6 @@ def load_images(
     return ImageEncoder(files.folder, family, lambda: partial(image_features, runner))
 
 
-def _tower(folder: Path, family: ImageFamily, settings: SessionSettings | None) -> ImageFeatures:
-    return partial(family.features, VisionGraph(folder / VISION, settings).run)
-
-
-def refuse_stages(stages: StageAddresses | None, backend: str) -> None:
-    """Raises UsageProblem for stages in other processes with another backend than `onnx`."""
-    if stages:
-        problem = f"`--stage-at` is for graphs in stages, which `--backend {backend}` does not run"
-        raise UsageProblem(problem, hint="leave out `--backend`, or `--stage-at`")
-
-
-def refuse_prefix(prefix: Prefix | None) -> None:
-    """Raises UsageProblem for a tuned prefix with GenAI."""
-    if prefix:
-        raise UsageProblem("`--prefix-tuning`: GenAI begins with an empty cache", hint="leave out `--backend genai`")
-
-
-def _stages_folder(files: ModelFiles) -> Path:
-    if files.prefill:
-        problem = "`--stage-at` needs a folder, and not single graphs"
-        raise UsageProblem(problem, hint="give the folder that has llmconv.json")
-    return files.folder
-
-
 def _graph_files(files: ModelFiles) -> list[Path]:
     """The graphs that a runner of these files opens."""
     if files.prefill:
@@ -339,13 +312,6 @@ def _graph_files(files: ModelFiles) -> list[Path]:
     entries = {entry.role: entry for entry in graph_entries(files.folder)}
     roles = ("prefill", "decode") if {"prefill", "decode"} <= entries.keys() else ("unified", *entries)[:1]
     return [path for role in roles if role in entries for path in entries[role].paths(files.folder)]
-
-
-def load_genai(files: ModelFiles, settings: SessionSettings | None) -> GenaiEngine:
-    """The folder's graphs in ONNX Runtime GenAI; raises UsageProblem for a single graph, and as `GenaiEngine.load`."""
-    if files.prefill:
-        raise UsageProblem("GenAI opens folders, not single graphs", hint="give the folder that has genai_config.json")
-    return GenaiEngine.load(files.folder, settings, context_length(files.folder))
 
 
 def _refuse_session(settings: SessionSettings | None) -> None:
@@ -471,8 +437,8 @@ def merged_weights(folder: Path, adapter: str | Path) -> Mapping[str, LazyTensor
 
 
 CONFIG, WEIGHTS = "config.json", ".safetensors"
+# suffixes of the files beside the weights that a model needs to run
 COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
-"""Suffixes of the files beside the weights that a model needs to run."""
 
 
 def graphs_in_cache(folder: Path) -> Path | None:
@@ -541,9 +507,8 @@ def _training_format(path: Path) -> str:
 def _identity(folder: Path) -> str:
     """A digest of llmconv's version and of all files that the export depends on; of weights no content is read."""
     known = [__version__]
-    near = (
-        folder if _is_plain(folder) else folder.parent if folder.is_file() else None
-    )  # a configuration may lie beside
+    # a configuration may lie beside
+    near = folder if _is_plain(folder) else folder.parent if folder.is_file() else None
     files = [path for path in sorted(near.iterdir()) if path.suffix in (WEIGHTS, *COPIED)] if near else []
     for path in [*files, *([] if near == folder else files_under(folder))]:
         if path.is_file():
@@ -562,11 +527,18 @@ def _export(folder: Path, made: Path) -> None:
             os.link(path.resolve(), made / path.name)  # runtimes refuse symbolic links
         elif path.suffix in COPIED and path.name != MANIFEST and path.is_file():
             shutil.copyfile(own_file(folder, path.name), made / path.name)
-    try:
+    with _named(made, folder, "or give `--backend torch`"):
         export(made)
+
+
+@contextmanager
+def _named(made: Path, given: Path, way: str) -> Iterator[None]:
+    """Errors name what was given, and not the folder in the cache; their hints end with a `way` out."""
+    try:
+        yield
     except LlmconvError as error:
-        error.message = error.message.replace(str(made), str(folder))
-        error.hint = f"{error.hint.replace(str(made), str(folder))}; or give `--backend torch`"
+        error.message = error.message.replace(str(made), str(given))
+        error.hint = f"{error.hint.replace(str(made), str(given))}; {way}"
         error.args = (error.message,)
         raise
 
@@ -575,13 +547,7 @@ def _convert(path: Path, made: Path) -> None:
     from llmconv.convert import to_hf  # noqa: PLC0415 - as in `_export`
     from llmconv.export import export  # noqa: PLC0415
 
-    way = f"the command that has options for it is `llmconv to-hf {path} -o OUT`; then give OUT"
-    try:
+    with _named(made, path, f"the command that has options for it is `llmconv to-hf {path} -o OUT`; then give OUT"):
         to_hf(path, made)
-        way = "or give `--backend torch` with the folder that `llmconv to-hf` makes"
+    with _named(made, path, "or give `--backend torch` with the folder that `llmconv to-hf` makes"):
         export(made)
-    except LlmconvError as error:
-        error.message = error.message.replace(str(made), str(path))
-        error.hint = f"{error.hint.replace(str(made), str(path))}; {way}"
-        error.args = (error.message,)
-        raise

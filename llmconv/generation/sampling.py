@@ -20,6 +20,7 @@ from llmconv.files.paths import kind_of, path_of
 GENERATION_CONFIG = "generation_config.json"
 DEFAULT_NEW_TOKENS = 20  # transformers' default if neither `max_new_tokens` nor `max_length` is set
 
+# fields that change the text, with their neutral value; None is neutral for all of them
 NEUTRAL: dict[str, Any] = {
     "min_length": 0,
     "min_new_tokens": 0,
@@ -39,28 +40,16 @@ NEUTRAL: dict[str, Any] = {
     "token_healing": False,
     "penalty_alpha": 0.0,
 }
-"""Fields that change the text, with their neutral value; None is neutral for all of them."""
-
 BEAMS_ONLY = frozenset({"early_stopping", "length_penalty"})  # fields of `NEUTRAL` that have no effect without beams
 
+# fields that change the text whenever they are set
 NO_NEUTRAL = frozenset(
     [
-        "max_time",
-        "top_h",
-        "bad_words_ids",
-        "force_words_ids",
-        "constraints",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "exponential_decay_length_penalty",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "sequence_bias",
-        "watermarking_config",
-        "dola_layers",
+        *("max_time", "top_h", "bad_words_ids", "force_words_ids", "constraints", "forced_bos_token_id"),
+        *("forced_eos_token_id", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
+        *("sequence_bias", "watermarking_config", "dola_layers"),
     ]
 )
-"""Fields that change the text whenever they are set."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +133,8 @@ class GenerationSettings:
         MalformedInput for an invalid value in the file, UsageProblem for an invalid override.
         """
         folder = path_of(folder, "folder")
-        return cls.of_config(_read(folder / GENERATION_CONFIG), language_config(folder)).but(**overrides)
+        file = folder / GENERATION_CONFIG
+        return cls.of_config(read_json(file) if file.is_file() else {}, language_config(folder)).but(**overrides)
 
     @classmethod
     def of_config(cls, fields: Mapping[str, Any], config: Mapping[str, Any]) -> GenerationSettings:
@@ -175,8 +165,8 @@ def require_known(names: Iterable[str], others: Iterable[str] = ()) -> None:
     """Raises UsageProblem, with the closest name as hint, for no field of `GenerationConfig`, as a typo is."""
     known = {*KINDS, *NEUTRAL, *NO_NEUTRAL}
     names = set(names)
-    for name in sorted(names & ELSEWHERE.keys()):
-        raise UsageProblem(f"`{name}` is not a generation setting", hint=ELSEWHERE[name])
+    if elsewhere := sorted(names & ELSEWHERE.keys()):
+        raise UsageProblem(f"`{elsewhere[0]}` is not a generation setting", hint=ELSEWHERE[elsewhere[0]])
     if unknown := sorted(names - known):
         from transformers import GenerationConfig  # noqa: PLC0415 - takes seconds, and only other fields need it
 
@@ -206,6 +196,7 @@ def require_effect(changes: Mapping[str, Any]) -> None:
             raise UsageProblem(f"`{name}` has no effect here: only texts and tokens are returned", hint="leave it out")
 
 
+# field, minimum and maximum; NaN is outside every range
 RANGES = (
     ("max_new_tokens", 1, 2**40),
     ("max_length", 1, 2**40),
@@ -217,7 +208,6 @@ RANGES = (
     ("num_beams", 1, 10_000),
     ("seed", 0, 2**64),
 )
-"""Field, minimum and maximum; NaN is outside every range."""
 
 
 # fields of `config.json` that are used if `generation_config.json` has none
@@ -226,6 +216,7 @@ RETURNED = ("output_attentions", "output_hidden_states", "output_scores", "outpu
 IN_PROMPT = "give it in a prompt of `generate`: `Prompt(text, %s)`"
 TEXTS = "texts and chats are the argument `prompts` of `generate`, which may be a single one"
 
+# names from transformers' pipeline and other libraries, and what to use instead
 ELSEWHERE = {
     "tokenizer": "give it to `generate`, `pipeline` or `TextModel.open`",
     "device": "give it to `generate`, `pipeline` or `TextModel.open`",
@@ -244,7 +235,6 @@ ELSEWHERE = {
     "stop": "did you mean `stop_strings`?",
     "max_tokens": "did you mean `max_new_tokens`?",
 }
-"""Names from transformers' pipeline and other libraries, and what to use instead."""
 
 
 def _integer(value: Any) -> int:
@@ -260,16 +250,8 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _optional_int(value: Any) -> int | None:
-    return None if value is None else _integer(value)
-
-
 def _real(value: Any) -> float:
     return float(_number(value))
-
-
-def _optional_real(value: Any) -> float | None:
-    return None if value is None else _real(value)
 
 
 def _flag(value: Any) -> bool:
@@ -289,23 +271,24 @@ def _texts(value: Any) -> tuple[str, ...]:
     return texts
 
 
+# field to the function that converts a value of a file or an option
 KINDS: dict[str, Any] = {
-    "max_new_tokens": _optional_int,
-    "max_length": _optional_int,
+    "max_new_tokens": _integer,
+    "max_length": _integer,
     "do_sample": _flag,
     "temperature": _real,
     "top_k": _integer,
     "top_p": _real,
-    "min_p": _optional_real,
+    "min_p": _real,
     "repetition_penalty": _real,
     "num_beams": _integer,
     "stop_strings": _texts,
     "eos_token_id": _tokens,
-    "pad_token_id": _optional_int,
-    "bos_token_id": _optional_int,
+    "pad_token_id": _integer,
+    "bos_token_id": _integer,
     "seed": _integer,
 }
-"""Field to the function that converts a value of a file or an option."""
+OPTIONAL = {"max_new_tokens", "max_length", "min_p", "pad_token_id", "bos_token_id"}  # fields that may be None
 
 
 def _values(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,7 +296,7 @@ def _values(given: Mapping[str, Any]) -> dict[str, Any]:
     values = {}
     for name, value in given.items():
         try:
-            values[name] = KINDS[name](value)
+            values[name] = None if value is None and name in OPTIONAL else KINDS[name](value)
         except (TypeError, ValueError, OverflowError) as error:
             problem = f"invalid value for `{name}`: {value!r:.40} ({kind_of(value)})"
             raise UsageProblem(problem, hint=f"see `{name}` of transformers' `GenerationConfig`") from error
@@ -324,10 +307,6 @@ def changes_text(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that change the text and that llmconv's own loop does not implement."""
     found = {name: fields[name] for name, neutral in NEUTRAL.items() if fields.get(name) not in (None, neutral)}
     return found | {name: fields[name] for name in sorted(NO_NEUTRAL) if fields.get(name) is not None}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return {name: value for name, value in read_json(path).items() if value is not None} if path.is_file() else {}
 
 
 SHORT = reprlib.Repr()  # values on a line: of a list that a model folder brings, only the beginning

@@ -92,7 +92,10 @@ class AccessRules:
                 code="foreign_origin",
             )
         if self.api_key and path not in PUBLIC:
-            self._check_key(headers.get("authorization", ""))
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self.api_key.encode()):
+                problem = "wrong API key" if key else "give the API key: `Authorization: Bearer KEY`"
+                raise ApiError(problem, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     def _known(self, host: str) -> bool:
         """Whether `host` is a name of this server or an IP address, which DNS rebinding cannot fake."""
@@ -107,13 +110,6 @@ class AccessRules:
         except ValueError:
             return False
         return True
-
-    def _check_key(self, authorization: str) -> None:
-        scheme, _, key = authorization.partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self.api_key.encode()):
-            return
-        problem = "wrong API key" if key else "give the API key: `Authorization: Bearer KEY`"
-        raise ApiError(problem, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 class AccessGuard:
@@ -146,8 +142,8 @@ class AccessGuard:
 log = logging.getLogger("llmconv.serve")
 Result = TypeVar("Result")
 MAX_BODY_BYTES = 4 << 20  # maximum size of a request: about a million tokens of text
+# of a body that is too large, this many are read and discarded: most clients read no answer until all is sent
 DISCARDED_BYTES = 64 << 20
-"""Of a body that is too large, this many are read and discarded: most clients read no answer until all is sent."""
 SMALL_BODY = 1 << 16  # larger requests are parsed in a thread, so that others do not wait
 BODY_SECONDS = 30  # maximum time to receive a request
 KEEP_ALIVE_SECONDS = 15  # a stream without new text for this long gets a comment, to keep the connection alive
@@ -162,8 +158,9 @@ class Endpoints:
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def page(self, request: HttpRequest) -> Response:
-        """`GET /`."""
-        return page_response()
+        """`GET /`, with its content security policy."""
+        text, policy = _page()
+        return HTMLResponse(text, headers={"Content-Security-Policy": policy, "Cache-Control": "no-cache"})
 
     async def health(self, request: HttpRequest) -> Response:
         """`GET /health`: 200 while requests are accepted."""
@@ -192,18 +189,16 @@ class Endpoints:
         return await self._answer(request, completion_request)
 
     def _model(self) -> dict[str, Any]:
-        context = self.served.model.context_length
-        return {
-            "id": self.served.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "llmconv",
-            "context_length": context,
-        }
+        known = {"id": self.served.name, "object": "model", "created": self.created, "owned_by": "llmconv"}
+        return {**known, "context_length": self.served.model.context_length}
 
     async def _answer(self, http: HttpRequest, parse: Callable[[Any], CompletionRequest]) -> Response:
         body = await read_body(http)
-        request = await asyncio.to_thread(_parsed, parse, body) if len(body) > SMALL_BODY else _parsed(parse, body)
+
+        def read() -> CompletionRequest:
+            return parse(parse_json(body))
+
+        request = await asyncio.to_thread(read) if len(body) > SMALL_BODY else read()
         choices = await while_connected(http, self.scheduler.call(lambda: self.served.choices(request)))
         reply = ResponseBuilder(request, self.served.name, choices)
         job = self.scheduler.submit(self.served.steps(choices))
@@ -212,10 +207,6 @@ class Endpoints:
             return StreamingResponse(events(job, reply), media_type="text/event-stream", headers=headers)
         await collect(http, job, reply)
         return JSONResponse(reply.whole())
-
-
-def _parsed(parse: Callable[[Any], CompletionRequest], body: bytes) -> CompletionRequest:
-    return parse(parse_json(body))
 
 
 async def read_body(http: HttpRequest) -> bytes:
@@ -304,10 +295,9 @@ async def on_api_error(request: HttpRequest, error: Exception) -> Response:
 
 async def on_http_error(request: HttpRequest, error: Exception) -> Response:
     """The response to an unknown path or method, in the same form as every other error."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    headers = error.headers if isinstance(error, HTTPException) else None
-    answer = ApiError(f"no such endpoint: {request.method} {request.url.path[:200]}", status=status, headers=headers)
-    return JSONResponse(answer.body(), answer.status, answer.headers)
+    assert isinstance(error, HTTPException)
+    problem = f"no such endpoint: {request.method} {request.url.path[:200]}"
+    return await on_api_error(request, ApiError(problem, status=error.status_code, headers=error.headers))
 
 
 async def on_disconnect(request: HttpRequest, error: Exception) -> Response:
@@ -389,11 +379,7 @@ class ResponseBuilder:
 
     def whole(self) -> dict[str, Any]:
         """The complete response, for a request without `stream`."""
-        return {
-            **self._head,
-            "choices": [self._choice(index) for index in range(len(self.choices))],
-            "usage": self.usage(),
-        }
+        return {**self._head, "choices": [*map(self._choice, range(len(self.choices)))], "usage": self.usage()}
 
     def chunks(self, delta: ChoiceDelta) -> Iterator[bytes]:
         """The events of one step: the role before the first text, the text, and the finish reason."""
@@ -435,14 +421,8 @@ class ResponseBuilder:
         return event({**self._head, "choices": [choice], **usage})
 
 
+# empty elements of page.html, and the files whose content goes there
 PARTS = {"style": ("page.css",), "script": ("markdown.js", "page.js")}
-"""Empty elements of page.html, and the files whose content goes there."""
-
-
-def page_response() -> HTMLResponse:
-    """The page with its content security policy."""
-    text, policy = _page()
-    return HTMLResponse(text, headers={"Content-Security-Policy": policy, "Cache-Control": "no-cache"})
 
 
 @functools.cache
@@ -451,21 +431,17 @@ def _page() -> tuple[str, str]:
     for tag, names in PARTS.items():
         content = "\n".join(_part(name) for name in names)
         text = text.replace(f"<{tag}></{tag}>", f"<{tag}>\n{content}</{tag}>")
-    return text, content_security_policy(text)
+    # a policy that allows only the page's own script and style, by their hashes, and requests to the same server
+    sources = {"script": "script-src", "style": "style-src"}
+    rules = ["default-src 'none'", "connect-src 'self'", "img-src data:"]
+    for tag, rule in sources.items():
+        hashes = [_hash(content) for content in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)]
+        rules.append(f"{rule} {' '.join(hashes)}")
+    return text, "; ".join([*rules, "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"])
 
 
 def _part(name: str) -> str:
     return resources.files("llmconv.serve").joinpath(name).read_text("utf-8")
-
-
-def content_security_policy(html: str) -> str:
-    """A policy that allows only the page's own script and style, by their hashes, and requests to the same server."""
-    sources = {"script": "script-src", "style": "style-src"}
-    rules = ["default-src 'none'", "connect-src 'self'", "img-src data:"]
-    for tag, rule in sources.items():
-        hashes = [_hash(content) for content in re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)]
-        rules.append(f"{rule} {' '.join(hashes)}")
-    return "; ".join([*rules, "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"])
 
 
 def _hash(content: str) -> str:

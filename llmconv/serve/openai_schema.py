@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from llmconv.checkpoint import StrictJsonError, parse_strictly
 from llmconv.errors import LlmconvError, StageFailed
 
+# HTTP status to OpenAI's error `type`; all others are `invalid_request_error`
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -26,7 +27,6 @@ KINDS = {
     500: "server_error",
     503: "server_error",
 }
-"""HTTP status to OpenAI's error `type`; all others are `invalid_request_error`."""
 
 
 class ApiError(Exception):
@@ -78,27 +78,16 @@ MAX_PROMPTS = 16
 MAX_STOPS = 4
 MAX_TOKENS = 1_000_000
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions; chat answers have none
+# role of a message to the role in chat templates
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Role of a message to the role in chat templates."""
-
+# fields that clients may send to any server, and that do not change the text
 WITHOUT_EFFECT = frozenset(
     [
-        "metadata",
-        "moderation",
-        "modalities",
-        "parallel_tool_calls",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "reasoning_effort",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
+        *("metadata", "moderation", "modalities", "parallel_tool_calls", "prediction", "prompt_cache_key"),
+        *("prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "user"),
         "verbosity",
     ]
 )
-"""Fields that clients may send to any server, and that do not change the text."""
 
 
 @dataclass(frozen=True)

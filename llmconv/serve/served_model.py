@@ -25,7 +25,7 @@ from llmconv.progress import warn
 from llmconv.runtime import Runner
 from llmconv.runtime.runner import PromptEmbeddings
 from llmconv.runtime.tokenizer import TooManyTokens, token_ids
-from llmconv.serve.openai_schema import ApiError, CompletionRequest, SamplingOptions
+from llmconv.serve.openai_schema import ApiError, CompletionRequest
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}  # llmconv's reasons why a text ends to OpenAI's
 PROMPT_STEP = 256  # prompt tokens per step; after each step the next answer has its turn
@@ -181,6 +181,7 @@ class ServedModel:
     def _settings(self, request: CompletionRequest, prompt_tokens: int, number: int) -> GenerationSettings:
         wanted = request.sampling
         sampled = wanted.temperature is not None or wanted.top_p is not None
+        stops = (*self.model.defaults.stop_strings, *wanted.stop, *(self._stops if request.is_chat else ()))
         return self.model.defaults.but(
             max_new_tokens=self._room(prompt_tokens, wanted.max_tokens, "messages" if request.is_chat else "prompt"),
             do_sample=True if sampled else None,
@@ -190,13 +191,10 @@ class ServedModel:
             min_p=wanted.min_p,
             repetition_penalty=wanted.repetition_penalty,
             num_beams=1,  # the text of a beam search is known only at its end
-            stop_strings=self._stop_strings(request) or None,
-            seed=_seed(wanted, number),
+            stop_strings=tuple(dict.fromkeys(stops)) or None,
+            # a different seed for every answer of a request; the same again if the request has a `seed`
+            seed=((secrets.randbits(62) if wanted.seed is None else wanted.seed) + number) % 2**63,
         )
-
-    def _stop_strings(self, request: CompletionRequest) -> tuple[str, ...]:
-        stops = (*self.model.defaults.stop_strings, *request.sampling.stop, *(self._stops if request.is_chat else ()))
-        return tuple(dict.fromkeys(stops))
 
     def _room(self, prompt_tokens: int, wanted: int | None, parameter: str) -> int:
         context = self.model.context_length
@@ -214,12 +212,6 @@ class ServedModel:
 
 def _too_long(message: str, parameter: str) -> ApiError:
     return ApiError(message, parameter=parameter, code="context_length_exceeded")
-
-
-def _seed(wanted: SamplingOptions, number: int) -> int:
-    """A different seed for every answer of a request; the same again if the request has a `seed`."""
-    first: Any = secrets.randbits(62) if wanted.seed is None else wanted.seed
-    return int(first + number) % 2**63
 
 
 class ConversationPool:

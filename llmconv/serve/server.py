@@ -93,7 +93,8 @@ def serve(
     settings = settings or ServerSettings()
     access = AccessRules((*settings.allow_hosts, settings.host), settings.allow_origins, settings.api_key)
     with listen(settings.host, settings.port) as listener:
-        model = _opened(open_model)
+        model = TextModel.open(open_model) if isinstance(open_model, str | Path) else open_model
+        model = model if isinstance(model, TextModel) else model()
         served = ServedModel(
             model,
             settings.name or model.folder.resolve().name,
@@ -113,12 +114,6 @@ def serve(
         sys.stdout.flush()
         remove_downloads()
         os._exit(0)
-
-
-def _opened(model: Callable[[], TextModel] | TextModel | str | Path) -> TextModel:
-    if isinstance(model, TextModel):
-        return model
-    return TextModel.open(model) if isinstance(model, str | Path) else model()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -179,8 +174,8 @@ class _Server(uvicorn.Server):
 MAX_CONNECTIONS = 900  # below the default limit of 1024 open files per process
 MAX_PER_ADDRESS = 600
 MAX_IDLE = 256  # connections without a request; beyond that the one that has been idle longest is closed
+# maximum time from the connection, or from the first byte of a further request, to the end of the headers
 HEADER_SECONDS = 10.0
-"""Maximum time from the connection, or from the first byte of a further request, to the end of the headers."""
 
 
 class LimitedProtocol(H11Protocol):

@@ -10,7 +10,7 @@ import numpy as np
 
 from llmconv.errors import LlmconvError
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.runtime.eager.torch_runner import image_features, image_token, positions_after_images, prefill_images
+from llmconv.runtime.eager.torch_runner import image_features, positions_after_images, prefill_images
 from llmconv.runtime.extra_inputs import POSITIONS, ExtraInput, GivenInputs, batch_values
 from llmconv.runtime.images.family import DEEPSTACK_FEATURES, IMAGE_FEATURES, Features, Given, ImageFamily
 from llmconv.runtime.onnxruntime.graph import VISION, OrtGraph, VisionGraph
@@ -116,7 +116,7 @@ class ImageChecks:
 
     @cached_property
     def _prompts(self) -> list[PromptsWithImages]:
-        token, vocabulary = image_token(self.eager.eager_runners[0].model.config), self.eager.facts().vocab_size
+        token, vocabulary = self.eager.eager_runners[0].model.config.image_token_id, self.eager.facts().vocab_size
         first, second = self._examples(SEED), self._examples(SEED + 1)
         several = [(first[number], second[number]) for number in (0, 1)]
         counts = [self.family.features_of(given[0], self.vision.tokens) for given in several]

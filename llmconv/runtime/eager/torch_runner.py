@@ -18,7 +18,7 @@ from llmconv.errors import UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.runtime.eager.cache import EagerCache, to_numpy
 from llmconv.runtime.eager.limit_margins import LimitMargins
-from llmconv.runtime.eager.runner import EagerRunner, without_adapter
+from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import INTEGERS
 from llmconv.runtime.extra_inputs import ExtraInput, ExtraValues, ModelCall
 from llmconv.runtime.images.families import image_family
@@ -74,7 +74,10 @@ class TorchRunner(EagerRunner):
         super().__init__(folder, dtype, code=code, device=device, adapter=adapter, extra_inputs=extra_inputs)
         if threads:
             torch.set_num_threads(require_threads(threads))
-        if "logits_to_keep" in inspect.signature(without_adapter(self.model).forward).parameters:
+
+    def _set_interface(self, model: Any, extra_inputs: Sequence[ExtraInput] = ()) -> None:
+        super()._set_interface(model, extra_inputs)
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
             self._fixed = {"logits_to_keep": 1}
 
     def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str) -> Any:
@@ -93,7 +96,10 @@ class TorchRunner(EagerRunner):
         cache = past.cache if isinstance(past, TorchCache) else self.cache_of(past)
         values = ExtraValues(self.extra_inputs, extras or {})
         new, done = call.input_ids.shape[1], past.length if past else 0
-        width = 1 if past and new > 1 and self._needs_single_tokens(past) else new
+        width = new
+        if past and new > 1 and not self._continues:  # a recurrent state is continued by one token at a time only
+            named = past if isinstance(past, TorchCache) else TorchCache(self.cache_of(past), past.length)
+            width = 1 if named.has_recurrent_state else new
         for start in range(0, new, width):
             at = slice(start, start + width)
             seen = call.attention_mask[:, : done + min(at.stop, new)]
@@ -101,11 +107,6 @@ class TorchRunner(EagerRunner):
             own = placed.columns(start, start + width) if placed else None
             logits = self._forward(piece, cache, values.of(piece, call, start), own)
         return Step(to_numpy(logits[:, -1:]), TorchCache(cache, done + new))
-
-    def _needs_single_tokens(self, past: Cache) -> bool:
-        """Whether the model continues a recurrent state correctly by one token at a time only."""
-        named = past if isinstance(past, TorchCache) else TorchCache(self.cache_of(past), past.length)
-        return not self._continues and named.has_recurrent_state
 
 
 def _dtype_of(fields: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> torch.dtype:
@@ -131,8 +132,6 @@ class GivenModel(TorchRunner):
         self._device, self._folder, self._fields = model.device, Path(), {}
         self._code, self.dtype, self.limit_margins = None, "auto", LimitMargins()
         self._set_interface(model)
-        if "logits_to_keep" in inspect.signature(model.forward).parameters:
-            self._fixed = {"logits_to_keep": 1}
         self.length_switch = length_switch(self.config.to_dict())
 
     def release(self) -> None:
@@ -166,11 +165,7 @@ class ComputedTensor:
     def __init__(self, tensor: LazyTensor) -> None:
         self._tensor = tensor
         self.shape = tensor.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self._tensor.dtype.name)
-        return found
+        self.dtype: torch.dtype = getattr(torch, tensor.dtype.name)
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         """The whole tensor; transformers requests `[...]`."""
@@ -179,11 +174,6 @@ class ComputedTensor:
             array = array.copy()
         integers = torch.from_numpy(array.reshape(-1).view(INTEGERS[array.itemsize]))
         return integers.view(self.dtype).view(self._tensor.shape)[key]
-
-
-def image_token(config: Any) -> int:
-    """The placeholder token whose embeddings the features of images replace."""
-    return int(config.image_token_id)
 
 
 def family_of(runner: EagerRunner) -> ImageFamily | None:
@@ -224,7 +214,7 @@ def prefill_images(runner: EagerRunner, input_ids: Array, attention_mask: Array,
     family = family_of(runner)
     assert family
     positions = default_positions(attention_mask, input_ids.shape[1])
-    where = input_ids == image_token(runner.model.config)
+    where = input_ids == runner.model.config.image_token_id
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **family.model_inputs(where, given)}
     if runner.takes_positions and family.counts_positions:
         inputs["position_ids"] = positions
