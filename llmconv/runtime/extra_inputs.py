@@ -26,15 +26,14 @@ from llmconv.tensors import BY_NAME, Array
 
 KEY_VALUES, CONVOLUTION, RECURRENT = "key_values", "conv", "recurrent"
 
+# groups: prefix, layer index
 CACHE_NAME = re.compile(
     r"(past_key_values|present|past_conv|present_conv|past_recurrent|present_recurrent)\.(\d+)(?=\.|$)"
 )
-"""Groups: prefix, layer index."""
-
 _PREFIXES = {"past_key_values": "present", "past_conv": "present_conv", "past_recurrent": "present_recurrent"}
 _ORDER = ["present", "present_conv", "present_recurrent"]
+# symbol of the length of a shared buffer, in past and present; the caller chooses it
 MAX_LENGTH = "max_sequence_length"
-"""Symbol of the length of a shared buffer, in past and present; the caller chooses it."""
 
 
 def is_past(name: str) -> bool:
@@ -89,13 +88,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' types of 
 SYMBOLS = (BATCH, SEQUENCE, PAST, TOTAL)
 DTYPES = ("int64", "int32", "bool", "float32")
 RESERVED = (
-    "input_ids",
-    "inputs_embeds",
-    "attention_mask",
-    "position_ids",
-    "write_indices",
-    "cache",
-    "cache_params",
+    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "write_indices", "cache", "cache_params"),
     "use_cache",
 )
 
@@ -106,21 +99,14 @@ DOCUMENT = "see docs/adding-a-family.md"
 
 @dataclass(frozen=True)
 class ModelCall:
-    """The tokens of one call of a model.
+    """The tokens of one call of a model."""
 
-    Attributes:
-        input_ids: new tokens, int64 [batch, new tokens].
-        attention_mask: of past and new tokens, int64 [batch, past + new tokens], 0 for padding.
-        position_ids: of the new tokens, int64 [batch, new tokens].
-    """
-
-    input_ids: Array
-    attention_mask: Array
-    position_ids: Array
+    input_ids: Array  # new tokens, int64 [batch, new tokens]
+    attention_mask: Array  # of past and new tokens, int64 [batch, past + new tokens], 0 for padding
+    position_ids: Array  # of the new tokens, int64 [batch, new tokens]
 
     @property
     def arrays(self) -> tuple[Array, Array, Array]:
-        """Tokens, mask and positions."""
         return self.input_ids, self.attention_mask, self.position_ids
 
     def after(self, length: int, first_position: int) -> ModelCall:
@@ -144,30 +130,24 @@ OfConfig = int | str | Callable[[Any], int]  # a number, the name of a field of 
 class ExtraInput:
     """An input that a family adds to its graphs; the eager model gets it as a keyword argument.
 
-    Attributes:
-        name: its name, which is also that of the parameter of the model's `forward`.
-        axes: `BATCH`, `SEQUENCE` (new tokens), `PAST` and `TOTAL` (past and new tokens), or a fixed size: a number, the
-            name of a field of the config, or a function of the config.
-        dtype: `int64`, `int32`, `bool` or `float32`; the latter has the precision of the graphs.
-        default: the value where a request gives none: one number for all elements, or a function of the call.
-        values: which values a request may give: for integers their number (0 to `values - 1`), for floats their
-            standard deviation, which `verify` draws; as for a fixed axis. None: a function in `default` alone decides.
-        repeats: new tokens have the last value that a request gave for its prompt, and not the default.
-        counts_on: new tokens have the next numbers after the largest that a request gave for its prompt.
-        both_ways: types of layers, as in `layer_types` of the config, in which neighbors whose value is not 0 attend to
-            each other in both directions; a call that contains them cannot be divided, and calls cannot be joined.
-
     Raises:
         UsageProblem: a name, an axis, a dtype or a default that no graph can have.
     """
 
-    name: str
+    name: str  # its name, which is also that of the parameter of the model's `forward`
+    # `BATCH`, `SEQUENCE` (new tokens), `PAST` and `TOTAL` (past and new tokens), or a fixed size: a number, the
+    # name of a field of the config, or a function of the config
     axes: tuple[OfConfig, ...]
-    dtype: str = "int64"
+    dtype: str = "int64"  # `int64`, `int32`, `bool` or `float32`; the latter has the precision of the graphs
+    # the value where a request gives none: one number for all elements, or a function of the call
     default: float | Hook = 0
+    # which values a request may give: for integers their number (0 to `values - 1`), for floats their standard
+    # deviation, which `verify` draws; as for a fixed axis. None: a function in `default` alone decides
     values: float | OfConfig | None = None
-    repeats: bool = False
-    counts_on: bool = False
+    repeats: bool = False  # new tokens have the last value that a request gave for its prompt, and not the default
+    counts_on: bool = False  # new tokens have the next numbers after the largest that a request gave for its prompt
+    # types of layers, as in `layer_types` of the config, in which neighbors whose value is not 0 attend to each
+    # other in both directions; a call that contains them cannot be divided, and calls cannot be joined
     both_ways: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -236,11 +216,9 @@ class ExtraInput:
         """Why an array cannot be its value in a call, in words; empty if it can."""
         wanted = self.shape(call)
         if array.dtype != BY_NAME[self.dtype].numpy or array.shape != wanted:
-            named = [
-                f"{axis} = {size}" if axis in SYMBOLS else size for axis, size in zip(self.axes, wanted, strict=True)
-            ]
-            shape = f"[{', '.join(map(str, named))}]"
-            return f"{array.dtype} {list(array.shape)}, and not {self.dtype} {shape}"
+            pairs = zip(self.axes, wanted, strict=True)
+            shape = ", ".join(f"{axis} = {size}" if axis in SYMBOLS else str(size) for axis, size in pairs)
+            return f"{array.dtype} {list(array.shape)}, and not {self.dtype} [{shape}]"
         if self.dtype in ("int64", "int32") and array.size:
             low, high = int(array.min()), int(array.max())
             limit = self.values if isinstance(self.values, int) else None
@@ -282,11 +260,8 @@ def require_parameters(forward: Callable[..., Any], names: Collection[str]) -> N
     """Raises UnsupportedInput if a model's `forward` lacks a parameter for an extra input, or needs another."""
     parameters = inspect.signature(forward).parameters.values()
     known = {parameter.name for parameter in parameters}
-    needed = [
-        one.name
-        for one in parameters
-        if one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
-    ]
+    positional = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    needed = [one.name for one in positional if one.default is one.empty]
     if missing := [name for name in needed if name not in (*RESERVED, *names, "past_key_values")]:
         problem = f"the model's `forward` needs `{missing[0]}`, which the input map does not declare"
         raise UnsupportedInput(problem, hint=f"add an `ExtraInput` to its row; {DOCUMENT}")
@@ -358,10 +333,7 @@ def part(extra: ExtraInput, array: Array, call: ModelCall, start: int) -> Array:
 
 def grown(extra: ExtraInput, array: Array, sizes: Mapping[str, int]) -> Array:
     """The value of an input with larger symbolic axes: rows are copies of the first row, other places are 0."""
-    shape = [
-        sizes.get(axis, size) if isinstance(axis, str) else size
-        for axis, size in zip(extra.axes, array.shape, strict=True)
-    ]
+    shape = [sizes.get(str(axis), size) for axis, size in zip(extra.axes, array.shape, strict=True)]
     if list(array.shape) == shape:
         return array
     result = np.zeros(shape, array.dtype)

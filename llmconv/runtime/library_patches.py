@@ -30,8 +30,8 @@ KERNEL_LOGGER = "transformers.integrations.hub_kernels"
 # function of those modeling files whose scan continues a recurrent state (5.23; absent before)
 CONTINUED_SCAN = "mamba2_chunk_scan"
 WITHOUT_ATTENTION = {"linear_attention", "conv"}  # layer types that keep a state alone (5.16 to 5.24)
+# environment variable: weights are loaded in the calling thread (5.16 to 5.23)
 SYNCHRONOUS_LOADING = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Environment variable: weights are loaded in the calling thread (5.16 to 5.23)."""
 
 
 def silence_kernel_hints() -> None:

@@ -172,7 +172,6 @@ class PrefixedRunner(Runner):
         return None if capacity is None else capacity - self._length
 
     def continues_in_one_run(self, batch: int, past: int, new: int) -> bool:
-        """Whether the model can continue the prefix and a past in one run."""
         return self._runner.continues_in_one_run(batch, past + self._length, new)
 
     def _run_prompt(
@@ -212,7 +211,17 @@ def with_prefix(runner: Runner, prefix: Prefix) -> PrefixedRunner:
         raise InputRefused(problem, hint="export again with a larger --max-seq-len")
     shapes = _shapes(runner)
     if prefix.kind == "soft_prompt":
-        content = dict(_embedded(runner, prefix).arrays())
+        # the cache of a soft prompt, whose embeddings take the places of any tokens
+        size, (length, given) = runner.embedding_size, prefix.content.shape
+        if size is None:
+            problem = "a soft prompt consists of embeddings, and the graphs take tokens"
+            raise UsageProblem(problem, hint=f"{IN_THE_GRAPH}; or give `--backend torch`")
+        if given != size:
+            problem = f"hidden size mismatch: the soft prompt has {given}, the model {size}"
+            raise InputRefused(problem, hint="it was trained on another model; give the prompt of this one")
+        ids, mask = np.zeros((1, length), dtype=np.int64), np.ones((1, length), dtype=np.int64)
+        placed = PlacedEmbeddings(mask.astype(bool), prefix.content)
+        content = dict(runner.prefill(ids, mask, default_positions(mask, length), placed=placed).present.arrays())
     else:
         layers = prefix.keys_and_values([shape for name, shape in shapes.items() if name.endswith(".key")])
         arrays = (array[None] for pair in layers for array in pair)
@@ -243,17 +252,3 @@ def _reason_against(arrays: Mapping[str, Array]) -> str:
     if any(key.shape != value.shape for key, value in zip(keys, values, strict=True)):
         return "keys and values of this model differ in shape"
     return ""
-
-
-def _embedded(runner: Runner, prefix: Prefix) -> Cache:
-    """The cache of a soft prompt, whose embeddings take the places of any tokens."""
-    size, (length, given) = runner.embedding_size, prefix.content.shape
-    if size is None:
-        problem = "a soft prompt consists of embeddings, and the graphs take tokens"
-        raise UsageProblem(problem, hint=f"{IN_THE_GRAPH}; or give `--backend torch`")
-    if given != size:
-        problem = f"hidden size mismatch: the soft prompt has {given}, the model {size}"
-        raise InputRefused(problem, hint="it was trained on another model; give the prompt of this one")
-    ids, mask = np.zeros((1, length), dtype=np.int64), np.ones((1, length), dtype=np.int64)
-    placed = PlacedEmbeddings(mask.astype(bool), prefix.content)
-    return runner.prefill(ids, mask, default_positions(mask, length), placed=placed).present

@@ -14,8 +14,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from llmconv.runtime.extra_inputs import CONVOLUTION, PAST, RECURRENT, SEQUENCE, ExtraInput, ModelCall, layer_of
 from llmconv.tensors import Array
 
+# transformers' `layer_types` with a state of fixed size
 STATE_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-"""transformers' `layer_types` with a state of fixed size."""
 
 
 @dataclass(frozen=True)

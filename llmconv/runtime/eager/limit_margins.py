@@ -6,7 +6,7 @@ whatever the model's code looks like.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from llmconv.runtime.library_patches import TorchDispatchMode
 TANH_LINEAR = 0.05  # up to this input, tanh differs from a straight line by less than a thousandth
 HUGE = 1e30  # larger limits are those of the dtype, which no value should reach
 aten = torch.ops.aten
+# by operator: the kinds of limits, each with the index of its argument
 LIMITS = {
     aten.clamp: (("min", 1), ("max", 2)),
     aten.clamp_: (("min", 1), ("max", 2)),
@@ -28,7 +29,6 @@ LIMITS = {
     aten.maximum: (("min", 1),),
     aten.minimum: (("max", 1),),
 }
-"""By operator: the kinds of limits, each with the index of its argument."""
 
 
 class ModelLimit(NamedTuple):
@@ -59,29 +59,24 @@ class LimitMargins:
     def see(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Observes an operator, such as `aten.clamp.default`, before it runs; its first argument is the value."""
         packet = getattr(operator, "overloadpacket", None)
-        if packet is aten.tanh:
-            limits: Iterable[tuple[str, float]] = [("tanh", TANH_LINEAR)]
-        elif packet in LIMITS:
-            limits = _limits(LIMITS[packet], args, kwargs)
-        else:
+        if packet is not aten.tanh and packet not in LIMITS:
             return
         self._number += 1
         value = args[0]
         if value.is_floating_point() and value.numel() and not value.is_meta:
-            for kind, limit in limits:
+            for kind, limit in _limits(LIMITS[packet], args, kwargs) if packet in LIMITS else [("tanh", TANH_LINEAR)]:
                 self._note(kind, limit, value)
 
     def _note(self, kind: str, limit: float, value: torch.Tensor) -> None:
         finite = value[torch.isfinite(value)]
         if not finite.numel():
             return
+        reached = ModelLimit(self._scope, self._number, kind, limit)
         if kind == "tanh":
             share = float(finite.abs().max()) / limit
         else:
             extreme = float(finite.max() if kind == "max" else finite.min())
-            is_floor = kind == "min" and limit > 0
-            share = limit / max(extreme, 1e-300) if is_floor else extreme / limit
-        reached = ModelLimit(self._scope, self._number, kind, limit)
+            share = limit / max(extreme, 1e-300) if reached.is_floor else extreme / limit
         self.shares[reached] = max(self.shares.get(reached, 0.0), share)
 
 

@@ -98,7 +98,14 @@ class EagerRunner(Runner):
         adapter: Path | None = None,
     ) -> None:
         self._adapter = adapter
-        self._device, self._skipped = require_device(device), frozenset(skipped)
+        # a device of this machine by torch's name; raises UsageProblem if torch does not have it
+        try:  # a build without CUDA raises AssertionError, without MPS or XLA NotImplementedError
+            probe = torch.zeros(1, device=device)
+            probe.item()  # the device `meta` has no numbers
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            hint = "`cpu` is always there; for `cuda` install torch's build for your CUDA version"
+            raise UsageProblem(f"torch cannot use the device `{device}`: {first_line(error)}", hint=hint) from error
+        self._device, self._skipped = probe.device, frozenset(skipped)
         transformers_logging.disable_progress_bar()
         silence_kernel_hints()
         fields = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
@@ -146,7 +153,8 @@ class EagerRunner(Runner):
         skip_layers(layer_modules(model), self._skipped)
         if self.dtype == "float64":
             for name, layer in layer_modules(model).items():
-                layer.register_forward_pre_hook(partial(_begin_layer, self.limit_margins, name))
+                begin = partial(lambda margins, name, *_: margins.begin(name), self.limit_margins, name)
+                layer.register_forward_pre_hook(begin)
         return self._moved(model.double() if self.dtype == "float64" else model).eval()
 
     def _moved(self, model: Any) -> Any:
@@ -306,7 +314,6 @@ class EagerRunner(Runner):
         return EagerCache(cache, no_ids, no_ids)
 
     def tensors(self, inputs: Mapping[str, Array]) -> dict[str, torch.Tensor]:
-        """Arrays as tensors on the model's device, floats in its precision."""
         found = {name: torch.from_numpy(np.ascontiguousarray(array)).to(self._device) for name, array in inputs.items()}
         return {name: t.to(self.model.dtype) if t.is_floating_point() else t for name, t in found.items()}
 
@@ -329,11 +336,6 @@ class EagerRunner(Runner):
         float64: Any = Float64Casts(self.limit_margins) if self.dtype == "float64" else nullcontext()
         with torch.no_grad(), float64, custom_code_errors(self._code):
             yield
-
-
-def _begin_layer(margins: LimitMargins, name: str, *_: Any) -> None:
-    """Forward pre-hook of a layer."""
-    margins.begin(name)
 
 
 def _class_of(folder: Path) -> Any:
@@ -391,17 +393,6 @@ def _weights_on_meta() -> Iterator[None]:
         yield
     finally:
         module_class.register_parameter = register
-
-
-def require_device(name: str) -> torch.device:
-    """A device of this machine by torch's name; raises UsageProblem if torch does not have it."""
-    try:  # a build without CUDA raises AssertionError, without MPS or XLA NotImplementedError
-        probe = torch.zeros(1, device=name)
-        probe.item()  # the device `meta` has no numbers
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        hint = "`cpu` is always there; for `cuda` install torch's build for your CUDA version"
-        raise UsageProblem(f"torch cannot use the device `{name}`: {first_line(error)}", hint=hint) from error
-    return probe.device
 
 
 def with_adapter(model: Any, adapter: Path) -> Any:
@@ -464,43 +455,25 @@ HINT = "run `llmconv verify --method whole`"
 
 def skip_layers(layers: Mapping[str, torch.nn.Module], skipped: Collection[str]) -> None:
     """Replaces layers `skipped`, never the first; running raises UnsupportedInput if one returns no hidden state."""
-    last = LastResult()
+    results: list[Any] = [None]  # what the last layer that is not skipped has returned
     for name, layer in layers.items():
-        if name not in skipped:
-            last = LastResult.of(layer)
-            continue
-        layer.forward = SkippedLayer(name, last)
-        layer.to("meta")
+        if name in skipped:
+            layer.forward = partial(_forward_skipped, name, results)
+            layer.to("meta")
+        else:
+            results = [None]
+            layer.register_forward_hook(partial(_keep, results))
 
 
-class LastResult:
-    """What a layer returned last, as the model that a skipped layer follows."""
-
-    def __init__(self) -> None:
-        self.value: Any = None
-
-    @classmethod
-    def of(cls, layer: torch.nn.Module) -> LastResult:
-        found = cls()
-        layer.register_forward_hook(found._keep)
-        return found
-
-    def _keep(self, layer: torch.nn.Module, args: Any, result: Any) -> None:
-        self.value = result
+def _keep(results: list[Any], layer: nn.Module, args: Any, result: Any) -> None:
+    results[0] = result
 
 
-class SkippedLayer:
-    """The forward pass of a skipped layer; returns the form of the `results` of the last layer that was not skipped."""
-
-    def __init__(self, name: str, results: LastResult) -> None:
-        self._name, self._results = name, results
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The hidden state, in the form in which other layers return it."""
-        hidden = args[0] if args else kwargs.get("hidden_states")
-        last = self._results.value
-        if isinstance(hidden, torch.Tensor) and isinstance(last, torch.Tensor):
-            return hidden
-        if isinstance(hidden, torch.Tensor) and isinstance(last, tuple):
-            return (hidden, *last[1:])
-        raise UnsupportedInput(f"`{self._name}` returns no hidden state, and cannot be skipped", hint=HINT)
+def _forward_skipped(name: str, results: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """The hidden state that a skipped layer gets, in the form of the `results` of the layer before."""
+    hidden, last = args[0] if args else kwargs.get("hidden_states"), results[0]
+    if isinstance(hidden, torch.Tensor) and isinstance(last, torch.Tensor):
+        return hidden
+    if isinstance(hidden, torch.Tensor) and isinstance(last, tuple):
+        return (hidden, *last[1:])
+    raise UnsupportedInput(f"`{name}` returns no hidden state, and cannot be skipped", hint=HINT)

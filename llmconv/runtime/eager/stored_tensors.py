@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,7 @@ class StoredTensor:
     def __init__(self, stored: Any, file: FileTensor, dtype: torch.dtype, factor: float = 1.0) -> None:
         self._stored, self._file, self._dtype, self._factor = stored, file, dtype, factor
         self.shape = file.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self._file.dtype.name)
-        return found
+        self.dtype: torch.dtype = getattr(torch, file.dtype.name)
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         """The whole tensor; transformers requests `[...]`."""
@@ -106,8 +102,8 @@ def _aligned(tensor: torch.Tensor, offset: int) -> torch.Tensor:
     return buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
+# ends of the names of values that models compute, which old checkpoints store
 BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.rope.freqs")
-"""Ends of the names of values that models compute, which old checkpoints store."""
 
 
 def require_loaded(model: Any, report: Mapping[str, Any], stored: Mapping[str, LazyTensor], folder: Path) -> None:
@@ -122,7 +118,11 @@ def require_loaded(model: Any, report: Mapping[str, Any], stored: Mapping[str, L
         problem = f"missing keys: {len(names)} tensors of the model are not in `{folder}`, first `{names[0]}`"
         raise MalformedInput(problem, hint="is this the config.json of these weights?")
     parameters = {name for name, _ in model.named_parameters()}
-    if names := _left_out(report["unexpected_keys"], parameters):
+    # unexpected tensors of modules that the model has, if only with another number or without the head's first part
+    modules = {_module(name) for name in parameters}
+    modules |= {module.partition(".")[2] for module in modules if "." in module}
+    unexpected = [name for name in sorted(report["unexpected_keys"]) if not name.endswith(BUFFERS)]
+    if names := [name for name in unexpected if _module(name) in modules]:
         raise MalformedInput(
             f"{len(names)} unexpected keys: `{folder}` has weights that its model would leave out: {listing(names)}",
             hint="`config.json` describes another model, or another number of layers",
@@ -132,28 +132,16 @@ def require_loaded(model: Any, report: Mapping[str, Any], stored: Mapping[str, L
     kinds = {name: stored[name].dtype.name for name in names if "float" not in stored[name].dtype.name}
     if kinds and not is_quantized:
         listed = listing([f"{name} ({kind})" for name, kind in kinds.items()])
-        raise MalformedInput(
-            f"`{folder}` has {len(kinds)} weights that are integers, and no quantization of `config.json` explains "
-            f"them: {listed}",
-            hint="copy the folder's own `config.json` again, or give the weights from before quantization",
+        problem = (
+            f"`{folder}` has {len(kinds)} weights that are integers, and no quantization of `config.json` explains"
         )
-
-
-def _left_out(unexpected: Iterable[str], parameters: Iterable[str]) -> list[str]:
-    """Unexpected tensors of modules that the model has, if only with another number."""
-    modules = {_module(name) for name in parameters}
-    ends = {module[at:] for module in modules for at in _starts(module)}  # the folder of a model without its head
-    return [name for name in sorted(unexpected) if _module(name) in ends and not name.endswith(BUFFERS)]
+        hint = "copy the folder's own `config.json` again, or give the weights from before quantization"
+        raise MalformedInput(f"{problem} them: {listed}", hint=hint)
 
 
 def _module(name: str) -> str:
     """The module of a tensor, with `*` for every number: `model.layers.*.mlp.up_proj`."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name.rpartition(".")[0])
-
-
-def _starts(module: str) -> list[int]:
-    """Where the module's own name and its name without the first part begin."""
-    return [0, module.index(".") + 1] if "." in module else [0]
 
 
 def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:

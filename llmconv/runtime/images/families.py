@@ -35,9 +35,7 @@ IMAGE_SIZES = "image_sizes"
 class PixtralImages(ImageFamily):
     """Images of any size; `pixel_values` are [images, channels, height, width], padded to the largest."""
 
-    def text_of_image(self, placeholder: str, processor: Any) -> str:
-        """The placeholder alone, as in the chat templates of these models."""
-        return placeholder
+    after_image = ""
 
     def runs(self, given: Given) -> Iterator[Given]:
         """One run for each image, without its padding, cut into squares: [1, channels, rows, unit, columns, unit].
@@ -133,7 +131,9 @@ class AnyresImages(ImageFamily):
     def examples(self, shape: Sequence[int | str], random: np.random.Generator) -> list[Given]:
         """An image, two of different sizes, and others; see `ImageFamily.examples`."""
         size = [int(axis) for axis in shape[1:]]
-        sizes = self._example_sizes(size[1])
+        tile = size[1]
+        odd = [[2 * tile - 1, tile + 3], [tile // 2, 3 * tile - 2], [3 * tile + 1, tile + 1]]
+        sizes = [*odd, *(list(one) for one in self.config.image_grid_pinpoints[:4])]
         kinds = [sizes[:1], sizes[1:3], *(sizes[at : at + 1] for at in range(1, len(sizes)))]
         contrasts = [1.0, 1.0, *CONTRASTS * len(sizes)]
         return [self._example(of, size, contrast, random) for of, contrast in zip(kinds, contrasts, strict=False)]
@@ -142,11 +142,6 @@ class AnyresImages(ImageFamily):
         given = {ANYRES_SIZES: np.array(sizes, np.int64)}
         tiles = max(height * width + 1 for height, width in self._grids(given))
         return {PIXEL_VALUES: random.standard_normal((len(sizes), tiles, *tile)) * contrast, **given}
-
-    def _example_sizes(self, tile: int) -> list[list[int]]:
-        """Heights and widths: two that fill a grid in part, each way, then those of all grids in the config."""
-        odd = [[2 * tile - 1, tile + 3], [tile // 2, 3 * tile - 2], [3 * tile + 1, tile + 1]]
-        return [*odd, *(list(one) for one in self.config.image_grid_pinpoints[:4])]
 
     def features_of(self, given: Given, graph_tokens: int) -> list[int]:
         blank, newline = np.zeros((1, graph_tokens, 1)), np.zeros(1)
@@ -180,14 +175,11 @@ class OneVisionImages(AnyresImages):
     def shrunk(self, features: Array, side: int) -> Array:
         """Features [rows, columns, hidden], resized if they are of more than `anyres_max_N` tiles."""
         height, width = features.shape[:2]
-        ratio = math.sqrt(height * width / (self._most_tiles() * side**2))
-        return resize_bilinear(features, int(height // ratio), int(width // ratio)) if ratio > 1.1 else features
-
-    def _most_tiles(self) -> int:
         limit = str(self.config.vision_aspect_ratio)
         if not limit.removeprefix("anyres_max_").isdecimal():
             raise InputRefused(f"`vision_aspect_ratio` is `{limit}`, and not `anyres_max_N`", hint="see `config.json`")
-        return int(limit.removeprefix("anyres_max_"))
+        ratio = math.sqrt(height * width / (int(limit.removeprefix("anyres_max_")) * side**2))
+        return resize_bilinear(features, int(height // ratio), int(width // ratio)) if ratio > 1.1 else features
 
     def _grids(self, given: Given) -> list[tuple[int, int]]:
         counts = given.get(COUNTS, np.ones(len(given[ANYRES_SIZES]), int)).tolist()
@@ -248,6 +240,8 @@ GRIDS = ((2, 1), (1, 2), (2, 2), (3, 1))  # columns and rows of the features of 
 class Gemma4Images(ImageFamily):
     """Patches of images of any size, one feature for each square of patches."""
 
+    after_image = ""
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.read_whole = config.get_text_config().use_bidirectional_attention == "vision"
@@ -260,32 +254,25 @@ class Gemma4Images(ImageFamily):
         return PatchProcessor.of(folder)
 
     def with_images_by(self, processor: Any, images: Any) -> Any:
-        """Ours has it under another name, see `ImageFamily.with_images_by`."""
         if isinstance(processor, PatchProcessor):
             return replace(processor, images=images)
         return super().with_images_by(processor, images)
 
-    def text_of_image(self, placeholder: str, processor: Any) -> str:
-        """The placeholder alone, see `ImageFamily.text_of_image`."""
-        return placeholder
-
     def runs(self, given: Given) -> Iterator[Given]:
-        """One image at a time, without padding, its patches sorted by squares, see `ImageFamily.runs`."""
+        """One image at a time, without padding, its patches sorted by squares."""
         for pixels, places in zip(given[PIXEL_VALUES], given[PLACES], strict=True):
             order = np.lexsort((*(places // self._side).T,))
             known = order[(places[order] != -1).all(axis=-1)]
             yield {PIXEL_VALUES: pixels[None, known], PLACES: places[None, known].astype(np.int64)}
 
     def rows(self, outputs: Sequence[Given], given: Given) -> Array:
-        """The features of all images, see `ImageFamily.rows`."""
         return np.concatenate([one[IMAGE_FEATURES][0] for one in outputs])
 
     def inputs(self, where: Array, features: Features, given: Given) -> dict[str, Array]:
-        """Which tokens belong to images, see `ImageFamily.inputs`."""
         return {GEMMA4_KINDS: where.astype(np.int64)} if self.read_whole else {}
 
     def examples(self, shape: Sequence[int | str], random: np.random.Generator) -> list[Given]:
-        """Images of several shapes with numbers from 0 to 1, see `ImageFamily.examples`."""
+        """Images of several shapes with numbers from 0 to 1."""
         grids = [GRIDS[:1], GRIDS[1:3], *(GRIDS[:count] for _ in CONTRASTS for count in (1, 3)), GRIDS[3:]]
         contrasts = [1.0, 1.0, *(contrast for contrast in CONTRASTS for _ in range(2)), 1.0]
         most = max(columns * rows for columns, rows in GRIDS) * self._side**2
@@ -304,11 +291,9 @@ class Gemma4Images(ImageFamily):
         return np.pad(places, ((0, most - len(places)), (0, 0)), constant_values=-1)
 
     def features_of(self, given: Given, graph_tokens: int) -> list[int]:
-        """Number of features of each image, see `ImageFamily.features_of`."""
         return [int(count) // self._side**2 for count in (given[PLACES] != -1).all(axis=-1).sum(axis=-1)]
 
     def model_inputs(self, where: Array, given: Given) -> dict[str, Array]:
-        """Patches, places and kinds of tokens, see `ImageFamily.model_inputs`."""
         kinds = {GEMMA4_KINDS: where.astype(np.int64)} if self.read_whole else {}
         return {PIXEL_VALUES: given[PIXEL_VALUES], PLACES: given[PLACES], **kinds}
 
@@ -317,27 +302,23 @@ KINDS = "token_type_ids"  # which tokens stand for features, 1 or 0, int64
 
 
 class Gemma3Images(ImageFamily):
-    """Images of one size between two tokens that mark their start and end."""
+    """Images of one size between two tokens that mark their start and end; the processor writes lines around them."""
 
+    after_image = ""
     read_whole = True
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.start_token = config.boi_token_index
 
-    def text_of_image(self, placeholder: str, processor: Any) -> str:
-        """The marker alone: the processor writes empty lines around it; see `ImageFamily.text_of_image`."""
-        return placeholder
-
     def marker(self, processor: Any, placeholder: str) -> str:
-        """The token before an image, see `ImageFamily.marker`."""
+        """The token before an image."""
         return str(processor.boi_token)
 
     def inputs(self, where: Array, features: Features, given: Given) -> dict[str, Array]:
         return {KINDS: where.astype(np.int64)}
 
     def model_inputs(self, where: Array, given: Given) -> dict[str, Array]:
-        """Pixels and the same for a batch, see `ImageFamily.model_inputs`."""
         return {PIXEL_VALUES: given[PIXEL_VALUES], KINDS: where.astype(np.int64)}
 
 
@@ -347,9 +328,7 @@ MASK = "pixel_attention_mask"
 class Idefics3Images(ImageFamily):
     """`pixel_values` are [prompts, tiles, channels, height, width]; tiles of zeros fill prompts with fewer tiles."""
 
-    def text_of_image(self, placeholder: str, processor: Any) -> str:
-        """The placeholder alone, as in the chat templates of these models."""
-        return placeholder
+    after_image = ""
 
     def runs(self, given: Given) -> Iterator[Given]:
         """One run for all tiles; raises InputRefused for a tile with padding, or no tile at all.
@@ -386,17 +365,14 @@ def _kept(given: Given) -> Array:
 class Llama4Images(ImageFamily):
     """Tiles, which the processor lists for all images together."""
 
-    tensors = "pt"
-
-    def text_of_image(self, placeholder: str, processor: Any) -> str:
-        """The placeholder alone, as in the chat template of these models."""
-        return placeholder
+    tensors, after_image = "pt", ""
 
     def marker(self, processor: Any, placeholder: str) -> str:
         """The token of an image, which the processor replaces by tokens of patches."""
         return str(processor.image_token)
 
 
+# by `model_type`; `export.vision.towers.VISION_TOWERS` has the same rows
 IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {
     "aya_vision": ImageFamily,
     "gemma3": Gemma3Images,
@@ -416,7 +392,6 @@ IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {
     "smolvlm": Idefics3Images,
     "vipllava": ImageFamily,
 }
-"""By `model_type`; `export.vision.towers.VISION_TOWERS` has the same rows."""
 
 
 def image_family(config: Any) -> ImageFamily | None:

@@ -69,9 +69,11 @@ class ImageFamily:
         processor.image_processor = images
         return processor
 
+    after_image = "\n"  # what follows the placeholder of an image that is put before a prompt; empty in chat templates
+
     def text_of_image(self, placeholder: str, processor: Any) -> str:
         """The text of one image in a prompt without placeholders, whose token the processor repeats per feature."""
-        return f"{placeholder}\n"
+        return placeholder + self.after_image
 
     def marker(self, processor: Any, placeholder: str) -> str:
         """The text that stands for one image in a prompt, before the processor expands it."""
@@ -154,8 +156,8 @@ def without_videos(kind: Any) -> Any:
     return type(kind.__name__, (kind,), members)
 
 
+# by `model_type`: fields of the config with the tokens that are embedded as padding until features replace them
 EMBEDDED_AS_PADDING = {"gemma4": ("image_token_id", "video_token_id", "audio_token_id")}
-"""By `model_type`: fields of the config with the tokens that are embedded as padding until features replace them."""
 
 
 def embeds_in_layers(config: Any) -> bool:

@@ -18,6 +18,7 @@ GRIDS, PATCH_POSITIONS, WINDOW_IDS = "image_grid_thw", "patch_positions", "windo
 CELLS, CELL_WEIGHTS = "position_cells", "position_weights"
 Patches = tuple[int, int]  # rows and columns of patches of an image
 
+# rows and columns of features of the images of random prompts, and the size of their pixels
 KINDS: tuple[tuple[tuple[Patches, ...], float], ...] = (
     (((2, 3),), 1.0),
     (((3, 2), (1, 4)), 1.0),
@@ -25,7 +26,6 @@ KINDS: tuple[tuple[tuple[Patches, ...], float], ...] = (
     (((1, 1), (6, 2), (3, 3)), 0.1),
     (((4, 4),), 4.0),
 )
-"""Rows and columns of features of the images of random prompts, and the size of their pixels."""
 
 
 class QwenImages(ImageFamily):
@@ -152,8 +152,8 @@ def _same_on_all_axes(call: ModelCall) -> Array:
     return np.repeat(call.position_ids[None], AXES, axis=0)
 
 
+# int64 [3, batch, new tokens]; after the prompt all axes count on from the largest position
 ROTARY_AXES = ExtraInput(POSITIONS, (AXES, BATCH, SEQUENCE), default=_same_on_all_axes, counts_on=True)
-"""int64 [3, batch, new tokens]; after the prompt all axes count on from the largest position."""
 
 
 def positions_on_axes(where: Array, grids: Sequence[Grid]) -> Array:
@@ -192,13 +192,12 @@ def _of_features(grid: Grid) -> Iterator[Array]:
     yield np.tile(np.arange(columns), rows)
 
 
+# number of layers of the decoder that get features of images added to their output, in all released Qwen3-VL
 DEEPSTACK_LAYERS = 3
-"""Number of layers of the decoder that get features of images added to their output, in all released Qwen3-VL."""
-
+# features that are added to the output of each of the first layers, one layer after the other in the last axis
 DEEPSTACK = ExtraInput(
     "deepstack_embeds",
     (BATCH, SEQUENCE, lambda config: DEEPSTACK_LAYERS * config.hidden_size),
     dtype="float32",
     values=1.0,
 )
-"""Features that are added to the output of each of the first layers, one layer after the other in the last axis."""

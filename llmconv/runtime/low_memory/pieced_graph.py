@@ -47,8 +47,8 @@ TYPES = {
     "tensor(int32)": TensorProto.INT32,
     "tensor(bool)": TensorProto.BOOL,
 }
+# onnxruntime's type name and the shape of values, by value name
 ValueTypes = dict[str, tuple[str, Sequence[int | str | None]]]
-"""onnxruntime's type name and the shape of values, by value name."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,7 @@ class _GraphCutter:
         self._nodes, self._constant = nodes, constant
 
     def pieces(self) -> list[GraphPiece]:
-        ends = self._ends()
-        return [self._piece(start, stop) for start, stop in zip([0, *ends], [*ends, len(self._live)], strict=True)]
-
-    def _ends(self) -> list[int]:
-        """Node indices at which all pieces but the last end."""
+        # node indices at which all pieces but the last end
         inside = self._inside_layers()
         ends: list[int] = []
         current: set[str] = set()
@@ -118,7 +114,7 @@ class _GraphCutter:
                 ends.append(allowed)
                 start = allowed
                 current = {name for one in self._live[start : at + 1] for name in self._weights(one)}
-        return ends
+        return [self._piece(start, stop) for start, stop in zip([0, *ends], [*ends, len(self._live)], strict=True)]
 
     def _inside_layers(self) -> set[int]:
         """Nodes between a layer's past and its present; no cut is there: a call needs the whole present of the last."""

@@ -165,8 +165,8 @@ def _advance(this: ForwardPass[Any]) -> None:
         raise this.error
 
 
+# maximum number of elements of an embedding or a head that stays in memory; larger ones are read by rows
 RESIDENT = 1 << 24
-"""Maximum number of elements of an embedding or a head that stays in memory; larger ones are read by rows."""
 
 
 class StreamedRunner(EagerRunner):
@@ -240,7 +240,6 @@ class StreamedRunner(EagerRunner):
         return self.run_all([PlannedCall(*call.arrays, past, extras=extras or {})])[0]
 
     def embed(self, input_ids: Array) -> Array:
-        """As `EagerRunner.embed`."""
         with self.compute_mode():
             return to_numpy(self.model.get_input_embeddings()(torch.from_numpy(input_ids)))
 
@@ -380,7 +379,6 @@ class StreamedRunner(EagerRunner):
 
 
 def _with_past(call: PlannedCall, steps: dict[int, Step]) -> PlannedCall:
-    """The call with the past that its parent computed."""
     past = call.past if call.parent is None else steps[call.parent].present
     return replace(call, past=past, parent=None)
 

@@ -41,8 +41,8 @@ from llmconv.runtime.runner import Cache, Choices, Extras, PlacedEmbeddings, Run
 from llmconv.tensors import Array
 
 LOW_MEMORY_HINT = "run `llmconv verify` without `--low-memory`"
+# maximum number of tokens, past ones included, of the calls that run together; their results are held in memory
 MAX_TOKENS = 2048
-"""Maximum number of tokens, past ones included, of the calls that run together; their results are held in memory."""
 
 
 class RunnerCall(Protocol):
@@ -175,8 +175,8 @@ class _Kept:
         return Step(self.logits.read(), self.present, self.choices)
 
 
+# the past of the first call, and calls that each continue the previous one
 CallChain = tuple[KeyedCache | None, Sequence[RunnerCall]]
-"""The past of the first call, and calls that each continue the previous one."""
 
 
 class PrecomputedRunner(Runner):
@@ -326,17 +326,14 @@ class StreamedWeights:
         for name, tensor in self._tensors.items():
             self._aliases[id(tensor)].append(name)
         self._sources, self._renamed = loaded_names(model, stored)
-        self._as_stored = self._unconverted()
-        self._memory = memory or MatrixMemory()
-
-    def _unconverted(self) -> set[str]:
-        """Names of the matrices that are kept in the dtype of their file."""
+        # names of the matrices that are kept in the dtype of their file
         linear = [name for name, module in self._model.named_modules() if type(module) is nn.Linear]
         names = [f"{name}.weight" for name in linear if f"{name}.weight" in self._tensors]
         large = [name for name in names if self._tensors[name].numel() >= AS_STORED]
         found = {name: self.stored_parameter(self._tensors[name]) for name in large}
         exact = self._dtype is torch.float32
-        return {name for name, stored in found.items() if stored and (exact or stored.dtype is self._dtype)}
+        self._as_stored = {name for name, stored in found.items() if stored and (exact or stored.dtype is self._dtype)}
+        self._memory = memory or MatrixMemory()
 
     def names(self, prefix: str) -> list[str]:
         """Parameters and persistent buffers of a module."""
@@ -381,15 +378,12 @@ class StreamedWeights:
         sources = {source: self._stored[source] for name in shared for source in self._sources.get(name, ())}
         load_tensors(self._model, sources, self._dtype)
         for name in names:
-            _set(self._model, name, self._loaded_value(name))
-
-    def _loaded_value(self, name: str) -> torch.Tensor:
-        """The loaded value of a tensor, under its own name or that of a tensor it is tied to."""
-        found = [_get(self._model, alias) for alias in self._aliases[id(self._tensors[name])]]
-        value = next((tensor for tensor in found if not tensor.is_meta), None)
-        if value is None:
-            raise UnsupportedInput(f"`{name}` cannot be loaded by itself", hint=LOW_MEMORY_HINT)
-        return value
+            # the loaded value of a tensor, under its own name or that of a tensor it is tied to
+            found = [_get(self._model, alias) for alias in self._aliases[id(self._tensors[name])]]
+            value = next((tensor for tensor in found if not tensor.is_meta), None)
+            if value is None:
+                raise UnsupportedInput(f"`{name}` cannot be loaded by itself", hint=LOW_MEMORY_HINT)
+            _set(self._model, name, value)
 
 
 def _get(model: nn.Module, name: str) -> torch.Tensor:
@@ -517,7 +511,12 @@ class MatrixMemory:
             return self._kept[name]
         size = stored.read_bytes
         if size > self._room and not stays:
-            return stored.fill(self._buffer(stored))
+            # the next buffer of that dtype and shape that this layer has not used
+            key = stored.dtype, stored.shape
+            if self._used[key] == len(self._buffers[key]):
+                self._buffers[key].append(stored.empty())
+            self._used[key] += 1
+            return stored.fill(self._buffers[key][self._used[key] - 1])
         self._room -= size
         self._kept[name] = stored.fill(stored.empty())
         return self._kept[name]
@@ -526,11 +525,3 @@ class MatrixMemory:
         self._room += sum(matrix.nbytes for matrix in self._kept.values())
         self._kept.clear()
         self._buffers.clear()
-
-    def _buffer(self, stored: StoredTensor) -> torch.Tensor:
-        """The next buffer of that dtype and shape that this layer has not used."""
-        key = stored.dtype, stored.shape
-        if self._used[key] == len(self._buffers[key]):
-            self._buffers[key].append(stored.empty())
-        self._used[key] += 1
-        return self._buffers[key][self._used[key] - 1]

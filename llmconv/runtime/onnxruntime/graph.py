@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -92,9 +92,7 @@ class SessionChain:
         produced: set[str] = set()
         inputs: dict[str, Any] = {}
         for session in self._sessions:
-            inputs.update(
-                {arg.name: inputs.get(arg.name, arg) for arg in session.get_inputs() if arg.name not in produced}
-            )
+            inputs |= {arg.name: arg for arg in session.get_inputs() if arg.name not in produced | inputs.keys()}
             produced |= {arg.name for arg in session.get_outputs()}
         return sorted(inputs.values(), key=lambda arg: is_past(arg.name))
 
@@ -204,6 +202,7 @@ class OrtCache:
 
 
 LENGTH_AXIS = 2  # the token axis of keys and values
+INT8 = "tensor(int8)"  # onnxruntime's type of codes, of which a cache may consist
 
 
 class OrtGraph:
@@ -252,7 +251,9 @@ class OrtGraph:
         self.takes_positions = "position_ids" in self.inputs
         self.extra_inputs = declared_extras(self.inputs, self.types, settings.extra_inputs)
         self._dtypes = {name: INPUT_DTYPES.get(self.types[name]) for name in self.inputs}
-        self.dtype = _computing_dtype(self.types.values())
+        kinds = [np.dtype(TENSOR_DTYPES[it]) for it in self.types.values() if it in TENSOR_DTYPES and it != INT8]
+        # the narrowest float type of inputs and outputs
+        self.dtype: np.dtype[Any] = min(kinds, key=lambda kind: kind.itemsize, default=np.dtype(np.float32))
         self._table = None  # the embedding of a graph that takes embeddings
         if INPUTS_EMBEDS in self.inputs:
             self._table = EmbeddingGraph(path.with_name(EMBEDDINGS), for_concurrent_use(settings))
@@ -267,10 +268,8 @@ class OrtGraph:
         self.sizes = FixedSizes.of(self.inputs, self.outputs, single, steps=entry.role == "decode")
         self._buffered = None
         if self.sizes:
-            names = self.result_names
-            self._buffered = BufferedSession(
-                self._session.last, self.sizes, names, self.embed, self._garbage, self._device, self._factors
-            )
+            memory = self._garbage, self._device, self._factors
+            self._buffered = BufferedSession(self._session.last, self.sizes, self.result_names, self.embed, *memory)
 
     def under(self, entry: GraphEntry) -> OrtGraph:
         """The same sessions, and so the same memory, as the graph of another entry with the same content."""
@@ -320,7 +319,6 @@ class OrtGraph:
     def run_call(
         self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
     ) -> Step:
-        """As `run`."""
         values = self.extra_values(extras)
         with refusing(self.name, self._hint):
             results, present = (
@@ -379,12 +377,6 @@ def step_of(names: Sequence[str], results: Sequence[Array], present: Cache) -> S
 
 def open_graph(folder: Path, entry: GraphEntry, settings: SessionSettings | None = None) -> OrtGraph:
     return OrtGraph(folder / entry.files[0], settings, entry=entry)
-
-
-def _computing_dtype(types: Iterable[str]) -> np.dtype[Any]:
-    """The narrowest float type of inputs and outputs."""
-    found = [np.dtype(TENSOR_DTYPES[name]) for name in types if name in TENSOR_DTYPES and name != "tensor(int8)"]
-    return min(found, key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
 
 
 TOKEN_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "write_indices")

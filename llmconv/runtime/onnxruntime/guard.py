@@ -210,7 +210,7 @@ def _may_follow(path: Path, data: Path) -> bool:
 
 def _refuse(path: Path, problem: str) -> NoReturn:
     message = f"`{path.name}` {problem}"
-    raise MalformedInput(message, hint="the graph may be hostile; export it again from a model that you trust")
+    raise MalformedInput(message, hint="it is damaged or hostile; export it again from a model that you trust")
 
 
 # maximum number of nodes after inlining: a constant, plus a number per node of the file

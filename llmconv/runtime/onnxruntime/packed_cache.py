@@ -37,8 +37,8 @@ from llmconv.runtime.onnxruntime.session_settings import CPU, INPUT_DTYPES, Sess
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 from llmconv.tensors import Array
 
+# option for the weight folder of a model in memory (onnxruntime_session_options_config_keys.h)
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
-"""Option for the weight folder of a model in memory (onnxruntime_session_options_config_keys.h)."""
 
 
 def open_packed(
@@ -136,8 +136,8 @@ def followed(model: onnx.ModelProto, folder: Path) -> tuple[onnx.ModelProto, Pat
     return copy, homes.pop()
 
 
+# operators that dequantize the whole matrix at every call unless onnxruntime packs it when the graph is opened
 PACKED_ONLY = {"MatMulNBits", "QMoE", "DynamicQuantizeMatMul", "QuantizeLinear"}
-"""Operators that dequantize the whole matrix at every call unless onnxruntime packs it when the graph is opened."""
 
 
 def is_packed(model: onnx.ModelProto) -> bool:

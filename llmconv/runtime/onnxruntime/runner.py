@@ -34,7 +34,13 @@ class OrtRunner(Runner):
         if {"prefill", "decode"} <= entries.keys():
             return cls(*_open_pair(folder, entries["prefill"], entries["decode"], settings))
         if not entries:
-            raise _without_graphs(folder)
+            others = [entry.name for entry in single_pass_entries(folder)]
+            elsewhere = " -o OUT" if snapshot_home(folder) else ""
+            raise InputRefused(
+                f"`{folder}` has no graphs that generate" + (f", only `{others[0]}` without a cache" if others else ""),
+                hint=f"run `llmconv export {folder}{elsewhere}`, or give `--backend torch`"
+                + ("; `llmconv embed` runs graphs of embeddings, classes and scores" if others else ""),
+            )
         graph = open_graph(folder, entries.get("unified") or next(iter(entries.values())), settings)
         return cls(graph, graph)
 
@@ -140,16 +146,6 @@ class OrtRunner(Runner):
     def _after_prefix(self, call: ModelCall, past: Cache | None) -> ModelCall:
         prefix = self._prefix if past is not None else None  # the cache begins with it
         return call.after(prefix.length, prefix.first_position) if prefix else call
-
-
-def _without_graphs(folder: Path) -> InputRefused:
-    others = [entry.name for entry in single_pass_entries(folder)]
-    elsewhere = " -o OUT" if snapshot_home(folder) else ""
-    return InputRefused(
-        f"`{folder}` has no graphs that generate" + (f", only `{others[0]}` without a cache" if others else ""),
-        hint=f"run `llmconv export {folder}{elsewhere}`, or give `--backend torch`"
-        + ("; `llmconv embed` runs graphs of embeddings, classes and scores" if others else ""),
-    )
 
 
 def _open_pair(

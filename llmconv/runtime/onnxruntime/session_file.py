@@ -52,16 +52,16 @@ SECTIONS = ("session", "entries", "provider", "free_dimensions")
 STAGE = re.compile(r"stage\s+([1-9]\d{0,5})")  # name of the section of one stage
 TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
+# fields of `onnxruntime.SessionOptions` that neither load nor write files
 ATTRIBUTES = {
     *("enable_cpu_mem_arena", "enable_mem_pattern", "enable_mem_reuse", "execution_mode", "execution_order"),
     *("graph_optimization_level", "inter_op_num_threads", "intra_op_num_threads", "log_severity_level"),
     *("log_verbosity_level", "logid", "use_deterministic_compute", "use_per_session_threads"),
 }
-"""Fields of `onnxruntime.SessionOptions` that neither load nor write files."""
-
 LARGEST_SIZE = 2**31 - 1  # of an axis
 IN_PYTHON = "options that write or load files are set in Python: `SessionSettings(attributes=…, provider_options=…)`"
 
+# sections of MindSpore Lite's graph engine configuration, with a hint to the equivalent for onnxruntime
 COUNTERPARTS = {
     "ascend_context": "[provider] has the name and the options of what runs the graph",
     "ge_session_options": "[session] has the options of the memory arena, [provider] those of the device",
@@ -69,7 +69,6 @@ COUNTERPARTS = {
     "graph_kernel_param": "[session] has graph_optimization_level",
     "ge_global_options": "[session] and [entries] have the options of onnxruntime",
 }
-"""Sections of MindSpore Lite's graph engine configuration, with a hint to the equivalent for onnxruntime."""
 
 
 def read_session_file(path: Path, settings: SessionSettings | None = None) -> SessionSettings:
@@ -79,7 +78,15 @@ def read_session_file(path: Path, settings: SessionSettings | None = None) -> Se
     unless it is .ini or JSON with known sections and valid values.
     """
     content = _read(path)
-    _refuse_unknown(path, content)
+    for name in content:
+        if name in COUNTERPARTS:
+            message = f"`{path.name}` is written for MindSpore's graph engine (section `{name}`)"
+            raise InputRefused(message, hint=COUNTERPARTS[name])
+        if name.startswith("stage") and not STAGE.fullmatch(name):
+            problem = f"`{path.name}` has the section `{name}`, which is not the number of a stage"
+            raise MalformedInput(problem, hint="stages are numbered from 1: `[stage 1]`, `[stage 2]`, …")
+        if name not in SECTIONS and not STAGE.fullmatch(name):
+            _malformed(path, f"has the unknown section `{name}`")
     provider = _provider_options(path, content.get("provider", {}))
     settings = settings or SessionSettings()
     name = provider.pop("name", settings.provider)
@@ -134,18 +141,6 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         problem = f"`{path.name}` is not an .ini file: {str(error).splitlines()[0]}"
         raise MalformedInput(problem, hint="see docs/generation.md") from error
     return {name: dict(parser[name]) for name in parser.sections()}
-
-
-def _refuse_unknown(path: Path, content: Mapping[str, Any]) -> None:
-    for name in content:
-        if name in COUNTERPARTS:
-            message = f"`{path.name}` is written for MindSpore's graph engine (section `{name}`)"
-            raise InputRefused(message, hint=COUNTERPARTS[name])
-        if name.startswith("stage") and not STAGE.fullmatch(name):
-            problem = f"`{path.name}` has the section `{name}`, which is not the number of a stage"
-            raise MalformedInput(problem, hint="stages are numbered from 1: `[stage 1]`, `[stage 2]`, …")
-        if name not in SECTIONS and not STAGE.fullmatch(name):
-            _malformed(path, f"has the unknown section `{name}`")
 
 
 def _attributes(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,6 +261,7 @@ def _overridden(found: Options, provider: str | None, threads: int | None) -> Op
 
 CONFIG = "genai_config.json"
 
+# session configuration keys that neither load nor write files (1.31, `session_options_config_keys.h`)
 ENTRIES = {
     *("session.disable_prepacking", "session.intra_op.allow_spinning", "session.inter_op.allow_spinning"),
     *("session.force_spinning_stop", "session.set_denormal_as_zero", "session.qdq_matmulnbits_accuracy_level"),
@@ -283,21 +279,18 @@ ENTRIES = {
     *("optimization.enable_cast_chain_elimination", "mlas.disable_kleidiai", "mlas.use_lut_gemm"),
     *("memory.enable_memory_arena_shrinkage", "ep.cuda.fpa_intb_gemm"),
 }
-"""Session configuration keys that neither load nor write files (1.31, `session_options_config_keys.h`)."""
-
+# allowed fields of `session_options`, which neither load nor write files
 SESSION_OPTIONS = ENTRIES | {
     *("intra_op_num_threads", "inter_op_num_threads", "enable_cpu_mem_arena", "enable_mem_pattern", "log_id"),
     *("log_severity_level", "log_verbosity_level", "graph_optimization_level", "use_env_allocators"),
     *("disable_cpu_ep_fallback", "disable_quant_qdq", "enable_quant_qdq_cleanup", "provider_options"),
 }
-"""Allowed fields of `session_options`, which neither load nor write files."""
-
 LARGEST = 1_000_000  # of a number in options; threads have a bound of their own
 GRAPHS = (".onnx", ".graph")  # ends of the names of graphs
 PROCESSOR = "config_filename"  # field with the name of a file that is not a graph
 SHARED = "data_file"  # field of `shared_initializers` with the name of a weight file
+# refused in names and values of provider options
 LEADS_TO_FILES = re.compile(r"path|file|dir|librar|cache|dump|context|profil|\.(so|dll|dylib)\b|[/\\]", re.IGNORECASE)
-"""Refused in names and values of provider options."""
 
 
 def read_genai_config(folder: Path) -> dict[str, Any]:

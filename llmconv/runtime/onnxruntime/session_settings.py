@@ -35,8 +35,8 @@ from llmconv.tensors import BLOCK_BYTES, Array
 
 HALF_PRECISION: Mapping[str, int] = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 EXACT = "llmconv.exact"  # metadata of a half-precision constant: the number of which it is the rounding
+# attributes that contain an element type
 TYPE_ATTRIBUTES = {"to", "dtype", "stash_type", "output_dtype", "softmax_precision"}
-"""Attributes that contain an element type."""
 
 
 def exact_number(tensor: onnx.TensorProto) -> Array | None:
@@ -105,15 +105,15 @@ def _widen_weights(graph: onnx.GraphProto, half: int) -> None:
 
 HOST = "cpu"  # onnxruntime's name of the host's memory
 
+# onnxruntime's name of a provider's memory. Values of other providers are passed in the host's memory
 MEMORY = {
     "CUDAExecutionProvider": "cuda",
     "TensorrtExecutionProvider": "cuda",
     "NvTensorRTRTXExecutionProvider": "cuda",
 }
-"""onnxruntime's name of a provider's memory. Values of other providers are passed in the host's memory."""
-
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
+# numpy types by onnxruntime's names
 TENSOR_DTYPES = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
@@ -121,10 +121,8 @@ TENSOR_DTYPES = {
     "tensor(double)": np.float64,
     "tensor(int8)": np.int8,
 }
-"""numpy types by onnxruntime's names."""
-
+# the same for inputs
 INPUT_DTYPES = {**TENSOR_DTYPES, "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_}
-"""The same for inputs."""
 
 
 @dataclass(frozen=True)

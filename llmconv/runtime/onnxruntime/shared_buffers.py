@@ -58,19 +58,16 @@ class BoundSession:
     def run(self) -> list[Array]:
         """Runs the session and returns the results, which later runs do not change."""
         if self._device.copies:
-            self._bind_inputs_again()
+            # passes on what the host has changed; a cache that lies where its nodes read it is not copied
+            for name, array in self._inputs.items():
+                self._binding.bind_ortvalue_input(name, host_value(array))
+            for name, value in self._cache.items():
+                self._binding.bind_ortvalue_input(name, value)
         self._session.run_with_iobinding(self._binding, [array.shape for array in self._inputs.values()])
         values = self._binding.get_outputs_as_ortvaluevector()
         results = [as_array(ort.OrtValue(values[at])) for at in range(len(self._results))]
         self._bind_results()  # the next results may have other shapes
         return results
-
-    def _bind_inputs_again(self) -> None:
-        """Passes on what the host has changed; a cache that lies where its nodes read it is not copied."""
-        for name, array in self._inputs.items():
-            self._binding.bind_ortvalue_input(name, host_value(array))
-        for name, value in self._cache.items():
-            self._binding.bind_ortvalue_input(name, value)
 
     def _bind_results(self) -> None:
         for name in self._results:
@@ -262,7 +259,6 @@ class BufferedSession:
         return CacheBuffers(arrays, past.length if past else 0, self._device)
 
     def _can_extend(self, past: BufferCache, needed: int) -> bool:
-        """Whether the buffers of the past can be extended in place."""
         is_end, capacity = past.length == past.buffers.filled, past.buffers.capacity
         return is_end and needed <= capacity and self.sizes.capacity in (None, capacity)
 

@@ -81,8 +81,8 @@ class _Watchdog:
 
 _WATCHDOG = _Watchdog()
 FOLDED = "optimization.constant_folding_max_output_size_in_bytes"
+# maximum size of a folded constant, such as a table or converted weights: bytes, plus a multiple of the weights
 FOLDED_BYTES, FOLDED_PER_BYTE = 256 << 20, 8
-"""Maximum size of a folded constant, such as a table or converted weights: bytes, plus a multiple of the weights."""
 
 
 class TimeLimit:

@@ -45,8 +45,8 @@ from llmconv.tensors import Array
 
 MAGIC = b"LST1"
 PREFIX = struct.Struct("<4sIQ")
+# maximum sizes in bytes: hidden states of 65,000 tokens at a width of 4,096 in float32
 MAX_HEADER, MAX_BODY = 1 << 20, 1 << 30
-"""Maximum sizes in bytes: hidden states of 65,000 tokens at a width of 4,096 in float32."""
 MAX_TENSORS, MAX_AXES = 64, 8
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -148,8 +148,8 @@ def _tensors(places: list[tuple[str, np.dtype[Any], list[int], int]], body: byte
 
 
 CHUNK = 1 << 20  # bytes that are received at a time: memory grows with what arrives, and not with what is announced
+# after this many seconds the system tests whether a silent peer still exists: it is gone a minute later
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""After this many seconds the system tests whether a silent peer still exists: it is gone a minute later."""
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,12 @@ class StageServer:
         try:
             prints, number = self._export.fingerprints, self._stage.number
             silence = greet(connection, number, prints, self._shared, HELLO_SECONDS)
-            self._admit(connection)
+            # makes a client of a connection that has greeted; raises Refused if there are too many
+            with self._change:
+                if len(self._clients) >= MAX_CLIENTS:
+                    raise Refused(f"the stage has {MAX_CLIENTS} clients", "try again later, or start another stage")
+                self._greeters.pop(connection, None)
+                self._clients.add(connection)
             connection.send(Message("stage", {"number": number, "fingerprint": prints[number - 1]}))
             connection.seconds = PATIENCE
             say(f"client {name}: connected")
@@ -263,14 +268,6 @@ class StageServer:
                 self._greeters.pop(connection, None)
                 self._clients.discard(connection)
             say(f"client {name}: disconnected ({reason}), {len(caches)} caches freed")
-
-    def _admit(self, connection: Connection) -> None:
-        """Makes a client of a connection that has greeted; raises Refused if there are too many."""
-        with self._change:
-            if len(self._clients) >= MAX_CLIENTS:
-                raise Refused(f"the stage has {MAX_CLIENTS} clients", "try again later, or start another stage")
-            self._greeters.pop(connection, None)
-            self._clients.add(connection)
 
 
 def _awaited(running: Future[Message], connection: Connection, every: float) -> Message:

@@ -92,14 +92,28 @@ class RemoteStage:
     def run(self, use: str, values: Mapping[str, Array], past: Cache | None) -> StageStep:
         """As `LocalStage.run`; the stage takes what it needs of `values`; raises StageFailed if it is lost or fails."""
         with self._lock:
-            request = self._request(use, values, past)
+            number, edits = 0, []
+            if past is not None:
+                if not isinstance(past, RemotePart) or past.is_lost:
+                    raise StageFailed(f"{self} no longer has the cache", hint="repeat the request")
+                number = past.held.number
+                edits = [[edit.kind, list(edit.numbers), edit.virtual] for edit in past.edits]
+            free = [self._freed.popleft() for _ in range(len(self._freed))]
+            fields = {"use": use, "past": number, "edits": edits, "free": free}
+            request = Message("run", fields, {name: values[name] for name in self._export.inputs(use, self.number)})
             with self._losing():
                 connection = self.connection or self._connect()
                 connection.send(request)
                 while (answer := connection.receive()).kind == "busy":
                     pass
                 if answer.kind != "failed":
-                    return self._step(use, answer, connection)
+                    if answer.kind == "refused":
+                        raise StageFailed(answer.text("message"), hint=answer.text("hint"))
+                    if answer.kind != "result" or answer.tensors.keys() != set(self._export.outputs(use, self.number)):
+                        raise BadMessage("the answer is not the result of the stage")
+                    held = HeldCache(connection, answer.number("cache"), self._freed)
+                    part = RemotePart(self, held, answer.number("length"), answer.fields.get("cuttable") is True)
+                    return StageStep(answer.tensors, part)
             raise StageFailed(f"{self} failed: {answer.fields.get('message')}", hint=str(answer.fields.get("hint")))
 
     def close(self) -> None:
@@ -117,26 +131,6 @@ class RemoteStage:
                 raise StageFailed(f"it is stage {number} now", hint=RESTART)
             self.number, self._freed = number, deque()
             return self.connection
-
-    def _request(self, use: str, values: Mapping[str, Array], past: Cache | None) -> Message:
-        number, edits = 0, []
-        if past is not None:
-            if not isinstance(past, RemotePart) or past.is_lost:
-                raise StageFailed(f"{self} no longer has the cache", hint="repeat the request")
-            number = past.held.number
-            edits = [[edit.kind, list(edit.numbers), edit.virtual] for edit in past.edits]
-        free = [self._freed.popleft() for _ in range(len(self._freed))]
-        fields = {"use": use, "past": number, "edits": edits, "free": free}
-        return Message("run", fields, {name: values[name] for name in self._export.inputs(use, self.number)})
-
-    def _step(self, use: str, answer: Message, connection: Connection) -> StageStep:
-        if answer.kind == "refused":
-            raise StageFailed(answer.text("message"), hint=answer.text("hint"))
-        if answer.kind != "result" or answer.tensors.keys() != set(self._export.outputs(use, self.number)):
-            raise BadMessage("the answer is not the result of the stage")
-        held = HeldCache(connection, answer.number("cache"), self._freed)
-        part = RemotePart(self, held, answer.number("length"), answer.fields.get("cuttable") is True)
-        return StageStep(answer.tensors, part)
 
     @contextmanager
     def _losing(self) -> Iterator[None]:
@@ -222,7 +216,13 @@ class StagedRunner(Runner):
         repeated address.
         """
         export = StagedExport.read(folder)
-        _refuse_extras(export)
+        # refuses inputs that only some families have: a stage takes tokens, mask, positions and hidden states
+        for use in export.entries:
+            names = [name for number in range(1, export.count + 1) for name in export.inputs(use, number)]
+            passed = {name for number in range(1, export.count + 1) for name in export.outputs(use, number)}
+            if extra := [name for name in extra_names(dict.fromkeys(names, ())) if name not in passed]:
+                problem = f"stages in other processes do not take the input `{extra[0]}` of this family"
+                raise UnsupportedInput(problem, hint=f"leave out `{OPTION}`: in one process they do")
         if not export.knows_weights:
             warn(NO_CHECKSUMS)
         stages: dict[int, LocalStage | RemoteStage] = {}
@@ -277,16 +277,6 @@ NO_CHECKSUMS = (
 )
 
 
-def _refuse_extras(export: StagedExport) -> None:
-    """Refuses inputs that only some families have: a stage takes tokens, mask, positions and hidden states."""
-    for use in export.entries:
-        names = [name for number in range(1, export.count + 1) for name in export.inputs(use, number)]
-        passed = {name for number in range(1, export.count + 1) for name in export.outputs(use, number)}
-        if extra := [name for name in extra_names(dict.fromkeys(names, ())) if name not in passed]:
-            problem = f"stages in other processes do not take the input `{extra[0]}` of this family"
-            raise UnsupportedInput(problem, hint=f"leave out `{OPTION}`: in one process they do")
-
-
 def _connect(
     text: str, export: StagedExport, silence: float, stages: dict[int, LocalStage | RemoteStage], opened: ExitStack
 ) -> None:
@@ -318,8 +308,8 @@ def _numbered(export: StagedExport) -> str:
 ON_RAY = "ray"  # an address of `--stage-at`: the stages without one of their own run in actors
 PATIENCE = 600  # seconds for a node to be found, and to open its stage
 SILENCE = 10  # seconds after which a message reports which stage is still waited for
+# execution providers for which an actor asks for a GPU; Ray shows it that one alone, as device 0
 ON_GPU = ("cuda", "tensorrt", "nvtensorrtrtx", "migraphx")
-"""Execution providers for which an actor asks for a GPU; Ray shows it that one alone, as device 0."""
 
 
 class StageActor:
