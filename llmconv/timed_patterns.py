@@ -15,7 +15,7 @@ from typing import Any
 
 import regex
 
-PATTERN_LIMIT = 500
+PATTERN_LIMIT = 1000
 NAME_LIMIT = 200  # characters; module paths have about 60
 # CPU time of one match, and of all matches that share a `MatchTime`; an ordinary match takes microseconds
 MATCH_SECONDS, TOTAL_SECONDS = 0.1, 5.0

@@ -70,7 +70,17 @@ def copy_file(source: Path, made: BinaryIO, advance: Callable[[int], None]) -> d
     it is computed in parallel, from the content of the target. Raises OSError.
     """
     if is_mirrored(source):
-        return _copy_fetched(source, made, advance)
+        # copies a mirrored file while it is fetched
+        digest, size = hashlib.sha256(), 0
+        with open_source(source) as given:
+            while block := given.read(COPY_BYTES):
+                made.write(block)
+                digest.update(block)
+                size += len(block)
+                advance(len(block))
+        made.flush()
+        os.fsync(made.fileno())
+        return {"bytes": size, "sha256": digest.hexdigest()}
     with open(source, "rb", buffering=0) as given:
         size = os.fstat(given.fileno()).st_size
         if _clone(given.fileno(), made.fileno()):
@@ -80,20 +90,6 @@ def copy_file(source: Path, made: BinaryIO, advance: Callable[[int], None]) -> d
         sha256 = _copy(given.fileno(), made.fileno(), size, advance)
         os.fsync(made.fileno())
         return {"bytes": os.fstat(made.fileno()).st_size, "sha256": sha256}
-
-
-def _copy_fetched(source: Path, made: BinaryIO, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Copies a mirrored file while it is fetched."""
-    digest, size = hashlib.sha256(), 0
-    with open_source(source) as given:
-        while block := given.read(COPY_BYTES):
-            made.write(block)
-            digest.update(block)
-            size += len(block)
-            advance(len(block))
-    made.flush()
-    os.fsync(made.fileno())
-    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def _clone(source: int, target: int) -> bool:

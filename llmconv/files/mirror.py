@@ -394,13 +394,12 @@ class ChunkCache:
 
 REQUESTS_AT_ONCE = 16  # of one mirror: a connection to a store carries about 90 MB/s
 SMALL_FILE = 8 << 20  # bytes up to which files that are not known as weights are fetched at once
+# suffixes of files that are fetched at once: other libraries read them
 SIDE_FILES = frozenset((".json", ".jsonl", ".txt", ".md", ".jinja", ".model", ".py", ".yaml", ".yml", ".tiktoken"))
-"""Suffixes of files that are fetched at once: other libraries read them."""
-
+# suffixes of files of which only what is needed is fetched
 WEIGHTS = frozenset(
     (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".pdparams", ".onnx", ".data", ".gguf", ".npz", ".npy")
 )
-"""Suffixes of files of which only what is needed is fetched."""
 
 
 def make_mirror(uri: str, folder: Path, *, whole: bool) -> Path:

@@ -218,8 +218,8 @@ DESCRIPTORS = Path("/proc/self/fd")  # links to all open files, `proc(5)`
 CHECK_BYTES = 64 << 20  # bytes between two checks of the free space
 RESERVE = 256 << 20  # bytes of the disk to leave free; at most a twentieth of the free space
 RATIO_LIMIT = 200
+# A file that grows by more than this factor, and beyond this size, is a bomb: weights hardly compress
 RATIO_FROM = 1 << 30
-"""A file that grows by more than this factor, and beyond this size, is a bomb: weights hardly compress."""
 
 
 def unpacked(path: Path) -> Path:

@@ -23,15 +23,14 @@ from llmconv.addresses import (
 )
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
 
+# `scheme://…` (RFC 3986), `scheme:/…` as pathlib leaves it, and `user@host:/…`; `C:/…` is a drive
 ADDRESS = re.compile(r"\s*(?P<scheme>[A-Za-z][\w.+@-]+):/+(?P<rest>.*)", re.DOTALL)
-"""`scheme://…` (RFC 3986), `scheme:/…` as pathlib leaves it, and `user@host:/…`; `C:/…` is a drive."""
-
+# A URI within a text, in parts of which some may be credentials
 URI = re.compile(
     r"(?P<scheme>[A-Za-z][\w+.-]*)://(?:(?P<user>[^\s/?#'\"`@:]*)(?P<password>:[^\s/?#'\"`@]*)?@)?"
     r"(?P<path>[^\s?#'\"`]*)(?P<query>[?#][^\s'\"`]*)?"
 )
-"""A URI within a text, in parts of which some may be credentials."""
-
+# scheme to the command that copies a folder to such a store
 COPY_TOOLS = {
     "s3": "aws s3 cp --recursive",
     "s3a": "aws s3 cp --recursive",
@@ -43,8 +42,6 @@ COPY_TOOLS = {
     "oci": "oci os object bulk-upload",
     "hf": "hf upload",
 }
-"""Scheme to the command that copies a folder to such a store."""
-
 LOCAL_SCHEMES = ("file", "local")  # schemes of this machine's files
 
 
@@ -61,8 +58,8 @@ def without_credentials(text: str) -> str:
 WRITTEN = "a path to write"
 Written = Annotated[str | Path, WRITTEN]  # a parameter with a file or folder to write; see `output_path`
 PLACED = "a path or an address to write"
+# A parameter with a folder to write, on this machine, in an object store or on the Hub; see `output_place`
 Placed = Annotated[str | Path, PLACED]
-"""A parameter with a folder to write, on this machine, in an object store or on the Hub; see `output_place`."""
 
 
 def output_place(value: Any, name: str = "output") -> Path | StoreAddress | HubAddress:
@@ -161,8 +158,8 @@ SUFFIX = ".symlink"
 HOPS = 8
 TEXT_LIMIT = 1024  # maximum bytes of an object's name, that of S3
 PLAIN_NAME = re.compile(r"[\w.+@=-]{1,255}")
+# the first bytes of a Git LFS pointer, which replaces a file that was not fetched (git-lfs `docs/spec.md`)
 GIT_LFS = b"version https://git-lfs"
-"""The first bytes of a Git LFS pointer, which replaces a file that was not fetched (git-lfs `docs/spec.md`)."""
 
 
 def refuse_git_lfs(head: bytes, name: str) -> None:

@@ -24,8 +24,8 @@ from llmconv.tensors import BY_NAME, DType
 
 RANK_LIMIT = 16
 COMMAND_MODULES = {"os", "posix", "nt", "sys", "subprocess", "pty", "shutil", "socket", "importlib", "runpy", "ctypes"}
+# only for the message that the file is an attack: nothing named in a file is run in any case
 COMMAND_NAMES = {"eval", "exec", "compile", "open", "__import__", "breakpoint"}
-"""Only for the message that the file is an attack: nothing named in a file is run in any case."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -183,6 +183,7 @@ def _from_type(function: Any, _kind: Any, args: tuple[Any, ...], _state: Any = N
     return _record(function, args)
 
 
+# the only calls that yield data; each calls a constructor of this module, never the function that the file names
 RECORDS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
@@ -195,7 +196,6 @@ RECORDS: dict[str, Callable[..., Any]] = {
     "_codecs.encode": _encode,
     "__builtin__.bytes": lambda: b"",
 }
-"""The only calls that yield data; each calls a constructor of this module, never the function that the file names."""
 
 
 HOOKS = PickleHooks(_name, _record, _storage)

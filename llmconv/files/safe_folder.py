@@ -253,7 +253,6 @@ class NewEntry:
             error.filename = str(self.folder.path / self._name)  # errors of calls on a descriptor have no name
 
     def place(self) -> None:
-        """Renames it to its final name."""
         self.folder.rename(self._temporary, self._name)
         self._placed = True
 
@@ -452,12 +451,8 @@ def _make_home(place: Path) -> Path:
             found = folder.lstat()
             old = time.time() - found.st_mtime > YOUNG
             if old and found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode) and folder not in _locks:
-                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with _locked(folder):
                     shutil.rmtree(folder, ignore_errors=True)
-                finally:
-                    os.close(descriptor)
     home = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
     _locks[home] = os.open(home, os.O_RDONLY | os.O_DIRECTORY)
     with suppress(OSError):  # a file system without locks, where the folders of a killed process stay

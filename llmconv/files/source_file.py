@@ -105,8 +105,8 @@ class BytesReader(io.RawIOBase):
         return count
 
 
+# `proc_meminfo(5)`: `MemAvailable` is the memory that programs may take without swapping, in KiB
 MEMINFO = Path("/proc/meminfo")
-"""`proc_meminfo(5)`: `MemAvailable` is the memory that programs may take without swapping, in KiB."""
 
 
 def fits(nbytes: int) -> bool:

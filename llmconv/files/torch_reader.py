@@ -36,8 +36,8 @@ from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.source_file import BytesReader, ChecksummedRange, FileProblem, is_mirrored, naming, open_source
 from llmconv.tensors import Array, LazyTensor
 
+# A strided block is read as one span if that is at most this many times larger, or at most this many elements
 SPARSE, SPAN_ELEMENTS = 4, 1 << 14
-"""A strided block is read as one span if that is at most this many times larger, or at most this many elements."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,8 @@ def _checked_members(
     end, usual = 0, None if far else False
     for info in infos:
         name = info.filename.removeprefix(prefix)
-        if not _is_stored(info):
+        same_size = info.file_size == info.compress_size
+        if not (same_size and not info.compress_type and not info.flag_bits & ~(HAS_DESCRIPTOR | UTF8_NAME)):
             raise _not_stored(info)
         if name == info.filename or name in members or not _is_plain(info):
             raise FileProblem(f"has a duplicate or misplaced member {info.filename[:80]!r}")
@@ -319,11 +320,6 @@ def _checked_members(
         crc = info.CRC if has_checksums and info.file_size else None
         members[name] = ChecksummedRange(path, name, start, info.file_size, crc)
     return members
-
-
-def _is_stored(info: zipfile.ZipInfo) -> bool:
-    same_size = info.file_size == info.compress_size
-    return same_size and not info.compress_type and not info.flag_bits & ~(HAS_DESCRIPTOR | UTF8_NAME)
 
 
 def _not_stored(info: zipfile.ZipInfo) -> FileProblem:
@@ -447,7 +443,6 @@ class _Storages:
                 raise FileProblem("has a view that reaches outside its storage")
 
     def views(self, records: StoragePositions) -> StoragePositions:
-        """The positions of the views, given those of the storages."""
         for key, _, _, _ in self.parts.values():
             if key not in records:
                 raise FileProblem("has a view of a storage that it does not contain")

@@ -71,7 +71,10 @@ def _parts(value: Any) -> Iterator[bytes | LazyTensor]:
             yield from _parts(item)
         yield b"u"
     elif isinstance(value, tuple):
-        yield from _tuple(value)
+        yield b"(" if value else b")"
+        for item in value:
+            yield from _parts(item)
+        yield b"t" if value else b""
     elif isinstance(value, PersistentId):
         yield from _parts(value.id)
         yield b"Q"
@@ -84,13 +87,6 @@ def _parts(value: Any) -> Iterator[bytes | LazyTensor]:
             yield b"b"
     else:
         yield _scalar(value)
-
-
-def _tuple(value: tuple[Any, ...]) -> Iterator[bytes | LazyTensor]:
-    yield b"(" if value else b")"
-    for item in value:
-        yield from _parts(item)
-    yield b"t" if value else b""
 
 
 def _scalar(value: Any) -> bytes:

@@ -167,8 +167,8 @@ def refuse(name: str, problem: str) -> NoReturn:
 
 
 MOST_BITS = 8  # of a code of onnxruntime's products
+# blocks of onnxruntime's products; in larger ones activations would be rounded to int8 too coarsely
 SIZES = (128, 64, 32, 16)
-"""Blocks of onnxruntime's products; in larger ones activations would be rounded to int8 too coarsely."""
 
 
 @dataclass(frozen=True)
@@ -427,7 +427,13 @@ class ScaledWeight(PackedWeight):
 
         @cache
         def computed_grid() -> Array:
-            return self._new_scales(weight)
+            dtype, old, codes = self.parts[self.scales].dtype, self.grid, self.parts[self.codes].dtype.name
+            largest = LARGEST[codes]
+            peaks = self._peaks(weight)
+            reach = largest + 1 if codes == "int8" else largest  # -128 is a code, too
+            fits = (peaks <= old * reach) & (peaks > old * largest / 2) | (peaks == 0)
+            new = np.where(fits, old, peaks / np.float32(largest))
+            return _decoded(_encoded(new, dtype), dtype, self.scales)
 
         def grid() -> Array:
             with lock:  # one pass over the weight, for the thread that comes first
@@ -460,15 +466,6 @@ class ScaledWeight(PackedWeight):
         """Scales in float32: a row of `cells` below the other, of all matrices."""
         scales = self.parts[self.scales]
         return _decoded(scales.read(), scales.dtype, self.scales).reshape(-1, self.cells[1])
-
-    def _new_scales(self, weight: LazyTensor) -> Array:
-        dtype, old, codes = self.parts[self.scales].dtype, self.grid, self.parts[self.codes].dtype.name
-        largest = LARGEST[codes]
-        peaks = self._peaks(weight)
-        reach = largest + 1 if codes == "int8" else largest  # -128 is a code, too
-        fits = (peaks <= old * reach) & (peaks > old * largest / 2) | (peaks == 0)
-        new = np.where(fits, old, peaks / np.float32(largest))
-        return _decoded(_encoded(new, dtype), dtype, self.scales)
 
     def _peaks(self, weight: LazyTensor) -> Array:
         """The largest absolute value of every block."""

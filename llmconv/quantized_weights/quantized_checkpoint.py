@@ -53,19 +53,23 @@ def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
     if not weights:
         problem = f"the model's config has `{method.name}`, but no weight in its files is quantized"
         raise MalformedInput(problem, hint=f"take `{FIELD}` out of `config.json` if the weights are plain")
-    _require_one_source(checkpoint, weights)
-    plain = replace(checkpoint, tensors=_plain(checkpoint, method, weights), config=_without(checkpoint.config))
-    return QuantizedCheckpoint(checkpoint, method, weights, plain)
-
-
-def _require_one_source(checkpoint: Checkpoint, weights: Mapping[str, PackedWeight]) -> None:
-    """Refuses a weight that is stored both as codes and as plain values."""
+    # refuses a weight that is stored both as codes and as plain values
     for name, weight in weights.items():
         if name in checkpoint and name not in weight.parts:
             raise MalformedInput(
                 f"`{name}` is stored twice: as codes (`{next(iter(weight.parts))}`) and as plain values",
                 hint="remove the one that does not belong to the model, or copy or download the model again",
             )
+    # the plain tensors in file order; a quantized weight comes in place of its first part
+    home = {part: name for name, weight in weights.items() for part in weight.parts}
+    tensors: dict[str, LazyTensor] = {}
+    for name, tensor in checkpoint.items():
+        if name in home:
+            tensors.setdefault(home[name], weights[home[name]].plain)
+        elif not name.endswith(method.dropped or ("\0",)):
+            tensors[name] = tensor
+    plain = replace(checkpoint, tensors=tensors, config=_without(checkpoint.config))
+    return QuantizedCheckpoint(checkpoint, method, weights, plain)
 
 
 def _as_model(checkpoint: Checkpoint, weight: PackedWeight) -> PackedWeight:
@@ -74,26 +78,11 @@ def _as_model(checkpoint: Checkpoint, weight: PackedWeight) -> PackedWeight:
     return transposed_weight(weight) if turned else weight
 
 
-def _plain(
-    checkpoint: Checkpoint, method: QuantizationMethod, weights: Mapping[str, PackedWeight]
-) -> dict[str, LazyTensor]:
-    """The plain tensors in file order; a quantized weight comes in place of its first part."""
-    home = {part: name for name, weight in weights.items() for part in weight.parts}
-    tensors: dict[str, LazyTensor] = {}
-    for name, tensor in checkpoint.items():
-        if name in home:
-            tensors.setdefault(home[name], weights[home[name]].plain)
-        elif not name.endswith(method.dropped or ("\0",)):
-            tensors[name] = tensor
-    return tensors
-
-
 def _without(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name != FIELD}
 
 
 def method_name(config: Mapping[str, Any]) -> str | None:
-    """The quantization method in a config, or None."""
     settings = config.get(FIELD)
     if not settings:
         return None

@@ -183,7 +183,12 @@ class FourBitWeight(PackedWeight):
         bounds = (code[order[:-1]] + code[order[1:]]) / 2
         blocks = self._blocks(weight, start // self.block, -(-min(stop, self.count) // self.block))
         largest = np.maximum(np.abs(blocks).max(axis=1, keepdims=True), TINY)
-        numbers = order[_above(bounds, (blocks * (1 / largest)).reshape(-1))]
+        # the number of bounds that each value exceeds, uint8; for few bounds fifteen times as fast as `searchsorted`
+        values = (blocks * (1 / largest)).reshape(-1)
+        count = np.zeros(values.shape, np.uint8)
+        for bound in bounds:
+            count += values > bound
+        numbers = order[count]
         numbers = numbers[start % self.block :][: stop - start]
         return np.pad(numbers, (0, stop - start - len(numbers)))
 
@@ -197,14 +202,6 @@ class FourBitWeight(PackedWeight):
 
     def _table(self, name: str) -> Array:
         return finite(self.parts[name].read(), name)
-
-
-def _above(bounds: Array, values: Array) -> Array:
-    """The number of bounds that each value exceeds, uint8; for few bounds fifteen times as fast as `searchsorted`."""
-    count = np.zeros(values.shape, np.uint8)
-    for bound in bounds:
-        count += values > bound
-    return count
 
 
 def open_four_bit(tensors: Mapping[str, LazyTensor], name: str, state_name: str) -> FourBitWeight:

@@ -12,14 +12,10 @@ The config has groups of modules whose weights are stored alike. Fields and defa
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from time import thread_time
+from functools import partial
 from typing import Any
-
-import regex
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import MalformedInput, UnsupportedInput
@@ -45,14 +41,15 @@ from llmconv.quantized_weights.packed_weight import (
 )
 from llmconv.quantized_weights.quantized_checkpoint import QuantizationMethod
 from llmconv.tensors import Array, LazyTensor
+from llmconv.timed_patterns import MatchTime, PatternProblem, compiled, finds
 
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense", "mixed-precision")
 WORDS, SCALES, ZEROS, GROUPS, SHAPE = (
     f".weight_{part}" for part in ("packed", "scale", "zero_point", "g_idx", "shape")
 )
 
+# fields that change what the weights mean, and the field in them that says how: not at all if empty or `dense`
 NOT_READ = {"transform_config": "config_groups", "sparsity_config": "format", "moe_sparsity_config": "format"}
-"""Fields that change what the weights mean, and the field in them that says how: not at all if empty or `dense`."""
 
 
 def open_compressed(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
@@ -110,7 +107,6 @@ def _open_codes(tensors: Mapping[str, LazyTensor], name: str, scheme: WeightSche
 
 
 def _open_packed(tensors: Mapping[str, LazyTensor], stem: str, scheme: WeightScheme) -> GroupedWeight:
-    """A weight of packed integers."""
     name, bits = stem + WORDS, scheme.bits
     words, scales = tensors[name], part(tensors, stem + SCALES, name)
     shape = _shape(part(tensors, stem + SHAPE, name), stem + SHAPE)
@@ -182,8 +178,6 @@ METHOD = QuantizationMethod("compressed-tensors", open_compressed, ACTIVATIONS)
 STRATEGIES = ("tensor", "channel", "group", "block")
 LINEAR = "Linear"  # the class of nearly all quantized modules
 PATTERN = "re:"
-PATTERN_LIMIT = 1000  # characters of a pattern
-MATCH_SECONDS = 2.0  # for all patterns and modules of a checkpoint
 ORDERED_BY_GROUP = ("group", "dynamic", True)  # values of `actorder` that assign columns to groups by a stored index
 
 
@@ -210,7 +204,7 @@ class WeightSchemes:
             for target in _targets(scheme)
         }
         self._schemes = dict(sorted(schemes.items(), key=lambda item: (item[0].startswith(PATTERN), item[0])))
-        self._seconds = MATCH_SECONDS
+        self._time = MatchTime()
 
     def of(self, module: str) -> WeightScheme:
         """A module's scheme; MalformedInput for none, several that differ, or an invalid or too slow pattern."""
@@ -228,17 +222,13 @@ class WeightSchemes:
     def _matches(self, target: str, module: str) -> bool:
         if not target.startswith(PATTERN):
             return target == module
-        began = thread_time()
         try:
-            return _compiled(target).match(module, timeout=max(self._seconds, 1e-3)) is not None
-        except TimeoutError:
-            raise _refused(target, "which takes too long to match") from None
-        finally:
-            self._seconds -= thread_time() - began
+            return finds(compiled(target.removeprefix(PATTERN)), module, self._time)
+        except PatternProblem as problem:
+            raise _refused(target, str(problem)) from problem
 
 
 def groups_of(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The groups of a `quantization_config`."""
     groups = config.get("config_groups")
     yield from (group for group in (groups.values() if isinstance(groups, dict) else ()) if isinstance(group, dict))
 
@@ -270,19 +260,6 @@ def _scheme(weights: Mapping[str, Any]) -> WeightScheme:
     group = {"channel": WHOLE_ROW, "group": size}.get(strategy)
     indexed = strategy == "group" and given.get("actorder") in ORDERED_BY_GROUP
     return WeightScheme(bits, kind, symmetric, group, block if strategy == "block" else None, indexed)
-
-
-@lru_cache(maxsize=1 << 10)
-def _compiled(target: str) -> Any:
-    pattern = target.removeprefix(PATTERN)
-    try:
-        if len(pattern) > PATTERN_LIMIT:
-            raise _refused(target, f"which has more than {PATTERN_LIMIT} characters")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about syntax that a later version may read differently
-            return regex.compile(pattern)
-    except (regex.error, RecursionError, OverflowError) as error:
-        raise _refused(target, f"which is not a valid regular expression: {error}") from error
 
 
 def _refused(value: Any, problem: str) -> MalformedInput:

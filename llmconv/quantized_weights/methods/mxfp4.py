@@ -46,7 +46,8 @@ class Mxfp4Experts(PackedWeight):
         packed = self.parts[self.name + BLOCKS].rows(start, stop)
         codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:3], BLOCK)
         exponents = self._exponents(start, stop)
-        return _turned(np.ldexp(TABLE[codes], exponents[..., np.newaxis]))
+        values = np.ldexp(TABLE[codes], exponents[..., np.newaxis])
+        return np.ascontiguousarray(values.reshape(*values.shape[:2], -1).swapaxes(1, 2))
 
     @property
     def integers(self) -> IntegerCodes:
@@ -97,14 +98,8 @@ class Mxfp4Experts(PackedWeight):
         return self.parts[self.name + SCALES].rows(start, stop).astype(np.int32) - BIAS
 
     def _grouped(self, weight: LazyTensor, start: int, stop: int) -> Array:
-        """Experts of `weight` as experts×out×(in/32)×32."""
         rows = weight.rows(start, stop).astype(np.float32).swapaxes(1, 2)
         return np.ascontiguousarray(rows).reshape(stop - start, self.shape[2], -1, BLOCK)
-
-
-def _turned(values: Array) -> Array:
-    """experts×out×(in/32)×32 as experts×in×out."""
-    return np.ascontiguousarray(values.reshape(*values.shape[:2], -1).swapaxes(1, 2))
 
 
 def open_mxfp4(checkpoint: Checkpoint) -> Mapping[str, Mxfp4Experts]:
