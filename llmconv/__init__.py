@@ -19,35 +19,15 @@ if TYPE_CHECKING:  # at run time each is loaded when it is first used
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime's wheels report to Microsoft, from the import on
 
-__all__ = [
-    "__version__",
-    "bench",
-    "check_task",
-    "convert",
-    "embedding",
-    "errors",
-    "export",
-    "generation",
-    "get_task",
-    "output",
-    "pipeline",
-    "push",
-    "register_model",
-    "register_task",
-    "runtime",
-    "serve",
-    "supported_tasks",
-    "verify",
-]
-
-
-OF_PIPELINE = ("pipeline", "check_task", "get_task", "register_model", "register_task", "supported_tasks")
+__all__ = ["__version__", "bench", "convert", "embedding", "errors", "export", "generation", "output", "push"]
+__all__ += ["runtime", "serve", "verify"]
+__all__ += ["pipeline", "check_task", "get_task", "register_model", "register_task", "supported_tasks"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module `llmconv` has no attribute `{name}`")
-    if name in OF_PIPELINE:
+    if "task" in name or name in ("pipeline", "register_model"):
         return getattr(importlib.import_module("llmconv.generation.pipeline"), name)
     return importlib.import_module(f"llmconv.{name}")
 

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 
 from llmconv.errors import InputRefused
 
+# scheme that a user may write to the one that is used
 SCHEMES = {
     "s3": "s3",
     "s3a": "s3",
@@ -20,8 +21,6 @@ SCHEMES = {
     "abfss": "abfss",
     "oci": "oci",
 }
-"""Scheme that a user may write to the one that is used."""
-
 WITH_HOST = ("abfss", "oci")  # schemes in which the bucket is followed by `@` and its account or namespace
 SAME_STORES = {"abfss": "az", "oci": "s3"}  # schemes of stores that can be reached by another scheme, too; to that one
 PARTS = re.compile(r"\s*(?P<scheme>[A-Za-z0-9]+)://(?P<bucket>[^/?#]*)/?(?P<key>.*)", re.DOTALL)
@@ -85,16 +84,14 @@ def parse_address(text: str) -> StoreAddress:
     return StoreAddress(scheme, bucket, key)
 
 
+# first part of an address of something else than a model; the Hub reserves these names
 OTHER_KINDS = {"datasets": "a dataset", "spaces": "a space", "buckets": "a bucket", "kernels": "a kernel"}
-"""First part of an address of something else than a model; the Hub reserves these names."""
-
+# as in `HfFileSystem`; a slash in the name of a branch is written `%2F`
 HUB_PARTS = re.compile(
     r"\s*hf://(?:(?P<kind>models|datasets|spaces|buckets|kernels)/)?"
     r"(?P<repository>[^/@\s]+(?:/[^/@\s]+)?)(?:@(?P<revision>refs/(?:convert/[\w.-]+|pr/\d+)|[^/@\s]+))?"
     r"(?:/(?P<folder>[^@]*?))?/*\s*"
 )
-"""As in `HfFileSystem`; a slash in the name of a branch is written `%2F`."""
-
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 HUB_NAME = re.compile(rf"{NAME.pattern}(?:@[\w./+-]+)?", re.ASCII)  # `[org/]name[@revision]`
 REVISION = re.compile(r"[\w./+-]+")

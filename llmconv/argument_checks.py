@@ -39,7 +39,13 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         hints = _hints(function)
-        _refuse_unknown(function.__name__, kwargs, _known(signature, hints))
+        # raises UsageProblem for a name that is not a parameter
+        known = _known(signature, hints)
+        unknown = sorted(kwargs.keys() - known) if known is not None else []
+        if unknown:
+            near = get_close_matches(unknown[0], sorted(known or ()), n=1, cutoff=0.5)
+            hint = f"is `{near[0]}` meant?" if near else f"it has {', '.join(sorted(known or ()))}"
+            raise UsageProblem(f"`{function.__name__}` has no parameter `{unknown[0]}`", hint=hint)
         bound = signature.bind(*args, **kwargs)
         for name, value in bound.arguments.items():
             if signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
@@ -63,17 +69,6 @@ def _known(signature: inspect.Signature, hints: Mapping[str, Any]) -> set[str] |
         else:
             return None
     return known
-
-
-def _refuse_unknown(function: str, given: Mapping[str, Any], known: set[str] | None) -> None:
-    """Raises UsageProblem for a name that is not a parameter."""
-    unknown = sorted(given.keys() - known) if known is not None else []
-    if unknown:
-        near = get_close_matches(unknown[0], sorted(known or ()), n=1, cutoff=0.5)
-        raise UsageProblem(
-            f"`{function}` has no parameter `{unknown[0]}`",
-            hint=f"is `{near[0]}` meant?" if near else f"it has {', '.join(sorted(known or ()))}",
-        )
 
 
 @cache
@@ -177,8 +172,8 @@ def _str(value: Any, name: str) -> str:
     return str(value) if isinstance(value, str) else _refuse(value, name, "a string")
 
 
+# type to its conversion, which raises UsageProblem
 PLAIN: dict[Any, Callable[[Any, str], Any]] = {bool: _bool, int: _int, float: _float, str: _str, Path: path_of}
-"""Type to its conversion, which raises UsageProblem."""
 
 
 def require_choice(value: str, choices: Sequence[str], name: str) -> None:

@@ -17,51 +17,24 @@ from llmconv.checkpoint import read_json
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.files.paths import kind_of
 
+# suffixes of transformers' classes whose heads do not predict the next token
 OTHER_HEADS = (
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-    "ForMultipleChoice",
-    "ForMaskedLM",
-    "ForPreTraining",
-    "ForNextSentencePrediction",
-    "ForImageClassification",
-    "ForAudioClassification",
-    "ForSpeechSeq2Seq",
-    "ForCTC",
-    "ForReward",
-    "RewardModel",
-    "EncoderModel",
+    *("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice"),
+    *("ForMaskedLM", "ForPreTraining", "ForNextSentencePrediction", "ForImageClassification"),
+    *("ForAudioClassification", "ForSpeechSeq2Seq", "ForCTC", "ForReward", "RewardModel", "EncoderModel"),
     "ForSequenceEmbedding",
 )
-"""Suffixes of transformers' classes whose heads do not predict the next token."""
-
 CAUSAL = ("ForCausalLM", "LMHeadModel", "DoubleHeadsModel", "ForConditionalGeneration", "WithLMHead")
+# types whose class for causal language models attends to later tokens, too, unless `is_decoder` is set
 ENCODERS = frozenset(
     (
-        "bert",
-        "bert-generation",
-        "big_bird",
-        "camembert",
-        "data2vec-text",
-        "electra",
-        "ernie",
-        "megatron-bert",
-        "reformer",
-        "rembert",
-        "roberta",
-        "roberta-prelayernorm",
-        "roc_bert",
-        "roformer",
-        "xlm-roberta",
-        "xlm-roberta-xl",
-        "xmod",
+        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+        *("reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta"),
+        *("xlm-roberta-xl", "xmod"),
     )
 )
-"""Types whose class for causal language models attends to later tokens, too, unless `is_decoder` is set."""
-
+# encoder-decoders without a causal language model in transformers
 ENCODER_DECODERS = {"t5", "mt5", "umt5", "longt5", "switch_transformers", "t5gemma", "led", "m2m_100", "whisper"}
-"""Encoder-decoders without a causal language model in transformers."""
 
 
 def require_model_type(config: Mapping[str, Any], source: str | Path) -> None:
@@ -76,8 +49,8 @@ def require_model_type(config: Mapping[str, Any], source: str | Path) -> None:
     raise MalformedInput(f"`{source}` is not a usable Hugging Face model folder: its {problem}", hint=hint)
 
 
+# fields of almost every config that are positive integers, or lists of one per layer
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-"""Fields of almost every config that are positive integers, or lists of one per layer."""
 
 
 def require_sizes(config: Mapping[str, Any], source: str | Path) -> None:
@@ -137,8 +110,8 @@ def _classifies(name: str) -> bool:
     return name.endswith("ForSequenceClassification")
 
 
+# tasks of models without a language-modeling head, by the class in `architectures`
 OTHER_TASKS: dict[str, Callable[[str], bool]] = {"embed": _is_bare, "classify": _classifies}
-"""Tasks of models without a language-modeling head, by the class in `architectures`."""
 
 
 def require_task(config: Mapping[str, Any], source: str | Path, task: str) -> None:
@@ -188,8 +161,8 @@ ORIGINAL = "original_max_position_embeddings"
 # families that transformers' `generate` reads again from the start when a text outgrows the original context
 LIKE_PHI3 = ("phi3", "phi4_multimodal", "phimoe")
 LONGEST = 1 << 40  # maximum in tokens; larger numbers are not context lengths
+# fields with the size of a window: `sliding_window` in most families, `window_size` in GPT-Neo, and others
 WINDOW = re.compile(r"(?!max_)\w*(window(s|_size|_sizes|_len)?|attention_chunk_size|local_attention)")
-"""Fields with the size of a window: `sliding_window` in most families, `window_size` in GPT-Neo, and others."""
 
 
 def language_config(folder: Path) -> dict[str, Any]:
@@ -235,7 +208,6 @@ def length_switch(config: Mapping[str, Any]) -> LengthSwitch | None:
 
 
 def _declared(config: Mapping[str, Any]) -> int | None:
-    """The length that a config declares, without scaling."""
     order = (OWN_LENGTH, *LENGTHS) if str(config.get("model_type")).startswith("cohere") else LENGTHS
     return next((length for name in order if (length := _size(config.get(name)))), None)
 

@@ -30,28 +30,15 @@ DEPTH_LIMIT = 100  # maximum nesting of a JSON file; those of models have fewer 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+# folder of an adapter's two files next to a model; without a model they are in the output itself
 ADAPTER_FOLDER = "adapter"
-"""Folder of an adapter's two files next to a model; without a model they are in the output itself."""
-
+# small files that are copied with a model: never code, never weights
 SIDE_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
+    *("sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json", "processor_config.json"),
+    *("preprocessor_config.json", "video_preprocessor_config.json"),
 )
-"""Small files that are copied with a model: never code, never weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,11 +189,11 @@ def parse_object(text: bytes, name: str, *, by_hand: bool = False) -> dict[str, 
 
 MOST_LABELS, MOST_LAYERS, LARGEST_SIZE = 1_000_000, 1 << 14, 1 << 24
 LABELS, LAYERS = re.compile(r"(num|n)_(\w+_)?labels"), re.compile(r"(\w+_)?layers?|num_loops")
+# fields of `config.json` in whose proportion transformers makes objects, or tables of numbers that are no weights
 SIZES = re.compile(
     r"(\w+_)?(hidden|intermediate|vocab|ffn|embedding|state|conv|kernel|group|block|image|patch)_size|d_model|d_ff|d_kv"
     r"|(\w+_)?(dim|rank|head_dim)|n_embd|n_inner|(\w+_)?(num|n)_(\w+_)?(heads?|experts?)"
 )
-"""Fields of `config.json` in whose proportion transformers makes objects, or tables of numbers that are no weights."""
 
 
 def require_bounds(config: Any, name: str) -> None:
@@ -305,8 +292,8 @@ def _refuse(number: str) -> NoReturn:
 # eight blocks of the writer: wide enough that the pieces of rows are long reads, small enough to be held
 PANEL_BYTES = 32 << 20
 TILE_ROWS = 256
+# tiles, and rows that are not a power of two apart, keep columns out of each other's cache lines: 8 times as fast
 PADDING_BYTES = 64
-"""Tiles, and rows that are not a power of two apart, keep columns out of each other's cache lines: 8 times as fast."""
 
 
 def transposed(tensor: LazyTensor) -> LazyTensor:
@@ -359,23 +346,19 @@ def _columns(tensor: LazyTensor, first: int, last: int) -> Array:
     size = tensor.dtype.itemsize
     panel = np.empty((tensor.shape[0], last - first + PADDING_BYTES // size), tensor.dtype.numpy)[:, : last - first]
     if isinstance(tensor, FileTensor) and last - first < tensor.shape[1]:
-        _read_columns(tensor, first, panel)
+        # fills `panel` with columns of a matrix in a file, one read per row
+        size = tensor.dtype.itemsize
+        raw = panel.view(np.uint8)
+        if tensor.record:
+            tensor.record.was_touched()
+        with open_data(tensor.path) as file:
+            for row in range(tensor.shape[0]):
+                place = tensor.offset + (row * tensor.shape[1] + first) * size
+                fill(file, raw[row].data, place, tensor.path)
     else:
         for start, stop in tensor.blocks(BLOCK_BYTES):
             panel[start:stop] = tensor.rows(start, stop)[:, first:last]
     return panel
-
-
-def _read_columns(tensor: FileTensor, first: int, panel: Array) -> None:
-    """Fills `panel` with columns of a matrix in a file, one read per row."""
-    size = tensor.dtype.itemsize
-    raw = panel.view(np.uint8)
-    if tensor.record:
-        tensor.record.was_touched()
-    with open_data(tensor.path) as file:
-        for row in range(tensor.shape[0]):
-            place = tensor.offset + (row * tensor.shape[1] + first) * size
-            fill(file, raw[row].data, place, tensor.path)
 
 
 MODULES = ("c_attn", "c_proj", "c_fc", "q_attn")

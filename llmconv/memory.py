@@ -17,8 +17,8 @@ PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 HINT = "close other programs, raise the memory limit (`ulimit -v`, the container's), or give `--low-memory`"
 M_ARENA_MAX = -8
+# messages of torch, onnxruntime and the C library
 MESSAGES = ("allocate memory", "bad_alloc", "bad allocation", "out of memory", "failed to allocate")
-"""Messages of torch, onnxruntime and the C library."""
 
 
 def available_memory(mapped: bool = False) -> int | None:

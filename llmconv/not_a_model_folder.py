@@ -23,8 +23,8 @@ MODEL_WEIGHTS = {"model.safetensors", "model.safetensors.index.json"}
 # names of files with quantized weights and with the index of several
 CODES = re.compile(r"quantized(?:-\d+-of-\d+)?\.safetensors(?:\.index\.json)?")
 NAME = re.compile(r"\w[\w.+-]{0,199}")  # a folder's name that a command line can contain as it is
+# values of `--quant`; the manifest has the name of a method instead where the codes are those of the model
 PRESET = re.compile(r"int[48](?:-[a-z]{1,20})?|a8w8")
-"""Values of `--quant`; the manifest has the name of a method instead where the codes are those of the model."""
 
 
 def is_quantized_export(folder: Path) -> bool:
@@ -79,6 +79,7 @@ def described(matrices: Mapping[tuple[int, int], int]) -> str:
     return f"{total:,} {'matrix' if total == 1 else 'matrices'}" + (f" ({', '.join(kinds)})" if kinds else "")
 
 
+# first bytes of files that are mistaken for models
 OTHER_FILES = {
     b"<!DOCTYPE html": "a web page; the download may need a login",
     b"<html": "a web page; the download may need a login",
@@ -87,17 +88,14 @@ OTHER_FILES = {
     b"\x7fELF": "a program",
     b"\x93NUMPY": "a numpy array",
 }
-"""First bytes of files that are mistaken for models."""
-
 ONNX_ADAPTER = b"TORT"  # bytes 4 to 8 of onnxruntime's adapter files
 TO_HF = "convert a training checkpoint first: `llmconv to-hf SOURCE -o OUT`"
 SUFFIXES_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
+# names of torch files that are not weights
 TRAINER_STATE = re.compile(
     r"(?:.*[-_.])?optim(?:izer)?[-_.]|scheduler|training_args|rng_state|random_state|scaler|sampler"
 )
-"""Names of torch files that are not weights."""
-
 OTHER_LIBRARIES = {
     "tf_model.h5": "TensorFlow",
     "flax_model.msgpack": "Flax",
@@ -154,7 +152,11 @@ def _file(path: Path) -> InputRefused | None:
     if found := foreign_file(head, path.name):
         return found
     if path.suffix == ".safetensors":
-        return _safetensors(path)
+        if (path.parent / "config.json").is_file():
+            problem = f"`{path.name}` is a weights file, not a model folder"
+            return InputRefused(problem, hint=f"give its folder: `{path.parent}`")
+        hint = f"put `config.json` next to it and give the folder, or run `llmconv to-hf {path} --config CONFIG -o OUT`"
+        return InputRefused(f"`{path.name}` is a weights file without the model's `config.json`", hint=hint)
     if path.suffix == ".onnx":
         problem = f"`{path.name}` is an ONNX graph, not a model folder"
         return UnsupportedInput(problem, hint="give the Hugging Face folder that it was exported from")
@@ -168,14 +170,6 @@ def _file(path: Path) -> InputRefused | None:
         kind = "zip" if head.startswith(ZIP) else "tar"
         return UnsupportedInput(f"`{path.name}` is a {kind} archive", hint="unpack it and give the folder inside")
     return None
-
-
-def _safetensors(path: Path) -> InputRefused:
-    if (path.parent / "config.json").is_file():
-        problem = f"`{path.name}` is a weights file, not a model folder"
-        return InputRefused(problem, hint=f"give its folder: `{path.parent}`")
-    hint = f"put `config.json` next to it and give the folder, or run `llmconv to-hf {path} --config CONFIG -o OUT`"
-    return InputRefused(f"`{path.name}` is a weights file without the model's `config.json`", hint=hint)
 
 
 def _folder(folder: Path) -> InputRefused | None:

@@ -13,8 +13,8 @@ from llmconv.errors import printable
 _level = {"quiet": False}
 _shown: list[str] = []  # the line that the next one replaces, if there is one
 CLEAR = "\r\x1b[K"  # removes the last line of a terminal
+# functions that take warnings, the last of them all; without one they are printed
 _takers: list[Callable[[str], object]] = []
-"""Functions that take warnings, the last of them all; without one they are printed."""
 
 
 def set_quiet(quiet: bool) -> None:

@@ -63,12 +63,10 @@ class Push:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the changed files."""
         return sum(self.files[name].size for name in self.changed)
 
     @property
     def is_needed(self) -> bool:
-        """Whether the branch is to be changed."""
         return bool(self.changed or self.deleted or self.is_new_branch)
 
 
@@ -189,8 +187,8 @@ def _require_unchanged(name: str, addition: CommitOperationAdd, content: Path | 
         raise MalformedInput(problem, hint="make sure that nothing writes to the folder, and run again")
 
 
+# files that `verify --report` and `run --report` write, into this folder or one in it
 REPORT = {"report.json", "junit.xml", "summary.md", "report.html", "run.json", "run.md"}
-"""Files that `verify --report` and `run --report` write, into this folder or one in it."""
 
 
 @dataclass(frozen=True)
@@ -266,23 +264,19 @@ def _recorded(folder: Path, name: str, entry: Mapping[str, Any]) -> Path:
     """A file of the manifest; raises MalformedInput if it is missing, has another size, or leads elsewhere."""
     path = folder / name
     if "link" in entry:
-        return _link(folder, name, entry["link"])
+        # the file in the folder that a link leads to: the Hub has no links, but stores equal files once
+        target = entry["link"]
+        if not path.is_symlink() or os.readlink(path) != target:
+            raise _damaged(name, f"it is not the link to `{target}` that `{MANIFEST}` records")
+        if not own_file(folder, name).is_file():
+            raise _damaged(name, f"it is a link to `{target}`, which is missing")
+        return path.resolve()
     if not own_file(folder, name).is_file():
         raise _damaged(name, "it is missing")
     size = path.stat().st_size
     if size != entry.get("bytes"):
         raise _damaged(name, f"it has {size:,} bytes, and {entry.get('bytes', 0):,} in `{MANIFEST}`")
     return path
-
-
-def _link(folder: Path, name: str, target: str) -> Path:
-    """The file in the folder that a link leads to: the Hub has no links, but stores equal files once."""
-    path = folder / name
-    if not path.is_symlink() or os.readlink(path) != target:
-        raise _damaged(name, f"it is not the link to `{target}` that `{MANIFEST}` records")
-    if not own_file(folder, name).is_file():
-        raise _damaged(name, f"it is a link to `{target}`, which is missing")
-    return path.resolve()
 
 
 def _damaged(name: str, problem: str) -> MalformedInput:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from llmconv.errors import InputRefused
 
 Array = NDArray[Any]
+# block size for streaming: small enough to stay in the CPU cache for hashing and writing, large enough to be few
 BLOCK_BYTES = 4 << 20
-"""Block size for streaming: small enough to stay in the CPU cache for hashing and writing, large enough to be few."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,6 @@ def digest_of(content: bytes) -> FileDigest:
 
 
 def file_digest(path: Path) -> FileDigest:
-    """The digest of a file on the disk."""
     with open(path, "rb", buffering=0) as file:
         return _digest(path.stat().st_size, iter(lambda: file.read(READ_BYTES), b""))
 

@@ -203,9 +203,8 @@ class UnfinishedCommit(UnfinishedOutput):
             raise OutputFailed(problem, hint="run again with `--overwrite`, and report it to the Hub")
 
 
+# files about a repository, not of its model: they are kept, or replaced by those that the user wrote
 PAGES = re.compile(r"(?:README|LICEN[CS]E|NOTICE|USE_POLICY|CITATION)[^/]*|\.git(?:attributes|ignore)", re.IGNORECASE)
-"""Files about a repository, not of its model: they are kept, or replaced by those that the user wrote."""
-
 WEIGHTS = re.compile(
     r".*\.(?:safetensors|bin|pth?|ckpt|onnx|onnx[._]data|gguf|h5|msgpack|npz|distcp|pdparams)(?:\.index\.json)?"
 )
@@ -301,8 +300,8 @@ HUB_SOURCE = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)@[0-9a-f]{40}(?:/.*)?",
 # command to what it makes of a base model; others leave the function as it is
 RELATIONS = {"merge-lora": "finetune", "delta-apply": "finetune", "to-hf": "finetune"}
 REPORT_BYTES = 64 << 20
+# the end of a card: the sha256 of what stands above it
 MARK = b"\n<!-- Written by llmconv, which replaces it as long as it is unedited: sha256 %s -->\n"
-"""The end of a card: the sha256 of what stands above it."""
 
 
 def model_card(manifest: Manifest, config: Mapping[str, Any], repository: str, report: Path | None = None) -> bytes:
@@ -313,7 +312,21 @@ def model_card(manifest: Manifest, config: Mapping[str, Any], repository: str, r
     """
     import yaml  # noqa: PLC0415 - 20 ms that other commands do not pay
 
-    header = yaml.safe_dump(_header(manifest, config), sort_keys=False, allow_unicode=True)
+    named = []
+    for done in manifest.steps:
+        named += [HUB_SOURCE.fullmatch(str(name)) for name in (done.get("source"), _options(done).get("base")) if name]
+    bases = list(dict.fromkeys(found["repository"] for found in named if found))
+    causal = any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ())
+    fields = {
+        "base_model": bases[0] if len(bases) == 1 else bases,
+        "base_model_relation": _relation(manifest) if bases else "",
+        "library_name": "peft" if _is_adapter(manifest) else "transformers" if config else "",
+        "pipeline_tag": "text-generation" if causal and not _is_adapter(manifest) else "",
+        "tags": ["llmconv", *(["onnx"] if manifest.graphs else [])],
+    }
+    header = yaml.safe_dump(
+        {name: value for name, value in fields.items() if value}, sort_keys=False, allow_unicode=True
+    )
     title = repository.rpartition("/")[2]
     parts = [f"---\n{header}---\n", f"# {title}\n", _made(manifest), _verified(report), _usage(manifest, repository)]
     text = "\n".join(part for part in parts if part).encode()
@@ -326,27 +339,6 @@ def is_unedited(card: bytes | None) -> bool:
         return True
     text, begin, end = card.rpartition(MARK.partition(b"%")[0])
     return begin + end == MARK % hashlib.sha256(text).hexdigest().encode()
-
-
-def _header(manifest: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
-    bases = base_models(manifest)
-    causal = any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ())
-    fields = {
-        "base_model": bases[0] if len(bases) == 1 else bases,
-        "base_model_relation": _relation(manifest) if bases else "",
-        "library_name": "peft" if _is_adapter(manifest) else "transformers" if config else "",
-        "pipeline_tag": "text-generation" if causal and not _is_adapter(manifest) else "",
-        "tags": ["llmconv", *(["onnx"] if manifest.graphs else [])],
-    }
-    return {name: value for name, value in fields.items() if value}
-
-
-def base_models(manifest: Manifest) -> list[str]:
-    """The models on the Hub that the steps began with, without duplicates."""
-    named = []
-    for done in manifest.steps:
-        named += [HUB_SOURCE.fullmatch(str(name)) for name in (done.get("source"), _options(done).get("base")) if name]
-    return list(dict.fromkeys(found["repository"] for found in named if found))
 
 
 def _options(done: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -116,8 +116,8 @@ def _names_files(entry: dict[str, Any]) -> bool:
     return all(isinstance(part, dict) and _is_plain(part.get("file", "x")) for part in parts)
 
 
-def _is_plain(name: Any) -> bool:
-    return isinstance(name, str) and is_inner(name) and "/" not in name and name.isprintable()
+def _is_plain(name: Any, may_nest: bool = False) -> bool:
+    return isinstance(name, str) and is_inner(name) and (may_nest or "/" not in name) and name.isprintable()
 
 
 def _refuse(problem: str) -> NoReturn:
@@ -150,8 +150,7 @@ def is_file_entry(value: object) -> TypeGuard[dict[str, Any]]:
     """Whether a value, such as one of a journal, has the form of `file_entry`."""
     if not isinstance(value, dict) or value.keys() != {"bytes", "sha256"}:
         return False
-    size, digest = value["bytes"], value["sha256"]
-    return type(size) is int and isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) is not None
+    return type(value["bytes"]) is int and _is_sha256(value["sha256"])
 
 
 VERDICTS = ("pass", "fail", "inconclusive")
@@ -265,7 +264,7 @@ def _map(entry: dict[str, Any], name: str, fits: Callable[[Any], bool], suffix: 
     if not all(_is_text(key) and fits(value) for key, value in found.items()):
         _refuse_verdict(name)
     may_nest = suffix == ".safetensors"  # `2_Dense/model.safetensors`, a module after the model
-    if suffix and not all(_is_plain_file(key, may_nest) and key.endswith(suffix) for key in found):
+    if suffix and not all(_is_plain(key, may_nest) and key.endswith(suffix) for key in found):
         _refuse_verdict(name)
     return found
 
@@ -296,10 +295,6 @@ def _is_number(value: Any) -> TypeGuard[int]:
 
 def _is_sha256(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and SHA256.fullmatch(value) is not None
-
-
-def _is_plain_file(name: str, may_nest: bool) -> bool:
-    return is_inner(name) and (may_nest or "/" not in name) and name.isprintable()
 
 
 def _refuse_verdict(name: str) -> NoReturn:
@@ -380,19 +375,13 @@ def _replaced(home: Folder, content: bytes, found: os.stat_result) -> str:
         # `--resume` and `push` compare the age of the manifest with that of other files; copying tools see a new file
         os.utime(new.file.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns + TICK))
         new.sync()
-        if not _is_unchanged(home.find(MANIFEST), found):
+        now = home.find(MANIFEST)
+        known = (found.st_mtime_ns, found.st_size)
+        if now is None or not os.path.samestat(now, found) or (now.st_mtime_ns, now.st_size) != known:
             return "another process changed it meanwhile"
         new.place()
     home.sync()
     return ""
-
-
-def _is_unchanged(now: os.stat_result | None, before: os.stat_result) -> bool:
-    return (
-        now is not None
-        and os.path.samestat(now, before)
-        and (now.st_mtime_ns, now.st_size) == (before.st_mtime_ns, before.st_size)
-    )
 
 
 GRAPH_FILES = {"prefill": "prefill.onnx", "decode": "decode.onnx", "unified": "model.onnx"}
@@ -440,7 +429,7 @@ class GraphEntry:
 
 def graph_entries(folder: Path) -> list[GraphEntry]:
     """The decoder graphs that keep a cache, from the manifest, or by usual file names; raises MalformedInput."""
-    if not (listed := _listed(folder)):
+    if not (listed := read_manifest(folder).graphs):
         found = {role: name for role, name in GRAPH_FILES.items() if (folder / name).is_file()}
         return [GraphEntry(role, (name,)) for role, name in found.items()]
     others = {EMBEDDINGS_ROLE, VISION_ROLE, *SINGLE_PASS_FILES}
@@ -449,54 +438,29 @@ def graph_entries(folder: Path) -> list[GraphEntry]:
 
 def single_pass_entries(folder: Path) -> list[GraphEntry]:
     """The graphs of a folder without a cache, from its manifest; raises MalformedInput for an invalid entry."""
-    return [_read(role, content) for role, content in _listed(folder).items() if role in SINGLE_PASS_FILES]
-
-
-def _listed(folder: Path) -> dict[str, Any]:
     listed = read_manifest(folder).graphs
-    if not isinstance(listed, dict):
-        raise MalformedInput("the manifest's `graphs` is not an object", hint="run `llmconv export` again")
-    return listed
+    return [_read(role, content) for role, content in listed.items() if role in SINGLE_PASS_FILES]
 
 
-def _read(role: str, content: Any) -> GraphEntry:
-    if not isinstance(content, dict):
-        _invalid_entry(role, content)
-    files = _files(role, content)
-    postprocess = content.get("postprocess", "")
+def _read(role: str, content: dict[str, Any]) -> GraphEntry:
+    """An entry of a manifest, which has only plain names of files, but need not have all that it must."""
+    files = tuple(stage.get("file") for stage in content.get("stages", [content]))
+    if not files or None in files:
+        _invalid_entry(role, content.get("stages"))
+    postprocess, fixed = content.get("postprocess", ""), content.get("fixed_inputs", [])
     if not isinstance(postprocess, str):
         _invalid_entry(role, postprocess)
-    fixed = content.get("fixed_inputs", [])
     if not isinstance(fixed, list) or not all(isinstance(name, str) for name in fixed):
         _invalid_entry(role, fixed)
-    return GraphEntry(role, files, bool(content.get("last_logits")), postprocess, _prefix(role, content), tuple(fixed))
-
-
-def _files(role: str, content: dict[str, Any]) -> tuple[str, ...]:
-    """The plain names of `file`, or of the `stages`."""
-    stages = content.get("stages", [content])
-    if not isinstance(stages, list) or not stages:
-        _invalid_entry(role, stages)
-    names = [stage.get("file") if isinstance(stage, dict) else None for stage in stages]
-    return tuple(_plain(role, name) for name in names)
-
-
-def _prefix(role: str, content: dict[str, Any]) -> PrefixEntry | None:
-    found = content.get("prefix")
-    if found is None:
-        return None
-    if not isinstance(found, dict) or found.keys() != {"file", "kind", "length", "first_position"}:
-        _invalid_entry(role, found)
-    length, first = found["length"], found["first_position"]
-    if not isinstance(length, int) or length < 1 or first not in (0, length):
-        _invalid_entry(role, found)
-    return PrefixEntry(_plain(role, found["file"]), str(found["kind"]), length, first)
-
-
-def _plain(role: str, name: Any) -> str:
-    if not isinstance(name, str) or not name or Path(name).name != name:
-        _invalid_entry(role, name)
-    return name
+    prefix = None
+    if (found := content.get("prefix")) is not None:
+        length, first = found.get("length"), found.get("first_position")
+        if found.keys() != {"file", "kind", "length", "first_position"} or not isinstance(length, int) or length < 1:
+            _invalid_entry(role, found)
+        if first not in (0, length):
+            _invalid_entry(role, found)
+        prefix = PrefixEntry(found["file"], str(found["kind"]), length, first)
+    return GraphEntry(role, files, bool(content.get("last_logits")), postprocess, prefix, tuple(fixed))
 
 
 def _invalid_entry(role: str, found: object) -> NoReturn:

@@ -55,23 +55,15 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """The files that a run will write; printed by `--dry-run`.
+    """The files that a run will write; printed by `--dry-run`."""
 
-    Attributes:
-        checkpoint: the source of the tensors.
-        shards: the files with tensors.
-        small_files: other files, name to content, in the order of writing.
-        warnings: parts of the source that the output lacks, one line each.
-        found: the output was complete before the run, which wrote nothing.
-        part: the part of the output, such as `3/16`, whose shards these are; nothing was published.
-    """
-
-    checkpoint: Checkpoint
-    shards: tuple[Shard, ...]
+    checkpoint: Checkpoint  # the source of the tensors
+    shards: tuple[Shard, ...]  # the files with tensors
+    # other files, name to content, in the order of writing
     small_files: Mapping[str, bytes] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
-    found: bool = False
-    part: str = ""
+    warnings: tuple[str, ...] = ()  # parts of the source that the output lacks, one line each
+    found: bool = False  # the output was complete before the run, which wrote nothing
+    part: str = ""  # the part of the output, such as `3/16`, whose shards these are; nothing was published
 
     def __repr__(self) -> str:
         count = sum(len(shard.tensors) for shard in self.shards)
@@ -113,7 +105,14 @@ def plan_checkpoint(
         Shard(_shard_name(stem, number, len(groups)), group, copy_of=file_of(group))
         for number, group in enumerate(groups, 1)
     )
-    small_files = _small_files(checkpoint, shards, stem)
+    # side files, `config.json` if there is a model, and last the index
+    small_files = dict(checkpoint.side_files)
+    if shards:
+        small_files["config.json"] = json_bytes(checkpoint.config)
+    if len(shards) > 1:
+        weight_map = {name: shard.name for shard in shards for name in shard.tensors}
+        metadata = {"total_size": sum(shard.nbytes for shard in shards)}
+        small_files[INDEX.replace(MODEL, stem, 1)] = json_bytes({"metadata": metadata, "weight_map": weight_map})
     shards += tuple(_module(checkpoint, home) for home in dict.fromkeys(modules.values()))
     if checkpoint.adapter:
         place = f"{ADAPTER_FOLDER}/" if shards else ""
@@ -131,7 +130,6 @@ def _module(checkpoint: Checkpoint, home: str) -> Shard:
 
 
 def _divided(tensors: Mapping[str, LazyTensor], parts: Mapping[str, int]) -> list[Group]:
-    """The tensors of each number in `parts`."""
     numbers = sorted({parts.get(name, 0) for name in tensors})
     return [{name: t for name, t in tensors.items() if parts.get(name, 0) == number} for number in numbers]
 
@@ -161,18 +159,6 @@ def parse_size(text: str | int) -> int:
     if size <= 0:
         raise UsageProblem(f"invalid size `{text}`", hint="write it as `5GB` or `500MB`")
     return size
-
-
-def _small_files(checkpoint: Checkpoint, shards: Sequence[Shard], stem: str) -> dict[str, bytes]:
-    """Side files, `config.json` if there is a model, and last the index."""
-    files = dict(checkpoint.side_files)
-    if shards:
-        files["config.json"] = json_bytes(checkpoint.config)
-    if len(shards) > 1:
-        weight_map = {name: shard.name for shard in shards for name in shard.tensors}
-        metadata = {"total_size": sum(shard.nbytes for shard in shards)}
-        files[INDEX.replace(MODEL, stem, 1)] = json_bytes({"metadata": metadata, "weight_map": weight_map})
-    return files
 
 
 def json_bytes(content: Any) -> bytes:
@@ -286,8 +272,8 @@ def stream_shard(file: IO[bytes], shard: Shard, advance: Callable[[int], None]) 
     return content.entry
 
 
+# the index of the tensor that the bytes belong to, and the bytes, or a function that returns them
 NumberedBytes = tuple[int | None, memoryview | Callable[[Sequence[int]], bytes]]
-"""The index of the tensor that the bytes belong to, and the bytes, or a function that returns them."""
 
 
 def _blocks(pieces: Sequence[Piece]) -> Iterator[tuple[int | None, Piece, int, int]]:
@@ -423,7 +409,6 @@ class Destination(Protocol):
         return plan.nbytes
 
     def manifest(self) -> Manifest:
-        """The manifest, an empty one without."""
         content = self.read(MANIFEST)
         return Manifest() if content is None else parse_manifest(content)
 

@@ -164,8 +164,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 HEAP_BYTES = 256 << 20  # freed memory that glibc may keep (`mallopt(3)`); a block is far smaller
 Identity = tuple[str | int, ...]
 Stats = Mapping[Path, Identity]  # the sources of an output, and what they were when it was planned
+# where an output can be made: a local folder, one in an object store, or a repository on the Hugging Face Hub
 Place = Path | StoreAddress | HubAddress
-"""Where an output can be made: a local folder, one in an object store, or a repository on the Hugging Face Hub."""
 
 
 def destination_of(output: Place) -> Destination:

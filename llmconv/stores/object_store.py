@@ -38,10 +38,10 @@ SMALL_AT_ONCE = 16  # requests in flight for small objects
 NO_BUCKET = re.compile(r"<Code>NoSuchBucket</Code>|\bContainerNotFound\b")
 DENIED = ("PermissionDeniedError", "UnauthenticatedError")  # names of obstore's classes for missing rights
 
+# what stores answer if an account, a bucket or a disk has no room: S3's codes, and those of MinIO, Ceph and others
 FULL = re.compile(
     r"status code: 507\b|<Code>\w*(InsufficientStorage|StorageFull|QuotaExceeded|EntityTooLarge|TooLargeObject)</Code>"
 )
-"""What stores answer if an account, a bucket or a disk has no room: S3's codes, and those of MinIO, Ceph and others."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,6 @@ class ObjectStore:
             deque(pool.map(lambda key: self.delete([key]), keys), maxlen=0)
 
     def changed(self, key: str) -> InputRefused:
-        """The error for an object that changed while it was read."""
         problem = f"`{self.address / key}` changed while it was read"
         return InputRefused(problem, hint="make sure that nothing writes to it, and run again")
 
@@ -258,15 +257,14 @@ def _tag(meta: Any) -> str:
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Connection
 
+# busy stores (503) and interrupted bodies are asked again
 RETRIES = {
     "max_retries": 10,
     "backoff": {"base": 2, "init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=15)},
     "retry_timeout": timedelta(minutes=3),
 }
-"""Busy stores (503) and interrupted bodies are asked again."""
-
+# oracle's endpoint that speaks S3, with its customer secret keys
 ORACLE = "https://{namespace}.compat.objectstorage.{region}.oraclecloud.com"
-"""Oracle's endpoint that speaks S3, with its customer secret keys."""
 
 
 def connect(address: StoreAddress) -> Connection:
