@@ -146,7 +146,7 @@ class CommandGroup(Group):
                 message, hint = f"no such option `{error.option_name}`", f"{known}; {hint}"
         elif isinstance(error, click.BadParameter) and (known := hint_for_value(message)):
             hint = f"{known}; {hint}"
-        elif isinstance(command, click.Group) and (found := NO_COMMAND.match(message)) and found[1] in MEANT:
+        elif (found := NO_COMMAND.match(message)) and MEANT.get(found[1]) in getattr(command, "commands", {}):
             message, hint = found[0], f"did you mean `{path} {MEANT[found[1]]}`? {hint}"
         problem = UsageProblem(message, hint=hint)
         self._fail(error.ctx, problem.message, problem.hint, problem.exit_code)
@@ -184,7 +184,7 @@ def _bug(ctx: click.Context, error: Exception) -> tuple[str, str]:
     return printable(line), "report this line and the command that you ran; `-v` shows the traceback"
 
 
-NO_COMMAND = re.compile("no such command `(.*)`")
+NO_COMMAND = re.compile("no such command `([^`]*)`")
 # what somebody means who does not know the commands
 MEANT = {"convert": "to-hf", "merge": "merge-lora", "quantize": "export", "list": "formats", "upload": "push"}
 
