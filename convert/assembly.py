@@ -126,50 +126,38 @@ def _native_tensors(
 ) -> tuple[dict[str, LazyTensor], list[str]]:
     """The tensors in transformers' names, and a phrase for each kind of those that are left out."""
     source = file.path.name
-    state, dropped = _without_buffers(file.state)
-    stored = select(state, file.tensor, source, warnings)
-    mapping = map_names(list(stored), model_names(str(settings["model_type"])), source)
-    tensors = {}
-    for name, target in mapping.names.items():
-        stem, dot, last = target.rpartition(".")
-        tensors[stem + dot + OLD_NORM.get(last, last)] = stored[name]
-    if mapping.outside and not drop:
-        raise UnsupportedInput(
-            f"`{source}` has {len(mapping.outside)} unexpected keys outside the model: {listing(mapping.outside)}",
-            hint="`--drop` leaves them out, if the model computes its logits without them",
-        )
-    if mapping.outside:
-        dropped.append(f"{len(mapping.outside)} tensors outside the model: {listing(mapping.outside)}")
-    if mapping.added:
-        warnings.append(f"added `{mapping.added}` to the names, which are those of the model without its head")
-    return tensors, dropped
-
-
-def _without_buffers(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The state dict without buffers that the model recomputes, and one phrase per kind of them."""
     counts: Counter[str] = Counter()
-    kept: dict[str, Any] = {}
-    for name, leaf in state.items():
+    state: dict[str, Any] = {}  # without buffers that the model recomputes
+    for name, leaf in file.state.items():
         rank = len(leaf.shape) if isinstance(leaf, Leaf) else -1
         if kind := next((kind for kind, sign, ranks in BUFFERS if sign.search(name) and rank in ranks), None):
             counts[kind] += 1
         else:
-            kept[name] = leaf
-    return kept, [f"{count} {kind}, which the model computes" for kind, count in counts.items()]
+            state[name] = leaf
+    dropped = [f"{count} {kind}, which the model computes" for kind, count in counts.items()]
+    stored = select(state, file.tensor, source, warnings)
+    names, outside, added = map_names(list(stored), model_names(str(settings["model_type"])), source)
+    tensors = {}
+    for name, target in names.items():
+        stem, dot, last = target.rpartition(".")
+        tensors[stem + dot + OLD_NORM.get(last, last)] = stored[name]
+    if outside and not drop:
+        raise UnsupportedInput(
+            f"`{source}` has {len(outside)} unexpected keys outside the model: {listing(outside)}",
+            hint="`--drop` leaves them out, if the model computes its logits without them",
+        )
+    if outside:
+        dropped.append(f"{len(outside)} tensors outside the model: {listing(outside)}")
+    if added:
+        warnings.append(f"added `{added}` to the names, which are those of the model without its head")
+    return tensors, dropped
 
 
-@dataclass(frozen=True)
-class NameMapping:
-    """Stored names to Hugging Face's without `prefix`, or `outside`; `added`: a prefix that base models lack."""
+def map_names(stored: Sequence[str], model: ModelNames, source: str) -> tuple[dict[str, str], list[str], str]:
+    """Stored names to Hugging Face's by the only prefix, those outside it, and the prefix that a base model lacks.
 
-    names: dict[str, str]
-    outside: tuple[str, ...]
-    prefix: str
-    added: str
-
-
-def map_names(stored: Sequence[str], model: ModelNames, source: str) -> NameMapping:
-    """Maps names by the only prefix; MalformedInput without an embedding, UnsupportedInput for several models."""
+    Raises MalformedInput without an embedding, UnsupportedInput for several models.
+    """
     whole, base_only = _prefixes(stored, model)
     if not (found := whole or base_only):
         raise MalformedInput(
@@ -191,7 +179,7 @@ def map_names(stored: Sequence[str], model: ModelNames, source: str) -> NameMapp
             outside.append(name)
         else:
             names[name] = target
-    return NameMapping(names, tuple(outside), prefix, added)
+    return names, outside, added
 
 
 def _prefixes(stored: Iterable[str], model: ModelNames) -> tuple[list[str], list[str]]:
@@ -275,7 +263,10 @@ def with_adapter(
     other contents. Raises UsageProblem for a superfluous base, UnsupportedInput without a needed one, or if the adapter
     cannot be merged, MalformedInput for another base.
     """
-    run = _of_its_base(run)
+    if run.base:  # without options for changes that PEFT made to it before training, which it has
+        own = {name: value for name, value in run.config.items() if name != "layer_replication"}
+        made = {"init_lora_weights": True} if isinstance(own.get("init_lora_weights"), str) else {}
+        run = replace(run, config=own | made)
     split, folder = options.get("adapter") == "split", options.get("base")
     if run.base and folder:
         raise UsageProblem(f"`{run.path.name}` holds the base's weights too", hint="leave out `--base`")
@@ -291,17 +282,16 @@ def with_adapter(
         check_complete(model.tensors, model.config, run.path.name)  # or the names of its modules are compared in vain
     if model.tensors and not run.config.get("target_parameters"):
         _check_places(run, model)
-    return _separate(run, model) if split else _merged(run, model)
-
-
-def _of_its_base(run: PeftRun) -> PeftRun:
-    """Removes options for changes that PEFT made to the base before training, if the run contains the changed base."""
-    if not run.base:
-        return run
-    config = {name: value for name, value in run.config.items() if name != "layer_replication"}
-    if isinstance(config.get("init_lora_weights"), str):
-        config["init_lora_weights"] = True
-    return replace(run, config=config)
+    if split:
+        return _separate(run, model)
+    try:
+        adapter = run.opened()
+    except UnsupportedInput as problem:
+        hint = f"{problem.hint}; `--adapter split` writes it separately"
+        raise UnsupportedInput(problem.message, hint=hint) from problem
+    result, edits = merged(model, [adapter])
+    note = f"the LoRA adapter is merged into {len(edits.changes)} weights; `--adapter split` keeps it apart"
+    return replace(result, warnings=(*model.warnings, *edits.warnings, note))
 
 
 def _separate(run: PeftRun, model: Checkpoint) -> Checkpoint:
@@ -344,17 +334,6 @@ def _check_places(run: PeftRun, model: Checkpoint) -> None:
             f"the adapter in `{run.path.name}` lacks the factors of {listing(absent)}",
             hint="the checkpoint is incomplete; give another one of the run",
         )
-
-
-def _merged(run: PeftRun, model: Checkpoint) -> Checkpoint:
-    try:
-        adapter = run.opened()
-    except UnsupportedInput as problem:
-        hint = f"{problem.hint}; `--adapter split` writes it separately"
-        raise UnsupportedInput(problem.message, hint=hint) from problem
-    result, edits = merged(model, [adapter])
-    note = f"the LoRA adapter is merged into {len(edits.changes)} weights; `--adapter split` keeps it apart"
-    return replace(result, warnings=(*model.warnings, *edits.warnings, note))
 
 
 VERSIONED = ("transformers_version", "torch_dtype", "dtype", "architectures", "use_cache")
@@ -417,7 +396,21 @@ def find_adapter(stored: Mapping[str, Any], tensors: Mapping[str, LazyTensor], p
         return None
     config, _ = without_code(dict(stored))
     _require(path, config, tensors)
-    base, adapter = _taken_apart(tensors, path.name)
+    base: dict[str, LazyTensor] = {}
+    adapter: dict[str, LazyTensor] = {}
+    labels: set[str] = set()
+    for name, tensor in tensors.items():
+        saved, label = saved_name(name)
+        half, key = (adapter, saved) if saved else (base, _base_name(name))
+        labels |= {label} if saved else set()
+        if key in half and len(labels) == 1:
+            raise MalformedInput(f"duplicate key `{key}` in `{path.name}`, under different names", hint="save it again")
+        if key in half or len(labels - {""}) > 1:
+            label = listing(sorted(labels - {""}))
+            raise UnsupportedInput(
+                f"`{path.name}` holds several adapters: {label}", hint="save with all but one deleted"
+            )
+        half[key] = tensor
     if all(name.endswith(".bias") for name in base):
         adapter |= {PREFIX + name: tensor for name, tensor in base.items()}
         base = {}
@@ -433,43 +426,6 @@ def find_adapter(stored: Mapping[str, Any], tensors: Mapping[str, LazyTensor], p
             found.adapter[name] = tensor
     _require_complete(found)
     return found
-
-
-def _require(path: Path, stored: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> None:
-    if not stored:
-        raise MalformedInput(
-            f"`{path.name}` holds LoRA tensors and no `peft_config`, so their scale is unknown",
-            hint="put the run's `adapter_config.json` next to it; of Composer, give one saved with its `integrations`",
-        )
-    if (kind := stored.get("peft_type")) != "LORA":
-        raise UnsupportedInput(f"the adapter in `{path.name}` has `peft_type` {kind!r}, not 'LORA'", hint=FORMULA)
-    if not any(".lora_" in name for name in tensors):
-        raise MalformedInput(
-            f"`{path.name}` is a PEFT run, but holds no LoRA tensors", hint="it is incomplete; give another checkpoint"
-        )
-    if foreign := [name for name in tensors if not name.startswith(PREFIX)]:
-        raise MalformedInput(
-            f"`{path.name}` is a PEFT run, but {len(foreign)} tensors are not of its PeftModel: {listing(foreign)}",
-            hint="two models are mixed in one file; save the PEFT model alone",
-        )
-
-
-def _taken_apart(tensors: Mapping[str, LazyTensor], source: str) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor]]:
-    """The tensors of base and adapter; UnsupportedInput: several adapters, MalformedInput: a duplicate name."""
-    base: dict[str, LazyTensor] = {}
-    adapter: dict[str, LazyTensor] = {}
-    labels: set[str] = set()
-    for name, tensor in tensors.items():
-        saved, label = saved_name(name)
-        half, key = (adapter, saved) if saved else (base, _base_name(name))
-        labels |= {label} if saved else set()
-        if key in half and len(labels) == 1:
-            raise MalformedInput(f"duplicate key `{key}` in `{source}`, under different names", hint="save it again")
-        if key in half or len(labels - {""}) > 1:
-            found = listing(sorted(labels - {""}))
-            raise UnsupportedInput(f"`{source}` holds several adapters: {found}", hint="save with all but one deleted")
-        half[key] = tensor
-    return base, adapter
 
 
 def saved_name(name: str) -> tuple[str, str]:
@@ -491,6 +447,25 @@ def saved_name(name: str) -> tuple[str, str]:
 
 def _base_name(name: str) -> str:
     return ".".join(part for part in name.removeprefix(PREFIX).split(".") if part not in PARTS_OF_BASE)
+
+
+def _require(path: Path, config: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> None:
+    if not config:
+        raise MalformedInput(
+            f"`{path.name}` holds LoRA tensors and no `peft_config`, so their scale is unknown",
+            hint="put the run's `adapter_config.json` next to it; of Composer, give one saved with its `integrations`",
+        )
+    if (kind := config.get("peft_type")) != "LORA":
+        raise UnsupportedInput(f"the adapter in `{path.name}` has `peft_type` {kind!r}, not 'LORA'", hint=FORMULA)
+    if not any(".lora_" in name for name in tensors):
+        raise MalformedInput(
+            f"`{path.name}` is a PEFT run, but holds no LoRA tensors", hint="it is incomplete; give another checkpoint"
+        )
+    if foreign := [name for name in tensors if not name.startswith(PREFIX)]:
+        raise MalformedInput(
+            f"`{path.name}` is a PEFT run, but {len(foreign)} tensors are not of its PeftModel: {listing(foreign)}",
+            hint="two models are mixed in one file; save the PEFT model alone",
+        )
 
 
 def _require_complete(run: PeftRun) -> None:

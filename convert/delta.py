@@ -9,17 +9,7 @@ from pathlib import Path
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
-from llmconv.convert.deltas import DELTA_FILE
-from llmconv.convert.deltas.arithmetic import (
-    SCRIPTS,
-    Differences,
-    WeightSum,
-    WrittenDelta,
-    open_difference,
-    plan_script_delta,
-    plus_difference,
-    require_difference,
-)
+from llmconv.convert.deltas import DELTA_FILE, arithmetic
 from llmconv.convert.deltas.exact import open_exact, plan_exact
 from llmconv.convert.deltas.low_rank import LowRankDelta, plan_low_rank
 from llmconv.convert.formats import delta_formats, detect
@@ -140,7 +130,9 @@ def apply_delta(
     return Applied(plan, kind)
 
 
-def _tuned(base: Checkpoint, path: Path, dtype: str, *, whole: bool) -> tuple[str, Checkpoint, WeightSum | None]:
+def _tuned(
+    base: Checkpoint, path: Path, dtype: str, *, whole: bool
+) -> tuple[str, Checkpoint, arithmetic.WeightSum | None]:
     """What kind of delta lies at `path`, the model that it makes, and its checksum; `whole` reads all of the base."""
     if (path / DELTA_FILE).is_file():
         delta = open_exact(path)
@@ -152,8 +144,8 @@ def _tuned(base: Checkpoint, path: Path, dtype: str, *, whole: bool) -> tuple[st
     for name, delta_format in delta_formats().items():
         if delta_format.detect(path):
             return name, delta_format.apply(base, path, dtype), None
-    require_difference(path)
-    return "difference", *plus_difference(base, open_difference(path), dtype)
+    arithmetic.require_difference(path)
+    return "difference", *arithmetic.plus_difference(base, arithmetic.open_difference(path), dtype)
 
 
 @fetches
@@ -197,7 +189,16 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
     require_shard_size(max_shard_size)
     _check_kind(rank, to, shards, dtype)
     below, above = settled(open_model(base)), settled(open_model(tuned))
-    kind, made = _planned(below, above, rank, dtype, to, shards, max_shard_size)
+    made: Plan | LowRankDelta | arithmetic.WrittenDelta
+    if to:
+        kind, save = to, None if to in arithmetic.SCRIPTS else delta_formats()[to].save
+        script = arithmetic.plan_script_delta
+        made = save(below, above, shards) if save else script(below, above, to, max_shard_size)
+    elif rank is not None:
+        kind, made = "low-rank", plan_low_rank(below, above, rank, dtype)
+    else:
+        exact = with_cast(above, dtype) if dtype != "keep" else above
+        kind, made = "exact", plan_exact(below, exact, max_shard_size)
     plan = made if isinstance(made, Plan) else made.plan
     warnings = [*below.warnings, *above.warnings, *plan.warnings]
     if not any(name in below and below[name].shape == tensor.shape for name, tensor in above.items()):
@@ -209,7 +210,7 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
     place = output_place(output)
     check_output(plan, place, overwrite, [below.path, above.path], resume=resume)
     whole = made.whole if isinstance(made, LowRankDelta) else ()
-    elements = made.differences.elements if isinstance(made, WrittenDelta) else 0
+    elements = made.differences.elements if isinstance(made, arithmetic.WrittenDelta) else 0
     if dry_run:
         return Extracted(plan, kind, whole=whole, elements=elements)
     options = {"tuned": above.path.absolute().name, "rank": rank, "dtype": None if dtype == "keep" else dtype, "to": to}
@@ -220,10 +221,12 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
     result = Extracted(replace(plan, found=manifest.found), kind, size, whole=whole, elements=elements)
     if isinstance(made, LowRankDelta) and not manifest.found:
         return replace(result, captured=made.captured(), captured_overall=made.captured_overall())
-    return _counted(result, made.differences) if isinstance(made, WrittenDelta) and not manifest.found else result
+    if isinstance(made, arithmetic.WrittenDelta) and not manifest.found:
+        return _counted(result, made.differences)
+    return result
 
 
-def _counted(result: Extracted, differences: Differences) -> Extracted:
+def _counted(result: Extracted, differences: arithmetic.Differences) -> Extracted:
     """With what the other tool does not restore, and a warning about it."""
     inexact, elements = differences.inexact(), result.elements
     named = differences.inexact_tensors() if inexact else {}
@@ -240,27 +243,8 @@ def _counted(result: Extracted, differences: Differences) -> Extracted:
     return replace(result, inexact=inexact, inexact_tensors=named)
 
 
-def _planned(
-    base: Checkpoint,
-    tuned: Checkpoint,
-    rank: int | None,
-    dtype: str,
-    to: str | None,
-    shards: int | None,
-    max_shard_size: str | int,
-) -> tuple[str, Plan | LowRankDelta | WrittenDelta]:
-    """The kind of a delta, and its files with what is measured while they are written."""
-    if to in SCRIPTS:
-        return to, plan_script_delta(base, tuned, to, max_shard_size)
-    if to and (save := delta_formats()[to].save):
-        return to, save(base, tuned, shards)
-    if rank is not None:
-        return "low-rank", plan_low_rank(base, tuned, rank, dtype)
-    return "exact", plan_exact(base, with_cast(tuned, dtype) if dtype != "keep" else tuned, max_shard_size)
-
-
 def writable_deltas() -> list[str]:
-    return sorted([*SCRIPTS, *(name for name, found in delta_formats().items() if found.save)])
+    return sorted([*arithmetic.SCRIPTS, *(name for name, found in delta_formats().items() if found.save)])
 
 
 def _check_kind(rank: int | None, to: str | None, shards: int | None, dtype: str) -> None:
@@ -275,7 +259,7 @@ def _check_kind(rank: int | None, to: str | None, shards: int | None, dtype: str
         raise UsageProblem(
             f"`--dtype {dtype}` with `--to {to}`: the format has its own element type", hint="leave it out"
         )
-    if shards is not None and (to is None or to in SCRIPTS):
+    if shards is not None and (to is None or to in arithmetic.SCRIPTS):
         raise UsageProblem("only a delta with model-parallel parts has `--shards`", hint="give `--to accessory`")
     if shards is not None and not 1 <= shards <= SHARD_LIMIT:
         raise UsageProblem(f"{shards} shards are not possible", hint=f"`--shards` is 1 to {SHARD_LIMIT}")

@@ -516,7 +516,16 @@ class VerdictSummary:
             return [f"unreadable: {self.problem}"]
         stale = [f"{', '.join(self.changed)} changed since"] if self.changed else []
         stale += [f"{', '.join(self.unjudged)} not verified"] if self.unjudged else []
-        line = _line(self.recorded)
+        recorded = self.recorded
+        passed, failed, skipped = (recorded.checks[name] for name in ("passed", "failed", "skipped"))
+        count = f"{failed:,} of {passed + failed:,} checks differ" if failed else f"{passed:,} checks"
+        parts = [recorded.verdict, f"method {recorded.method}", f"suite {recorded.suite}"]
+        if recorded.only:
+            parts.append(f"{len(recorded.only):,} selected scenario{'s' * (len(recorded.only) != 1)}")
+        parts += [count, *([f"{skipped:,} skipped"] if skipped else [])]
+        line = ", ".join(
+            [*parts, *(f"{name} {recorded.versions[name]}" for name in SHOWN if name in recorded.versions)]
+        )
         return [f"out of date: {'; '.join(stale)}", f"before: {line}"] if stale else [line]
 
     def fields(self) -> dict[str, Any]:
@@ -524,20 +533,3 @@ class VerdictSummary:
             return {"unreadable": self.problem}
         stale = {"out_of_date": bool(self.changed or self.unjudged)}
         return {**self.recorded.as_dict(), **stale, "changed": list(self.changed), "unjudged": list(self.unjudged)}
-
-
-def _line(recorded: RecordedVerdict) -> str:
-    """Everything in one line, such as `pass, method whole, suite quick, 415 checks, llmconv 0.1.0`."""
-    passed, failed, skipped = (recorded.checks[name] for name in ("passed", "failed", "skipped"))
-    count = f"{failed:,} of {passed + failed:,} checks differ" if failed else f"{passed:,} checks"
-    return ", ".join(
-        [
-            recorded.verdict,
-            f"method {recorded.method}",
-            f"suite {recorded.suite}",
-            *([f"{len(recorded.only):,} selected scenario{'s' * (len(recorded.only) != 1)}"] if recorded.only else []),
-            count,
-            *([f"{skipped:,} skipped"] if skipped else []),
-            *(f"{name} {recorded.versions[name]}" for name in SHOWN if name in recorded.versions),
-        ]
-    )

@@ -133,7 +133,11 @@ def merge_lora(
         given = recipe.provenance() | ({"initial_adapters": initial} if any(initial) else {})
         made = step("merge-lora", checkpoint.path.absolute(), adapters=used, alpha=options["alpha"], **given)
         steps = [*steps_of_weights(checkpoint.path), made]
-        sources, plan = _sources(checkpoint, opened), merge.plan
+        plan = merge.plan
+        sources = sorted(path for path in checkpoint.path.iterdir() if path.suffix in (".safetensors", ".json"))
+        sources += [checkpoint.path / name for name in checkpoint.side_files if name.endswith(".py")]
+        every = [item for adapter in opened for item in (adapter, adapter.initial) if item]
+        sources += [path for adapter in every for path in (*adapter.weights, adapter.settings)]
         asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
         done = write_checkpoint(plan, place, steps=steps, sources=sources, **asked)
         merge = replace(merge, plan=done_by(work, merge.plan, done.found))
@@ -153,22 +157,17 @@ def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
         )
     with reading_safely(base):
         path = local_path(base, in_parts=True)
-        _refuse_training(path, base, adapters)
+        found = recognized(path)[1] if path.exists() and not is_model_folder(path) else None
+        if found and found.name not in PLAIN:
+            given, name = shlex.join(map(str, adapters)), shlex.quote(str(base))
+            raise InputRefused(
+                f"the base `{base}` is a training checkpoint ({found.name}), not a Hugging Face model folder",
+                hint=f"`llmconv to-hf {name} -o HF_BASE`, then `llmconv merge-lora HF_BASE {given} -o OUT`",
+            )
         checkpoint = open_checkpoint(path)
         require_model_type(checkpoint.config, base)
         refuse_unmerged(checkpoint.tensors, checkpoint.config, checkpoint.path.name)
         return with_copied_code(checkpoint)
-
-
-def _refuse_training(path: Path, base: str | Path, adapters: Sequence[str | Path]) -> None:
-    """Refuses a training checkpoint as the base, with the commands that convert and merge it."""
-    if not path.exists() or is_model_folder(path) or not (found := recognized(path)[1]) or found.name in PLAIN:
-        return
-    given = shlex.join(map(str, adapters))
-    raise InputRefused(
-        f"the base `{base}` is a training checkpoint ({found.name}), not a Hugging Face model folder",
-        hint=f"`llmconv to-hf {shlex.quote(str(base))} -o HF_BASE`, then `llmconv merge-lora HF_BASE {given} -o OUT`",
-    )
 
 
 def _require_possible(options: MergeOptions, output: Place, *, check: bool, dry_run: bool) -> None:
@@ -205,13 +204,6 @@ def _again(base: Checkpoint, used: Sequence[Mapping[str, str]], recipe: Recipe) 
 def _identity(adapter: Adapter) -> dict[str, str]:
     settings = [adapter.settings] if adapter.settings not in adapter.weights else []
     return {"name": adapter.name, "sha256": sha256_of(adapter.weights), "config_sha256": sha256_of(settings)}
-
-
-def _sources(checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> list[Path]:
-    files = sorted(path for path in checkpoint.path.iterdir() if path.suffix in (".safetensors", ".json"))
-    files += [checkpoint.path / name for name in checkpoint.side_files if name.endswith(".py")]
-    every = [item for adapter in adapters for item in (adapter, adapter.initial) if item]
-    return files + [path for adapter in every for path in (*adapter.weights, adapter.settings)]
 
 
 def plan_merge(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe) -> Merge:

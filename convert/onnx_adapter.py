@@ -77,15 +77,12 @@ def onnx_adapter(
 
     modules, content = adapter_file(base, adapter, alpha)
     if not dry_run:
-        _write(path, content)
+        try:
+            with parents_made(path), Folder.open(path.parent) as place:
+                place.write(path.name, content)
+        except OSError as error:
+            raise OutputFailed(
+                f"`{path}` cannot be written: {error.strerror or error}",
+                hint="check the folder and the free disk space",
+            ) from error
     return AdapterFile(path, modules, len(content))
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        with parents_made(path), Folder.open(path.parent) as place:
-            place.write(path.name, content)
-    except OSError as error:
-        raise OutputFailed(
-            f"`{path}` cannot be written: {error.strerror or error}", hint="check the folder and the free disk space"
-        ) from error

@@ -103,8 +103,9 @@ def recognized(path: Path) -> tuple[Path, Format | None]:
         return inside, None
     found = detect(inside)
     is_other = found or is_model_folder(inside) or (inside / ADAPTER_CONFIG).is_file()
-    if not is_other and (file := only_checkpoint_file(inside)):
-        return file, detect(file)
+    files = checkpoint_files(inside) if inside.is_dir() and not is_other else []
+    if len({file.resolve() for file in files}) == 1:  # links to it count as one
+        return files[0], detect(files[0])
     return inside, found
 
 
@@ -175,12 +176,6 @@ def checkpoint_files(folder: Path) -> list[Path]:
     torch = {entry for entry in found if entry.suffix in SUFFIXES and is_torch_file(entry)}
     packed = {entry for entry in found if PACKED.search(entry.name)}
     return sorted(torch | packed | {*weight_files(folder)})
-
-
-def only_checkpoint_file(path: Path) -> Path | None:
-    """The one checkpoint file of a folder (links to it count as one); None where there is none or several."""
-    files = checkpoint_files(path) if path.is_dir() else []
-    return files[0] if len({file.resolve() for file in files}) == 1 else None
 
 
 OF_DEEPSPEED = "_optim_states.pt"  # suffix of DeepSpeed's optimizer files

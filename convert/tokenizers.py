@@ -36,23 +36,15 @@ SPLIT_LIMIT = 200_000_000
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """The content of a `tokenizer.model`.
+    """The content of a `tokenizer.model`."""
 
-    Attributes:
-        pieces: (text, score, type) by id.
-        is_bpe: pieces are joined by merges (otherwise it is a unigram model).
-        byte_fallback: unknown characters become bytes.
-        bos, eos, unk: ids; -1 if there is none.
-        charsmap: precompiled normalization; empty for `identity`.
-    """
-
-    pieces: tuple[tuple[str, float, int], ...]
-    is_bpe: bool
-    byte_fallback: bool
-    bos: int
+    pieces: tuple[tuple[str, float, int], ...]  # (text, score, type) by id
+    is_bpe: bool  # pieces are joined by merges (otherwise it is a unigram model)
+    byte_fallback: bool  # unknown characters become bytes
+    bos: int  # ids; -1 if there is none
     eos: int
     unk: int
-    charsmap: bytes
+    charsmap: bytes  # precompiled normalization; empty for `identity`
     add_dummy_prefix: bool
     remove_extra_whitespaces: bool
 

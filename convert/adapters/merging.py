@@ -15,16 +15,8 @@ from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.combining import Recipe, TaskVectors
 from llmconv.convert.adapters.edits import Edits, base_in_memory
 from llmconv.convert.adapters.tensor_names import AS_STORED
+from llmconv.convert.models import head_and_dtype
 from llmconv.convert.models.config_file import architecture, json_object
-from llmconv.convert.models.head_and_dtype import (
-    TIE,
-    find_embedding,
-    find_head,
-    is_tied,
-    set_everywhere,
-    stored_types,
-    with_dtype,
-)
 from llmconv.convert.models.transformers_source import auto_classes
 from llmconv.convert.tokenizers import added_tokens, known_tokens, read_tokenizer, special_tokens
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, listing
@@ -52,8 +44,8 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
         )
     memory = base_in_memory(base, with_tied_head(base), adapters)
     stored, base = base, replicated(replace(base, tensors=memory.tensors) if memory else base, adapters)
-    embedding = find_embedding(base)
-    head = find_head(base, embedding)
+    embedding = head_and_dtype.find_embedding(base)
+    head = head_and_dtype.find_head(base, embedding)
     edits = Edits(dict(with_tied_head(base)), base.config, naming=memory.naming if memory else AS_STORED)
     if embedding and head not in base and head in edits.tensors:
         edits.tied = (embedding, head)
@@ -61,7 +53,7 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
     for number in vectors.order:
         edits.place(adapters[number], recipe.weights[number])
     # copies trained rows of the embedding to a tied head, in place (PEFT `TrainableTokensWrapper`, `tied_adapter`)
-    tied = edits.tied or (head in edits.tensors and edits.config.get(TIE) is True)
+    tied = edits.tied or (head in edits.tensors and edits.config.get(head_and_dtype.TIE) is True)
     if embedding in edits.tokens and tied and head not in edits.tokens:
         edits.tokens[head] = edits.tokens[embedding]
     config = deepcopy(base.config)
@@ -70,7 +62,7 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
     resized = fit_vocabulary(edits, embedding, head, config)
     untie(edits, embedding, head, config)
     follow_task(edits, adapters, head, config)
-    types = stored_types(edits.tensors, config, recipe.dtype) if recipe.dtype != "keep" else {}
+    types = head_and_dtype.stored_types(edits.tensors, config, recipe.dtype) if recipe.dtype != "keep" else {}
     tensors: dict[str, LazyTensor] = {}
     for name, own in edits.tensors.items():
         target = types.get(name, own.dtype) if own.dtype.name in ("float64", *FLOATS) else own.dtype
@@ -78,7 +70,7 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
         merged_one = vectors.combined(name, edits.current(name), target) if combined else edits.result(name, target)
         tensors[name] = merged_one
     if recipe.dtype != "keep":
-        config = with_dtype(config, tensors)
+        config = head_and_dtype.with_dtype(config, tensors)
     if memory:
         tensors, edits = memory.restored(tensors, edits)
     side_files, notes = side_files_of(stored, adapters, recipe.tokenizer, config, resized=resized)
@@ -88,9 +80,9 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
 
 def with_tied_head(base: Checkpoint) -> dict[str, LazyTensor]:
     """The tensors of a model, with a tied head that only the embedding stands for."""
-    embedding = find_embedding(base)
-    head = find_head(base, embedding)
-    tied = embedding and head not in base and is_tied(base.config)
+    embedding = head_and_dtype.find_embedding(base)
+    head = head_and_dtype.find_head(base, embedding)
+    tied = embedding and head not in base and head_and_dtype.is_tied(base.config)
     return {**base.tensors, head: base[embedding]} if embedding and tied else dict(base.tensors)
 
 
@@ -188,8 +180,8 @@ def untie(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]
     """Gives a head that is no longer the embedding its own tensor and changes `config`; else removes it, in place."""
     if edits.tied and edits.same(head, embedding):
         del edits.tensors[head]
-    elif head in edits.tensors and (edits.touches(head) or edits.touches(embedding)) and is_tied(config):
-        set_everywhere(config, TIE, False)
+    elif head in edits.tensors and (edits.touches(head) or edits.touches(embedding)) and head_and_dtype.is_tied(config):
+        head_and_dtype.set_everywhere(config, head_and_dtype.TIE, False)
 
 
 TASKS = {  # PEFT's `task_type` to the table of transformers' classes, and the ending of their names

@@ -138,19 +138,15 @@ def rotary_sum(config: Mapping[str, Any]) -> float:
 EXACT = "without `--to` the delta is exact"
 
 
-@dataclass(frozen=True)
-class Arithmetic:
-    """How a tool subtracts and adds in float32: the type of both `operands`, and of difference and sum (`stored`)."""
+@dataclass
+class Differences:
+    """Makes differences, and compares base + difference with the tuned model as they are read; `elements`: of all.
+
+    A tool subtracts and adds in float32: `operands` is the type of both sides, `stored` that of difference and sum.
+    """
 
     operands: DType
     stored: DType
-
-
-@dataclass
-class Differences:
-    """Makes differences, and compares base + difference with the tuned model as they are read; `elements`: of all."""
-
-    arithmetic: Arithmetic
     elements: int = 0
     _made: dict[int, tuple[LazyTensor, LazyTensor]] = field(default_factory=dict)
     _counts: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
@@ -174,7 +170,7 @@ class Differences:
                 raise UnsupportedInput(
                     f"unsupported dtype {side.dtype.name} of `{name}`", hint=f"only floats are subtracted; {EXACT}"
                 )
-        stored, number = self.arithmetic.stored, len(self._made)
+        stored, number = self.stored, len(self._made)
 
         def load(start: int, stop: int) -> Array:
             rows = tuned.rows(start, stop)
@@ -197,7 +193,7 @@ class Differences:
 
     def _operand(self, rows: Array, name: str) -> Array:
         """Rows in float32, rounded as the tool loads them."""
-        return widen(_rounded(widen(rows), self.arithmetic.operands, name))
+        return widen(_rounded(widen(rows), self.operands, name))
 
     def inexact(self) -> int | None:
         """How many elements the sum does not restore to the bit; None if not all were read, as in a resumed run."""
@@ -326,21 +322,18 @@ def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Ch
         set_everywhere(config, "tie_word_embeddings", False)
     checksum = checksum_of(delta.path, config, mean_rows=by_mean)
     tensors = all_rounded(checksum.watched(sums) if checksum else sums, kept, dtype)
-    files = _files(base.side_files, delta.side_files)
+    # the delta's files, and the base's unless they are of a tokenizer that the delta has, too
+    has_tokenizer = bool(delta.side_files.keys() & VOCABULARIES)
+    files = {
+        name: content
+        for name, content in base.side_files.items()
+        if name == GENERATION or name.endswith(".py") or not has_tokenizer
+    }
+    files |= delta.side_files
     tuned = replace(
         base, tensors=tensors, config=with_dtype(config, tensors), side_files=files, warnings=tuple(warnings)
     )
     return tuned, checksum
-
-
-def _files(base: Mapping[str, bytes], delta: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The delta's files, and the base's unless they are of a tokenizer that the delta has, too."""
-    kept = {
-        name: content
-        for name, content in base.items()
-        if name == GENERATION or name.endswith(".py") or not delta.keys() & VOCABULARIES
-    }
-    return {**kept, **delta}
 
 
 NamedTensors = Mapping[str, LazyTensor]
@@ -430,7 +423,8 @@ class Script:
     """How one of the two scripts computes."""
 
     title: str
-    arithmetic: Arithmetic
+    operands: DType  # as in `Differences`
+    stored: DType
     mean_rows: bool  # a new token of the base is the mean of the others, else zeros
     own_config: bool  # the tuned model gets the config of the delta, else of the base
 
@@ -444,8 +438,8 @@ class WrittenDelta:
 
 
 SCRIPTS = {
-    "fastchat": Script("FastChat", Arithmetic(FLOAT16, FLOAT16), mean_rows=False, own_config=False),
-    "alpaca": Script("Stanford Alpaca", Arithmetic(FLOAT32, FLOAT32), mean_rows=True, own_config=True),
+    "fastchat": Script("FastChat", FLOAT16, FLOAT16, mean_rows=False, own_config=False),
+    "alpaca": Script("Stanford Alpaca", FLOAT32, FLOAT32, mean_rows=True, own_config=True),
 }
 
 
@@ -465,7 +459,7 @@ def plan_script_delta(base: Checkpoint, tuned: Checkpoint, to: str, max_shard_si
         raise UnsupportedInput(
             f"the tuned model has {change} tokens, and {script.title}'s script adds one, `[PAD]`, or none", hint=WITHOUT
         )
-    differences = Differences(script.arithmetic)
+    differences = Differences(script.operands, script.stored)
     if script.mean_rows:
         below = {n: with_mean_rows(t, above[n].num_rows) if n in grown else t for n, t in below.items()}
     tensors = {name: differences.of(name, below[name], above[name]) for name in above}

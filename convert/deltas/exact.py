@@ -292,13 +292,13 @@ def frame_pieces(predicted: Mapping[str, PredictedTensor], tensors: Mapping[str,
     blocks = prefetch(partial(_packed, predicted[name], start, stop) for name, start, stop in spans)
     for name, _, _ in spans:
         yield partial(lambda name, crcs: entries[name].add(*next(blocks)), name)
-    yield lambda crcs: _index(entries)
 
+    def index(_: object) -> bytes:
+        text = json.dumps({"tensors": {name: entry.content() for name, entry in entries.items()}}).encode()
+        frame = text + END.pack(len(text), TAIL)
+        return struct.pack("<II", MAGIC, len(frame)) + frame
 
-def _index(entries: Mapping[str, _Entry]) -> bytes:
-    text = json.dumps({"tensors": {name: entry.content() for name, entry in entries.items()}}).encode()
-    frame = text + END.pack(len(text), TAIL)
-    return struct.pack("<II", MAGIC, len(frame)) + frame
+    yield index
 
 
 class _Entry:

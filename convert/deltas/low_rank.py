@@ -291,9 +291,14 @@ def plan_low_rank(base: Checkpoint, tuned: Checkpoint, rank: int, dtype: str) ->
         "use_rslora": False,
     }
     adapter = replace(tuned, tensors=tensors, config=config)
-    warnings = tuple(_warnings(base, tuned, below, above, whole))
+    names = sorted({*base.config, *tuned.config} - {*TRACES})
+    odd = [name for name in names if base.config.get(name) != tuned.config.get(name)]
+    warnings = [f"an adapter does not contain other changes of the config: {listing(odd)}"] if odd else []
+    if grown := next((name for name in whole if below[name].shape != above[name].shape), None):
+        rows = above[grown].num_rows
+        warnings.append(f"the vocabulary changed: PEFT needs `resize_token_embeddings({rows})` on the base first")
     plan = plan_checkpoint(replace(tuned, tensors={}, adapter=adapter))
-    return LowRankDelta(replace(plan, warnings=warnings), tuple(products), tuple(whole), factors)
+    return LowRankDelta(replace(plan, warnings=tuple(warnings)), tuple(products), tuple(whole), factors)
 
 
 def _effective(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
@@ -391,18 +396,6 @@ def _pair(
         f"{module}.lora_A.weight": LazyTensor(BY_NAME["float32"], (rank, wide), a),
         f"{module}.lora_B.weight": LazyTensor(BY_NAME["float32"], (high, rank), b),
     }
-
-
-def _warnings(
-    base: Checkpoint, tuned: Checkpoint, below: NamedTensors, above: NamedTensors, whole: list[str]
-) -> list[str]:
-    names = sorted({*base.config, *tuned.config} - {*TRACES})
-    odd = [name for name in names if base.config.get(name) != tuned.config.get(name)]
-    warnings = [f"an adapter does not contain other changes of the config: {listing(odd)}"] if odd else []
-    if grown := next((name for name in whole if below[name].shape != above[name].shape), None):
-        rows = above[grown].num_rows
-        warnings.append(f"the vocabulary changed: PEFT needs `resize_token_embeddings({rows})` on the base first")
-    return warnings
 
 
 KEPT = 8  # number of products in memory: as many as the writer may need out of order

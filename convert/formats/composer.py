@@ -29,14 +29,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from llmconv.checkpoint import SIDE_FILES, Checkpoint, read_json
-from llmconv.convert.assembly import (
-    OPTIONS,
-    differences,
-    find_adapter,
-    generation_settings,
-    with_adapter,
-    without_adapter,
-)
+from llmconv.convert import assembly
 from llmconv.convert.formats import Format
 from llmconv.convert.models.completeness import as_loaded, select
 from llmconv.convert.models.config_file import OPTION, causal_lm_config, own_fields
@@ -71,14 +64,14 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
             hint="it was saved without the model; give another checkpoint of the run",
         )
     warnings: list[str] = []
-    given = {name: value for name, value in config.items() if name not in OPTIONS}
+    given = {name: value for name, value in config.items() if name not in assembly.OPTIONS}
     own = own_fields(_embedded(run, path.name), given, path.name) is not None
     tensors = select(model, run.tensor, path.name, warnings, prefix="model.", buffers=own)
     open_model = partial(_open_model, path, run, given, tokenizer, warnings)
     stored = branch(run.branch("state", "integrations", "huggingface", "model"), "peft_config", "content")
-    if adapted := find_adapter(plain(stored, path.name), tensors, path):
-        return with_adapter(adapted, config, open_model)
-    without_adapter(config, path.name)
+    if adapted := assembly.find_adapter(plain(stored, path.name), tensors, path):
+        return assembly.with_adapter(adapted, config, open_model)
+    assembly.without_adapter(config, path.name)
     return open_model(tensors)
 
 
@@ -95,7 +88,7 @@ def _open_model(
     settings: dict[str, Any] = {}
     if tensors:
         embedded = _embedded(run, path.name)
-        warnings += differences(embedded, base.config) if embedded and base else []
+        warnings += assembly.differences(embedded, base.config) if embedded and base else []
         stored = embedded or (base.config if base else {})
         settings = causal_lm_config(stored, given, path.name, warnings)
         if AUTO_MAP not in settings:
@@ -111,7 +104,7 @@ def _open_model(
         if not side_files and not base:
             warnings.append(f"`{path.name}` contains no tokenizer; give one with `--tokenizer` if you need it")
         side_files = side_files or dict(base.side_files if base else {})
-    side_files = {**generation_settings(base), **side_files}
+    side_files = {**assembly.generation_settings(base), **side_files}
     info = (version(run), run.shards, dropped(run))
     return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), *info)
 
@@ -135,7 +128,7 @@ FORMAT = Format(
         "`.zst`, `.tar`, …), through a `.symlink` pointer or in a folder; LoRA runs, merged or kept apart; MPT as far "
         "as transformers' own computes the same"
     ),
-    options=(*OPTIONS, OPTION),
+    options=(*assembly.OPTIONS, OPTION),
     peek=lambda path: select((run := open_run(path)).branch("state", "model"), run.tensor, path.name, [], "model."),
 )
 

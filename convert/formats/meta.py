@@ -20,15 +20,9 @@ from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert import algebra, tokenizers
 from llmconv.convert.fields import Fields
 from llmconv.convert.formats import Format
+from llmconv.convert.models import model_config
 from llmconv.convert.models.config_file import json_object, plain_fields
 from llmconv.convert.models.head_and_dtype import with_head
-from llmconv.convert.models.model_config import (
-    LlamaLikeConfig,
-    read_decoder,
-    refuse_fields,
-    refuse_other_values,
-    refuse_shards,
-)
 from llmconv.convert.state_dicts.files import training_files_in
 from llmconv.errors import MalformedInput, listing
 from llmconv.files.pickle_reader import TensorRef
@@ -154,9 +148,9 @@ MULTIPLES = (4096, 1024, 256, 64, 16, 1)
 DIGITS = 17
 
 
-def params_of(decoder: LlamaLikeConfig, shards: int) -> dict[str, Any]:
+def params_of(decoder: model_config.LlamaLikeConfig, shards: int) -> dict[str, Any]:
     """The fields of `params.json` that this generation has (else UnsupportedInput); Meta counts copies of heads."""
-    refuse_fields(decoder, SUPPORTED, CODE)
+    model_config.refuse_fields(decoder, SUPPORTED, CODE)
     params: dict[str, Any] = {
         "dim": decoder.hidden,
         "n_layers": decoder.layers,
@@ -170,16 +164,16 @@ def params_of(decoder: LlamaLikeConfig, shards: int) -> dict[str, Any]:
     }
     back = config_of(params, decoder)
     own = {"head_dim": decoder.head_dim, "rope_scaling": dict(decoder.scaling) or None}
-    refuse_other_values(decoder, own, back, CODE)
+    model_config.refuse_other_values(decoder, own, back, CODE)
     return params
 
 
-def config_of(params: Mapping[str, Any], decoder: LlamaLikeConfig) -> dict[str, Any]:
+def config_of(params: Mapping[str, Any], decoder: model_config.LlamaLikeConfig) -> dict[str, Any]:
     """The `config.json` that `to-hf` makes of `params.json`."""
     return to_config(params, decoder.vocabulary, decoder.intermediate, decoder.kv_heads, decoder.source)
 
 
-def _scaling(decoder: LlamaLikeConfig) -> dict[str, Any]:
+def _scaling(decoder: model_config.LlamaLikeConfig) -> dict[str, Any]:
     """Llama 3.1's rope scaling, without factors that are the defaults of Meta's code (8 and 4)."""
     if decoder.scaling.get("rope_type") != "llama3":
         return {}
@@ -450,7 +444,7 @@ def _settings(tokens: dict[str, str]) -> dict[str, Any]:
 
 def save(checkpoint: Checkpoint, shards: int) -> Plan:
     """The files of a Meta checkpoint; see `Format.save`."""
-    decoder = read_decoder(checkpoint)
+    decoder = model_config.read_decoder(checkpoint)
     params = params_of(decoder, shards)
     tokenizer = _tokenizer(checkpoint, decoder)
     embedding_by_rows = tokenizers.is_tiktoken(tokenizer) if tokenizer else decoder.theta == 5e5
@@ -461,7 +455,7 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
         "num_attention_heads": decoder.heads,
         "vocab_size": decoder.vocabulary,
     }
-    refuse_shards(decoder.source, shards, sizes, {"num_key_value_heads": decoder.kv_heads})
+    model_config.refuse_shards(decoder.source, shards, sizes, {"num_key_value_heads": decoder.kv_heads})
     ranks: list[dict[str, LazyTensor]] = [{} for _ in range(shards)]
     # A Llama in Meta's names and row order, with a tied head; MalformedInput for wrong keys or shapes
     tensors = with_head(checkpoint, "model.embed_tokens.weight", tied=False)
@@ -485,7 +479,7 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
 
 
 def _parts(
-    name: str, tensor: LazyTensor, decoder: LlamaLikeConfig, shards: int, *, embedding_by_rows: bool
+    name: str, tensor: LazyTensor, decoder: model_config.LlamaLikeConfig, shards: int, *, embedding_by_rows: bool
 ) -> Sequence[LazyTensor]:
     if (dim := split_dim(name)) is None:
         return [tensor] * shards
@@ -499,7 +493,7 @@ def _parts(
     return algebra.split(tensor, dim, shards)
 
 
-def _tokenizer(checkpoint: Checkpoint, decoder: LlamaLikeConfig) -> bytes | None:
+def _tokenizer(checkpoint: Checkpoint, decoder: model_config.LlamaLikeConfig) -> bytes | None:
     """`tokenizer.model`, unchanged if there is one; Llama 3's can be made from `tokenizer.json`."""
     files = checkpoint.side_files
     if TOKENIZER in files or "tokenizer.json" not in files:

@@ -20,53 +20,41 @@ from llmconv.convert.formats.paddle.read import names_paddle
 from llmconv.convert.models.completeness import WRAPPERS
 from llmconv.convert.models.config_file import OPTION
 from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS, model_names
-from llmconv.convert.state_dicts.files import (
-    ADAPTER_NAMES,
-    SUFFIX,
-    StateFile,
-    has_hugging_face_names,
-    header_of,
-    is_model_folder,
-    is_safetensors_shard,
-    one_checkpoint,
-    open_safetensors_state,
-    peek_safetensors_state,
-    training_files_in,
-)
+from llmconv.convert.state_dicts import files as state_files
 from llmconv.errors import InputRefused
 
 
 def _detect(path: Path) -> bool:
     if path.is_dir():
-        if (path / DELTA_FILE).is_file() or not one_checkpoint(path):
+        if (path / DELTA_FILE).is_file() or not state_files.one_checkpoint(path):
             return False
-    elif path.suffix != SUFFIX:
+    elif path.suffix != state_files.SUFFIX:
         return False
-    found = None if names_paddle(path) else peek_safetensors_state(path)
+    found = None if names_paddle(path) else state_files.peek_safetensors_state(path)
     if found is None or not _in_hugging_face_names(found):
         return False
-    return not (path.is_dir() and is_model_folder(path)) or all(map(WRAPPERS.match, found.state))
+    return not (path.is_dir() and state_files.is_model_folder(path)) or all(map(WRAPPERS.match, found.state))
 
 
-def _in_hugging_face_names(found: StateFile) -> bool:
+def _in_hugging_face_names(found: state_files.StateFile) -> bool:
     """Whether the names are those of a transformers model, possibly with the embedding only under the head's name."""
-    files = [found.path] if found.path.is_file() else one_checkpoint(found.path)
-    if any(header_of(file).metadata.get("format") == "ms" for file in files[:1]):
+    files = [found.path] if found.path.is_file() else state_files.one_checkpoint(found.path)
+    if any(state_files.header_of(file).metadata.get("format") == "ms" for file in files[:1]):
         return False
-    if owner(found) is None and has_hugging_face_names(found):
+    if owner(found) is None and state_files.has_hugging_face_names(found):
         return True
-    if all(ADAPTER_NAMES.search(name) for name in found.state):
+    if all(state_files.ADAPTER_NAMES.search(name) for name in found.state):
         return False
     layers = any(".layers." in name or ".h." in name for name in found.state)
     return (layers and any(name.endswith(HEADS) for name in found.state)) or (
-        layers and is_safetensors_shard(found.path)
+        layers and state_files.is_safetensors_shard(found.path)
     )
 
 
-def _read(path: Path, config: Mapping[str, Any]) -> StateFile:
-    if path.is_file() and is_safetensors_shard(path):
+def _read(path: Path, config: Mapping[str, Any]) -> state_files.StateFile:
+    if path.is_file() and state_files.is_safetensors_shard(path):
         raise InputRefused(f"`{path.name}` is one shard of several", hint=f"give their folder: `{path.parent}`")
-    found = open_safetensors_state(path)
+    found = state_files.open_safetensors_state(path)
     # the embedding of a tied model may be saved only under the name of its head
     fields = {**stored_config(path), **config}
     names = model_names(str(fields.get("model_type")))
@@ -79,13 +67,13 @@ def _read(path: Path, config: Mapping[str, Any]) -> StateFile:
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
-    if path.is_file() and not config and tokenizer is None and is_model_folder(path.parent):
+    if path.is_file() and not config and tokenizer is None and state_files.is_model_folder(path.parent):
         raise InputRefused(
             f"`{path.name}` belongs to the Hugging Face folder `{path.parent}`",
             hint=f"give the folder: `{path.parent}`",
         )
     opened = assembled_run(_read(path, config), FORMAT.name, config, tokenizer)
-    return replace(opened, dropped=(*training_files_in(path), *opened.dropped))
+    return replace(opened, dropped=(*state_files.training_files_in(path), *opened.dropped))
 
 
 FORMAT = Format(
@@ -97,5 +85,5 @@ FORMAT = Format(
     "weights; shards with or without an index; shared tensors that are stored once; LoRA runs saved with their base, "
     "merged or kept apart; `--drop` leaves out what is not part of the model",
     options=("drop", *OPTIONS, OPTION),
-    peek=lambda path: open_safetensors_state(path).tensors(),
+    peek=lambda path: state_files.open_safetensors_state(path).tensors(),
 )

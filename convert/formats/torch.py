@@ -11,42 +11,35 @@ from pathlib import Path
 from llmconv.convert.assembly import OPTIONS, assembled_run
 from llmconv.convert.formats import Format, owner
 from llmconv.convert.models.config_file import OPTION
-from llmconv.convert.state_dicts.files import (
-    StateFile,
-    has_hugging_face_names,
-    is_bin_folder,
-    is_shard,
-    model_files,
-    open_bin_folder,
-    peek_state,
-    require_state,
-)
+from llmconv.convert.state_dicts import files as state_files
 from llmconv.errors import InputRefused
 from llmconv.files.torch_reader import is_torch_file
 
 
 def _detect(path: Path) -> bool:
     if path.is_dir():
-        return is_bin_folder(path) and not any(_of_others(file) for file in model_files(path)[:1])
-    found = peek_state(path) if path.is_file() else None
-    is_own = found is not None and owner(found) is None and has_hugging_face_names(found)
-    return is_own or (is_shard(path) and is_torch_file(path) and not _of_others(path))
+        return state_files.is_bin_folder(path) and not any(
+            _of_others(file) for file in state_files.model_files(path)[:1]
+        )
+    found = state_files.peek_state(path) if path.is_file() else None
+    is_own = found is not None and owner(found) is None and state_files.has_hugging_face_names(found)
+    return is_own or (state_files.is_shard(path) and is_torch_file(path) and not _of_others(path))
 
 
 def _of_others(path: Path) -> bool:
     """Whether the file belongs to another system; torchtune also names its own files as shards."""
-    found = peek_state(path)
+    found = state_files.peek_state(path)
     return found is not None and owner(found) is not None
 
 
-def _read(path: Path) -> StateFile:
+def _read(path: Path) -> state_files.StateFile:
     if path.is_dir():
-        return open_bin_folder(path)
-    if is_shard(path):
+        return state_files.open_bin_folder(path)
+    if state_files.is_shard(path):
         raise InputRefused(
             f"`{path.name}` is one shard of several", hint=f"give the folder that contains all of them: `{path.parent}`"
         )
-    return require_state(path)
+    return state_files.require_state(path)
 
 
 FORMAT = Format(

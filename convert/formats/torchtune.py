@@ -16,17 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
+from llmconv.convert.adapters import other_tools
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.other_tools import (
-    AdapterFormat,
-    as_adapter,
-    join_modules,
-    pair_up,
-    renamed,
-    reordered,
-    sizes_of,
-    unplaced,
-)
 from llmconv.convert.adapters.peft_file import WEIGHTS, read_tensors
 from llmconv.convert.algebra import fitting, fuse, permute_rows, rename, rope_order
 from llmconv.convert.assembly import contents_around, side_files_of, stored_config
@@ -115,8 +106,8 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         )
     family = FAMILIES[kind]
     stored = {WRAPPERS.sub("", name): tensor for name, tensor in found.tensors().items()}
-    renamed = rename(stored, NAMES | dict(family.names), path.name)
-    tensors = {target: stored[name] for target, name in renamed.items()}
+    homes = rename(stored, NAMES | dict(family.names), path.name)
+    tensors = {target: stored[name] for target, name in homes.items()}
     if family.rotates_neighbors:
         # size of one attention head: `head_dim`, or the hidden size divided by the number of heads
         fields = [settings.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads")]
@@ -204,19 +195,21 @@ def open_torchtune_adapter(path: Path, base: Checkpoint, alpha: float | None = N
     tensors = {WRAPPERS.sub("", name): tensor for name, tensor in read_tensors(file).items()}
     if left := [name for name in tensors if not FACTOR.fullmatch(name)]:
         known = [name.replace(".weight", ".lora_a.weight") for name in NAMES]
-        raise unplaced(left, known, file.name, "a torchtune adapter")
-    placed = renamed(pair_up(tensors, FACTOR, file.name), NAMES, file.name, "a torchtune adapter")
-    sizes = sizes_of(base)
+        raise other_tools.unplaced(left, known, file.name, "a torchtune adapter")
+    placed = other_tools.renamed(
+        other_tools.pair_up(tensors, FACTOR, file.name), NAMES, file.name, "a torchtune adapter"
+    )
+    sizes = other_tools.sizes_of(base)
     with fitting(f"the heads of `{file.name}` do not match the base's", "the adapter was trained on another model"):
         if family.rotates_neighbors:
-            placed = reordered(placed, QUERY_OR_KEY, rope_order(sizes.dim))
+            placed = other_tools.reordered(placed, QUERY_OR_KEY, rope_order(sizes.dim))
     for whole, parts in family.fused.items():
         counts = sizes.attention if len(parts) == 3 else (sizes.inner, sizes.inner)
-        placed = join_modules(placed, parts, whole, counts, file.name)
-    return as_adapter([file], settings if settings.is_file() else None, fields, placed, alpha)
+        placed = other_tools.join_modules(placed, parts, whole, counts, file.name)
+    return other_tools.as_adapter([file], settings if settings.is_file() else None, fields, placed, alpha)
 
 
-ADAPTER = AdapterFormat(
+ADAPTER = other_tools.AdapterFormat(
     "torchtune (`adapter_model.pt` or `adapter_N.pt` in its own names)",
     lambda path: bool(_adapter_files(path)),
     open_torchtune_adapter,

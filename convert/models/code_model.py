@@ -9,7 +9,7 @@ tensors get its names, those of the published `pytorch_model.bin.index.json`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,15 @@ def with_code(checkpoint: Checkpoint, code: TrustedCode, source: str) -> Checkpo
         side_files[TOKENIZER_CONFIG] = json_bytes(tokenizer)
     names = references(checkpoint.config, tokenizer)
     folder = code.folder(names)
-    _require_classes(folder, names)
+    if (missing := next((name for name in names if not holds(folder, [name])), None)) is not None:
+        repository, separated, _ = missing.rpartition(REPOSITORY)
+        where = (
+            f"another repository (`{repository[:80]}`), and nothing is downloaded" if separated else "another folder"
+        )
+        raise MalformedInput(
+            f"`auto_map` names `{missing[:80]}`, which is not in `{folder}` but in {where}",
+            hint="give a local folder with the model's Python files and `config.json` with `--code`",
+        )
     files = collect_code(folder, names)
     done = "copied, and was run to check the weights" if model_class(checkpoint.config) else "copied"
     note = f"the code in `{folder}` is {done}: {listing(list(files))}"
@@ -91,18 +99,6 @@ def unstored_buffers(model: Any) -> list[str]:
     ]
 
 
-def _require_classes(folder: Path, names: Sequence[str]) -> None:
-    """Refuses a class that is in another repository or folder, where `--code` is the way out."""
-    if (missing := next((name for name in names if not holds(folder, [name])), None)) is None:
-        return
-    repository, separated, _ = missing.rpartition(REPOSITORY)
-    place = f"another repository (`{repository[:80]}`), and nothing is downloaded" if separated else "another folder"
-    raise MalformedInput(
-        f"`auto_map` names `{missing[:80]}`, which is not in `{folder}` but in {place}",
-        hint="give a local folder with the model's Python files and `config.json` with `--code`",
-    )
-
-
 def _as_code_has_it(checkpoint: Checkpoint, folder: Path, source: str) -> Checkpoint:
     """The tensors that the code's model has; buffers of old versions that it computes are left out."""
     from llmconv.convert.models.meta_model import NotBuildable, code_model, gaps_of  # noqa: PLC0415 - torch
@@ -111,7 +107,13 @@ def _as_code_has_it(checkpoint: Checkpoint, folder: Path, source: str) -> Checkp
     try:
         with custom_code_errors(folder):
             model = code_model(*custom_classes(folder, checkpoint.config), checkpoint.config)
-            tensors = _without_prefix(checkpoint.tensors, model)
+            # without the one prefix that a trainer gave every name
+            known, tensors = model.state_dict().keys(), dict(checkpoint.tensors)
+            longest = max(known, key=len, default="")
+            prefixes = {name.removesuffix(longest) for name in tensors if name.endswith(f".{longest}")}
+            prefix = prefixes.pop() if len(prefixes) == 1 and not known & tensors.keys() else ""
+            if all(name.startswith(prefix) for name in tensors):
+                tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
             gaps = gaps_of(model, {name: tensor.shape for name, tensor in tensors.items()})
     except NotBuildable as problem:
         raise UnsupportedInput(
@@ -131,16 +133,6 @@ def _as_code_has_it(checkpoint: Checkpoint, folder: Path, source: str) -> Checkp
     return replace(
         checkpoint, tensors=tensors, dropped=(*checkpoint.dropped, *dropped), warnings=(*checkpoint.warnings, *notes)
     )
-
-
-def _without_prefix(tensors: Mapping[str, LazyTensor], model: Any) -> dict[str, LazyTensor]:
-    """The tensors without the one prefix that a trainer gave every name; unchanged if there is none."""
-    known = model.state_dict().keys()
-    longest = max(known, key=len, default="")
-    prefixes = {name.removesuffix(longest) for name in tensors if name.endswith(f".{longest}")}
-    prefix = prefixes.pop() if len(prefixes) == 1 and not known & tensors.keys() else ""
-    prefix = prefix if all(name.startswith(prefix) for name in tensors) else ""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 HEAD = "lm_head.weight"

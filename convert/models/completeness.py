@@ -9,19 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from llmconv.convert.models.blueprint import (
-    COMPUTED,
-    LAYER_COUNTS,
-    RULES,
-    blueprint,
-    check_floats,
-    check_layers,
-    check_rules,
-    check_sizes,
-    compare,
-    refuse_gaps,
-    refuse_shapes,
-)
+from llmconv.convert.models import blueprint as blueprints
 from llmconv.convert.models.config_file import architecture
 from llmconv.convert.models.transformers_source import causal_lm_classes, model_names
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
@@ -108,7 +96,7 @@ def is_buffer(name: str, value: Any) -> bool:
 
 def as_loaded(tensors: dict[str, LazyTensor], config: dict[str, Any]) -> dict[str, Any]:
     """Removes, in place, the tensors that transformers ignores; returns the config with its default for a tied head."""
-    plan = blueprint(config) if depth_is_possible(tensors, config) else None
+    plan = blueprints.blueprint(config) if depth_is_possible(tensors, config) else None
     for name in [name for name in tensors if plan and plan.ignores(name)]:
         del tensors[name]
     ties = plan.tied if plan else model_names(str(config.get("model_type"))).tied
@@ -126,26 +114,31 @@ def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
     refuse_unmerged(tensors, config, source)
     reason = "the configuration has an impossible number of layers or experts"
     if not config.get(AUTO_MAP) and not depth_is_possible(tensors, config):
-        check_layers(tensors, config, source)
+        blueprints.check_layers(tensors, config, source)
         raise MalformedInput(f"{reason}: `{source}`", hint="correct the field in its configuration, or in `--config`")
     notes: list[str] = []
     try:
         if depth_is_possible(tensors, config):
-            plan = blueprint(config)
+            plan = blueprints.blueprint(config)
             ignored = [name for name in tensors if plan and plan.ignores(name)]
             notes = _passed_over(ignored)
-            if plan and compare({name: tensors[name] for name in tensors if name not in {*ignored}}, plan, source):
+            if plan and blueprints.compare(
+                {name: tensors[name] for name in tensors if name not in {*ignored}}, plan, source
+            ):
                 return notes
-            check_sizes(config, source)
+            blueprints.check_sizes(config, source)
             found = _loaded(tensors, config, source)
             if not isinstance(found, str):
                 return _refuse_differences(found, tensors, config, source)
             reason = found
     except MalformedInput:
-        check_layers(tensors, config, source)
+        blueprints.check_layers(tensors, config, source)
         raise
-    check_rules(tensors, config, model_names(str(config.get("model_type"))), source)
-    return [f"the names and shapes of the tensors in `{source}` were only checked by generic rules ({RULES}): {reason}"]
+    blueprints.check_rules(tensors, config, model_names(str(config.get("model_type"))), source)
+    return [
+        f"the names and shapes of the tensors in `{source}` were only checked by generic rules ({blueprints.RULES}): "
+        f"{reason}"
+    ]
 
 
 def check_folder(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> list[str]:
@@ -191,7 +184,7 @@ UNMERGED_SAYS = "of an adapter that is not merged"
 def refuse_unmerged(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> None:
     """MalformedInput, listing them, for adapter factors in a model; one with its own code may have such parts."""
     found = [name for name in tensors if UNMERGED.search(name)]
-    plan = blueprint(config) if found else None
+    plan = blueprints.blueprint(config) if found else None
     has_such_parts = plan and any(UNMERGED.search(name) for name in plan.shapes)
     if found and not config.get(AUTO_MAP) and not has_such_parts and config.get("model_type") not in OWN_FACTORS:
         raise MalformedInput(
@@ -220,7 +213,7 @@ def _loaded(
     """What transformers would report after loading, or why it builds no model; MalformedInput: impossible sizes."""
     if reason := why_not_built(config, class_name):
         return reason
-    check_sizes(config, source)
+    blueprints.check_sizes(config, source)
     from llmconv.convert.models.meta_model import NotBuildable, loading_gaps  # noqa: PLC0415 - torch
 
     try:
@@ -248,11 +241,11 @@ def _refuse_differences(
     keeps_others: bool = False,
 ) -> list[str]:
     """Refuses what transformers would report after loading, except what it passes over (and the unexpected)."""
-    missing = [name for name in gaps.missing if not COMPUTED.search(name)]
+    missing = [name for name in gaps.missing if not blueprints.COMPUTED.search(name)]
     unexpected = [] if keeps_others else gaps.unexpected
-    refuse_gaps(missing, unexpected, str(config.get("model_type")), source)
-    refuse_shapes(gaps.mismatched, source)
-    check_floats({name: tensor for name, tensor in tensors.items() if name.endswith(".weight")}, source)
+    blueprints.refuse_gaps(missing, unexpected, str(config.get("model_type")), source)
+    blueprints.refuse_shapes(gaps.mismatched, source)
+    blueprints.check_floats({name: tensor for name, tensor in tensors.items() if name.endswith(".weight")}, source)
     notes = _passed_over(gaps.ignored)
     if keeps_others and gaps.unexpected:
         kind = architecture(config) or str(config.get("model_type"))
@@ -296,10 +289,10 @@ def depth_is_possible(tensors: Mapping[str, LazyTensor], config: Mapping[str, An
     for name, value in config.items():
         if isinstance(value, Mapping) and not depth_is_possible(tensors, value):
             return False
-        if name in LAYER_COUNTS and type(value) is not int and value is not None:
+        if name in blueprints.LAYER_COUNTS and type(value) is not int and value is not None:
             return False
         most = EXPERT_LIMIT if "experts" in name else COUNT_LIMIT
-        limit = (min if name in LAYER_COUNTS else max)(len(tensors), most)
+        limit = (min if name in blueprints.LAYER_COUNTS else max)(len(tensors), most)
         if isinstance(value, int) and value > limit and COUNTS.search(name):
             return False
     return True

@@ -16,23 +16,16 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.algebra import equal
+from llmconv.convert.models import transformers_source
 from llmconv.convert.models.completeness import depth_is_possible, why_not_built
 from llmconv.convert.models.config_file import architecture
-from llmconv.convert.models.transformers_source import (
-    EMBEDDINGS,
-    HEADS,
-    assigned,
-    causal_lm_classes,
-    model_folder,
-    source,
-)
 from llmconv.errors import MalformedInput, UsageProblem
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import BY_NAME, FLOATS, DType, LazyTensor, cast
 
 TIE = "tie_word_embeddings"
-HEAD = HEADS[0]
+HEAD = transformers_source.HEADS[0]
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
@@ -50,16 +43,16 @@ def set_everywhere(config: dict[str, Any], key: str, value: Any) -> None:
 
 def find_embedding(names: Iterable[str]) -> str | None:
     """The name of the only input embedding; None where it is not clear."""
-    found = [name for name in names if name.endswith(EMBEDDINGS)]
+    found = [name for name in names if name.endswith(transformers_source.EMBEDDINGS)]
     return found[0] if len(found) == 1 else None
 
 
 def find_head(names: Iterable[str], embedding: str | None) -> str:
     """The name of the output head, or the one it would have next to this embedding."""
-    found = [name for name in names if name.endswith(HEADS)]
+    found = [name for name in names if name.endswith(transformers_source.HEADS)]
     if len(found) == 1:
         return found[0]
-    return HEADS[1] if (embedding or "").endswith("embed_in.weight") else HEAD
+    return transformers_source.HEADS[1] if (embedding or "").endswith("embed_in.weight") else HEAD
 
 
 def settle_head(
@@ -70,8 +63,8 @@ def settle_head(
     Values are compared where the config ties them (a warning if they differ), or has null because the training format
     does not record it; with `sampled` only the first block of rows, enough to describe a checkpoint, not to convert it.
     """
-    head = next((name for name in HEADS if name in tensors), None)
-    embedding = next((name for name in tensors if name.endswith(EMBEDDINGS)), None)
+    head = next((name for name in transformers_source.HEADS if name in tensors), None)
+    embedding = next((name for name in tensors if name.endswith(transformers_source.EMBEDDINGS)), None)
     if head is None or embedding is None:
         return config
     tied, same = config.get(TIE, False), _same_bytes(tensors[head], tensors[embedding])
@@ -169,12 +162,14 @@ def kept_in_float32(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
     """
     # the sources of the model and its parts that have tensors in float32 in a model of another type
     kinds = dict.fromkeys(str(part.get("model_type")) for part in _parts(config))
-    folders = [folder for kind in kinds if (folder := model_folder(kind))] if dtype in NARROW else []
+    folders = (
+        [folder for kind in kinds if (folder := transformers_source.model_folder(kind))] if dtype in NARROW else []
+    )
     files = [folder / f"modeling_{folder.name}.py" for folder in folders]
     files = [file for file in files if file.is_file() and _has_signs(file.read_text())]
     if not files:
         return frozenset()
-    name = "" if str(config.get("model_type")) in causal_lm_classes() else architecture(config)
+    name = "" if str(config.get("model_type")) in transformers_source.causal_lm_classes() else architecture(config)
     if not depth_is_possible(tensors, config) or why_not_built(config, name):
         return _named_in(files, tensors, dtype)
     from llmconv.convert.models.meta_model import NotBuildable, float32_names  # noqa: PLC0415 - torch
@@ -203,9 +198,9 @@ def _named_in(files: Sequence[Path], names: Iterable[str], dtype: str) -> frozen
     values = [
         value
         for file in files
-        for body in source(file).classes.values()
+        for body in transformers_source.source(file).classes.values()
         for field in fields
-        for value in assigned(body, field)
+        for value in transformers_source.assigned(body, field)
     ]
     words = [node.value for value in values for node in ast.walk(value) if isinstance(node, ast.Constant)]
     return frozenset(name for name in names if any(str(word) in name for word in words if word))

@@ -19,19 +19,8 @@ import numpy as np
 import torch
 import transformers
 from torch.nn.modules import module as torch_module
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, logging
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, core_model_loading, logging
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    Transpose,
-    WeightConverter,
-    WeightRenaming,
-    apply_renamings,
-    convert_and_load_state_dict_in_model,
-    dot_natural_key,
-    rename_source_key,
-)
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto.modeling_auto import (
@@ -97,11 +86,12 @@ def float32_names(config: Mapping[str, Any], class_name: str, names: Iterable[st
     model = meta_model(config, class_name, dtype)
     pattern, known = kept_in_float32(model, getattr(torch, dtype)), model.state_dict()
     mapping = get_model_conversion_mapping(model)
-    renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
+    renamings = [rule for rule in mapping if isinstance(rule, core_model_loading.WeightRenaming)]
+    converters = [rule for rule in mapping if isinstance(rule, core_model_loading.WeightConverter)]
     with _failing():
         new = {
-            name: rename_source_key(name, renamings, converters, model.base_model_prefix, known)[0] for name in names
+            name: core_model_loading.rename_source_key(name, renamings, converters, model.base_model_prefix, known)[0]
+            for name in names
         }
     made = {name for name, tensor in known.items() if tensor.dtype == torch.float32}
     return frozenset(name for name, now in new.items() if now in made or (pattern and pattern.search(now)))
@@ -113,7 +103,7 @@ def gaps_of(model: Any, shapes: Mapping[str, Shape]) -> LoadingGaps:
     options = LoadStateDictConfig(dtype=torch.float32, device_map={"": "meta"}, weight_mapping=mapping)
     with _failing(), quiet():
         stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        report, _ = convert_and_load_state_dict_in_model(model, stored, options)
+        report, _ = core_model_loading.convert_and_load_state_dict_in_model(model, stored, options)
         if report.conversion_errors:
             raise NotBuildable(first_line(next(iter(report.conversion_errors.values())), 120))
         unexpected = {*report.unexpected_keys}
@@ -218,21 +208,15 @@ class Joint:
 
 
 class NamesInMemory:
-    """The names of a model in memory, as its class loads some stored tensors.
-
-    Attributes:
-        renamed: stored name to the name in memory, of tensors that are only renamed.
-        parts: stored name to the name in memory that its stack of experts begins with, of tensors that are joined.
-        shapes: of the tensors in memory.
-        shared: name in memory to the name of the tensor that it is tied to by the class.
-    """
+    """The names of a model in memory, as its class loads some stored tensors."""
 
     def __init__(self, shapes: Mapping[str, Shape], config: Mapping[str, Any], class_name: str) -> None:
         """Finds the names for stored tensors of these shapes; NotBuildable if transformers cannot build the model."""
         self._model = model_of_class(config, class_name)
         self._stored = shapes
         self.shapes: dict[str, Shape] = {name: tuple(value.shape) for name, value in self._model.state_dict().items()}
-        self.shared: Mapping[str, str] = self._model.all_tied_weights_keys
+        self.shared: Mapping[str, str] = self._model.all_tied_weights_keys  # name in memory to that it is tied to
+        # stored name to the name in memory: of tensors that are only renamed, and (the first of the stack) of experts
         self.renamed: dict[str, str] = {}
         self.parts: dict[str, str] = {}
         self._sources: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -241,7 +225,7 @@ class NamesInMemory:
         rules = get_model_conversion_mapping(self._model)
         renamings, self._converters = _kinds(rules)
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
-        for name in sorted(shapes, key=dot_natural_key):
+        for name in sorted(shapes, key=core_model_loading.dot_natural_key):
             self._find(name, renamings)
         self._spellings, _ = _kinds(get_model_conversion_mapping(self._model))  # apart: rules note their use
         self._back = [rule.reverse_transform() for rule in renamings[::-1] if rule.was_used()]
@@ -253,28 +237,34 @@ class NamesInMemory:
     def _find(self, name: str, renamings: list[Any]) -> None:
         """Notes where transformers puts one stored tensor."""
         prefix, there = self._model.base_model_prefix, self.shapes
-        new, pattern = rename_source_key(name, renamings, self._converters, prefix, there)
+        new, pattern = core_model_loading.rename_source_key(name, renamings, self._converters, prefix, there)
         if new not in there and name in there:
-            new, pattern = rename_source_key(name, [], [], prefix, there)
+            new, pattern = core_model_loading.rename_source_key(name, [], [], prefix, there)
         if new not in there:
             return
         rule = self._by_pattern.get(str(pattern))
-        if rule is None or all(isinstance(each, Transpose) and each.check_dims for each in rule.operations):
+        if rule is None or all(
+            isinstance(each, core_model_loading.Transpose) and each.check_dims for each in rule.operations
+        ):
             self.renamed[name] = new  # a stack of experts in either order, which its shape tells
             return
         self._sources[new][str(pattern)].append(name)
         self._rules[new] = rule
-        self.parts[name] = apply_renamings(name, renamings)
+        self.parts[name] = core_model_loading.apply_renamings(name, renamings)
 
     def spelled(self, name: str) -> str:
         """The name in memory of what an adapter of another version of transformers calls `name`."""
         if name in self.shapes:
             return name
-        return str(rename_source_key(name, self._spellings, [], self._model.base_model_prefix, self.shapes)[0])
+        return str(
+            core_model_loading.rename_source_key(name, self._spellings, [], self._model.base_model_prefix, self.shapes)[
+                0
+            ]
+        )
 
     def stored_name(self, name: str) -> str:
         """The name under which transformers stores a tensor that the files do not have yet."""
-        return str(apply_renamings(name, self._back))
+        return str(core_model_loading.apply_renamings(name, self._back))
 
     def stack(self, name: str) -> tuple[tuple[str, ...], ...] | None:
         """The stored matrices of each expert, joined by rows, that `name` stacks; None if it is made in another way."""
@@ -282,7 +272,12 @@ class NamesInMemory:
             return None
         rule, groups = self._rules[key], self._sources[key]
         steps = [(type(each), getattr(each, "dim", None)) for each in rule.operations]
-        if steps != [(MergeModulelist, 0), (Concatenate, 1)][: 1 + (len(rule.source_patterns) > 1)]:
+        if (
+            steps
+            != [(core_model_loading.MergeModulelist, 0), (core_model_loading.Concatenate, 1)][
+                : 1 + (len(rule.source_patterns) > 1)
+            ]
+        ):
             return None
         parts = [groups.get(pattern, []) for pattern in rule.source_patterns]
         return tuple(zip(*parts, strict=True)) if len({len(each) for each in parts}) == 1 else None
@@ -337,8 +332,8 @@ class NamesInMemory:
 def _kinds(rules: list[Any]) -> tuple[list[Any], list[Any]]:
     """The renamings and the converters of a mapping, which transformers applies in this order."""
     return (
-        [rule for rule in rules if isinstance(rule, WeightRenaming)],
-        [rule for rule in rules if isinstance(rule, WeightConverter)],
+        [rule for rule in rules if isinstance(rule, core_model_loading.WeightRenaming)],
+        [rule for rule in rules if isinstance(rule, core_model_loading.WeightConverter)],
     )
 
 

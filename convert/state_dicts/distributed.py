@@ -398,22 +398,17 @@ def open_folder(path: Path) -> DistributedFolder:
             hint="copy the hidden file too (`cp *` leaves it out); without it, the save was never finished",
         )
     items, version = read_metadata(path)
-    return DistributedFolder(path, _nested(path, items), version)
-
-
-def _nested(folder: Path, items: Mapping[tuple[Any, ...], StoredItem]) -> dict[Any, Any]:
-    """The nested dict, by the paths stored with the items, not by the dots in names."""
-    root: dict[Any, Any] = {}
-    for path, item in items.items():
+    root: dict[Any, Any] = {}  # by the paths stored with the items, not by the dots in names
+    for keys, item in items.items():
         node = root
-        for key in path[:-1]:
+        for key in keys[:-1]:
             node = node.setdefault(key, {})
             if not isinstance(node, dict):
-                refuse(folder, f"has an item nested in the item {shown(key)}")
-        if path[-1] in node:
-            refuse(folder, f"has an item {shown(path[-1])} that also contains items")
-        node[path[-1]] = item
-    return root
+                refuse(path, f"has an item nested in the item {shown(key)}")
+        if keys[-1] in node:
+            refuse(path, f"has an item {shown(keys[-1])} that also contains items")
+        node[keys[-1]] = item
+    return DistributedFolder(path, root, version)
 
 
 def named_leaves(tree: Any, above: KeyPath = ()) -> Iterator[tuple[KeyPath, StoredItem]]:

@@ -25,43 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
+from llmconv.convert.adapters import other_tools
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.other_tools import (
-    AdapterFormat,
-    ForeignPair,
-    as_adapter,
-    pair_up,
-    renamed,
-    reordered,
-    sizes_of,
-    unplaced,
-)
 from llmconv.convert.algebra import LAYER_NUMBER, fitting, permute_rows, rename, rope_order, zeros
-from llmconv.convert.deltas import DeltaFormat
-from llmconv.convert.deltas.arithmetic import (
-    FLOAT16,
-    FLOAT32,
-    Arithmetic,
-    Differences,
-    WrittenDelta,
-    added,
-    all_rounded,
-    wider,
-)
+from llmconv.convert.deltas import DeltaFormat, arithmetic
 from llmconv.convert.formats import Format
+from llmconv.convert.formats.accessory import config as configs
 from llmconv.convert.formats.accessory import read
-from llmconv.convert.formats.accessory.config import (
-    ATTENTION,
-    LINEAR,
-    MLP,
-    AccessoryParams,
-    args_of,
-    has_biases,
-    is_field,
-    read_params,
-    table_of,
-    to_config,
-)
 from llmconv.convert.formats.meta import MetaTokenizer, find_tokenizer, tokenizer_for
 from llmconv.convert.models.config_file import plain_fields
 from llmconv.convert.models.head_and_dtype import settle_head, with_dtype
@@ -76,9 +46,9 @@ from llmconv.tensors import DType, LazyTensor, cast
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     base, drop = Path(config["base"]) if "base" in config else None, bool(config.get("drop"))
     own, base_shards = read.open_shards(path), read.open_shards(base) if base else []
-    given = {name: value for name, value in config.items() if is_field(name, value)}
+    given = {name: value for name, value in config.items() if configs.is_field(name, value)}
     stored = (_stored_params(base) if base else {}) | _stored_params(path)
-    params = read_params(stored | given, read.plugin_family(path, chain(*own, *base_shards)), path.name)
+    params = configs.read_params(stored | given, read.plugin_family(path, chain(*own, *base_shards)), path.name)
     whole = _join(path, own, params)
     if base:
         # as in upstream's loader with a list of checkpoints: later tensors replace those of the base
@@ -117,7 +87,9 @@ def _stored_params(folder: Path) -> dict[str, Any]:
     return dict(content["model"]) if isinstance(content.get("model"), Mapping) else content
 
 
-def _join(folder: Path, shards: Sequence[dict[str, LazyTensor]], params: AccessoryParams) -> dict[str, LazyTensor]:
+def _join(
+    folder: Path, shards: Sequence[dict[str, LazyTensor]], params: configs.AccessoryParams
+) -> dict[str, LazyTensor]:
     if params.family == "internlm" and len(shards) > 1:
         raise UnsupportedInput(
             f"`{folder.name}` is an InternLM in {len(shards)} shards, which upstream's own code cannot run",
@@ -127,12 +99,15 @@ def _join(folder: Path, shards: Sequence[dict[str, LazyTensor]], params: Accesso
     return read.join(shards, ("wk", "wv") if one_head else (), params.experts, folder.name)
 
 
-def _config(path: Path, params: AccessoryParams, tensors: dict[str, LazyTensor]) -> dict[str, Any]:
+def _config(path: Path, params: configs.AccessoryParams, tensors: dict[str, LazyTensor]) -> dict[str, Any]:
     """The config; its sizes are compared with the tensors."""
     embedding = "transformer.word_embeddings.weight" if params.family == "falcon" else "model.embed_tokens.weight"
-    settings = to_config(params, tensors[embedding].num_rows, path.name)
+    settings = configs.to_config(params, tensors[embedding].num_rows, path.name)
     if settings["model_type"] == "llama":
-        settings |= {"attention_bias": has_biases(tensors, ATTENTION), "mlp_bias": has_biases(tensors, MLP)}
+        settings |= {
+            "attention_bias": configs.has_biases(tensors, configs.ATTENTION),
+            "mlp_bias": configs.has_biases(tensors, configs.MLP),
+        }
     return {**settings, "tie_word_embeddings": None}  # always stored as two matrices: the values decide
 
 
@@ -168,7 +143,7 @@ FORMAT = Format(
 
 FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_[ab])\.weight")
 QUERY_OR_KEY = re.compile(r"\.self_attn\.[qk]_proj(?:\.bias)?$")
-SWITCHES = {"attention_bias": ATTENTION, "mlp_bias": MLP}
+SWITCHES = {"attention_bias": configs.ATTENTION, "mlp_bias": configs.MLP}
 DESCRIPTION = "a LLaMA2-Accessory model of the base's kind"
 
 
@@ -200,7 +175,7 @@ def open_accessory_adapter(path: Path, base: Checkpoint, alpha: float | None = N
     files = sorted(entry for entry in path.iterdir() if read.SHARD.fullmatch(entry.name))
     settings = path / "config.json" if (path / "config.json").is_file() else None
     config = {**(ranks or {"lora_alpha": 1}), "bias": "all" if new else "none", "modules_to_save": new}
-    adapter = as_adapter(files, settings, config, factors, alpha, others)
+    adapter = other_tools.as_adapter(files, settings, config, factors, alpha, others)
     return replace(adapter, fields=fields)
 
 
@@ -211,18 +186,18 @@ def _experts(base: Checkpoint) -> int:
 
 def _convert(
     whole: dict[str, LazyTensor], family: str, base: Checkpoint, source: str
-) -> tuple[dict[str, ForeignPair], dict[str, LazyTensor]]:
+) -> tuple[dict[str, other_tools.ForeignPair], dict[str, LazyTensor]]:
     """The factors by the base's modules and the other tensors by its names, rows in its order."""
-    params = AccessoryParams(family, {"moe": {"num_experts": _experts(base)}}, 0, 0, 1, 1, 0)
-    names = table_of(params)
+    params = configs.AccessoryParams(family, {"moe": {"num_experts": _experts(base)}}, 0, 0, 1, 1, 0)
+    names = configs.table_of(params)
     linear = {name.removesuffix(".weight"): to.removesuffix(".weight") for name, to in names.items() if to}
-    biases = {f"{module}.bias": f"{to}.bias" for module, to in linear.items() if LINEAR.search(module)}
-    factors = renamed(pair_up(whole, FACTOR, source), names, source, DESCRIPTION)
+    biases = {f"{module}.bias": f"{to}.bias" for module, to in linear.items() if configs.LINEAR.search(module)}
+    factors = other_tools.renamed(other_tools.pair_up(whole, FACTOR, source), names, source, DESCRIPTION)
     rest = {name: tensor for name, tensor in whole.items() if not FACTOR.fullmatch(name)}
     homes = _homes(rest, names | biases, source)
-    order = rope_order(sizes_of(base).dim)
+    order = rope_order(other_tools.sizes_of(base).dim)
     with fitting(f"the heads of `{source}` do not match the base's", "it was trained on another model"):
-        factors = reordered(factors, QUERY_OR_KEY, order)
+        factors = other_tools.reordered(factors, QUERY_OR_KEY, order)
         others = {
             target: permute_rows(rest[name], order) if QUERY_OR_KEY.search(target) else rest[name]
             for target, name in homes.items()
@@ -238,7 +213,9 @@ def _homes(rest: dict[str, LazyTensor], names: Mapping[str, str | None], source:
         known = [name for name in rest if name in names or re.sub(LAYER_NUMBER, "{}", name, count=1) in names]
         if not (left := sorted(rest.keys() - set(known))):
             raise
-        raise unplaced(left, [name for name, target in names.items() if target], source, DESCRIPTION) from None
+        raise other_tools.unplaced(
+            left, [name for name, target in names.items() if target], source, DESCRIPTION
+        ) from None
 
 
 def _with_biases(
@@ -256,7 +233,7 @@ def _with_biases(
         return {name: tensor for name, tensor in others.items() if name not in biases or name in base}, {}
     result, fields = dict(others), dict[str, Any]()
     for switch, layers in SWITCHES.items():
-        if not has_biases(biases, layers):
+        if not configs.has_biases(biases, layers):
             continue
         fields[switch] = True
         for weight in [name for name in base if name.endswith(tuple(f".{layer}.weight" for layer in layers))]:
@@ -268,7 +245,7 @@ def _with_biases(
     return result, fields
 
 
-ADAPTER = AdapterFormat(
+ADAPTER = other_tools.AdapterFormat(
     "LLaMA2-Accessory (`consolidated.NN-of-MM.model.pth` with only what was trained)",
     read.holds_shards,
     open_accessory_adapter,
@@ -281,14 +258,14 @@ RUN_FIELDS = {"max_batch_size", "max_seq_len", "lora_rank", "bias_tuning", "norm
 WITHOUT = "extract an exact delta, without `--to`"
 
 
-def save_delta(base: Checkpoint, tuned: Checkpoint, shards: int | None) -> WrittenDelta:
+def save_delta(base: Checkpoint, tuned: Checkpoint, shards: int | None) -> arithmetic.WrittenDelta:
     """The files of a delta in `shards` ranks (None: as the base), and those that Accessory's loader looks for.
 
     Raises UnsupportedInput for a model or change that it cannot have, UsageProblem for a number that does not divide
     it.
     """
     count = shards or (base.shards if base.format in SPLIT else 1)
-    before, after = args_of(base), args_of(tuned)
+    before, after = configs.args_of(base), configs.args_of(tuned)
     # refuses other settings, since a delta is applied with the base's
     names = sorted({*before.params.fields, *after.params.fields} - RUN_FIELDS)
     one, other = before.params.fields, after.params.fields
@@ -306,7 +283,7 @@ def save_delta(base: Checkpoint, tuned: Checkpoint, shards: int | None) -> Writt
             f"the tuned model lacks, or has in another shape, {len(changed)} tensors of the base: {listing(changed)}",
             hint=WITHOUT,
         )
-    differences = Differences(Arithmetic(FLOAT32, FLOAT16))
+    differences = arithmetic.Differences(arithmetic.FLOAT32, arithmetic.FLOAT16)
     container = partial(torch_pieces, inside=("model",))
     files = tuple(
         Shard(
@@ -320,7 +297,7 @@ def save_delta(base: Checkpoint, tuned: Checkpoint, shards: int | None) -> Writt
     tokenizers = ("tokenizer.model", "tokenizer.json")
     if any(base.side_files.get(name) != tuned.side_files.get(name) for name in tokenizers):
         warnings += ("the tokenizers differ, and a sum with Accessory's deltas keeps that of the base",)
-    return WrittenDelta(Plan(tuned, files, small, warnings), differences)
+    return arithmetic.WrittenDelta(Plan(tuned, files, small, warnings), differences)
 
 
 def plus_accessory(base: Checkpoint, folder: Path, dtype: str) -> Checkpoint:
@@ -329,20 +306,23 @@ def plus_accessory(base: Checkpoint, folder: Path, dtype: str) -> Checkpoint:
     Raises UnsupportedInput for a base or parts that Accessory or transformers lacks, MalformedInput for another base,
     or a missing shard.
     """
-    args = args_of(base)
+    args = configs.args_of(base)
     family, name = args.params.family, folder.absolute().name
     shards = read.open_shards(folder, read.DELTA_FILE)
     one_head = family == "falcon" and args.params.fields.get("multi_query", True)
     delta = read.join(shards, ("wk", "wv") if one_head else (), args.params.experts, name)
     base_tensors = read.whole_tensors(base, args)
     added_type = _common({name: tensor.dtype for name, tensor in shards[0].items()})
-    kept = {name: wider(tensor.dtype, added_type) for name, tensor in base.items()}
+    kept = {name: arithmetic.wider(tensor.dtype, added_type) for name, tensor in base.items()}
     read.leave_out(delta, family, name, drop=False)
     sums = read.to_hugging_face(_add(base_tensors, delta, name), args.params, name)
-    tensors = all_rounded(sums, {target: kept.get(target, _common(kept)) for target in sums}, dtype)
+    tensors = arithmetic.all_rounded(sums, {target: kept.get(target, _common(kept)) for target in sums}, dtype)
     config = settle_head(tensors, {**base.config, "tie_word_embeddings": None}, [])
     if family == "llama":
-        config |= {"attention_bias": has_biases(tensors, ATTENTION), "mlp_bias": has_biases(tensors, MLP)}
+        config |= {
+            "attention_bias": configs.has_biases(tensors, configs.ATTENTION),
+            "mlp_bias": configs.has_biases(tensors, configs.MLP),
+        }
     return replace(base, tensors=tensors, config=with_dtype(config, tensors))
 
 
@@ -361,7 +341,7 @@ def _add(base_tensors: dict[str, LazyTensor], delta: dict[str, LazyTensor], sour
             hint="give the model that the training started from",
         )
     sums = {
-        name: added(name, base_tensors.get(name), tensor)
+        name: arithmetic.added(name, base_tensors.get(name), tensor)
         for name, tensor in delta.items()
         if not name.endswith("rope.freqs")
     }

@@ -19,17 +19,7 @@ from typing import Any
 from llmconv.checkpoint import ADAPTER_CONFIG, INDEX, SINGLE, Checkpoint, read_json
 from llmconv.convert.assembly import OPTIONS, opened_with_adapter, side_files_of
 from llmconv.convert.formats import Format
-from llmconv.convert.formats.deepspeed.save_folder import (
-    FlatSlice,
-    ModelStates,
-    Save,
-    is_deepspeed,
-    joined,
-    open_frozen,
-    open_masters,
-    open_save,
-    refuse,
-)
+from llmconv.convert.formats.deepspeed import save_folder
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded, select
 from llmconv.convert.models.config_file import OPTION, causal_lm_config
 from llmconv.convert.models.transformers_source import HEADS
@@ -43,7 +33,7 @@ from llmconv.tensors import BY_NAME, LazyTensor, cast
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
-    save = open_save(path)
+    save = save_folder.open_save(path)
     model = open_model(save)
     given = {name: value for name, value in config.items() if name not in OPTIONS}
     adapted = any("lora_" in name for name in model.tensors)
@@ -60,7 +50,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
 
 def _open_model(
     path: Path,
-    save: Save,
+    save: save_folder.Save,
     model: Checkpoint,
     given: Mapping[str, Any],
     tokenizer: Path | None,
@@ -91,11 +81,11 @@ def _open_model(
 FORMAT = Format(
     name="deepspeed",
     title="DeepSpeed ZeRO: a folder with `latest` and one such as `global_step500`",
-    detect=is_deepspeed,
+    detect=save_folder.is_deepspeed,
     sign=Sign(keys=("ds_version", "ds_config", "param_shapes")),
     open=_open,
     options=(*OPTIONS, OPTION),
-    peek=lambda path: open_model(open_save(path)),
+    peek=lambda path: open_model(save_folder.open_save(path)),
     covers="ZeRO stages 0 to 3 of any number of ranks, frozen and tied weights, universal checkpoints; "
     "LoRA runs, merged or kept apart; float32 master weights",
 )
@@ -104,7 +94,7 @@ FORMAT = Format(
 HALF_DTYPES = ("bfloat16", "float16")
 
 
-def open_model(save: Save) -> Checkpoint:
+def open_model(save: save_folder.Save) -> Checkpoint:
     """The weights by the module's names, without configuration; InputRefused if missing, malformed, or unsupported."""
     if save.model and save.zero_models:
         raise MalformedInput(
@@ -117,7 +107,7 @@ def open_model(save: Save) -> Checkpoint:
             f"`{save.name}` has no model states: `{name}` is missing",
             hint="the first rank writes it; copy it too, it contains names and shapes",
         )
-    states = ModelStates(file)
+    states = save_folder.ModelStates(file)
     module, names, release = (
         states.tensors("module"),
         states.content.get("buffer_names"),
@@ -131,13 +121,13 @@ def open_model(save: Save) -> Checkpoint:
         shapes = states.param_shapes() or []
         masters = open_universal(save.universal, {name: shape for group in shapes for name, shape in group.items()})
     elif save.optimizers:
-        masters = open_masters(save, states)
+        masters = save_folder.open_masters(save, states)
     elif save.model is None:
         raise InputRefused(
             f"`{save.name}` was saved by ZeRO-3 and lacks the optimizer states, which contain the weights",
             hint="copy the files `*_optim_states.pt` of all ranks into it",
         )
-    tensors |= open_frozen(save, states) | masters
+    tensors |= save_folder.open_frozen(save, states) | masters
     for name, stored in states.table("shared_params").items():  # tied parameters
         if isinstance(name, str) and isinstance(stored, str) and stored in tensors and name not in masters:
             tensors[name] = tensors[stored]
@@ -163,7 +153,10 @@ def open_model(save: Save) -> Checkpoint:
 
 
 def _rest(
-    save: Save, states: ModelStates, module: Mapping[str, LazyTensor], known: Mapping[str, LazyTensor]
+    save: save_folder.Save,
+    states: save_folder.ModelStates,
+    module: Mapping[str, LazyTensor],
+    known: Mapping[str, LazyTensor],
 ) -> dict[str, LazyTensor]:
     """Tensors of the module alone (stage 0, frozen in 1); MalformedInput: empty ones, UnsupportedInput: objects."""
     stubs = [str(name) for name, value in states.table("module").items() if isinstance(value, Stub)]
@@ -184,7 +177,7 @@ def _rest(
     return rest
 
 
-def _half_dtype(states: ModelStates, module: Mapping[str, LazyTensor]) -> str:
+def _half_dtype(states: save_folder.ModelStates, module: Mapping[str, LazyTensor]) -> str:
     """The 16-bit dtype of the training run, or empty."""
     settings = states.content.get("ds_config")
     for half, field in zip(HALF_DTYPES, ("bf16", "fp16"), strict=True):
@@ -213,10 +206,10 @@ def _read(path: Path, name: str, shape: tuple[int, ...] | None) -> LazyTensor:
     file = open_torch_file(path)
     ref = file.content.get("param") if isinstance(file.content, dict) else file.content
     if not isinstance(ref, TensorRef):
-        refuse(path, f"contains no tensor for `{name}`")
+        save_folder.refuse(path, f"contains no tensor for `{name}`")
     tensor = file.tensor(name, ref)
     if shape is None or tensor.shape == shape:
         return tensor
     if len(tensor.shape) != 1 or tensor.shape[0] != prod(shape):
-        refuse(path, f"has a shape mismatch for `{name}`: expected {list(shape)}, got {list(tensor.shape)}")
-    return joined([FlatSlice(tensor, 0, tensor.shape[0])], shape, tensor.dtype)
+        save_folder.refuse(path, f"has a shape mismatch for `{name}`: expected {list(shape)}, got {list(tensor.shape)}")
+    return save_folder.joined([save_folder.FlatSlice(tensor, 0, tensor.shape[0])], shape, tensor.dtype)

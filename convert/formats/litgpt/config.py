@@ -54,7 +54,13 @@ def to_config(lit: LitConfig, family: str, source: str) -> dict[str, Any]:
         experts = {"num_local_experts": lit.n_expert, "num_experts_per_tok": lit.n_expert_per_token}
         return config | experts | {"intermediate_size": inner, "hidden_act": "silu"}
     if family.startswith("gemma"):
-        return config | _gemma_config(lit, family)
+        config |= {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
+        gemma2 = {
+            "query_pre_attn_scalar": lit.attention_scores_scalar or lit.head_size,
+            "attn_logit_softcapping": lit.attention_logit_softcapping,
+            "final_logit_softcapping": lit.final_logit_softcapping,
+        }
+        return config | (gemma2 if family == "gemma2" else {})
     biases = {"attention_bias": False, "mlp_bias": False} if family == "llama" else {}
     return config | biases | {"hidden_act": "silu"}
 
@@ -86,17 +92,6 @@ def _neox_or_phi(lit: LitConfig, family: str) -> dict[str, Any]:
         "partial_rotary_factor": lit.rotary_percentage,
         "qk_layernorm": False,
     }
-
-
-def _gemma_config(lit: LitConfig, family: str) -> dict[str, Any]:
-    config: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
-    if family == "gemma2":
-        config |= {
-            "query_pre_attn_scalar": lit.attention_scores_scalar or lit.head_size,
-            "attn_logit_softcapping": lit.attention_logit_softcapping,
-            "final_logit_softcapping": lit.final_logit_softcapping,
-        }
-    return config
 
 
 def _rope_scaling(lit: LitConfig, source: str) -> dict[str, Any] | None:
@@ -351,33 +346,26 @@ FAMILIES: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 def family_of(lit: LitConfig, source: str) -> str:
     """The `model_type` that computes the same; UnsupportedInput if llmconv does not know one."""
-    found = next((family for family, fields in FAMILIES if _matches(lit, fields)), "")
-    _require_plain(lit, source, found)
-    if not found:
-        raise refused(source, lit, f"a {lit.norm_class_name} model with {lit.mlp_class_name}")
-    return found
-
-
-def _matches(lit: LitConfig, fields: Mapping[str, Any]) -> bool:
-    return all(
-        bool(getattr(lit, name)) is value if isinstance(value, bool) else getattr(lit, name) == value
-        for name, value in fields.items()
-    )
-
-
-def _require_plain(lit: LitConfig, source: str, family: str) -> None:
-    """Refuses options that no family in the table has."""
-    options = {
+    found = ""
+    for family, wanted in FAMILIES:
+        own = {name: getattr(lit, name) for name in wanted}
+        if all((bool(own[name]) if isinstance(value, bool) else own[name]) == value for name, value in wanted.items()):
+            found = family
+            break
+    options = {  # that no family in the table has
         "latent attention": lit.latent_attention,
         "interleaved rope": lit.rope_interleave,
         "two rope bases": lit.rope_local_base_freq,
         "no pre-norm": not (lit.norm_1 and lit.norm_2),
-        "capped logits": family != "gemma2" and (lit.final_logit_softcapping or lit.attention_logit_softcapping),
-        "its own attention scale": family != "gemma2" and lit.attention_scores_scalar not in (None, lit.head_size),
+        "capped logits": found != "gemma2" and (lit.final_logit_softcapping or lit.attention_logit_softcapping),
+        "its own attention scale": found != "gemma2" and lit.attention_scores_scalar not in (None, lit.head_size),
         f"the GELU `{str(lit.gelu_approximate)[:40]}`": lit.gelu_approximate not in GELU,
     }
-    if found := next((option for option, is_set in options.items() if is_set), None):
-        raise refused(source, lit, f"a model with {found}")
+    if option := next((option for option, is_set in options.items() if is_set), None):
+        raise refused(source, lit, f"a model with {option}")
+    if not found:
+        raise refused(source, lit, f"a {lit.norm_class_name} model with {lit.mlp_class_name}")
+    return found
 
 
 def refused(source: str, lit: LitConfig, description: str) -> UnsupportedInput:

@@ -20,27 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
+from llmconv.convert.adapters import other_tools
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.other_tools import (
-    AdapterFormat,
-    ForeignPair,
-    as_adapter,
-    join_modules,
-    pair_up,
-    renamed,
-    unplaced,
-)
 from llmconv.convert.algebra import concat, deal_rows, fitting, fuse, interleave_rows, rename, slice_rows
 from llmconv.convert.assembly import config_folder, contents_around, side_files_of, stored_config
 from llmconv.convert.formats import Format, has_sign_of
-from llmconv.convert.formats.litgpt.config import (
-    SAME_FUNCTION,
-    LitConfig,
-    family_of,
-    read_settings,
-    reconcile,
-    to_config,
-)
+from llmconv.convert.formats.litgpt import config as configs
 from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import causal_lm_config, read_config_file
 from llmconv.convert.state_dicts.files import Sign, require_state
@@ -52,7 +37,7 @@ FUSED = ("gpt_neox", "falcon")
 
 
 def to_hugging_face(
-    stored: Mapping[str, LazyTensor], lit: LitConfig, family: str, source: str
+    stored: Mapping[str, LazyTensor], lit: configs.LitConfig, family: str, source: str
 ) -> dict[str, LazyTensor]:
     """The model's tensors in Hugging Face's names, split and joined lazily; MalformedInput for wrong keys or shapes."""
     if lit.n_layer * max(1, lit.n_expert) > len(stored):
@@ -98,7 +83,7 @@ def _new_name(name: str) -> str:
     return name.replace(".attn.attn.", ".attn.qkv.")
 
 
-def group_counts(lit: LitConfig) -> tuple[int, int, int]:
+def group_counts(lit: configs.LitConfig) -> tuple[int, int, int]:
     """Number of rows of queries, key and value in one group."""
     return lit.n_head // lit.n_query_groups * lit.head_size, lit.head_size, lit.head_size
 
@@ -161,7 +146,7 @@ FALCON_40B = _table(LAYER, {**DENSE, **FALCON_ATTENTION, "norm_1": "ln_attn", "n
 TABLES = {"gemma2": GEMMA2, "phi3": PHI3, "phi": PHI, "gpt_neox": NEOX, "falcon": FALCON}
 
 
-def table_of(lit: LitConfig, family: str) -> dict[str, str | None]:
+def table_of(lit: configs.LitConfig, family: str) -> dict[str, str | None]:
     """LitGPT's names to those of `family`, with the experts of `lit`."""
     if family == "falcon" and not lit.shared_attention_norm:
         return FALCON_40B
@@ -195,13 +180,13 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
             hint="LoRA: merge it into the converted base, `llmconv merge-lora BASE lit_model.pth.lora -o OUT`; the "
             "other adapters have no equivalent in transformers",
         )
-    lit = read_settings(config_folder(path), path.name)
+    lit = configs.read_settings(config_folder(path), path.name)
     stored = stored_config(path)
-    family, declared = family_of(lit, path.name), stored.get("model_type")
-    if declared in SAME_FUNCTION.get(family, ()):  # the `config.json` decides, if it computes the same
+    family, declared = configs.family_of(lit, path.name), stored.get("model_type")
+    if declared in configs.SAME_FUNCTION.get(family, ()):  # the `config.json` decides, if it computes the same
         family = str(declared)
-    computed = to_config(lit, family, path.name)
-    settings = causal_lm_config(reconcile(stored, computed, path.name), config, path.name, warnings)
+    computed = configs.to_config(lit, family, path.name)
+    settings = causal_lm_config(configs.reconcile(stored, computed, path.name), config, path.name, warnings)
     plain = {unwrapped(name): tensor for name, tensor in found.tensors().items()}
     tensors = to_hugging_face(plain, lit, family, path.name)
     settings["tie_word_embeddings"] = None  # LitGPT always keeps two matrices: their values decide
@@ -248,9 +233,9 @@ def open_litgpt_adapter(path: Path, base: Checkpoint, alpha: float | None = None
     Raises InputRefused for a missing file, MalformedInput for another base, UnsupportedInput for another family.
     """
     file = path / LORA_FILE if path.is_dir() else path
-    lit, source = read_settings(file.parent, file.name), file.parent.name
-    family, kind = family_of(lit, source), str(base.config.get("model_type"))
-    if kind != family and kind not in SAME_FUNCTION.get(family, ()):
+    lit, source = configs.read_settings(file.parent, file.name), file.parent.name
+    family, kind = configs.family_of(lit, source), str(base.config.get("model_type"))
+    if kind != family and kind not in configs.SAME_FUNCTION.get(family, ()):
         raise UnsupportedInput(
             f"`{source}` was trained on a {family}, the base is a {kind[:40]}",
             hint="give the base that the adapter was trained on",
@@ -265,18 +250,38 @@ def open_litgpt_adapter(path: Path, base: Checkpoint, alpha: float | None = None
     tensors = {unwrapped(name): tensor for name, tensor in require_state(file).tensors().items()}
     table = table_of(lit, kind)
     if left := sorted(name for name in tensors if not FACTOR.fullmatch(name)):
-        raise unplaced(left, [f"{name.removesuffix('.weight')}.lora_A" for name in table], source, "LitGPT's LoRA")
-    factors = _placed(_split_fused(tensors, hyperparameters, lit, source), lit, kind, base, source)
+        raise other_tools.unplaced(
+            left, [f"{name.removesuffix('.weight')}.lora_A" for name in table], source, "LitGPT's LoRA"
+        )
+    factors = other_tools.pair_up(_split_fused(tensors, hyperparameters, lit, source), FACTOR, source)
+    if kind in (*FUSED, "phi3"):  # the base fuses several modules
+        attention, counts = [lit.n_head * lit.head_size, *[lit.n_query_groups * lit.head_size] * 2], group_counts(lit)
+        factors = other_tools.join_modules(
+            factors,
+            ("attn.q", "attn.k", "attn.v"),
+            "attn.qkv",
+            attention,
+            source,
+            lambda parts: interleave_rows(parts, counts) if kind in FUSED else concat(parts, 0),
+        )
+    if kind == "phi3":
+        sides = (lit.intermediate_size, lit.intermediate_size)
+        factors = other_tools.join_modules(factors, ("mlp.fc_1", "mlp.fc_2"), "mlp.fc", sides, source)
+    placed = other_tools.renamed(factors, table, source, "LitGPT's LoRA")
+    for module, own in placed.items():  # without the rows of the head with which LitGPT pads the vocabulary
+        weight = base.get(f"{module}.weight")
+        if weight is not None and weight.num_rows < own.b.num_rows == lit.padded_vocab_size:
+            placed[module] = own.with_rows(partial(slice_rows, start=0, stop=weight.num_rows))
     fields = {
         name: hyperparameters[old]
         for name, old in (("r", "lora_r"), ("lora_alpha", "lora_alpha"))
         if old in hyperparameters
     }
-    return as_adapter([file], settings if settings.is_file() else None, fields, factors, alpha)
+    return other_tools.as_adapter([file], settings if settings.is_file() else None, fields, placed, alpha)
 
 
 def _split_fused(
-    tensors: Mapping[str, LazyTensor], hyperparameters: Mapping[str, Any], lit: LitConfig, source: str
+    tensors: Mapping[str, LazyTensor], hyperparameters: Mapping[str, Any], lit: configs.LitConfig, source: str
 ) -> dict[str, LazyTensor]:
     """Splits the factors of fused matrices into `attn.q`, `attn.k` and `attn.v`; the others stay."""
     rows = [lit.n_head * lit.head_size, *[lit.n_query_groups * lit.head_size] * 2]
@@ -302,34 +307,7 @@ def _split_fused(
     return apart
 
 
-def _placed(
-    tensors: Mapping[str, LazyTensor], lit: LitConfig, kind: str, base: Checkpoint, source: str
-) -> dict[str, ForeignPair]:
-    """The factors by the base's modules, joined where the base fuses several modules."""
-    factors = pair_up(tensors, FACTOR, source)
-    attention = [lit.n_head * lit.head_size, *[lit.n_query_groups * lit.head_size] * 2]
-    counts = group_counts(lit)
-    if kind in (*FUSED, "phi3"):
-        factors = join_modules(
-            factors,
-            ("attn.q", "attn.k", "attn.v"),
-            "attn.qkv",
-            attention,
-            source,
-            lambda parts: interleave_rows(parts, counts) if kind in FUSED else concat(parts, 0),
-        )
-    if kind == "phi3":
-        sides = (lit.intermediate_size, lit.intermediate_size)
-        factors = join_modules(factors, ("mlp.fc_1", "mlp.fc_2"), "mlp.fc", sides, source)
-    placed = renamed(factors, table_of(lit, kind), source, "LitGPT's LoRA")
-    for module, own in placed.items():  # without the rows of the head with which LitGPT pads the vocabulary
-        weight = base.get(f"{module}.weight")
-        if weight is not None and weight.num_rows < own.b.num_rows == lit.padded_vocab_size:
-            placed[module] = own.with_rows(partial(slice_rows, start=0, stop=weight.num_rows))
-    return placed
-
-
-ADAPTER = AdapterFormat(
+ADAPTER = other_tools.AdapterFormat(
     "LitGPT (`lit_model.pth.lora` next to `hyperparameters.yaml`)",
     lambda path: (path / LORA_FILE).is_file() if path.is_dir() else path.name == LORA_FILE and path.is_file(),
     open_litgpt_adapter,

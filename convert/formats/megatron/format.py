@@ -21,23 +21,8 @@ import numpy as np
 from llmconv.checkpoint import Checkpoint, read_side_files, transposed
 from llmconv.convert import algebra
 from llmconv.convert.formats import Format
+from llmconv.convert.formats.megatron import config as configs
 from llmconv.convert.formats.megatron import save_folder
-from llmconv.convert.formats.megatron.config import (
-    INTERPOLATION,
-    OFF,
-    OWN_FACTOR,
-    Arguments,
-    arguments_of,
-    check_arguments,
-    family_of,
-    head_dim,
-    ignored_factor,
-    is_tied,
-    merged,
-    query_groups,
-    rotary_percent,
-    to_config,
-)
 from llmconv.convert.formats.megatron.join_ranks import Rank, join_ranks, open_distributed, open_ranks, read_common
 from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import causal_lm_config, read_config_file
@@ -55,23 +40,23 @@ RENAMED = {
     "qkv_bias": "add_qkv_bias",
     "rotary_percentage": "rotary_percent",
     "rope_scaling": "use_rope_scaling",
-    "rope_scaling_factor": OWN_FACTOR,
-    "scale_factor": OWN_FACTOR,
+    "rope_scaling_factor": configs.OWN_FACTOR,
+    "scale_factor": configs.OWN_FACTOR,
     "scale_positional_embedding": "use_rope_scaling",
-    "seq_len_interpolation_factor": INTERPOLATION,
+    "seq_len_interpolation_factor": configs.INTERPOLATION,
     "seq_length": "max_position_embeddings",
 }
 # Settings of NeMo that change the model, and the values with which they do not
 ONLY_VALUE: dict[str, tuple[Any, ...]] = {
-    "apply_embedding_scaling": OFF,
-    "attention_type": ("multihead", *OFF),
-    "drop_layers": OFF,
-    "headscale": OFF,
-    "hyena": OFF,
-    "mcore_customization_config": OFF,
-    "megatron_legacy": OFF,
+    "apply_embedding_scaling": configs.OFF,
+    "attention_type": ("multihead", *configs.OFF),
+    "drop_layers": configs.OFF,
+    "headscale": configs.OFF,
+    "hyena": configs.OFF,
+    "mcore_customization_config": configs.OFF,
+    "megatron_legacy": configs.OFF,
     "normalize_attention_scores": (None, True),
-    "transformer_block_type": ("pre_ln", *OFF),
+    "transformer_block_type": ("pre_ln", *configs.OFF),
 }
 GATED = ("swiglu", "fast-swiglu")
 # Constants of Llama 3.1's frequencies, which NeMo 2 stores; Megatron core has no others
@@ -166,7 +151,7 @@ class _Run:
     ranks: list[Rank]
     stored: Mapping[str, Any]
 
-    def state(self, arguments: Arguments) -> save_folder.RunState:
+    def state(self, arguments: configs.Arguments) -> save_folder.RunState:
         if self.save.distributed:
             return open_distributed(self.save.distributed, self.source)
         return join_ranks(self.ranks, arguments)
@@ -183,13 +168,13 @@ def _find(path: Path) -> _Run:
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     run = _find(path)
     has_own = run.stored.get("num_layers") is not None
-    arguments = Arguments(run.stored, run.source) if has_own else arguments_of(config, run.source)
+    arguments = configs.Arguments(run.stored, run.source) if has_own else configs.arguments_of(config, run.source)
     given = {} if arguments.values is config else config
     old = run.save.nemo is None and any(rank.old for rank in run.ranks)
-    warnings = check_arguments(arguments, described="model_type" in given, old=old)
-    warnings += ignored_factor(arguments)
-    family = family_of(arguments, given.get("model_type"))
-    computed = to_config(arguments, family)
+    warnings = configs.check_arguments(arguments, described="model_type" in given, old=old)
+    warnings += configs.ignored_factor(arguments)
+    family = configs.family_of(arguments, given.get("model_type"))
+    computed = configs.to_config(arguments, family)
     state = run.state(arguments)
     folder = run.save.path / save_folder.NEMO2_CONTEXT / NEMO_TOKENIZER
     own = read_side_files(folder) if folder.is_dir() else {}
@@ -203,23 +188,23 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         )
     padded = embedding.num_rows
     vocabulary = true_vocabulary(arguments, padded, config, side_files, warnings)
-    dim = head_dim(arguments)
+    dim = configs.head_dim(arguments)
     layout = Layout(
         arguments.source,
         family.model_type,
         arguments.count("num_attention_heads"),
-        query_groups(arguments),
+        configs.query_groups(arguments),
         dim,
         arguments.flag("swiglu"),
         arguments.flag("rotary_interleaved"),
-        int(dim * rotary_percent(arguments)),
+        int(dim * configs.rotary_percent(arguments)),
         any(arguments.flag(name) for name in ZERO_CENTERED),
-        is_tied(arguments),
+        configs.is_tied(arguments),
         vocabulary,
     )
     bos, eos = special_ids(side_files)
     fields = {**computed, "vocab_size": vocabulary, "bos_token_id": bos, "eos_token_id": eos}
-    settings = causal_lm_config({}, merged(fields, given, run.source, compared=has_own), run.source, warnings)
+    settings = causal_lm_config({}, configs.merged(fields, given, run.source, compared=has_own), run.source, warnings)
     tensors = to_hugging_face(state.tensors, layout)
     dtypes = {tensor.dtype.name for name, tensor in state.tensors.items() if NORM.search(name)} - {"float32"}
     if layout.zero_centered and dtypes:
@@ -238,7 +223,7 @@ FORMAT = Format(
     detect=save_folder.is_save,
     sign=Sign(keys=(save_folder.VERSION_KEY,)),
     open=_open,
-    peek=lambda path: (run := _find(path)).state(Arguments(run.stored, run.source)).tensors,
+    peek=lambda path: (run := _find(path)).state(configs.Arguments(run.stored, run.source)).tensors,
     covers="GPT-2, Llama 1 to 3, Mistral, Mixtral, Qwen 2, 2.5 and 3 (with experts, too), GPT-NeoX; ranks in any "
     "grid of tensor, pipeline, virtual and expert parallelism; the run's arguments give `config.json`",
 )
@@ -365,7 +350,11 @@ def plus_one(tensor: LazyTensor) -> LazyTensor:
 
 
 def true_vocabulary(
-    arguments: Arguments, padded: int, given: Mapping[str, Any], tokenizer: Mapping[str, bytes], warnings: list[str]
+    arguments: configs.Arguments,
+    padded: int,
+    given: Mapping[str, Any],
+    tokenizer: Mapping[str, bytes],
+    warnings: list[str],
 ) -> int:
     """The number of tokens: the user's `vocab_size` (in `given`), else that of the tokenizer.
 

@@ -221,7 +221,13 @@ class Grid:
 
 def join_ranks(ranks: Sequence[Rank], arguments: Arguments) -> save_folder.RunState:
     """The whole tensors; InputRefused: a rank is missing, MalformedInput, UnsupportedInput: how experts divide."""
-    grid = _grid(ranks, arguments)
+    old = max(rank.numbers[0] for rank in ranks) + 1
+    tensor = arguments.count("tensor_model_parallel_size", default=arguments.values.get("model_parallel_size") or old)
+    expert_tensor = arguments.count("expert_tensor_parallel_size", default=tensor)
+    if expert_tensor not in (1, tensor) and arguments.values.get("num_experts"):
+        raise arguments.unsupported("expert_tensor_parallel_size")
+    pipeline, expert = (arguments.count(f"{kind}_model_parallel_size", default=1) for kind in ("pipeline", "expert"))
+    grid = Grid(arguments.source, tensor, pipeline, expert, expert_tensor)
     parts = _parts(grid, {_place(grid, rank): rank for rank in ranks}, arguments)
     extra = [name for name in parts if save_folder.EXTRA_HEADS.match(name)]
     tensors = {
@@ -233,21 +239,6 @@ def join_ranks(ranks: Sequence[Rank], arguments: Arguments) -> save_folder.RunSt
     if extra:
         dropped.append(f"{len(extra)} tensors of heads that predict later tokens")
     return save_folder.RunState(tensors, len(ranks), f"checkpoint version {ranks[0].version:g}", tuple(dropped))
-
-
-def _grid(ranks: Sequence[Rank], arguments: Arguments) -> Grid:
-    old = max(rank.numbers[0] for rank in ranks) + 1
-    tensor = arguments.count("tensor_model_parallel_size", default=arguments.values.get("model_parallel_size") or old)
-    expert_tensor = arguments.count("expert_tensor_parallel_size", default=tensor)
-    if expert_tensor not in (1, tensor) and arguments.values.get("num_experts"):
-        raise arguments.unsupported("expert_tensor_parallel_size")
-    return Grid(
-        arguments.source,
-        tensor,
-        arguments.count("pipeline_model_parallel_size", default=1),
-        arguments.count("expert_model_parallel_size", default=1),
-        expert_tensor,
-    )
 
 
 def _place(grid: Grid, rank: Rank) -> tuple[int, int, int]:
@@ -359,32 +350,28 @@ def _whole(grid: Grid, name: str, places: Mapping[Place, Sequence[LazyTensor]], 
     is_shared_out = name in (save_folder.EMBEDDING, save_folder.HEAD) or ROWS.search(name) or COLUMNS.search(name)
     count = (grid.expert_tensor if is_expert else grid.tensor) if is_shared_out else 1
     by_rank: defaultdict[int, list[LazyTensor]] = defaultdict(list)
-    for (tensor_rank, _), copies in sorted(places.items()):
-        by_rank[tensor_rank if count > 1 else 0] += copies
+    for (tensor_rank, _), tensors in sorted(places.items()):
+        by_rank[tensor_rank if count > 1 else 0] += tensors
     if (missing := algebra.first_missing(by_rank, count)) is not None:
         raise _mixed(grid, f"tensor rank {missing} lacks `{name}`")
+    different = UnsupportedInput(
+        f"the ranks of `{grid.source}` hold different copies of `{name}`",
+        hint="ranks of different saves are mixed, or the run was damaged; copy all ranks of one save again",
+    )
     with algebra.fitting(
         f"the parts of `{name}` in `{grid.source}` cannot be joined", "ranks of different runs are mixed"
     ):
-        pieces = [_one(grid, name, by_rank[number]) for number in range(count)]
+        pieces = []
+        for copies in (by_rank[number] for number in range(count)):
+            if len({(copy.shape, copy.dtype) for copy in copies}) > 1:
+                raise ValueError(f"copies have the shapes {[copy.shape for copy in copies[:4]]}")
+            pieces.append(algebra.replicated(copies, different))
         if COLUMNS.search(name):
             return algebra.concat(pieces, 1)
         if gated and save_folder.FC1.search(name) and count > 1:
             halves = [algebra.split(piece, 0, 2) for piece in pieces]
             return algebra.concat([half[side] for side in range(2) for half in halves], 0)
         return algebra.concat(pieces, 0) if is_shared_out else pieces[0]
-
-
-def _one(grid: Grid, name: str, copies: Sequence[LazyTensor]) -> LazyTensor:
-    if len({(copy.shape, copy.dtype) for copy in copies}) > 1:
-        raise ValueError(f"copies have the shapes {[copy.shape for copy in copies[:4]]}")
-    return algebra.replicated(
-        copies,
-        UnsupportedInput(
-            f"the ranks of `{grid.source}` hold different copies of `{name}`",
-            hint="ranks of different saves are mixed, or the run was damaged; copy all ranks of one save again",
-        ),
-    )
 
 
 MATRICES = {".mlp.experts.weight1": "linear_fc1", ".mlp.experts.weight2": "linear_fc2"}

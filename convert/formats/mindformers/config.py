@@ -301,17 +301,11 @@ class MindFormersModel:
 
 @dataclass(frozen=True)
 class MindFormersFamily:
-    """The conversion of one model family in both directions.
+    """The conversion of one model family in both directions."""
 
-    Attributes:
-        sign: matches a tensor name that only this family has.
-        names: of its tensors, to those of Hugging Face; fused ones aside.
-        build: MindFormers' tensors to Hugging Face's; raises where transformers has no exact equivalent.
-        store: back, by `model_type`: `store(settings, tensors, source)`; raises ValueError for a wrong shape.
-    """
-
-    sign: re.Pattern[str]
-    names: Mapping[str, str | None]
+    sign: re.Pattern[str]  # matches a tensor name that only this family has
+    names: Mapping[str, str | None]  # of its tensors, to those of Hugging Face; fused ones aside
+    # MindFormers' tensors to Hugging Face's, and back by `model_type`: ValueError for a wrong shape
     build: Callable[[RunConfig, dict[str, LazyTensor]], ConvertedModel]
     store: Mapping[str, Callable[[ModelSettings, dict[str, LazyTensor], str], MindFormersModel]] = field(
         default_factory=dict

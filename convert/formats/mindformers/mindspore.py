@@ -245,12 +245,19 @@ def _layouts(files: Sequence[Path]) -> dict[str, ParallelLayout]:
 def read_strategy(path: Path) -> dict[str, ParallelLayout]:
     """Parameter name to layout, from a strategy file (`.json` or protobuf); MalformedInput if it is inconsistent."""
     try:
-        layouts = {} if path.suffix == ".json" else _read_protobuf(path)
-        for name, item in read_json(path)["parallel_layout_item"].items() if path.suffix == ".json" else ():
-            maps = [axis if isinstance(axis, list) else [axis] for axis in item["tensor_map"]]
-            names = ("field", "opt_weight_shard_step", "opt_weight_shard_size")
-            further = [item.get(name, 0) for name in names]
-            layouts[name] = _make(item["dev_matrix"], maps, further, bool(item.get("param_split_shape")))
+        layouts: dict[str, ParallelLayout] = {}
+        if path.suffix == ".json":
+            for name, item in read_json(path)["parallel_layout_item"].items():
+                maps = [axis if isinstance(axis, list) else [axis] for axis in item["tensor_map"]]
+                names = ("field", "opt_weight_shard_step", "opt_weight_shard_size")
+                further = [item.get(name, 0) for name in names]
+                layouts[name] = _make(item["dev_matrix"], maps, further, bool(item.get("param_split_shape")))
+        else:
+            with ProtobufFile(path) as source:
+                for message in source.fields(0, source.size):
+                    if message.number == 3 and message.wire == BYTES:
+                        parts = {field.number: field for field in source.fields(message.start, message.stop)}
+                        layouts[source.text(parts[1], NAME_LIMIT)] = _layout(source, parts[2])
         invalid = [name for name, layout in layouts.items() if not layout.is_sound()]
     except (AttributeError, KeyError, TypeError, ValueError, LlmconvError) as error:
         raise MalformedInput(
@@ -268,16 +275,6 @@ def read_strategy(path: Path) -> dict[str, ParallelLayout]:
                 f"the stages in `{path.name}` contradict each other for `{name}`", hint="merge those of one run"
             )
     return found
-
-
-def _read_protobuf(path: Path) -> dict[str, ParallelLayout]:
-    layouts: dict[str, ParallelLayout] = {}
-    with ProtobufFile(path) as source:
-        for item in source.fields(0, source.size):
-            if item.number == 3 and item.wire == BYTES:
-                parts = {field.number: field for field in source.fields(item.start, item.stop)}
-                layouts[source.text(parts[1], NAME_LIMIT)] = _layout(source, parts[2])
-    return layouts
 
 
 def _layout(source: ProtobufFile, message: Field) -> ParallelLayout:

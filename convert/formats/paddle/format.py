@@ -21,20 +21,8 @@ from llmconv.convert import tokenizers
 from llmconv.convert.algebra import concat, interleave_rows, require, split
 from llmconv.convert.fields import Fields
 from llmconv.convert.formats import Format
+from llmconv.convert.formats.paddle import config as configs
 from llmconv.convert.formats.paddle import read
-from llmconv.convert.formats.paddle.config import (
-    ACTIVATIONS,
-    ALIBI,
-    FILE,
-    GLM_FIXED,
-    KEPT,
-    TWO_POSITIONS,
-    own_kind,
-    paddle_generation_config,
-    read_generation_config,
-    to_config,
-    to_own_config,
-)
 from llmconv.convert.formats.paddle.names import FAMILIES, TensorRule, apply_rules, unrolled
 from llmconv.convert.models.code_model import baichuan, chatglm, needs_code
 from llmconv.convert.models.config_file import OPTION, json_object, plain_fields, trusted_code, with_architecture
@@ -60,7 +48,15 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
     checkpoint = tied(checkpoint, WRITERS)
     config, settings = config_of(checkpoint)
     family, source = FAMILIES[config["model_type"]], checkpoint.path.name
-    _refuse_shards(config, settings, shards, source)
+    if shards > 1 and not family.tensor_parallel:
+        raise UnsupportedInput(
+            f"`{source}` would be a {config['model_type']}, which cannot be split among ranks",
+            hint="leave out `--shards`",
+        )
+    # ranks need whole heads, equal parts of the feed-forward, and in some models equal parts of the vocabulary
+    absolute = ("n_head", "n_embd", "n_inner", "hidden_size", "vocab_size")
+    sizes = absolute if "n_head" in settings else ("num_attention_heads", "intermediate_size")
+    refuse_shards(source, shards, {name: settings[name] for name in sizes if name in settings})
     tensors = dict(checkpoint.tensors)
     if config["model_type"] == "gpt":  # PaddleNLP's GPT always saves its head, which equals the embedding
         tensors[HEAD] = tensors.get(HEAD, tensors[family.embedding])
@@ -73,27 +69,14 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
     files = tuple(Shard(name, rank, read.pdparams_pieces) for name, rank in zip(names, ranks, strict=True))
     parallel = {"tensor_parallel_degree": shards} if shards > 1 else {}
     small = {**checkpoint.side_files, "config.json": json_bytes({**config, **parallel})}
-    if FILE in small:
-        small[FILE] = paddle_generation_config(small[FILE])
+    if configs.FILE in small:
+        small[configs.FILE] = configs.paddle_generation_config(small[configs.FILE])
     if MODEL in small:  # PaddleNLP has another name for a sentencepiece model
         small[SENTENCEPIECE[0]] = small[MODEL]
     window, warnings = config.get("sliding_window"), tuple[str, ...]()
     if type(window) is int and window < config["max_position_embeddings"]:
         warnings = (f"PaddleNLP ignores `sliding_window` {window}: its results differ for longer inputs",)
     return Plan(checkpoint, files, small, warnings)
-
-
-def _refuse_shards(config: dict[str, Any], settings: dict[str, Any], shards: int, source: str) -> None:
-    """Ranks need whole heads, equal parts of the feed-forward, and in some models equal parts of the vocabulary."""
-    family = FAMILIES[config["model_type"]]
-    if shards > 1 and not family.tensor_parallel:
-        raise UnsupportedInput(
-            f"`{source}` would be a {config['model_type']}, which cannot be split among ranks",
-            hint="leave out `--shards`",
-        )
-    absolute = ("n_head", "n_embd", "n_inner", "hidden_size", "vocab_size")
-    names = absolute if "n_head" in settings else ("num_attention_heads", "intermediate_size")
-    refuse_shards(source, shards, {name: settings[name] for name in names if name in settings})
 
 
 PADDLE = "PaddleNLP"
@@ -109,7 +92,7 @@ def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
     settings, source = settings_of(checkpoint, WRITERS), checkpoint.path.name
 
     kind, architecture, write = WRITERS[settings["model_type"]]
-    kept = {name: checkpoint.config[name] for name in KEPT if name in checkpoint.config}
+    kept = {name: checkpoint.config[name] for name in configs.KEPT if name in checkpoint.config}
     config = {
         "architectures": [architecture],
         "model_type": kind,
@@ -118,7 +101,7 @@ def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
         "tie_word_embeddings": settings["tie_word_embeddings"],
         **write(settings, source),
     }
-    back = to_config(config, source, [])
+    back = configs.to_config(config, source, [])
     refuse_other_settings(checkpoint, back, PADDLE)
     return config, back
 
@@ -156,7 +139,7 @@ def _bloom(settings: ModelSettings, source: str) -> dict[str, Any]:
 
 
 def _gpt(settings: ModelSettings, source: str) -> dict[str, Any]:
-    ours = {theirs: name for name, theirs in reversed(ACTIVATIONS.items())}
+    ours = {theirs: name for name, theirs in reversed(configs.ACTIVATIONS.items())}
     return {
         **{name: settings[name] for name in (*SAME, "intermediate_size", "max_position_embeddings")},
         "hidden_activation": ours.get(settings["activation_function"], "gelu"),
@@ -166,7 +149,7 @@ def _gpt(settings: ModelSettings, source: str) -> dict[str, Any]:
 
 def _chatglm(settings: ModelSettings, source: str) -> dict[str, Any]:
     return {
-        **GLM_FIXED,
+        **configs.GLM_FIXED,
         **{name: settings[name] for name in SAME},
         "padded_vocab_size": settings["vocab_size"],
         "ffn_hidden_size": settings["intermediate_size"],
@@ -352,10 +335,10 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     warnings: list[str] = []
     if not (paddle := plain_fields({**stored, **fields}, warnings)):
         raise InputRefused(f"`{path.name}` has no `config.json` next to it", hint="give the run's with `--config`")
-    own, code = own_kind(paddle), trusted_code(config)
+    own, code = configs.own_kind(paddle), trusted_code(config)
     if own:
-        code = needs_code(code, path.name, *(ALIBI if own == "baichuan" else TWO_POSITIONS))
-    settings = to_own_config(paddle, path.name) if own else to_config(paddle, path.name, warnings)
+        code = needs_code(code, path.name, *(configs.ALIBI if own == "baichuan" else configs.TWO_POSITIONS))
+    settings = configs.to_own_config(paddle, path.name) if own else configs.to_config(paddle, path.name, warnings)
     family = FAMILIES[paddle["model_type"]]
     ranks = read.open_ranks(path, paddle)
     if len(ranks) > 1 and not family.tensor_parallel:
@@ -382,7 +365,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     place = folder if tokenizer is None else tokenizer
     files = read_paddle_tokenizer(place, paddle["model_type"], warnings) if place.is_dir() else {}
     files = files if files or tokenizer is None else tokenizers.read_tokenizer(tokenizer)
-    side_files = {**files, **read_generation_config(folder)}
+    side_files = {**files, **configs.read_generation_config(folder)}
     release = stored.get("paddlenlp_version")
     more = {
         "shards": len(read.weight_files(path)),

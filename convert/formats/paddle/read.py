@@ -119,8 +119,10 @@ def open_pdparams(path: Path) -> PaddleFile:
     others: list[str] = []
     for key, value in content.items():
         name = key if isinstance(key, str) else f"({type(key).__name__})"
-        if (array := _named_array(value)) is not None:
-            tensors[name] = _tensor(path, name, array)
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
+            value = value[1]  # (name, array), as in nested objects
+        if _made_by(value) in (*RECONSTRUCT, *FROM_BUFFER):
+            tensors[name] = _tensor(path, name, value)
         elif name not in (PARAMETER_NAMES, SPLIT_ARRAYS):
             others.append(name)
     return PaddleFile(_joined(path, tensors, content.get(SPLIT_ARRAYS, {})), tuple(others))
@@ -144,13 +146,6 @@ def _call(function: Any, args: tuple[Any, ...]) -> Any:
         case "_codecs.encode", (BytesAt() as value, "latin1"):
             return value
     return HOOKS.call(function, args)
-
-
-def _named_array(value: Any) -> Stub | None:
-    """The array of a value that is an array, or (name, array) as in nested objects."""
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
-        value = value[1]
-    return value if _made_by(value) in (*RECONSTRUCT, *FROM_BUFFER) else None
 
 
 def _made_by(value: Any) -> str:
@@ -426,7 +421,14 @@ def open_ranks(path: Path, config: Mapping[str, Any]) -> list[Mapping[str, LazyT
         return open_rank_files(path, ranks or safe_ranks, config)
     if kinds["safetensors"]:
         return [as_bfloat16(open_safetensors(path))]
-    return [_state(path / WHOLE) if kinds[WHOLE] else _sharded(path)]
+    if kinds[WHOLE]:
+        return [_state(path / WHOLE)]
+    tensors: dict[str, LazyTensor] = {}
+    for shard, listed in indexed_shards(path, PADDLE_INDEX, lambda name: bool(SHARD.fullmatch(name))).items():
+        found = _state(path / shard)
+        require_listed(shard, found, listed, PADDLE_INDEX)
+        tensors.update(found)
+    return [tensors]
 
 
 def _rank_files(folder: Path, suffix: str) -> dict[tuple[int, int], Path]:
@@ -462,15 +464,6 @@ def _state(file: Path) -> Mapping[str, LazyTensor]:
     tensors = open_pdparams(file).tensors
     if any(name.endswith(("_moment1_0", "_moment2_0", "_pow_acc_0")) for name in tensors):
         raise UnsupportedInput(f"`{file.name}` is the state of an optimizer", hint=f"give the model's `{WHOLE}`")
-    return tensors
-
-
-def _sharded(folder: Path) -> Mapping[str, LazyTensor]:
-    tensors: dict[str, LazyTensor] = {}
-    for shard, listed in indexed_shards(folder, PADDLE_INDEX, lambda name: bool(SHARD.fullmatch(name))).items():
-        found = _state(folder / shard)
-        require_listed(shard, found, listed, PADDLE_INDEX)
-        tensors.update(found)
     return tensors
 
 

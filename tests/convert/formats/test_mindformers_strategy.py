@@ -106,3 +106,10 @@ def test_a_checkpoint_that_is_not_divided_has_no_strategy(run: Path, tmp_path: P
         to_hf(tmp_path / "whole", tmp_path / "out", strategy=tmp_path / "elsewhere")
     with pytest.raises(InputRefused, match="already is a Hugging Face"):
         to_hf(tmp_path / "model", tmp_path / "out", strategy=tmp_path / "elsewhere")
+
+
+def test_a_scalar_has_one_part_where_the_optimizer_is_divided() -> None:
+    layout = ParallelLayout((2, 2), (), step=2, size=2)
+    assert layout.is_sound()
+    assert [layout.coordinates_of(rank) for rank in range(4)] == [()] * 4
+    assert layout.grid() == ()

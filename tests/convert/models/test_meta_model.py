@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, logging
 
-from llmconv.convert.models import completeness
 from llmconv.convert.models.blueprint import blueprint
 from llmconv.convert.models.completeness import check_complete
 from llmconv.convert.models.meta_model import loading_gaps, meta_model
@@ -101,7 +100,7 @@ def test_without_a_blueprint_the_same_tensors_are_missed(monkeypatch: pytest.Mon
             hidden, inner = config["hidden_size"], config["intermediate_size"]
             stored |= {f"{root}.{part}.weight": (inner, hidden) for part in ("w1", "w3")}
             stored[f"{root}.w2.weight"] = (hidden, inner)
-    monkeypatch.setattr(completeness, "blueprint", lambda config: None)
+    monkeypatch.setattr("llmconv.convert.models.blueprint.blueprint", lambda config: None)
     assert check_complete(unwritten(stored), config, "x") == []
     del stored["model.layers.1.block_sparse_moe.experts.2.w1.weight"]
     with pytest.raises(MalformedInput, match="experts"):
@@ -111,7 +110,7 @@ def test_without_a_blueprint_the_same_tensors_are_missed(monkeypatch: pytest.Mon
 def test_generic_rules_alone_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("llama")
     state = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
-    monkeypatch.setattr(completeness, "blueprint", lambda config: None)
+    monkeypatch.setattr("llmconv.convert.models.blueprint.blueprint", lambda config: None)
     broken = {**config, "rope_parameters": {"rope_type": "none of these"}}
     (warning,) = check_complete(unwritten(state), broken, "x")
     assert "only checked by generic rules (number of layers, " in warning
@@ -132,7 +131,7 @@ def test_generic_rules_alone_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_hostile_configuration_ends_soon(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("qwen3_moe")
     state = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
-    monkeypatch.setattr(completeness, "blueprint", lambda config: None)
+    monkeypatch.setattr("llmconv.convert.models.blueprint.blueprint", lambda config: None)
     begun = time.monotonic()
     with suppress(MalformedInput):
         check_complete(unwritten(state), {**config, **fields}, "x")
