@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
-from pathlib import Path
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from llmconv.causal_lm import context_length
@@ -24,107 +22,43 @@ from llmconv.export.export_options import ExportOptions
 from llmconv.export.folders import file_tensors
 from llmconv.export.graph_spec import GROWING, all_fixed
 from llmconv.export.language_model import LanguageModel
-from llmconv.export.quantization.activation_aware import measure_activation_aware
-from llmconv.export.quantization.block_rounding import BlockFormat, ColumnFormat, WeightFormat
-from llmconv.export.quantization.calibration import TextRun, column_importance, largest_of
-from llmconv.export.quantization.quantized_tensor import Scratch
-from llmconv.export.quantization.selection import ActivationRange, QuantizedWeight
-from llmconv.export.quantization.sequential_rounding import round_sequentially
-from llmconv.export.quantization.smoothing import Graphs, Smoothing, measure_smoothing, smoothing_groups
+from llmconv.export.quantization.calibration import TextRun, largest_of
+from llmconv.export.quantization.selection import ActivationRange
+from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.export.rewrite.fused_operators import fuse_rotary
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, producer
 from llmconv.export.weights import DOMAIN, GROUPED, leaves
 from llmconv.files.safetensors_file import FileTensor
-from llmconv.progress import say, warn
+from llmconv.progress import say
 from llmconv.runtime.extra_inputs import is_present, past_of
 from llmconv.runtime.tokenizer import LONG, TOKENS, CalibrationText
 from llmconv.tensors import Array
 
 
-@dataclass(frozen=True)
-class Calibration(TextRun):
-    """What an export measures on its text."""
+def calibration_of(
+    language_model: LanguageModel, checkpoint: Checkpoint, graphs: Mapping[str, TracedGraph], given: ExportOptions
+) -> TextRun | None:
+    """The text of the option `calibrate`, for a cache of integers by default llmconv's own; None without one.
 
-    @classmethod
-    def of(
-        cls,
-        language_model: LanguageModel,
-        checkpoint: Checkpoint,
-        graphs: Mapping[str, TracedGraph],
-        given: ExportOptions,
-    ) -> Calibration | None:
-        """The text of the option `calibrate`, for a cache of integers by default llmconv's own; None without one.
-
-        Raises UnsupportedInput: the weights are quantized, and a calibration needs those of floats.
-        """
-        if (text := text_of(given)) is None:
-            return None
-        if any(not isinstance(tensor, FileTensor) for tensor in checkpoint.values()):
-            raise UnsupportedInput(
-                "a text runs through weights of floats, and those of this model are quantized",
-                hint="leave out `--calibrate` and `--kv-cache`",
-            )
-        limit, trusted = context_length(checkpoint.path), given["trust_remote_code"]
-        most = LONG if given["method"] == "gptq" else TOKENS
-        texts = text.tokens(checkpoint.path, limit, trust_remote_code=trusted, most=most)
-        fixed = all_fixed(language_model.extra_inputs, "a calibration", "--calibrate")
-        plain = replace(GROWING, fixed_inputs=fixed)
-        traced = next((graph for graph in graphs.values() if graph.spec == plain), None)
-        if traced is None:
-            traced = language_model.trace({"unified": plain})[0]["unified"]
-        say(f"measuring activations on {sum(text.size for text in texts):,} tokens")
-        return cls(traced, texts, file_tensors(checkpoint))
-
-    def importance(self) -> dict[str, Array]:
-        return column_importance(self)
-
-    def smoothing(self, graphs: Graphs, quantized: Mapping[str, QuantizedWeight]) -> Smoothing:
-        """Factors of weights whose activations are rounded with one scale, and of the norms before them."""
-        if not (coded := _names(quantized, ColumnFormat)):
-            return Smoothing()
-        if not (groups := smoothing_groups(graphs, coded)):
-            warn("SmoothQuant does not fit this model (no norm can be divided): `--calibrate` has no effect on `a8w8`")
-            return Smoothing()
-        return measure_smoothing(groups, self)
-
-    def activation_aware(
-        self, graphs: Graphs, quantized: Mapping[str, QuantizedWeight], importance: Mapping[str, Array]
-    ) -> Smoothing:
-        """Factors of weights with which blocks of 4 bits lose less, and of the norms before them."""
-        every = smoothing_groups(graphs, _names(quantized, BlockFormat))
-        groups = [group for group in every if any(quantized[name].is_searched for name, _ in group.matrices)]
-        if not groups:
-            warn("AWQ does not fit this model (no norm can be divided): its codes are those of `--calibrate` alone")
-            return Smoothing()
-        return measure_activation_aware(groups, quantized, importance, self)
-
-    def with_feedback(self, quantized: Mapping[str, QuantizedWeight], output: Path) -> dict[str, QuantizedWeight]:
-        """Weights with the codes of GPTQ where they have 4 bits, and all others as they are; kept beside `output`."""
-        with Scratch.beside(output) as scratch:  # the codes stay mapped after the file is closed
-            found = round_sequentially(self, quantized, scratch)
-        return {name: replace(weight, rounded=found.get(name)) for name, weight in quantized.items()}
-
-    def require_ranges(self, quantized: Mapping[str, QuantizedWeight]) -> None:
-        """Raises UnsupportedInput for weights of routed experts or shared by layers, which have no single range."""
-        require_one_input(self, _names(quantized, ColumnFormat))
-
-    def with_ranges(self, quantized: Mapping[str, QuantizedWeight], smoothing: Smoothing) -> dict[str, QuantizedWeight]:
-        """Weights in columns with the ranges of what they are multiplied with, and all others as they are."""
-        found = measure_ranges(self, _names(quantized, ColumnFormat), smoothing)
-        return {name: replace(weight, activation=found.get(name)) for name, weight in quantized.items()}
-
-    def cache_scales(self) -> dict[str, Array]:
-        """Scales of an int8 cache by input, float32 [1, kv_heads, 1, head_dim]; InputRefused if not finite."""
-        rotations, observed = key_rotations(self.traced), self.bound("--kv-cache int8")
-        maxima = largest_of(self.outputs(_observing(observed)))
-        return {
-            name: _scale(name, found, rotations.get(name, KeyRotation.NONE))
-            for name, found in ((output.removeprefix(MAXIMA), found) for output, found in maxima.items())
-        }
-
-
-def _names(quantized: Mapping[str, QuantizedWeight], form: type[WeightFormat]) -> set[str]:
-    return {name for name, weight in quantized.items() if isinstance(weight.form, form) and weight.kept is None}
+    Raises UnsupportedInput: the weights are quantized, and a calibration needs those of floats.
+    """
+    if (text := text_of(given)) is None:
+        return None
+    if any(not isinstance(tensor, FileTensor) for tensor in checkpoint.values()):
+        raise UnsupportedInput(
+            "a text runs through weights of floats, and those of this model are quantized",
+            hint="leave out `--calibrate` and `--kv-cache`",
+        )
+    limit, trusted = context_length(checkpoint.path), given["trust_remote_code"]
+    most = LONG if given["method"] == "gptq" else TOKENS
+    texts = text.tokens(checkpoint.path, limit, trust_remote_code=trusted, most=most)
+    fixed = all_fixed(language_model.extra_inputs, "a calibration", "--calibrate")
+    plain = replace(GROWING, fixed_inputs=fixed)
+    traced = next((graph for graph in graphs.values() if graph.spec == plain), None)
+    if traced is None:
+        traced = language_model.trace({"unified": plain})[0]["unified"]
+    say(f"measuring activations on {sum(text.size for text in texts):,} tokens")
+    return TextRun(traced, texts, file_tensors(checkpoint))
 
 
 def text_of(given: ExportOptions) -> CalibrationText | None:
@@ -149,7 +83,15 @@ def measure_ranges(run: TextRun, names: Collection[str], smoothing: Smoothing) -
         found[name].append(extremes.reshape(2, -1) / (1 if factors is None else factors.ravel()))
     if missing := sorted(set(names) - found.keys()):
         raise UnsupportedInput(f"what `{missing[0]}` is multiplied with cannot be measured", hint=HINT)
-    return {name: _range(name, np.stack(extremes)) for name, extremes in found.items()}
+    ranges: dict[str, ActivationRange] = {}
+    for name, extremes in ((name, np.stack(extremes)) for name, extremes in found.items()):
+        if not np.isfinite(extremes).all():
+            raise InputRefused(
+                f"`{name}` is multiplied with values that are not finite on the text",
+                hint=f"check the model, or {HINT}",
+            )
+        ranges[name] = ActivationRange.of(float(extremes[:, 0].min()), float(extremes[:, 1].max()))
+    return ranges
 
 
 def _extremes(editor: NodeEditor, values: ir.Value) -> ir.Value:
@@ -157,14 +99,6 @@ def _extremes(editor: NodeEditor, values: ir.Value) -> ir.Value:
     axis = integers(editor.graph, 0)
     both = [editor.one(name, [values, axis], {"keepdims": 0}) for name in ("ReduceMin", "ReduceMax")]
     return editor.one("Concat", both, {"axis": 0})
-
-
-def _range(name: str, extremes: Array) -> ActivationRange:
-    if not np.isfinite(extremes).all():
-        raise InputRefused(
-            f"`{name}` is multiplied with values that are not finite on the text", hint=f"check the model, or {HINT}"
-        )
-    return ActivationRange.of(float(extremes[:, 0].min()), float(extremes[:, 1].max()))
 
 
 def require_one_input(run: TextRun, names: Collection[str]) -> None:
@@ -187,10 +121,11 @@ LARGEST = 127  # the largest code; -128 is left out, so that codes are symmetric
 MAXIMA = "largest:"  # prefix of the outputs with maxima; the rest is the name of the cache input
 
 
-def _observing(traced: TracedGraph) -> onnx.ModelProto:
-    """The graph with the largest magnitude per channel of keys and values as its only outputs."""
-    graph = traced.model.graph
-    outputs: list[ir.Value] = []
+def cache_scales(run: TextRun) -> dict[str, Array]:
+    """Scales of an int8 cache by input, float32 [1, kv_heads, 1, head_dim]; InputRefused if not finite."""
+    rotations, observed = key_rotations(run.traced), run.bound("--kv-cache int8").model
+    graph = observed.graph
+    outputs: list[ir.Value] = []  # the largest magnitudes per channel of keys and values
     for value in [value for value in graph.outputs if is_present(value.name or "")]:
         name = past_of(value.name or "")
         editor = NodeEditor(graph, None, f"largest/{name}")
@@ -198,16 +133,17 @@ def _observing(traced: TracedGraph) -> onnx.ModelProto:
         found.name, found.type, found.shape = MAXIMA + name, ir.TensorType(ir.DataType.FLOAT), ir.Shape([None] * 4)
         outputs.append(found)
     graph.outputs[:] = outputs
-    return ir.to_proto(traced.model)
-
-
-def _scale(name: str, maxima: Array, rotation: KeyRotation) -> Array:
-    if not np.isfinite(maxima).all():
-        raise InputRefused(
-            f"`{name}` has values that are not finite on the text", hint="check the model, or leave out `--kv-cache`"
-        )
-    shared = rotation.shared(maxima)
-    return (np.where(shared > 0, shared, 1) * HEADROOM / LARGEST).astype(np.float32)
+    scales: dict[str, Array] = {}
+    for output, maxima in largest_of(run.outputs(ir.to_proto(observed))).items():
+        name = output.removeprefix(MAXIMA)
+        if not np.isfinite(maxima).all():
+            raise InputRefused(
+                f"`{name}` has values that are not finite on the text",
+                hint="check the model, or leave out `--kv-cache`",
+            )
+        shared = rotations.get(name, KeyRotation.NONE).shared(maxima)
+        scales[name] = (np.where(shared > 0, shared, 1) * HEADROOM / LARGEST).astype(np.float32)
+    return scales
 
 
 MOVING = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Split", "Slice", "Identity")

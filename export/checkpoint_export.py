@@ -2,45 +2,55 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from llmconv.causal_lm import context_length
-from llmconv.checkpoint import INDEX, Checkpoint, own_file, read_json, read_small
-from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
-from llmconv.export.calibration import Calibration, text_of
+from llmconv.checkpoint import Checkpoint, read_json, read_side_files
+from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem, first_line
+from llmconv.export.calibration import cache_scales, calibration_of, measure_ranges, require_one_input, text_of
 from llmconv.export.clients import DEFAULT, Client, ClientFiles, ClientModel
 from llmconv.export.clients.image_parts import Edits, ImageModel, edited
-from llmconv.export.export_options import EMBED, GENERATE, RERANK, SCORING, ExportOptions
-from llmconv.export.exported import Exported, ExportSizes
-from llmconv.export.folders import (
-    InPlace,
-    NewFolder,
-    OutputFolder,
-    checkpoint_in_memory,
-    file_tensors,
-    main_dtype,
-    require_output,
-    write_new,
+from llmconv.export.export_options import (
+    EMBED,
+    GENERATE,
+    RERANK,
+    SCORING,
+    ExportOptions,
+    check_shapes,
+    check_weight_options,
+    require_exact,
 )
-from llmconv.export.graph_files import GraphFiles, GraphOptions, GraphPlan
+from llmconv.export.exported import Exported, ExportSizes
+from llmconv.export.folders import GraphsOnly, InPlace, NewFolder, OutputFolder, file_tensors, main_dtype
+from llmconv.export.graph_files import GraphOptions, GraphPlan
 from llmconv.export.graph_names import graph_names
 from llmconv.export.graph_spec import FLOAT32, NO_CACHE, GraphSpec, graph_specs, refuse_option, with_fixed_inputs
 from llmconv.export.input_map import decoder_config
 from llmconv.export.language_model import LanguageModel, open_language_model
-from llmconv.export.option_checks import check_weight_options, require_exact, shape_options, warn_of_padding
+from llmconv.export.quantization.activation_aware import measure_activation_aware
+from llmconv.export.quantization.block_rounding import ColumnFormat
+from llmconv.export.quantization.calibration import TextRun, column_importance
 from llmconv.export.quantization.products import grouped
+from llmconv.export.quantization.quantized_tensor import Scratch
 from llmconv.export.quantization.selection import QuantizedSizes, QuantizedWeight, StoredFormats, select
+from llmconv.export.quantization.sequential_rounding import round_sequentially
 from llmconv.export.quantization.settings import QuantizationSettings, require_kv_cache, require_used
-from llmconv.export.quantization.smoothing import Graphs, Smoothing
+from llmconv.export.quantization.smoothing import Graphs, Smoothing, coded, measure_smoothing
 from llmconv.export.rewrite.grouped_query import fits_grouped_query
 from llmconv.export.rewrite.lora_inputs import lora_targets
 from llmconv.export.rewrite.passes import TokenChoice, require_grouped_query
@@ -50,18 +60,17 @@ from llmconv.export.targets.presets import Preset, find_preset
 from llmconv.export.tracing.fake_model import depth
 from llmconv.export.weights import match_weights, require_one_copy
 from llmconv.files.paths import Placed, local_only, output_place
-from llmconv.files.safetensors_file import FileTensor
+from llmconv.files.safe_folder import make_temporary_folder, remove_temporary_folder
 from llmconv.files.sources import local_path
 from llmconv.model_code import code_of
 from llmconv.output.manifest import step
-from llmconv.output.plan import Plan, plan_checkpoint
-from llmconv.output.writer import Place, destination_of
 from llmconv.progress import say, warn
 from llmconv.progress import step as progress_step
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from llmconv.runtime.custom_code import uses_custom_code
+from llmconv.runtime.eager.torch_runner import require_causal_model
 from llmconv.runtime.prefix import open_prefix
-from llmconv.tensors import Array
+from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
 
 
 def export_checkpoint(
@@ -86,11 +95,15 @@ def export_checkpoint(
     checkpoint, single = with_task(checkpoint, language_model, given)
     given = _for_target(given, clients, language_model, checkpoint)
     check_weight_options(given, writes=output is not None)
-    warn_of_padding(given, clients)
+    if given["last_logits"] and any(client.name == "genai" for client in clients):
+        warn(
+            "GenAI pads batches after the prompts: with `--last-logits` it needs prompts of equal length in a batch, "
+            "or shorter ones get wrong tokens; `llmconv verify --client genai` shows that"
+        )
     if given["kv_cache"]:
         past = language_model.input_map.past(language_model.config)
         require_kv_cache(given, checkpoint.config.get("model_type"), fits=fits_grouped_query(past))
-    shapes = shape_options(given)
+    check_shapes(given)
     text = text_of(given) if given["kv_cache"] else None
     rest = given["strict_target"], quantization, text.sha256 if text else "", lora_targets(given["lora_inputs"])
     layouts = [client.name for client in clients if client.name != DEFAULT]
@@ -99,31 +112,15 @@ def export_checkpoint(
     extras = language_model.extra_inputs
     for option in (name for name in ("prefix", "kv_cache") if given[name]):
         refuse_option(extras, f"--{option.replace('_', '-')}")
-    specs = single or graph_specs(roles, shapes, language_model.embeddings, quantized=quantization is not None)
+    specs = single or graph_specs(roles, given, language_model.embeddings, quantized=quantization is not None)
     specs = with_fixed_inputs(specs, extras, clients)
-    check_context(language_model.config, context_length(checkpoint.path), shapes.max_seq_len)
+    check_context(language_model.config, context_length(checkpoint.path), given["max_seq_len"])
     plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint, specs, given["quant"]), changes)
     if quantization:
         require_exact(given, checkpoint)
     folder = _output_folder(language_model, checkpoint, output, given, plan.clients.edits())
     folder.check(plan)
     return _make(language_model, checkpoint, plan, folder, source, given)
-
-
-@contextmanager
-def opened_in_memory(model: Any, output: Placed | None, *, graphs_only: bool) -> Iterator[Checkpoint]:
-    """The checkpoint of a transformers causal language model in memory, whose weights are written to `output`.
-
-    Raises UsageProblem: not a torch module, no output, or `graphs_only`.
-    """
-    if not isinstance(model, nn.Module):
-        raise UsageProblem(
-            f"`model` must be a path or a `Module`, and is a `{type(model).__name__}`",
-            hint="give a folder, or a causal language model of transformers",
-        )
-    require_output(output, graphs_only=graphs_only)
-    with checkpoint_in_memory(model) as checkpoint:
-        yield checkpoint
 
 
 def _make(
@@ -147,13 +144,13 @@ def _make(
     pairs = [(distinct[key], matched) for key, matched in matches.items()]
     folder = _divided(folder, pairs, plan)
     weights = folder.weights()
-    calibration = Calibration.of(language_model, checkpoint, graphs, given)
+    calibration = calibration_of(language_model, checkpoint, graphs, given)
     quantized: dict[str, QuantizedWeight] = {}
     if formats := plan.options.quantization:
         quantized, folder = _quantized(pairs, formats, calibration, folder, given)
         folder.check(plan)
         weights = folder.weights()
-    scales = calibration.cache_scales() if calibration and given["kv_cache"] else None
+    scales = cache_scales(calibration) if calibration and given["kv_cache"] else None
     files = plan.make(graphs, weights, file_tensors(checkpoint), quantized, matches, scales)
     sizes = None
     if not given["dry_run"]:
@@ -182,33 +179,39 @@ def _make(
 def _divided(folder: OutputFolder, graphs: Graphs, plan: GraphPlan) -> OutputFolder:
     """The output folder, in which each stage, or each graph for some clients, has weight files of its own."""
     stages, layers = plan.options.stages, graphs[0][0].num_layers
-    if stages > 1:
-        require_stages(stages, layers)
-        return folder.divided(stage_parts(graphs, first_layers(stages, layers)))
-    return folder.divided(graph_parts([matched for _, matched in graphs])) if plan.clients.divide_weights else folder
+    require_stages(stages, layers)
+    if isinstance(folder, NewFolder) and stages > 1:
+        return replace(folder, parts=stage_parts(graphs, first_layers(stages, layers)))
+    if isinstance(folder, NewFolder) and plan.clients.divide_weights:
+        return replace(folder, parts=graph_parts([matched for _, matched in graphs]))
+    return folder
 
 
 def _quantized(
     pairs: Graphs,
     formats: QuantizationSettings | StoredFormats,
-    calibration: Calibration | None,
+    calibration: TextRun | None,
     folder: OutputFolder,
     given: ExportOptions,
 ) -> tuple[dict[str, QuantizedWeight], OutputFolder]:
     quantized = grouped(pairs, select(pairs, formats))
-    text = calibration if isinstance(formats, QuantizationSettings) and formats.text else None
-    if text and given["static_activations"]:
-        text.require_ranges(quantized)
-    importance = text.importance() if text and any(weight.is_searched for weight in quantized.values()) else {}
-    smoothing = Smoothing()
-    if text and given["method"] == "awq":
-        smoothing = text.activation_aware(pairs, quantized, importance)
-    elif text:
-        smoothing = text.smoothing(pairs, quantized)
-    if text and given["static_activations"]:
-        quantized = text.with_ranges(quantized, smoothing)
-    if text and given["method"] == "gptq" and not given["dry_run"]:
-        quantized = text.with_feedback(quantized, local_only(folder.place) or Path(gettempdir(), folder.place.name))
+    if calibration is None or not isinstance(formats, QuantizationSettings) or not formats.text:
+        return quantized, folder.quantized(quantized, {}, Smoothing())
+    if given["static_activations"]:
+        require_one_input(calibration, coded(quantized, ColumnFormat))
+    importance = column_importance(calibration) if any(one.is_searched for one in quantized.values()) else {}
+    if given["method"] == "awq":
+        smoothing = measure_activation_aware(pairs, quantized, importance, calibration)
+    else:
+        smoothing = measure_smoothing(pairs, quantized, calibration)
+    if given["static_activations"]:
+        ranges = measure_ranges(calibration, coded(quantized, ColumnFormat), smoothing)
+        quantized = {name: replace(weight, activation=ranges.get(name)) for name, weight in quantized.items()}
+    if given["method"] == "gptq" and not given["dry_run"]:
+        home = local_only(folder.place) or Path(gettempdir(), folder.place.name)
+        with Scratch.beside(home) as scratch:  # the codes stay mapped after the file is closed
+            codes = round_sequentially(calibration, quantized, scratch)
+        quantized = {name: replace(weight, rounded=codes.get(name)) for name, weight in quantized.items()}
     return quantized, folder.quantized(quantized, importance, smoothing)
 
 
@@ -331,76 +334,6 @@ def check_context(config: Any, context: int | None, slots: int | None) -> None:
     warn(f"{problem} (`max_position_embeddings`): the model was not trained on positions beyond it")
 
 
-@contextmanager
-def _without_weights() -> Iterator[None]:
-    """Changes the hint of errors about weights that graphs cannot map as they are."""
-    try:
-        yield
-    except InputRefused as error:
-        hint = "leave out `--graphs-only`: the weights are converted into OUT once"
-        raise InputRefused(error.message, hint=hint) from error
-
-
-@dataclass(frozen=True)
-class GraphsOnly:
-    """An `OutputFolder` for graphs that map the model's own files, which the user puts next to them.
-
-    Only headers of the model's files are read. `resume` accepts a complete folder that is equal.
-    """
-
-    place: Place
-    model: InPlace
-    overwrite: bool
-    resume: bool
-
-    def check(self, plan: GraphPlan) -> None:
-        """Refuses an existing folder without `overwrite`, and weights that the graphs could not map."""
-        with _without_weights():
-            self.model.require_mappable(plan)
-        destination_of(self.place).require_free(self.overwrite, [self.model.place], resume=self.resume)
-
-    def weights(self) -> Mapping[str, FileTensor]:
-        """The tensors in the model's own files, as if those were in the new folder."""
-        home = local_only(self.place) or Path(self.place.name)  # of an address only the names of files are used
-        return {
-            name: FileTensor(
-                home / tensor.location, tensor.offset, tensor.dtype, tensor.shape, location=tensor.location
-            )
-            for name, tensor in self.model.weights().items()
-        }
-
-    def quantized(
-        self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array], smoothing: Smoothing
-    ) -> GraphsOnly:
-        """See `OutputFolder`; only codes that the model's files contain as graphs read them can be mapped."""
-        with _without_weights():
-            return replace(self, model=self.model.quantized(weights, importance, smoothing))
-
-    def divided(self, parts: Mapping[str, int]) -> GraphsOnly:
-        return self
-
-    def planned(self) -> dict[str, int]:
-        return {name: len(content) for name, content in self._small_files().items()}
-
-    def missing(self) -> dict[str, int]:
-        paths = {tensor.location: tensor.path for tensor in self.model.weights().values()}
-        return {name: path.stat().st_size for name, path in sorted(paths.items())}
-
-    def write(self, files: GraphFiles, step: dict[str, Any]) -> int:
-        source = self.model.checkpoint
-        plan = Plan(source, (), self._small_files())
-        made = {**step, "options": {**step["options"], "weights": self.missing()}}
-        write_new(source, plan, self.place, files, made, overwrite=self.overwrite, resume=self.resume)
-        return 0
-
-    def _small_files(self) -> dict[str, bytes]:
-        """The files of a model except its weights; the index is the model's own, which names its own files."""
-        checkpoint = self.model.checkpoint
-        planned = {name: text for name, text in plan_checkpoint(checkpoint).small_files.items() if name != INDEX}
-        has_index = (checkpoint.path / INDEX).is_file()
-        return planned | ({INDEX: read_small(own_file(checkpoint.path, INDEX))} if has_index else {})
-
-
 def with_task(
     checkpoint: Checkpoint, model: LanguageModel, given: ExportOptions
 ) -> tuple[Checkpoint, dict[str, GraphSpec]]:
@@ -410,16 +343,24 @@ def with_task(
     does not declare what the task needs.
     """
     task = given["task"]
+    bidirectional = getattr(model.config, "use_bidirectional_attention", None) in (True, "all")
     if task == GENERATE and not given["no_cache"]:
-        _require_causal_attention(model)
+        if bidirectional or getattr(model.config, "is_causal", True) is False:
+            raise UnsupportedInput(
+                "tokens of this model attend to later tokens, so it cannot generate with a cache",
+                hint="`--task embed` exports it as an embedding model",
+            )
         return checkpoint, {}
     if model.naming:
         raise UnsupportedInput(
             "graphs without a cache take tokens, and those of a multi-modal model take embeddings",
             hint="leave out `--task` and `--no-cache`",
         )
-    if task != GENERATE:
-        _require_decoder(model, task)
+    if task != GENERATE and getattr(model.config, "is_decoder", True) is False:
+        raise UnsupportedInput(
+            f"a {model.config.model_type} without `is_decoder` is an encoder, and `--task {task}` exports decoders",
+            hint="`optimum-cli export onnx` exports encoders",
+        )
     if extras := model.input_map.extra_inputs(model.config):
         raise UnsupportedInput(
             f"graphs without a cache take tokens alone, and this family has the input `{next(iter(extras))}`",
@@ -428,8 +369,15 @@ def with_task(
     spec = GraphSpec(NO_CACHE, logits=given["logits_dtype"])
     if task == GENERATE:
         return checkpoint, {SCORING: spec}
-    modules = read_sentence_modules(checkpoint.path)
-    return _with_modules(checkpoint, modules), {task: replace(spec, task=task, head=_head(task, modules))}
+    if modules := read_sentence_modules(checkpoint.path):
+        places = {name: tensor.location for name, tensor in modules.tensors.items()}
+        checkpoint = replace(
+            checkpoint,
+            tensors={**checkpoint.tensors, **modules.tensors},
+            side_files={**checkpoint.side_files, **modules.side_files},
+            files={**checkpoint.files, **places},
+        )
+    return checkpoint, {task: replace(spec, task=task, head=_head(task, modules))}
 
 
 def _head(task: str, modules: SentenceModules | None) -> SentenceHead | TokenScore | None:
@@ -445,33 +393,116 @@ def _head(task: str, modules: SentenceModules | None) -> SentenceHead | TokenSco
     return modules.head if modules and task == EMBED else None
 
 
-def _with_modules(checkpoint: Checkpoint, modules: SentenceModules | None) -> Checkpoint:
-    if modules is None:
-        return checkpoint
-    places = {name: tensor.location for name, tensor in modules.tensors.items()}
-    return replace(
-        checkpoint,
-        tensors={**checkpoint.tensors, **modules.tensors},
-        side_files={**checkpoint.side_files, **modules.side_files},
-        files={**checkpoint.files, **places},
-    )
+@contextmanager
+def opened_in_memory(model: Any, output: Placed | None, *, graphs_only: bool) -> Iterator[Checkpoint]:
+    """The checkpoint that `save_pretrained` would write for a causal language model on any device.
+
+    Its configuration is in a temporary folder, no weight is. Raises InputRefused: transformers does not save its
+    configuration; UsageProblem: not a torch module, no output for its weights, or `graphs_only`; or its weights are not
+    plain tensors in memory, or have an adapter around them.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageProblem(
+            f"`model` must be a path or a `Module`, and is a `{type(model).__name__}`",
+            hint="give a folder, or a causal language model of transformers",
+        )
+    if output is None:
+        raise UsageProblem(
+            "a model in memory needs `output`, a new folder for its weights", hint="`export(model, OUT)`"
+        )
+    if graphs_only:
+        raise UsageProblem(
+            "`graphs_only` needs a model folder, not one in memory", hint="leave it out, or save the model first"
+        )
+    model = _require_plain(model)
+    folder = make_temporary_folder()
+    try:
+        try:
+            config = copy.deepcopy(model.config)
+            config.architectures, config.dtype = [type(model).__name__], model.dtype
+            config.save_pretrained(folder)
+            model.generation_config.save_pretrained(folder)
+        except (ValueError, TypeError, OSError) as error:
+            raise InputRefused(
+                f"transformers cannot save the configuration: {first_line(error)}", hint="fix `generation_config`"
+            ) from error
+        tensors = {name: _lazy(name, tensor) for name, tensor in _stored(model).items()}
+        yield Checkpoint(folder, "hf", tensors, read_json(folder / "config.json"), read_side_files(folder))
+    finally:
+        remove_temporary_folder(folder)
 
 
-def _require_causal_attention(model: LanguageModel) -> None:
-    config = model.config
-    if (
-        getattr(config, "use_bidirectional_attention", None) in (True, "all")
-        or getattr(config, "is_causal", True) is False
+def _require_plain(model: Any) -> PreTrainedModel:
+    """The model, if its weights are in memory, and are all of it."""
+    if type(model).__module__.partition(".")[0] == "peft" or getattr(model, "_hf_peft_config_loaded", False):
+        raise UsageProblem(
+            "the model has an adapter that is not merged",
+            hint="give `model.merge_and_unload()`, or save both and run `llmconv merge-lora BASE ADAPTER -o OUT`",
+        )
+    if getattr(getattr(model, "config", None), "auto_map", None):
+        raise UsageProblem(
+            "the model has code of its own, which is not in memory",
+            hint="save it: `model.save_pretrained(FOLDER)`; then `export(FOLDER, OUT, trust_remote_code=True)`",
+        )
+    if isinstance(inner := getattr(model, "module", None), PreTrainedModel):
+        raise UsageProblem(
+            f"`model` is {type(model).__name__} around a {type(inner).__name__}", hint="give `model.module`"
+        )
+    model = require_causal_model(model)
+    _require_known_class(model)
+    _require_tied_head(model)
+    if getattr(model, "hf_quantizer", None) or getattr(model.config, "quantization_config", None):
+        raise UsageProblem(
+            "the weights of the model are quantized",
+            hint="save it: `model.save_pretrained(FOLDER)`; then export FOLDER",
+        )
+    if odd := next((name for name, tensor in model.named_parameters() if type(tensor.data) is not torch.Tensor), None):
+        raise UsageProblem(
+            f"`{odd}` is divided between processes or has a layout of its own",
+            hint="save it: `trainer.save_model(FOLDER)`; then export FOLDER",
+        )
+    return model
+
+
+def _require_known_class(model: PreTrainedModel) -> None:
+    """Refuses a class of the user's own, which may compute something else than the one that its config names."""
+    kind, known = type(model), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), ())
+    if kind.__module__.partition(".")[0] != "transformers" and kind not in (
+        known if isinstance(known, tuple) else (known,)
     ):
-        raise UnsupportedInput(
-            "tokens of this model attend to later tokens, so it cannot generate with a cache",
-            hint="`--task embed` exports it as an embedding model",
+        raise UsageProblem(
+            f"the model's class `{kind.__name__}` is not of transformers, and its code is not in `config.json`",
+            hint="register it: `AutoModelForCausalLM.register(ConfigClass, ModelClass)`; see docs/adding-a-family.md",
         )
 
 
-def _require_decoder(model: LanguageModel, task: str) -> None:
-    if getattr(model.config, "is_decoder", True) is False:
-        raise UnsupportedInput(
-            f"a {model.config.model_type} without `is_decoder` is an encoder, and `--task {task}` exports decoders",
-            hint="`optimum-cli export onnx` exports encoders",
+def _require_tied_head(model: PreTrainedModel) -> None:
+    """Refuses a head of its own where the config ties it to the embedding: graphs would read the embedding."""
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    own, shared = getattr(head, "weight", None), getattr(table, "weight", None)
+    if own is None or shared is None or not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        return
+    if own is not shared and (own.shape != shared.shape or not torch.equal(own, shared.to(own))):
+        raise UsageProblem(
+            "`config.tie_word_embeddings` is true, and the output head differs from the embedding",
+            hint="set `model.config.tie_word_embeddings = False`, or call `model.tie_weights()`",
         )
+
+
+def _stored(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The tensors that `save_pretrained` stores, by their names there; of tied ones the first alone."""
+    whole = remove_tied_weights_from_state_dict(model.state_dict(), model)
+    return dict(revert_weight_conversion(model, whole))
+
+
+def _lazy(name: str, tensor: torch.Tensor) -> LazyTensor:
+    """A torch tensor of which only the rows that are asked for are copied; UsageProblem for an unsupported dtype."""
+    dtype = BY_NAME.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise UsageProblem(f"`{name}` has the dtype {tensor.dtype}", hint="convert the model: `model.float()`")
+    return LazyTensor(dtype, tuple(tensor.shape), partial(_rows, tensor.detach(), dtype))
+
+
+def _rows(tensor: torch.Tensor, dtype: DType, start: int, stop: int) -> Array:
+    rows = (tensor if tensor.ndim else tensor.reshape(1))[start:stop].cpu().contiguous()
+    return rows.view(torch.uint8).numpy().view(dtype.numpy).reshape(rows.shape)

@@ -1,12 +1,16 @@
-"""ExportOptions: the keyword arguments of `export`, and their defaults."""
+"""ExportOptions: the keyword arguments of `export`, their defaults, and which of them exclude or need each other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, cast, get_type_hints
 
-from llmconv.output.plan import DEFAULT_SIZE
+from llmconv.argument_checks import require_choice, require_least
+from llmconv.errors import UsageProblem
+from llmconv.export.targets.presets import FLOAT32, TARGETS
+from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
+from llmconv.tensors import FLOATS, LazyTensor
 
 GENERATE, EMBED, CLASSIFY, RERANK = "generate", "embed", "classify", "rerank"
 SCORING = "scoring"  # values of the option `task`, and the role of the graph of `no_cache`
@@ -111,44 +115,139 @@ class ExportOptions(TypedDict, total=False):
     trust_remote_code: bool
 
 
-DEFAULTS: ExportOptions = {  # the options that a call leaves out
-    "prefill": False,
-    "incremental": False,
-    "unified": False,
-    "graph_name": (),
-    "layout": (),
-    "embeds": False,
-    "last_logits": False,
-    "postprocess": None,
-    "stages": 1,
-    "prefix": None,
-    "lora_inputs": "",
-    "opset": None,
-    "shapes": "dynamic",
-    "batch_size": None,
-    "max_seq_len": None,
-    "prompt_len": None,
-    "cache": None,
-    "target": None,
-    "strict_target": False,
-    "task": "generate",
-    "no_cache": False,
-    "precision": None,
-    "logits_dtype": "float32",
+OTHERS = {"graph_name": (), "layout": (), "stages": 1, "lora_inputs": "", "shapes": "dynamic", "task": GENERATE}
+OTHERS |= {
+    "logits_dtype": FLOAT32,
     "dtype": "keep",
-    "quant": None,
-    "quant_block": None,
-    "symmetric": False,
     "quant_exclude": (),
     "quant_bits": (),
-    "kv_cache": None,
-    "calibrate": None,
-    "static_activations": False,
-    "method": None,
     "max_shard_size": DEFAULT_SIZE,
-    "graphs_only": False,
-    "overwrite": False,
-    "resume": False,
-    "dry_run": False,
-    "trust_remote_code": False,
 }
+DEFAULTS = cast(  # the options that a call leaves out: a flag is off, and others are None, or in this table
+    ExportOptions,
+    {name: OTHERS.get(name, False if kind is bool else None) for name, kind in get_type_hints(ExportOptions).items()},
+)
+
+TASKS = (GENERATE, EMBED, CLASSIFY, RERANK)  # values of the option `task`
+PRECISIONS = (FLOAT32, "float16", "bfloat16")  # values of the option `precision`: the dtype that a graph computes in
+FITTING = {
+    *("task", "no_cache", "opset", "strict_target", "dtype", "max_shard_size", "graphs_only", "overwrite", "resume"),
+    *("dry_run", "logits_dtype", "trust_remote_code"),
+}
+"""Options that graphs without a cache take; all others are about generating, or about weights that were changed."""
+
+
+def check_options(given: ExportOptions, *, writes: bool) -> None:
+    """Refuses invalid options, and those that exclude or need each other, before the model is opened.
+
+    `writes`: there is an output. What the target decides is checked again when that is known. Raises UsageProblem.
+    """
+    target = given["target"]
+    require_choice(given["task"], TASKS, "task")
+    if roles_of_task(given):
+        _require_fitting(given, given["task"])
+    require_choice(target or "ort-cpu", tuple(TARGETS), "target")
+    if given["strict_target"] and not (target and TARGETS[target].compared):
+        raise UsageProblem(
+            "`--strict-target` compares graphs with the kernels of one provider",
+            hint=f"add `--target`, one of: {', '.join(name for name, row in TARGETS.items() if row.compared)}",
+        )
+    if target is None:
+        check_shapes(given)
+    check_weight_options(given, writes=writes)
+    if not given["graphs_only"]:
+        return
+    if not writes:
+        raise UsageProblem(
+            "`--graphs-only` has no effect: without `-o` no weights are written", hint="add `-o OUT`, or leave it out"
+        )
+    if name := option_that_computes(given):
+        raise UsageProblem(
+            f"`--{name}` reads the weights, and `--graphs-only` only their headers", hint="leave one of the two out"
+        )
+    if given["max_shard_size"] != DEFAULT_SIZE:
+        raise UsageProblem(
+            "`--max-shard-size` has no effect: `--graphs-only` writes no weights", hint="leave one of the two out"
+        )
+
+
+def _require_fitting(given: ExportOptions, task: str) -> None:
+    if task != GENERATE and given["no_cache"]:
+        raise UsageProblem(f"graphs of `--task {task}` keep no cache anyway", hint="leave out `--no-cache`")
+    option = "--no-cache" if given["no_cache"] else f"--task {task}"
+    for name, value in given.items():
+        if name not in FITTING and value != DEFAULTS[name]:  # type: ignore[literal-required]
+            raise UsageProblem(
+                f"`--{name.replace('_', '-')}` is not supported with `{option}`", hint="leave one of the two out"
+            )
+    if given["trust_remote_code"] and task != GENERATE:
+        raise UsageProblem(
+            f"`--task {task}` exports models of transformers only", hint="leave out `--trust-remote-code`"
+        )
+
+
+def roles_of_task(given: ExportOptions) -> list[str]:
+    """The graph without a cache that is asked for, by its role; none for graphs that generate."""
+    if given["task"] != GENERATE:
+        return [given["task"]]
+    return [SCORING] if given["no_cache"] else []
+
+
+def option_that_computes(given: ExportOptions) -> str | None:
+    """The name of an option for which all of the model is read and run, None if there is none."""
+    computed = {"quant": given["quant"], "kv-cache": given["kv_cache"], "calibrate": given["calibrate"]}
+    return next((name for name, value in computed.items() if value), None)
+
+
+def check_shapes(given: ExportOptions) -> None:
+    """Raises UsageProblem for invalid values of the options for the axes of the graphs, the cache and their dtypes."""
+    for name in ("batch_size", "max_seq_len", "prompt_len"):
+        if (size := given[name]) is not None:
+            require_least(size, 1, name)
+    precision, logits = given["precision"] or FLOAT32, given["logits_dtype"]
+    require_choice(given["shapes"], ("dynamic", "static"), "shapes")
+    require_choice(given["cache"] or "growing", ("growing", "shared-buffer"), "cache")
+    require_choice(given["target"] or "ort-cpu", tuple(TARGETS), "target")
+    require_choice(precision, PRECISIONS, "precision")
+    require_choice(logits, PRECISIONS, "logits_dtype")
+    require_choice(given["kv_cache"] or "int8", ("int8",), "kv_cache")
+    if logits not in (FLOAT32, precision):
+        raise UsageProblem(
+            f"`--logits-dtype {logits}` needs graphs that compute in {logits}",
+            hint=f"add `--precision {logits}`, or leave it out: logits are float32",
+        )
+
+
+def check_weight_options(given: ExportOptions, *, writes: bool) -> None:
+    """Refuses invalid values, a dtype that the graphs cannot map, and a shard size if no weights are written."""
+    dtype, precision = given["dtype"], given["precision"] or FLOAT32
+    require_choice(dtype, ("keep", *FLOATS), "dtype")
+    if dtype not in ("keep", precision) and precision != FLOAT32:
+        raise UsageProblem(
+            f"graphs of `--precision {precision}` map weights of that dtype, and `--dtype {dtype}` stores others",
+            hint="leave out `--dtype`",
+        )
+    if given["quant"] == "a8w8" and precision != FLOAT32:
+        raise UsageProblem(
+            f"`--quant a8w8` computes in float32, and not in {precision}",
+            hint="leave out `--precision`, or give `--quant int8`",
+        )
+    require_shard_size(given["max_shard_size"])
+    if given["quant"] and not writes:
+        raise UsageProblem("`--quant` writes new weights", hint="give `-o OUT`, a new folder for them")
+    if given["max_shard_size"] != DEFAULT_SIZE and not writes:
+        raise UsageProblem(
+            "`--max-shard-size` has no effect: without `-o` no weights are written",
+            hint="add `-o OUT`, or leave it out",
+        )
+
+
+def require_exact(given: ExportOptions, weights: Mapping[str, LazyTensor]) -> None:
+    """Refuses a `--dtype` that would round weights but not the codes that are computed from them."""
+    dtype, rounds = given["dtype"], given["dtype"] in ("float16", "bfloat16") and given["precision"] in (None, FLOAT32)
+    stored = {tensor.dtype.name for tensor in weights.values()}.intersection(FLOATS)
+    if rounds and stored != {dtype}:
+        raise UsageProblem(
+            f"`--dtype {dtype}` would round the weights that `--quant` leaves as they are, and no others",
+            hint=f"convert it first: `llmconv to-hf MODEL -o NEW --dtype {dtype}`, or give `--precision {dtype}`",
+        )

@@ -12,20 +12,17 @@ from llmconv.causal_lm import require_task
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
 from llmconv.errors import InputRefused
 from llmconv.export.clients import DEFAULT, Client, find_clients, roles_for
-from llmconv.export.export_options import DEFAULTS, ExportOptions
+from llmconv.export.export_options import (
+    DEFAULTS,
+    ExportOptions,
+    check_options,
+    option_that_computes,
+    roles_of_task,
+)
 from llmconv.export.exported import Exported
 from llmconv.export.families import find_input_map, is_multi_modal
 from llmconv.export.graph_names import existing_files, graph_names
 from llmconv.export.graph_spec import graph_specs
-from llmconv.export.option_checks import (
-    check_target,
-    check_weight_options,
-    option_that_computes,
-    require_fitting,
-    require_possible,
-    roles_of_task,
-    shape_options,
-)
 from llmconv.export.quantization.settings import QuantizationSettings, with_kv_cache
 from llmconv.files.paths import Placed, output_place
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
@@ -68,11 +65,10 @@ def export(model: str | Path | Module, output: Placed | None = None, **options: 
         OutputFailed: writing failed.
     """
     given = with_kv_cache({**DEFAULTS, **options})
-    clients, roles = _clients_and_roles(given)
-    require_fitting(given)
-    check_target(given)
-    check_weight_options(given, writes=output is not None)
-    require_possible(given, writes=output is not None)
+    clients = find_clients([layout] if isinstance(layout := given["layout"], str) else layout)
+    asked = {"prefill": given["prefill"], "decode": given["incremental"], "unified": given["unified"]}
+    roles = roles_for(clients, [role for role, wanted in asked.items() if wanted])
+    check_options(given, writes=output is not None)
     QuantizationSettings.parse(given)  # refuses before anything is opened
     if not isinstance(model, str | Path):
         with step("loading torch"):
@@ -80,8 +76,14 @@ def export(model: str | Path | Module, output: Placed | None = None, **options: 
 
         with opened_in_memory(model, output, graphs_only=given["graphs_only"]) as checkpoint:
             return export_checkpoint(checkpoint, Path(type(model).__name__), output, given, clients, roles)
-    _refuse_graphs(model, clients)
-    checkpoint = _open(model, output, given)
+    if not is_remote(model) and Path(model).is_dir() and is_quantized_export(Path(model)):
+        raise refused_export(Path(model), " ".join(f"--layout {one.name}" for one in clients if one.name != DEFAULT))
+    if output is None:
+        require_own_folder(model)  # the graphs are added to it
+    checkpoint = open_checkpoint(local_path(model, in_parts=option_that_computes(given) is None))
+    require_task(checkpoint.config, model, given["task"])
+    if (checkpoint.path / ADAPTER_CONFIG).is_file():
+        warn(f"`{model}` also contains an adapter; the graphs are those of the weights without it")
     source = checkpoint.path if is_remote(model) else Path(model)
     _refuse_early(checkpoint, output, given, clients, roles)
     with step("loading torch"):
@@ -101,7 +103,7 @@ def _refuse_early(
     roles = roles_of_task(given) or roles
     graph_names(given["graph_name"], roles, layouts)
     if given["target"] is None and not roles_of_task(given):
-        graph_specs(roles, shape_options(given))
+        graph_specs(roles, given)
     place = output_place(output) if output is not None else checkpoint.path
     if not isinstance(place, Path):
         return
@@ -123,28 +125,3 @@ def _signature() -> Signature:
 
 
 export.__signature__ = _signature()  # type: ignore[attr-defined]
-
-
-def _clients_and_roles(given: ExportOptions) -> tuple[list[Client], list[str]]:
-    layout = given["layout"]
-    clients = find_clients([layout] if isinstance(layout, str) else layout)
-    asked = {"prefill": given["prefill"], "decode": given["incremental"], "unified": given["unified"]}
-    return clients, roles_for(clients, [role for role, wanted in asked.items() if wanted])
-
-
-def _refuse_graphs(model: str | Path, clients: Sequence[Client]) -> None:
-    """Refuses a folder of quantized graphs, with the command that makes those that were asked for."""
-    if not is_remote(model) and Path(model).is_dir() and is_quantized_export(Path(model)):
-        layouts = [f"--layout {client.name}" for client in clients if client.name != DEFAULT]
-        raise refused_export(Path(model), " ".join(layouts))
-
-
-def _open(model: str | Path, output: str | Path | None, given: ExportOptions) -> Checkpoint:
-    """The checkpoint of a causal language model; must be a local folder if the graphs are added to it."""
-    if output is None:
-        require_own_folder(model)
-    checkpoint = open_checkpoint(local_path(model, in_parts=option_that_computes(given) is None))
-    require_task(checkpoint.config, model, given["task"])
-    if (checkpoint.path / ADAPTER_CONFIG).is_file():
-        warn(f"`{model}` also contains an adapter; the graphs are those of the weights without it")
-    return checkpoint

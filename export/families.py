@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
@@ -68,147 +69,74 @@ DEEPSTACKED = InputMap(
 CONTINUES = "graphs continue a state by several tokens, transformers by one"
 """transformers' selective scan of several tokens starts from zeros and ignores the cache."""
 
+DECODERS = (  # tokens, mask and positions in; keys and values of every layer in and out
+    *("afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "bert-generation", "biogpt", "bitnet", "codegen"),
+    *("cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "deepseek_v2", "deepseek_v3"),
+    *("diffllama", "doge", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "flex_olmo"),
+    *("flint", "gemma", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe"),
+    *("glm4_moe_lite", "gpt-sw3", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss", "gptj"),
+    *("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_dense"),
+    *("hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "kolibri1", "laguna", "llama"),
+    *("llama4_text", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral"),
+    *("ministral3", "mixtral", "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt"),
+    *("persimmon", "phi", "phi3", "phimoe", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm"),
+    *("starcoder2", "vaultgemma"),
+)
+
+MASKED = (
+    *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mpt", "mvp", "pegasus"),
+    *("plbart", "trocr", "whisper"),
+)
+
+WITH_SEGMENTS = (
+    *("bert", "big_bird", "camembert", "data2vec-text", "electra", "megatron-bert", "rembert", "roberta"),
+    *("roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl"),
+)
+
 INPUT_MAPS: dict[str, InputMap] = {
-    "afmoe": DECODER,
-    "apertus": DECODER,
-    "arcee": DECODER,
-    "aria_text": DECODER,
-    "axk1": DECODER,
+    **dict.fromkeys(DECODERS, DECODER),
+    **dict.fromkeys(MASKED, MASK_ALONE),
+    **dict.fromkeys(WITH_SEGMENTS, SEGMENTED),
+    **dict.fromkeys(("fuyu", "gemma4_unified", "phi4_multimodal"), TEXT_MODEL),
     "bailing_hybrid": InputMap(
         cache="channel_delta_rule", note="delta rule with a decay per channel, latent attention, experts"
     ),
     "bamba": InputMap(cache="state_space", note="Mamba-2 and attention layers"),
-    "bart": MASK_ALONE,
-    "beam": DECODER,
-    "bert": SEGMENTED,
-    "bert-generation": DECODER,
-    "big_bird": SEGMENTED,
-    "bigbird_pegasus": MASK_ALONE,
-    "biogpt": DECODER,
-    "bitnet": DECODER,
-    "blenderbot": MASK_ALONE,
-    "blenderbot-small": MASK_ALONE,
     "bloom": InputMap(position_ids=False, note="ALiBi from the attention mask; its own attention code"),
-    "camembert": SEGMENTED,
-    "codegen": DECODER,
-    "cohere": DECODER,
-    "cohere2": DECODER,
-    "cohere2_moe": DECODER,
-    "cohere_compass_text": DECODER,
-    "ctrl": DECODER,
-    "cwm": DECODER,
-    "data2vec-text": SEGMENTED,
-    "deepseek_v2": DECODER,
-    "deepseek_v3": DECODER,
-    "diffllama": DECODER,
-    "doge": DECODER,
-    "dots1": DECODER,
-    "electra": SEGMENTED,
     "ernie": InputMap(extras=(SEGMENTS, TASKS)),
-    "ernie4_5": DECODER,
-    "ernie4_5_moe": DECODER,
-    "exaone4": DECODER,
-    "exaone_moe": DECODER,
-    "falcon": DECODER,
     "falcon_h1": InputMap(cache="state_space", note="Mamba-2 and attention side by side in every layer"),
     "falcon_mamba": InputMap(
         position_ids=False, cache="selective_scan", note=f"Mamba with norms on its time step; {CONTINUES}"
     ),
-    "flex_olmo": DECODER,
-    "flint": DECODER,
-    "fuyu": TEXT_MODEL,
-    "gemma": DECODER,
     "gemma2": InputMap(note="alternating sliding window, logit soft-capping"),
     "gemma3": InputMap(image_extras=(IMAGE_TOKENS,), note="tokens of an image attend to each other in both directions"),
-    "gemma3_text": DECODER,
-    "gemma3n_text": DECODER,
     "gemma4": InputMap(image_extras=(IMAGE_TOKENS_4,), note="its text model; large ones take images with `--embeds`"),
-    "gemma4_text": DECODER,
-    "gemma4_unified": TEXT_MODEL,
-    "gemma4_unified_text": DECODER,
-    "glm": DECODER,
-    "glm4": DECODER,
-    "glm4_moe": DECODER,
-    "glm4_moe_lite": DECODER,
     "got_ocr2": SEEING,
-    "gpt-sw3": DECODER,
     "gpt2": InputMap(note="learned positions, Conv1D weights, tied head"),
-    "gpt_bigcode": DECODER,
-    "gpt_neo": DECODER,
-    "gpt_neox": DECODER,
-    "gpt_neox_japanese": DECODER,
-    "gpt_oss": DECODER,
-    "gptj": DECODER,
-    "granite": DECODER,
-    "granite_swa": DECODER,
-    "granitemoe": DECODER,
-    "granitemoe_swa": DECODER,
     "granitemoehybrid": InputMap(
         position_ids=False, cache="state_space", note="Mamba-2 and attention layers without positions, experts"
     ),
-    "granitemoeshared": DECODER,
-    "helium": DECODER,
-    "hunyuan_v1_dense": DECODER,
-    "hunyuan_v1_moe": DECODER,
-    "hy_v3": DECODER,
-    "hyperclovax": DECODER,
-    "internlm3": DECODER,
-    "iquestcoder": DECODER,
-    "jais2": DECODER,
     "jamba": InputMap(position_ids=False, cache="selective_scan", note=f"Mamba, attention, experts; {CONTINUES}"),
     "kimi_linear": InputMap(
         position_ids=False,
         cache="channel_delta_rule",
         note="delta rule with a decay per channel, latent attention, experts",
     ),
-    "kolibri1": DECODER,
-    "laguna": DECODER,
     "lfm2": InputMap(cache="convolution", note="short convolutions and attention layers"),
     "lfm2_moe": InputMap(cache="convolution", note="short convolutions and attention layers, experts"),
     "lfm3": InputMap(cache="convolution", note="short convolutions, sliding and full attention layers"),
-    "llama": DECODER,
     "llama4": SEEING,
-    "llama4_text": DECODER,
     "mamba": InputMap(position_ids=False, cache="selective_scan", note=f"no attention; {CONTINUES}"),
     "mamba2": InputMap(position_ids=False, cache="state_space", note="no attention"),
-    "marian": MASK_ALONE,
-    "mbart": MASK_ALONE,
-    "megatron-bert": SEGMENTED,
-    "mellum": DECODER,
-    "mimo_v2_flash": DECODER,
-    "minicpm3": DECODER,
-    "minimax_m2": DECODER,
-    "minimax_m3_vl_text": DECODER,
-    "ministral": DECODER,
-    "ministral3": DECODER,
     "mistral": InputMap(note="sliding window where the config has one"),
-    "mixtral": DECODER,
-    "modernbert-decoder": DECODER,
     "moshi": InputMap(note="its text decoder; sounds do not reach the graphs"),
     "moss_transcribe_diarize": InputMap(position_ids=False, note="its text model; sounds do not reach the graphs"),
-    "mpt": MASK_ALONE,
-    "mvp": MASK_ALONE,
-    "nanochat": DECODER,
-    "nemotron": DECODER,
     "nemotron_h": InputMap(
         position_ids=False, cache="state_space", note="Mamba-2, attention without positions, MLP and expert layers"
     ),
-    "olmo": DECODER,
-    "olmo2": DECODER,
-    "olmo3": DECODER,
     "olmo_hybrid": InputMap(cache="delta_rule", note="gated delta rule and attention layers"),
-    "olmoe": DECODER,
-    "opt": DECODER,
-    "pegasus": MASK_ALONE,
-    "persimmon": DECODER,
-    "phi": DECODER,
-    "phi3": DECODER,
-    "phi4_multimodal": TEXT_MODEL,
-    "phimoe": DECODER,
-    "plbart": MASK_ALONE,
     "qwen2": InputMap(note="biases on query, key and value"),
     "qwen2_5_vl": THREE_AXES,
-    "qwen2_moe": DECODER,
     "qwen2_vl": THREE_AXES,
     "qwen3": InputMap(note="norms on query and key"),
     "qwen3_5": InputMap(cache="delta_rule", note="its text model: gated delta rule and gated attention layers"),
@@ -217,25 +145,10 @@ INPUT_MAPS: dict[str, InputMap] = {
     ),
     "qwen3_5_moe_text": InputMap(cache="delta_rule", note="gated delta rule and gated attention layers, experts"),
     "qwen3_5_text": InputMap(cache="delta_rule", note="gated delta rule and gated attention layers"),
-    "qwen3_moe": DECODER,
     "qwen3_next": InputMap(cache="delta_rule", note="gated delta rule and gated attention layers, experts"),
     "qwen3_vl": DEEPSTACKED,
     "qwen3_vl_moe": replace(DEEPSTACKED, note=f"{DEEPSTACKED.note}, experts"),
-    "rembert": SEGMENTED,
-    "roberta": SEGMENTED,
-    "roberta-prelayernorm": SEGMENTED,
-    "roc_bert": SEGMENTED,
     "roformer": InputMap(position_ids=False, extras=(SEGMENTS,)),
-    "seed_oss": DECODER,
-    "smollm3": DECODER,
-    "solar_open": DECODER,
-    "stablelm": DECODER,
-    "starcoder2": DECODER,
-    "trocr": MASK_ALONE,
-    "vaultgemma": DECODER,
-    "whisper": MASK_ALONE,
-    "xlm-roberta": SEGMENTED,
-    "xlm-roberta-xl": SEGMENTED,
     "youtu": InputMap(
         note="transformers zeroes the embedding of the padding token when it loads the model, a graph does not"
     ),
@@ -243,28 +156,10 @@ INPUT_MAPS: dict[str, InputMap] = {
 }
 
 
-MULTI_MODAL: dict[str, str] = {
-    "aya_vision": "",
-    "gemma3": "",
-    "gemma4": "",
-    "got_ocr2": "",
-    "idefics3": "",
-    "internvl": "",
-    "llama4": "",
-    "llava": "",
-    "llava_next": "",
-    "llava_onevision": "",
-    "mistral3": "",
-    "qwen2_5_vl": "",
-    "qwen2_vl": "",
-    "qwen3_vl": "",
-    "qwen3_vl_moe": "",
-    "smolvlm": "",
-    "vipllava": "",
+MULTI_MODAL = {  # types whose language model is exported, with an input map of its own `model_type`
+    *("aya_vision", "gemma3", "gemma4", "got_ocr2", "idefics3", "internvl", "llama4", "llava", "llava_next"),
+    *("llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava"),
 }
-"""`model_type` to a limit of the language model alone, whose own `model_type` has an input map."""
-
-
 TOKENS_FIRST = {"gemma4"}  # those whose graphs take tokens and no images, unless embeddings are asked for
 
 
@@ -298,8 +193,12 @@ def extra_inputs_of(folder: Path) -> tuple[ExtraInput, ...]:
     Empty for a family without an input map. Raises MalformedInput: `config.json` is invalid.
     """
     row, fields = _row_of(folder)
-    config = SimpleNamespace(**fields)
-    return tuple(_with_stated(extra, config) for extra in (*row.extras, *row.image_extras)) if row else ()
+    found = []
+    for extra in (*row.extras, *row.image_extras) if row else ():
+        with suppress(UnsupportedInput):  # its number of values, if `config.json` alone states it
+            extra = replace(extra, values=extra.number_of_values(SimpleNamespace(**fields)))
+        found.append(extra)
+    return tuple(found)
 
 
 def image_inputs_of(folder: Path) -> tuple[str, ...]:
@@ -316,14 +215,6 @@ def _row_of(folder: Path) -> tuple[InputMap | None, dict[str, Any]]:
     types = [part.get("model_type") for part in (fields, text) if isinstance(part, dict)]
     rows = [known_input_maps()[name] for name in types if isinstance(name, str) and name in known_input_maps()]
     return (rows[0] if rows else None), fields
-
-
-def _with_stated(extra: ExtraInput, config: SimpleNamespace) -> ExtraInput:
-    """An extra input with its number of values, if `config.json` alone states it."""
-    try:
-        return replace(extra, values=extra.number_of_values(config))
-    except UnsupportedInput:
-        return extra
 
 
 def find_input_map(model_type: str) -> InputMap:
@@ -350,53 +241,47 @@ def find_input_map(model_type: str) -> InputMap:
     )
 
 
-INDEXER = "its sparse attention chooses keys with an indexer, whose own keys are a third kind of cache"
-NO_CACHE = "transformers has no cache of keys and values for it"
 FEATURES = "its decoder also reads features of images or sounds, which graphs of text do not take"
-STATES = "its layers keep states of a kind that no graph computes yet"
-LOOP = "its code for experts loops over values, which cannot be traced"
-SOUNDS = "it generates codes of sounds, several for each step"
-DRAFT = "it continues the hidden states of another model, which a graph alone does not have"
-
 NOT_EXPORTED: dict[str, str] = {
-    "axk2": INDEXER,
+    **dict.fromkeys(
+        (
+            "axk2",
+            "deepseek_v32",
+            "dots3_note",
+            "dots3_note_text",
+            "glm_moe_dsa",
+            "hy_v4",
+            "qwen4_exp",
+            "qwen4_exp_text",
+        ),
+        "its sparse attention chooses keys with an indexer, whose own keys are a third kind of cache",
+    ),
+    **dict.fromkeys(("openai-gpt", "xlm"), "transformers has no cache of keys and values for it"),
+    **dict.fromkeys(("git", "mllama"), FEATURES),
+    **dict.fromkeys(
+        ("inkling2_text", "inkling_text", "minimax", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zaya"),
+        "its layers keep states of a kind that no graph computes yet",
+    ),
+    **dict.fromkeys(
+        ("dbrx", "jetmoe", "longcat_flash"),
+        "its code for experts loops over values, which cannot be traced",
+    ),
+    **dict.fromkeys(("musicgen", "musicgen_melody"), "it generates codes of sounds, several for each step"),
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"),
+        "it continues the hidden states of another model, which a graph alone does not have",
+    ),
     "blt": "it reads bytes in patches, whose lengths a second model decides",
     "cpmant": "its attention adds segments and a prompt of its own before the tokens",
-    "dbrx": LOOP,
-    "deepseek_v32": INDEXER,
     "deepseek_v4": "its attention keeps compressed keys next to those of a window",
-    "dots3_note": INDEXER,
-    "dots3_note_text": INDEXER,
     "emu3": "its images are tokens of a second vocabulary, which a quantizer of images makes",
     "gemma3n": f"{FEATURES}; its text model alone is `gemma3n_text`",
-    "gemma4_assistant": DRAFT,
-    "gemma4_unified_assistant": DRAFT,
-    "git": FEATURES,
-    "glm_moe_dsa": INDEXER,
     "hrm_text": "it runs the same layers several times for each token, with a cache entry for each run",
-    "hy_v4": INDEXER,
-    "inkling2_text": STATES,
-    "inkling_text": STATES,
-    "jetmoe": LOOP,
-    "longcat_flash": LOOP,
-    "minimax": STATES,
-    "mllama": FEATURES,
-    "musicgen": SOUNDS,
-    "musicgen_melody": SOUNDS,
-    "openai-gpt": NO_CACHE,
     "prophetnet": "its attention predicts several tokens at once, in streams of their own",
-    "qwen4_exp": INDEXER,
-    "qwen4_exp_text": INDEXER,
-    "recurrent_gemma": STATES,
     "reformer": "its attention sorts tokens into buckets by their hashes",
-    "rwkv": STATES,
     "xglm": "its table of positions has a row of zeros, which `verify` cannot tell from a changed graph",
-    "xlm": NO_CACHE,
     "xlnet": "its cache keeps the hidden states of earlier texts instead of keys and values",
-    "xlstm": STATES,
     "xmod": "it needs the language of each text as an input",
-    "zamba": STATES,
-    "zaya": STATES,
 }
 """The reason in words, by `model_type`; `llmconv families` and docs/families.md list them."""
 

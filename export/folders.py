@@ -1,26 +1,27 @@
-"""Where an export writes: into the model folder whose weights the graphs map, or into a new folder with the weights."""
+"""Where an export writes: into the model folder whose weights the graphs map, or a new folder with weights or without.
+
+All three have a `place`, the folder that contains the graphs afterwards; `check` raises InputRefused if `write` could
+not succeed; `weights` says where each tensor will be once `write` has returned; `planned` are the bytes of the model's
+files that it writes, by name; `write` takes the graphs and the manifest's entry of the export, and returns the bytes
+of weights written. `quantized` is the folder with codes, scales and zero points instead of these weights: `importance`
+is of columns, which count alike in weights left out, and `smoothing` has factors of weights and of the norms that are
+divided by them.
+"""
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
-
-from llmconv.checkpoint import Checkpoint, read_json, read_side_files
-from llmconv.errors import InputRefused, UsageProblem, first_line
-from llmconv.export.clients import FileContent
+from llmconv.checkpoint import INDEX, Checkpoint, own_file, read_small
+from llmconv.errors import InputRefused
 from llmconv.export.graph_files import GraphFiles, GraphPlan
 from llmconv.export.graph_names import existing_files, files_of
 from llmconv.export.graph_spec import FLOAT32
@@ -29,50 +30,17 @@ from llmconv.export.quantization.products import side_by_side
 from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.files.paths import local_only
-from llmconv.files.safe_folder import Folder, Link, WritableContent, make_temporary_folder, remove_temporary_folder
+from llmconv.files.safe_folder import Folder, Link, WritableContent
 from llmconv.files.safetensors_file import FileTensor, encode_header
 from llmconv.output.local_folder import require_space
-from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest, steps_of_weights
+from llmconv.output.manifest import MANIFEST, file_entry, link_entry, read_manifest, steps_of_weights
 from llmconv.output.plan import MODEL, Plan, Shard, failing_safely, json_bytes, plan_checkpoint
 from llmconv.output.store_folder import refuse_links
 from llmconv.output.writer import Place, check_output, destination_of, write_checkpoint
 from llmconv.progress import say, warn
-from llmconv.runtime.eager.torch_runner import require_causal_model
-from llmconv.tensors import BY_NAME, Array, DType, Flushed, LazyTensor, cast
+from llmconv.tensors import BY_NAME, Array, Flushed, LazyTensor, cast
 
 QUANTIZED = "quantized"  # beginning of the names of weight files that a Hugging Face model cannot be loaded from
-
-
-class OutputFolder(Protocol):
-    """The folder that an export writes into."""
-
-    @property
-    def place(self) -> Place:
-        """The folder that contains the graphs afterwards."""
-
-    def check(self, plan: GraphPlan) -> None:
-        """Raises InputRefused if `write` could not succeed."""
-
-    def weights(self) -> Mapping[str, FileTensor]:
-        """Where each tensor will be once `write` has returned."""
-
-    def quantized(
-        self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array], smoothing: Smoothing
-    ) -> OutputFolder:
-        """The folder with codes, scales and zero points instead of these weights.
-
-        `importance` is of columns; all count alike in weights left out. `smoothing` has factors of weights, and of the
-        norms that are divided by them.
-        """
-
-    def divided(self, parts: Mapping[str, int]) -> OutputFolder:
-        """The folder with tensors whose numbers in `parts` differ in different files, as far as it writes them."""
-
-    def planned(self) -> dict[str, int]:
-        """Bytes of the weights and other files of the model that `write` writes, by name."""
-
-    def write(self, files: GraphFiles, step: dict[str, Any]) -> int:
-        """Writes files and manifest entries, `step` that of this export; returns the bytes of weights written."""
 
 
 @dataclass(frozen=True)
@@ -103,27 +71,19 @@ class NewFolder:
     def quantized(
         self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array], smoothing: Smoothing
     ) -> NewFolder:
-        tensors: dict[str, LazyTensor] = {}
-        codes: dict[str, LazyTensor] = {}
-        parts = dict(self.parts)
+        tensors, codes, parts = dict[str, LazyTensor](), dict[str, LazyTensor](), dict(self.parts)
         for name, tensor in self.checkpoint.items():
+            made = {name: tensor}
             if weight := weights.get(name):
-                factors = smoothing.matrices.get(name, NONE)
-                made = weight.stored(name, tensor, importance.get(name, NONE), factors)
+                made = weight.stored(name, tensor, importance.get(name, NONE), smoothing.matrices.get(name, NONE))
                 parts |= dict.fromkeys(made, parts.get(name, 0))
                 codes |= made
-                tensors |= made
             elif name in smoothing.norms:
                 made = smoothing.norm(name, tensor)
                 codes |= made
-                tensors |= made
-            else:
-                tensors[name] = tensor
+            tensors |= made
         ordered = side_by_side(tensors, [weight.group for weight in weights.values()])
         return replace(self, checkpoint=replace(self.checkpoint, tensors=ordered), codes=codes, parts=parts)
-
-    def divided(self, parts: Mapping[str, int]) -> NewFolder:
-        return replace(self, parts=parts)
 
     def weights(self) -> Mapping[str, FileTensor]:
         home = local_only(self.place) or Path(self.place.name)  # of an address only the names of files are used
@@ -249,7 +209,11 @@ class InPlace:
             )
         self.require_mappable(plan)
         graphs = {role: plan.file_names(role) for role in plan.specs}
-        _require_replaceable(self.place, [*sum(graphs.values(), []), *plan.clients.names, MANIFEST])
+        with Folder.open(self.place) as home:  # no pipes, devices and folders with these names, or linked folders
+            for name in [*sum(graphs.values(), []), *plan.clients.names, MANIFEST]:
+                if not (outer := name.rpartition("/")[0]) or home.find(outer):
+                    with home.holding(name) as (inner, last):
+                        inner.require_replaceable(last)
         recorded = read_manifest(self.place).graphs
         written = [name for role in graphs if role in recorded for name in graphs[role]]
         existing = existing_files(self.place, recorded, list(graphs), [*written, *plan.clients.names])
@@ -257,23 +221,19 @@ class InPlace:
             raise InputRefused(f"`{self.place / existing[0]}` already exists", hint="give `--overwrite` to replace it")
 
     def require_mappable(self, plan: GraphPlan) -> None:
+        """Refuses weights of another dtype than `dtype`, or most of them of another than half-precision graphs."""
+        precision, main = next(iter(plan.specs.values())).precision, main_dtype(self.checkpoint)
+        if precision not in (FLOAT32, main):
+            raise InputRefused(
+                f"the weights are {main}, so graphs that compute in {precision} cannot map them in place",
+                hint=f"give `-o OUT`: the weights are cast to {precision} there once"
+                + (", or give `--precision float32`" if main == FLOAT32 else ""),
+            )
         stored = {tensor.dtype.name for tensor in file_tensors(self.checkpoint).values()}
-        self._require_precision(plan)
         if self.dtype != "keep" and stored != {self.dtype}:
             raise InputRefused(
                 f"the weights are {', '.join(sorted(stored))}, so `--dtype {self.dtype}` cannot map them in place",
                 hint="give `-o OUT`: the weights are cast there once",
-            )
-
-    def _require_precision(self, plan: GraphPlan) -> None:
-        """Refuses half-precision graphs over weights that are mostly stored in another dtype."""
-        precision = next(iter(plan.specs.values())).precision
-        stored = main_dtype(self.checkpoint)
-        if precision not in (FLOAT32, stored):
-            raise InputRefused(
-                f"the weights are {stored}, so graphs that compute in {precision} cannot map them in place",
-                hint=f"give `-o OUT`: the weights are cast to {precision} there once"
-                + (", or give `--precision float32`" if stored == FLOAT32 else ""),
             )
 
     def weights(self) -> Mapping[str, FileTensor]:
@@ -282,7 +242,7 @@ class InPlace:
     def quantized(
         self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array], smoothing: Smoothing
     ) -> InPlace:
-        """As `OutputFolder.quantized`; InputRefused for weights whose bytes in the files are not what graphs read."""
+        """Raises InputRefused for weights whose bytes in the files are not what graphs read."""
         codes: dict[str, FileTensor] = {}
         for name, tensor in self.checkpoint.items():
             weight = weights.get(name)
@@ -295,9 +255,6 @@ class InPlace:
             codes |= found or {}
         return replace(self, codes=codes)
 
-    def divided(self, parts: Mapping[str, int]) -> InPlace:
-        return self
-
     def planned(self) -> dict[str, int]:
         return {}
 
@@ -305,9 +262,21 @@ class InPlace:
         """Writes all files completely before the first of them appears; the manifest appears last."""
         manifest = read_manifest(self.place)
         before = {name for entry in manifest.graphs.values() for name in files_of(entry)}
-        manifest.files |= {name: _entry(content) for name, content in files.files.items()}
-        replaced = _forget_replaced(manifest, files)
-        _forget_missing(manifest, self.place, files)
+        for name, content in files.files.items():
+            manifest.files[name] = link_entry(content.target) if isinstance(content, Link) else file_entry(content)
+        # files of an earlier export of the same graphs that are not written again, such as stages
+        old = {name for role in files.entries for name in files_of(manifest.graphs.get(role, {}))}
+        others = {role: files_of(entry) for role, entry in manifest.graphs.items() if role not in files.entries}
+        kept = {name for names in others.values() for name in names}
+        replaced = [name for name in sorted(old - kept - files.files.keys()) if name in manifest.files]
+        for name in replaced:
+            del manifest.files[name]
+        for role, entry in list(manifest.graphs.items()):  # graphs whose files were deleted
+            gone = [name for name in files_of(entry) if name not in files.files and not (self.place / name).exists()]
+            if gone:
+                del manifest.graphs[role]
+            for name in gone:
+                manifest.files.pop(name, None)
         manifest.graphs.update(files.entries)
         manifest.steps = [*(old for old in manifest.steps if old != step), step]
         contents: dict[str, WritableContent] = {**files.files, MANIFEST: manifest.encode()}
@@ -338,153 +307,77 @@ class InPlace:
         return len(same) == len(files)
 
 
-def _require_replaceable(folder: Path, names: Sequence[str]) -> None:
-    """Refuses pipes, devices and folders with these names, and linked folders, before the trace."""
-    with Folder.open(folder) as home:
-        for name in names:
-            if not (outer := name.rpartition("/")[0]) or home.find(outer):
-                with home.holding(name) as (inner, last):
-                    inner.require_replaceable(last)
-
-
 def _exists(path: Path, content: WritableContent) -> bool:
     if isinstance(content, Link):
         return path.is_symlink() and os.readlink(path) == content.target
     return path.is_file() and not path.is_symlink() and path.read_bytes() == content
 
 
-def _entry(content: FileContent) -> dict[str, Any]:
-    return link_entry(content.target) if isinstance(content, Link) else file_entry(content)
-
-
-def _forget_missing(manifest: Manifest, folder: Path, files: GraphFiles) -> None:
-    """Removes the entries of graphs with deleted files, unless they are written now."""
-    for role, entry in list(manifest.graphs.items()):
-        gone = [name for name in files_of(entry) if name not in files.files and not (folder / name).exists()]
-        if gone:
-            del manifest.graphs[role]
-        for name in gone:
-            manifest.files.pop(name, None)
-
-
-def _forget_replaced(manifest: Manifest, files: GraphFiles) -> list[str]:
-    """Removes and returns files of an earlier export of the same graphs that are not written again, such as stages."""
-    before = {name for role in files.entries for name in files_of(manifest.graphs.get(role, {}))}
-    kept = {name for role, entry in manifest.graphs.items() if role not in files.entries for name in files_of(entry)}
-    left = [name for name in sorted(before - kept - files.files.keys()) if name in manifest.files]
-    for name in left:
-        del manifest.files[name]
-    return left
-
-
 @contextmanager
-def checkpoint_in_memory(model: Any) -> Iterator[Checkpoint]:
-    """The checkpoint that `save_pretrained` would write for a causal language model on any device.
-
-    Its configuration is in a temporary folder, no weight is. Raises InputRefused: transformers does not save its
-    configuration; UsageProblem: its weights are not plain tensors in memory, or have an adapter around them.
-    """
-    model = _require_plain(model)
-    folder = make_temporary_folder()
+def _without_weights() -> Iterator[None]:
+    """Changes the hint of errors about weights that graphs cannot map as they are."""
     try:
-        try:
-            config = copy.deepcopy(model.config)
-            config.architectures, config.dtype = [type(model).__name__], model.dtype
-            config.save_pretrained(folder)
-            model.generation_config.save_pretrained(folder)
-        except (ValueError, TypeError, OSError) as error:
-            raise InputRefused(
-                f"transformers cannot save the configuration: {first_line(error)}", hint="fix `generation_config`"
-            ) from error
-        tensors = {name: _lazy(name, tensor) for name, tensor in _stored(model).items()}
-        yield Checkpoint(folder, "hf", tensors, read_json(folder / "config.json"), read_side_files(folder))
-    finally:
-        remove_temporary_folder(folder)
+        yield
+    except InputRefused as error:
+        hint = "leave out `--graphs-only`: the weights are converted into OUT once"
+        raise InputRefused(error.message, hint=hint) from error
 
 
-def require_output(output: object, *, graphs_only: bool) -> None:
-    """Raises UsageProblem if a model that has no folder gets no place for its weights."""
-    if output is None:
-        raise UsageProblem(
-            "a model in memory needs `output`, a new folder for its weights", hint="`export(model, OUT)`"
-        )
-    if graphs_only:
-        raise UsageProblem(
-            "`graphs_only` needs a model folder, not one in memory", hint="leave it out, or save the model first"
-        )
+@dataclass(frozen=True)
+class GraphsOnly:
+    """A new folder for graphs that map the model's own files, which the user puts next to them.
+
+    Only headers of the model's files are read. `resume` accepts a complete folder that is equal.
+    """
+
+    place: Place
+    model: InPlace
+    overwrite: bool
+    resume: bool
+
+    def check(self, plan: GraphPlan) -> None:
+        """Refuses an existing folder without `overwrite`, and weights that the graphs could not map."""
+        with _without_weights():
+            self.model.require_mappable(plan)
+        destination_of(self.place).require_free(self.overwrite, [self.model.place], resume=self.resume)
+
+    def weights(self) -> Mapping[str, FileTensor]:
+        """The tensors in the model's own files, as if those were in the new folder."""
+        home = local_only(self.place) or Path(self.place.name)  # of an address only the names of files are used
+        return {
+            name: FileTensor(
+                home / tensor.location, tensor.offset, tensor.dtype, tensor.shape, location=tensor.location
+            )
+            for name, tensor in self.model.weights().items()
+        }
+
+    def quantized(
+        self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array], smoothing: Smoothing
+    ) -> GraphsOnly:
+        """Only codes that the model's files contain as graphs read them can be mapped."""
+        with _without_weights():
+            return replace(self, model=self.model.quantized(weights, importance, smoothing))
+
+    def planned(self) -> dict[str, int]:
+        return {name: len(content) for name, content in self._small_files().items()}
+
+    def missing(self) -> dict[str, int]:
+        paths = {tensor.location: tensor.path for tensor in self.model.weights().values()}
+        return {name: path.stat().st_size for name, path in sorted(paths.items())}
+
+    def write(self, files: GraphFiles, step: dict[str, Any]) -> int:
+        source = self.model.checkpoint
+        plan = Plan(source, (), self._small_files())
+        made = {**step, "options": {**step["options"], "weights": self.missing()}}
+        write_new(source, plan, self.place, files, made, overwrite=self.overwrite, resume=self.resume)
+        return 0
+
+    def _small_files(self) -> dict[str, bytes]:
+        """The files of a model except its weights; the index is the model's own, which names its own files."""
+        checkpoint = self.model.checkpoint
+        planned = {name: text for name, text in plan_checkpoint(checkpoint).small_files.items() if name != INDEX}
+        has_index = (checkpoint.path / INDEX).is_file()
+        return planned | ({INDEX: read_small(own_file(checkpoint.path, INDEX))} if has_index else {})
 
 
-def _require_plain(model: Any) -> PreTrainedModel:
-    """The model, if its weights are in memory, and are all of it."""
-    if type(model).__module__.partition(".")[0] == "peft" or getattr(model, "_hf_peft_config_loaded", False):
-        raise UsageProblem(
-            "the model has an adapter that is not merged",
-            hint="give `model.merge_and_unload()`, or save both and run `llmconv merge-lora BASE ADAPTER -o OUT`",
-        )
-    if getattr(getattr(model, "config", None), "auto_map", None):
-        raise UsageProblem(
-            "the model has code of its own, which is not in memory",
-            hint="save it: `model.save_pretrained(FOLDER)`; then `export(FOLDER, OUT, trust_remote_code=True)`",
-        )
-    if isinstance(inner := getattr(model, "module", None), PreTrainedModel):
-        raise UsageProblem(
-            f"`model` is {type(model).__name__} around a {type(inner).__name__}", hint="give `model.module`"
-        )
-    model = require_causal_model(model)
-    _require_known_class(model)
-    _require_tied_head(model)
-    if getattr(model, "hf_quantizer", None) or getattr(model.config, "quantization_config", None):
-        raise UsageProblem(
-            "the weights of the model are quantized",
-            hint="save it: `model.save_pretrained(FOLDER)`; then export FOLDER",
-        )
-    if odd := next((name for name, tensor in model.named_parameters() if type(tensor.data) is not torch.Tensor), None):
-        raise UsageProblem(
-            f"`{odd}` is divided between processes or has a layout of its own",
-            hint="save it: `trainer.save_model(FOLDER)`; then export FOLDER",
-        )
-    return model
-
-
-def _require_known_class(model: PreTrainedModel) -> None:
-    """Refuses a class of the user's own, which may compute something else than the one that its config names."""
-    kind, known = type(model), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), ())
-    if kind.__module__.partition(".")[0] != "transformers" and kind not in (
-        known if isinstance(known, tuple) else (known,)
-    ):
-        raise UsageProblem(
-            f"the model's class `{kind.__name__}` is not of transformers, and its code is not in `config.json`",
-            hint="register it: `AutoModelForCausalLM.register(ConfigClass, ModelClass)`; see docs/adding-a-family.md",
-        )
-
-
-def _require_tied_head(model: PreTrainedModel) -> None:
-    """Refuses a head of its own where the config ties it to the embedding: graphs would read the embedding."""
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    own, shared = getattr(head, "weight", None), getattr(table, "weight", None)
-    if own is None or shared is None or not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
-        return
-    if own is not shared and (own.shape != shared.shape or not torch.equal(own, shared.to(own))):
-        raise UsageProblem(
-            "`config.tie_word_embeddings` is true, and the output head differs from the embedding",
-            hint="set `model.config.tie_word_embeddings = False`, or call `model.tie_weights()`",
-        )
-
-
-def _stored(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The tensors that `save_pretrained` stores, by their names there; of tied ones the first alone."""
-    whole = remove_tied_weights_from_state_dict(model.state_dict(), model)
-    return dict(revert_weight_conversion(model, whole))
-
-
-def _lazy(name: str, tensor: torch.Tensor) -> LazyTensor:
-    """A torch tensor of which only the rows that are asked for are copied; UsageProblem for an unsupported dtype."""
-    dtype = BY_NAME.get(str(tensor.dtype).removeprefix("torch."))
-    if dtype is None:
-        raise UsageProblem(f"`{name}` has the dtype {tensor.dtype}", hint="convert the model: `model.float()`")
-    return LazyTensor(dtype, tuple(tensor.shape), partial(_rows, tensor.detach(), dtype))
-
-
-def _rows(tensor: torch.Tensor, dtype: DType, start: int, stop: int) -> Array:
-    rows = (tensor if tensor.ndim else tensor.reshape(1))[start:stop].cpu().contiguous()
-    return rows.view(torch.uint8).numpy().view(dtype.numpy).reshape(rows.shape)
+OutputFolder = NewFolder | InPlace | GraphsOnly

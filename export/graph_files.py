@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from llmconv.errors import UnsupportedInput, UsageProblem
-from llmconv.export.clients import DEFAULT, ClientFiles, EncodedGraphs, FileContent
+from llmconv.export.clients import DEFAULT, ClientFiles, EncodedGraphs, FileContent, weight_files
 from llmconv.export.graph_names import FILES
 from llmconv.export.graph_spec import FLOAT32, GROWING, NO_CACHE, GraphSpec
 from llmconv.export.prefix import PrefixFile
@@ -26,7 +26,7 @@ from llmconv.export.rewrite.pipeline_stages import require_stages, split
 from llmconv.export.targets.kernels import Fallback, fallbacks, find_signature, has_kernel, typed_nodes
 from llmconv.export.targets.presets import TARGETS
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, ancestors, integers, replace_value, value_named
-from llmconv.export.weights import WeightSource, bind, mapped_bytes, match_weights
+from llmconv.export.weights import WeightSource, bind, mapped_bytes
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.output.manifest import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.progress import warn_all
@@ -66,16 +66,6 @@ class GraphOptions:
         }
         quantized = self.quantization.manifest_fields() if self.quantization else {}
         return {**{name: value for name, value in fields.items() if value}, **quantized}
-
-    def own_runner_option(self) -> str:
-        """The first given option that only llmconv's own runner supports; empty if there is none."""
-        given = {
-            "--postprocess": bool(self.choice),
-            "--stages": self.stages > 1,
-            "--prefix": bool(self.prefix),
-            "--lora-inputs": bool(self.lora),
-        }
-        return next((name for name, value in given.items() if value), "")
 
 
 PROMPT_ROLES = {"prefill", "unified"}  # graphs that run prompts; afterwards the prefix is in the cache
@@ -138,7 +128,9 @@ class GraphPlan:
                 f"`{growing_only}` requires graphs that take tokens and have a growing cache",
                 hint=f"leave out `{growing_only}`, or `--embeds`" if spec.embeddings else f"leave out `{growing_only}`",
             )
-        self.clients.check(options.own_runner_option(), takes_embeddings=bool(spec.embeddings))
+        given = {"--postprocess": options.choice, "--stages": options.stages > 1, "--prefix": options.prefix}
+        own = next((name for name, value in {**given, "--lora-inputs": options.lora}.items() if value), "")
+        self.clients.check(own, takes_embeddings=bool(spec.embeddings))
 
     def file_names(self, role: str) -> list[str]:
         whole, count = self.options.names.get(role, FILES[role]), self.options.stages
@@ -164,9 +156,9 @@ class GraphPlan:
         graphs: Mapping[str, TracedGraph],
         weights: Mapping[str, FileTensor],
         sources: Mapping[str, FileTensor],
-        quantized: Mapping[str, QuantizedWeight] | None = None,
-        matches: Mapping[int, Mapping[str, WeightSource]] | None = None,
-        cache_scales: Mapping[str, Array] | None = None,
+        quantized: Mapping[str, QuantizedWeight],
+        matches: Mapping[int, Mapping[str, WeightSource]],
+        cache_scales: Mapping[str, Array] | None,
     ) -> GraphFiles:
         """Binds the graphs to the weights and encodes all files.
 
@@ -179,21 +171,20 @@ class GraphPlan:
             weights: where each tensor is in the folder of the graphs once the export is complete.
             sources: the same tensors in files that can be read now; only a soft prompt reads them.
             quantized: the tensors that are stored as codes, by name.
-            matches: the stored tensors of each weight by `id` of the graph, if they are known already.
-            cache_scales: scales of an int8 cache, by name of the cache input.
+            matches: the stored tensors of each weight by `id` of the graph.
+            cache_scales: scales of an int8 cache, by name of the cache input; None for a cache of floats.
         """
         distinct = list({id(traced): traced for traced in graphs.values()}.values())
         require_stages(self.options.stages, distinct[0].num_layers)
-        known = matches or {id(traced): match_weights(traced, weights) for traced in distinct}
         products = QuantizedProducts(quantized, distinct[0].spec.target) if quantized else None
         prefix = None
         if self.options.prefix:  # all graphs of such an export share one trace
             rounded = {**sources, **weights}  # quantized weights count as they were before
-            prefix = PrefixFile.make(self.options.prefix, distinct[0], known[id(distinct[0])], sources, rounded)
+            prefix = PrefixFile.make(self.options.prefix, distinct[0], matches[id(distinct[0])], sources, rounded)
         for traced in distinct if self.options.lora else ():
-            add_lora_inputs(traced, known[id(traced)], self.options.lora)
+            add_lora_inputs(traced, matches[id(traced)], self.options.lora)
         for traced in distinct:
-            bind(traced, known[id(traced)], weights, quantized=products)
+            bind(traced, matches[id(traced)], weights, quantized=products)
             if cache_scales and traced.spec.kv_cache:
                 quantize_cache(traced.model, cache_scales)
         made = GraphFiles(mapped=mapped_bytes(distinct))
@@ -201,7 +192,12 @@ class GraphPlan:
             self._add_graph(made, traced, [role for role, graph in graphs.items() if graph is traced], prefix)
         report(made.fallback, next(iter(self.specs.values())).target, strict=self.options.strict_target)
         if self.options.stages == 1:  # no client supports stages
-            self._add_client_files(made, tuple(sorted({tensor.location for tensor in weights.values()})))
+            known = [role for role in (*self.specs, EMBEDDINGS_ROLE, VISION_ROLE) if role in made.entries]
+            files = {role: self.file_names(role)[0] for role in known}
+            encoded = {role: one for role, name in files.items() if isinstance(one := made.files[name], bytes)}
+            graph_set = EncodedGraphs(encoded, files, tuple(sorted({tensor.location for tensor in weights.values()})))
+            made.files.update(self.clients.files(graph_set))
+            made.config.update(self.clients.config(graph_set))
         return made
 
     def _add_graph(
@@ -224,8 +220,10 @@ class GraphPlan:
         roles: Sequence[str],
         prefix_fields: Mapping[str, Any],
     ) -> None:
-        if roles[0] in self.specs:
-            self._change_outputs(model)
+        if self.options.last_logits and roles[0] in self.specs:
+            keep_last_logits(model)
+        if self.options.choice and roles[0] in self.specs:
+            choose_tokens(model, self.options.choice)
         if self.options.opset and self.options.opset != model.opset_imports[""]:
             to_opset(model, self.options.opset)
         if traced.spec.precision == "bfloat16":
@@ -242,25 +240,16 @@ class GraphPlan:
             names = self.file_names(role)
             made.files.update(zip(names, contents, strict=True))
             fields = self.options.manifest_fields() if role in self.specs else {}
-            entry = {**_file_fields(names, parts), "opset": model.opset_imports[""], **_ports(whole), **fields}
+            stages = [
+                {"file": name, "weights": weight_files(part), **_ports(part)}
+                for name, part in zip(names, parts, strict=True)
+            ]
+            place: dict[str, Any] = {"stages": stages} if len(stages) > 1 else {"file": names[0]}
+            entry = {**place, "opset": model.opset_imports[""], **_ports(whole), **fields}
             entry |= {**traced.spec.manifest_fields(), **wide, **prefix_fields}
             entry |= {"fallback": [one.manifest_fields() for one in missing]} if missing else {}
             made.entries[role] = entry
             made.fallback[names[0]] = missing
-
-    def _change_outputs(self, model: ir.Model) -> None:
-        if self.options.last_logits:
-            keep_last_logits(model)
-        if self.options.choice:
-            choose_tokens(model, self.options.choice)
-
-    def _add_client_files(self, made: GraphFiles, weight_files: tuple[str, ...]) -> None:
-        known = [role for role in (*self.specs, EMBEDDINGS_ROLE, VISION_ROLE) if role in made.entries]
-        files = {role: self.file_names(role)[0] for role in known}
-        contents = {role: made.files[name] for role, name in files.items()}
-        graphs = EncodedGraphs({role: c for role, c in contents.items() if isinstance(c, bytes)}, files, weight_files)
-        made.files.update(self.clients.files(graphs))
-        made.config.update(self.clients.config(graphs))
 
 
 def _require_plain_products(options: GraphOptions, spec: GraphSpec) -> None:
@@ -277,19 +266,6 @@ def _require_plain_products(options: GraphOptions, spec: GraphSpec) -> None:
             f"`--lora-inputs` is for whole graphs in float32, without `{other}`",
             hint=f"leave out `{other}`; or merge the adapter: `llmconv merge-lora BASE ADAPTER -o OUT`",
         )
-
-
-def _file_fields(names: list[str], parts: list[onnx.ModelProto]) -> dict[str, Any]:
-    """`file`, or `stages` with the weight files, inputs and outputs of each."""
-    if len(names) == 1:
-        return {"file": names[0]}
-    named = zip(names, parts, strict=True)
-    return {"stages": [{"file": name, "weights": _weight_files(part), **_ports(part)} for name, part in named]}
-
-
-def _weight_files(model: onnx.ModelProto) -> list[str]:
-    pairs = (pair for tensor in model.graph.initializer for pair in tensor.external_data)
-    return sorted({pair.value for pair in pairs if pair.key == "location"})
 
 
 def _ports(model: onnx.ModelProto) -> dict[str, list[str]]:
@@ -372,21 +348,16 @@ def _head(logits: ir.Value, vocabulary: int) -> ir.Node:
         if node.op_type == "Reshape":
             node.replace_input_with(1, integers(node.graph, -1, 1, vocabulary))  # type: ignore[arg-type]
             source = node.inputs[0]
-        else:
-            source = _row_source(node)
+        else:  # the only input of a rowwise node that depends on the tokens
+            inputs = [value for value in node.inputs if value is not None]
+            variable = [value for value in inputs if any(part.name in TOKENS for part in ancestors(value))]
+            if node.op_type not in ROWWISE or len(variable) != 1:
+                _refuse(f"computes its logits with the unsupported operator `{node.op_type}`")
+            source = variable[0]
         node = source.producer() if source is not None else None
     if node is None:
         _refuse("has no linear layer before its logits")
     return node
-
-
-def _row_source(node: ir.Node) -> ir.Value | None:
-    """The only input of a rowwise node that depends on the tokens."""
-    inputs = [value for value in node.inputs if value is not None]
-    variable = [value for value in inputs if any(part.name in TOKENS for part in ancestors(value))]
-    if node.op_type not in ROWWISE or len(variable) != 1:
-        _refuse(f"computes its logits with the unsupported operator `{node.op_type}`")
-    return variable[0]
 
 
 def _refuse(problem: str) -> NoReturn:
@@ -430,27 +401,19 @@ def _narrow(graph: ir.Graph, node: ir.Node, value: ir.Value) -> None:
 def report(found: Mapping[str, Sequence[Fallback]], target: str | None, *, strict: bool) -> None:
     """Warns of nodes without a kernel, or raises UnsupportedInput if `strict`; files with equal nodes share a line."""
     graphs: dict[Fallback, list[str]] = {}
-    for name, fallen in found.items():
+    for file, fallen in found.items():
         for one in fallen:
-            graphs.setdefault(one, []).append(name)
+            graphs.setdefault(one, []).append(file)
     if strict and graphs:
         kinds = list(dict.fromkeys(map(str, graphs)))
         raise UnsupportedInput(
             f"no kernel in `{target}` for {', '.join(kinds[:LINES])}{' …' if len(kinds) > LINES else ''}",
             hint="leave out `--strict-target`: these nodes then run on the CPU, with a copy of their values per call",
         )
-    warn_all(_lines(graphs, target))
-
-
-def _lines(graphs: Mapping[Fallback, Sequence[str]], target: str | None) -> list[str]:
-    lines = [
-        f"no kernel in `{target}` for {kind}: {_fallen(kind, names)}, such as `{kind.first}`"
-        for kind, names in graphs.items()
-    ]
+    lines = []
+    for kind, names in graphs.items():
+        nodes, run = ("node", "runs") if kind.count == 1 else ("nodes", "run")
+        where = f"{kind.count:,} {nodes} of {', '.join(names)} {run} on the CPU, such as `{kind.first}`"
+        lines.append(f"no kernel in `{target}` for {kind}: {where}")
     left = len(lines) - LINES + 1
-    return lines if left <= 1 else [*lines[: LINES - 1], f"and {left} more kinds of nodes, see `llmconv.json`"]
-
-
-def _fallen(kind: Fallback, names: Sequence[str]) -> str:
-    nodes, run = ("node", "runs") if kind.count == 1 else ("nodes", "run")
-    return f"{kind.count:,} {nodes} of {', '.join(names)} {run} on the CPU"
+    warn_all(lines if left <= 1 else [*lines[: LINES - 1], f"and {left} more kinds of nodes, see `llmconv.json`"])

@@ -13,56 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from llmconv.argument_checks import require_choice, require_least
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.clients import DEFAULT, Client
+from llmconv.export.export_options import ExportOptions
 from llmconv.export.input_map import Port
 from llmconv.export.sentence_modules import SentenceHead, TokenScore
-from llmconv.export.targets.presets import TARGETS
 from llmconv.progress import say
 from llmconv.runtime.extra_inputs import BATCH, MAX_LENGTH, PAST, SEQUENCE, TOTAL, ExtraInput, is_past, is_recurrent
 from llmconv.runtime.onnxruntime.graph import is_token_input
 from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS, WRITE_INDICES
 
 CACHE_RANK = 4
-NO_CACHE = "none"
-SHAPES, CACHES = ("dynamic", "static"), ("growing", "shared-buffer")
-"""Values of the options `shapes` and `cache`; those of `target` are the keys of `TARGETS`."""
-
-FLOAT32 = "float32"
-PRECISIONS = (FLOAT32, "float16", "bfloat16")  # values of the option `precision`: the dtype that a graph computes in
-INT8 = "int8"  # the value of the option `kv_cache`: the dtype that keys and values are rounded to
-
-
-@dataclass(frozen=True)
-class ShapeOptions:
-    """Options, as in `ExportOptions`, for the axes of the graphs and the cache; UsageProblem for an invalid value."""
-
-    shapes: str = "dynamic"
-    cache: str = "growing"
-    batch_size: int | None = None
-    max_seq_len: int | None = None
-    prompt_len: int | None = None
-    target: str | None = None
-    precision: str = FLOAT32
-    logits_dtype: str = FLOAT32
-    kv_cache: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "max_seq_len", "prompt_len"):
-            if getattr(self, name) is not None:
-                require_least(getattr(self, name), 1, name)
-        require_choice(self.shapes, SHAPES, "shapes")
-        require_choice(self.cache, CACHES, "cache")
-        require_choice(self.target or next(iter(TARGETS)), tuple(TARGETS), "target")
-        require_choice(self.precision, PRECISIONS, "precision")
-        require_choice(self.logits_dtype, PRECISIONS, "logits_dtype")
-        require_choice(self.kv_cache or INT8, (INT8,), "kv_cache")
-        if self.logits_dtype not in (FLOAT32, self.precision):
-            raise UsageProblem(
-                f"`--logits-dtype {self.logits_dtype}` needs graphs that compute in {self.logits_dtype}",
-                hint=f"add `--precision {self.logits_dtype}`, or leave it out: logits are float32",
-            )
+NO_CACHE, FLOAT32 = "none", "float32"
 
 
 @dataclass(frozen=True)
@@ -106,9 +68,17 @@ class GraphSpec:
         `ports` are the inputs of the family's graph with a growing cache. Raises UnsupportedInput: the family keeps
         states, which buffers cannot hold, or has an input of past tokens alone.
         """
-        if self.cache == NO_CACHE:
-            return tuple(self._fixed(port) for port in self._tokens(ports))
-        self._require_lengths([port for port in ports if not is_past(port.name)])
+        if self.cache == NO_CACHE:  # for a task the graph counts positions from the mask itself
+            own = [port for port in ports if is_token_input(port.name, len(port.axes))]
+            own = [port for port in own if not (self.task and port.name == "position_ids")]
+            axes = [tuple(SEQUENCE if axis == TOTAL else axis for axis in port.axes) for port in own]
+            return tuple(self._fixed(replace(port, axes=one)) for port, one in zip(own, axes, strict=True))
+        past = [port.name for port in ports if not is_past(port.name) and PAST in port.axes]
+        if self.cache != "growing" and past:
+            raise UnsupportedInput(
+                f"a cache of fixed length has no number of past tokens, which is an axis of the input `{past[0]}`",
+                hint="leave out `--shapes static` and `--cache shared-buffer`",
+            )
         ports = [port for port in ports if port.name not in self.fixed_inputs]
         if self.cache != "growing" and any(port.name.startswith("past_") and PAST not in port.axes for port in ports):
             raise UnsupportedInput(
@@ -130,25 +100,11 @@ class GraphSpec:
         batch = self.batch_size or BATCH
         return (*fixed[:first], Port(WRITE_INDICES, "int64", (batch,)), *fixed[first:])
 
-    def _require_lengths(self, ports: Sequence[Port]) -> None:
-        past = [port.name for port in ports if PAST in port.axes]
-        if self.cache != "growing" and past:
-            raise UnsupportedInput(
-                f"a cache of fixed length has no number of past tokens, which is an axis of the input `{past[0]}`",
-                hint="leave out `--shapes static` and `--cache shared-buffer`",
-            )
-
     def outputs(self, ports: Sequence[Port]) -> tuple[Port, ...]:
         """Outputs of a graph with this spec; `ports` are those of the family's graph with a growing cache."""
         if self.cache == NO_CACHE:
             ports = [port for port in ports if not port.name.startswith("present")]
         return tuple(self._fixed(port) for port in ports)
-
-    def _tokens(self, ports: Sequence[Port]) -> list[Port]:
-        """The inputs of a graph without a cache; for a task it counts positions from the mask itself."""
-        own = [port for port in ports if is_token_input(port.name, len(port.axes))]
-        own = [port for port in own if not (self.task and port.name == "position_ids")]
-        return [replace(port, axes=tuple(SEQUENCE if axis == TOTAL else axis for axis in port.axes)) for port in own]
 
     def _fixed(self, port: Port) -> Port:
         sizes: dict[str | int, str | int] = {BATCH: self.batch_size or BATCH, SEQUENCE: self.sequence or SEQUENCE}
@@ -157,14 +113,10 @@ class GraphSpec:
             sizes |= {PAST: slots, TOTAL: slots}
         elif self.cache == "shared-buffer":
             sizes |= {PAST: slots, TOTAL: slots if len(port.axes) == CACHE_RANK else TOTAL}
-        axes = tuple(sizes.get(axis, axis) for axis in port.axes)
-        return replace(port, axes=axes, dtype=self._dtype(port))
-
-    def _dtype(self, port: Port) -> str:
-        """transformers keeps recurrent states in float32 in every model."""
-        if port.dtype != FLOAT32 or is_recurrent(port.name):
-            return port.dtype
-        return self.logits if port.name == "logits" else self.precision
+        axes, dtype = tuple(sizes.get(axis, axis) for axis in port.axes), port.dtype
+        if dtype == FLOAT32 and not is_recurrent(port.name):  # which transformers keeps in float32 in every model
+            dtype = self.logits if port.name == "logits" else self.precision
+        return replace(port, axes=axes, dtype=dtype)
 
 
 GROWING = GraphSpec()
@@ -172,37 +124,29 @@ MAX_PROMPT_LEN = 128  # default limit of the tokens per call of a static prefill
 
 
 def graph_specs(
-    roles: Sequence[str], options: ShapeOptions, embeddings: int | None = None, *, quantized: bool = False
+    roles: Sequence[str], given: ExportOptions, embeddings: int | None = None, *, quantized: bool = False
 ) -> dict[str, GraphSpec]:
     """The spec of every graph; a static decode graph takes one token, a static unified graph any number.
 
     `embeddings` is the size of those that the graphs take instead of tokens. `quantized` weights are codes, which a
     session packs, so both graphs should be one and share it. Raises UsageProblem: options that contradict each other.
     """
-    precision, logits = options.precision, options.logits_dtype
-    spec = GraphSpec(
-        options.cache,
-        embeddings=embeddings,
-        target=options.target,
-        precision=precision,
-        logits=logits,
-        kv_cache=options.kv_cache or "",
-    )
-    if options.shapes == "static":
-        if options.cache != "growing":
-            raise UsageProblem(
-                "static graphs have a cache of their own kind", hint=f"leave out `--cache {options.cache}`"
-            )
-        slots = options.max_seq_len
-        spec = replace(spec, cache="static", batch_size=options.batch_size or 1, slots=slots)
-        sequences = {"prefill": _prompt_length(slots, options.prompt_len), "decode": 1, "unified": None}
+    cache, target, kv_cache = given["cache"] or "growing", given["target"], given["kv_cache"] or ""
+    dtypes = given["precision"] or FLOAT32, given["logits_dtype"]
+    spec = GraphSpec(cache, None, None, None, embeddings, target, *dtypes, kv_cache)
+    if given["shapes"] == "static":
+        if cache != "growing":
+            raise UsageProblem("static graphs have a cache of their own kind", hint=f"leave out `--cache {cache}`")
+        slots = given["max_seq_len"]
+        spec = replace(spec, cache="static", batch_size=given["batch_size"] or 1, slots=slots)
+        sequences = {"prefill": _prompt_length(slots, given["prompt_len"]), "decode": 1, "unified": None}
         return {role: replace(spec, sequence=sequences[role]) for role in roles}
-    fixed = [name for name in ("batch_size", "max_seq_len", "prompt_len") if getattr(options, name)]
-    if fixed:
-        option = f"--{fixed[0].replace('_', '-')}"
+    fixed = {name: given[name] for name in ("batch_size", "max_seq_len", "prompt_len")}
+    if name := next((name for name, size in fixed.items() if size), ""):
+        option = f"--{name.replace('_', '-')}"
         raise UsageProblem(f"`{option}` applies to static graphs only", hint="add `--shapes static`, or leave it out")
     # keys that the operator rotates itself could not be compared with codes
-    rotates = options.cache == "shared-buffer" and options.target == "ort-cpu" and not (options.kv_cache or quantized)
+    rotates = cache == "shared-buffer" and target == "ort-cpu" and not (kv_cache or quantized)
     step = replace(spec, steps=rotates)
     return {role: step if role == "decode" else spec for role in roles}
 
@@ -237,9 +181,17 @@ def all_fixed(extras: Mapping[str, ExtraInput], what: str, without: str) -> tupl
 def with_fixed_inputs(
     specs: Mapping[str, GraphSpec], extras: Mapping[str, ExtraInput], clients: Sequence[Client]
 ) -> dict[str, GraphSpec]:
-    """The specs, by role, that all clients can feed; UnsupportedInput for an input without a constant default."""
-    if any(spec.cache != GROWING.cache for spec in specs.values()):
-        _require_parts(extras)
+    """The specs, by role, that all clients can feed; UnsupportedInput for an input without a constant default.
+
+    Graphs with a cache of fixed length run a prompt in several calls, so an input of a whole call is refused, too.
+    """
+    fixed_length = any(spec.cache != GROWING.cache for spec in specs.values())
+    for name, extra in extras.items() if fixed_length else ():
+        if SEQUENCE not in extra.axes and (TOTAL in extra.axes or callable(extra.default)):
+            raise UnsupportedInput(
+                f"a cache of fixed length runs prompts in parts, and the input `{name}` has another value in each part",
+                hint="leave out `--shapes static` and `--cache shared-buffer`",
+            )
     others = [client.name for client in clients if client.name != DEFAULT]
     if not extras or not others:
         return dict(specs)
@@ -247,16 +199,6 @@ def with_fixed_inputs(
     for name in fixed:
         say(f"`{name}` is always {extras[name].default}: layout `{others[0]}` does not feed it")
     return {role: replace(spec, fixed_inputs=fixed) for role, spec in specs.items()}
-
-
-def _require_parts(extras: Mapping[str, ExtraInput]) -> None:
-    """Refuses inputs of a whole call: graphs with a cache of fixed length run a prompt in several calls."""
-    for name, extra in extras.items():
-        if SEQUENCE not in extra.axes and (TOTAL in extra.axes or callable(extra.default)):
-            raise UnsupportedInput(
-                f"a cache of fixed length runs prompts in parts, and the input `{name}` has another value in each part",
-                hint="leave out `--shapes static` and `--cache shared-buffer`",
-            )
 
 
 def refuse_option(extras: Mapping[str, ExtraInput], option: str) -> None:

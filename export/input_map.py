@@ -105,26 +105,20 @@ class InputMap:
         config = decoder_config(config)
         for name, axes in self.kind.names(config, past=length == PAST):
             if axes is None:
-                heads, size = self._heads(layer_config(config, layer_of(name) or 0))[name.endswith(".value")]
+                own = config
+                if getattr(config, "is_heterogeneous", False):
+                    own = config.per_layer_config[layer_of(name) or 0]
+                usual = (kv_heads(own), head_dim(own)) if not self.kind.heads else (0, 0)
+                shapes = self.kind.heads(own) if self.kind.heads else (usual, usual)  # of keys and of values
+                heads, size = shapes[name.endswith(".value")]
                 axes = (heads, length, size)
             ports.append(Port(name, "float32", (BATCH, *axes)))
         return tuple(ports)
-
-    def _heads(self, config: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(heads, head size) of keys and of values."""
-        if self.kind.heads:
-            return self.kind.heads(config)
-        usual = kv_heads(config), head_dim(config)
-        return usual, usual
 
 
 def decoder_config(config: Any) -> Any:
     """The part of a config that describes the decoder: that of the text model in a multi-modal config."""
     return getattr(config, "text_config", None) or config
-
-
-def layer_config(config: Any, layer: int) -> Any:
-    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
 def kv_heads(config: Any) -> int:

@@ -1,4 +1,9 @@
-"""LanguageModel: the language model that a checkpoint contains, and its traced graphs."""
+"""LanguageModel: the language model that a checkpoint contains, and its graphs, their weights still inputs.
+
+A few layers are traced, the others replicated. The filled length of a static cache becomes the input
+`nonpad_kv_seqlen` of every `Attention` node (opset 24). The mask hides the unfilled slots already, so results are
+equal; a runtime that knows the length can skip them.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +17,30 @@ import torch
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import MalformedInput
-from llmconv.export.decoder_graph import build_embeddings, build_graph
-from llmconv.export.families import MULTI_MODAL, find_input_map, is_multi_modal, known_input_maps
-from llmconv.export.graph_spec import GraphSpec
+from llmconv.export.families import find_input_map, is_multi_modal, known_input_maps
+from llmconv.export.graph_spec import GROWING, GraphSpec
 from llmconv.export.input_map import InputMap
-from llmconv.export.traced_graph import TracedGraph
+from llmconv.export.rewrite.fused_operators import fuse_for_target
+from llmconv.export.rewrite.grouped_query import use_grouped_query_attention
+from llmconv.export.rewrite.norms import fuse_norms, rewrite_linear_layers
+from llmconv.export.rewrite.replicate import NotIsomorphic, name_everything, replicate, warm_up
+from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, producer, value_named
 from llmconv.export.tracing.fake_model import (
     build,
     conversions_of,
+    depth,
     embedding_size,
+    factors,
+    first_alike,
+    layer_kinds,
     layers_name,
     load_config,
     period,
     refusing,
     shortened,
 )
-from llmconv.export.vision_graph import WITHOUT, TensorNaming, alone, build_vision, find_naming
+from llmconv.export.tracing.trace import trace, trace_embeddings
+from llmconv.export.vision_graph import WITHOUT, TensorNaming, build_vision, find_naming
 from llmconv.export.vision_towers import VISION_TOWERS
 from llmconv.export.weights import expressions, missing_key, require_shape
 from llmconv.output.manifest import EMBEDDINGS_ROLE, VISION_ROLE
@@ -36,6 +49,7 @@ from llmconv.runtime.eager.stored_tensors import kept_in_float32
 from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.images.family import placeholders
 from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION
+from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
 from llmconv.tensors import LazyTensor
 
 
@@ -101,18 +115,21 @@ class LanguageModel:
         """
         built = {spec: build_graph(self.config, self.input_map, spec) for spec in dict.fromkeys(specs.values())}
         layers = max(layers for _, layers in built.values())
-        graphs = {spec: self._named(traced) for spec, (traced, _) in built.items()}
-        made = {role: graphs[spec] for role, spec in specs.items()}
+        named = self.naming.renamed if self.naming else lambda traced: traced
+        graphs = {spec: named(traced) for spec, (traced, _) in built.items()}
+        made, precision = {role: graphs[spec] for role, spec in specs.items()}, next(iter(specs.values())).precision
         if self.embeddings:
             padded = placeholders(self.whole) if self.whole else ()
-            table = build_embeddings(self.config, next(iter(specs.values())).precision, padded)
-            made[EMBEDDINGS_ROLE] = self.naming.rename_embeddings(table) if self.naming else alone(table)
+            with refusing("trace this model"):
+                table = trace_embeddings(shortened(self.config, period(self.config)), precision, padded)
+                name_everything(table.model)
+            # a table alone ignores all other tensors of the checkpoint
+            made[EMBEDDINGS_ROLE] = (
+                self.naming.renamed(table, table=True) if self.naming else replace(table, ignored=("",))
+            )
         if self.whole and self.naming:
-            made[VISION_ROLE] = build_vision(self.whole, self.naming, next(iter(specs.values())).precision)
+            made[VISION_ROLE] = build_vision(self.whole, self.naming, precision)
         return made, layers
-
-    def _named(self, traced: TracedGraph) -> TracedGraph:
-        return self.naming.rename_decoder(traced) if self.naming else traced
 
 
 def open_language_model(checkpoint: Checkpoint, code: Path | None = None, *, embeds: bool = False) -> LanguageModel:
@@ -129,8 +146,6 @@ def open_language_model(checkpoint: Checkpoint, code: Path | None = None, *, emb
         input_map = find_input_map(model_type)
         config = load_config(checkpoint.config, code)
         return LanguageModel(config, input_map, embeddings=embedding_size(config) if embeds else None)
-    if note := MULTI_MODAL[model_type]:
-        say(f"exporting the language model only: {note}")
     whole = load_config(checkpoint.config)
     config = whole.get_text_config(decoder=True)
     config.tie_word_embeddings = whole.tie_word_embeddings  # a field of the whole model
@@ -140,3 +155,80 @@ def open_language_model(checkpoint: Checkpoint, code: Path | None = None, *, emb
     input_map = replace(row, extras=(*row.extras, *row.image_extras), image_extras=())
     tower = whole if model_type in VISION_TOWERS else None
     return LanguageModel(config, input_map, find_naming(checkpoint), embedding_size(config), tower)
+
+
+def build_graph(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> tuple[TracedGraph, int]:
+    """The graph of all layers, and the number of layers that were traced.
+
+    Three periods of layers are traced and the last is replicated; if the periods differ, all layers are traced. Raises
+    UnsupportedInput: transformers or torch cannot build or trace the model.
+    """
+    with refusing("trace this model"):
+        if (replicated := _replicated(config, input_map, spec)) is not None:
+            return replicated
+        traced = trace(config, input_map, spec)
+        _rewrite(traced, causal=not input_map.both_ways(config))
+        name_everything(traced.model)
+        return traced, depth(config)
+
+
+def _replicated(config: Any, input_map: InputMap, spec: GraphSpec) -> tuple[TracedGraph, int] | None:
+    """The extended graph and the number of traced layers; None if that saves nothing, or layers are not alike.
+
+    If the first layers differ from the others (dense layers before layers with experts), they are traced too. If their
+    modules do not show a difference, one more period is traced in front of the compared ones.
+    """
+    total, repeat = depth(config), period(config)
+    whole = build(config, task=spec.task)
+    first = max(first_alike(layer_kinds(whole), repeat), input_map.first_layers)
+    few = warm_up(total, repeat, first) + 2 * repeat
+    difference: NotIsomorphic | None = None
+    for traced_layers in (few, few + repeat):
+        if traced_layers < total:
+            short = shortened(config, traced_layers)
+            model = build(short, task=spec.task)
+            kinds = layer_kinds(model)
+            if kinds != layer_kinds(whole)[: len(kinds)] or not factors(model).items() <= factors(whole).items():
+                difference = NotIsomorphic("the first layers of a shorter model differ")
+                continue
+            traced = trace(short, input_map, spec)
+            _rewrite(traced, causal=not input_map.both_ways(config))
+            try:
+                replicate(traced, total, repeat)
+            except NotIsomorphic as found:
+                difference = found
+            else:
+                name_everything(traced.model)
+                return traced, traced_layers
+    if difference is not None:
+        say(f"tracing all {total} layers: the layers are not alike ({difference})")
+    return None
+
+
+def _rewrite(traced: TracedGraph, *, causal: bool) -> None:
+    rewrite_linear_layers(traced)
+    fuse_norms(traced)
+    add_filled_length(traced)
+    if traced.spec.cache == "shared-buffer" and causal:  # as the fused operator is
+        use_grouped_query_attention(traced)
+    fuse_for_target(traced)
+
+
+NONPAD = 6  # index of the input of `Attention`: after query, key, value, mask, past key and past value
+
+
+def add_filled_length(traced: TracedGraph) -> None:
+    """Adds the seventh input to the nodes that read whole `TensorScatter` buffers, in place."""
+    graph = traced.model.graph
+    write_indices = value_named(graph.inputs, WRITE_INDICES)
+    reading = [node for node in graph if node.op_type == "Attention" and producer(node.inputs[1], "TensorScatter")]
+    if write_indices is None or not reading:
+        return
+    tokens, editor = graph.inputs[0], NodeEditor(graph, graph[0])
+    assert tokens.shape is not None
+    new = tokens.shape[1]
+    count = integers(graph, new) if isinstance(new, int) else editor.one("Shape", [tokens], {"start": 1, "end": 2})
+    length = editor.one("Add", [write_indices, count])  # `[batch]`
+    for node in reading:
+        node.resize_inputs(NONPAD + 1)
+        node.replace_input_with(NONPAD, length)

@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -45,44 +45,8 @@ def past_ports(graph: ir.Graph) -> dict[str, ir.Value]:
     return found
 
 
-def cache_shapes(graph: ir.Graph) -> list[tuple[int, int]]:
-    """(kv_heads, head_dim) of every layer, keys and values alike."""
-    shapes = {name: (int(port.shape[1]), int(port.shape[3])) for name, port in past_ports(graph).items()}  # type: ignore
-    layers = len(shapes) // 2
-    if any(shapes[f"{layer}.key"] != shapes[f"{layer}.value"] for layer in range(layers)):
-        raise UnsupportedInput("`--prefix`: keys and values differ in shape", hint="export without `--prefix`")
-    return [shapes[f"{layer}.key"] for layer in range(layers)]
-
-
-def prepend_prefix(model: ir.Model, tensors: Mapping[str, ir.ExternalTensor], first_position: int) -> None:
-    """Prepends a prefix to an empty past of a decoder's graph for prompts, in place.
-
-    `model`: the graph. `tensors`: keys and values `[1, kv_heads, P, head_dim]` by layer and part: `0.key`, `0.value`,
-    …. `first_position`: position of the first token after the prefix: P or 0. Raises UnsupportedInput: a layer keeps
-    more than keys and values.
-    """
-    graph = model.graph
-    ports = past_ports(graph)
-    length = int(next(iter(tensors.values())).shape[LENGTH_AXIS])  # type: ignore[arg-type]
-    inserter = _PrefixInserter(graph, length)
-    for name, port in ports.items():
-        layer, part = name.split(".")
-        tensor = tensors[name]
-        stored = ir.val(f"prefix.{name}", tensor.dtype, tensor.shape, const_value=tensor)
-        graph.register_initializer(stored)
-        inserter.before_past(port, stored, f"prefix.{layer}.{part}")
-    inserter.before_mask()
-    if first_position:
-        inserter.shift_positions()
-    for output in graph.outputs:
-        if (output.name or "").startswith("present.") and output.shape is not None:
-            axes = list(output.shape)
-            output.shape = ir.Shape([*axes[:LENGTH_AXIS], PRESENT_LENGTH, *axes[LENGTH_AXIS + 1 :]])
-    graph.sort()
-
-
 class _PrefixInserter:
-    """Prepends the prefix to past, mask and positions: P tokens with an empty past, otherwise none."""
+    """Prepends the prefix to past, mask and positions of a graph: P tokens with an empty past, otherwise none."""
 
     def __init__(self, graph: ir.Graph, length: int) -> None:
         self._graph = graph
@@ -104,34 +68,26 @@ class _PrefixInserter:
         some = edit.one("Slice", [stored, integers(self._graph, 0), self._count, integers(self._graph, LENGTH_AXIS)])
         both = edit.one("Concat", [edit.one("Expand", [some, self._rows]), port], {"axis": LENGTH_AXIS})
         for node, index in uses:
-            if node.op_type == "Shape":
-                self._lengthen(node)
-            else:
+            if node.op_type != "Shape":
                 node.replace_input_with(index, both)
+                continue
+            start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", 4)
+            if start <= LENGTH_AXIS < end:
+                result, reading = node.outputs[0], list(node.outputs[0].uses())
+                where = np.array([axis == LENGTH_AXIS for axis in range(start, end)], dtype=np.int64)
+                edit = NodeEditor(self._graph, self._graph[0], f"prefix/{node.name}")
+                mask = constant(self._graph, f"int64_axes_{start}_{end}", where)
+                replace_uses(reading, edit.one("Add", [result, edit.one("Mul", [self._count, mask])]))
 
-    def _lengthen(self, shape: ir.Node) -> None:
-        start, end = shape.attributes.get_int("start", 0), shape.attributes.get_int("end", 4)
-        if not start <= LENGTH_AXIS < end:
-            return
-        result = shape.outputs[0]
-        uses = list(result.uses())
-        where = np.array([axis == LENGTH_AXIS for axis in range(start, end)], dtype=np.int64)
-        edit = NodeEditor(self._graph, self._graph[0], f"prefix/{shape.name}")
-        mask = constant(self._graph, f"int64_axes_{start}_{end}", where)
-        longer = edit.one("Add", [result, edit.one("Mul", [self._count, mask])])
-        replace_uses(uses, longer)
-
-    def before_mask(self) -> None:
-        mask = value_named(self._graph.inputs, "attention_mask")
+    def before_tokens(self, first_position: int) -> None:
+        """Extends the mask, and shifts the positions unless the first token after the prefix has position 0."""
+        mask, positions = (value_named(self._graph.inputs, name) for name in ("attention_mask", "position_ids"))
         assert mask is not None
         uses = list(mask.uses())
         shape = self._edit.one("Concat", [self._batch, self._count], {"axis": 0})
         ones = self._edit.one("Expand", [integers(self._graph, 1), shape])
         replace_uses(uses, self._edit.one("Concat", [ones, mask], {"axis": 1}))
-
-    def shift_positions(self) -> None:
-        positions = value_named(self._graph.inputs, "position_ids")
-        if positions is not None:
+        if first_position and positions is not None:
             uses = list(positions.uses())
             replace_uses(uses, self._edit.one("Add", [positions, self._count]))
 
@@ -167,11 +123,15 @@ class PrefixFile:
         them. Raises InputRefused: the prefix is of another model; UnsupportedInput: the model keeps more than keys and
         values.
         """
-        shapes = cache_shapes(traced.model.graph)
+        ports = past_ports(traced.model.graph)
+        shapes = {name: (int(port.shape[1]), int(port.shape[3])) for name, port in ports.items()}  # type: ignore
+        keys = [shapes[f"{layer}.key"] for layer in range(len(shapes) // 2)]
+        if keys != [shapes[f"{layer}.value"] for layer in range(len(shapes) // 2)]:
+            raise UnsupportedInput("`--prefix`: keys and values differ in shape", hint="export without `--prefix`")
         if prefix.kind == "soft_prompt":
             layers = keys_and_values(traced, matches, sources, weights, prefix.content)
         else:
-            layers = prefix.keys_and_values(shapes)
+            layers = prefix.keys_and_values(keys)
         arrays: dict[str, Array] = {TRAINED: prefix.content}
         for layer, (key, value) in enumerate(layers):
             arrays |= {f"prefix.{layer}.key": key[None], f"prefix.{layer}.value": value[None]}
@@ -185,18 +145,21 @@ class PrefixFile:
         return cls(prefix, f"prefix-{hashlib.sha256(content).hexdigest()[:8]}.safetensors", content, places)
 
     def prepend(self, model: ir.Model) -> None:
-        tensors = {
-            name: ir.ExternalTensor(
-                self.name,
-                offset,
-                4 * int(np.prod(shape)),
-                ir.DataType.FLOAT,
-                shape=ir.Shape(shape),
-                name=f"prefix.{name}",
-            )
-            for name, (offset, shape) in self.places.items()
-        }
-        prepend_prefix(model, tensors, self.prefix.first_position)
+        """Prepends the prefix to an empty past of a decoder's graph for prompts, in place."""
+        graph, kind = model.graph, ir.DataType.FLOAT
+        inserter = _PrefixInserter(graph, next(iter(self.places.values()))[1][LENGTH_AXIS])
+        for name, port in past_ports(graph).items():
+            (offset, shape), label = self.places[name], f"prefix.{name}"
+            content = ir.ExternalTensor(self.name, offset, 4 * prod(shape), kind, shape=ir.Shape(shape), name=label)
+            stored = ir.val(label, kind, content.shape, const_value=content)
+            graph.register_initializer(stored)
+            inserter.before_past(port, stored, label)
+        inserter.before_tokens(self.prefix.first_position)
+        for output in graph.outputs:
+            if (output.name or "").startswith("present.") and output.shape is not None:
+                axes = list(output.shape)
+                output.shape = ir.Shape([*axes[:LENGTH_AXIS], PRESENT_LENGTH, *axes[LENGTH_AXIS + 1 :]])
+        graph.sort()
 
     def manifest_fields(self) -> dict[str, Any]:
         prefix = self.prefix
@@ -227,29 +190,32 @@ def keys_and_values(
                 hint="give the model before it was quantized, with `--quant`; or an adapter of prefix tuning",
             )
         require_dtype(name, sources[name])
-    folder, files = _in_one_folder(sources)
+    # the weights in one folder, links followed: onnxruntime maps no link
+    files = {n: FileTensor(t.path.resolve(), t.offset, t.dtype, t.shape) for n, t in sources.items()}
+    folder, *others = {tensor.path.parent for tensor in files.values()}
+    if others:
+        raise InputRefused(
+            "`--prefix`: the weights are links into several folders, which onnxruntime cannot map together",
+            hint="copy the model into one folder",
+        )
     bind(traced, matches, files, weights)
     model.graph.outputs[:] = [value for value in model.graph.outputs if (value.name or "").startswith("present.")]
     RemoveUnusedNodesPass()(model)
-    feeds = _feeds(embeddings, ports)
+    length = len(embeddings)
+    feeds = {
+        "input_ids": np.zeros((1, length), np.int64),
+        "attention_mask": np.ones((1, length), np.int64),
+        "position_ids": np.arange(length)[None],
+        INPUTS_EMBEDS: embeddings[None],
+    }
+    for port in ports.values():
+        feeds[str(port.name)] = np.zeros((1, int(port.shape[1]), 0, int(port.shape[3])), np.float32)  # type: ignore
     options = SessionSettings().options()
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, ["CPUExecutionProvider"])
     inputs = {arg.name for arg in session.get_inputs()}
     present = session.run(None, {name: value for name, value in feeds.items() if name in inputs})
     return [(key[0], value[0]) for key, value in zip(present[::2], present[1::2], strict=True)]
-
-
-def _in_one_folder(tensors: Mapping[str, FileTensor]) -> tuple[Path, dict[str, FileTensor]]:
-    """The folder of the weights, links followed (onnxruntime maps no link), and the tensors in its files."""
-    files = {n: FileTensor(t.path.resolve(), t.offset, t.dtype, t.shape) for n, t in tensors.items()}
-    folders = {tensor.path.parent for tensor in files.values()}
-    if len(folders) > 1:
-        raise InputRefused(
-            "`--prefix`: the weights are links into several folders, which onnxruntime cannot map together",
-            hint="copy the model into one folder",
-        )
-    return folders.pop(), files
 
 
 def _replace_embedding(graph: ir.Graph, width: int) -> None:
@@ -294,18 +260,3 @@ def _next_of_module(node: ir.Node) -> ir.Node | None:
     if len(uses) == 1 and (uses[0].node.name or "").rpartition("/")[0] == scope:
         return uses[0].node
     return None
-
-
-def _feeds(embeddings: Array, ports: dict[str, ir.Value]) -> dict[str, Array]:
-    length = len(embeddings)
-    empty = {
-        str(port.name): np.zeros((1, int(port.shape[1]), 0, int(port.shape[3])), np.float32)  # type: ignore
-        for port in ports.values()
-    }
-    return {
-        "input_ids": np.zeros((1, length), np.int64),
-        "attention_mask": np.ones((1, length), np.int64),
-        "position_ids": np.arange(length)[None],
-        INPUTS_EMBEDS: embeddings[None],
-        **empty,
-    }

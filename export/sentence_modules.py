@@ -106,10 +106,14 @@ def read_sentence_modules(folder: Path) -> SentenceModules | None:
         if kind == "Pooling" and not pooling and not layers:
             pooling = _pooling(config)
         elif kind == "LogitScore" and not pooling and not layers:
-            score = _score(config)
+            first, second = config.get("true_token_id"), config.get("false_token_id")
+            if not _is_count(first) or not (second is None or _is_count(second)):
+                _malformed("LogitScore", "has token ids that are not numbers")
+            _require_default(config, "module_input_name", "causal_logits")
+            score = TokenScore(int(first), None if second is None else int(second))  # type: ignore[arg-type]
         elif kind == "Dense" and pooling:
-            layers.append(_dense(path, config))
-            tensors |= _weights(folder, layers[-1])
+            layers.append(dense := _dense(path, config))
+            tensors |= _weights(folder, dense)
         elif kind == "Normalize" and pooling:
             _require_default(config, "module_input_name", "sentence_embedding")
             layers.append("normalize")
@@ -156,14 +160,6 @@ def _pooling(config: Mapping[str, Any]) -> tuple[str, ...]:
     return modes
 
 
-def _score(config: Mapping[str, Any]) -> TokenScore:
-    first, second = config.get("true_token_id"), config.get("false_token_id")
-    if not _is_count(first) or not (second is None or _is_count(second)):
-        _malformed("LogitScore", "has token ids that are not numbers")
-    _require_default(config, "module_input_name", "causal_logits")
-    return TokenScore(int(first), None if second is None else int(second))  # type: ignore[arg-type]
-
-
 def _dense(path: str, config: Mapping[str, Any]) -> Dense:
     sizes = [config.get(name) for name in ("in_features", "out_features")]
     if not path or not all(_is_count(size) and size for size in sizes):
@@ -178,9 +174,8 @@ def _dense(path: str, config: Mapping[str, Any]) -> Dense:
     return Dense(path, int(sizes[0]), int(sizes[1]), bool(config.get("bias", True)), activation)  # type: ignore[arg-type]
 
 
-def _weights(folder: Path, dense: Dense | str) -> dict[str, FileTensor]:
+def _weights(folder: Path, dense: Dense) -> dict[str, FileTensor]:
     """The tensors of a Dense module, named by its folder."""
-    assert isinstance(dense, Dense)
     name = f"{dense.path}/{SINGLE}"
     if not (folder / name).is_file():
         raise InputRefused(

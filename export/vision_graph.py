@@ -13,22 +13,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import onnx_ir as ir
 import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from llmconv.errors import UnsupportedInput
-from llmconv.export.graph_spec import FLOAT32, GROWING, GraphSpec
+from llmconv.export.graph_spec import FLOAT32, GraphSpec
 from llmconv.export.input_map import Port
-from llmconv.export.library_patches import exact_constants, fake_parameters
+from llmconv.export.library_patches import fake_parameters
 from llmconv.export.rewrite.norms import fuse_norms, rewrite_linear_layers
 from llmconv.export.rewrite.replicate import NotIsomorphic, name_everything, replicate, warm_up
 from llmconv.export.traced_graph import TracedGraph
-from llmconv.export.tracing.fake_model import period, refusing, shortened, stored_buffers
-from llmconv.export.tracing.trace import name_ports, optimized, quiet_libraries, weights_to_inputs
-from llmconv.export.vision_towers import VISION_TOWERS, TowerInput, VisionTower
+from llmconv.export.tracing.fake_model import fake_buffers, period, refusing, shortened
+from llmconv.export.tracing.trace import name_ports, plain_graph, weights_to_inputs
+from llmconv.export.vision_towers import VISION_TOWERS, VisionTower
 from llmconv.progress import say
 
 
@@ -107,23 +106,19 @@ def build_whole(config: Any, precision: str) -> PreTrainedModel:
         model = AutoModelForImageTextToText.from_config(
             short, attn_implementation="eager", dtype=getattr(torch, precision)
         )
-    for module, name in list(stored_buffers(model)):  # a checkpoint has them
-        with mode:
-            module._buffers[name] = torch.empty_like(module.get_buffer(name))
+    fake_buffers(model, mode)
     return model.eval()
 
 
 def trace_vision(tower: VisionTower, config: Any, model: PreTrainedModel, precision: str) -> TracedGraph:
-    inputs = tower.inputs(config, precision)
-    graph = _traced(tower.module(model), inputs)
-    weights = weights_to_inputs(graph, model)
-    with exact_constants():
-        optimized(graph)
-    outputs = [
-        _output(name, value, symbols, precision)
-        for (name, symbols), value in zip(tower.outputs, graph.graph.outputs, strict=True)
-    ]
-    name_ports(graph, [one.port for one in inputs], outputs)
+    inputs = {one.port: one.example for one in tower.inputs(config, precision)}
+    graph = plain_graph(tower.module(model), inputs)
+    weights, outputs = weights_to_inputs(graph, model), []
+    for (name, axes), value in zip(tower.outputs, graph.graph.outputs, strict=True):
+        first = axes if isinstance(axes, tuple) else (axes,)
+        sizes = list(value.shape or ())[len(first) :]
+        outputs.append(Port(name, precision, (*first, *(int(str(size)) for size in sizes))))
+    name_ports(graph, list(inputs), outputs)
     depth = depth_of(config)
     return TracedGraph(
         graph,
@@ -137,24 +132,6 @@ def trace_vision(tower: VisionTower, config: Any, model: PreTrainedModel, precis
         (),
         GraphSpec(precision=precision),
     )
-
-
-def _traced(module: nn.Module, inputs: Iterable[TowerInput]) -> ir.Model:
-    examples = tuple(one.example for one in inputs)
-    dynamic = tuple(
-        {at: torch.export.Dim.AUTO for at, axis in enumerate(one.port.axes) if isinstance(axis, str)} for one in inputs
-    )
-    with quiet_libraries(), torch.no_grad():
-        program = torch.export.export(module, examples, dynamic_shapes=dynamic, strict=False)
-        traced = torch.onnx.export(program, optimize=False, opset_version=GROWING.opset, verbose=False)
-    assert traced is not None
-    return traced.model
-
-
-def _output(name: str, value: ir.Value, axes: str | int | tuple[str, ...], precision: str) -> Port:
-    assert value.shape is not None
-    first = axes if isinstance(axes, tuple) else (axes,)
-    return Port(name, precision, (*first, *(int(str(size)) for size in list(value.shape)[len(first) :])))
 
 
 def layers_of(model: PreTrainedModel, count: int) -> str:
@@ -192,14 +169,9 @@ class TensorNaming:
             return self.head + own.removeprefix("lm_head.")
         return self.body + own.removeprefix("model.")
 
-    def rename_decoder(self, traced: TracedGraph) -> TracedGraph:
-        return self._renamed(traced, (self.body, self.head))
-
-    def rename_embeddings(self, traced: TracedGraph) -> TracedGraph:
-        """The graph of the embedding table likewise; it needs none of the other tensors."""
-        return self._renamed(traced, tuple(self.name(name) for name in traced.weights))
-
-    def _renamed(self, traced: TracedGraph, own: tuple[str, ...]) -> TracedGraph:
+    def renamed(self, traced: TracedGraph, *, table: bool = False) -> TracedGraph:
+        """The decoder's graph, or that of the embedding `table`, which needs none of the other tensors."""
+        own = tuple(self.name(name) for name in traced.weights) if table else (self.body, self.head)
         return replace(
             traced,
             weights={self.name(name): value for name, value in traced.weights.items()},
@@ -217,11 +189,6 @@ NAMINGS = (
     TensorNaming("model.", seen="model.layers."),
 )
 """Names that transformers 5 writes, that transformers 4 wrote, those of idefics3 and others, and those of Qwen2-VL."""
-
-
-def alone(table: TracedGraph) -> TracedGraph:
-    """The graph of a language model's embedding table, which needs none of the other tensors."""
-    return replace(table, ignored=("",))
 
 
 def find_naming(names: Iterable[str]) -> TensorNaming:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -38,12 +38,24 @@ class TowerInput:
     example: Tensor
 
 
-class ImageFeatures(nn.Module):
-    """The model's features of images of one size, up to the output of its projector."""
+def zeros_in(name: str, dtype: str, axes: tuple[str | int, ...], **sizes: int) -> TowerInput:
+    """An input whose value in the trace is zeros; `sizes` are those of its symbolic axes."""
+    shape = [sizes[axis] if isinstance(axis, str) else axis for axis in axes]
+    return TowerInput(Port(name, dtype, axes), torch.zeros(shape, dtype=getattr(torch, dtype)))
+
+
+class TowerFeatures(nn.Module):
+    """What is traced: a module around the whole model, whose `forward` takes tensors in the order of the inputs."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+
+    forward: Callable[..., Any]
+
+
+class ImageFeatures(TowerFeatures):
+    """The model's features of images of one size, up to the output of its projector."""
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Features [images, tokens, hidden] of `pixel_values` [images, channels, height, width]."""
@@ -56,8 +68,7 @@ def pixels_of_one_size(config: Any, precision: str) -> tuple[TowerInput, ...]:
     size = config.vision_config.image_size
     height, width = (size, size) if isinstance(size, int) else size
     shape = (int(getattr(config.vision_config, "num_channels", 3)), int(height), int(width))
-    example = torch.zeros((2, *shape), dtype=getattr(torch, precision))
-    return (TowerInput(Port(PIXEL_VALUES, precision, (IMAGES, *shape)), example),)
+    return (zeros_in(PIXEL_VALUES, precision, (IMAGES, *shape), num_images=2),)
 
 
 @dataclass(frozen=True)
@@ -121,12 +132,8 @@ class _Pixels:
         return self.patches
 
 
-class PixtralFeatures(nn.Module):
+class PixtralFeatures(TowerFeatures):
     """The model's features of one image."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Features [rows * columns, hidden] of `pixel_values` [1, channels, rows, unit, columns, unit]."""
@@ -152,23 +159,15 @@ def _no_mask(*given: Any) -> None:
 def squares_of_one_image(config: Any, precision: str) -> tuple[TowerInput, ...]:
     """The input of the tower, with any number of rows and columns; `precision` is the dtype of the pixels."""
     unit, channels = unit_of(config), int(config.vision_config.num_channels)
-    example = torch.zeros((1, channels, 3, unit, 5, unit), dtype=getattr(torch, precision))
-    return (TowerInput(Port(PIXEL_VALUES, precision, (1, channels, ROWS, unit, COLUMNS, unit)), example),)
-
-
-PIXTRAL = VisionTower(module=PixtralFeatures, inputs=squares_of_one_image, outputs=((IMAGE_FEATURES, PIXTRAL_TOKENS),))
+    return (zeros_in(PIXEL_VALUES, precision, (1, channels, ROWS, unit, COLUMNS, unit), rows=3, columns=5),)
 
 
 PATCHES, TOKENS = "num_patches", "num_tokens"
 """Symbolic axes: patches of the image, and features, of which each is made of several patches."""
 
 
-class PatchFeatures(nn.Module):
+class PatchFeatures(TowerFeatures):
     """The features of one image, whose patches all attend to each other."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, pixel_values: Tensor, patch_positions: Tensor) -> Tensor:
         """Features `[tokens, hidden]` of `pixel_values` `[patches, values of a patch]`, patches of a feature adjacent.
@@ -177,20 +176,13 @@ class PatchFeatures(nn.Module):
         """
         tower: Any = self.model.model.visual
         hidden = embedded(tower, pixel_values)
-        positions = tower.rotary_pos_emb(hidden, patch_positions)
-        with attending(tower.blocks):
-            for block in tower.blocks:
-                hidden = block(hidden, cu_seqlens=None, position_embeddings=positions)
-        features: Tensor = tower.merger(hidden)
+        *_, last = after_blocks(tower, hidden, tower.rotary_pos_emb(hidden, patch_positions))
+        features: Tensor = tower.merger(last)
         return features
 
 
-class WindowedFeatures(nn.Module):
+class WindowedFeatures(TowerFeatures):
     """The features of one image, whose patches attend to those of their window in most layers."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, pixel_values: Tensor, patch_positions: Tensor, window_ids: Tensor) -> Tensor:
         """Features `[tokens, hidden]`, with inputs as for `PatchFeatures` and `window_ids` int64 `[patches]`."""
@@ -199,20 +191,13 @@ class WindowedFeatures(nn.Module):
         positions = tower.rotary_pos_emb(hidden, patch_positions)
         other = window_ids[:, None] != window_ids[None]
         windows = other.to(hidden.dtype) * torch.finfo(hidden.dtype).min
-        with attending(tower.blocks):
-            for number, block in enumerate(tower.blocks):
-                mask = None if number in tower.fullatt_block_indexes else windows[None, None]
-                hidden = block(hidden, cu_seqlens=mask, position_embeddings=positions)
-        features: Tensor = tower.merger(hidden)
+        *_, last = after_blocks(tower, hidden, positions, windows)
+        features: Tensor = tower.merger(last)
         return features
 
 
-class DeepstackedFeatures(nn.Module):
+class DeepstackedFeatures(TowerFeatures):
     """The features of one image, and those after some of the layers, for the first layers of the decoder."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(
         self, pixel_values: Tensor, patch_positions: Tensor, cells: Tensor, weights: Tensor
@@ -225,12 +210,10 @@ class DeepstackedFeatures(nn.Module):
         hidden = embedded(tower, pixel_values) + (tower.pos_embed(cells) * weights[:, :, None]).sum(1)
         positions = tower.rotary_pos_emb(hidden, patch_positions)
         deep, chosen = [], list(tower.deepstack_visual_indexes)
-        with attending(tower.blocks):
-            for number, block in enumerate(tower.blocks):
-                hidden = block(hidden, cu_seqlens=None, position_embeddings=positions)
-                if number in chosen:
-                    deep.append(tower.deepstack_merger_list[chosen.index(number)](hidden))
-        return tower.merger(hidden), torch.cat(deep, dim=-1)
+        for number, after in enumerate(after_blocks(tower, hidden, positions)):
+            if number in chosen:
+                deep.append(tower.deepstack_merger_list[chosen.index(number)](after))
+        return tower.merger(after), torch.cat(deep, dim=-1)
 
 
 def embedded(tower: Any, pixel_values: Tensor) -> Tensor:
@@ -242,15 +225,20 @@ def embedded(tower: Any, pixel_values: Tensor) -> Tensor:
     return linear(pixel_values, convolution.weight.flatten(1), convolution.bias)
 
 
-@contextmanager
-def attending(blocks: Sequence[Any]) -> Iterator[None]:
-    """Context in which attention takes a mask as `cu_seqlens`, instead of lengths that it would loop over."""
-    for block in blocks:
+def after_blocks(tower: Any, hidden: Tensor, positions: Any, windows: Tensor | None = None) -> Iterator[Tensor]:
+    """The hidden states after each block, whose attention takes a mask instead of lengths that it would loop over.
+
+    `windows` `[patches, patches]` is added to the scores of blocks without full attention; None for full attention.
+    """
+    for block in tower.blocks:
         block.attn.forward = partial(_attention, block.attn)
     try:
-        yield
+        for number, block in enumerate(tower.blocks):
+            mask = None if windows is None or number in tower.fullatt_block_indexes else windows[None, None]
+            hidden = block(hidden, cu_seqlens=mask, position_embeddings=positions)
+            yield hidden
     finally:
-        for block in blocks:
+        for block in tower.blocks:
             del block.attn.forward
 
 
@@ -271,18 +259,13 @@ def patches(config: Any, precision: str) -> tuple[TowerInput, ...]:
     """Patches and their positions; `precision` is the dtype of the pixels."""
     vision = config.vision_config
     size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.zeros((_example(config), size), dtype=getattr(torch, precision))
-    positions = torch.zeros((_example(config), 2), dtype=torch.int64)
-    return (
-        TowerInput(Port(PIXEL_VALUES, precision, (PATCHES, size)), pixels),
-        TowerInput(Port(PATCH_POSITIONS, "int64", (PATCHES, 2)), positions),
-    )
+    pixels = zeros_in(PIXEL_VALUES, precision, (PATCHES, size), **_example(config))
+    return pixels, zeros_in(PATCH_POSITIONS, "int64", (PATCHES, 2), **_example(config))
 
 
 def patches_in_windows(config: Any, precision: str) -> tuple[TowerInput, ...]:
     """Patches, their positions and windows; arguments as for `patches`."""
-    ids = torch.zeros(_example(config), dtype=torch.int64)
-    return (*patches(config, precision), TowerInput(Port(WINDOW_IDS, "int64", (PATCHES,)), ids))
+    return (*patches(config, precision), zeros_in(WINDOW_IDS, "int64", (PATCHES,), **_example(config)))
 
 
 def patches_with_cells(config: Any, precision: str) -> tuple[TowerInput, ...]:
@@ -294,36 +277,18 @@ def patches_with_cells(config: Any, precision: str) -> tuple[TowerInput, ...]:
         raise UnsupportedInput(
             f"`deepstack_visual_indexes` does not have {DEEPSTACK_LAYERS} layers", hint="correct `config.json`"
         )
-    cells, weights = (torch.zeros((_example(config), 4), dtype=getattr(torch, one)) for one in ("int64", precision))
-    return (
-        *patches(config, precision),
-        TowerInput(Port(CELLS, "int64", (PATCHES, 4)), cells),
-        TowerInput(Port(CELL_WEIGHTS, precision, (PATCHES, 4)), weights),
-    )
+    kinds = ((CELLS, "int64"), (CELL_WEIGHTS, precision))
+    table = [zeros_in(name, dtype, (PATCHES, 4), **_example(config)) for name, dtype in kinds]
+    return (*patches(config, precision), *table)
 
 
-def _example(config: Any) -> int:
+def _example(config: Any) -> dict[str, int]:
     """Number of patches in the trace, which is that of three features."""
-    return 3 * int(config.vision_config.spatial_merge_size) ** 2
+    return {PATCHES: 3 * int(config.vision_config.spatial_merge_size) ** 2}
 
 
-OF_PATCHES = ((IMAGE_FEATURES, TOKENS),)
-QWEN2_VL = VisionTower(module=PatchFeatures, inputs=patches, outputs=OF_PATCHES)
-QWEN2_5_VL = VisionTower(alike=False, module=WindowedFeatures, inputs=patches_in_windows, outputs=OF_PATCHES)
-QWEN3_VL = VisionTower(
-    alike=False,
-    module=DeepstackedFeatures,
-    inputs=patches_with_cells,
-    outputs=(*OF_PATCHES, (DEEPSTACK_FEATURES, TOKENS)),
-)
-
-
-class AnyresFeatures(nn.Module):
+class AnyresFeatures(TowerFeatures):
     """The model's features of tiles, before it packs those of an image, and `image_newline`."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
         """Features [tiles, tokens, hidden] of `pixel_values` [tiles, channels, height, width], and [1, hidden]."""
@@ -331,15 +296,11 @@ class AnyresFeatures(nn.Module):
         return features, self.model.model.image_newline[None]
 
 
-ANYRES = VisionTower(module=AnyresFeatures, outputs=((IMAGE_FEATURES, IMAGES), (NEWLINE, 1)))
-
-
-class TileFeatures(nn.Module):
+class TileFeatures(TowerFeatures):
     """The model's features of tiles of one size without padding."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self._positions = positions_of(model.model.vision_model.embeddings)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
@@ -371,15 +332,11 @@ def positions_of(embeddings: Any) -> Tensor:
     return found[0]
 
 
-IDEFICS3 = VisionTower(module=TileFeatures)
-
-
-class Llama4Features(nn.Module):
+class Llama4Features(TowerFeatures):
     """The model's features of tiles, up to the output of its projector."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         found = model.vision_model.rotary_embedding.freqs_ci
         self._rotations = ComplexPair(found.real.clone(), found.imag.clone())
 
@@ -392,19 +349,12 @@ class Llama4Features(nn.Module):
         return features
 
 
-LLAMA4 = VisionTower(module=Llama4Features)
-
-
-class Gemma4Features(nn.Module):
+class Gemma4Features(TowerFeatures):
     """The model's features of images without padding, whose patches are sorted by the squares that become features.
 
     The encoder does not depend on the order of patches, so transformers' pooler, which looks for the patches of each
     square, is a mean over neighbors.
     """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, pixel_values: Tensor, image_position_ids: Tensor) -> Tensor:
         """Features [images, tokens, hidden] of pixels [images, patches, numbers of a patch].
@@ -427,33 +377,29 @@ def patches_and_places(config: Any, precision: str) -> tuple[TowerInput, ...]:
     """The inputs of the tower; `precision` is the dtype of the pixels."""
     vision = config.vision_config
     size, side = 3 * vision.patch_size**2, vision.pooling_kernel_size
-    pixels = torch.zeros((2, 2 * side**2, size), dtype=getattr(torch, precision))
+    pixels = zeros_in(PIXEL_VALUES, precision, (IMAGES, PATCHES, size), num_images=2, num_patches=2 * side**2)
     places = torch.cartesian_prod(torch.arange(2 * side), torch.arange(side))[None].repeat(2, 1, 1)
-    return (
-        TowerInput(Port(PIXEL_VALUES, precision, (IMAGES, PATCHES, size)), pixels),
-        TowerInput(Port(PLACES, "int64", (IMAGES, PATCHES, 2)), places),
-    )
+    return pixels, TowerInput(Port(PLACES, "int64", (IMAGES, PATCHES, 2)), places)
 
 
-GEMMA4 = VisionTower(module=Gemma4Features, inputs=patches_and_places, outputs=((IMAGE_FEATURES, (IMAGES, TOKENS)),))
-
+ANYRES = VisionTower(module=AnyresFeatures, outputs=((IMAGE_FEATURES, IMAGES), (NEWLINE, 1)))
+OF_PATCHES = ((IMAGE_FEATURES, TOKENS),)
+DEEP = (*OF_PATCHES, (DEEPSTACK_FEATURES, TOKENS))
+QWEN3_VL = VisionTower(alike=False, module=DeepstackedFeatures, inputs=patches_with_cells, outputs=DEEP)
 
 VISION_TOWERS: dict[str, VisionTower] = {  # by `model_type`; `runtime.images.families.IMAGE_FAMILIES` has the same rows
-    "aya_vision": VisionTower(),
-    "gemma3": VisionTower(),
-    "gemma4": GEMMA4,
+    **dict.fromkeys(("aya_vision", "gemma3", "internvl", "llava", "vipllava"), VisionTower()),
+    **dict.fromkeys(("llava_next", "llava_onevision"), ANYRES),
+    **dict.fromkeys(("idefics3", "smolvlm"), VisionTower(module=TileFeatures)),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), QWEN3_VL),
+    "gemma4": VisionTower(
+        module=Gemma4Features, inputs=patches_and_places, outputs=((IMAGE_FEATURES, (IMAGES, TOKENS)),)
+    ),
     "got_ocr2": VisionTower(alike=False),  # layers with windows between layers without
-    "idefics3": IDEFICS3,
-    "internvl": VisionTower(),
-    "llama4": LLAMA4,
-    "llava": VisionTower(),
-    "llava_next": ANYRES,
-    "llava_onevision": ANYRES,
-    "mistral3": PIXTRAL,
-    "qwen2_5_vl": QWEN2_5_VL,
-    "qwen2_vl": QWEN2_VL,
-    "qwen3_vl": QWEN3_VL,
-    "qwen3_vl_moe": QWEN3_VL,
-    "smolvlm": IDEFICS3,
-    "vipllava": VisionTower(),
+    "llama4": VisionTower(module=Llama4Features),
+    "mistral3": VisionTower(
+        module=PixtralFeatures, inputs=squares_of_one_image, outputs=((IMAGE_FEATURES, PIXTRAL_TOKENS),)
+    ),
+    "qwen2_5_vl": VisionTower(alike=False, module=WindowedFeatures, inputs=patches_in_windows, outputs=OF_PATCHES),
+    "qwen2_vl": VisionTower(module=PatchFeatures, inputs=patches, outputs=OF_PATCHES),
 }

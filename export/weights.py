@@ -14,7 +14,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -182,7 +181,9 @@ def expressions(
     for name in sorted(stored, key=dot_natural_key):
         renamed, pattern = rename_source_key(name, renamings, converters, base_prefix, dict.fromkeys(shapes, True))
         if pattern is None or renamed not in shapes and name in shapes:
-            target = renamed if renamed in shapes else _parameter(name, shapes, base_prefix)
+            # with or without the inner model's name
+            spellings = (renamed, name, name.removeprefix(f"{base_prefix}."), f"{base_prefix}.{name}")
+            target = next((spelling for spelling in spellings if spelling in shapes), None)
             if target is not None:
                 found.setdefault(target, StoredRows(name, stored[name]))
         else:
@@ -191,12 +192,6 @@ def expressions(
         converter = next(c for c in converters if set(sources) <= set(c.source_patterns))
         found.update(_convert(converter, renamed, sources, shapes))
     return found
-
-
-def _parameter(name: str, shapes: Mapping[str, tuple[int, ...]], base_prefix: str) -> str | None:
-    """The parameter that a tensor name refers to, with or without the inner model's name."""
-    spellings = (name, name.removeprefix(f"{base_prefix}."), f"{base_prefix}.{name}")
-    return next((spelling for spelling in spellings if spelling in shapes), None)
 
 
 def _convert(
@@ -237,15 +232,8 @@ def _apply(
     )
 
 
-class Multiply(Protocol):
-    """Inserts the product of rows with a stored matrix, which is transposed if `transB`, in a dtype."""
-
-    def __call__(
-        self, editor: NodeEditor, left: ir.Value, matrix: WeightSource, transB: int, dtype: ir.DataType
-    ) -> ir.Value:
-        """The product."""
-
-
+# inserts the product of rows with a stored matrix, which is transposed if the number is 1, in a dtype
+Multiply = Callable[[NodeEditor, ir.Value, WeightSource, int, ir.DataType], ir.Value]
 DOMAIN, GROUPED = "llmconv", "GroupedMatMul"
 
 
@@ -255,7 +243,7 @@ def expand_experts(model: ir.Model, stacks: Mapping[ir.Value, WeightSource], mul
         if (node.domain, node.op_type) == (DOMAIN, GROUPED):
             weight = node.inputs[1]
             assert weight is not None
-            _expand(model.graph, node, stacks[weight], partial(multiply, dtype=dtype_of(weight)))
+            _expand(model.graph, node, stacks[weight], multiply, dtype_of(weight))
     model.opset_imports.pop(DOMAIN, None)
 
 
@@ -263,7 +251,7 @@ def dtype_of(weight: ir.Value) -> ir.DataType:
     return weight.dtype or ir.DataType.FLOAT
 
 
-def _expand(graph: ir.Graph, node: ir.Node, stack: WeightSource, multiply: Callable[..., ir.Value]) -> None:
+def _expand(graph: ir.Graph, node: ir.Node, stack: WeightSource, multiply: Multiply, dtype: ir.DataType) -> None:
     """Replaces a node by Split, one product per expert (and per stored part of it), Concat."""
     rows, _, counts = node.inputs
     experts = range(stack.shape[0])
@@ -276,7 +264,8 @@ def _expand(graph: ir.Graph, node: ir.Node, stack: WeightSource, multiply: Calla
         products: list[ir.Value] = []
         for group, matrices in zip(groups, parts, strict=True):
             matrix, transB = matrices[column]
-            products.append(multiply(editor, group, matrix, transB))
+            assert group is not None
+            products.append(multiply(editor, group, matrix, transB, dtype))
         columns.append(editor.one("Concat", products, {"axis": 0}))
     result = columns[0] if len(columns) == 1 else editor.one("Concat", columns, {"axis": 1})
     node.outputs[0].replace_all_uses_with(result)
@@ -410,14 +399,25 @@ def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dic
     wanted = {**shapes, **{tied: shapes[name] for name, tied in traced.tied.items() if name in shapes}}
     stored = {name: tensor.shape for name, tensor in own.items()}
     found = expressions({**wanted, **traced.unused}, stored, traced.transforms, traced.base_prefix)
-    matches = {name: _require(name, found, traced) for name in traced.weights}
+    matches: dict[str, WeightSource] = {}
+    for name in traced.weights:
+        own_or_tied = [one for one in (traced.tied.get(name, name), name) if one in found]
+        if not own_or_tied:
+            raise missing_key(name)
+        matches[name] = found[own_or_tied[0]]
     for name, expression in matches.items():
         require_shape(name, shapes[name], expression)
         for source in leaves(expression):
             require_dtype(source.name, own[source.name])
-    known = {leaf.name for expression in found.values() for leaf in leaves(expression)}
+    used = {leaf.name for expression in found.values() for leaf in leaves(expression)}
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in traced.ignored) or "(?!)")
-    _require_all_used([name for name in own if not ignored.search(name)], known)
+    left = [name for name in own if not ignored.search(name) and name not in used and not name.endswith(BUFFERS)]
+    if left:
+        listed = ", ".join(f"`{name}`" for name in left[:5])
+        raise InputRefused(
+            f"{len(left)} unexpected keys: {listed}",
+            hint="`config.json` describes another model, or another number of layers",
+        )
     return matches
 
 
@@ -437,18 +437,16 @@ def require_one_copy(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> 
         if [len(side) for side in sides] != [1, 1]:
             continue
         (one,), (other,) = sides
-        if one != other and not _are_equal(tensors[one], tensors[other]):
+        if one == other:
+            continue
+        pair = tensors[one], tensors[other]
+        alike = pair[0].dtype == pair[1].dtype and pair[0].shape == pair[1].shape
+        blocks = ([as_bytes(side.rows(*block)) for side in pair] for block in pair[0].blocks())
+        if not alike or any(left != right for left, right in blocks):
             raise InputRefused(
                 f"`config.json` ties `{one}` and `{other}`, and the stored weights differ",
                 hint="an output head of its own has `tie_word_embeddings` false in `config.json`; else remove one",
             )
-
-
-def _are_equal(one: LazyTensor, other: LazyTensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits; reading stops at the first block that differs."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return all(as_bytes(one.rows(*block)) == as_bytes(other.rows(*block)) for block in one.blocks())
 
 
 def bind(
@@ -518,14 +516,6 @@ def _looks_up(node: ir.Node, index: int) -> bool:
     return node.op_type == "Gather" and not node.domain and index == 0 and not node.outputs[0].is_graph_output()
 
 
-def _require(name: str, found: Mapping[str, WeightSource], traced: TracedGraph) -> WeightSource:
-    """The source of a parameter: that of the parameter it is tied to, otherwise its own."""
-    for spelling in (traced.tied.get(name), name):
-        if spelling is not None and spelling in found:
-            return found[spelling]
-    raise missing_key(name)
-
-
 def require_shape(name: str, shape: tuple[int, ...], source: WeightSource) -> None:
     """Raises InputRefused if the shape of a source is not that of the parameter `name`."""
     if source.shape != shape:
@@ -549,14 +539,4 @@ def require_dtype(name: str, tensor: LazyTensor) -> None:
         raise InputRefused(
             f"`{name}` has the unsupported dtype {tensor.dtype.name}",
             hint=f"convert it to one of {', '.join(ONNX_TYPES)}: `--dtype float32 -o OUT`",
-        )
-
-
-def _require_all_used(tensors: Iterable[str], used: set[str]) -> None:
-    left = [name for name in tensors if name not in used and not name.endswith(BUFFERS)]
-    if left:
-        listed = ", ".join(f"`{name}`" for name in left[:5])
-        raise InputRefused(
-            f"{len(left)} unexpected keys: {listed}",
-            hint="`config.json` describes another model, or another number of layers",
         )

@@ -82,6 +82,12 @@ class Client:
     divides_weights: bool = False
 
 
+def weight_files(model: onnx.ModelProto) -> list[str]:
+    """The weight files that a graph maps, in order."""
+    pairs = (pair for tensor in model.graph.initializer for pair in tensor.external_data)
+    return sorted({pair.value for pair in pairs if pair.key == "location"})
+
+
 @lru_cache(maxsize=1)
 def known_clients() -> dict[str, Client]:
     return plugins(__name__, "CLIENT", Client)
@@ -142,8 +148,18 @@ class ClientFiles:
             reason = unsupported or (f"a {cache} cache" if cache not in client.caches else "")
             if reason:
                 raise UsageProblem(f"layout `{client.name}` does not support {reason}", hint="leave out one of them")
-            if takes_embeddings:
-                _require_image_model(client, self.model.images)
+            images = self.model.images  # such a client runs the parts of the model itself
+            if takes_embeddings and images is None:
+                raise UnsupportedInput(
+                    f"layout `{client.name}` supports graphs that take tokens, and these take embeddings",
+                    hint=f"leave out `--layout {client.name}`, or `--embeds`",
+                )
+            if takes_embeddings and images and images.model_type not in client.image_models:
+                known = ", ".join(sorted(client.image_models)) or "none"
+                raise UnsupportedInput(
+                    f"layout `{client.name}` does not support images of the model type `{images.model_type}`",
+                    hint=f"leave out `--layout {client.name}`; types with images that it supports: {known}",
+                )
             client.check(self.model)
 
     def files(self, graphs: EncodedGraphs) -> dict[str, FileContent]:
@@ -160,18 +176,3 @@ class ClientFiles:
             for name, fields in client.edits(self.model).items():
                 found[name] = {**found.get(name, {}), **fields}
         return found
-
-
-def _require_image_model(client: Client, images: ImageModel | None) -> None:
-    """Refuses graphs that take embeddings, unless the client runs the parts of such a model itself."""
-    if images is None:
-        raise UnsupportedInput(
-            f"layout `{client.name}` supports graphs that take tokens, and these take embeddings",
-            hint=f"leave out `--layout {client.name}`, or `--embeds`",
-        )
-    if images.model_type not in client.image_models:
-        known = ", ".join(sorted(client.image_models)) or "none"
-        raise UnsupportedInput(
-            f"layout `{client.name}` does not support images of the model type `{images.model_type}`",
-            hint=f"leave out `--layout {client.name}`; types with images that it supports: {known}",
-        )

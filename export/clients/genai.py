@@ -96,12 +96,8 @@ def check(model: ClientModel) -> None:
 
 def files(model: ClientModel, graphs: EncodedGraphs) -> dict[str, bytes]:
     made = image_graphs(model.images.token, graphs.encoded) if model.images else {}
-    return {FILE: json_bytes({"model": _model(model, graphs), "search": _search(model)}), **made}
-
-
-def _model(model: ClientModel, graphs: EncodedGraphs) -> dict[str, Any]:
     is_pipeline = "unified" not in graphs.files
-    return {
+    described = {
         "type": IMAGE_TYPE if model.images else "decoder-pipeline" if is_pipeline else "decoder",
         "vocab_size": int(model.config.vocab_size),
         "context_length": context_length(model.config),
@@ -109,6 +105,7 @@ def _model(model: ClientModel, graphs: EncodedGraphs) -> dict[str, Any]:
         "decoder": _decoder(model, graphs, is_pipeline),
         **(SECTIONS if model.images else {}),
     }
+    return {FILE: json_bytes({"model": described, "search": _search(model)}), **made}
 
 
 def _decoder(model: ClientModel, graphs: EncodedGraphs, is_pipeline: bool) -> dict[str, Any]:
@@ -116,15 +113,18 @@ def _decoder(model: ClientModel, graphs: EncodedGraphs, is_pipeline: bool) -> di
     _, kv_heads, _, head_size = past[0].axes
     # Two sessions share one mapped file only where neither packs the weights; codes must be packed.
     packing = {"session.disable_prepacking": "1"} if is_pipeline and not model.quant else {}
+    providers: list[Any] = [{PROVIDERS[model.target]: {}}] if model.target in PROVIDERS else []
+    names = [port.name for port in model.input_map.inputs(config)[: -len(past)]]  # without its cache at the end
+    fed = [INPUTS_EMBEDS if name == "input_ids" and model.images else name for name in names]
     decoder: dict[str, Any] = {
-        "session_options": {"log_id": "onnxruntime-genai", **packing, "provider_options": _providers(model)},
+        "session_options": {"log_id": "onnxruntime-genai", **packing, "provider_options": providers},
         "hidden_size": int(config.hidden_size),
         "num_attention_heads": int(config.num_attention_heads),
         "num_key_value_heads": kv_heads,
         "num_hidden_layers": len(past) // 2,
         "head_size": head_size,
         "inputs": {
-            **{name: name for name in _inputs(model, len(past))},
+            **{name: name for name in fed},
             "past_key_names": "past_key_values.%d.key",
             "past_value_names": "past_key_values.%d.value",
         },
@@ -134,34 +134,23 @@ def _decoder(model: ClientModel, graphs: EncodedGraphs, is_pipeline: bool) -> di
             "present_value_names": "present.%d.value",
         },
     }
-    if is_pipeline:
-        return {**decoder, "pipeline": [{role: _stage(model, graphs, role) for role in ("prefill", "decode")}]}
-    return {"filename": graphs.files["unified"], **decoder}
-
-
-def _inputs(model: ClientModel, past: int) -> list[str]:
-    """Names of the decoder's inputs, without the `past` inputs of its cache at the end."""
-    names = [port.name for port in model.input_map.inputs(model.config)[:-past]]
-    return [INPUTS_EMBEDS if name == "input_ids" and model.images else name for name in names]
+    if not is_pipeline:
+        return {"filename": graphs.files["unified"], **decoder}
+    stages = {  # `prompt` means calls with several tokens, `token_gen` calls with one
+        role: {
+            "filename": graphs.files[role],
+            "inputs": [port.name for port in model.input_map.inputs(config)],
+            "outputs": [port.name for port in model.input_map.outputs(config)],
+            "run_on_prompt": role == "prefill",
+            "run_on_token_gen": role == "decode",
+        }
+        for role in ("prefill", "decode")
+    }
+    return {**decoder, "pipeline": [stages]}
 
 
 PROVIDERS = {"ort-cuda": "cuda", "ort-webgpu": "webgpu", "ort-dml": "dml"}
 """GenAI's name of the provider of a target; without one it runs on the CPU."""
-
-
-def _providers(model: ClientModel) -> list[dict[str, dict[str, str]]]:
-    return [{PROVIDERS[model.target]: {}}] if model.target in PROVIDERS else []
-
-
-def _stage(model: ClientModel, graphs: EncodedGraphs, role: str) -> dict[str, Any]:
-    """One graph of the pipeline: `prompt` means calls with several tokens, `token_gen` calls with one."""
-    return {
-        "filename": graphs.files[role],
-        "inputs": [port.name for port in model.input_map.inputs(model.config)],
-        "outputs": [port.name for port in model.input_map.outputs(model.config)],
-        "run_on_prompt": role == "prefill",
-        "run_on_token_gen": role == "decode",
-    }
 
 
 def _past(model: ClientModel) -> list[Port]:

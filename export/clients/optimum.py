@@ -44,17 +44,10 @@ def guess(config: Any, port: Port) -> tuple[int, int]:
         size = config.qk_rope_head_dim + config.qk_nope_head_dim if is_key else config.v_head_dim
         return config.num_key_value_heads, size
     size = config.head_dim if kind in OWN_HEAD_DIM else config.hidden_size // config.num_attention_heads
-    return _guessed_heads(config), size
-
-
-def _guessed_heads(config: Any) -> int:
-    if config.model_type == "falcon":
-        shares = config.multi_query and not config.new_decoder_architecture
-        return 1 if shares else int(config.num_kv_heads)
-    if config.model_type == "gpt_bigcode" and config.multi_query:
-        return 1
-    own = config.model_type in OWN_KV_HEADS
-    return int(config.num_key_value_heads if own else config.num_attention_heads)
+    heads = config.num_key_value_heads if kind in OWN_KV_HEADS else config.num_attention_heads
+    if kind == "falcon":
+        heads = 1 if config.multi_query and not config.new_decoder_architecture else config.num_kv_heads
+    return 1 if kind == "gpt_bigcode" and config.multi_query else int(heads), size
 
 
 def accept_any_empty_past(encoded: bytes, past: list[Port]) -> bytes:

@@ -19,7 +19,7 @@ from typing import Any
 import onnx
 
 from llmconv.errors import UnsupportedInput, UsageProblem
-from llmconv.export.clients import Client, ClientModel, EncodedGraphs, FileContent
+from llmconv.export.clients import Client, ClientModel, EncodedGraphs, FileContent, weight_files
 from llmconv.export.clients.image_parts import CONFIG, PREPROCESSOR, PROCESSOR, Edits, ImageModel, take_float32_pixels
 from llmconv.files.safe_folder import Link
 from llmconv.output.manifest import EMBEDDINGS_ROLE, VISION_ROLE
@@ -44,13 +44,6 @@ def variant(role: str, encoded: bytes) -> bytes:
     model = onnx.load_from_string(encoded)
     take_float32_pixels(model)
     return bytes(model.SerializeToString(deterministic=True))
-
-
-def weight_files(encoded: bytes) -> Sequence[str]:
-    """The weight files that a graph maps, in order; each session of the client loads its own."""
-    graph = onnx.load_from_string(encoded).graph
-    pairs = (pair for tensor in graph.initializer for pair in tensor.external_data)
-    return sorted({pair.value for pair in pairs if pair.key == "location"})
 
 
 def preprocessor(images: ImageModel) -> dict[str, Any]:
@@ -109,11 +102,18 @@ def files(model: ClientModel, graphs: EncodedGraphs) -> dict[str, FileContent]:
             )
         linked = linked_graph(model, stem)
         names = dict(zip(weights, data_names(len(weights), linked), strict=True))
-        file = graph_file(stem)
-        made[file] = rename_data(variant(role, graphs.encoded[role]), names)
+        file, graph = graph_file(stem), onnx.load_from_string(variant(role, graphs.encoded[role]))
+        for entry in (entry for tensor in graph.graph.initializer for entry in tensor.external_data):
+            entry.value = names[entry.value] if entry.key == "location" else entry.value
+        made[file] = bytes(graph.SerializeToString(deterministic=True))
         made[f"onnx/{linked}"] = Link(f"../{file}")
         made |= {f"onnx/{name}": Link(f"../{target}") for target, name in names.items()}
-    return {**made, **_generation(model), **_preprocessor(model)}
+    if model.generation is None:  # what transformers itself derives from a config
+        tokens = {name: token for name in TOKENS if (token := getattr(model.config, name, None)) is not None}
+        made[GENERATION] = json_bytes({"_from_model_config": True, **tokens})
+    if model.images and (content := preprocessor(model.images)):
+        made[PREPROCESSOR] = json_bytes(content)
+    return made
 
 
 def _stems(model: ClientModel) -> dict[str, str]:
@@ -122,21 +122,8 @@ def _stems(model: ClientModel) -> dict[str, str]:
 
 
 def _weights(model: ClientModel, graphs: EncodedGraphs, role: str) -> Sequence[str]:
-    return weight_files(graphs.encoded[role]) if model.images else graphs.weights
-
-
-def _preprocessor(model: ClientModel) -> dict[str, bytes]:
-    content = preprocessor(model.images) if model.images else {}
-    return {PREPROCESSOR: json_bytes(content)} if content else {}
-
-
-def _generation(model: ClientModel) -> dict[str, bytes]:
-    """The content that transformers itself derives from a config if the file is missing."""
-    if model.generation is not None:
-        return {}
-    tokens = {name: getattr(model.config, name, None) for name in TOKENS}
-    found = {name: token for name, token in tokens.items() if token is not None}
-    return {GENERATION: json_bytes({"_from_model_config": True, **found})}
+    """The files of weights of a graph; each session of the client loads its own."""
+    return weight_files(onnx.load_from_string(graphs.encoded[role])) if model.images else graphs.weights
 
 
 def config(model: ClientModel, graphs: EncodedGraphs) -> dict[str, Any]:
@@ -182,15 +169,6 @@ def check(model: ClientModel) -> None:
 def data_names(count: int, graph: str = "model.onnx") -> Sequence[str]:
     """`model.onnx_data`, `model.onnx_data_1` and so on."""
     return [f"{graph}_data" + (f"_{number}" if number else "") for number in range(count)]
-
-
-def rename_data(encoded: bytes, names: dict[str, str]) -> bytes:
-    model = onnx.load_from_string(encoded)
-    for tensor in model.graph.initializer:
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                entry.value = names[entry.value]
-    return bytes(model.SerializeToString(deterministic=True))
 
 
 CLIENT = Client(

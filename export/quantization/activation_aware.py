@@ -21,8 +21,16 @@ from llmconv.export.quantization.block_rounding import NONE, BlockFormat
 from llmconv.export.quantization.calibration import TextRun, require_finite
 from llmconv.export.quantization.quantized_tensor import FLOAT32, QuantizedTensor, multiplied, widened
 from llmconv.export.quantization.selection import QuantizedWeight
-from llmconv.export.quantization.smoothing import Smoothing, SmoothingGroup, exact_factors
+from llmconv.export.quantization.smoothing import (
+    Graphs,
+    Smoothing,
+    SmoothingGroup,
+    coded,
+    exact_factors,
+    smoothing_groups,
+)
 from llmconv.export.traced_graph import NodeEditor, integers
+from llmconv.progress import warn
 from llmconv.tensors import Array, DType, LazyTensor, in_memory
 
 ALPHAS = 20  # number of exponents that are tried, from 0 (no factors) to less than 1, as in the authors' code
@@ -53,15 +61,17 @@ class SampledMatrix:
 
 
 def measure_activation_aware(
-    groups: Sequence[SmoothingGroup],
-    quantized: Mapping[str, QuantizedWeight],
-    importance: Mapping[str, Array],
-    run: TextRun,
+    graphs: Graphs, quantized: Mapping[str, QuantizedWeight], importance: Mapping[str, Array], run: TextRun
 ) -> Smoothing:
-    """The factors of all groups that lose less with factors; reads their weights once.
+    """Factors of weights with which blocks of 4 bits lose less, and of the norms before them; reads weights once.
 
-    `quantized` rounds each matrix in blocks. InputRefused if activations are not finite.
+    InputRefused if activations are not finite.
     """
+    every = smoothing_groups(graphs, coded(quantized, BlockFormat))
+    groups = [group for group in every if any(quantized[name].is_searched for name, _ in group.matrices)]
+    if not groups:
+        warn("AWQ does not fit this model (no norm can be divided): its codes are those of `--calibrate` alone")
+        return Smoothing()
     by_name, tensors = {group.matrices[0][0]: group for group in groups}, run.tensors
     inputs = run.reduced(_moments, by_name)
     found: list[tuple[SmoothingGroup, Array]] = []
@@ -127,9 +137,9 @@ def least_error(candidates: Sequence[Array], matrices: Sequence[SampledMatrix], 
 
     `products` is X^T X float32 [K, K] of the activations that all matrices are multiplied with.
     """
-    jobs = (partial(_error, factors, matrices, products) for factors in candidates)
+
+    def error(factors: Array) -> float:
+        return sum(matrix.error(factors, products) for matrix in matrices)
+
+    jobs = (partial(error, factors) for factors in candidates)
     return candidates[int(np.argmin(list(prefetch(jobs, depth=1))))]
-
-
-def _error(factors: Array, matrices: Sequence[SampledMatrix], products: Array) -> float:
-    return sum(matrix.error(factors, products) for matrix in matrices)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -22,7 +23,7 @@ from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, produ
 from llmconv.export.weights import StoredRows, WeightSource, bind, leaves, match_weights
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.memory import raise_if_out_of_memory
-from llmconv.runtime.low_memory.pieced_graph import ValueTypes, cut_graph
+from llmconv.runtime.low_memory.pieced_graph import GraphPiece, ValueTypes, cut_graph
 from llmconv.runtime.onnxruntime.packed_cache import WEIGHTS_FOLDER, followed
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.tensors import Array
@@ -78,30 +79,72 @@ class TextRun:
     def outputs(self, model: onnx.ModelProto) -> Iterator[tuple[str, Array]]:
         """Name and value of every output of a bound graph for every text, one piece of the graph after the other."""
         wanted = {info.name for info in model.graph.output}
-        values = [start_values(model, text) for text in self.texts]
-        types = input_types(model)
-        pieces = cut_graph(model, PIECE_BYTES)
-        for at, piece in enumerate(pieces):
-            session = open_piece(piece.build(types), self.folder)
-            types |= {arg.name: (arg.type, arg.shape) for arg in session.get_outputs()}
-            later = {name for one in pieces[at + 1 :] for name in one.inputs}
-            for mine in values:
-                feeds = {name: mine[name] for name in piece.inputs}
-                try:
-                    made = dict(zip(piece.outputs, session.run_with_ort_values(piece.outputs, feeds), strict=True))
-                except Exception as error:  # onnxruntime's exceptions share no base class of their own
-                    raise_if_out_of_memory(error, "while the text was run")
-                    raise
+        for step in self.steps(model, PIECE_BYTES):
+            for state, made in zip(step.states, step.run(step.piece.outputs), strict=True):
                 yield from ((name, value.numpy()) for name, value in made.items() if name in wanted)
-                kept = {name: value for name, value in {**mine, **made}.items() if name in later}
-                mine.clear()
-                mine.update(kept)
+                step.pass_on(state, made)
+
+    def steps(self, model: onnx.ModelProto, most: int) -> Iterator[PieceOfText]:
+        """The pieces of a bound graph in order, cut at `most` bytes of weights; each passes on what later ones read."""
+        states = [start_values(model, text) for text in self.texts]
+        types = input_types(model)
+        pieces = cut_graph(model, most)
+        for at, piece in enumerate(pieces):
+            later = {name for one in pieces[at + 1 :] for name in one.inputs}
+            yield PieceOfText(piece, states, later, types, self.folder)
+
+
+@dataclass(frozen=True)
+class PieceOfText:
+    """A piece of a graph, and the values by name that enter it, for every text."""
+
+    piece: GraphPiece
+    states: Sequence[dict[str, ort.OrtValue]]
+    later: Container[str]  # names of the values that later pieces read
+    types: ValueTypes
+    folder: Path
+
+    def run(
+        self, names: Sequence[str], weights: Mapping[str, Array] = MappingProxyType({})
+    ) -> Iterator[dict[str, ort.OrtValue]]:
+        """The named outputs for every text, with other values of some `weights`."""
+        built = self.piece.build(self.types)
+        replaced = [tensor for tensor in built.graph.initializer if tensor.name in weights]
+        given = {one.name: ort.OrtValue.ortvalue_from_numpy(weights[one.name]) for one in replaced}
+        for tensor in replaced:
+            port = onnx.helper.make_tensor_value_info(tensor.name, onnx.TensorProto.FLOAT, tensor.dims)
+            built.graph.input.append(port)
+            built.graph.initializer.remove(tensor)
+        kept = [output for output in built.graph.output if output.name in names]
+        del built.graph.output[:]
+        built.graph.output.extend(kept)
+        session = open_piece(built, self.folder)
+        self.types.update({arg.name: (arg.type, arg.shape) for arg in session.get_outputs()})
+        wanted = {arg.name for arg in session.get_inputs()}
+        for state in self.states:
+            feeds = {name: value for name, value in {**state, **given}.items() if name in wanted}
+            try:
+                made = session.run_with_ort_values(names, feeds)
+            except Exception as error:  # onnxruntime's exceptions share no base class of their own
+                raise_if_out_of_memory(error, "while the text was run")
+                raise
+            yield dict(zip(names, made, strict=True))
+
+    def pass_on(self, state: dict[str, ort.OrtValue], made: Mapping[str, ort.OrtValue]) -> None:
+        """Makes the state of a text what later pieces read of it and of the outputs of this one."""
+        kept = {name: value for name, value in {**state, **made}.items() if name in self.later}
+        state.clear()
+        state.update(kept)
 
 
 def column_importance(run: TextRun) -> dict[str, Array]:
     """Importance by name of the stored tensor: float32 [K], or [experts, K] of a stack; around 1 on average."""
     sums: dict[str, Array] = {}
-    for label, squares in run.reduced(_sum_of_squares):
+
+    def sum_of_squares(editor: NodeEditor, values: ir.Value) -> ir.Value:
+        return editor.one("ReduceSumSquare", [values, integers(editor.graph, 0)], {"keepdims": 0})
+
+    for label, squares in run.reduced(sum_of_squares):
         sums[label] = sums.get(label, 0) + squares.astype(np.float64)
     return _by_tensor(sums, run.rows)
 
@@ -152,10 +195,6 @@ def as_matrix(editor: NodeEditor, values: ir.Value) -> ir.Value:
     width = editor.one("Shape", [values], {"start": -1})
     shape = editor.one("Concat", [integers(editor.graph, -1), width], {"axis": 0})
     return editor.one("Reshape", [values, shape])
-
-
-def _sum_of_squares(editor: NodeEditor, values: ir.Value) -> ir.Value:
-    return editor.one("ReduceSumSquare", [values, integers(editor.graph, 0)], {"keepdims": 0})
 
 
 def label_of(value: ir.Value | None) -> str:
@@ -222,12 +261,11 @@ def _by_tensor(sums: Mapping[str, Array], rows: Mapping[str, StoredRows]) -> dic
             found[name] = found.get(name, 0) + squares
     for name, by_index in stacks.items():
         found[name] = np.stack([by_index[index] for index in sorted(by_index)])
-    return {name: _scaled(squares) for name, squares in found.items()}
+    return {name: scaled(squares) for name, squares in found.items()}
 
 
-def _scaled(squares: Array) -> Array:
+def scaled(squares: Array) -> Array:
     """Sums divided by their mean; all 1 where nothing was seen, as for an expert that no token chose."""
     mean = squares.mean(axis=-1, keepdims=True)
     seen = np.isfinite(mean) & (mean > 0)
-    scaled: Array = np.where(seen, squares / np.where(seen, mean, 1), 1).astype(np.float32)
-    return scaled
+    return np.where(seen, squares / np.where(seen, mean, 1), 1).astype(np.float32)

@@ -16,7 +16,7 @@ from onnx_ir.passes.common import NameFixPass
 
 from llmconv.export.quantization.block_rounding import BlockFormat, ColumnFormat
 from llmconv.export.quantization.quantized_tensor import CODES, ORDER, SCALES, ZEROS
-from llmconv.export.quantization.selection import ActivationRange, QuantizedWeight, product_layout
+from llmconv.export.quantization.selection import QuantizedWeight, product_layout
 from llmconv.export.traced_graph import (
     MICROSOFT,
     NodeEditor,
@@ -57,8 +57,9 @@ class QuantizedProducts:
             left = editor.one("Gather", [left, order], {"axis": -1})
         codes = values.stored(_part(rows, CODES, values))
         scales = values.value(_part(rows, SCALES, values), weight.dtype)
-        if weight.activation:
-            product = _rounded_product(editor, left, codes, scales, weight.activation, rows.label)
+        if weight.activation:  # two dequantized factors, which runtimes fuse
+            factor = weight.activation.rounded(editor, left, rows.label)
+            product = editor.one("MatMul", [factor, editor.one("DequantizeLinear", [codes, scales], {"axis": 1})])
             return product if bias is None else editor.one("Add", [product, bias])
         if isinstance(weight.form, ColumnFormat):
             return editor.one("DynamicQuantizeMatMul", _given(left, codes, scales, None, bias), domain=MICROSOFT)
@@ -114,14 +115,6 @@ class QuantizedProducts:
         replace_value(node.outputs[0], editor.one("GatherBlockQuantized", inputs, axes, domain=MICROSOFT))
 
 
-def _rounded_product(
-    editor: NodeEditor, left: ir.Value, codes: ir.Value, scales: ir.Value, activation: ActivationRange, name: str
-) -> ir.Value:
-    """A product of two dequantized factors, which runtimes fuse."""
-    factor = activation.rounded(editor, left, name)
-    return editor.one("MatMul", [factor, editor.one("DequantizeLinear", [codes, scales], {"axis": 1})])
-
-
 def _given(*inputs: ir.Value | None) -> list[ir.Value | None]:
     """The inputs of a node without optional ones at the end."""
     count = max(at for at, value in enumerate(inputs) if value is not None)
@@ -168,7 +161,7 @@ def join_products(graph: ir.Graph) -> None:
 def _format(node: ir.Node) -> tuple[object, ...]:
     sizes = {name: found.value for name, found in node.attributes.items() if name != "N"}
     kinds = [(tensor.dtype, tuple(tensor.shape[1:])) for tensor in _tensors(node)]
-    return node.inputs[LEFT], tuple(sorted(sizes.items())), tuple(kinds), _bias(node) is None
+    return node.inputs[LEFT], tuple(sorted(sizes.items())), tuple(kinds), _input(node, BIAS) is None
 
 
 def _tensors(node: ir.Node) -> list[ir.ExternalTensor]:
@@ -177,10 +170,6 @@ def _tensors(node: ir.Node) -> list[ir.ExternalTensor]:
     found = [value.const_value for value in values if len(value.uses()) == 1]
     mapped = [tensor for tensor in found if isinstance(tensor, ir.ExternalTensor)]
     return mapped if len(mapped) == len(values) else []
-
-
-def _bias(node: ir.Node) -> ir.Value | None:
-    return _input(node, BIAS)
 
 
 def _input(node: ir.Node, index: int) -> ir.Value | None:
@@ -192,16 +181,12 @@ def _adjacent_runs(nodes: Sequence[ir.Node]) -> Iterator[list[ir.Node]]:
     """The products in the order of their codes, cut where the next one's are elsewhere."""
     run: list[ir.Node] = []
     for node in sorted(nodes, key=lambda node: (str(_tensors(node)[0].location), _tensors(node)[0].offset or 0)):
-        if run and not _follows(run[-1], node):
+        pairs = list(zip(_tensors(run[-1]), _tensors(node), strict=True)) if run else []
+        if not all(a.location == b.location and (a.offset or 0) + a.nbytes == b.offset for a, b in pairs):
             yield run
             run = []
         run.append(node)
     yield run
-
-
-def _follows(one: ir.Node, other: ir.Node) -> bool:
-    pairs = zip(_tensors(one), _tensors(other), strict=True)
-    return all(a.location == b.location and (a.offset or 0) + a.nbytes == b.offset for a, b in pairs)
 
 
 def _join(graph: ir.Graph, run: Sequence[ir.Node]) -> None:
@@ -210,7 +195,7 @@ def _join(graph: ir.Graph, run: Sequence[ir.Node]) -> None:
     editor = NodeEditor(graph, first, (run[0].name or "").rpartition("/")[0] + "/joined", module_of=run[0])
     counts = [node.attributes.get_int("N", 0) for node in run]
     inputs = [run[0].inputs[LEFT], *(_joined(graph, [_input(node, at) for node in run]) for at in (1, 2, 3))]
-    biases = [bias for node in run if (bias := _bias(node)) is not None]
+    biases = [bias for node in run if (bias := _input(node, BIAS)) is not None]
     if biases:
         inputs += [None, editor.one("Concat", biases, {"axis": 0})]
     fields = {name: found.value for name, found in run[0].attributes.items()} | {"N": sum(counts)}

@@ -84,6 +84,13 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 BYTES = BY_NAME["uint8"]
 
 
+def byte_shapes(outer: tuple[int, ...], columns: int, form: BlockFormat) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The shapes of codes, and of zero points unless symmetric, by suffix, of matrices [*outer, columns]."""
+    yield CODES, (*outer, form.blocks(columns), form.block_bytes)
+    if not form.symmetric:
+        yield ZEROS, (*outer, form.zero_bytes(columns))
+
+
 class QuantizedTensor:
     """A weight whose matrices [N, K] are stored in a `BlockFormat`.
 
@@ -124,13 +131,11 @@ class QuantizedTensor:
 
         A stack has the axis of its experts in front.
         """
-        form, outer = self.form, self._outer
-        blocks = form.blocks(self._columns)
-        made = {CODES: LazyTensor(BYTES, (*outer, blocks, form.block_bytes), self._codes)}
-        if not form.symmetric:
-            made[ZEROS] = LazyTensor(BYTES, (*outer, form.zero_bytes(self._columns)), self._zeros)
-        made[SCALES] = LazyTensor(self._scale_dtype, (*outer, blocks), self._scales)
-        return {self._name + suffix: tensor for suffix, tensor in made.items()}
+        readers = {CODES: self._codes, ZEROS: self._zeros}
+        shapes = byte_shapes(self._outer, self._columns, self.form)
+        made = {self._name + suffix: LazyTensor(BYTES, shape, readers[suffix]) for suffix, shape in shapes}
+        scales = (*self._outer, self.form.blocks(self._columns))
+        return {**made, self._name + SCALES: LazyTensor(self._scale_dtype, scales, self._scales)}
 
     def values(self) -> Array:
         """What the codes of a matrix stand for, float32 [N, K], whole in memory."""
@@ -177,18 +182,9 @@ class QuantizedTensor:
         else:
             rows = self._weight.rows(start, stop)
             rows = rows.swapaxes(-1, -2) if self.transposed else rows
-        wide = widened(np.ascontiguousarray(rows)).reshape(-1, self._columns)
-        if not np.isfinite(wide.sum(dtype=np.float64)):
-            self._require_finite(wide)
+        wide = widened(np.ascontiguousarray(rows), self._name).reshape(-1, self._columns)
         padding = -self._columns % self.form.size
         return (np.pad(wide, ((0, 0), (0, padding))) if padding else wide).reshape(-1, self.form.size)
-
-    def _require_finite(self, values: Array) -> None:
-        if not np.isfinite(values).all():
-            raise InputRefused(
-                f"`{self._name}` contains infinite or NaN values, which have no code",
-                hint="look at the model with `llmconv inspect`; `--quant-exclude` leaves a weight as it is",
-            )
 
     def _chosen(self, start: int, stop: int, weights: Array | None = None) -> tuple[Array, Array]:
         """Scales and zero points of rows `start:stop`, [blocks] each, chosen once."""
@@ -223,10 +219,17 @@ class QuantizedTensor:
         return np.concatenate(scales), np.concatenate(zeros)
 
 
-def widened(rows: Array) -> Array:
+def widened(rows: Array, name: str | None = None) -> Array:
+    """Rows in float32; those of a named tensor must be finite, or InputRefused is raised."""
+    wide: Array = rows.astype(np.float32, copy=False) if rows.dtype != BFLOAT16 else NONE
     if rows.dtype == BFLOAT16:  # a shift of the bits; `ml_dtypes` holds the interpreter lock
-        return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return rows.astype(np.float32, copy=False)
+        wide = (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if name is not None and not np.isfinite(wide.sum(dtype=np.float64)) and not np.isfinite(wide).all():
+        raise InputRefused(
+            f"`{name}` contains infinite or NaN values, which have no code",
+            hint="look at the model with `llmconv inspect`; `--quant-exclude` leaves a weight as it is",
+        )
+    return wide
 
 
 FLOAT32 = BY_NAME["float32"]
@@ -266,17 +269,14 @@ class ColumnTensor:
         stack = self._stack
         codes = LazyTensor(INT8, (*stack, self._inputs, self._outputs), self._stacked if stack else self._rows)
         if not stack and not self._transposed:
-            codes = transposed(LazyTensor(INT8, self._weight.shape, self._columns))
+            codes = transposed(LazyTensor(INT8, self._weight.shape, self._rows))
         scales = LazyTensor(FLOAT32, (*stack, self._outputs), lambda start, stop: self._scales()[start:stop])
         return {self._name + CODES: codes, self._name + SCALES: scales}
 
     def _rows(self, start: int, stop: int) -> Array:
-        """Codes of rows of a matrix that is stored as [K, N]."""
-        return _codes(self._read(start, stop), self._scales()[None])
-
-    def _columns(self, start: int, stop: int) -> Array:
-        """Codes of rows of a matrix that is stored as [N, K]."""
-        return _codes(self._read(start, stop), self._scales()[start:stop, None])
+        """Codes of rows as they are stored, [K, N] or [N, K]."""
+        scales = self._scales()[None] if self._transposed else self._scales()[start:stop, None]
+        return _codes(self._read(start, stop), scales)
 
     def _stacked(self, start: int, stop: int) -> Array:
         values = self._read(start, stop)
@@ -284,39 +284,23 @@ class ColumnTensor:
         return np.ascontiguousarray(_codes(values, self._scales()[start:stop, None, :]))
 
     def _scales(self) -> Array:
+        """By column; 1 for a column of zeros, as onnxruntime's `quantize_dynamic` has it."""
         with self._lock:
             if self._kept is None:
-                self._kept = _stored(self._extremes())
+                axis = -2 if self._transposed else -1
+                parts = [np.abs(self._read(*block)).max(axis=axis) for block in self._weight.blocks()]
+                is_cut = self._transposed and not self._stack
+                largest: Array = np.max(parts, axis=0) if is_cut else np.concatenate(parts)
+                scales = largest.astype(np.float32) / np.float32(LARGEST)
+                self._kept = np.where(scales > np.finfo(np.float32).tiny, scales, np.float32(1)).astype(np.float32)
             return self._kept
 
-    def _extremes(self) -> Array:
-        axis = -2 if self._transposed else -1
-        parts = [np.abs(self._read(*block)).max(axis=axis) for block in self._weight.blocks()]
-        if self._stack or not self._transposed:
-            return np.concatenate(parts)
-        found: Array = np.max(parts, axis=0)
-        return found
-
     def _read(self, start: int, stop: int) -> Array:
-        wide = widened(self._weight.rows(start, stop))
-        if not np.isfinite(wide.sum(dtype=np.float64)) and not np.isfinite(wide).all():
-            raise InputRefused(
-                f"`{self._name}` contains infinite or NaN values, which have no code",
-                hint="look at the model with `llmconv inspect`; `--quant-exclude` leaves a weight as it is",
-            )
-        return wide
-
-
-def _stored(extremes: Array) -> Array:
-    """Scales; 1 for a column of zeros, as onnxruntime's `quantize_dynamic` has it."""
-    scales = extremes.astype(np.float32) / np.float32(LARGEST)
-    return np.where(scales > np.finfo(np.float32).tiny, scales, np.float32(1)).astype(np.float32)
+        return widened(self._weight.rows(start, stop), self._name)
 
 
 def _codes(values: Array, scales: Array) -> Array:
-    nearest = np.rint(values / scales)
-    codes: Array = np.clip(nearest, -LARGEST, LARGEST).astype(np.int8)
-    return codes
+    return np.clip(np.rint(values / scales), -LARGEST, LARGEST).astype(np.int8)
 
 
 @dataclass(frozen=True)
@@ -344,12 +328,12 @@ class RoundedCodes:
 
     def tensors(self, name: str) -> dict[str, LazyTensor]:
         """The tensors by name, as `QuantizedTensor.tensors`."""
-        dtypes = {CODES: BY_NAME["uint8"], ZEROS: BY_NAME["uint8"], SCALES: self.scale_dtype}
-        return {name + suffix: _lazy(dtypes[suffix], array) for suffix, array in self.parts.items()}
 
+        def lazy(array: Array, dtype: DType) -> LazyTensor:
+            return LazyTensor(dtype, array.shape, lambda start, stop: np.ascontiguousarray(array[start:stop]))
 
-def _lazy(dtype: DType, array: Array) -> LazyTensor:
-    return LazyTensor(dtype, array.shape, lambda start, stop: np.ascontiguousarray(array[start:stop]))
+        dtypes = {CODES: BYTES, ZEROS: BYTES, SCALES: self.scale_dtype}
+        return {name + suffix: lazy(array, dtypes[suffix]) for suffix, array in self.parts.items()}
 
 
 class Scratch:
@@ -368,12 +352,10 @@ class Scratch:
 
     def codes(self, outer: tuple[int, ...], columns: int, form: BlockFormat, scale_dtype: DType) -> RoundedCodes:
         """Room for the codes of a weight with K `columns` and the outer axes [N], or [experts, N]."""
-        blocks, bytes_ = form.blocks(columns), np.dtype(np.uint8)
-        parts = {CODES: self._array((*outer, blocks, form.block_bytes), bytes_)}
-        if not form.symmetric:
-            parts[ZEROS] = self._array((*outer, form.zero_bytes(columns)), bytes_)
-        parts[SCALES] = self._array((*outer, blocks), scale_dtype.numpy)
-        return RoundedCodes(parts, scale_dtype)
+        made = {suffix: self._array(shape, np.dtype(np.uint8)) for suffix, shape in byte_shapes(outer, columns, form)}
+        return RoundedCodes(
+            {**made, SCALES: self._array((*outer, form.blocks(columns)), scale_dtype.numpy)}, scale_dtype
+        )
 
     def _array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         start = -(-self._end // 8) * 8

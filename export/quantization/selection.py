@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -27,6 +27,7 @@ from llmconv.export.quantization.quantized_tensor import (
     ColumnTensor,
     QuantizedTensor,
     RoundedCodes,
+    byte_shapes,
     multiplied,
     require_kept,
     squares_lost,
@@ -161,16 +162,22 @@ def select(
     uses, found = [], dict[str, QuantizedWeight]()
     for traced, matches in graphs:
         least = settings.least_elements(sum(prod(match.shape) for match in matches.values()))
-        for use in _uses(traced, matches):
-            uses.append(use)
+        every = [(parameter, *use) for parameter in matches for use in traced.weights[parameter].uses()]
+        for parameter, node, index in every:
+            uses.append(use := _use(parameter, matches[parameter], traced.weights[parameter], node, index))
             for rows, transposed in () if use.lookup else use.parts:
                 form = _format(use, rows, transposed, traced, settings)
                 kept = settings.stored(rows.name)
                 if form and prod(rows.stored) >= least and (kept is None or kept.transposed == transposed):
-                    known = found.get(rows.name)
-                    best = max((form, known.form), key=_precedence) if known else form
+                    known = [found[rows.name].form] if rows.name in found else []
+                    # the larger counts: more bits, and blocks, which can be cut into rows
+                    best = max(form, *known, key=lambda one: (one.bits, isinstance(one, BlockFormat)))
                     found[rows.name] = QuantizedWeight(best, transposed, use.dtype, kept)
-    _drop_unfit(found, uses)
+    while True:  # drops tensors with another use, another orientation or dtype, and those multiplied with such
+        unfit = {name for use in uses if not _is_served(use, found) for name in use.names}
+        if not unfit & found.keys():
+            break
+        found = {name: weight for name, weight in found.items() if name not in unfit}
     if not found and isinstance(settings, QuantizationSettings):
         raise InputRefused(
             "no weight of this model can be quantized with these options",
@@ -192,47 +199,23 @@ def _format(
     return form if form and (columns >= form.size or settings.stored(rows.name)) else None
 
 
-def _precedence(form: WeightFormat) -> tuple[int, bool]:
-    """Of two formats for one tensor, the larger counts: more bits, and blocks, which can be cut into rows."""
-    return form.bits, isinstance(form, BlockFormat)
-
-
-def _drop_unfit(found: dict[str, QuantizedWeight], uses: Sequence[_Use]) -> None:
-    """Drops tensors with another use, another orientation or dtype, and those multiplied together with such."""
-    while True:
-        unfit = {name for use in uses if not _is_served(use, found) for name in use.names}
-        if not unfit & found.keys():
-            return
-        for name in unfit:
-            found.pop(name, None)
-
-
 def _is_served(use: _Use, found: Mapping[str, QuantizedWeight]) -> bool:
-    """Whether a node can read the codes of all its tensors."""
+    """Whether a node can read the codes of all its tensors.
+
+    `GatherBlockQuantized` takes rows of whole blocks, in their own order.
+    """
     if use.lookup:
+        weights = [found[name] for name in use.names if name in found]
         return all(
-            name not in found or (not found[name].transposed and _can_look_up(found[name], use)) for name in use.names
+            isinstance(weight.form, BlockFormat)
+            and not (weight.transposed or weight.is_reordered)
+            and all(rows.stored[-1] % weight.form.size == 0 for rows, _ in use.parts)
+            for weight in weights
         )
     return bool(use.parts) and all(
         rows.name in found and found[rows.name].transposed == transposed and found[rows.name].dtype == use.dtype
         for rows, transposed in use.parts
     )
-
-
-def _can_look_up(weight: QuantizedWeight, use: _Use) -> bool:
-    """`GatherBlockQuantized` takes rows of whole blocks, in their own order."""
-    return (
-        isinstance(weight.form, BlockFormat)
-        and not weight.is_reordered
-        and all(rows.stored[-1] % weight.form.size == 0 for rows, _ in use.parts)
-    )
-
-
-def _uses(traced: TracedGraph, matches: Mapping[str, WeightSource]) -> Iterator[_Use]:
-    for parameter, match in matches.items():
-        value = traced.weights[parameter]
-        for node, index in value.uses():
-            yield _use(parameter, match, value, node, index)
 
 
 def _use(parameter: str, match: WeightSource, value: ir.Value, node: ir.Node, index: int) -> _Use:
@@ -300,13 +283,11 @@ class RepackedWeight:
 
     def tensors(self, name: str, scale_dtype: DType | None = None) -> dict[str, LazyTensor]:
         """Codes, zero points, scales (None: as stored) and column order by name, as in `QuantizedTensor.tensors`."""
-        outer, form = self.integers.shape[:-1], self.form
-        columns, dtype = self.integers.shape[-1], scale_dtype or self.integers.scale_dtype
-        blocks = form.blocks(columns)
-        codes = LazyTensor(BY_NAME["uint8"], (*outer, blocks, form.block_bytes), self._codes)
-        made = {CODES: tiled(codes, prod(self.integers.shape[1:]))}
-        if not form.symmetric:
-            made[ZEROS] = LazyTensor(BY_NAME["uint8"], (*outer, form.zero_bytes(columns)), self._zeros)
+        outer, columns = self.integers.shape[:-1], self.integers.shape[-1]
+        dtype, readers = scale_dtype or self.integers.scale_dtype, {CODES: self._codes, ZEROS: self._zeros}
+        shapes = byte_shapes(outer, columns, self.form)
+        made = {suffix: LazyTensor(BY_NAME["uint8"], shape, readers[suffix]) for suffix, shape in shapes}
+        made[CODES] = tiled(made[CODES], prod(self.integers.shape[1:]))
 
         def scales(start: int, stop: int) -> Array:
             if start == 0 and dtype != self.integers.scale_dtype:
@@ -314,7 +295,7 @@ class RepackedWeight:
                 require_kept(squares_lost(whole, stored_scales(whole, dtype, name, kept=True)), dtype, name, kept=True)
             return stored_scales(self.integers.scales(start, stop)[..., self._block_groups], dtype, name, kept=True)
 
-        made[SCALES] = LazyTensor(dtype, (*outer, blocks), scales)
+        made[SCALES] = LazyTensor(dtype, (*outer, self.form.blocks(columns)), scales)
         if self.order is not None:
             made[ORDER] = in_memory(self.order, BY_NAME["int32"])
         return {name + suffix: tensor for suffix, tensor in made.items()}
@@ -429,8 +410,10 @@ class QuantizedSizes:
     ) -> QuantizedSizes:
         """The sizes of an export, by the tensors of the model (`before`) and those stored instead (`after`)."""
         parts = [name + suffix for name in quantized for suffix in (CODES, ZEROS, SCALES, ORDER)]
+        forms = [weight.form for weight in quantized.values()]
+        kinds = [(form.bits, 0 if isinstance(form, ColumnFormat) else form.size) for form in forms]
         return cls(
-            dict(Counter(_kind(weight.form) for weight in quantized.values()).most_common()),
+            dict(Counter(kinds).most_common()),
             sum(before[name].nbytes for name in quantized),
             sum(after[name].nbytes for name in parts if name in after),
             len(before.keys() - quantized.keys()),
@@ -448,7 +431,3 @@ class QuantizedSizes:
         kinds = [{"bits": bits, "block": size, "count": count} for (bits, size), count in self.matrices.items()]
         sizes = {"bytes_before": self.before, "bytes": self.after, "factor_bytes": self.factors}
         return {"matrices": kinds, **sizes, "plain": self.plain}
-
-
-def _kind(form: WeightFormat) -> tuple[int, int]:
-    return form.bits, 0 if isinstance(form, ColumnFormat) else form.size

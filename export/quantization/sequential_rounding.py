@@ -10,28 +10,18 @@ point of a block are chosen from the weights as they are when its first column i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import torch
 
 from llmconv.errors import InputRefused
 from llmconv.export.quantization.block_rounding import HALF, BlockFormat, block_scales
-from llmconv.export.quantization.calibration import (
-    TextRun,
-    as_matrix,
-    input_types,
-    label_of,
-    open_piece,
-    require_finite,
-    start_values,
-)
+from llmconv.export.quantization.calibration import TextRun, as_matrix, label_of, require_finite, scaled
 from llmconv.export.quantization.quantized_tensor import (
     RoundedCodes,
     Scratch,
@@ -42,7 +32,7 @@ from llmconv.export.quantization.quantized_tensor import (
 from llmconv.export.quantization.selection import QuantizedWeight, product_layout
 from llmconv.export.traced_graph import NodeEditor, producer, remove_unused
 from llmconv.export.weights import StoredRows
-from llmconv.runtime.low_memory.pieced_graph import GraphPiece, ValueTypes, cut_graph
+from llmconv.runtime.eager.runner import single_torch_thread
 from llmconv.tensors import Array
 
 LEAST = 16
@@ -158,55 +148,24 @@ class _SequentialRun:
         self._squares = {one.source: _Squares() for one in products.values()}
 
     def all_pieces(self) -> None:
-        states = [start_values(self._model, text) for text in self._text.texts]
-        types = input_types(self._model)
-        pieces = cut_graph(self._model, max(4 * prod(one.rows.shape) for one in self._products.values()))
-        for at, piece in enumerate(pieces):
-            later = {name for one in pieces[at + 1 :] for name in one.inputs}
-            seen = [name for name in piece.outputs if name.startswith((SQUARES, COUNT))]
-            if seen:
-                for made in self._run(piece, types, states, seen):
-                    self._add(made)
-                self._round({int(name.partition(":")[2]) for name in seen})
-            passed = [name for name in piece.outputs if name in later]
-            results = self._run(piece, types, states, passed) if passed else iter([{}] * len(states))
-            for state, made in zip(states, results, strict=True):
-                kept = {name: value for name, value in {**state, **made}.items() if name in later}
-                state.clear()
-                state.update(kept)
-            for name in {tensor.name for tensor in piece.build(types).graph.initializer} & self._values.keys():
-                del self._values[name]
-
-    def _run(
-        self, piece: GraphPiece, types: ValueTypes, states: Sequence[Mapping[str, ort.OrtValue]], names: list[str]
-    ) -> Iterator[dict[str, ort.OrtValue]]:
-        """The named outputs for every text, with rounded values of the matrices that are rounded already."""
-        built = piece.build(types)
-        rounded = [tensor for tensor in built.graph.initializer if tensor.name in self._values]
-        given = {one.name: ort.OrtValue.ortvalue_from_numpy(self._values[one.name]) for one in rounded}
-        for tensor in rounded:
-            built.graph.input.append(
-                onnx.helper.make_tensor_value_info(tensor.name, onnx.TensorProto.FLOAT, tensor.dims)
-            )
-            built.graph.initializer.remove(tensor)
-        kept = [output for output in built.graph.output if output.name in names]
-        del built.graph.output[:]
-        built.graph.output.extend(kept)
-        session = open_piece(built, self._text.folder)
-        types |= {arg.name: (arg.type, arg.shape) for arg in session.get_outputs()}
-        wanted = {arg.name for arg in session.get_inputs()}
-        for state in states:
-            feeds = {name: value for name, value in {**state, **given}.items() if name in wanted}
-            yield dict(zip(names, session.run_with_ort_values(names, feeds), strict=True))
-
-    def _add(self, made: Mapping[str, ort.OrtValue]) -> None:
-        for name, value in made.items():
-            prefix, _, number = name.partition(":")
-            squares = self._squares[int(number)]
-            if prefix + ":" == COUNT:
-                squares.count += int(value.numpy()[0])
-            else:
-                squares.total = squares.total + value.numpy().astype(np.float64)
+        """Runs each piece with the rounded values of the matrices that are rounded already."""
+        most = max(4 * prod(one.rows.shape) for one in self._products.values())
+        for step in self._text.steps(self._model, most):
+            seen = [name for name in step.piece.outputs if name.startswith((SQUARES, COUNT))]
+            for made in step.run(seen, self._values) if seen else ():
+                for name, value in made.items():
+                    squares = self._squares[int(name.partition(":")[2])]
+                    if name.startswith(COUNT):
+                        squares.count += int(value.numpy()[0])
+                    else:
+                        squares.total = squares.total + value.numpy().astype(np.float64)
+            self._round({int(name.partition(":")[2]) for name in seen})
+            passed = [name for name in step.piece.outputs if name in step.later]
+            results = step.run(passed, self._values) if passed else iter([{}] * len(step.states))
+            for state, made in zip(step.states, results, strict=True):
+                step.pass_on(state, made)
+            for tensor in step.piece.build(step.types).graph.initializer:
+                self._values.pop(tensor.name, None)
 
     def _round(self, sources: set[int]) -> None:
         for source in sorted(sources):
@@ -221,13 +180,16 @@ class _SequentialRun:
             hessian = np.pad(hessian, (0, padding)) if hessian.ndim else np.zeros((columns + padding,) * 2)
             factor = inverse_factor(hessian) if squares.count >= LEAST * columns else np.eye(len(hessian), dtype="f4")
             for label, product in products.items():
-                self._values[label] = self._rounded(product, factor, _importance(hessian))
+                self._values[label] = self._rounded(product, factor, scaled(hessian.diagonal()))
 
     def _rounded(self, product: Product, factor: Array, importance: Array) -> Array:
         """Keeps the codes of a matrix, and returns its values as the checkpoint has them, [N, K] or [K, N]."""
         name, form, weight = product.rows.name, product.weight.form, product.weight
         assert isinstance(form, BlockFormat)
-        matrix = self._matrix(product)
+        rows, tensor = product.rows, self._text.tensors[name]
+        stored_rows = tensor.rows(rows.first, rows.first + 1)[0] if rows.single else tensor.read()
+        wide = stored_rows.astype(np.float32)
+        matrix = np.ascontiguousarray(wide.T) if weight.transposed else wide  # [N, K]
         padded = np.pad(matrix, ((0, 0), (0, -matrix.shape[1] % form.size)))
         dtype = weight.scale_dtype
         squares: list[Array] = []
@@ -240,27 +202,12 @@ class _SequentialRun:
         codes, scales, zeros = rounded_with_feedback(padded, factor, importance, form, stored)
         require_kept(np.concatenate(squares), dtype, name)
         if name not in self.codes:
-            stack = product.rows.stored[:1] if product.rows.single else ()
+            stack = rows.stored[:1] if rows.single else ()
             self.codes[name] = self._scratch.codes((*stack, len(matrix)), matrix.shape[1], form, dtype)
-        self.codes[name].put(product.rows.first if product.rows.single else None, form, codes, scales, zeros)
+        self.codes[name].put(rows.first if rows.single else None, form, codes, scales, zeros)
         wide = (codes - zeros.repeat(form.size, 1).astype(np.float32)) * scales.repeat(form.size, 1)
         values = wide[:, : matrix.shape[1]]
         return np.ascontiguousarray(values.T if weight.transposed else values)
-
-    def _matrix(self, product: Product) -> Array:
-        """Float32 [N, K]."""
-        rows, tensor = product.rows, self._text.tensors[product.rows.name]
-        values = tensor.rows(rows.first, rows.first + 1)[0] if rows.single else tensor.read()
-        wide = values.astype(np.float32)
-        return np.ascontiguousarray(wide.T) if product.weight.transposed else wide
-
-
-def _importance(hessian: Array) -> Array:
-    """The mean square of every column, around 1 on average; all 1 if no token was seen."""
-    squares = hessian.diagonal()
-    mean = squares.mean()
-    scaled: Array = (squares / mean if mean > 0 else np.ones_like(squares)).astype(np.float32)
-    return scaled
 
 
 DAMPING = 0.1
@@ -276,7 +223,7 @@ def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
     wide = torch.from_numpy(hessian.astype(np.float64))
     mean = float(wide.diagonal().mean())
     wide.diagonal().add_(damping * mean if mean > 0 else 1.0)
-    with _one_thread():
+    with single_torch_thread():
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(wide))
         factor: Array = torch.linalg.cholesky(inverse, upper=True).float().numpy()
     return factor
@@ -305,7 +252,9 @@ def rounded_with_feedback(
         chosen, zeros[:, at] = block_scales(values, form, importance[block])
         scales[:, at] = stored(chosen)
         codes[block], errors = _round_block(left[block], factor[block, block], scales[:, at], zeros[:, at], form)
-        left[block.stop :] -= _product(factor[block, block.stop :], errors)
+        rest = torch.from_numpy(factor[block, block.stop :])
+        with single_torch_thread():
+            left[block.stop :] -= (rest.T @ torch.from_numpy(errors)).numpy()
     return np.ascontiguousarray(codes.T), scales, zeros
 
 
@@ -320,20 +269,3 @@ def _round_block(left: Array, factor: Array, scales: Array, zeros: Array, form: 
         errors[column] = (values - (code - points) * scales) / factor[column, column]
         left[column + 1 :] -= factor[column, column + 1 :, None] * errors[column]
     return codes, errors
-
-
-def _product(factor: Array, errors: Array) -> Array:
-    """factor^T [columns, size] times errors [size, N], by one thread."""
-    with _one_thread():
-        product: Array = (torch.from_numpy(factor).T @ torch.from_numpy(errors)).numpy()
-    return product
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -116,9 +116,12 @@ class QuantizationSettings:
         rounds = options["kv_cache"] or options["quant"] == "a8w8"
         if given["calibrate"] is not None and given["method"] == "rtn" and not rounds:
             raise UsageProblem("`--calibrate` guides the search, which `--method rtn` leaves out", hint="leave out one")
-        bits = tuple(map(_pattern_bits, _texts(given["quant_bits"])))
+        exclude, patterns = (
+            (found,) if isinstance(found := given[name], str) else tuple(found or ())
+            for name in ("quant_exclude", "quant_bits")
+        )
+        bits = tuple(map(_pattern_bits, patterns))
         text = CalibrationText.read(given["calibrate"]).sha256 if given["calibrate"] is not None else ""
-        exclude = _texts(given["quant_exclude"])
         rest = exclude, bits, given["method"] or "search", text, given["static_activations"]
         return cls(options["quant"], given["quant_block"], given["symmetric"], *rest)
 
@@ -133,7 +136,9 @@ class QuantizationSettings:
         form = preset.head if layer is None else preset.layers
         if preset.down and layer is not None and (DOWN.search(parameter) or DOWN.search(name)):
             form = preset.down
-        if preset.mixed and layer is not None and _has_more_bits(layer, layers):
+        eighth = layers // 8
+        more = layer is not None and (layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2)
+        if preset.mixed and more:
             form = INT8 if SENSITIVE.search(parameter) or SENSITIVE.search(name) else form
         for pattern, bits in self.bits:
             if matches(OTHER_BITS, pattern, name):
@@ -196,14 +201,6 @@ def _blocks(preset: Preset, bits: int, form: WeightFormat) -> BlockFormat:
     layers = preset.layers if isinstance(preset.layers, BlockFormat) else BlockFormat()
     size = form.size if isinstance(form, BlockFormat) else INT8.size
     return replace(layers, bits=4, search=True) if bits == BITS[0] else replace(INT8, size=size)
-
-
-def _has_more_bits(layer: int, layers: int) -> bool:
-    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
-
-
-def _texts(value: str | Sequence[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value or ())
 
 
 def _pattern_bits(text: str) -> tuple[str, int]:

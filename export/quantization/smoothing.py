@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from llmconv.export.quantization.block_rounding import ColumnFormat, WeightFormat
 from llmconv.export.quantization.calibration import TextRun, largest_of, require_finite
 from llmconv.export.quantization.quantized_tensor import FLOAT32, stored_factors
-from llmconv.export.quantization.selection import product_layout
+from llmconv.export.quantization.selection import QuantizedWeight, product_layout
 from llmconv.export.traced_graph import MICROSOFT, NodeEditor, TracedGraph, integers
 from llmconv.export.weights import StoredRows, WeightSource, leaves, output_parts
+from llmconv.progress import warn
 from llmconv.tensors import Array, DType, LazyTensor, in_memory
 
 LARGEST = 24  # the largest exponent of a factor, positive or negative
@@ -52,10 +54,22 @@ class Smoothing:
         return {name: in_memory(quotient, FLOAT32), **stored_factors(name, factors)}
 
 
-def measure_smoothing(groups: Sequence[SmoothingGroup], run: TextRun) -> Smoothing:
-    """The factors of all groups; reads their weights once. InputRefused if activations are not finite."""
+def coded(quantized: Mapping[str, QuantizedWeight], form: type[WeightFormat]) -> set[str]:
+    """The names of the weights of a format whose codes are made anew."""
+    return {name for name, weight in quantized.items() if isinstance(weight.form, form) and weight.kept is None}
+
+
+def measure_smoothing(graphs: Graphs, quantized: Mapping[str, QuantizedWeight], run: TextRun) -> Smoothing:
+    """Factors of weights whose activations are rounded with one scale, and of the norms before them.
+
+    Reads their weights once. InputRefused if activations are not finite.
+    """
+    if not (columns := coded(quantized, ColumnFormat)):
+        return Smoothing()
+    if not (groups := smoothing_groups(graphs, columns)):
+        warn("SmoothQuant does not fit this model (no norm can be divided): `--calibrate` has no effect on `a8w8`")
     names = {group: group.matrices[0][0] for group in groups}
-    largest = largest_of(run.reduced(_largest, set(names.values())))
+    largest = largest_of(run.reduced(_largest, set(names.values()))) if names else {}
     measured = [(group, name) for group, name in names.items() if name in largest]
     return Smoothing.of((group, _factors(largest[name], group, run.tensors)) for group, name in measured)
 

@@ -174,7 +174,10 @@ def _flat_input(editor: NodeEditor, value: ir.Value | None, heads: int) -> ir.Va
     unswapped = _before_swap(rotation.inputs[0] if rotation else swapped)
     if unswapped is None:
         return None
-    flat = _side_by_side(editor, unswapped)
+    reshape = producer(unswapped, "Reshape")  # `[batch, sequence, heads, head_dim]` with its last two axes merged
+    flat = reshape.inputs[0] if reshape else None
+    if flat is None or not _width(flat) == _width(unswapped) != 0:
+        flat = editor.one("Reshape", [unswapped, integers(editor.graph, 0, 0, -1)])
     if rotation is None:
         return flat
     return editor.one("RotaryEmbedding", [flat, *rotation.inputs[1:]], {"num_heads": heads})
@@ -184,15 +187,6 @@ def _before_swap(value: ir.Value | None) -> ir.Value | None:
     """The input of a transpose of heads and tokens."""
     node = producer(value, "Transpose")
     return node.inputs[0] if node and list(node.attributes.get_ints("perm")) == SWAP else None
-
-
-def _side_by_side(editor: NodeEditor, value: ir.Value) -> ir.Value:
-    """`[batch, sequence, heads, head_dim]` with its last two axes merged, as a projection returns them."""
-    reshape = producer(value, "Reshape")
-    projected = reshape.inputs[0] if reshape else None
-    if projected is not None and _width(projected) == _width(value) != 0:
-        return projected
-    return editor.one("Reshape", [value, integers(editor.graph, 0, 0, -1)])
 
 
 def _width(value: ir.Value) -> int:
@@ -207,16 +201,14 @@ def _flatten_output(output: ir.Value) -> None:
     for reshape, _ in list(output.uses()):
         for swap, _ in list(reshape.outputs[0].uses()):
             for back, _ in list(swap.outputs[0].uses()):
-                if _before_swap(back.outputs[0]) is not None and _before_swap(swap.outputs[0]) is not None:
-                    _join(output, back.outputs[0])
-
-
-def _join(output: ir.Value, heads: ir.Value) -> None:
-    for last, _ in list(heads.uses()):
-        result = last.outputs[0]
-        if last.op_type == "Reshape" and rank(result) == RANK and _width(result) == _width(heads) != 0:
-            result.replace_all_uses_with(output)
-            output.shape, output.type = result.shape, result.type
+                heads = back.outputs[0]
+                if _before_swap(heads) is None or _before_swap(swap.outputs[0]) is None:
+                    continue
+                for last, _ in list(heads.uses()):
+                    result = last.outputs[0]
+                    if last.op_type == "Reshape" and rank(result) == RANK and _width(result) == _width(heads) != 0:
+                        result.replace_all_uses_with(output)
+                        output.shape, output.type = result.shape, result.type
 
 
 def fuse_linear_layers(traced: TracedGraph) -> None:
@@ -251,36 +243,27 @@ SUM = 3  # index of the sum among the outputs of `SkipSimplifiedLayerNormalizati
 
 
 def fuse_sums_before_norms(traced: TracedGraph) -> None:
+    """Replaces every norm of a sum of whole hidden states by one node, which also returns the sum, in place."""
     graph = traced.model.graph
-    norms = [(node, add) for node in list(graph) if (add := _sum_before(node)) is not None]
-    for norm, add in norms:
-        _fuse(NodeEditor(graph, norm, module_of=norm), norm, add)
-    if norms:
+    norms = [(node, producer(node.inputs[0], "Add")) for node in graph if node.op_type == "RMSNormalization"]
+    found = [(norm, add) for norm, add in norms if add and all(rank(value) == 3 for value in add.inputs)]
+    for norm, add in found:
+        editor, (x, weight) = NodeEditor(graph, norm, module_of=norm), norm.inputs[:2]
+        assert x is not None
+        attributes = {"epsilon": norm.attributes.get_float("epsilon", 0.0)}
+        inputs = [*add.inputs, weight]
+        outputs = editor.add("SkipSimplifiedLayerNormalization", inputs, attributes, SUM + 1, MICROSOFT)
+        replace_value(norm.outputs[0], outputs[0])
+        total = outputs[SUM]
+        total.shape, total.type = x.shape, x.type
+        x.replace_all_uses_with(total)
+        fused = outputs[0].producer()
+        assert fused is not None
+        for index, value in enumerate(inputs[:2]):
+            fused.replace_input_with(index, value)
+    if found:
         traced.model.opset_imports[MICROSOFT] = 1
         remove_unused(traced.model)
-
-
-def _sum_before(norm: ir.Node) -> ir.Node | None:
-    """The sum in front of a norm of whole hidden states."""
-    node = producer(norm.inputs[0], "Add") if norm.op_type == "RMSNormalization" else None
-    return node if node and all(rank(value) == 3 for value in node.inputs) else None
-
-
-def _fuse(editor: NodeEditor, norm: ir.Node, add: ir.Node) -> None:
-    """One node instead of the norm and of the sum, which later layers also read."""
-    x, weight = norm.inputs[:2]
-    assert x is not None
-    attributes = {"epsilon": norm.attributes.get_float("epsilon", 0.0)}
-    inputs = [*add.inputs, weight]
-    outputs = editor.add("SkipSimplifiedLayerNormalization", inputs, attributes, SUM + 1, MICROSOFT)
-    replace_value(norm.outputs[0], outputs[0])
-    total = outputs[SUM]
-    total.shape, total.type = x.shape, x.type
-    x.replace_all_uses_with(total)
-    fused = outputs[0].producer()
-    assert fused is not None
-    for index, value in enumerate(inputs[:2]):
-        fused.replace_input_with(index, value)
 
 
 TOTAL, TABLES, BIAS = 6, 7, 10

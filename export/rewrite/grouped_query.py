@@ -38,7 +38,11 @@ SWAP_HEADS = [0, 2, 1, 3]  # exchanges the axes of heads and tokens, in both dir
 def use_grouped_query_attention(traced: TracedGraph) -> None:
     """Rewrites every attention node that reads its own layer's shared buffer, in place."""
     graph = traced.model.graph
-    found = [(node, *updates) for node in graph if (updates := _updates(node)) is not None]
+    found = []
+    for node in (node for node in graph if node.op_type == "Attention"):
+        keys, values = _update(node.inputs[1]), _update(node.inputs[2])
+        if keys and values and keys.sizes == values.sizes and keys.sizes[1] % HEAD_MULTIPLE == 0:
+            found.append((node, keys, values))
     if found:
         lengths = _lengths(graph)
         for attention, keys, values in found:
@@ -69,17 +73,8 @@ class _BufferUpdate:
         return self.buffer.shape[1], self.buffer.shape[3]
 
 
-def _updates(attention: ir.Node) -> tuple[_BufferUpdate, _BufferUpdate] | None:
-    """The buffer updates of the keys and values of an attention node; None if the operator does not apply."""
-    if attention.op_type != "Attention":
-        return None
-    keys, values = _update(attention.inputs[1]), _update(attention.inputs[2])
-    if keys is None or values is None or keys.sizes != values.sizes:
-        return None
-    return (keys, values) if keys.sizes[1] % HEAD_MULTIPLE == 0 else None
-
-
 def _update(read: ir.Value | None) -> _BufferUpdate | None:
+    """The update of the buffer that attention reads; None if it reads something else."""
     cut = producer(read, "Slice")
     written = cut.inputs[0] if cut else None
     scatter = producer(written, "TensorScatter")

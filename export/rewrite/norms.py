@@ -36,7 +36,11 @@ def fuse_norms(traced: TracedGraph) -> None:
         norms = [norm for node in list(graph) if (norm := find(node)) is not None]
         for norm in norms:
             editor = NodeEditor(graph, norm.last, module_of=norm.last)
-            weight = _ones(graph, norm.x) if norm.weight is None else norm.weight
+            weight = norm.weight
+            if weight is None:
+                assert norm.x.dtype is not None
+                ones = np.ones(_width(norm.x) or 0, norm.x.dtype.numpy())
+                weight = constant(graph, f"{norm.x.dtype.name.lower()}_ones_{len(ones)}", ones)
             result = editor.one("RMSNormalization", [norm.x, weight], {"epsilon": norm.epsilon})
             replace_value(norm.last.outputs[0], result)
         remove_unused(traced.model)
@@ -59,7 +63,9 @@ def _weighted(last: ir.Node) -> _RmsNorm | None:
     for at, factor in enumerate(last.inputs):
         weight = last.inputs[1 - at]
         found = _normalized(factor)
-        if found is not None and weight is not None and _fits(weight, found.x):
+        if found is None or weight is None or rank(weight) != 1 or weight.dtype != found.x.dtype:
+            continue
+        if _width(weight) == _width(found.x) is not None:  # one factor per element of the last axis
             return _RmsNorm(last, found.x, found.epsilon, weight)
     return None
 
@@ -90,7 +96,11 @@ def _normalized(value: ir.Value | None) -> _RmsNorm | None:
 
 def _epsilon(x: ir.Value | None, factor: ir.Value | None) -> float | None:
     """The epsilon of `factor`, the reciprocal root of the mean square of `x`; None if it is something else."""
-    total = producer(_squared_reciprocal(factor), "Add")
+    power, reciprocal = producer(factor, "Pow"), producer(factor, "Reciprocal")  # `t ** -0.5`, or 1 / its root
+    root = producer(reciprocal.inputs[0], "Sqrt") if reciprocal else None
+    if power is not None:
+        root = power if number_of(power.inputs[1]) == -0.5 else None
+    total = producer(root.inputs[0], "Add") if root else None
     mean = producer(total.inputs[0], "ReduceMean") if total else None
     if total is None or mean is None or not _is_over_last_axis(mean, x):
         return None
@@ -102,25 +112,10 @@ def _epsilon(x: ir.Value | None, factor: ir.Value | None) -> float | None:
     return number_of(total.inputs[1]) if is_square else None
 
 
-def _squared_reciprocal(factor: ir.Value | None) -> ir.Value | None:
-    """t, if `factor` is `Reciprocal(Sqrt(t))` or `t ** -0.5`."""
-    power = producer(factor, "Pow")
-    if power is not None:
-        return power.inputs[0] if number_of(power.inputs[1]) == -0.5 else None
-    reciprocal = producer(factor, "Reciprocal")
-    root = producer(reciprocal.inputs[0], "Sqrt") if reciprocal else None
-    return root.inputs[0] if root else None
-
-
 def _is_over_last_axis(mean: ir.Node, x: ir.Value | None) -> bool:
     """Whether a `ReduceMean` keeps its axis, the last one of `x`."""
     axis = number_of(mean.inputs[1]) if len(mean.inputs) > 1 else None
     return x is not None and mean.attributes.get_int("keepdims", 1) == 1 and axis in (-1, rank(x) - 1)
-
-
-def _fits(weight: ir.Value, x: ir.Value) -> bool:
-    """Whether a value may be the scale of `x`: one factor per element of the last axis, of the same dtype."""
-    return rank(weight) == 1 and _width(weight) == _width(x) is not None and weight.dtype == x.dtype
 
 
 def _width(value: ir.Value) -> int | None:
@@ -129,16 +124,12 @@ def _width(value: ir.Value) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _ones(graph: ir.Graph, x: ir.Value) -> ir.Value:
-    assert x.dtype is not None
-    width, dtype = _width(x) or 0, x.dtype
-    return constant(graph, f"{dtype.name.lower()}_ones_{width}", np.ones(width, dtype.numpy()))
-
-
 def rewrite_linear_layers(traced: TracedGraph) -> None:
+    """Rewrites every `MatMul(x, Transpose(W))`, in place."""
     rewriter = _LinearRewriter(traced)
     for node in list(traced.model.graph):
-        weight = rewriter.transposed_weight(node)
+        transpose = producer(node.inputs[1], "Transpose") if node.op_type == "MatMul" else None
+        weight = rewriter.weight_of_rank(transpose.inputs[0], 2) if transpose else None
         if weight is not None:
             rewriter.rewrite(node, weight)
     remove_unused(traced.model)
@@ -154,11 +145,6 @@ class _LinearRewriter:
         self._flattened: dict[ir.Value, ir.Value] = {}
         self._shapes: dict[int, ir.Value] = {}
 
-    def transposed_weight(self, node: ir.Node) -> ir.Value | None:
-        """W, if `node` is `MatMul(x, Transpose(W))`."""
-        transpose = producer(node.inputs[1], "Transpose") if node.op_type == "MatMul" else None
-        return self._weight_of_rank(transpose.inputs[0], 2) if transpose else None
-
     def rewrite(self, matmul: ir.Node, weight: ir.Value) -> None:
         """Replaces a MatMul, and the Add of a bias after it, by Reshape, Gemm, Reshape."""
         out_features, in_features = static_shape(weight)
@@ -166,22 +152,19 @@ class _LinearRewriter:
         assert source is not None
         editor = NodeEditor(self._graph, matmul, module_of=matmul)
         is_matrix = rank(source) == 2
-        operands = [source if is_matrix else self._flat(editor, source, in_features), weight]
-        replaced = matmul.outputs[0]
-        add, bias = self._bias(matmul)
-        if add is not None and bias is not None:
-            operands.append(bias)
-            replaced = add.outputs[0]
+        if not is_matrix and source not in self._flattened:  # `[batch_size * sequence_length, features]`
+            self._flattened[source] = editor.one("Reshape", [source, integers(self._graph, -1, in_features)])
+        operands = [source if is_matrix else self._flattened[source], weight]
+        replaced, uses = matmul.outputs[0], list(matmul.outputs[0].uses())
+        if len(uses) == 1 and uses[0].node.op_type == "Add":
+            bias = self.weight_of_rank(uses[0].node.inputs[1 - uses[0].idx], 1)
+            if bias is not None:
+                operands.append(bias)
+                replaced = uses[0].node.outputs[0]
         result = editor.one("Gemm", operands, {"transB": 1})
         if not is_matrix:
             result = editor.one("Reshape", [result, self._full_shape(editor, source, out_features)])
         replace_value(replaced, result)
-
-    def _flat(self, editor: NodeEditor, source: ir.Value, features: int) -> ir.Value:
-        """A value as a matrix `[batch_size * sequence_length, features]`."""
-        if source not in self._flattened:
-            self._flattened[source] = editor.one("Reshape", [source, integers(self._graph, -1, features)])
-        return self._flattened[source]
 
     def _full_shape(self, editor: NodeEditor, source: ir.Value, features: int) -> ir.Value:
         """The product's shape; `[batch_size, sequence_length, features]` is computed once per number of features."""
@@ -199,14 +182,5 @@ class _LinearRewriter:
             self._shapes[features] = shared.one("Concat", [shape, width], {"axis": 0})
         return self._shapes[features]
 
-    def _bias(self, matmul: ir.Node) -> tuple[ir.Node, ir.Value] | tuple[None, None]:
-        """The `Add` of a bias that follows, and the bias."""
-        uses = list(matmul.outputs[0].uses())
-        if len(uses) == 1 and uses[0].node.op_type == "Add":
-            bias = self._weight_of_rank(uses[0].node.inputs[1 - uses[0].idx], 1)
-            if bias is not None:
-                return uses[0].node, bias
-        return None, None
-
-    def _weight_of_rank(self, value: ir.Value | None, rank: int) -> ir.Value | None:
+    def weight_of_rank(self, value: ir.Value | None, rank: int) -> ir.Value | None:
         return value if value in self._weights and len(static_shape(value)) == rank else None

@@ -64,7 +64,11 @@ def choose_tokens(model: ir.Model, choice: TokenChoice) -> None:
         )
     logits.name = "postprocess/logits"
     editor = NodeEditor(graph, scope="postprocess")
-    best, tokens = _most_likely(editor, logits, choice.count)
+    if choice.count is None:
+        best = editor.one("ReduceMax", [logits, integers(graph, -1)], {"keepdims": 0})
+        tokens = editor.one("ArgMax", [logits], {"axis": -1, "keepdims": 0})
+    else:
+        best, tokens = editor.add("TopK", [logits, integers(graph, choice.count)], {"axis": -1}, outputs=2)
     total = editor.one("ReduceLogSumExp", [logits, integers(graph, -1)], {"keepdims": int(choice.count is not None)})
     scores = editor.one("Sub", [best, total])
     if choice.count is not None:
@@ -75,14 +79,6 @@ def choose_tokens(model: ir.Model, choice: TokenChoice) -> None:
     graph.outputs[:] = [tokens, scores, *(value for value in graph.outputs if value is not logits)]
 
 
-def _most_likely(editor: NodeEditor, logits: ir.Value, count: int | None) -> tuple[ir.Value, ir.Value]:
-    if count is None:
-        best = editor.one("ReduceMax", [logits, integers(editor.graph, -1)], {"keepdims": 0})
-        return best, editor.one("ArgMax", [logits], {"axis": -1, "keepdims": 0})
-    best, tokens = editor.add("TopK", [logits, integers(editor.graph, count)], {"axis": -1}, outputs=2)
-    return best, tokens
-
-
 TO_THE_END = (1 << 63) - 1
 IR_VERSIONS = {21: 10, 23: 10, 24: 11}  # opset to the version of the file format that its runtimes read
 
@@ -91,8 +87,13 @@ def to_opset(model: ir.Model, opset: int) -> None:
     """Rewrites a graph for another opset, in place; UnsupportedInput for an operator that cannot be expanded."""
     for nodes in (model.graph, *model.functions.values()):
         for node in list(nodes):
-            if node.domain == "" and not _exists(node.op_type, opset):
-                _expand(node, opset)
+            if node.domain or _exists(node.op_type, opset):
+                continue
+            expand = _EXPANSIONS.get(node.op_type)
+            if expand is None or not isinstance(node.graph, ir.Graph):
+                _refuse(node, f"has no equivalent in opset {opset}")
+            replace_value(node.outputs[0], expand(NodeEditor(node.graph, node, node.name or node.op_type), node))
+            node.graph.remove(node, safe=True)
     model.opset_imports[""] = opset
     model.ir_version = IR_VERSIONS[opset]
     for function in model.functions.values():
@@ -105,14 +106,6 @@ def _exists(op_type: str, opset: int) -> bool:
     except onnx.defs.SchemaError:
         return False
     return True
-
-
-def _expand(node: ir.Node, opset: int) -> None:
-    expand = _EXPANSIONS.get(node.op_type)
-    if expand is None or not isinstance(node.graph, ir.Graph):
-        _refuse(node, f"has no equivalent in opset {opset}")
-    replace_value(node.outputs[0], expand(NodeEditor(node.graph, node, node.name or node.op_type), node))
-    node.graph.remove(node, safe=True)
 
 
 def _attention(edit: NodeEditor, node: ir.Node) -> ir.Value:
@@ -196,39 +189,24 @@ def _rotary_embedding(edit: NodeEditor, node: ir.Node) -> ir.Value:
     rotated, rest = content, None
     if size:
         rotated, rest = _slice(edit, content, 0, size), _slice(edit, content, size, TO_THE_END)
-    halves = _pairs(edit, rotated, bool(node.attributes.get_int("interleaved", 0)))
-    rotated = _rotate(edit, *halves, cosines, sines, bool(node.attributes.get_int("interleaved", 0)), rotated)
-    return rotated if rest is None else edit.one("Concat", [rotated, rest], {"axis": -1})
-
-
-def _pairs(edit: NodeEditor, content: ir.Value, interleaved: bool) -> tuple[ir.Value, ir.Value]:
-    """The two numbers of every pair: adjacent numbers, or the same index in both halves."""
-    if interleaved:
-        return _slice(edit, content, 0, TO_THE_END, 2), _slice(edit, content, 1, TO_THE_END, 2)
-    first, second = edit.add("Split", [content], {"axis": -1, "num_outputs": 2}, outputs=2)
-    return first, second
-
-
-def _rotate(
-    edit: NodeEditor,
-    first: ir.Value,
-    second: ir.Value,
-    cosines: ir.Value,
-    sines: ir.Value,
-    interleaved: bool,
-    like: ir.Value,
-) -> ir.Value:
+    interleaved = node.attributes.get_int("interleaved", 0)
+    if interleaved:  # the two numbers of every pair are adjacent
+        first, second = (_slice(edit, rotated, start, TO_THE_END, 2) for start in (0, 1))
+    else:
+        first, second = edit.add("Split", [rotated], {"axis": -1, "num_outputs": 2}, outputs=2)
 
     def product(left: ir.Value, right: ir.Value) -> ir.Value:
         return edit.one("Mul", [left, right])
 
     real = edit.one("Sub", [product(first, cosines), product(second, sines)])
     imaginary = edit.one("Add", [product(first, sines), product(second, cosines)])
-    if not interleaved:
-        return edit.one("Concat", [real, imaginary], {"axis": -1})
-    last = integers(edit.graph, -1)
-    pairs = edit.one("Concat", [edit.one("Unsqueeze", [part, last]) for part in (real, imaginary)], {"axis": -1})
-    return edit.one("Reshape", [pairs, edit.one("Shape", [like])])
+    if interleaved:
+        last = integers(edit.graph, -1)
+        pairs = edit.one("Concat", [edit.one("Unsqueeze", [part, last]) for part in (real, imaginary)], {"axis": -1})
+        rotated = edit.one("Reshape", [pairs, edit.one("Shape", [rotated])])
+    else:
+        rotated = edit.one("Concat", [real, imaginary], {"axis": -1})
+    return rotated if rest is None else edit.one("Concat", [rotated, rest], {"axis": -1})
 
 
 def _slice(edit: NodeEditor, content: ir.Value, start: int, end: int, step: int = 1) -> ir.Value:

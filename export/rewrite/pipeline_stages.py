@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import onnx
 import onnx_ir as ir
@@ -20,14 +19,6 @@ from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights import WeightSource, leaves
 
 CACHE_LAYER = re.compile(r"(?:past|present|prefix)\w*\.(\d+)\.")
-
-
-@dataclass
-class _Assignment:
-    """The stages of the nodes (`stage`) and values (`made`) that are computed once, by name."""
-
-    stage: dict[str, int] = field(default_factory=dict)
-    made: dict[str, int] = field(default_factory=dict)
 
 
 def split(model: onnx.ModelProto, count: int, layers_name: str, num_layers: int) -> list[onnx.ModelProto]:
@@ -62,10 +53,11 @@ class _Splitter:
         self._ports = {port.name: port for port in model.graph.input}
         self._weights = {tensor.name for tensor in model.graph.initializer if tensor.external_data}
         self._maker = {name: node for node in model.graph.node for name in node.output}
-        self._assigned = self._assign()
-        stage_of = self._assigned.stage.get
+        self._stages: dict[str, int] = {}  # of the nodes that are computed once, by name
+        self._made: dict[str, int] = {}  # of the values that are computed once, by name
+        self._assign()
         stages = range(len(starts))
-        self._roots = [[node for node in model.graph.node if stage_of(node.name) == stage] for stage in stages]
+        self._roots = [[node for node in model.graph.node if self._stages.get(node.name) == at] for at in stages]
         self._carried = self._carry()
         self._types: Mapping[str, onnx.ValueInfoProto] = self._infer()
 
@@ -82,30 +74,28 @@ class _Splitter:
         graph.initializer.extend(tensor for tensor in self._model.graph.initializer if tensor.name in read)
         graph.input.extend(port for name, port in self._ports.items() if name in read)
         graph.input.extend(self._types[name] for name in self._carried if name in read and name not in made)
-        graph.output.extend(port for port in self._model.graph.output if self._assigned.made[port.name] == index)
-        graph.output.extend(self._types[name] for name in self._carried if self._assigned.made[name] == index)
+        graph.output.extend(port for port in self._model.graph.output if self._made[port.name] == index)
+        graph.output.extend(self._types[name] for name in self._carried if self._made[name] == index)
         _rename(graph, self._carried)
         return part
 
-    def _assign(self) -> _Assignment:
-        """Stages of the nodes that are computed once; every stage computes the other nodes that it needs."""
-        assigned = _Assignment()
+    def _assign(self) -> None:
+        """Finds the nodes that are computed once; every stage computes the other nodes that it needs."""
         tokens: dict[str, bool] = {}
         weighs: dict[str, bool] = {}
         for node in self._model.graph.node:
             sources = references(node)
             on_tokens = any(tokens.get(name, name in self._ports) for name in sources)
             on_weights = any(weighs.get(name, name in self._weights) for name in sources)
-            stages = [assigned.made[name] for name in sources if name in assigned.made]
+            stages = [self._made[name] for name in sources if name in self._made]
             for name in node.output:
                 tokens[name], weighs[name] = on_tokens, on_weights
             if stages or (on_tokens and on_weights) or self._holds_cache(node):
                 found = max([*stages, self._stage_of(self._layer_of(node))])
-                assigned.stage[node.name] = found
-                assigned.made.update(dict.fromkeys(node.output, found))
+                self._stages[node.name] = found
+                self._made.update(dict.fromkeys(node.output, found))
         for port in self._model.graph.output:
-            assigned.made.setdefault(port.name, 0)
-        return assigned
+            self._made.setdefault(port.name, 0)
 
     def _layer_of(self, node: onnx.NodeProto) -> int:
         """The layer in the name or an input of a node; 0 if there is none."""
@@ -121,13 +111,9 @@ class _Splitter:
 
     def _holds_cache(self, node: onnx.NodeProto) -> bool:
         """Whether a node reads a past, apart from its length, which any other past of the same shape has too."""
-        return any(
-            name in self._ports and CACHE_LAYER.match(name) and not self._is_length_of(node, name)
-            for name in node.input
-        )
-
-    def _is_length_of(self, node: onnx.NodeProto, name: str) -> bool:
-        return node.op_type == "Shape" and all(self._own(name, index) for index in range(len(self._starts)))
+        pasts = [name for name in node.input if name in self._ports and CACHE_LAYER.match(name)]
+        stages = range(len(self._starts)) if node.op_type == "Shape" else ()
+        return any(not stages or not all(self._own(name, index) for index in stages) for name in pasts)
 
     def _own(self, name: str, stage: int) -> str:
         """The first past input of a stage with the axes of the past input `name`; empty if there is none."""
@@ -140,14 +126,14 @@ class _Splitter:
     def _closure(self, stage: int) -> tuple[list[onnx.NodeProto], set[str]]:
         """The nodes that a stage computes, in order, and the names of the values that they read."""
         wanted = {node.name for node in self._roots[stage]}
-        outputs = {port.name for port in self._model.graph.output if self._assigned.made[port.name] == stage}
+        outputs = {port.name for port in self._model.graph.output if self._made[port.name] == stage}
         waiting = [*self._roots[stage], *(self._maker[name] for name in outputs if name in self._maker)]
         read: set[str] = set(outputs)
         while waiting:
             for name in references(waiting.pop()):
                 read.add(name)
                 maker = self._maker.get(name)
-                if maker is not None and maker.name not in wanted and maker.name not in self._assigned.stage:
+                if maker is not None and maker.name not in wanted and maker.name not in self._stages:
                     wanted.add(maker.name)
                     waiting.append(maker)
         return [node for node in self._model.graph.node if node.name in wanted], read
@@ -157,12 +143,12 @@ class _Splitter:
         crossing: set[str] = set()
         for stage in range(len(self._starts)):
             _, read = self._closure(stage)
-            crossing |= {name for name in read if self._assigned.made.get(name, stage) < stage}
+            crossing |= {name for name in read if self._made.get(name, stage) < stage}
         names: dict[str, str] = {}
         counts: dict[int, int] = {}
         for node in self._model.graph.node:
             for name in (name for name in node.output if name in crossing):
-                border = self._starts[self._assigned.made[name] + 1]
+                border = self._starts[self._made[name] + 1]
                 number = counts[border] = counts.get(border, -1) + 1
                 names[name] = f"hidden_states.{border}" + (f".{number}" if number else "")
         return names
@@ -184,18 +170,13 @@ class _Splitter:
         name = node.input[0]
         if CACHE_LAYER.match(name):
             copy.input[0] = self._own(name, stage) or name
-        elif name == "input_ids" and stage:
-            self._read_tokens_shape(copy, stage)
+        elif name == "input_ids" and stage:  # `[batch_size, sequence_length]` of the only hidden state that comes in
+            incoming = [name for name in self._carried if self._made[name] == stage - 1]
+            if len(incoming) == 1 and len(self._types[incoming[0]].type.tensor_type.shape.dim) == 3:
+                copy.input[0] = incoming[0]
+                if not any(attribute.name == "end" for attribute in copy.attribute):
+                    copy.attribute.append(onnx.helper.make_attribute("end", 2))
         return copy
-
-    def _read_tokens_shape(self, node: onnx.NodeProto, stage: int) -> None:
-        """Makes a node read `[batch_size, sequence_length]` from the only hidden state that comes in."""
-        incoming = [name for name in self._carried if self._assigned.made[name] == stage - 1]
-        if len(incoming) != 1 or len(self._types[incoming[0]].type.tensor_type.shape.dim) != 3:
-            return
-        node.input[0] = incoming[0]
-        if not any(attribute.name == "end" for attribute in node.attribute):
-            node.attribute.append(onnx.helper.make_attribute("end", 2))
 
 
 def references(node: onnx.NodeProto) -> list[str]:

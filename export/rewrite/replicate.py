@@ -52,12 +52,20 @@ def replicate(traced: TracedGraph, num_layers: int, period: int) -> None:
     layer_of = _layers_of_nodes(traced)
     start = traced.num_layers - 2 * period
     periods = _match(traced, layer_of, start, period)
-    _require_clean_epilogue(layer_of, periods)
+    last = set(periods.counterpart.values())
+    for node, layer in layer_of.items():  # the clones could not replace other layers than the last
+        for value in node.inputs if layer == EPILOGUE else ():
+            source = producer(value)
+            if source is not None and value not in last and layer_of[source] not in (PROLOGUE, EPILOGUE):
+                raise NotIsomorphic(f"`{node.name}` reads a layer before the last")
     latest = {value: value for value in periods.counterpart.values()}
     for first_layer in range(traced.num_layers, num_layers, period):
         latest = _clone(traced, periods, latest, first_layer - start - period)
         _number_unused(traced, period, first_layer - start - period)
-    _rewire_epilogue(layer_of, latest)
+    for node, layer in layer_of.items():
+        for index, value in enumerate(node.inputs) if layer == EPILOGUE else ():
+            if value in latest:
+                node.replace_input_with(index, latest[value])
     graph = traced.model.graph  # the cache last, layers in order, key before value, states after both
     for ports in (graph.inputs, graph.outputs):
         ports[:] = sorted(ports, key=lambda port: cache_order(port.name or ""))
@@ -131,22 +139,13 @@ def shift(name: str, layers_name: str, by: int) -> str | None:
     return None
 
 
-def _require_clean_epilogue(layer_of: dict[ir.Node, int], periods: _Periods) -> None:
-    """Refuses an epilogue that reads other layers than the last, which the clones could not replace."""
-    last = set(periods.counterpart.values())
-    for node, layer in layer_of.items():
-        for value in node.inputs if layer == EPILOGUE else ():
-            source = producer(value)
-            if source is not None and value not in last and layer_of[source] not in (PROLOGUE, EPILOGUE):
-                raise NotIsomorphic(f"`{node.name}` reads a layer before the last")
-
-
 def _clone(
     traced: TracedGraph, periods: _Periods, latest: dict[ir.Value, ir.Value], by: int
 ) -> dict[ir.Value, ir.Value]:
     """Appends one more period, `by` layers after B; returns its value of each value in B."""
     graph, layers_name = traced.model.graph, traced.layers_name
     copies: dict[ir.Value, ir.Value] = {}
+    numbers = re.compile(rf"(?<={re.escape(layers_name)}\.)\d+")
 
     def cloned(a: ir.Value | None, b: ir.Value | None) -> ir.Value | None:
         if b is None or a is b or b in copies:
@@ -161,7 +160,7 @@ def _clone(
         attributes = list(right.attributes.values())
         node = ir.Node(right.domain, right.op_type, inputs, attributes, num_outputs=len(right.outputs))
         for key, text in right.metadata_props.items():
-            node.metadata_props[key] = _shift_scopes(text, layers_name, by)
+            node.metadata_props[key] = numbers.sub(lambda found: str(int(found[0]) + by), text)
         graph.append(node)
         for old, new in zip(right.outputs, node.outputs, strict=True):
             new.shape, new.type = old.shape, old.type
@@ -185,10 +184,6 @@ def _numbered_input(traced: TracedGraph, like: ir.Value, name: str) -> ir.Value:
     return value
 
 
-def _shift_scopes(text: str, layers_name: str, by: int) -> str:
-    return re.sub(rf"({re.escape(layers_name)}\.)(\d+)", lambda match: f"{match[1]}{int(match[2]) + by}", text)
-
-
 def _number_unused(traced: TracedGraph, period: int, by: int) -> None:
     """Adds the parameters of one more period that no node reads, like those of the last traced period."""
     last = range(traced.num_layers - period, traced.num_layers)
@@ -197,22 +192,18 @@ def _number_unused(traced: TracedGraph, period: int, by: int) -> None:
             traced.unused[shift(name, traced.layers_name, by) or name] = shape
 
 
-def _rewire_epilogue(layer_of: dict[ir.Node, int], latest: dict[ir.Value, ir.Value]) -> None:
-    for node, layer in layer_of.items():
-        if layer == EPILOGUE:
-            for index, value in enumerate(node.inputs):
-                if value in latest:
-                    node.replace_input_with(index, latest[value])
-
-
 def name_everything(model: ir.Model) -> None:
     """Names nodes, inner values and constants in graph order, and removes all metadata, in place."""
-    graph = model.graph
-    counts: Counter[str] = Counter()
+    graph, counts = model.graph, Counter[str]()
     outputs = set(graph.outputs)
+
+    def unique(name: str) -> str:
+        counts[name] += 1
+        return name if counts[name] == 1 else f"{name}_{counts[name]}"
+
     for node in graph:
         scope = next(reversed([name for name in scopes(node) if name and not name.startswith("_")]), "graph")
-        node.name = _unique(f"{scope}/{node.op_type}", counts)
+        node.name = unique(f"{scope}/{node.op_type}")
         for index, value in enumerate(node.outputs):
             if value not in outputs:
                 value.name = f"{node.name}:{index}"
@@ -221,18 +212,9 @@ def name_everything(model: ir.Model) -> None:
         node.doc_string = None
     for name, value in list(graph.initializers.items()):
         graph.initializers.pop(name)
-        value.name = _unique("constant", counts)
+        value.name = unique("constant")
         graph.initializers[value.name] = value
-    _describe(model)
-
-
-def _unique(name: str, counts: Counter[str]) -> str:
-    counts[name] += 1
-    return name if counts[name] == 1 else f"{name}_{counts[name]}"
-
-
-def _describe(model: ir.Model) -> None:
     model.producer_name, model.producer_version, model.domain, model.doc_string = "llmconv", None, None, None
     model.metadata_props.clear()
-    model.graph.metadata_props.clear()
-    model.graph.name, model.graph.doc_string = "decoder", None
+    graph.metadata_props.clear()
+    graph.name, graph.doc_string = "decoder", None

@@ -42,14 +42,20 @@ def typed_nodes(model: onnx.ModelProto) -> Iterator[TypedNode]:
 
 
 def _nodes(graph: onnx.GraphProto, opsets: dict[str, int], outer: dict[str, str]) -> Iterator[TypedNode]:
-    types = outer | _declared(graph)
+    values = [*graph.input, *graph.output, *graph.value_info]
+    declared = {value.name: value.type.tensor_type.elem_type for value in values}
+    declared |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    types = outer | {name: element_type(code) for name, code in declared.items() if code}
     for node in graph.node:
         signature = find_signature(node.domain, node.op_type, opsets.get(node.domain, 1))
-        bound = _bound(node, signature, types)
+        bound: dict[str, set[str]] = {}
+        for name, formal in paired(node.input, signature.inputs):
+            for key in (formal.constraint, formal.name) if name and name in types else ():
+                bound.setdefault(key, set()).add(types[name])
         for name, found in zip(node.output, _outputs(node, signature, bound), strict=False):
             if found and types.get(name) is None:
                 types[name] = found
-        for name, formal in signature.outputs_of(node.output):
+        for name, formal in paired(node.output, signature.outputs):
             bound.setdefault(formal.constraint, set()).update({types[name]} if name in types else ())
         inputs = tuple(types[name] for name in node.input if name in types)
         operator = f"{node.domain}:{node.op_type}".removeprefix(":")
@@ -59,46 +65,19 @@ def _nodes(graph: onnx.GraphProto, opsets: dict[str, int], outer: dict[str, str]
                 yield from _nodes(inner, opsets, types)
 
 
-def _declared(graph: onnx.GraphProto) -> dict[str, str]:
-    values = [*graph.input, *graph.output, *graph.value_info]
-    found = {value.name: value.type.tensor_type.elem_type for value in values}
-    found |= {tensor.name: tensor.data_type for tensor in graph.initializer}
-    return {name: element_type(code) for name, code in found.items() if code}
-
-
-def _bound(node: onnx.NodeProto, signature: Signature, types: dict[str, str]) -> dict[str, set[str]]:
-    bound: dict[str, set[str]] = {}
-    for name, formal in signature.inputs_of(node.input):
-        for key in (formal.constraint, formal.name):
-            if name in types:
-                bound.setdefault(key, set()).add(types[name])
-    return bound
-
-
 def _outputs(node: onnx.NodeProto, signature: Signature, bound: dict[str, set[str]]) -> list[str]:
     """Element types of the outputs; empty where the constraint leaves them open."""
-    stated = _stated(node)
-    found = []
-    for _, formal in signature.outputs_of(node.output):
-        same = bound.get(formal.constraint, set())
-        found.append(_fixed(formal.constraint) or stated or (next(iter(same)) if len(same) == 1 else ""))
-    return found
-
-
-def _fixed(constraint: str) -> str:
-    """The element type of a constraint such as `tensor(int64)`; empty for a variable such as `T`."""
-    name = constraint.removeprefix("tensor(").removesuffix(")")
-    return "" if name == constraint else "float32" if name == "float" else name
-
-
-def _stated(node: onnx.NodeProto) -> str:
-    """The element type that an attribute states: `to` of `Cast`, `value` of `Constant` and `ConstantOfShape`."""
     attributes: dict[str, Any] = {attribute.name: attribute for attribute in node.attribute}
-    if node.op_type == "Cast":
-        return element_type(attributes["to"].i)
+    stated = element_type(attributes["to"].i) if node.op_type == "Cast" else ""
     if node.op_type in ("Constant", "ConstantOfShape") and "value" in attributes:
-        return element_type(attributes["value"].t.data_type)
-    return ""
+        stated = element_type(attributes["value"].t.data_type)
+    found = []
+    for _, formal in paired(node.output, signature.outputs):
+        same = bound.get(formal.constraint, set())
+        name = formal.constraint.removeprefix("tensor(").removesuffix(")")
+        fixed = "" if name == formal.constraint else "float32" if name == "float" else name  # no variable such as `T`
+        found.append(fixed or stated or (next(iter(same)) if len(same) == 1 else ""))
+    return found
 
 
 @cache
@@ -123,21 +102,11 @@ class Signature:
     inputs: tuple[Parameter, ...] = ()
     outputs: tuple[Parameter, ...] = ()
 
-    def inputs_of(self, names: Iterable[str]) -> Iterator[tuple[str, Parameter]]:
-        """The inputs of a node with their parameters, left out ones skipped."""
-        return _paired(names, self.inputs)
 
-    def outputs_of(self, names: Iterable[str]) -> Iterator[tuple[str, Parameter]]:
-        """The outputs of a node with their parameters; left out ones stay, with an empty name."""
-        return _paired(names, self.outputs, skip=False)
-
-
-def _paired(
-    names: Iterable[str], parameters: tuple[Parameter, ...], skip: bool = True
-) -> Iterator[tuple[str, Parameter]]:
+def paired(names: Iterable[str], parameters: tuple[Parameter, ...]) -> Iterator[tuple[str, Parameter]]:
+    """The inputs or outputs of a node with their parameters; those left out have an empty name."""
     for index, name in enumerate(names if parameters else ()):
-        if name or not skip:
-            yield name, parameters[min(index, len(parameters) - 1)]
+        yield name, parameters[min(index, len(parameters) - 1)]
 
 
 @cache
@@ -155,9 +124,8 @@ def find_signature(domain: str, op_type: str, opset: int) -> Signature:
 @cache
 def _own() -> dict[str, tuple[list[str], list[str]]]:
     """Signatures of onnxruntime's own operators."""
-    found: dict[str, tuple[list[str], list[str]]] = json.loads((files(__package__) / "signatures.json").read_text())[
-        "kernels"
-    ]
+    text = (files(__package__) / "signatures.json").read_text()
+    found: dict[str, tuple[list[str], list[str]]] = json.loads(text)["kernels"]
     return found
 
 
@@ -206,10 +174,7 @@ def fallbacks(model: onnx.ModelProto, target: str) -> list[Fallback]:
 def has_kernel(node: TypedNode, target: str) -> bool:
     rows = kernel_table(target)["kernels"].get(node.operator, [])
     return node.operator == "Constant" or any(
-        (node.version == begin or (end is not None and begin <= node.version <= end)) and _fits(node.bound, types)
+        (node.version == begin or (end is not None and begin <= node.version <= end))
+        and all(node.bound.get(name, set()) <= set(allowed.split()) for name, allowed in types.items())
         for begin, end, types in rows  # an open range promises nothing about later versions (`KernelRegistry`)
     )
-
-
-def _fits(bound: Mapping[str, set[str]], types: Mapping[str, str]) -> bool:
-    return all(bound.get(name, set()) <= set(allowed.split()) for name, allowed in types.items())

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -180,15 +180,19 @@ def build(config: Any, dtype: torch.dtype = torch.float32, task: str = "") -> Pr
     """
     with fake_parameters() as mode:
         model = _initialized(config, dtype, task)
-        if dtype != torch.float32:
-            _take_buffers(model, _initialized(config, torch.float32, task))
+        if dtype != torch.float32:  # some classes compute tables in the default dtype: those of float32 are rounded
+            computed = dict(_initialized(config, torch.float32, task).named_buffers())
+            for name, buffer in model.named_buffers():
+                if buffer.is_floating_point() and not isinstance(buffer, FakeTensor) and name in computed:
+                    buffer.data = computed[name].to(buffer.dtype)
     code = model.model if isinstance(model, TextWithHead) else model
     if code._can_set_experts_implementation():
         code.set_experts_implementation(EXPERTS)
-    for module, name in stored_buffers(model):
-        with mode:
-            module._buffers[name] = torch.empty_like(module.get_buffer(name))
-    _keep_in_float32(model, dtype)
+    fake_buffers(model, mode)
+    if pattern := kept_in_float32(model, dtype):  # which `from_pretrained` loads in float32
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if pattern.search(name) and isinstance(tensor, FakeTensor):
+                tensor.data = tensor.data.to(torch.float32)
     frequencies_from_positions(model)
     return model.eval()
 
@@ -199,14 +203,6 @@ def _initialized(config: Any, dtype: torch.dtype, task: str) -> PreTrainedModel:
     make = TextWithHead._from_config if is_alone else auto.from_config
     made: PreTrainedModel = make(config, attn_implementation="eager", dtype=dtype)
     return made
-
-
-def _take_buffers(model: PreTrainedModel, exact: PreTrainedModel) -> None:
-    """Rounds computed buffers from those of the float32 model: some classes compute tables in the default dtype."""
-    computed = dict(exact.named_buffers())
-    for name, buffer in model.named_buffers():
-        if buffer.is_floating_point() and not isinstance(buffer, FakeTensor) and name in computed:
-            buffer.data = computed[name].to(buffer.dtype)
 
 
 @contextmanager
@@ -221,12 +217,11 @@ def unchanged_buffers(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
             model.get_submodule(owner)._buffers[own] = buffer
 
 
-def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Widens the parameters and buffers that `from_pretrained` loads in float32 in a model of another dtype."""
-    pattern = kept_in_float32(model, dtype)
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()] if pattern else ():
-        if pattern and pattern.search(name) and isinstance(tensor, FakeTensor):
-            tensor.data = tensor.data.to(torch.float32)
+def fake_buffers(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Makes the buffers that a checkpoint stores fake, in place."""
+    for module, name in list(stored_buffers(model)):
+        with mode:
+            module._buffers[name] = torch.empty_like(module.get_buffer(name))
 
 
 def stored_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -279,16 +274,12 @@ def _linear(module: Any, name: str, rows: Tensor, experts: Tensor, counts: Tenso
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, sorted_experts)
 
 
-ORIGINAL = "original_max_position_embeddings"
-
-
 def frequencies_from_positions(model: nn.Module) -> None:
     """Replaces the forward of every rotary module with such frequencies by one without side effects, in place."""
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         by_layer: dict[str | None, Any] = kinds if isinstance(kinds, dict) else {None: kinds}
         if any(_depends_on_length(kind) for kind in by_layer.values()):
-            _register_long_frequencies(module, by_layer)
             module.forward = _RotaryForward(module, by_layer)
 
 
@@ -296,51 +287,40 @@ def _depends_on_length(kind: Any) -> bool:
     return isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind)
 
 
-def _register_long_frequencies(module: Any, by_layer: dict[str | None, Any]) -> None:
-    for layer_type, kind in by_layer.items():
-        if kind == "longrope":
-            length = _parameters(module, layer_type)[ORIGINAL] + 1
-            long, _ = ROPE_INIT_FUNCTIONS[kind](module.config, None, seq_len=length, **_given(layer_type))
-            module.register_buffer(f"{_prefix(layer_type)}long_inv_freq", long, persistent=False)
-
-
-def _parameters(module: Any, layer_type: str | None) -> Any:
-    parameters = module.config.rope_parameters
-    return parameters if layer_type is None else parameters[layer_type]
-
-
-def _prefix(layer_type: str | None) -> str:
-    return "" if layer_type is None else f"{layer_type}_"
-
-
-def _given(layer_type: str | None) -> dict[str, str]:
-    return {} if layer_type is None else {"layer_type": layer_type}
-
-
 class _RotaryForward:
-    """The forward of a rotary module without its decorators."""
+    """The forward of a rotary module without its decorators; `by_layer` are kinds of frequencies by type of layer."""
 
     def __init__(self, module: Any, by_layer: dict[str | None, Any]) -> None:
         self._module, self._by_layer = module, by_layer
         self._inner = inspect.unwrap(type(module).forward)
+        for layer_type, kind in by_layer.items():
+            if kind == "longrope":
+                prefix = "" if layer_type is None else f"{layer_type}_"
+                long = self._computed(layer_type, self._original(layer_type) + 1)
+                module.register_buffer(f"{prefix}long_inv_freq", long, persistent=False)
+
+    def _original(self, layer_type: str | None) -> Any:
+        parameters = self._module.config.rope_parameters
+        return (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
+
+    def _computed(self, layer_type: str | None, length: Any) -> Tensor:
+        given = {} if layer_type is None else {"layer_type": layer_type}
+        found: Tensor
+        found, _ = ROPE_INIT_FUNCTIONS[self._by_layer[layer_type]](self._module.config, None, seq_len=length, **given)
+        return found
 
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-        kind, name = self._by_layer[layer_type], f"{_prefix(layer_type)}inv_freq"
-        module = self._module
+        module, kind = self._module, self._by_layer[layer_type]
+        given, prefix = ({}, "") if layer_type is None else ({"layer_type": layer_type}, f"{layer_type}_")
         if _depends_on_length(kind):
-            module = _ModuleView(self._module, name, self._frequencies(kind, position_ids, layer_type))
-        return self._inner(module, x, position_ids, **_given(layer_type))
-
-    def _frequencies(self, kind: str, position_ids: Tensor, layer_type: str | None) -> Tensor:
-        module, prefix = self._module, _prefix(layer_type)
-        length = position_ids.max() + 1
-        short = getattr(module, f"{prefix}original_inv_freq")
-        if kind == "longrope":
-            original, long = _parameters(module, layer_type)[ORIGINAL], getattr(module, f"{prefix}long_inv_freq")
-        else:
-            original = module.original_max_seq_len
-            long, _ = ROPE_INIT_FUNCTIONS[kind](module.config, None, seq_len=length, **_given(layer_type))
-        return torch.where(length > original, long, short)
+            length = position_ids.max() + 1
+            short = getattr(module, f"{prefix}original_inv_freq")
+            if kind == "longrope":
+                original, long = self._original(layer_type), getattr(module, f"{prefix}long_inv_freq")
+            else:
+                original, long = module.original_max_seq_len, self._computed(layer_type, length)
+            module = _ModuleView(module, f"{prefix}inv_freq", torch.where(length > original, long, short))
+        return self._inner(module, x, position_ids, **given)
 
 
 class _ModuleView:
@@ -415,7 +395,11 @@ def conversions_of(model: PreTrainedModel) -> list[Any]:
 
 def layer_kinds(model: PreTrainedModel) -> list[str]:
     """A string for every layer, equal for layers that are alike except for numbers such as scales."""
-    return [_kind(layer) for layer in model.get_submodule(layers_name(model)).children()]
+    kinds = []
+    for layer in model.get_submodule(layers_name(model)).children():
+        parts = [(name, type(part).__name__) for name, part in layer.named_modules()]
+        kinds.append(repr((parts, [(name, tuple(one.shape)) for name, one in layer.named_parameters()])))
+    return kinds
 
 
 def first_alike(kinds: Sequence[str], period: int) -> int:
@@ -442,8 +426,3 @@ def layers_name(model: PreTrainedModel) -> str:
     named: Iterable[tuple[str, nn.Module]] = model.named_modules()
     lists = [(name, part) for name, part in named if isinstance(part, nn.ModuleList) and part in parts]
     return min((name for name, part in lists if len(part) == num_layers), key=len)
-
-
-def _kind(layer: nn.Module) -> str:
-    parts = [(name, type(part).__name__) for name, part in layer.named_modules()]
-    return repr((parts, [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]))

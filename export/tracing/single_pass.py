@@ -46,7 +46,8 @@ class SinglePass(nn.Module):
         if isinstance(spec.head, SentenceHead):
             for layer in spec.head.layers:
                 if isinstance(layer, Dense):
-                    model.add_module(layer.path, _dense(layer, model))
+                    with next(model.parameters()).fake_mode:
+                        model.add_module(layer.path, _DenseModule(layer, model.dtype).eval())
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None) -> tuple[Tensor, ...]:
         """The outputs named in `RESULTS` for inputs int64 `[batch, sequence]`.
@@ -58,15 +59,16 @@ class SinglePass(nn.Module):
             position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
         if position_ids is not None:
             given["position_ids"] = position_ids
+        head = self._spec.head
         if self._spec.task == EMBED:
             hidden = self.model.base_model(**given).last_hidden_state
-            head = self._spec.head
-            return (
-                (hidden, self._embedding(hidden, attention_mask, head)) if isinstance(head, SentenceHead) else (hidden,)
-            )
+            pooled = [self._embedding(hidden, attention_mask, head)] if isinstance(head, SentenceHead) else []
+            return (hidden, *pooled)
         logits = self.model(**given).logits.to(getattr(torch, self._spec.logits))
-        if isinstance(self._spec.head, TokenScore):
-            return (_score(pick(logits, last_index(attention_mask)), self._spec.head),)
+        if isinstance(head, TokenScore):  # the log-odds of the two tokens, `[batch]` of `[batch, vocab]`
+            last = pick(logits, last_index(attention_mask))
+            score = last[:, head.true_token]
+            return (score if head.false_token is None else score - last[:, head.false_token],)
         return (logits,)
 
     def _cache(self, input_ids: Tensor) -> dict[str, Any]:
@@ -110,12 +112,6 @@ class _DenseModule(nn.Module):
         return result
 
 
-def _dense(layer: Dense, model: PreTrainedModel) -> nn.Module:
-    mode: Any = next(model.parameters()).fake_mode
-    with mode:
-        return _DenseModule(layer, model.dtype).eval()
-
-
 def last_index(mask: Tensor) -> Tensor:
     """Index of the last real token of each row, int64 `[batch]`, with padding on either side."""
     return (mask * torch.arange(mask.shape[1])).amax(dim=1)
@@ -145,24 +141,14 @@ def _weighted(hidden: Tensor, mask: Tensor) -> Tensor:
     return _mean(hidden, mask * numbers)
 
 
-def _max(hidden: Tensor, mask: Tensor) -> Tensor:
-    return hidden.masked_fill(mask[:, :, None] == 0, float("-inf")).amax(dim=1)
-
-
 POOLING: dict[str, Any] = {  # `[batch, hidden]` of `[batch, sequence, hidden]` and the mask, by mode
     "cls": lambda hidden, mask: pick(hidden, first_index(mask)),
-    "max": _max,
+    "max": lambda hidden, mask: hidden.masked_fill(mask[:, :, None] == 0, float("-inf")).amax(dim=1),
     "mean": lambda hidden, mask: _mean(hidden, mask),
     "mean_sqrt_len_tokens": lambda hidden, mask: _mean(hidden, mask, 0.5),
     "weightedmean": _weighted,
     "lasttoken": lambda hidden, mask: pick(hidden, last_index(mask)),
 }
-
-
-def _score(logits: Tensor, head: TokenScore) -> Tensor:
-    """`[batch]` of `[batch, vocab]`: the log-odds of the two tokens."""
-    score = logits[:, head.true_token]
-    return score if head.false_token is None else score - logits[:, head.false_token]
 
 
 def result_ports(spec: GraphSpec, model: ir.Model) -> tuple[Port, ...]:

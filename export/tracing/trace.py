@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim
 from torch.utils import _pytree
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, sliding_window_overlay
 from transformers.utils import logging as transformers_logging
 
-from llmconv.errors import UnsupportedInput
-from llmconv.export.caches.traced_layers import TracedCache, define_functions
+from llmconv.errors import LlmconvError, UnsupportedInput, first_line
+from llmconv.export.caches.kind import STATE_TYPES
+from llmconv.export.caches.traced_layers import PastLayer, TracedCache, define_functions
 from llmconv.export.graph_spec import FLOAT32, GROWING, NO_CACHE, GraphSpec
 from llmconv.export.input_map import InputMap, Port, decoder_config
 from llmconv.export.library_patches import TRANSLATIONS as LIBRARY
@@ -44,15 +47,27 @@ from llmconv.export.library_patches import (
 )
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.attention import ATTENTION, buffer_cache
-from llmconv.export.tracing.extra_tensors import ExtraTensors, extras_of, ports_of, require_declared, require_fit
 from llmconv.export.tracing.fake_model import build, conversions_of, depth, layers_name, unchanged_buffers
 from llmconv.export.tracing.single_pass import SinglePass, result_ports
-from llmconv.runtime.extra_inputs import BATCH, FULL, MAX_LENGTH, PAST, SEQUENCE, SLIDING, TOTAL, ExtraInput, is_state
+from llmconv.runtime.extra_inputs import (
+    BATCH,
+    DOCUMENT,
+    FULL,
+    MAX_LENGTH,
+    PAST,
+    SEQUENCE,
+    SLIDING,
+    TOTAL,
+    ExtraInput,
+    is_past,
+    is_state,
+    require_parameters,
+)
 from llmconv.runtime.library_patches import cache_parameter, masks_new_tokens
 from llmconv.runtime.onnxruntime.graph import is_token_input
 from llmconv.runtime.onnxruntime.session_settings import EXACT
 from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS, WRITE_INDICES
-from llmconv.tensors import BY_NAME, Array
+from llmconv.tensors import BY_NAME
 
 OTHER_MODALITIES = r"(^|\.)(vision|visual|image|audio|speech|multi_modal|multimodal|mm_|vq)"
 """Names of image and audio modules in a checkpoint that contains more than a text model."""
@@ -70,7 +85,7 @@ class CacheAsTensors(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self._past, self._spec = model, past, spec
-        self._extras = ExtraTensors(extras or {}, spec.fixed_inputs)
+        self._extras = extras or {}
         self._both_ways = next((extra for extra in (extras or {}).values() if extra.both_ways), None)
         self._cache_name, self._masks_new = cache_parameter(model.forward), masks_new_tokens(model)
 
@@ -94,7 +109,7 @@ class CacheAsTensors(nn.Module):
             past: tensors of the cache.
         """
         cache = self._cache(past, input_ids, attention_mask, write_indices)
-        others = self._extras.named(extras, input_ids, attention_mask)
+        others = self._named(extras, input_ids, attention_mask)
         new, total = (
             torch.ones_like(tokens[0]).sum() for tokens in (attention_mask[:, -input_ids.shape[1] :], attention_mask)
         )
@@ -110,6 +125,25 @@ class CacheAsTensors(nn.Module):
         result = self.model(**given, use_cache=True, **{self._cache_name: cache})
         return result.logits.to(getattr(torch, self._spec.logits)), cache.tensors()
 
+    def _named(self, given: Sequence[Tensor], tokens: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """The values of all extra inputs by name: those that are not fixed are `given`, the others their default.
+
+        The symbolic axes of `given` are declared to have the sizes of tokens and mask, so that the trace has one symbol
+        for each.
+        """
+        sizes = {BATCH: mask.shape[0], SEQUENCE: tokens.shape[1], TOTAL: mask.shape[1]}
+        sizes[PAST] = sizes[TOTAL] - sizes[SEQUENCE]
+        values, left = {}, iter(given)
+        for name, extra in self._extras.items():
+            if name in self._spec.fixed_inputs:
+                values[name] = torch.full(shape_of(extra, sizes), extra.default, dtype=getattr(torch, extra.dtype))  # type: ignore[arg-type]
+                continue
+            values[name] = next(left)
+            for at, axis in enumerate(extra.declared):
+                if isinstance(axis, str):
+                    torch._check(values[name].shape[at] == sizes[axis])  # type: ignore[no-untyped-call]
+        return values
+
     def _masks(self, given: dict[str, Any], extra: ExtraInput, cache: Any) -> Tensor | dict[str, Tensor]:
         kinds = given.pop(extra.name)
         embedded = (
@@ -121,8 +155,10 @@ class CacheAsTensors(nn.Module):
         )
 
     def _cache(self, past: list[Tensor], input_ids: Tensor, mask: Tensor, write_indices: Tensor | None) -> Any:
-        if self._spec.cache == GROWING.cache:
-            _same_length(past, self._past, mask.shape[1] - input_ids.shape[1])
+        if self._spec.cache == GROWING.cache:  # all keys and values have one length, one symbol in the trace
+            for tensor, name in zip(past, self._past, strict=True):
+                if not is_state(name):
+                    torch._check(tensor.shape[-2] == mask.shape[1] - input_ids.shape[1])  # type: ignore[no-untyped-call]
             return TracedCache(self._past, past, depth(self.model.config))
         return buffer_cache(past, input_ids, mask, write_indices)
 
@@ -142,13 +178,6 @@ class EmbeddingTable(nn.Module):
         return embedded
 
 
-def _same_length(tensors: Sequence[Tensor], names: Sequence[str], length: Any) -> None:
-    """Declares that all keys and values have one length, so that the trace has one symbol for it."""
-    for tensor, name in zip(tensors, names, strict=True):
-        if not is_state(name):
-            torch._check(tensor.shape[-2] == length)  # type: ignore[no-untyped-call]
-
-
 def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> TracedGraph:
     """Traces all layers of a model, whose config is usually shortened; one without a cache is `SinglePass`.
 
@@ -157,23 +186,30 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
     with quiet_libraries(), torch.no_grad():
         model = build(config, getattr(torch, spec.precision), spec.task)
         single = spec.cache == NO_CACHE
+        extras = {} if single else input_map.extra_inputs(model.config)
+        if not single:
+            require_parameters(model.forward, extras)
         with complex_as_pairs(), unchanged_buffers(model):
-            extras = {} if single else extras_of(model, input_map)
-            found = (
-                (input_map.inputs(config), input_map.outputs(config)) if single else ports_of(model, input_map, extras)
+            found = input_map.inputs(config), input_map.outputs(config)
+            found = found if single else ports_of(model, input_map, extras)
+        known = {"input_ids", "attention_mask", "position_ids", *extras}
+        if unknown := [port.name for port in found[0] if port.name not in known and not is_past(port.name)]:
+            raise UnsupportedInput(  # an input map adds it to `inputs` alone: nothing would feed it
+                f"the input map has an unsupported input `{unknown[0]}`",
+                hint="declare it as an `ExtraInput` in `extras`",
             )
-        require_declared(found[0], extras)
         inputs, outputs = spec.inputs(found[0]), spec.outputs(found[1])
         past = [port.name for port in inputs if is_cache(port)]
         module = SinglePass(model, input_map, spec) if single else CacheAsTensors(model, past, spec, extras)
         model.set_attn_implementation(ATTENTION)
         traceable = input_map.kind.traceable(sys.modules[type(model).__module__])
-        arguments = example_arguments(inputs)[: 3 if single else None]
+        arguments, dynamic = (given[: 3 if single else None] for given in example_arguments(inputs))
         with transformers_fixes(), complex_as_pairs(), traceable, unchanged_buffers(model) as constants:
-            require_fit(module, arguments, extras)
-            program = torch.export.export(
-                module, arguments, dynamic_shapes=dynamic_axes(inputs)[: 3 if single else None], strict=False
-            )
+            if extras:  # first on fake numbers; sizes of different axes differ, so that a wrong axis shows
+                mode: Any = next(model.parameters()).fake_mode
+                with fitting(extras), mode, torch.no_grad():
+                    module(*_pytree.tree_map_only(Tensor, mode.from_tensor, arguments))
+            program = torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)
             program.constants.update({name: constants[name] for name in program.constants.keys() & constants.keys()})
             fix_program(program.graph_module)
             with decomposed_once():
@@ -202,16 +238,18 @@ def trace_embeddings(config: Any, precision: str = FLOAT32, placeholders: Sequen
         model = build(config, getattr(torch, precision))
         size = int(model.get_input_embeddings().weight.shape[1])
         embedded = Port(INPUTS_EMBEDS, precision, (BATCH, SEQUENCE, size))
-        program = torch.export.export(
-            EmbeddingTable(model, placeholders),
-            (torch.ones(sizes(tokens), dtype=torch.int64),),
-            dynamic_shapes=(axes(tokens),),
-            strict=False,
-        )
+    graph = plain_graph(EmbeddingTable(model, placeholders), {tokens: _example(tokens)})
+    return _traced(graph, model, config, GraphSpec(precision=precision), [tokens], [embedded])
+
+
+def plain_graph(module: nn.Module, inputs: Mapping[Port, Tensor]) -> ir.Model:
+    """The graph of a module without a cache; `inputs` are its arguments by port."""
+    with quiet_libraries(), torch.no_grad():
+        dynamic = tuple(map(axes, inputs))
+        program = torch.export.export(module, tuple(inputs.values()), dynamic_shapes=dynamic, strict=False)
         onnx_program = torch.onnx.export(program, optimize=False, opset_version=GROWING.opset, verbose=False)
     assert onnx_program is not None
-    spec = GraphSpec(precision=precision)
-    return _traced(onnx_program.model, model, config, spec, [tokens], [embedded])
+    return onnx_program.model
 
 
 def _traced(
@@ -224,8 +262,9 @@ def _traced(
     functions: Mapping[str, str] | None = None,
 ) -> TracedGraph:
     weights = weights_to_inputs(graph_model, model)
-    with exact_constants():
-        optimized(graph_model)
+    # tensors that transformers ignores when it loads this model: other heads, and image and audio modules
+    alone = decoder_config(config) is not config and decoder_config(model.config) is model.config
+    ignored = (*(model._keys_to_ignore_on_load_unexpected or ()), *((OTHER_MODALITIES,) if alone else ()))
     define_functions(graph_model, functions or {})
     token_axes = tuple(str(axis) for axis in (graph_model.graph.inputs[0].shape or ())[:2])
     name_ports(graph_model, inputs, outputs)
@@ -240,23 +279,12 @@ def _traced(
         {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in weights},
         token_axes,
         spec,
-        _ignored(model, config),
+        ignored,
     )
 
 
-def optimized(model: ir.Model) -> None:
-    """Folds constants and removes what no output needs, in place."""
-    onnxscript.optimizer.optimize(model)
-
-
-def _ignored(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
-    """Tensors that transformers ignores when it loads this model: other heads, and image and audio modules."""
-    alone = decoder_config(config) is not config and decoder_config(model.config) is model.config
-    return (*(model._keys_to_ignore_on_load_unexpected or ()), *((OTHER_MODALITIES,) if alone else ()))
-
-
 def weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir.Value]:
-    """Makes stored parameters and buffers graph inputs, in place, so that the optimizer does not fold them.
+    """Makes stored parameters and buffers graph inputs, in place, then folds constants and removes unused nodes.
 
     `model` is the exporter's graph of a module whose attribute `model` is `module`.
     """
@@ -273,51 +301,40 @@ def weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir.
         value.name = name
         model.graph.inputs.append(value)
         weights[name] = value
+    with exact_constants():
+        onnxscript.optimizer.optimize(model)
     return weights
 
 
 def name_ports(model: ir.Model, inputs: Sequence[Port], outputs: Sequence[Port]) -> None:
     """Gives the graph's inputs, which weights may follow, and outputs their names and axes, in place and in order.
 
-    Raises UnsupportedInput: the trace fixed an axis that must be dynamic.
+    Raises UnsupportedInput: the trace fixed an axis that must be dynamic, as of a loop over tokens in the model's code,
+    does not use an extra input, to which a request could give any value, or changes the dtype of the cache, which the
+    next call could not continue.
     """
     for value, port in zip(model.graph.inputs, inputs, strict=False):
-        _require_dynamic(value, port)
-        _require_used(value, port)
+        for found, wanted in zip(value.shape or (), port.axes, strict=False):
+            if isinstance(found, int) and isinstance(wanted, str):
+                raise UnsupportedInput(
+                    f"the trace fixes the dynamic axis `{wanted}` of `{port.name}` to {found}",
+                    hint="the model's code depends on its value; see docs/adding-a-family.md",
+                )
+        if not is_tokens(port) and not is_cache(port) and not value.uses():
+            raise UnsupportedInput(
+                f"the logits do not depend on the extra input `{port.name}`",
+                hint="leave it out of the input map; see docs/adding-a-family.md",
+            )
         value.name = port.name
         value.shape = ir.Shape(port.axes)
     for value, port in zip(model.graph.outputs, outputs, strict=True):
-        _require_dtype(value, port)
+        if value.dtype is not None and value.dtype.numpy() != BY_NAME[port.dtype].numpy:
+            raise UnsupportedInput(
+                f"the trace returns `{port.name}` in {value.dtype.name.lower()} instead of {port.dtype}",
+                hint="export with `--precision float32`",
+            )
         value.name = port.name
         value.shape = ir.Shape(port.axes)
-
-
-def _require_dynamic(value: ir.Value, port: Port) -> None:
-    """Refuses a trace for one length only, which a loop over tokens in the model's code causes."""
-    for found, wanted in zip(value.shape or (), port.axes, strict=False):
-        if isinstance(found, int) and isinstance(wanted, str):
-            raise UnsupportedInput(
-                f"the trace fixes the dynamic axis `{wanted}` of `{port.name}` to {found}",
-                hint="the model's code depends on its value; see docs/adding-a-family.md",
-            )
-
-
-def _require_used(value: ir.Value, port: Port) -> None:
-    """Refuses an extra input that the model ignores: a request could give it any value."""
-    if port in extra_ports([port]) and not value.uses():
-        raise UnsupportedInput(
-            f"the logits do not depend on the extra input `{port.name}`",
-            hint="leave it out of the input map; see docs/adding-a-family.md",
-        )
-
-
-def _require_dtype(value: ir.Value, port: Port) -> None:
-    """Refuses a trace whose cache changes its dtype, which the next call could not continue."""
-    if value.dtype is not None and value.dtype.numpy() != BY_NAME[port.dtype].numpy:
-        raise UnsupportedInput(
-            f"the trace returns `{port.name}` in {value.dtype.name.lower()} instead of {port.dtype}",
-            hint="export with `--precision float32`",
-        )
 
 
 @contextmanager
@@ -382,27 +399,16 @@ HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 def record_exact_scalars(model: ir.Model, program: Any) -> None:
     """Adds the exact numbers in a `torch.export.ExportedProgram` to the constants of its optimized graph, in place."""
-    scalars = np.array(sorted(set(_scalars(program))), dtype=np.float64)
+    given = (one for node in program.graph.nodes for one in _pytree.tree_leaves((node.args, node.kwargs)))
+    scalars = np.array(sorted({one for one in given if isinstance(one, float)}), dtype=np.float64)
     for value in model.graph.initializers.values():
         tensor = value.const_value
         if tensor is not None and tensor.dtype in HALVES and tensor.size == 1:
-            number = _exact(tensor.numpy().reshape(()), scalars)
-            if number is not None:
-                tensor.metadata_props[EXACT] = repr(number)
-
-
-def _scalars(program: Any) -> Iterator[float]:
-    for node in program.graph.nodes:
-        for given in _pytree.tree_leaves((node.args, node.kwargs)):
-            if isinstance(given, float):
-                yield given
-
-
-def _exact(stored: Array, scalars: Array) -> float | None:
-    """The only number whose rounding is stored; None if that is the stored number itself, or none or several are."""
-    with np.errstate(over="ignore"):
-        found = scalars[scalars.astype(stored.dtype) == stored]
-    return float(found[0]) if len(found) == 1 and float(found[0]) != float(stored) else None
+            stored = tensor.numpy().reshape(())
+            with np.errstate(over="ignore"):
+                found = scalars[scalars.astype(stored.dtype) == stored]
+            if len(found) == 1 and float(found[0]) != float(stored):  # the only number whose rounding is stored
+                tensor.metadata_props[EXACT] = repr(float(found[0]))
 
 
 def expm1(x: Any) -> Any:
@@ -419,48 +425,30 @@ EXAMPLE = {BATCH: 2, SEQUENCE: 3, PAST: 5, TOTAL: 8, MAX_LENGTH: 13}
 """Example sizes of dynamic axes; none is 0 or 1, for which torch.export would specialize the axis."""
 
 
-def example_arguments(inputs: Sequence[Port]) -> tuple[Any, ...]:
-    """Arguments of the traced module: one per token input, the extra inputs as one list and the cache as another."""
-    tokens = {port.name: _ones(port) for port in inputs if is_tokens(port)}
-    extras = [_zeros(port) for port in extra_ports(inputs)]
-    cache = [_zeros(port) for port in inputs if is_cache(port)]
-    return (*_arguments(tokens), extras, cache)
+def example_arguments(inputs: Sequence[Port]) -> list[tuple[Any, ...]]:
+    """Arguments of the traced module, and their dynamic axes in the same structure.
+
+    One per token input, None for missing ones, then the extra inputs as one list and the cache as another.
+    """
+    made = {port.name: (_example(port), axes(port)) for port in inputs}
+    first = "input_ids" if "input_ids" in made else INPUTS_EMBEDS
+    tokens = [made.get(name, (None, None)) for name in (first, "attention_mask", "position_ids", WRITE_INDICES)]
+    extras = [made[port.name] for port in inputs if not is_tokens(port) and not is_cache(port)]
+    cache = [made[port.name] for port in inputs if is_cache(port)]
+    return [(*(one[at] for one in tokens), *([one[at] for one in part] for part in (extras, cache))) for at in (0, 1)]
 
 
-def _ones(port: Port) -> Tensor:
-    return torch.ones(sizes(port), dtype=getattr(torch, port.dtype))
-
-
-def extra_ports(inputs: Sequence[Port]) -> list[Port]:
-    return [port for port in inputs if not is_tokens(port) and not is_cache(port)]
-
-
-def _zeros(port: Port) -> Tensor:
-    """Zeros; a fixed shape is one number expanded, because the buffer may be larger than memory."""
-    shape, dtype = sizes(port), getattr(torch, port.dtype)
+def _example(port: Port) -> Tensor:
+    """Ones for tokens, else zeros; a fixed shape is one number expanded: the buffer may be larger than memory."""
+    shape, dtype = [axis if isinstance(axis, int) else EXAMPLE[axis] for axis in port.axes], getattr(torch, port.dtype)
+    if is_tokens(port):
+        return torch.ones(shape, dtype=dtype)
     is_fixed = port.axes == tuple(shape)
     return torch.zeros(1, dtype=dtype).expand(shape) if is_fixed else torch.zeros(shape, dtype=dtype)
 
 
-def dynamic_axes(inputs: Sequence[Port]) -> tuple[Any, ...]:
-    """The dynamic axes of these arguments, in the same structure."""
-    tokens = {port.name: axes(port) for port in inputs if is_tokens(port)}
-    extras = [axes(port) for port in extra_ports(inputs)]
-    return (*_arguments(tokens), extras, [axes(port) for port in inputs if is_cache(port)])
-
-
-def _arguments(tokens: dict[str, Any]) -> list[Any]:
-    """The values of the token inputs in the order of the module's arguments; None for missing inputs."""
-    first = tokens.get("input_ids", tokens.get(INPUTS_EMBEDS))
-    return [first, *(tokens.get(name) for name in ("attention_mask", "position_ids", WRITE_INDICES))]
-
-
 def axes(port: Port) -> dict[int, Any]:
     return {at: Dim.AUTO for at, axis in enumerate(port.axes) if isinstance(axis, str)}
-
-
-def sizes(port: Port) -> list[int]:
-    return [axis if isinstance(axis, int) else EXAMPLE[axis] for axis in port.axes]
 
 
 def is_tokens(port: Port) -> bool:
@@ -470,3 +458,63 @@ def is_tokens(port: Port) -> bool:
 
 def is_cache(port: Port) -> bool:
     return port.name.startswith("past_")
+
+
+def ports_of(
+    model: PreTrainedModel, input_map: InputMap, extras: Mapping[str, ExtraInput]
+) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
+    """Inputs and outputs of a graph, with the key and value shapes of every layer of the model, on fake weights.
+
+    A config does not declare the shapes reliably: families have many names for key/value heads, multi-head latent
+    attention has values of another size than keys, and layers may share a cache or have different heads.
+    """
+    inputs, outputs = input_map.inputs(model.config), input_map.outputs(model.config)
+    if input_map.kind.mixed:
+        return inputs, outputs
+    if kinds := STATE_TYPES & set(getattr(decoder_config(model.config), "layer_types", None) or ()):
+        raise UnsupportedInput(
+            f"unsupported cache: layers of type `{min(kinds)}` keep a state that the input map does not declare",
+            hint="add the kind to its row in `export/families.py`; see docs/adding-a-family.md",
+        )
+    cache, tokens = Cache(layer_class_to_replicate=PastLayer), torch.ones(2, 3, dtype=torch.int64)
+    with fitting(extras), next(model.parameters()).fake_mode, torch.no_grad():
+        sizes, given = {BATCH: 2, SEQUENCE: 3, PAST: 0, TOTAL: 3}, {}
+        for name, extra in extras.items():
+            dtype = model.dtype if extra.dtype == "float32" else getattr(torch, extra.dtype)
+            given[name] = torch.zeros(shape_of(extra, sizes), dtype=dtype)
+        model(input_ids=tokens, attention_mask=tokens, past_key_values=cache, use_cache=True, **given)
+    shapes = [[(part.shape[1], part.shape[3]) for part in (layer.keys, layer.values)] for layer in cache.layers]
+    return with_shapes(inputs, "past_key_values", PAST, shapes), with_shapes(outputs, "present", TOTAL, shapes)
+
+
+def shape_of(extra: ExtraInput, sizes: Mapping[str, int]) -> list[int]:
+    return [sizes[axis] if isinstance(axis, str) else axis for axis in extra.declared]
+
+
+def with_shapes(
+    ports: Sequence[Port], prefix: str, length: str, shapes: Sequence[Sequence[tuple[int, int]]]
+) -> tuple[Port, ...]:
+    """The ports of a graph with these (heads, size of one head) of key and value, by layer."""
+    like = next((port for port in ports if port.name.startswith(f"{prefix}.")), ports[0])
+    cache = [
+        replace(like, name=f"{prefix}.{layer}.{part}", axes=(like.axes[0], heads, length, size))
+        for layer, pair in enumerate(shapes)
+        for part, (heads, size) in zip(("key", "value"), pair, strict=True)
+    ]
+    return (*(port for port in ports if not port.name.startswith(f"{prefix}.")), *cache)
+
+
+@contextmanager
+def fitting(extras: Mapping[str, ExtraInput]) -> Iterator[None]:
+    """Context that raises UnsupportedInput if a model with extra inputs fails in it."""
+    try:
+        yield
+    except Exception as error:  # the model's own code may raise anything
+        if not extras or isinstance(error, LlmconvError):
+            raise
+        inputs = [f"`{name}` {extra.dtype} [{', '.join(map(str, extra.declared))}]" for name, extra in extras.items()]
+        raise UnsupportedInput(
+            f"the model fails with the extra inputs {', '.join(inputs)}: {type(error).__name__}: "
+            f"{first_line(error, 200)}",
+            hint=f"do name, dtype and axes fit its `forward`? {DOCUMENT}",
+        ) from error

@@ -21,7 +21,7 @@ SHARED = "LLMCONV_TEST_TRACES"
 def trace_once() -> None:
     """From here on a config and a form are traced once in this test run; who asks again gets a copy to work on."""
     graph: Any = importlib.import_module(
-        "llmconv.export.decoder_graph"
+        "llmconv.export.language_model"
     )  # it brings torch: only tests that export pay for it
     if not hasattr(graph.trace, "__wrapped__"):
         graph.trace = remembered(graph.trace)

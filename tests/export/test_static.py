@@ -12,8 +12,9 @@ import pytest
 
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export import export
+from llmconv.export.export_options import DEFAULTS, ExportOptions
 from llmconv.export.families import INPUT_MAPS
-from llmconv.export.graph_spec import ShapeOptions, graph_specs
+from llmconv.export.graph_spec import graph_specs
 from llmconv.output.manifest import read_manifest
 from llmconv.runtime import OrtGraph, OrtRunner, default_positions
 from llmconv.tensors import Array
@@ -163,9 +164,11 @@ def test_a_family_that_counts_tokens_itself_is_refused(tiny: Tiny) -> None:
     ("shapes", "slots", "prompt_len"), [("static", None, None), ("static", 64, 24), ("dynamic", 64, None)]
 )
 def test_sizes_that_do_not_fit_are_refused(shapes: str, slots: int | None, prompt_len: int | None) -> None:
+    sizes: ExportOptions = {"shapes": shapes, "batch_size": 1, "max_seq_len": slots, "prompt_len": prompt_len}
     with pytest.raises(UsageProblem):
-        graph_specs(["prefill"], ShapeOptions(shapes, batch_size=1, max_seq_len=slots, prompt_len=prompt_len))
+        graph_specs(["prefill"], {**DEFAULTS, **sizes})
 
 
 def test_the_default_prompt_length_divides_the_cache() -> None:
-    assert graph_specs(["prefill"], ShapeOptions("static", max_seq_len=1000))["prefill"].sequence == 125
+    sizes: ExportOptions = {"shapes": "static", "max_seq_len": 1000}
+    assert graph_specs(["prefill"], {**DEFAULTS, **sizes})["prefill"].sequence == 125

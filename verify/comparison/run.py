@@ -110,13 +110,10 @@ class FolderComparison:
 
     def _note_images(self) -> None:
         """Notes that nothing was verified of a model's images, where it takes any."""
-        from llmconv.export.families import MULTI_MODAL  # noqa: PLC0415 - the table alone
-
         fields, unseen = read_json(self.eager.folder / "config.json"), "faults of prompts with images"
         if fields.get("vision_config") and unseen not in self.report.unseen:
             self.report.unseen.append(unseen)
-            limit = MULTI_MODAL.get(str(fields.get("model_type"))) or "no graph computes their features"
-            self.report.notes.append(f"only text was verified: {limit}")
+            self.report.notes.append("only text was verified: no graph computes their features")
 
     def _compare_images(self, graphs: list[OrtGraph]) -> Checks:
         if self.eager.is_layered:

@@ -13,8 +13,8 @@ import pytest
 from llmconv.errors import UnsupportedInput
 from llmconv.export import INPUT_MAPS, export
 from llmconv.export.caches import CACHE_KINDS
-from llmconv.export.decoder_graph import build_graph
 from llmconv.export.families import DECODER
+from llmconv.export.language_model import build_graph
 from llmconv.export.tracing.fake_model import load_config
 from llmconv.output.manifest import read_manifest
 from llmconv.runtime import OrtGraph, OrtRunner, default_positions

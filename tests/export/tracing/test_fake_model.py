@@ -8,8 +8,8 @@ import pytest
 from torch._subclasses.fake_tensor import FakeTensor
 
 from llmconv.errors import UnsupportedInput
-from llmconv.export.decoder_graph import build_graph
 from llmconv.export.families import DECODER
+from llmconv.export.language_model import build_graph
 from llmconv.export.tracing.fake_model import build, load_config, period, shortened
 from tests.conftest import CONFIGS
 from tools.state_configs import STATE_CONFIGS
