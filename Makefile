@@ -64,8 +64,8 @@ bench: $(READY) ## time and peak memory of every job, kept in docs/benchmarks.md
 	done; exit $$status
 
 families: $(READY) ## export and verify a tiny model of every family, also quantized, hours; kept in docs/families.md
-	for bits in int4 int8; do $(BIN)/python -m tools.families --suite quick --quant $$bits; done
-	$(BIN)/python -m tools.families --suite full --write docs/families.md
+	status=0; for bits in int4 int8; do $(BIN)/python -m tools.families --suite quick --quant $$bits || status=1; done; \
+	$(BIN)/python -m tools.families --suite full --write docs/families.md || status=1; exit $$status
 
 versions: $(READY) ## the demo and quick tests with other versions of the dependencies and of Python; kept in docs/versions.md
 	$(BIN)/python -m tools.versions

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
-from transformers.models.pixtral import modeling_pixtral
 
 from llmconv.errors import UnsupportedInput
 from llmconv.export.input_map import Port
@@ -147,7 +146,8 @@ class PixtralFeatures(TowerFeatures):
             squares = grid.reshape(1, -1, rows, kernel_size, columns, kernel_size)
             return squares.permute(0, 1, 3, 5, 2, 4).flatten(1, 3).flatten(2)
 
-        attention = replaced_attributes(modeling_pixtral, {"generate_block_attention_mask": _no_mask})
+        code = sys.modules[type(self.model.model.vision_tower).__module__]
+        attention = replaced_attributes(code, {"generate_block_attention_mask": _no_mask})
         with attention, replaced_attributes(nn.functional, {"unfold": merged}):
             return projected(self.model, {"pixel_values": pixels, "image_sizes": [size]})
 
@@ -387,7 +387,7 @@ OF_PATCHES = ((IMAGE_FEATURES, TOKENS),)
 DEEP = (*OF_PATCHES, (DEEPSTACK_FEATURES, TOKENS))
 QWEN3_VL = VisionTower(alike=False, module=DeepstackedFeatures, inputs=patches_with_cells, outputs=DEEP)
 
-VISION_TOWERS: dict[str, VisionTower] = {  # by `model_type`; `runtime.images.families.IMAGE_FAMILIES` has the same rows
+TOWERS: dict[str, VisionTower] = {
     **dict.fromkeys(("aya_vision", "gemma3", "internvl", "llava", "vipllava"), VisionTower()),
     **dict.fromkeys(("llava_next", "llava_onevision"), ANYRES),
     **dict.fromkeys(("idefics3", "smolvlm"), VisionTower(module=TileFeatures)),
@@ -403,3 +403,5 @@ VISION_TOWERS: dict[str, VisionTower] = {  # by `model_type`; `runtime.images.fa
     "qwen2_5_vl": VisionTower(alike=False, module=WindowedFeatures, inputs=patches_in_windows, outputs=OF_PATCHES),
     "qwen2_vl": VisionTower(module=PatchFeatures, inputs=patches, outputs=OF_PATCHES),
 }
+VISION_TOWERS = dict(sorted(TOWERS.items()))
+"""By `model_type`; `runtime.images.families.IMAGE_FAMILIES` has the same rows."""

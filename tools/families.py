@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.onnx
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -91,7 +92,7 @@ class Result:
 
 
 def main() -> int:
-    """Runs the given types."""
+    """Runs the given types; returns 1 if one ended with an error, or one of `--only` did not pass."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--only", action="append", default=[], metavar="TYPE", help="run this type, even if it has a result"
@@ -107,14 +108,24 @@ def main() -> int:
     options = parser.parse_args()
     kind = options.quant or options.precision
     options.results = results_of(kind if options.method == WHOLE else options.method)
+    if unknown := next((name for name in options.only if name not in CONFIG_MAPPING_NAMES), None):
+        parser.error(f"`{unknown}` is not a model type of transformers")
+    if (absent := next((name for name in options.only if name not in INPUT_MAPS), None)) and not options.guess:
+        parser.error(
+            f"`{absent}` has no row in `INPUT_MAPS`: add one, or try the row of a plain decoder with `--guess`"
+        )
+    ends = set()
     for model_type in [] if options.page_only else chosen(options):
-        result = run(model_type, options)
-        print(f"{result.verdict:12} {model_type:28} {result.seconds:6.1f} s  {result.reason[:150]}", flush=True)
-        append(options.results, result)
+        result, has_row = run(model_type, options), model_type in INPUT_MAPS
+        text = result.reason if has_row else f"row made up, the result is not kept; {result.reason}"
+        print(f"{result.verdict:12} {model_type:28} {result.seconds:6.1f} s  {text[:190]}", flush=True)
+        if has_row:
+            append(options.results, result)
+        ends.add(result.verdict)
     if options.write:
         runs = {name: list(read(results_of(name)).values()) for name in (*PRECISIONS, *QUANTIZED)}
         options.write.write_text(page(runs))
-    return 0
+    return 1 if "error" in ends or (options.only and ends != {"pass"}) else 0
 
 
 def results_of(kind: str) -> Path:

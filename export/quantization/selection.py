@@ -171,7 +171,7 @@ def select(
                 if form and prod(rows.stored) >= least and (kept is None or kept.transposed == transposed):
                     known = [found[rows.name].form] if rows.name in found else []
                     # the larger counts: more bits, and blocks, which can be cut into rows
-                    best = max(form, *known, key=lambda one: (one.bits, isinstance(one, BlockFormat)))
+                    best = max([form, *known], key=lambda one: (one.bits, isinstance(one, BlockFormat)))
                     found[rows.name] = QuantizedWeight(best, transposed, use.dtype, kept)
     while True:  # drops tensors with another use, another orientation or dtype, and those multiplied with such
         unfit = {name for use in uses if not _is_served(use, found) for name in use.names}
