@@ -431,8 +431,9 @@ def example_arguments(inputs: Sequence[Port]) -> list[tuple[Any, ...]]:
     One per token input, None for missing ones, then the extra inputs as one list and the cache as another.
     """
     made = {port.name: (_example(port), axes(port)) for port in inputs}
-    first = "input_ids" if "input_ids" in made else INPUTS_EMBEDS
-    tokens = [made.get(name, (None, None)) for name in (first, "attention_mask", "position_ids", WRITE_INDICES)]
+    given = {port.name: made[port.name] for port in inputs if is_tokens(port)}  # positions on three axes are an extra
+    first = "input_ids" if "input_ids" in given else INPUTS_EMBEDS
+    tokens = [given.get(name, (None, None)) for name in (first, "attention_mask", "position_ids", WRITE_INDICES)]
     extras = [made[port.name] for port in inputs if not is_tokens(port) and not is_cache(port)]
     cache = [made[port.name] for port in inputs if is_cache(port)]
     return [(*(one[at] for one in tokens), *([one[at] for one in part] for part in (extras, cache))) for at in (0, 1)]

@@ -12,6 +12,9 @@ from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export import BATCH, PAST, SEQUENCE, TOTAL, ExtraInput, InputMap, export, register_input_map
 from llmconv.export.families import INPUT_MAPS
 from llmconv.export.graph_spec import refuse_option
+from llmconv.export.input_map import Port
+from llmconv.export.tracing.trace import example_arguments
+from llmconv.runtime.extra_inputs import BATCH, SEQUENCE, TOTAL
 from llmconv.verify import verify
 from tests.builders.spiced_models import FILLED, LANGUAGE, SPICE, WEIGHTS, save_spice, wrong_shape
 from tests.builders.tracing import trace_once
@@ -175,3 +178,14 @@ def test_an_input_may_not_be_declared_twice() -> None:
 def test_an_option_whose_values_are_measured_without_the_inputs_is_refused() -> None:
     with pytest.raises(UnsupportedInput, match="`--prefix` does not support the input `language`"):
         refuse_option({"language": LANGUAGE}, "--prefix")
+
+
+def test_positions_on_three_axes_are_traced_as_an_extra_input() -> None:
+    ports = [
+        Port("input_ids", "int64", (BATCH, SEQUENCE)),
+        Port("attention_mask", "int64", (BATCH, TOTAL)),
+        Port("position_ids", "int64", (3, BATCH, SEQUENCE)),
+    ]
+    (_, _, positions, _, extras, _), (_, _, no_axes, _, axes, _) = example_arguments(ports)
+    assert positions is None and no_axes is None
+    assert [tuple(value.shape) for value in extras] == [(3, 2, 3)] and [set(one) for one in axes] == [{1, 2}]
