@@ -14,7 +14,6 @@ from llmconv.export.families import INPUT_MAPS
 from llmconv.export.graph_spec import refuse_option
 from llmconv.export.input_map import Port
 from llmconv.export.tracing.trace import example_arguments
-from llmconv.runtime.extra_inputs import BATCH, SEQUENCE, TOTAL
 from llmconv.verify import verify
 from tests.builders.spiced_models import FILLED, LANGUAGE, SPICE, WEIGHTS, save_spice, wrong_shape
 from tests.builders.tracing import trace_once
