@@ -128,6 +128,11 @@ def rename(names: Iterable[str], table: Mapping[str, str | None], source: str) -
     return renamed
 
 
+def renamed(tensors: Mapping[str, LazyTensor], table: Mapping[str, str | None], source: str) -> dict[str, LazyTensor]:
+    """The tensors under their names in `table`; errors as in `rename`."""
+    return {target: tensors[name] for target, name in rename(tensors, table, source).items()}
+
+
 def _find(name: str, table: Mapping[str, str | None]) -> tuple[str | None, str]:
     if name in table:
         return name, ""

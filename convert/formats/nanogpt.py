@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, transposed
-from llmconv.convert.algebra import rename, zeros
+from llmconv.convert.algebra import renamed, zeros
 from llmconv.convert.assembly import contents_around, side_files_of
 from llmconv.convert.fields import Fields
 from llmconv.convert.formats import Format, has_sign_of
@@ -52,9 +52,8 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     args = _model_args(found, path.name)
     stored = {WRAPPERS.sub("", name): tensor for name, tensor in found.tensors().items()}
     masks = [name for name in stored if name.endswith(".attn.bias")]
-    renamed = {target: stored[name] for target, name in rename(stored, NAMES, path.name).items()}
     warnings: list[str] = []
-    tensors = _with_biases(renamed, args, warnings)
+    tensors = _with_biases(renamed(stored, NAMES, path.name), args, warnings)
     tensors = {
         name: transposed(tensor) if MATRIX.search(name) and len(tensor.shape) == 2 else tensor
         for name, tensor in tensors.items()

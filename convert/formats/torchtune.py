@@ -19,7 +19,7 @@ from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.adapters import other_tools
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.peft_file import WEIGHTS, read_tensors
-from llmconv.convert.algebra import fitting, fuse, permute_rows, rename, rope_order
+from llmconv.convert.algebra import fitting, fuse, permute_rows, renamed, rope_order
 from llmconv.convert.assembly import contents_around, side_files_of, stored_config
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
@@ -106,8 +106,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         )
     family = FAMILIES[kind]
     stored = {WRAPPERS.sub("", name): tensor for name, tensor in found.tensors().items()}
-    homes = rename(stored, NAMES | dict(family.names), path.name)
-    tensors = {target: stored[name] for target, name in homes.items()}
+    tensors = renamed(stored, NAMES | dict(family.names), path.name)
     if family.rotates_neighbors:
         # size of one attention head: `head_dim`, or the hidden size divided by the number of heads
         fields = [settings.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads")]

@@ -22,7 +22,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters import other_tools
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.algebra import concat, deal_rows, fitting, fuse, interleave_rows, rename, slice_rows
+from llmconv.convert.algebra import concat, deal_rows, fitting, fuse, interleave_rows, renamed, slice_rows
 from llmconv.convert.assembly import config_folder, contents_around, side_files_of, stored_config
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.formats.litgpt import config as configs
@@ -76,7 +76,7 @@ def to_hugging_face(
     if family == "phi3":
         with fitting(f"gate and up of `{source}` cannot be joined", "copy the checkpoint again"):
             parts = fuse(parts, ("mlp.fc_1", "mlp.fc_2"), "mlp.fc")
-    return {target: parts[name] for target, name in rename(parts, table_of(lit, family), source).items()}
+    return renamed(parts, table_of(lit, family), source)
 
 
 def _new_name(name: str) -> str:

@@ -106,7 +106,7 @@ def _build(run: RunConfig, tensors: dict[str, LazyTensor], names: dict[str, str 
     )
     heads = heads_of(run, embedding.shape[1])
     parts = unfuse(run, tensors, heads)
-    renamed = {target: parts[source] for target, source in algebra.rename(parts, names, run.source).items()}
+    renamed = algebra.renamed(parts, names, run.source)
     biases = {one for one in "qkvo" if f"model.layers.0.self_attn.{one}_proj.bias" in renamed}
     if biases not in (set(), set("qkv"), set("qkvo")):
         raise refuse_model(run, f"a Llama with biases on {sorted(biases)}", "its biases are on q, k, v, or on all four")
@@ -199,7 +199,7 @@ def store_llama(settings: ModelSettings, tensors: dict[str, LazyTensor], source:
         "qkv_concat": False,
         "tie_word_embeddings": settings["tie_word_embeddings"],
     }
-    return MindFormersModel(_renamed(tensors, LLAMA, source), f"{kind}ForCausalLM", fields)
+    return MindFormersModel(algebra.renamed(tensors, algebra.inverted(LLAMA), source), f"{kind}ForCausalLM", fields)
 
 
 def _extension(scaling: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,7 +218,10 @@ def store_core(settings: ModelSettings, tensors: dict[str, LazyTensor], source: 
     group = settings["num_attention_heads"] // settings["num_key_value_heads"] * settings["head_dim"]
     counts = (group, settings["head_dim"], settings["head_dim"])
     parts = algebra.fuse(
-        _renamed(tensors, CORE, source), QKV, "linear_qkv", lambda qkv: algebra.interleave_rows(qkv, counts)
+        algebra.renamed(tensors, algebra.inverted(CORE), source),
+        QKV,
+        "linear_qkv",
+        lambda qkv: algebra.interleave_rows(qkv, counts),
     )
     parts = algebra.fuse(parts, GATE_UP, "linear_fc1", lambda sides: algebra.interleave_rows(sides, (1, 1)))
     same = ("rope_scaling", "rope_theta", "tie_word_embeddings", "max_position_embeddings", "rms_norm_eps")
@@ -226,10 +229,6 @@ def store_core(settings: ModelSettings, tensors: dict[str, LazyTensor], source: 
     names = (*sizes, "num_key_value_heads", "head_dim", *same)
     fields = {"type": "Qwen3Config", **{name: settings[name] for name in names if settings[name] is not None}}
     return MindFormersModel(parts, "Qwen3ForCausalLM", fields)
-
-
-def _renamed(tensors: dict[str, LazyTensor], names: Mapping[str, str | None], source: str) -> dict[str, LazyTensor]:
-    return {target: tensors[name] for target, name in algebra.rename(tensors, algebra.inverted(names), source).items()}
 
 
 def _baichuan2(run: RunConfig, tensors: dict[str, LazyTensor], vocabulary: int) -> dict[str, LazyTensor]:
@@ -268,7 +267,7 @@ def build_glm(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     changed = [name for name, usual in GLM_FIXED.items() if run.values.get(name) not in (None, usual)]
     if changed or run.values.get("pre_seq_len"):
         raise refuse_model(run, f"a ChatGLM with `{(changed or ['pre_seq_len'])[0]}` set", "`glm` has no such option")
-    renamed = {target: tensors[source] for target, source in algebra.rename(tensors, GLM, run.source).items()}
+    renamed = algebra.renamed(tensors, GLM, run.source)
     embedding = require_embedding(run, renamed.get(EMBEDDING))
     hidden = embedding.shape[1]
     fields = {"num_attention_heads": 32, "kv_channels": 128, **run.values}
@@ -324,7 +323,7 @@ def store_glm(settings: ModelSettings, tensors: dict[str, LazyTensor], source: s
     held = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 0.5, "rope_scaling": None}
     refuse_settings(source, settings, held, "MindFormers")
     parts = algebra.fuse(tensors, tuple(f"{one}_proj" for one in "qkv"), "query_key_value")
-    renamed = {target: parts[name] for target, name in algebra.rename(parts, algebra.inverted(GLM), source).items()}
+    renamed = algebra.renamed(parts, algebra.inverted(GLM), source)
     fields = {
         "type": "ChatGLM2Config",
         "num_layers": settings["num_hidden_layers"],
@@ -354,7 +353,7 @@ def build_chatglm_6b(run: RunConfig, tensors: dict[str, LazyTensor]) -> Converte
         raise UnsupportedInput(
             f"`{run.source}` is a ChatGLM-6B with a prefix (`pre_seq_len`)", hint="convert the model without the prefix"
         )
-    renamed = {target: tensors[name] for target, name in algebra.rename(tensors, CHATGLM_6B, run.source).items()}
+    renamed = algebra.renamed(tensors, CHATGLM_6B, run.source)
     embedding = require_embedding(run, renamed.get("transformer.word_embeddings.weight"))
     up = renamed.get("transformer.layers.0.mlp.dense_h_to_4h.weight")
     heads = run.count("num_heads", "num_attention_heads", default=32)
@@ -385,7 +384,7 @@ BLOOM_IN_OUT = re.compile(r"\.(?:dense|dense_h_to_4h|dense_4h_to_h)\.weight$")
 def build_gpt2(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     """GPT-2, `c_attn` the three matrices side by side, in×out; UnsupportedInput: another activation, norm order."""
     _require_gelu(run, "GPT-2")
-    renamed = {target: tensors[source] for target, source in algebra.rename(tensors, GPT2, run.source).items()}
+    renamed = algebra.renamed(tensors, GPT2, run.source)
     embedding, positions = (
         require_embedding(run, renamed.get("transformer.wte.weight")),
         renamed.get("transformer.wpe.weight"),
@@ -425,7 +424,7 @@ def build_bloom(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedMode
     """BLOOM; its `query_key_value` alternates the heads of the three matrices. Errors as in `build_gpt2`."""
     _require_gelu(run, "BLOOM")
     plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    renamed = {target: plain[source] for target, source in algebra.rename(plain, BLOOM, run.source).items()}
+    renamed = algebra.renamed(plain, BLOOM, run.source)
     embedding = require_embedding(run, renamed.get("transformer.word_embeddings.weight"))
     check_embedding_sizes(run, embedding)
     hidden, heads, inner = (
@@ -470,8 +469,7 @@ def store_gpt2(settings: ModelSettings, tensors: dict[str, LazyTensor], source: 
         "max_position_embeddings": settings["max_position_embeddings"],
     }
     fields |= {"seq_length": settings["max_position_embeddings"]}
-    renamed = algebra.rename(parts, algebra.inverted(GPT2), source)
-    return MindFormersModel({target: parts[name] for target, name in renamed.items()}, "GPT2LMHeadModel", fields)
+    return MindFormersModel(algebra.renamed(parts, algebra.inverted(GPT2), source), "GPT2LMHeadModel", fields)
 
 
 def store_bloom(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
@@ -483,8 +481,7 @@ def store_bloom(settings: ModelSettings, tensors: dict[str, LazyTensor], source:
     counts = [fields["hidden_size"] // fields["num_heads"]] * 3
     parts = _apart(tensors, "query_key_value", *[lambda whole: algebra.deal_rows(whole, counts)] * 2)
     flipped = {name: transposed(part) if BLOOM_IN_OUT.search(name) else part for name, part in parts.items()}
-    renamed = algebra.rename(flipped, algebra.inverted(BLOOM), source)
-    return MindFormersModel({target: flipped[name] for target, name in renamed.items()}, "BloomLMHeadModel", fields)
+    return MindFormersModel(algebra.renamed(flipped, algebra.inverted(BLOOM), source), "BloomLMHeadModel", fields)
 
 
 SplitFunction = Callable[[LazyTensor], Sequence[LazyTensor]]
