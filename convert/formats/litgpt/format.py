@@ -52,7 +52,8 @@ def to_hugging_face(
             hint="two checkpoints are mixed in one file",
         )
     # everything else is compared with the model of the configuration afterwards
-    odd = [name for name, tensor in current.items() if ".attn.qkv." in name and tensor.num_rows != lit.qkv_rows]
+    fused = {name: tensor for name, tensor in stored.items() if ".attn.qkv." in _new_name(name)}
+    odd = [name for name, tensor in fused.items() if tensor.num_rows != lit.qkv_rows]
     if odd:
         raise MalformedInput(
             f"shape mismatch in `{source}` for {len(odd)} fused matrices: {listing(odd)}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +90,14 @@ def test_a_config_next_to_it_is_kept_with_the_padded_vocabulary(tmp_path: Path) 
     )
     config = open_training(folder).config
     assert (config["x"], config["vocab_size"], config["num_hidden_layers"]) == (1, 96, 2)
+
+
+@pytest.mark.parametrize(("case", "matrix"), [("llama3", "qkv"), ("pythia_old_order", "attn")])
+def test_a_fused_matrix_of_other_rows_has_the_name_in_the_file(case: str, matrix: str, tmp_path: Path) -> None:
+    name = f"transformer.h.0.attn.{matrix}.weight"
+    folder = change_state(folder_of(tmp_path, case), lambda state: state.update({name: state[name][1:]}))
+    with pytest.raises(MalformedInput, match=f"1 fused matrices: `{re.escape(name)}`"):
+        open_training(folder)
 
 
 @pytest.mark.parametrize(
