@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 from onnx import numpy_helper
 
-from llmconv.checkpoint import INDEX, SINGLE, read_json
+from llmconv.checkpoint import INDEX, SINGLE, open_weights, read_json
 from llmconv.errors import UsageProblem, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.onnxruntime.graph import open_graph
@@ -35,13 +35,13 @@ from llmconv.verify.comparison.half_precision import (
     round_every_value,
     widen,
 )
-from llmconv.verify.comparison.layer_by_layer import StreamedEager, open_in_pieces, why_not_layered
+from llmconv.verify.comparison.layer_by_layer import Scaler, StreamedEager, open_in_pieces, why_not_layered
 from llmconv.verify.comparison.run import FolderComparison, GraphOpener, open_graphs, takes_embeddings
 from llmconv.verify.layers.graph_index import NotLayered
 from llmconv.verify.layers.induction import Induction, LayerChoice
 from llmconv.verify.layers.layer_checks import PART_BYTES, Drift, SingleLayerChecks, statements, unseen_of
-from llmconv.verify.reference.cost_estimate import SECONDS, CostEstimate, choose, distinct_files
-from llmconv.verify.reference.eager import Eager
+from llmconv.verify.reference.cost_estimate import CostEstimate, choose, distinct_files
+from llmconv.verify.reference.eager import ComputedModel, Eager, StartOf, trained_start
 from llmconv.verify.reference.other_roundings import SCALED_SCENARIOS
 from llmconv.verify.results import WHOLE, Check, Checks, Report
 from llmconv.verify.scenarios.selection import Selection
@@ -71,17 +71,22 @@ class FloatFolder:
         `low_memory` holds one layer at a time; None to decide by free memory.
         """
         verified, report = self.verified, self.report
-        plan = planned(method, verified, self.reference, self.session, low_memory, self.code)
+        source = WeightSource.of(verified.path, self.reference)
+        plan = planned(method, verified, ComputedModel(self.reference), source, self.session, low_memory, self.code)
         report.method = plan.method
         report.notes += [plan.note] if plan.note else []
         if plan.method == STRUCTURE:
             yield from self._structure(plan)
             return eager, verified
-        if plan.induction:
-            return (yield from self._by_induction(plan.induction, low_memory))
-        layered = bool(low_memory) if eager else self._is_layered(low_memory)
-        yield from self._audits()
-        return (yield from self._compared(self._comparison(layered), eager))
+        if induction := plan.induction:
+            model = ComputedModel(self.reference)
+            layered = holds_one_layer(self.verified, model) if low_memory is None else low_memory
+            audits = self._audits(None if induction.runs_all else induction.runs_weight)
+            eager = None
+        else:
+            layered, audits = bool(low_memory) if eager else self._is_layered(low_memory), self._audits()
+        compared = self._comparison(layered, induction)
+        return (yield from compared.in_order(audits, self._compared(compared, eager)))
 
     def recorded_files(self, *, hashes: bool = True) -> Checks:
         """Checks of the recorded files, of weights if `hashes`."""
@@ -127,39 +132,19 @@ class FloatFolder:
         if plan.induction:
             self.report.odd_layers = plan.induction.odd_layers()
             yield plan.induction.checks(alone=True)
-        yield self._opened()
+        yield opened_checks(self.verified, self.session.settings)
         yield from self._audits(lambda name: False)
         self.report.statements = statements(plan.induction, self.report, None) if plan.induction else []
         self.report.unseen += WITHOUT_NUMBERS
         return None, self.verified
 
-    def _by_induction(self, induction: Induction, low_memory: bool | None) -> Checking:
-        report = self.report
-        report.odd_layers = induction.odd_layers()
-        report.notes += [f"{text}; it is a class of its own" for text in report.odd_layers.values()]
-        yield induction.checks(alone=False)
-        yield self._opened()
-        yield from self._audits(None if induction.runs_all else induction.runs_weight)
-        layered = holds_one_layer(self.verified, self.reference) if low_memory is None else low_memory
-        comparison = self._comparison(layered, induction)
-        found = yield from self._compared(comparison, None)
-        report.unseen += unseen_of(induction)
-        report.statements = statements(induction, report, comparison.drift)
-        return found
-
-    def _opened(self) -> list[Check]:
-        """A failed check for each graph that onnxruntime does not open; no cut hides what is wrong with the whole."""
-        models, settings = self.verified.models, self.session.settings
-        problems = {name: why_not_opened(model, settings) for name, model in models.items()}
-        return [Check("structure", name, "", verdict="fail", detail=text) for name, text in problems.items() if text]
-
     def _comparison(self, layered: bool, induction: Induction | None = None) -> Compared:
         options = self.report, self.session.selection, self.code
-        return Compared(self.verified, self.reference, *options, layered=layered, induction=induction)
+        return Compared(self.verified, ComputedModel(self.reference), *options, layered=layered, induction=induction)
 
     def _compared(self, comparison: Compared, eager: Eager | None) -> Checking:
         if half := half_precision(next(iter(self.verified.models.values()))):
-            rounded = comparison if eager else replace(comparison, reference=self.rounded_model())
+            rounded = comparison if eager else replace(comparison, reference=ComputedModel(self.rounded_model()))
             return (yield from compare_half_precision(rounded, half, eager))
         return (yield from comparison.run(eager))
 
@@ -174,7 +159,7 @@ class FloatFolder:
                 raise UsageProblem("`--low-memory` runs on the CPU", hint="leave out `--low-memory` or `--provider`")
         if session.bisect or session.minimized or session.selection.repeat > 1:
             why_not = "`--repeat`, `--bisect` and `--minimize` hold the whole model"
-        layered, note = choose(CostEstimate.of(self.reference, distinct_files(paths)), wanted, why_not)
+        layered, note = choose(CostEstimate.of(open_weights(self.reference), distinct_files(paths)), wanted, why_not)
         self.report.notes += [note] if note else []
         return layered
 
@@ -184,7 +169,7 @@ class Compared:
     """A folder that is compared with its model."""
 
     verified: VerifiedFolder
-    reference: Path
+    reference: ComputedModel
     report: Report
     selection: Selection
     code: Path | None  # the reference's folder where its own code is trusted
@@ -192,6 +177,8 @@ class Compared:
     # the classes of layers, of which one each runs the scenarios; None to run all layers
     induction: Induction | None = None
     drift: Drift = field(default_factory=lambda: Drift([], []))  # receives the errors of single layers
+    scaler: Scaler | None = None  # as for `FolderComparison`, like the next
+    start: StartOf = trained_start
 
     @property
     def on_cpu(self) -> bool:
@@ -202,9 +189,25 @@ class Compared:
         skipped = self.induction.left_out(self.induction.kept) if self.induction else frozenset()
         fixed = self.verified.entries[0].fixed_inputs
         options: dict[str, Any] = {"code": self.code, "skipped": skipped, "fixed_inputs": fixed}
+        options["weights"], folder = self.reference.weights, self.reference.folder
         if self.layered:
-            return StreamedEager(self.reference, dtype, selection=self.selection, **options)
-        return known.in_dtype(dtype).with_fixed(fixed) if known else Eager(self.reference, dtype, **options)
+            return StreamedEager(folder, dtype, selection=self.selection, **options)
+        return known.in_dtype(dtype).with_fixed(fixed) if known else Eager(folder, dtype, **options)
+
+    def in_order(self, audits: Iterable[list[Check]], compared: Checking) -> Checking:
+        """The audits and the scenarios; of an induction, the structure before and the statements after them."""
+        induction, report = self.induction, self.report
+        if induction:
+            report.odd_layers = induction.odd_layers()
+            report.notes += [f"{text}; it is a class of its own" for text in report.odd_layers.values()]
+            yield induction.checks(alone=False)
+            yield opened_checks(self.verified, self.verified.settings)
+        yield from audits
+        found = yield from compared
+        if induction:
+            report.unseen += unseen_of(induction)
+            report.statements = statements(induction, report, self.drift)
+        return found
 
     def run(self, known: Eager | None, dtype: str = "", *, is_half: bool = False) -> Checking:
         """Opens the graphs and runs the scenarios.
@@ -221,7 +224,8 @@ class Compared:
         eager = self.eager(dtype or graphs[0].dtype.name, known)
         files = verified.path, verified.models, verified.settings
         kinds = verified.named, not is_half, is_half and any(map(routes, verified.models.values()))
-        comparison = FolderComparison(eager, *files, self.selection, self.report, opener, *kinds)
+        run = FolderComparison(eager, *files, self.selection, self.report, opener, *kinds)
+        comparison = replace(run, scaler=self.scaler, start=self.start)
         yield from comparison.checks(graphs)
         if self.induction:
             eager.release()
@@ -268,7 +272,7 @@ def compare_half_precision(compared: Compared, half: str, known: Eager | None) -
             yield from few.changed(rounding, ROUNDED).run(eager, half, is_half=True)
     if eager is None:
         return eager, compared.verified
-    constants = KnownConstants.of(read_json(compared.reference / "config.json"), eager.rotary_frequencies())
+    constants = KnownConstants.of(read_json(compared.reference.folder / "config.json"), eager.rotary_frequencies())
     models = compared.verified.models.items()
     if unknown := [check for name, model in models for check in unknown_tables(name, model, kind, constants)]:
         compared.report.unseen.append("faults that the rounding of half precision hides")
@@ -298,6 +302,12 @@ def _notes(half: str, *, on_cpu: bool) -> list[str]:
     if half == WITHOUT_KERNELS and on_cpu:
         notes.append(f"onnxruntime's CPU has no {half} kernels: nodes run in float32, results are rounded")
     return notes
+
+
+def opened_checks(verified: VerifiedFolder, settings: SessionSettings) -> list[Check]:
+    """A failed check for each graph that onnxruntime does not open; no cut hides what is wrong with the whole."""
+    problems = {name: why_not_opened(model, settings) for name, model in verified.models.items()}
+    return [Check("structure", name, "", verdict="fail", detail=text) for name, text in problems.items() if text]
 
 
 def why_not_opened(model: onnx.ModelProto, settings: SessionSettings) -> str:
@@ -380,21 +390,22 @@ class Plan:
 def planned(
     method: Method,
     verified: VerifiedFolder,
-    reference: Path,
+    reference: ComputedModel,
+    source: WeightSource,
     session: Session,
     low_memory: bool | None,
     code: Path | None,
+    *,
+    quantized: bool = False,
 ) -> Plan:
-    """The method for a folder of graphs of floats; with `auto`, a choice of `low_memory` means the whole model."""
+    """The method for a folder of graphs; with `auto`, a choice of `low_memory` means the whole model."""
     if method.name == WHOLE or (method.name == AUTO and low_memory is not None):
         return Plan(WHOLE)
-    estimate = CostEstimate.of(reference, 1)
-    seconds = estimate.elements * SECONDS
-    if method.name == AUTO and seconds <= WORTH_WAITING:
+    estimate = (CostEstimate.of_quantized if quantized else CostEstimate.of)(source.reference, 1)
+    if method.name == AUTO and estimate.elements * estimate.seconds <= WORTH_WAITING:
         return Plan(WHOLE)
     if why_not := _why_not(verified, session, method.name):
         return _without(method.name, why_not)
-    source = WeightSource.of(verified.path, reference)
     try:
         layered = {name: model for name, model in verified.models.items() if len(model.graph.output) > 1}
         induction = Induction.of(layered, source, reference, code, method.layers)
@@ -432,8 +443,8 @@ def _why_not(verified: VerifiedFolder, session: Session, method: str) -> str:
     return "the graphs take embeddings" if takes_embeddings(verified.models.values()) else ""
 
 
-def holds_one_layer(verified: VerifiedFolder, reference: Path) -> bool:
+def holds_one_layer(verified: VerifiedFolder, reference: ComputedModel) -> bool:
     """Whether an induction holds the weights of one layer at a time, because the model is not small."""
     files = [path for entry in verified.entries for path in entry.paths(verified.path)]
-    small = CostEstimate.of(reference, distinct_files(files)).whole <= IN_MEMORY
+    small = CostEstimate.of(reference.tensors, distinct_files(files)).whole <= IN_MEMORY
     return not small and not why_not_layered(verified.entries, verified.models)

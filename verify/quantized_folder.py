@@ -2,38 +2,55 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from math import prod
 from pathlib import Path
 
 import onnx
 
-from llmconv.checkpoint import open_weights, read_json
+from llmconv.causal_lm import context_length
+from llmconv.checkpoint import read_json
 from llmconv.errors import UnsupportedInput
+from llmconv.files.safetensors_file import read_header
 from llmconv.output.manifest import MANIFEST, GraphEntry, PrefixEntry, read_manifest
 from llmconv.quantized_weights.quantized_checkpoint import FIELD
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.runtime.extra_inputs import is_past
-from llmconv.runtime.onnxruntime.graph import extra_names, open_graph
-from llmconv.runtime.onnxruntime.guard import nodes
+from llmconv.runtime.low_memory.runner import EmptyRunner, StreamedRunner
+from llmconv.runtime.onnxruntime.graph import open_graph
+from llmconv.runtime.onnxruntime.guard import external_fields, nodes
 from llmconv.runtime.onnxruntime.runner import OrtRunner
-from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION, SessionSettings
-from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS, INPUTS_EMBEDS, WRITE_INDICES
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.runner import Runner
+from llmconv.tensors import LazyTensor
 from llmconv.verify.audit.decisions import audit_foreign_decisions, read_config
 from llmconv.verify.audit.weights import NAME as GRAPH_FILE
-from llmconv.verify.bisect.replay import Replayable, VerifiedFolder
-from llmconv.verify.comparison.layer_by_layer import Scaler
-from llmconv.verify.comparison.run import FolderComparison, distinct_entries, open_graphs, with_copies
+from llmconv.verify.audit.weights import WeightSource
+from llmconv.verify.bisect.replay import VerifiedFolder
+from llmconv.verify.comparison.layer_by_layer import Scaler, why_not_layered
+from llmconv.verify.comparison.run import distinct_entries, open_graphs, with_copies
+from llmconv.verify.float_folder import (
+    STRUCTURE,
+    WITHOUT_NUMBERS,
+    Compared,
+    Method,
+    Plan,
+    holds_one_layer,
+    opened_checks,
+    planned,
+)
+from llmconv.verify.layers.induction import Induction
+from llmconv.verify.layers.layer_checks import statements
 from llmconv.verify.other_exporters.comparison import scaled_settings, why_not_scalable
-from llmconv.verify.other_exporters.external_graph import MAX_GRAPHS, GraphFile, ModelSizes, read_graphs
+from llmconv.verify.other_exporters.external_graph import GraphFile, ModelSizes
 from llmconv.verify.other_exporters.port_map import LLMCONV as MAP
 from llmconv.verify.other_exporters.port_map import Binding, input_names
+from llmconv.verify.other_exporters.quantized.accuracy import check_ranges, measured_extremes
 from llmconv.verify.other_exporters.quantized.audit import INT8, LEVEL
 from llmconv.verify.other_exporters.quantized.dequantized_reference import (
-    StoredSmoothing,
+    FILES,
     dequantized_reference,
     plain_model,
     remove_rounding,
@@ -41,18 +58,28 @@ from llmconv.verify.other_exporters.quantized.dequantized_reference import (
     unstacked,
 )
 from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants, attributes
-from llmconv.verify.other_exporters.quantized.rounding_error import plainly_rounded
-from llmconv.verify.other_exporters.quantized.schemes import quantized_operators
-from llmconv.verify.other_exporters.quantized_verdict import QuantizationOptions, measure_cost, quantization_notes
+from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices, quantized_operators
+from llmconv.verify.other_exporters.quantized.tensor_matching import JOINED, named_tensors
+from llmconv.verify.other_exporters.quantized_verdict import (
+    QuantizationOptions,
+    Rounded,
+    measure_cost,
+    quantization_notes,
+    rounded_runner,
+)
 from llmconv.verify.other_exporters.replay import ExternalGraphs
-from llmconv.verify.other_exporters.run import audit_graph_weights, compare_graph_files, open_reference
+from llmconv.verify.other_exporters.run import as_in_graphs, audit_graph_weights, half_of
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose
-from llmconv.verify.reference.eager import Eager, PrefixStart, Start, trained_start
+from llmconv.verify.reference.eager import ComputedModel, Eager, PrefixedRunner, PrefixStart, Start, trained_start
 from llmconv.verify.reference.other_roundings import WeightScaling
 from llmconv.verify.results import Check, Checks, Report
+from llmconv.verify.scenarios.calls import ModelFacts
 from llmconv.verify.verification import Checking, Session
 
-OWN_INPUTS = {WRITE_INDICES, INPUTS_EMBEDS}
+COST_WORK = 1.2e12
+"""Products of an element and a token, for each model of which the cost of a large model is measured."""
+LEAST_TOKENS = 32
+SHOWN = 4
 
 
 def is_quantized(models: Mapping[str, onnx.ModelProto]) -> bool:
@@ -72,35 +99,98 @@ class QuantizedFolder:
     session: Session
     options: QuantizationOptions
 
-    def checks(self, eager: Eager | None, *, in_any_memory: bool = False) -> Checking:
-        """All checks; InputRefused if the memory is too small, without `in_any_memory`."""
+    def checks(self, method: Method, eager: Eager | None, low_memory: bool | None) -> Checking:
+        """All checks; an open reference `eager` is used where the whole model runs.
+
+        `low_memory` holds one layer at a time; None to decide by free memory, False to use any.
+        """
         verified = self.verified
         yield [*self._unrecorded(), *self._other_levels()]
         entries, copies = distinct_entries(verified.path, verified.entries)
         self.report.copies = {name: first for first, names in copies.items() for name in names}
         models = {name: model for name, model in verified.models.items() if name not in self.report.copies}
-        if eager is None:
-            estimate = CostEstimate.of_quantized(self.reference, len(entries))
-            choose(estimate, False if in_any_memory else None, "quantized graphs are compared whole")
         once = replace(self, verified=replace(verified, entries=entries, models=models))
-        return (yield from with_copies(once._of_distinct(eager), copies))
-
-    def _of_distinct(self, eager: Eager | None) -> Checking:
-        """All checks of graphs of which no two are the same bytes."""
-        verified, report, session = self.verified, self.report, self.session
-        result: tuple[Eager | None, Replayable] = (eager, verified)
         with ExitStack() as stack:
-            plain = stack.enter_context(plain_model(self.reference))
-            options = replace(self.options, codes=replace(self.options.codes, kept=plain.kept))
-            if any(_is_own(verified, entry) for entry in verified.entries):
-                own = replace(self, reference=plain.folder, options=options)
-                return (yield from own._entries(eager, stack))
-            for start in range(0, len(verified.entries), MAX_GRAPHS):
-                paths = [verified.path / entry.files[0] for entry in verified.entries[start : start + MAX_GRAPHS]]
-                tensors = unstacked(open_weights(plain.folder))
-                graphs = ExternalGraphs(read_graphs(paths, MAP.name), ModelSizes({}), session.settings, tensors)
-                result = yield from compare_graph_files(graphs, plain.folder, report, session, eager, options, stack)
-        return result
+            return (yield from with_copies(once._of_distinct(method, eager, low_memory, stack), copies))
+
+    def _of_distinct(self, method: Method, known: Eager | None, low_memory: bool | None, stack: ExitStack) -> Checking:
+        """All checks of graphs of which no two are the same bytes."""
+        verified, report, options = self.verified, self.report, self.options
+        model = plain_model(self.reference, stack)
+        options = replace(options, codes=replace(options.codes, kept=model.kept))
+        tensors = unstacked(model.tensors)
+        if wrong := options.smoothing.check(verified.entries[0].name, tensors):
+            yield wrong
+            return known, verified
+        tensors = options.smoothing.applied(tensors)
+        graphs = ExternalGraphs(audited_files(verified), ModelSizes({}), verified.settings, tensors)
+        rounded, unrounded, why = set[str](), verified, ""
+        try:
+            unrounded = verified.changed(partial(_without_rounding, verified.path, rounded, options), "")
+        except UnsupportedInput as error:
+            why = error.message
+        source = WeightSource(verified.path, {}, tensors, in_place=False)
+        session, code = self.session, options.code
+        plan = planned(method, unrounded, model, source, session, low_memory, code, quantized=True)
+        report.method = plan.method
+        report.notes += [plan.note] if plan.note else []
+        for name, graph in verified.models.items():
+            yield misplaced_codes(name, graph, verified.path)
+        if plan.method == STRUCTURE:
+            yield from self._structure(plan.induction, graphs)
+            return None, verified
+        config = read_json(self.reference / "config.json")
+        yield from audit_graph_weights(graphs.files, tensors, config, report, options.codes)
+        yield from self._decisions()
+        shipped = as_in_graphs(model, graphs.files, tensors)
+        quantized = QuantizedModel(verified, graphs, shipped, report, session, options, stack)
+        layered = self._is_layered(plan, known, low_memory, model)
+        eager = None
+        if not layered and not plan.induction:
+            eager = known if known and shipped.weights is None else quantized.eager()
+            half = half_of(graphs.files)
+            eager = (eager.in_dtype(half) if half else eager).with_defaults()
+        opened = yield from open_graphs(open_graph, verified.path, verified.entries, quantized.settings)
+        if len(opened) < len(verified.entries):
+            return eager, verified
+        del opened
+        yield from quantized.cost(eager)
+        yield quantized.ranges(eager)
+        if why:
+            yield [Check("structure", graphs.files[0].name, "", verdict="skip", detail=why)]
+            return eager, verified
+        compared = quantized.compared(unrounded, sorted(rounded), eager, layered=layered, induction=plan.induction)
+        half = half_of(graphs.files)
+        return (yield from compared.in_order((), compared.run(None, quantized.dtype, is_half=bool(half))))
+
+    def _is_layered(self, plan: Plan, known: Eager | None, low_memory: bool | None, model: ComputedModel) -> bool:
+        """Whether one layer is held at a time."""
+        if plan.induction:
+            return holds_one_layer(self.verified, model) if low_memory is None else low_memory
+        if known:
+            return bool(low_memory)
+        estimate = CostEstimate.of_quantized(model.tensors, len(self.verified.entries))
+        layered, note = choose(estimate, low_memory, why_not_layered(self.verified.entries, self.verified.models))
+        self.report.notes += [note] if note else []
+        return layered
+
+    def _structure(self, induction: Induction | None, graphs: ExternalGraphs) -> Checks:
+        """Checks without numbers: which tensors the codes are named after, and the structure of the graphs."""
+        if induction:
+            self.report.odd_layers = induction.odd_layers()
+            yield induction.checks(alone=True)
+        yield opened_checks(self.verified, self.session.settings)
+        yield [named_codes(file, graphs.tensors) for file in graphs.files]
+        yield from self._decisions()
+        self.report.statements = statements(induction, self.report, None) if induction else []
+        self.report.unseen += WITHOUT_NUMBERS
+
+    def _decisions(self) -> Checks:
+        config = read_config(self.reference)
+        for name, model in self.verified.models.items():
+            checks, notes = audit_foreign_decisions(name, model, config)
+            yield checks
+            self.report.notes += notes
 
     def _unrecorded(self) -> list[Check]:
         """A failed check of graphs that an export without quantization recorded, of a model without either."""
@@ -130,105 +220,160 @@ class QuantizedFolder:
     def _is_exported(self) -> bool:
         return any(step.get("command") == "export" for step in read_manifest(self.verified.path).steps)
 
-    def _entries(self, known: Eager | None, stack: ExitStack) -> Checking:
-        """Audits of the graphs, the cost, then all scenarios; `reference` has plain weights."""
-        verified, folder, report, options = self.verified, self.reference, self.report, self.options
-        tensors = unstacked(open_weights(folder))
-        if wrong := options.smoothing.check(verified.entries[0].name, tensors):
-            yield wrong
-            return known, verified
-        tensors = options.smoothing.applied(tensors)
-        graphs = ExternalGraphs(audited_files(verified), ModelSizes({}), verified.settings, tensors)
-        yield from audit_graph_weights(graphs.files, tensors, read_json(folder / "config.json"), report, options.codes)
-        config = read_config(folder)
-        for name, model in verified.models.items():
-            checks, notes = audit_foreign_decisions(name, model, config)
-            yield checks
-            report.notes += notes
-        half = next((file.dtype for file in graphs.files if file.dtype in HALF_PRECISION), "")
-        eager = open_reference(graphs, known or folder, half, options.code, stack)
-        compared = QuantizedEntries(verified, graphs, eager, report, self.session, options)
-        opened = yield from open_graphs(open_graph, verified.path, verified.entries, verified.settings)
-        if len(opened) < len(verified.entries):
-            return eager, verified
-        yield from compared.cost()
-        return (yield from compared.scenarios(stack, is_half=bool(half)))
+
+def misplaced_codes(graph: str, model: onnx.ModelProto, folder: Path) -> list[Check]:
+    """A failed check of a graph with initializers that map other bytes of a file of codes than those of their names.
+
+    A joined product maps several tensors, `X.codes+Y.codes`, one behind the other.
+    """
+    files = {path.name: read_header(path).tensors for path in folder.glob(FILES)}
+    wrong = []
+    for tensor in model.graph.initializer:
+        fields = external_fields(tensor)
+        known = files.get(fields.get("location", ""))
+        if known is None:
+            continue
+        first, at = int(fields.get("offset", 0)), int(fields.get("offset", 0))
+        for part in tensor.name.split(JOINED):
+            at = at + known[part].nbytes if part in known and known[part].offset == at else -1
+        if at != first + int(fields.get("length", 0)):
+            wrong.append(f"`{tensor.name[:200]}` maps other bytes than those of its name")
+    detail = "; ".join(wrong[:SHOWN])
+    return [Check("weights", graph, "", verdict="fail", detail=detail)] if wrong else []
 
 
-def _is_own(compared: VerifiedFolder, entry: GraphEntry) -> bool:
-    """Whether only llmconv's own runner runs a graph."""
-    inputs = {port.name for port in compared.models[entry.name].graph.input}
-    states = {name for name in inputs if is_past(name) and not MAP.fits(MAP.past, name)}  # of convolutions, recurrences
-    own = inputs & OWN_INPUTS or extra_names(dict.fromkeys(inputs, ()))
-    return bool(len(entry.files) > 1 or entry.postprocess or entry.prefix or states or own)
+def named_codes(file: GraphFile, tensors: Mapping[str, LazyTensor]) -> Check:
+    """Whether all quantized matrices of a graph have the shapes of the tensors that they are named after."""
+    try:
+        stored = quantized_matrices(file.model, Constants(file.model, file.path.parent))
+    except UnsupportedInput as error:
+        return Check("weights", file.name, "", verdict="skip", detail=error.message)
+    wrong = [
+        one for one in stored if sum(prod(tensors[n].shape) for n in named_tensors(one, tensors)) != prod(one.shape)
+    ]
+    problems = "; ".join(f"`{one.name[:200]}` is not named after tensors of its size" for one in wrong[:SHOWN])
+    return Check(
+        "weights",
+        file.name,
+        "",
+        verdict="fail" if wrong else "pass" if stored else "skip",
+        detail=problems
+        or f"{len(stored)} quantized matrices are named after the model's tensors, and have their sizes",
+    )
 
 
 @dataclass(frozen=True)
-class QuantizedEntries:
-    """Audited graphs (`graphs`, with the model's tensors) that are compared with `eager`, the unquantized model."""
+class QuantizedModel:
+    """Audited graphs (`graphs`, with the model's tensors), and the model before it was quantized (`model`)."""
 
     verified: VerifiedFolder
     graphs: ExternalGraphs
-    eager: Eager
+    model: ComputedModel
     report: Report
     session: Session
     options: QuantizationOptions
+    stack: ExitStack
 
-    def cost(self) -> Checks:
-        name, runner = shipped_runner(self.verified)
-        prefix = next((entry.prefix for entry in self.verified.entries if entry.prefix), None)
-        eager = self.eager.with_prefix(prefix, trained_start(self.verified.path, prefix)) if prefix else self.eager
-        plain = partial(plainly_rounded_runner, self.verified, self.graphs, self.options.smoothing)
-        suite = self.session.selection.suite
-        if any(entry.postprocess for entry in self.verified.entries):
+    @property
+    def settings(self) -> SessionSettings:
+        """Those of sessions: some kernels support only prepacked quantized weights."""
+        return replace(self.verified.settings, prepack=True)
+
+    @property
+    def dtype(self) -> str:
+        return half_of(self.graphs.files) or self.graphs.files[0].dtype
+
+    def eager(self) -> Eager:
+        return Eager(self.model.folder, self.dtype, code=self.options.code, weights=self.model.weights)
+
+    @cached_property
+    def rounded(self) -> Rounded:
+        weights = [one for file in self.graphs.files for one in file.quantized_weights]
+        empty = EmptyRunner(self.model.folder, code=self.options.code, weights=self.model.weights)
+        tensors = self.graphs.tensors
+        tie = tied_head(empty.model, tensors)
+        return self.model.folder, tensors, weights, tie, self.options.smoothing, self.stack
+
+    def cost(self, eager: Eager | None) -> Checks:
+        """The loss of accuracy; without an open model on fewer tokens, layer by layer."""
+        verified, suite = self.verified, self.session.selection.suite
+        prefix = next((entry.prefix for entry in verified.entries if entry.prefix), None)
+        if any(entry.postprocess for entry in verified.entries):
             self.report.notes.append("the cost is that of the logits from which the graphs choose tokens")
-        yield from measure_cost((name, runner), plain, eager, self.options, self.report, suite, runner.cache_capacity)
+        shipped = shipped_runner(replace(verified, settings=self.settings))
+        start = trained_start(verified.path, prefix) if prefix else None
 
-    def scenarios(self, stack: ExitStack, *, is_half: bool) -> Checking:
-        """All scenarios, against the model with the values of the codes, which `stack` keeps.
+        def plain() -> Runner | None:
+            found = rounded_runner(self.rounded, self.options.code)
+            return PrefixedRunner(found, start(found), prefix.first_position) if found and prefix and start else found
 
-        If `is_half`, the graphs compute in half precision: original weights and settings only.
-        """
-        section, files, eager = self.report.quantization, self.graphs.files, self.eager
-        assert section is not None
-        rounded: set[str] = set()
-        try:
-            without = partial(_without_rounding, self.verified.path, rounded, self.options)
-            verified = self.verified.changed(without, "")
-        except UnsupportedInput as error:
-            yield [Check("structure", files[0].name, "", verdict="skip", detail=error.message)]
-            return eager, self.verified
-        section.rounded = sorted(rounded)
-        self.report.notes += quantization_notes(section)
-        found = [one for file in files for one in file.quantized_weights]
-        tie, tensors = tied_head(eager.models[0], self.graphs.tensors), self.graphs.tensors
-        folder = stack.enter_context(dequantized_reference(eager.folder, tensors, found, tie, self.options.smoothing))
-        fixed = self.verified.entries[0].fixed_inputs
-        dequantized = Eager(folder, eager.dtype, code=self.options.code, fixed_inputs=fixed)
-        verified = replace(verified, settings=replace(verified.settings, float_activations=True))
-        yield from self._comparison(verified, dequantized, is_half=is_half)
-        return dequantized, verified
-
-    def _comparison(self, verified: VerifiedFolder, dequantized: Eager, *, is_half: bool) -> Checks:
-        graphs = yield from open_graphs(open_graph, verified.path, verified.entries, verified.settings)
-        comparison = FolderComparison(
-            dequantized,
-            verified.path,
-            verified.models,
-            verified.settings,
-            self.session.selection,
-            self.report,
-            open_graph,
-            varied=not is_half,
-            scaler=scaler_of(verified, self.graphs),
-            start=self._start,
+        model: Runner
+        if eager is None:
+            model = StreamedRunner(self.model.folder, code=self.options.code, weights=self.model.weights)
+            elements = sum(prod(tensor.shape) for tensor in self.model.tensors.values())
+            most = max(LEAST_TOKENS, int(COST_WORK / elements))
+            facts = ModelFacts(model.vocab_size, max_positions=context_length(self.model.folder))
+        else:
+            measured, most = eager.with_prefix(prefix, start) if prefix and start else eager, 1 << 30
+            model, facts = measured.runners[0], measured.facts()
+        facts = replace(
+            facts, max_positions=min(filter(None, (facts.max_positions, shipped[1].cache_capacity)), default=None)
         )
-        yield from comparison.checks(graphs)
+        yield from measure_cost(shipped, plain, model, self.model.folder, facts, self.options, self.report, suite, most)
 
-    def _start(self, folder: Path, prefix: PrefixEntry) -> Start:
+    def ranges(self, eager: Eager | None) -> list[Check]:
+        """A check of the ranges of activations in each graph, if they were measured on a text."""
+        text, code = self.options.ranges, self.options.code
+        if text is None:
+            return []
+        folder, tensors = self.model.folder, self.graphs.tensors
+        given = text.tokens(folder, context_length(folder), trust_remote_code=code is not None)
+        runner = eager.eager_runners[1] if eager else StreamedRunner(folder, code=code, weights=self.model.weights)
+        extremes = measured_extremes(runner.model, runner, tensors, given)
+        return [
+            check_ranges(
+                file.name,
+                file.model,
+                Constants(file.model, file.path.parent),
+                file.quantized_weights,
+                extremes,
+                self.options.smoothing.factors,
+            )
+            for file in self.graphs.files
+        ]
+
+    def compared(
+        self,
+        unrounded: VerifiedFolder,
+        operators: list[str],
+        eager: Eager | None,
+        *,
+        layered: bool,
+        induction: Induction | None,
+    ) -> Compared:
+        """The graphs without rounding of activations, and the model with the values of the codes."""
+        section = self.report.quantization
+        assert section is not None
+        section.rounded = operators
+        self.report.notes += quantization_notes(section)
+        settings = replace(unrounded.settings, float_activations=True, prepack=True)
+        return Compared(
+            replace(unrounded, settings=settings),
+            dequantized_reference(*self.rounded),
+            self.report,
+            self.session.selection,
+            self.options.code,
+            layered=layered,
+            induction=induction,
+            scaler=scaler_of(self.verified, self.graphs),
+            start=partial(self._start, eager),
+        )
+
+    def _start(self, eager: Eager | None, folder: Path, prefix: PrefixEntry) -> Start:
         """The prefix by the model before it was quantized, from which an export computes it."""
+        assert eager is not None
         start = trained_start(folder, prefix)
-        runners = [one for one in self.eager.runners if isinstance(one, EagerRunner)]
+        runners = [one for one in eager.runners if isinstance(one, EagerRunner)]
 
         def of(runner: EagerRunner) -> PrefixStart:
             return start(next(one for one in runners if one.model.dtype == runner.model.dtype))
@@ -291,21 +436,6 @@ def _pair(verified: VerifiedFolder) -> list[GraphEntry]:
     roles = {entry.role: entry for entry in verified.entries}
     pair = [roles[role] for role in ("prefill", "decode") if role in roles]
     return pair if len(pair) > 1 else [verified.entries[-1]]
-
-
-def plainly_rounded_runner(
-    verified: VerifiedFolder, graphs: ExternalGraphs, smoothing: StoredSmoothing, stack: ExitStack
-) -> OrtRunner | None:
-    """The graph of prompts with plainly rounded codes, a copy on `stack`; None if all its codes are such already."""
-    entry = _pair(verified)[0]
-    file = next(file for file in graphs.files if file.name == entry.name)
-    rounded = plainly_rounded(file.path, file.model, file.quantized_weights, graphs.tensors, smoothing)
-    if (copy := stack.enter_context(rounded)) is None:
-        return None
-    for path in [*entry.paths(verified.path), verified.path / EMBEDDINGS]:
-        if path.is_file() and not (copy.parent / path.name).exists():
-            shutil.copyfile(path, copy.parent / path.name)
-    return shipped_runner(replace(verified, path=copy.parent, entries=[entry]))[1]
 
 
 CHOSEN = {"tokens", "scores"}

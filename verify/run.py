@@ -192,7 +192,7 @@ def checked_folder(folder: GraphFolder, choices: Choices) -> Report:
     verified = folder.with_cache()
     cost = _cost_options(verified, choices, folder.code)
     coded = CodedFolder.of(verified, choices.calibrated, cost, prepack=is_quantized(verified.models))
-    _require_floats(verified, coded, choices)
+    _require_whole(coded, choices)
     if choices.adapter is not None:
         verified, choices, rest = *_with_adapter(folder, verified, coded, choices, choices.adapter), None
     folder.report.unseen += unseen_factors(verified.models, choices.adapter)
@@ -241,16 +241,15 @@ def _in_turn(
     return found
 
 
-def _require_floats(verified: VerifiedFolder, coded: CodedFolder | None, choices: Choices) -> None:
-    if not coded and not is_quantized(verified.models):
-        return
-    if choices.method.is_forced:
+def _require_whole(coded: CodedFolder | None, choices: Choices) -> None:
+    """Raises UsageProblem for a method that caches of integer codes do not have."""
+    if coded and choices.method.is_forced:
+        problem = f"`--method {choices.method.name}` does not apply to graphs with a cache of integers"
+        raise UsageProblem(problem, hint="leave out `--method`, or give `whole`")
+    if coded and choices.low_memory:
         raise UsageProblem(
-            f"`--method {choices.method.name}` applies to graphs of floats only",
-            hint="leave out `--method`, or give `whole`",
+            "`--low-memory` compares graphs with a cache of floats only", hint="leave out `--low-memory`"
         )
-    if choices.low_memory:
-        raise UsageProblem("`--low-memory` compares graphs of floats only", hint="leave out `--low-memory`")
 
 
 def _with_adapter(
@@ -307,7 +306,7 @@ def _coded_checks(coded: CodedFolder, folder: FloatFolder, eager: Eager | None, 
     if coded.prepack:
         yield from replace(folder, verified=verified).recorded_files()
         quantized = QuantizedFolder(copies, folder.reference, folder.report, folder.session, cost)
-        result = yield from quantized.checks(eager)
+        result = yield from quantized.checks(Method(WHOLE), eager, None)
         model = eager or Eager(folder.reference, "float32", code=cost.code)
     else:
         result = yield from replace(folder, verified=copies).checks(Method(WHOLE), eager, False)
@@ -320,7 +319,7 @@ def _coded_checks(coded: CodedFolder, folder: FloatFolder, eager: Eager | None, 
 def _quantized_checks(folder: FloatFolder, choices: Choices, cost: QuantizationOptions) -> Checking:
     yield from folder.recorded_files()
     quantized = QuantizedFolder(folder.verified, folder.reference, folder.report, folder.session, cost)
-    return (yield from quantized.checks(choices.eager, in_any_memory=choices.low_memory is False))
+    return (yield from quantized.checks(choices.method, choices.eager, choices.low_memory))
 
 
 def _cost_options(verified: VerifiedFolder, choices: Choices, code: Path | None) -> QuantizationOptions:

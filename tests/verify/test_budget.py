@@ -17,7 +17,7 @@ from llmconv.verify import Report, verify, verify_graphs
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.float_folder import Compared
 from llmconv.verify.graph_folder import _models
-from llmconv.verify.reference.eager import Eager
+from llmconv.verify.reference.eager import ComputedModel, Eager
 from llmconv.verify.results import Check
 from llmconv.verify.scenarios.selection import CORE, CORE_STREAMED, Budget, Selection
 from tests.builders.clocks import FakeClock
@@ -80,7 +80,7 @@ def run_with(budget: Budget, folder: Path, known: Eager) -> list[Check]:
     entries = graph_entries(folder)
     verified = VerifiedFolder(folder, entries, _models(folder, entries), SessionSettings())
     report = Report("model", "model", "quick")
-    compared = Compared(verified, folder, report, Selection(budget=budget), None, layered=False)
+    compared = Compared(verified, ComputedModel(folder), report, Selection(budget=budget), None, layered=False)
     return [check for checks in compared.run(known) for check in checks]
 
 

@@ -142,14 +142,14 @@ def test_graphs_without_a_folder_take_no_method(llama: Path) -> None:
     assert "`--method` and `--layers` apply to FOLDER only" in result.stderr
 
 
-def test_quantized_folders_take_no_method(llama: Path, tmp_path: Path) -> None:
+def test_quantized_folders_take_a_method(llama: Path, tmp_path: Path) -> None:
     from llmconv.export.exporter import export  # noqa: PLC0415
 
     source = shutil.copytree(llama, tmp_path / "source")
     export(source, tmp_path / "int8", unified=True, quant="int8")
-    result = run(tmp_path / "int8", "--reference", llama, "--method", "induction")
-    assert result.exit_code == 2
-    assert "`--method induction` applies to graphs of floats only" in result.stderr
+    for method in ("induction", "structure"):
+        result = run(tmp_path / "int8", "--reference", llama, "--method", method)
+        assert result.exit_code == 0 and f"by {method}" in result.stdout
 
 
 @pytest.mark.slow

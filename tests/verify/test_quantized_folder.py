@@ -157,9 +157,10 @@ def test_limits_of_the_cost_apply(model: Path, four: Path) -> None:
     assert [check.name for check in report.checks if check.verdict == "fail"] == ["cost of quantization"]
 
 
-def test_layer_by_layer_is_refused(model: Path, four: Path) -> None:
-    with pytest.raises(UsageProblem, match="`--low-memory` compares graphs of floats only"):
-        verify(four, reference=model, low_memory=True)
+def test_layer_by_layer_gives_the_same_verdict(model: Path, four: Path) -> None:
+    report = verify(four, reference=model, low_memory=True)
+    assert report.verdict == "pass" and report.quantization and report.quantization.cost
+    assert not any(check.verdict == "fail" for check in report.checks)
 
 
 @pytest.fixture(scope="module")

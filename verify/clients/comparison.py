@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from llmconv.causal_lm import context_length, language_config
-from llmconv.checkpoint import read_json
+from llmconv.checkpoint import open_weights, read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.interpreters import child_environment, parse_interpreters, script_command
 from llmconv.runtime.eager.runner import EagerRunner
@@ -369,7 +369,7 @@ class EagerLogits:
     def __init__(self, folder: Path, dtype: str, code: Path | None) -> None:
         from llmconv.export.families import extra_inputs_of  # noqa: PLC0415 - the table alone
 
-        estimate = CostEstimate.of(folder, 1)
+        estimate = CostEstimate.of(open_weights(folder), 1)
         kind = StreamedRunner if estimate.lacking(estimate.whole) else EagerRunner
         options: dict[str, Any] = {"code": code, "extra_inputs": extra_inputs_of(folder)}
         self._runners = [kind(folder, name, **options) for name in ("float64", dtype)]

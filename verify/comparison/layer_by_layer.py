@@ -87,16 +87,19 @@ class StreamedEager(Eager):
         factors: ScaleFactors | None = None,
         skipped: Collection[str] = (),
         fixed_inputs: Collection[str] = (),
+        weights: Mapping[str, LazyTensor] | None = None,
     ) -> None:
         self._spill_file = SpillFile()
         self._precomputed: list[PrecomputedRunner] = []
-        self._few = FewLayers.of(folder) if skipped else None
+        tensors = open_weights(folder) if weights is None else weights
+        self._few = FewLayers.of(tensors) if skipped else None
         self._memory = MatrixMemory(self._few.kept if self._few else 0)
-        super().__init__(folder, dtype, code=code, factors=factors, skipped=skipped, fixed_inputs=fixed_inputs)
+        options: dict[str, Any] = {"skipped": skipped, "fixed_inputs": fixed_inputs, "weights": weights}
+        super().__init__(folder, dtype, code=code, factors=factors, **options)
         self._selection = selection
         planned = selection.calls(self.facts())
         if selection.budget:
-            selection.budget.choose(planned, suite_seconds(folder, skipped))
+            selection.budget.choose(planned, suite_seconds(tensors, skipped))
         chains = [chain for _, chains in selection.chosen(planned) for chain in chains]
         chains += own_cache_chains(self.facts())
         one = np.zeros((1, 1), dtype=np.int64)
@@ -139,7 +142,7 @@ class StreamedEager(Eager):
         """The same model with scaled weights, with all its calls made."""
         selection = replace(self._selection, only=SCALED_SCENARIOS, budget=None)
         options: dict[str, Any] = {"code": self._code, "factors": scaling.factor_of, "skipped": self._skipped}
-        options["fixed_inputs"] = self._fixed_inputs
+        options |= {"fixed_inputs": self._fixed_inputs, "weights": self._weights}
         return StreamedEager(self.folder, self.dtype, selection=selection, **options)
 
 
@@ -151,9 +154,9 @@ class FewLayers:
     logits: int
 
     @classmethod
-    def of(cls, folder: Path) -> FewLayers:
-        """Memory in proportion to the largest layer of a model folder."""
-        stored, elements = largest_layer(open_weights(folder))
+    def of(cls, tensors: Mapping[str, LazyTensor]) -> FewLayers:
+        """Memory in proportion to the largest layer."""
+        stored, elements = largest_layer(tensors)
         return cls(max(LEAST_KEPT, stored), max(LEAST_LOGITS, elements))
 
     def tokens(self, vocab_size: int) -> int:

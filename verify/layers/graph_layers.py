@@ -120,7 +120,8 @@ class LayerSources:
         match = NUMBERED.match(name)
         if match is None or match["list"] != self._index.layer_list:
             return name
-        return f"{'own' if int(match['number']) == number else match['number']} {match['rest']}"
+        rest = match["rest"].replace(f"+{match['list']}{number}.", "+own ")  # several tensors, joined in one
+        return f"{'own' if int(match['number']) == number else match['number']} {rest}"
 
     def _input(self, number: int, name: str) -> Form:
         if not is_past(name):

@@ -22,11 +22,12 @@ import onnx
 from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.runtime.extra_inputs import is_past, is_present, layer_of
 from llmconv.runtime.low_memory.pieced_graph import values_read_by
-from llmconv.runtime.low_memory.runner import StreamedRunner
+from llmconv.runtime.low_memory.runner import EmptyRunner
 from llmconv.verify.audit.weights import WeightSource, tensors_of
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.layers.graph_index import NUMBERED, Kind, NotLayered, layer_kinds, layer_names
 from llmconv.verify.layers.graph_layers import GraphLayers, Layer, forms_of
+from llmconv.verify.reference.eager import ComputedModel
 from llmconv.verify.results import Check
 
 ALL, CLASSES, SAMPLED = "all", "classes", "sampled:"
@@ -72,7 +73,7 @@ class Induction:
         cls,
         models: Mapping[str, onnx.ModelProto],
         source: WeightSource,
-        reference: Path,
+        reference: ComputedModel,
         code: Path | None,
         choice: LayerChoice,
     ) -> Induction:
@@ -85,7 +86,7 @@ class Induction:
         if any(layers.index.number_of_layers != first.number_of_layers for layers in graphs.values()):
             raise NotLayered("the graphs have different numbers of layers")
         try:
-            model = StreamedRunner(reference, "float32", code=code).model
+            model = EmptyRunner(reference.folder, "float32", code=code, weights=reference.weights).model
         except LlmconvError as error:
             raise NotLayered(error.message) from error
         names = layer_names(model, first.number_of_layers, first.layer_list)

@@ -42,6 +42,7 @@ from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import fold
 from llmconv.verify.layers.graph_layers import GraphLayers
 from llmconv.verify.layers.induction import LAYERS, PARTS, Induction
+from llmconv.verify.reference.eager import ComputedModel
 from llmconv.verify.reference.other_roundings import rows_of, valid_rows
 from llmconv.verify.results import Check, Checks, Report, Statement, Where
 from llmconv.verify.scenarios.calls import Call, SyntheticPast, drawn
@@ -78,7 +79,7 @@ class SingleLayerChecks:
     induction: Induction
     folder: Path
     models: Mapping[str, onnx.ModelProto]
-    reference: Path
+    reference: ComputedModel
     dtype: str
     settings: SessionSettings
     code: Path | None
@@ -95,8 +96,9 @@ class SingleLayerChecks:
         extras: Mapping[str, ExtraInput] = {}
         for graph, model in self.distinct().items():
             layers = GraphLayers.of(model, self.induction.tensors)
-            rest = extra_inputs_of(self.reference)
-            opened = partial(StreamedRunner, self.reference, code=self.code, skipped=skipped, extra_inputs=rest)
+            options: dict[str, Any] = {"code": self.code, "weights": self.reference.weights}
+            options |= {"skipped": skipped, "extra_inputs": extra_inputs_of(self.reference.folder)}
+            opened: Callable[[str], StreamedRunner] = partial(StreamedRunner, self.reference.folder, **options)
             try:
                 if runs is None:
                     first = opened("float32")
@@ -157,7 +159,7 @@ AUDITS = ("graph file", "weights", "decisions", "structure", LAYERS, PARTS)
 
 def statements(induction: Induction, report: Report, drift: Drift | None) -> list[Statement]:
     """The parts of the proof, shown or not by the report's checks; `drift` is None if no numbers were compared."""
-    graphs, count = len(induction.classes.graphs), len(induction.classes.names)
+    count = len(induction.classes.names)
     found = [
         _shown(report, "structure", LAYERS, f"{count} layers of {_classes(len(induction.kept))}, alike node by node"),
         _shown(report, "weights", "weights", "each initializer is the tensor of the model in its place"),
@@ -165,8 +167,8 @@ def statements(induction: Induction, report: Report, drift: Drift | None) -> lis
     ]
     if drift is not None:
         found += [_base(induction, report), _step(induction, report, drift, count)]
-    per_graph = {check.graph for check in report.checks if check.name == LAYERS}
-    return found if len(per_graph) == graphs else [Statement(one.name, False, one.text) for one in found]
+    shown = induction.classes.graphs.keys() <= {check.graph for check in report.checks if check.name == LAYERS}
+    return found if shown else [Statement(one.name, False, one.text) for one in found]
 
 
 def _shown(report: Report, name: str, check: str, text: str) -> Statement:

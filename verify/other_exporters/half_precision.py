@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,11 +15,10 @@ import ml_dtypes
 import numpy as np
 import onnx
 from onnx import helper, inliner
-from safetensors.numpy import save_file
 
 from llmconv.checkpoint import read_json
 from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION
-from llmconv.tensors import Array, LazyTensor
+from llmconv.tensors import BY_NAME, Array, LazyTensor
 from llmconv.verify.comparison.half_precision import (
     IN_FLOAT32,
     ROUNDED,
@@ -154,42 +152,38 @@ def _saved(file: GraphFile, model: onnx.ModelProto) -> Iterator[GraphFile]:
 NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
-@contextmanager
-def rounded_reference(
-    folder: Path, tensors: Mapping[str, LazyTensor], files: Sequence[GraphFile], dtype: str
-) -> Iterator[Path]:
-    """Context with a temporary copy of a model folder, with weights rounded to half precision and stored as float32.
+def rounded_weights(
+    tensors: Mapping[str, LazyTensor], files: Sequence[GraphFile], dtype: str
+) -> Mapping[str, LazyTensor]:
+    """The weights rounded to half precision, in float32; the same mapping if that changes nothing.
 
     A tensor that the graph stores in float32 is not rounded; if the graph stores a tensor plus one (the norms of
-    Gemma), one is subtracted from the stored values. If nothing changes, the result is `folder` itself. `files` are the
-    graphs after the audit of their initializers; `dtype` is `float16` or `bfloat16`.
+    Gemma), one is subtracted from the stored values. `files` are the graphs after the audit of their initializers;
+    `dtype` is `float16` or `bfloat16`.
     """
     stored = {content.whole: content for file in files for content in file.contents.values() if content.whole}
-    rounded = {name: _as_stored(tensor.read(), stored.get(name), NUMPY[dtype]) for name, tensor in tensors.items()}
-    if all(_same(rounded[name], tensor.read()) for name, tensor in tensors.items()):
-        yield folder
-        return
-    with TemporaryDirectory(prefix="llmconv-rounded-") as name:
-        copy = Path(name) / folder.resolve().name
-        copy.mkdir()
-        for path in folder.glob("*.json"):
-            if not path.name.endswith(".index.json"):
-                shutil.copyfile(path, copy / path.name)
-        save_file(rounded, copy / "model.safetensors", metadata={"format": "pt"})
-        yield copy
+    rounded = {name: _as_stored(tensor, stored.get(name), NUMPY[dtype]) for name, tensor in tensors.items()}
+    return tensors if all(_same(rounded[name], tensor) for name, tensor in tensors.items()) else rounded
 
 
-def _same(first: Array, second: Array) -> bool:
-    return first.dtype == second.dtype and np.array_equal(first, second)
+def _same(first: LazyTensor, second: LazyTensor) -> bool:
+    return first.dtype == second.dtype and all(
+        np.array_equal(first.rows(*at), second.rows(*at)) for at in second.blocks()
+    )
 
 
-def _as_stored(values: Array, content: InitializerContent | None, half: np.dtype[np.generic]) -> Array:
-    """The values of a tensor as the graph stores them, in float32."""
-    if values.dtype.name not in FLOATS:
-        return values
-    wide = values.astype(np.float32)
+def _as_stored(tensor: LazyTensor, content: InitializerContent | None, half: np.dtype[np.generic]) -> LazyTensor:
+    """A tensor as the graph stores it, in float32."""
+    if tensor.dtype.name not in FLOATS:
+        return tensor
     kind = content.dtype if content else half
-    if kind == half and content and content.form == "plus one":
-        return content.read().astype(np.float32) - np.float32(1)
-    kept: Array = wide if kind.itemsize > half.itemsize else wide.astype(half).astype(np.float32)
-    return np.ascontiguousarray(kept)
+
+    def load(start: int, stop: int) -> Array:
+        if kind == half and content and content.form == "plus one":
+            kept = content.read().astype(np.float32)[start:stop] - np.float32(1)
+        else:
+            kept = tensor.rows(start, stop).astype(np.float32)
+            kept = kept if kind.itemsize > half.itemsize else kept.astype(half).astype(np.float32)
+        return np.ascontiguousarray(kept)
+
+    return LazyTensor(BY_NAME["float32"], tensor.shape, load)

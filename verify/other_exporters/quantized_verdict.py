@@ -6,7 +6,7 @@ activations. For accuracy, the unchanged graph is compared with the model at ful
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,13 +14,14 @@ from pathlib import Path
 
 import onnx
 
-from llmconv.causal_lm import context_length
 from llmconv.errors import LlmconvError, UnsupportedInput
+from llmconv.runtime.eager.runner import EagerRunner
+from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.runtime.runner import Runner
 from llmconv.runtime.tokenizer import CalibrationText
+from llmconv.tensors import LazyTensor
 from llmconv.verify.other_exporters.comparison import ExternalComparison, external_candidates
-from llmconv.verify.other_exporters.external_graph import ExternalGraph, GraphFile
-from llmconv.verify.other_exporters.half_precision import rounding_copy
+from llmconv.verify.other_exporters.external_graph import ExternalGraph
 from llmconv.verify.other_exporters.quantized.accuracy import (
     CHECK,
     AccuracyGate,
@@ -28,25 +29,27 @@ from llmconv.verify.other_exporters.quantized.accuracy import (
     TokenSample,
     check_gate,
     check_limits,
-    check_ranges,
     difference,
     gate_of,
     measure_costs,
-    measured_extremes,
     ranged_activations,
     token_sample,
 )
 from llmconv.verify.other_exporters.quantized.dequantized_reference import (
     StoredSmoothing,
+    TiedHead,
     dequantized_reference,
+    plainly_rounded,
     tied_head,
     unrounded_copy,
 )
 from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants
-from llmconv.verify.other_exporters.quantized.rounding_error import ExpectedCodes, plainly_rounded
+from llmconv.verify.other_exporters.quantized.rounding_error import ExpectedCodes
+from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results import Check, Checks, Quantization, Report
+from llmconv.verify.scenarios.calls import ModelFacts
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,12 @@ def compare_quantized(
     section = report.quantization
     assert section is not None
     candidate = external_candidates(graphs)[-1]
-    plain = partial(_plain_rounding, verified, comparison, options.smoothing)
-    yield from measure_cost(
-        (candidate.name, candidate.runner), plain, eager, options, report, comparison.selection.suite
-    )
-    yield from _range_checks(files, eager, comparison, options)
+    weights = [one for file in files for one in file.quantized_weights]
+    tie = tied_head(eager.models[0], tensors)
+    model = eager.folder, tensors, weights, tie, options.smoothing, stack
+    shipped, suite = (candidate.name, candidate.runner), comparison.selection.suite
+    plain = partial(rounded_runner, model, options.code)
+    yield from measure_cost(shipped, plain, eager.runners[0], eager.folder, eager.facts(), options, report, suite)
     unknown = next((one.stored.name for file in files for one in file.quantized_weights if not one.matches), "")
     if unknown or any(file.unreadable for file in files):
         report.notes += [f"correctness was not checked: the content of `{unknown}` is unknown"] if unknown else []
@@ -107,45 +111,57 @@ def compare_quantized(
         return eager, verified
     section.rounded = sorted({operator for _, rounded in copies for operator in rounded})
     report.notes += quantization_notes(section)
-    found = [one for file in files for one in file.quantized_weights]
-    tie = tied_head(eager.models[0], tensors)
-    reference = stack.enter_context(dequantized_reference(eager.folder, tensors, found, tie, options.smoothing))
-    settings = replace(comparison.settings, float_activations=True)
-    dequantized = Eager(reference, eager.dtype, code=options.code).with_defaults()
+    reference, settings = dequantized_reference(*model), replace(comparison.settings, float_activations=True)
+    dequantized = Eager(reference.folder, eager.dtype, code=options.code, weights=reference.weights).with_defaults()
     unrounded = [replace(file, path=path) for file, (path, _) in zip(files, copies, strict=True)]
     yield from replace(comparison, settings=settings).run(dequantized, unrounded)
     return dequantized, replace(verified, files=unrounded, settings=settings)
 
 
-def measure_cost(
+Rounded = tuple[Path, Mapping[str, LazyTensor], Sequence[MatchedMatrix], TiedHead | None, StoredSmoothing, ExitStack]
+"""The arguments of `dequantized_reference` and `plainly_rounded`."""
+
+
+def rounded_runner(model: Rounded, code: Path | None) -> EagerRunner | None:
+    """The model with plainly rounded codes, layer by layer where that is possible; None if no codes are of 4 bits."""
+    found = plainly_rounded(*model)
+    if found is None:
+        return None
+    try:
+        return StreamedRunner(found.folder, code=code, weights=found.weights)
+    except UnsupportedInput:
+        return EagerRunner(found.folder, code=code, weights=found.weights)
+
+
+def measure_cost(  # noqa: PLR0913 - two models, and what is measured
     shipped: tuple[str, Runner],
-    plain: Callable[[ExitStack], Runner | None],
-    eager: Eager,
+    plain: Callable[[], Runner | None],
+    model: Runner,
+    folder: Path,
+    facts: ModelFacts,
     options: QuantizationOptions,
     report: Report,
     suite: str,
-    room: int | None = None,
+    most: int = 1 << 30,
 ) -> Checks:
     """Measures the loss of accuracy, and that of plain rounding if the preset is judged by it.
 
     Args:
         shipped: name and runner of the unchanged graphs.
-        plain: opens the graphs with plainly rounded codes; its copies stay on the stack.
+        plain: opens the model with plainly rounded codes.
+        model, folder, facts: the model at full precision, with the folder of its tokenizer.
         suite: `quick` or `full`.
-        room: maximum number of tokens of a sequence in these graphs.
+        most: maximum number of tokens.
     """
     section = report.quantization
     assert section is not None
     section.max_divergence, section.min_agreement = options.limits.divergence, options.limits.agreement
-    facts = eager.facts()
-    facts = replace(facts, max_positions=min(filter(None, (facts.max_positions, room)), default=None))
-    sample = token_sample(options.text, eager.folder, facts, suite, options.code is not None)
+    sample = token_sample(options.text, folder, facts, suite, options.code is not None, most)
     gate, measured = gate_of(options.preset) if sample.is_text else AccuracyGate(), [shipped]
     try:
-        with ExitStack() as stack:
-            if gate.against_rounding and (rounded := plain(stack)):
-                measured.append(("plain rounding", rounded))
-            costs = measure_costs(measured, eager.runners[0], sample)
+        if gate.against_rounding and (rounded := plain()):
+            measured.append(("plain rounding", rounded))
+        costs = measure_costs(measured, model, sample)
     except LlmconvError as error:
         yield [Check(CHECK, shipped[0], "", verdict="fail", detail=error.message)]
         return
@@ -153,35 +169,6 @@ def measure_cost(
     section.excess = difference(*costs) if others else None
     section.rounding = others[0] if others else None
     yield _judged(options, gate, section, sample, report.notes)
-
-
-def _range_checks(
-    files: Sequence[GraphFile], eager: Eager, comparison: ExternalComparison, options: QuantizationOptions
-) -> Checks:
-    """A check of the ranges of activations in each graph, if they were measured on a text."""
-    if options.ranges is None:
-        return
-    trusted = options.code is not None
-    texts = options.ranges.tokens(eager.folder, context_length(eager.folder), trust_remote_code=trusted)
-    extremes = measured_extremes(eager.models[1], eager.runners[1], comparison.tensors, texts)
-    for file in files:
-        graph = file.name, file.model, Constants(file.model, file.path.parent), file.quantized_weights
-        yield [check_ranges(*graph, extremes, options.smoothing.factors)]
-
-
-def _plain_rounding(
-    verified: ExternalGraphs, comparison: ExternalComparison, smoothing: StoredSmoothing, stack: ExitStack
-) -> Runner | None:
-    """The first graph with plainly rounded codes; None if all its codes are such already."""
-    first = verified.files[0]
-    path = first.emulates or first.path
-    rounded = plainly_rounded(path, first.model, first.quantized_weights, verified.tensors, smoothing)
-    if (copy := stack.enter_context(rounded)) is None:
-        return None
-    file = replace(first, path=copy)
-    file = stack.enter_context(rounding_copy(file)) if first.emulates else file
-    graph = file.open(comparison.sizes, comparison.settings)
-    return external_candidates([graph])[0].runner if isinstance(graph, ExternalGraph) else None
 
 
 def _judged(

@@ -31,10 +31,17 @@ from llmconv.verify.other_exporters.external_graph import (
     ModelSizes,
     read_graphs,
 )
-from llmconv.verify.other_exporters.half_precision import compare_half_precision, rounded_reference, rounding_copy
+from llmconv.verify.other_exporters.half_precision import compare_half_precision, rounded_weights, rounding_copy
 from llmconv.verify.other_exporters.port_map import AUTO, AXES, input_names
 from llmconv.verify.other_exporters.quantized.accuracy import AccuracyLimits
-from llmconv.verify.other_exporters.quantized.audit import audit_quantized, float_copies, match_zeros, slow_layouts
+from llmconv.verify.other_exporters.quantized.audit import (
+    KnownErrors,
+    audit_quantized,
+    float_copies,
+    match_zeros,
+    slow_layouts,
+)
+from llmconv.verify.other_exporters.quantized.dequantized_reference import restacked
 from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants
 from llmconv.verify.other_exporters.quantized.rounding_error import ExpectedCodes
 from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices
@@ -47,7 +54,7 @@ from llmconv.verify.other_exporters.quantized.tensor_matching import (
 from llmconv.verify.other_exporters.quantized_verdict import QuantizationOptions, compare_quantized
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose
-from llmconv.verify.reference.eager import Eager
+from llmconv.verify.reference.eager import ComputedModel, Eager
 from llmconv.verify.report.files import reporter
 from llmconv.verify.results import Check, Checks, Quantization, Report
 from llmconv.verify.scenarios.selection import Budget, Selection
@@ -105,34 +112,16 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     files = read_graphs(paths, input_map)
     folder = _reference(files[0].path, reference)
     if eager is None:
-        choose(CostEstimate.of(folder, len(files)), None, "that takes a folder that `llmconv export` wrote")
+        estimate = CostEstimate.of(open_weights(folder), len(files))
+        choose(estimate, None, "that takes a folder that `llmconv export` wrote")
     made = session.new_report(" and ".join(file.name for file in files))
     made.reference = folder.name
     limits = AccuracyLimits(max_divergence, min_agreement)
     options = QuantizationOptions(Path(text) if text else None, limits, code=folder if trust_remote_code else None)
     verified = ExternalGraphs(files, ModelSizes({}), session.settings, open_weights(folder))
     with ExitStack() as stack:
-        checks = compare_graph_files(verified, folder, made, session, eager, options, stack)
+        checks = _checks(verified, folder, made, session, eager, options, stack)
         return written(session.run(made, checks, most_precise))
-
-
-def compare_graph_files(
-    verified: ExternalGraphs,
-    folder: Path,
-    report: Report,
-    session: Session,
-    eager: Eager | None,
-    options: QuantizationOptions,
-    stack: ExitStack,
-) -> Checking:
-    config = read_json(folder / "config.json")
-    if wrong := options.smoothing.check(verified.files[0].name, verified.tensors):
-        yield wrong
-        return None, verified
-    verified = replace(verified, tensors=options.smoothing.applied(verified.tensors))
-    yield from audit_graph_weights(verified.files, verified.tensors, config, report, options.codes)
-    yield from _audit_decisions(verified.files, folder, report)
-    return (yield from _compare(verified, eager or folder, report, session.selection, options, stack))
 
 
 def require_limits(*, max_divergence: float | None, min_agreement: float | None) -> None:
@@ -143,21 +132,28 @@ def require_limits(*, max_divergence: float | None, min_agreement: float | None)
         raise UsageProblem(f"`min_agreement` is {min_agreement}", hint="give a share from 0 to 1")
 
 
-def _compare(
+def _checks(
     verified: ExternalGraphs,
-    reference: Eager | Path,
+    folder: Path,
     report: Report,
-    selection: Selection,
+    session: Session,
+    known: Eager | None,
     options: QuantizationOptions,
     stack: ExitStack,
-) -> Generator[list[Check], None, tuple[Eager, ExternalGraphs]]:
-    """Compares all scenarios, in the way for quantized weights, half precision or neither.
+) -> Checking:
+    """Audits, then all scenarios, in the way for quantized weights, half precision or neither.
 
     Returns the reference and the graphs in which a faulty node is searched.
     """
-    files = verified.files
-    half = next((file.dtype for file in files if file.dtype in HALF_PRECISION), "")
-    eager = open_reference(verified, reference, half, options.code, stack)
+    files, tensors = verified.files, verified.tensors
+    yield from audit_graph_weights(files, tensors, read_json(folder / "config.json"), report, options.codes)
+    yield from _audit_decisions(files, folder, report)
+    model = as_in_graphs(ComputedModel(folder), files, tensors)
+    half = half_of(files)
+    own = model.weights is not None or known is None
+    eager = Eager(folder, half or files[0].dtype, code=options.code, weights=model.weights) if own else known
+    assert eager is not None
+    eager = (eager.in_dtype(half) if half else eager).with_defaults()
     sizes, settings = ModelSizes(eager.cache_shapes(), max(eager.facts().windows, default=None)), verified.settings
     if report.quantization:  # some kernels support only prepacked quantized weights
         settings = replace(settings, prepack=True)
@@ -167,7 +163,7 @@ def _compare(
     if len(graphs) < len(files):
         return eager, verified
     report.notes += [note for file, graph in zip(files, graphs, strict=True) for note in _notes(file, graph)]
-    comparison = ExternalComparison(sizes, settings, verified.tensors, selection, report)
+    comparison = ExternalComparison(sizes, settings, tensors, session.selection, report)
     if report.quantization:
         return (yield from compare_quantized(replace(verified, files=ran), graphs, eager, comparison, options, stack))
     if half:
@@ -176,23 +172,16 @@ def _compare(
     return eager, verified
 
 
-def open_reference(
-    verified: ExternalGraphs, reference: Eager | Path, half: str, code: Path | None, stack: ExitStack
-) -> Eager:
-    """The eager model; for a half-precision graph, with weights rounded as in the graph.
+def as_in_graphs(model: ComputedModel, files: Sequence[GraphFile], tensors: Mapping[str, LazyTensor]) -> ComputedModel:
+    """The model with weights rounded as in half-precision graphs; the same one if that changes nothing."""
+    half = half_of(files)
+    rounded = rounded_weights(tensors, files, half) if half else tensors
+    return model if rounded is tensors else replace(model, weights=restacked(rounded))
 
-    `half` is the dtype of the graphs if it is half precision, else empty; `code` the model's folder if its custom code
-    is trusted.
-    """
-    folder = reference if isinstance(reference, Path) else reference.folder
-    source = folder
-    if half:
-        source = stack.enter_context(rounded_reference(folder, verified.tensors, verified.files, half))
-    if isinstance(reference, Eager) and source.resolve() == folder.resolve():
-        eager = reference
-    else:
-        eager = Eager(source, half or verified.files[0].dtype, code=code)
-    return (eager.in_dtype(half) if half else eager).with_defaults()
+
+def half_of(files: Sequence[GraphFile]) -> str:
+    """The dtype of the graphs if it is half precision, else empty."""
+    return next((file.dtype for file in files if file.dtype in HALF_PRECISION), "")
 
 
 def _reference(path: Path, reference: str | Path | None) -> Path:
@@ -215,11 +204,11 @@ def audit_graph_weights(
 
     `files` receive what was found; tensors have factors of smoothing; `codes` is what the codes must be.
     """
-    missing = set(tensors)
+    missing, known = set(tensors), KnownErrors()
     tied = bool(config.get("tie_word_embeddings"))
     for file in files:
         if file.quantized:
-            yield from _audit_quantized(file, tensors, report, codes)
+            yield from _audit_quantized(file, tensors, report, codes, known)
         scales = {one.stored.scales for one in file.quantized_weights}
         file.contents = initializer_contents(file.model, file.path.parent, tensors, scales)
         found = {name for one in file.quantized_weights for name in one.names}
@@ -244,7 +233,7 @@ def _audit_decisions(files: Sequence[GraphFile], reference: Path, report: Report
 
 
 def _audit_quantized(
-    file: GraphFile, tensors: Mapping[str, LazyTensor], report: Report, codes: ExpectedCodes
+    file: GraphFile, tensors: Mapping[str, LazyTensor], report: Report, codes: ExpectedCodes, known: KnownErrors
 ) -> Checks:
     report.quantization = report.quantization or Quantization()
     constants = Constants(file.model, file.path.parent)
@@ -256,7 +245,7 @@ def _audit_quantized(
         return
     file.quantized_weights = match_matrices(stored, tensors)
     match_zeros(file.quantized_weights, tensors)
-    check, rows = audit_quantized(file.name, file.quantized_weights, tensors, codes)
+    check, rows = audit_quantized(file.name, file.quantized_weights, tensors, codes, known)
     report.quantization.weights += rows
     yield [check] if stored else []
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from llmconv.checkpoint import open_weights
 from llmconv.errors import InputRefused
 from llmconv.memory import available_memory
 from llmconv.progress import say
@@ -44,9 +43,8 @@ class CostEstimate:
     seconds: float = SECONDS  # per element
 
     @classmethod
-    def of(cls, reference: Path, graphs: int) -> CostEstimate:
-        """The estimate for a model folder and a number of distinct graphs; InputRefused without safetensors weights."""
-        tensors = open_weights(reference)
+    def of(cls, tensors: Mapping[str, LazyTensor], graphs: int) -> CostEstimate:
+        """The estimate for a model's weights and a number of distinct graphs."""
         sizes = elements_of_layers(tensors)
         elements = sum(sizes.values())
         layers = [size for name, size in sizes.items() if name]
@@ -57,11 +55,11 @@ class CostEstimate:
         return cls(elements, BASE + PER_ELEMENT * elements + sessions, layered, (graphs + 2) * stored)
 
     @classmethod
-    def of_quantized(cls, reference: Path, graphs: int) -> CostEstimate:
-        """The same for graphs with quantized weights, which are never compared layer by layer."""
-        plain, (models, copies) = cls.of(reference, graphs), QUANTIZED_PER_ELEMENT
+    def of_quantized(cls, tensors: Mapping[str, LazyTensor], graphs: int) -> CostEstimate:
+        """The same for graphs with quantized weights."""
+        plain, (models, copies) = cls.of(tensors, graphs), QUANTIZED_PER_ELEMENT
         size = BASE + (models + copies * graphs) * plain.elements
-        return cls(plain.elements, size, size, plain.mapped, SECONDS_QUANTIZED)
+        return cls(plain.elements, size, plain.layered, plain.mapped, SECONDS_QUANTIZED)
 
     def lacking(self, size: int) -> int | None:
         """The available bytes if they are fewer than `size`, else None."""
@@ -76,10 +74,10 @@ class CostEstimate:
         return f"about {minutes} minute{'s' * (minutes > 1)}"
 
 
-def suite_seconds(reference: Path, skipped: Collection[str] = ()) -> float:
+def suite_seconds(tensors: Mapping[str, LazyTensor], skipped: Collection[str] = ()) -> float:
     """Seconds of the quick suite on two idle cores, without the layers named in `skipped`."""
     prefixes = tuple(f"{name}." for name in skipped)
-    kept = (tensor for name, tensor in open_weights(reference).items() if not name.startswith(prefixes))
+    kept = (tensor for name, tensor in tensors.items() if not name.startswith(prefixes))
     return SECONDS * sum(prod(tensor.shape) for tensor in kept)
 
 

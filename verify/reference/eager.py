@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from llmconv.causal_lm import LENGTHS
+from llmconv.checkpoint import open_weights
 from llmconv.errors import MalformedInput
 from llmconv.files.safetensors_file import read_header
 from llmconv.output.manifest import PrefixEntry
@@ -27,7 +28,7 @@ from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import ScaleFactors
 from llmconv.runtime.extra_inputs import ExtraInput, is_state
 from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step, default_positions
-from llmconv.tensors import Array
+from llmconv.tensors import Array, DType, LazyTensor
 from llmconv.verify.reference.other_roundings import (
     LEAST,
     WeightScaling,
@@ -59,6 +60,23 @@ ORIGINAL = "original_max_position_embeddings"
 ExpectedOutputs = list[list[dict[str, ExpectedOutput]]]  # by chain, by call, by output name
 
 
+@dataclass(frozen=True)
+class ComputedModel:
+    """A model whose weights are computed when they are read: a folder with its configuration, and the weights by name.
+
+    `weights` is None where the folder's own are meant. `kept` are weights that were integer codes before, which an
+    export keeps: by name, the dtype of their scales.
+    """
+
+    folder: Path
+    weights: Mapping[str, LazyTensor] | None = None
+    kept: Mapping[str, DType] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> Mapping[str, LazyTensor]:
+        return open_weights(self.folder) if self.weights is None else self.weights
+
+
 class Eager:
     """The model in float64 and in the graph's dtype, and the rounding noise between the two.
 
@@ -70,6 +88,7 @@ class Eager:
         skipped: names of layers that are left out (`runtime.eager.skipped_layers`).
         fixed_inputs: names of extra inputs that the graphs do not take, because they always have their default.
         adapter: folder of a PEFT adapter, which PEFT applies to the model without merging.
+        weights: the weights by name; None for those of the folder.
 
     Attributes:
         is_layered: the model is never held whole; all calls of a scenario are made layer by layer.
@@ -77,7 +96,7 @@ class Eager:
 
     is_layered = False
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one parameter per property of the model
         self,
         folder: Path,
         dtype: str,
@@ -88,8 +107,9 @@ class Eager:
         skipped: Collection[str] = (),
         fixed_inputs: Collection[str] = (),
         adapter: Path | None = None,
+        weights: Mapping[str, LazyTensor] | None = None,
     ) -> None:
-        self._adapter = adapter
+        self._adapter, self._weights = adapter, weights
         self.folder, self.dtype, self._code, self._factors = folder, dtype, code, factors
         self._skipped, self._fixed_inputs = skipped, frozenset(fixed_inputs)
         self._kept: dict[str, ExpectedOutputs] | None = {} if keep else None
@@ -105,10 +125,8 @@ class Eager:
         self._virtual = self._first_position = 0
 
     def _open(self, dtype: str) -> tuple[EagerRunner, Runner]:
-        scaled = (
-            dtype == "float64" and self.dtype == "float32" and self._factors
-        )  # scaling again takes longer than copying
-        like = self._rounded_model if scaled else None
+        computed = self._factors or self._weights is not None  # which takes longer than copying
+        like = self._rounded_model if computed and dtype == "float64" and self.dtype == "float32" else None
         model = EagerRunner(self.folder, dtype, like=like, adapter=self._adapter, **self._options)
         return model, model
 
@@ -117,7 +135,8 @@ class Eager:
         from llmconv.export.families import extra_inputs_of  # noqa: PLC0415 - the table alone
 
         inputs = {"extra_inputs": extra_inputs_of(self.folder)}
-        return {"code": self._code, "factors": self._factors, "skipped": self._skipped, **inputs}
+        own = {"factors": self._factors, "skipped": self._skipped, "weights": self._weights}
+        return {"code": self._code, **own, **inputs}
 
     def with_fixed(self, names: Collection[str]) -> Eager:
         """The same model for graphs without some of the extra inputs; `names` as `fixed_inputs`."""
@@ -274,6 +293,7 @@ class Eager:
     def _scaled(self, scaling: WeightScaling) -> Eager:
         options: dict[str, Any] = {"code": self._code, "factors": scaling.factor_of, "skipped": self._skipped}
         options |= {"keep": self._kept is not None, "fixed_inputs": self._fixed_inputs, "adapter": self._adapter}
+        options["weights"] = self._weights
         return Eager(self.folder, self.dtype, **options)
 
     def own_shares(self) -> dict[ModelLimit, float]:

@@ -76,8 +76,9 @@ class EagerRunner(Runner):
     """AutoModelForCausalLM with eager attention; nothing in `folder` is executed.
 
     In `float64` all operators compute so, from the float32 buffers, and `limit_margins` are observed. Custom `code` of
-    a trusted folder may build the model; `factors` scale weights while they are read; those of `like`, the same model
-    in float32, are copied instead; layers named in `skipped` are left out; PEFT applies `adapter` without merging.
+    a trusted folder may build the model; `weights` by name replace those of the folder; `factors` scale weights while
+    they are read; those of `like`, the same model in float32, are copied instead; layers named in `skipped` are left
+    out; PEFT applies `adapter` without merging.
     Raises InputRefused if transformers cannot load the folder, OutOfMemory, UnsupportedInput if `forward` has no
     parameter of one of the `extra_inputs`, UsageProblem for a device that torch does not have.
     """
@@ -96,8 +97,9 @@ class EagerRunner(Runner):
         skipped: Collection[str] = (),
         extra_inputs: Sequence[ExtraInput] = (),
         adapter: Path | None = None,
+        weights: Mapping[str, LazyTensor] | None = None,
     ) -> None:
-        self._adapter = adapter
+        self._adapter, self._given = adapter, weights
         # a device of this machine by torch's name; raises UsageProblem if torch does not have it
         try:  # a build without CUDA raises AssertionError, without MPS or XLA NotImplementedError
             probe = torch.zeros(1, device=device)
@@ -110,7 +112,7 @@ class EagerRunner(Runner):
         silence_kernel_hints()
         fields = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
         require_causal(fields, folder)
-        if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        if weights is None and not any((folder / name).is_file() for name in (SINGLE, INDEX)):
             raise refused_model(folder)
         self._code = code if uses_custom_code(fields, code is not None) else None
         self._factors, self.dtype, self.limit_margins = factors, dtype, LimitMargins()
@@ -187,10 +189,10 @@ class EagerRunner(Runner):
 
     def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str) -> Any:
         """The model of a folder with the given fields of `config.json`."""
-        if self._factors:
+        stored = open_weights(folder) if self._given is None else self._given  # refuses shards of other folders
+        if self._factors or self._given is not None:
             load = getattr(torch, str(dtype).removeprefix("torch."))
-            return self._built(folder, fields, dtype, stored_tensors(folder, load, self._factors), open_weights(folder))
-        stored = open_weights(folder)  # refuses damaged files, and shards of other folders
+            return self._built(folder, fields, dtype, stored_tensors(stored, load, self._factors), stored)
         source = custom_classes(self._code, fields)[1] if self._code else _class_of(folder)
         how = {"trust_remote_code": False, "use_safetensors": True}
         return self._from_pretrained(source, folder, dtype, stored, folder, **how)

@@ -1,4 +1,4 @@
-"""StoredTensor: a tensor of a safetensors file as transformers loads it, read when it is sliced and possibly scaled."""
+"""StoredTensor: a tensor as transformers loads it, read from its file or computed when it is sliced, maybe scaled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
-from llmconv.checkpoint import open_weights
 from llmconv.errors import MalformedInput, listing
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.source_file import read_into
@@ -29,49 +28,60 @@ ScaleFactors = Callable[[str, Sequence[int]], float]
 
 
 class StoredTensor:
-    """A tensor of a safetensors file, read when it is sliced (`stored`, of `safe_open`).
+    """A tensor that is read when it is sliced: of a file, where `stored` is its slice of `safe_open`, or computed.
 
-    `file` has its position: in its stored dtype it gets the alignment that it would have if the file were mapped, as by
+    One of a file in its stored dtype gets the alignment that it would have if the file were mapped, as by
     `from_pretrained`. Otherwise it gets the `dtype` of the model; `factor` is a power of two for every value.
     """
 
-    def __init__(self, stored: Any, file: FileTensor, dtype: torch.dtype, factor: float = 1.0) -> None:
-        self._stored, self._file, self._dtype, self._factor = stored, file, dtype, factor
-        self.shape = file.shape
-        self.dtype: torch.dtype = getattr(torch, file.dtype.name)
+    def __init__(self, stored: Any, tensor: LazyTensor, dtype: torch.dtype, factor: float = 1.0) -> None:
+        self._stored, self._lazy, self._dtype, self._factor = stored, tensor, dtype, factor
+        self.shape = tensor.shape
+        self.dtype: torch.dtype = getattr(torch, tensor.dtype.name)
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         """The whole tensor; transformers requests `[...]`."""
-        tensor: torch.Tensor = self._stored[key]
+        tensor: torch.Tensor = self._stored[key] if self._stored is not None else self._computed(self.empty())
         if tensor.dtype is torch.float64:
             return self._scaled(tensor.float())  # as in a load in float32
         if self._factor != 1.0:
             return self._scaled(tensor)
-        return _aligned(tensor, self._file.offset) if tensor.dtype is self._dtype else tensor
+        is_stored = isinstance(self._lazy, FileTensor) and tensor.dtype is self._dtype
+        return _aligned(tensor, self._lazy.offset) if is_stored else tensor  # type: ignore[attr-defined]
 
     @property
     def read_bytes(self) -> int:
         """Bytes of the tensor in memory; scaled float16 has float32."""
         unchanged = self._factor == 1.0 or self.dtype in WIDE
-        size = self._file.dtype.itemsize if unchanged else max(4, self._file.dtype.itemsize)
-        return self._file.nbytes // self._file.dtype.itemsize * size
+        size = self._lazy.dtype.itemsize if unchanged else max(4, self._lazy.dtype.itemsize)
+        return self._lazy.nbytes // self._lazy.dtype.itemsize * size
 
     def empty(self) -> torch.Tensor:
         """Memory for `fill`; torch's own functions would make float64 of it while a model computes in float64."""
-        memory = torch.from_numpy(np.empty(self._file.nbytes, np.uint8))
+        memory = torch.from_numpy(np.empty(self._lazy.nbytes, np.uint8))
         return memory.view(self.dtype).view(self.shape)
 
     def fill(self, buffer: torch.Tensor) -> torch.Tensor:
         """The whole tensor in its own dtype, in a buffer of that dtype and shape; scaled float16 in a new one."""
         if self._factor != 1.0 and self.dtype not in WIDE:
             return self[...]
-        read_into(self._file.path, buffer.view(-1).view(torch.uint8).numpy().data, self._file.offset)
+        if isinstance(self._lazy, FileTensor):
+            read_into(self._lazy.path, buffer.view(-1).view(torch.uint8).numpy().data, self._lazy.offset)
+        else:
+            self._computed(buffer)
         return buffer if self._factor == 1.0 else buffer.mul_(self._factor)
+
+    def _computed(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Fills a buffer, a block of rows at a time."""
+        for start, stop in self._lazy.blocks():
+            rows = self._lazy.rows(start, stop).view(INTEGERS[self._lazy.dtype.itemsize])
+            buffer.view(-1, *self.shape[1:])[start:stop] = torch.from_numpy(rows).view(self.dtype)
+        return buffer
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Rows `start:stop`; a slice of `safe_open` would read the whole tensor."""
-        integers = torch.from_numpy(self._file.rows(start, stop).view(INTEGERS[self._file.dtype.itemsize]))
-        return self._scaled(integers.view(getattr(torch, self._file.dtype.name)))
+        integers = torch.from_numpy(self._lazy.rows(start, stop).view(INTEGERS[self._lazy.dtype.itemsize]))
+        return self._scaled(integers.view(self.dtype))
 
     def _scaled(self, tensor: torch.Tensor) -> torch.Tensor:
         """The scaled tensor, in float32 or wider, where scaling by a power of two is exact."""
@@ -80,15 +90,18 @@ class StoredTensor:
         return torch.mul(tensor.to(torch.promote_types(tensor.dtype, torch.float32)), self._factor)
 
 
-def stored_tensors(folder: Path, dtype: torch.dtype, factors: ScaleFactors | None = None) -> dict[str, StoredTensor]:
-    """The safetensors weights of a folder by name, for a model of a requested dtype, scaled by `factors`."""
-    found = {name: tensor for name, tensor in open_weights(folder).items() if isinstance(tensor, FileTensor)}
-    files = {tensor.path for tensor in found.values()}
+def stored_tensors(
+    tensors: Mapping[str, LazyTensor], dtype: torch.dtype, factors: ScaleFactors | None = None
+) -> dict[str, StoredTensor]:
+    """The weights of a model of a requested dtype by name, scaled by `factors`."""
+    files = {tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)}
     opened: dict[Path, Any] = {path: safe_open(path, "pt", device="cpu", backend="pread") for path in files}
-    return {
-        name: StoredTensor(opened[t.path].get_slice(name), t, dtype, factors(name, t.shape) if factors else 1.0)
-        for name, t in found.items()
-    }
+
+    def stored(name: str, tensor: LazyTensor) -> StoredTensor:
+        slices = opened[tensor.path].get_slice(name) if isinstance(tensor, FileTensor) else None
+        return StoredTensor(slices, tensor, dtype, factors(name, tensor.shape) if factors else 1.0)
+
+    return {name: stored(name, tensor) for name, tensor in tensors.items()}
 
 
 def _aligned(tensor: torch.Tensor, offset: int) -> torch.Tensor:

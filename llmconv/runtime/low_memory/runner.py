@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -45,7 +45,7 @@ from llmconv.runtime.low_memory.weights import (
     product_by_rows,
 )
 from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Step, refuse_placed
-from llmconv.tensors import Array
+from llmconv.tensors import Array, LazyTensor
 
 T = TypeVar("T")
 
@@ -169,7 +169,16 @@ def _advance(this: ForwardPass[Any]) -> None:
 RESIDENT = 1 << 24
 
 
-class StreamedRunner(EagerRunner):
+class EmptyRunner(EagerRunner):
+    """The model without its weights, on the meta device: its modules, and which of them share weights."""
+
+    def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str) -> Any:
+        stored = open_weights(folder) if self._given is None else self._given
+        tensors = {name: MetaTensor(tensor.shape) for name, tensor in stored.items()}
+        return self._built(folder, fields, dtype, tensors, stored)
+
+
+class StreamedRunner(EmptyRunner):
     """`EagerRunner`, layer by layer; arguments as there.
 
     At most `resident` elements of an embedding or a head stay in memory; `memory` is that of large matrices, which
@@ -177,7 +186,7 @@ class StreamedRunner(EagerRunner):
     one.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one parameter per property of the model
         self,
         folder: Path,
         dtype: str = "float32",
@@ -188,10 +197,12 @@ class StreamedRunner(EagerRunner):
         skipped: Collection[str] = (),
         memory: MatrixMemory | None = None,
         extra_inputs: Sequence[ExtraInput] = (),
+        weights: Mapping[str, LazyTensor] | None = None,
     ) -> None:
         load = torch.float32 if dtype == "float64" else getattr(torch, dtype)
-        self._stored = stored_tensors(folder, load, factors)
-        super().__init__(folder, dtype, code=code, skipped=skipped, extra_inputs=extra_inputs)
+        self._stored = stored_tensors(open_weights(folder) if weights is None else weights, load, factors)
+        options: dict[str, Any] = {"skipped": skipped, "extra_inputs": extra_inputs, "weights": weights}
+        super().__init__(folder, dtype, code=code, **options)
         self._weights = StreamedWeights(self.model, self._stored, load, memory)
         every = layer_modules(self.model)
         self._layers = {name: layer for name, layer in every.items() if name not in self._skipped}
@@ -205,11 +216,6 @@ class StreamedRunner(EagerRunner):
         self._caches: dict[int, Any] = {}
         self._written: dict[int, list[int]] = {}
         self._parents: list[int | None] = []
-
-    def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str) -> Any:
-        """The model without its weights, on the meta device."""
-        tensors = {name: MetaTensor(tensor.shape) for name, tensor in self._stored.items()}
-        return self._built(folder, fields, dtype, tensors, open_weights(folder))
 
     def release(self) -> None:
         """Does nothing: the whole model is never in memory."""

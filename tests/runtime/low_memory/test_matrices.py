@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
+from llmconv.checkpoint import open_weights
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import StoredTensor, stored_tensors
 from llmconv.runtime.low_memory import weights
@@ -26,7 +27,7 @@ BYTES = ROWS * COLUMNS * 4
 def stored(tmp_path: Path) -> dict[str, StoredTensor]:
     """Three matrices of a file: 0, 1, 2 in every element."""
     save_file({f"{at}": torch.full((ROWS, COLUMNS), float(at)) for at in range(3)}, tmp_path / "model.safetensors")
-    return dict(stored_tensors(tmp_path, torch.float32, None))
+    return dict(stored_tensors(open_weights(tmp_path), torch.float32, None))
 
 
 def test_no_more_than_the_limit_is_kept(stored: dict[str, StoredTensor]) -> None:

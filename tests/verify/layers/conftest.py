@@ -11,6 +11,7 @@ import pytest
 
 from llmconv.verify.audit.weights import WeightSource
 from llmconv.verify.layers.induction import Induction, LayerChoice
+from llmconv.verify.reference.eager import ComputedModel
 from tests.builders.layered_models import load, save_layered
 
 Layered = Callable[[str], Path]
@@ -38,4 +39,4 @@ def copied(layered: Layered, tmp_path: Path) -> Layered:
 def induction(folder: Path, model: onnx.ModelProto | None = None, choice: str = "all") -> Induction:
     """The layers of a folder's graph, or of a changed one."""
     models = {"model.onnx": model or load(folder)}
-    return Induction.of(models, WeightSource.of(folder, folder), folder, None, LayerChoice(choice))
+    return Induction.of(models, WeightSource.of(folder, folder), ComputedModel(folder), None, LayerChoice(choice))

@@ -66,7 +66,8 @@ def rounded(values: Array, block: int = 32) -> tuple[Array, Array]:
 def stored(codes: Array, scale: Array, block: int = 32) -> QuantizedMatrix:
     """A matrix in blocks along its rows."""
     zero, shape = np.zeros_like(scale), (codes.shape[0], codes.shape[1])
-    return QuantizedMatrix("q", "by hand", shape, lambda start, stop: codes[start:stop], scale, zero, (1, block), "s")
+    rows, grids = (lambda start, stop: codes[start:stop]), (lambda: (scale, zero))
+    return QuantizedMatrix("q", "by hand", shape, rows, grids, (1, block), "s")
 
 
 def gptq(values: Array, inputs: Array, block: int = 32) -> tuple[Array, Array]:

@@ -12,7 +12,7 @@ import torch
 
 from llmconv.checkpoint import open_weights
 from llmconv.tensors import Array
-from llmconv.verify.other_exporters.half_precision import rounded_reference
+from llmconv.verify.other_exporters.half_precision import rounded_weights
 from llmconv.verify.other_exporters.quantized.tensor_matching import InitializerContent
 
 SaveTensors = Callable[..., Path]
@@ -21,8 +21,8 @@ SaveTensors = Callable[..., Path]
 def held(folder: Path, *contents: InitializerContent) -> dict[str, Array]:
     """Every tensor of the rounded model, beside a float16 graph with these initializers."""
     graph: Any = SimpleNamespace(contents={str(at): content for at, content in enumerate(contents)})
-    with rounded_reference(folder, open_weights(folder), [graph], "float16") as copy:
-        return {name: tensor.read().copy() for name, tensor in open_weights(copy).items()}
+    found = rounded_weights(open_weights(folder), [graph], "float16")
+    return {name: tensor.read() for name, tensor in found.items()}
 
 
 def test_weights_are_rounded_and_stored_as_float32(save_tensors: SaveTensors) -> None:
@@ -52,7 +52,6 @@ def test_integers_do_not_change(save_tensors: SaveTensors) -> None:
     assert held(folder)["n"].dtype == np.int64
 
 
-def test_a_folder_whose_weights_are_exact_is_used_itself(save_tensors: SaveTensors) -> None:
-    folder = save_tensors("model", {"w": torch.randn(8).half().float()}, {"config.json": {}})
-    with rounded_reference(folder, open_weights(folder), [], "float16") as copy:
-        assert copy == folder
+def test_weights_that_are_exact_are_used_themselves(save_tensors: SaveTensors) -> None:
+    weights = open_weights(save_tensors("model", {"w": torch.randn(8).half().float()}, {"config.json": {}}))
+    assert rounded_weights(weights, [], "float16") is weights

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from llmconv.checkpoint import open_weights
 from llmconv.errors import InputRefused
 from llmconv.verify import verify
 from llmconv.verify.reference import cost_estimate
@@ -68,7 +69,7 @@ def test_half_precision_counts_the_copies_of_onnxruntime(tmp_path: Path) -> None
         (tmp_path / name).mkdir()
         tensors = {f"model.layers.{i}.w.weight": torch.zeros(1000, 1000, dtype=dtype) for i in range(2)}
         save_file(tensors, tmp_path / name / "model.safetensors")
-    full, half = (CostEstimate.of(tmp_path / name, 1) for name in ("full", "half"))
+    full, half = (CostEstimate.of(open_weights(tmp_path / name), 1) for name in ("full", "half"))
     assert half.whole - full.whole == 2 * 4 * full.elements
     assert full.layered < full.whole
 
@@ -138,6 +139,6 @@ def test_quantized_graphs_say_what_they_take_and_are_refused_without_it(
 
 
 def test_a_quantized_model_of_135_million_takes_what_was_measured(tmp_path: Path) -> None:
-    estimate = CostEstimate.of_quantized(save_tiny("llama", tmp_path), 2)
+    estimate = CostEstimate.of_quantized(open_weights(save_tiny("llama", tmp_path)), 2)
     per_element = (estimate.whole - cost_estimate.BASE) / estimate.elements
     assert per_element * 134_515_008 == pytest.approx(10.8e9, rel=0.02)

@@ -27,6 +27,8 @@ import torch
 
 from llmconv.checkpoint import read_small
 from llmconv.errors import InputRefused, LlmconvError
+from llmconv.runtime.low_memory.runner import StreamedRunner
+from llmconv.runtime.low_memory.weights import PlannedCall
 from llmconv.runtime.onnxruntime.guard import nodes
 from llmconv.runtime.runner import Cache, Runner, default_positions
 from llmconv.runtime.tokenizer import first_ids, load_tokenizer
@@ -106,11 +108,30 @@ def difference(one: TokenCosts, other: TokenCosts) -> Estimate:
 def measure_costs(graphs: Sequence[tuple[str, Runner]], model: Runner, sample: TokenSample) -> list[TokenCosts]:
     """Runs the model at full precision and the unchanged graphs on every piece, and compares their logits."""
     costs = [TokenCosts(name, sample.source) for name, _ in graphs]
-    for piece in sample.pieces:
-        wanted = log_probabilities(_logits(model, piece))
-        for cost, (_, runner) in zip(costs, graphs, strict=True):
-            cost.add(wanted, log_probabilities(_logits(runner, piece)), piece)
+    runs = [_each(runner, sample.pieces) for runner in (model, *(runner for _, runner in graphs))]
+    for piece, wanted, *found in zip(sample.pieces, *runs, strict=True):
+        exact = log_probabilities(wanted)
+        for cost, logits in zip(costs, found, strict=True):
+            cost.add(exact, log_probabilities(logits), piece)
     return costs
+
+
+LOGITS = 1 << 27  # bytes of logits that are held at once
+
+
+def _each(runner: Runner, pieces: Sequence[Array]) -> Iterator[Array]:
+    """Logits of each piece, float64 `[tokens, vocabulary]`; of a model that is never held whole in one pass."""
+    if not isinstance(runner, StreamedRunner):
+        yield from (_logits(runner, piece) for piece in pieces)
+        return
+    together = max(1, LOGITS // (4 * runner.vocab_size * max(piece.shape[1] for piece in pieces)))
+    for start in range(0, len(pieces), together):
+        ids = pieces[start : start + together]
+        masks = [np.ones_like(piece) for piece in ids]
+        positions = [default_positions(mask, mask.shape[1]) for mask in masks]
+        steps = runner.run_all([PlannedCall(*call) for call in zip(ids, masks, positions, strict=True)])
+        while steps:
+            yield _float64(steps.pop(0).logits)
 
 
 def _logits(runner: Runner, ids: Array) -> Array:
@@ -244,18 +265,19 @@ class TokenSample:
 
 
 def token_sample(
-    text: Path | None, folder: Path, facts: ModelFacts, suite: str, trust_remote_code: bool = False
+    text: Path | None, folder: Path, facts: ModelFacts, suite: str, trust_remote_code: bool = False, most: int = 1 << 30
 ) -> TokenSample:
-    """The tokens of the beginning of a text file, by the tokenizer in the model's `folder`.
+    """The tokens of the beginning of a text file, at most `most`, by the tokenizer in the model's `folder`.
 
     Without a text they are of the evaluation text of llmconv, or random with a fixed seed if the folder has no
     tokenizer that knows its words. `suite` is `quick` or `full`. Raises InputRefused: the file is not a text or too
     short, or the folder has no matching tokenizer.
     """
-    length = min(PIECE[suite], facts.max_positions or PIECE[suite])
+    count = min(TOKENS[suite], most)
+    length = min(PIECE[suite], facts.max_positions or PIECE[suite], count)
     if text is None:
-        return _own_sample(folder, facts, length, TOKENS[suite], trust_remote_code)
-    pieces = _pieces(_encoded(_content(text), folder, trust_remote_code, TOKENS[suite]), length)
+        return _own_sample(folder, facts, length, count, trust_remote_code)
+    pieces = _pieces(_encoded(_content(text), folder, trust_remote_code, count), length)
     if not pieces:
         raise InputRefused(f"`{text}` has less than two tokens", hint="give a text of some pages")
     if int(max(piece.max() for piece in pieces)) >= facts.vocab_size:
@@ -351,9 +373,8 @@ def measured_extremes(
     matrices = {module: name for module, name in named.items() if name and len(tensors[name].shape) == 2}
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     hooks = [one.register_forward_pre_hook(watch(name)) for one, name in matrices.items() if one is not embedding]
-    for text in texts:
-        mask = np.ones_like(text)
-        runner.prefill(text, mask, default_positions(mask, text.shape[1]))
+    for _ in _each(runner, texts):
+        pass
     for hook in hooks:
         hook.remove()
     return found

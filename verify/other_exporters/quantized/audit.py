@@ -1,10 +1,9 @@
 """The audit of quantized weights: every matrix must equal a tensor of the model up to rounding.
 
-Matrices of zeros, which have no direction to compare, are matched by their names (folders of llmconv name codes after
-the tensors, `X.codes`, and those of joined products `X.codes+Y.codes`), else by exclusion: tensors of zeros of one
-shape are equal. Layouts that are correct, but slow or large in onnxruntime, are notes (1.31, x86-64, one token, 2048 x
-2048: 4 bits take 0.11 ms at accuracy level 4, 0.27 ms at level 0, 15 to 30 ms where a kernel dequantizes the matrix at
-every call).
+Matrices of zeros, which have no direction to compare, are matched by their names, else by exclusion: tensors of zeros
+of one shape are equal. Layouts that are correct, but slow or large in onnxruntime, are notes (1.31, x86-64, one token,
+2048 x 2048: 4 bits take 0.11 ms at accuracy level 4, 0.27 ms at level 0, 15 to 30 ms where a kernel dequantizes the
+matrix at every call).
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ import onnx
 
 from llmconv.runtime.onnxruntime.guard import nodes
 from llmconv.tensors import LazyTensor
-from llmconv.verify.audit.weights import reference_name
 from llmconv.verify.other_exporters.quantized.quantized_matrix import (
     Constants,
-    QuantizedMatrix,
     attributes,
     input_name,
     is_zero,
@@ -33,14 +30,17 @@ from llmconv.verify.other_exporters.quantized.rounding_error import (
     rounding_errors,
 )
 from llmconv.verify.other_exporters.quantized.tensor_matching import (
+    CODES,
     FLOATS,
     InitializerContent,
     MatchedMatrix,
     TensorMatch,
+    named_tensors,
 )
 from llmconv.verify.results import Check
 
 SHOWN = 4
+KnownErrors = dict[object, list[RoundingError]]
 CHANGED = "weights that were changed before quantization (AWQ, rotations) need a folder with them as `--reference`"
 
 
@@ -49,16 +49,21 @@ def audit_quantized(
     quantized: Sequence[MatchedMatrix],
     reference: Mapping[str, LazyTensor],
     expected: ExpectedCodes = ANY_ROUNDING,
+    errors: KnownErrors | None = None,
 ) -> tuple[Check, list[dict[str, Any]]]:
-    """One check of the quantized matrices by `expected`, and a row of the report for every tensor in one."""
-    problems, rows = [], []
+    """One check of the quantized matrices by `expected`, and a row of the report for every tensor in one.
+
+    `errors` are those of matrices of other graphs, which may be the same bytes of the same files; it receives more.
+    """
+    problems, rows, errors = [], [], {} if errors is None else errors
     seen = {name for found in quantized for name in found.names}
     free = {name: tensor.shape for name, tensor in reference.items() if name not in seen}
     for found in quantized:
-        known = rounding_errors(found, reference, expected)
-        problems += [
-            problem for problem in (_match_problem(found, free), *(_problem(found, one) for one in known)) if problem
-        ]
+        key = found.stored.origin and (found.stored.origin, tuple(found.matches))
+        known = (errors.get(key) if key else None) or rounding_errors(found, reference, expected)
+        errors |= {key: known} if key else {}
+        each = [_match_problem(found, free, reference), *(_problem(found, one) for one in known)]
+        problems += [problem for problem in each if problem]
         rows += [
             {"graph": graph, "tensor": one.name, "stored": found.stored.kind, "relative_error": one.relative_error}
             for one in known
@@ -72,9 +77,17 @@ def audit_quantized(
     return Check("weights", graph, "", verdict="fail" if problems else "pass", detail=detail), rows
 
 
-def _match_problem(found: MatchedMatrix, free: Mapping[str, tuple[int, ...]]) -> str:
-    """The problem of a matrix without a complete match; `free` has the shapes of tensors without a matrix."""
+def _match_problem(
+    found: MatchedMatrix, free: Mapping[str, tuple[int, ...]], reference: Mapping[str, LazyTensor]
+) -> str:
+    """The problem of a matrix without a complete match, or with that of another tensor than its name says.
+
+    `free` has the shapes of tensors without a matrix.
+    """
     name, shape = f"`{found.stored.name}`", found.stored.shape
+    named = named_tensors(found.stored, reference) if found.stored.name.endswith(CODES) else []
+    if found.matches and named and found.names != set(named):
+        return f"{name} contains {' and '.join(f'`{one}`' for one in sorted(found.names))}"
     if not found.matches:
         left = [f"`{tensor}`" for tensor, size in free.items() if size in (shape, shape[::-1])]
         rest = f"; {' and '.join(left)} of that shape are in no graph" if 0 < len(left) < SHOWN else ""
@@ -98,8 +111,6 @@ def _is_part(found: MatchedMatrix) -> bool:
     return any(match.first_row or match.first_column for match in found.matches)
 
 
-CODES, JOINED = ".codes", "+"
-"""Suffix of the names of codes in folders of llmconv, and what is between those of joined products."""
 MATRIX = 2
 
 
@@ -110,7 +121,7 @@ def match_zeros(found: Sequence[MatchedMatrix], reference: Mapping[str, LazyTens
     zeros = _zero_tensors(open_ones, reference)
     for by_name in (True, False):
         for one in open_ones:
-            named = _names(one.stored, reference)
+            named = named_tensors(one.stored, reference)
             names = [name for name in (named if by_name else zeros) if name in zeros]
             for gap in list(_gaps(one)):
                 free = [name for name in names if (name, one.stored.looked_up) not in taken]
@@ -118,11 +129,6 @@ def match_zeros(found: Sequence[MatchedMatrix], reference: Mapping[str, LazyTens
                     made = _filled(gap, one.stored.shape[1], {name: zeros[name] for name in free})
                     one.matches += made
                     taken |= {(match.name, one.stored.looked_up) for match in made}
-
-
-def _names(stored: QuantizedMatrix, reference: Mapping[str, LazyTensor]) -> list[str]:
-    parts = stored.name.split(JOINED)
-    return [name for part in parts if (name := reference_name(part.removesuffix(CODES), reference))]
 
 
 def _zero_tensors(
@@ -192,10 +198,10 @@ def _notes(node: onnx.NodeProto, constants: Constants) -> Iterator[str]:
 def _block_product_notes(node: onnx.NodeProto, constants: Constants) -> Iterator[str]:
     fields = attributes(node)
     level, bits = fields.get(LEVEL, 0), fields.get("bits", 4)
-    zeros = constants.array(input_name(node, ZEROS)) if input_name(node, ZEROS) else None
+    zeros = constants.kind(input_name(node, ZEROS)) if input_name(node, ZEROS) else None
     if input_name(node, GROUPS):
         yield f"MatMulNBits have `g_idx`, {EVERY_CALL}"
-    if zeros is not None and zeros.dtype != np.uint8:
+    if zeros is not None and zeros[0] != np.uint8:
         yield f"MatMulNBits have zero points of floats, {EVERY_CALL}"
     if bits == 8 and level < INT8:
         yield f"MatMulNBits of 8 bits have {LEVEL} {level}, {EVERY_CALL}; give them {INT8}"

@@ -1,4 +1,4 @@
-"""The dequantized reference: a temporary folder of the model with the dequantized weights of a graph.
+"""The dequantized reference: the model with the dequantized weights of a graph, which are computed when they are read.
 
 A folder of llmconv may have factors of smoothing: `X.smoothing` in its files belongs to the tensor `X` of the model. A
 norm `y` and a matrix `W` with the same factors `s` are the same function as without: `(y / s) @ (s * W)`. Whether a
@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,16 +21,17 @@ from typing import Any
 import numpy as np
 import onnx
 
-from llmconv.checkpoint import SINGLE, open_checkpoint, read_json
+from llmconv.checkpoint import open_checkpoint, read_json
 from llmconv.files.safetensors_file import read_header
-from llmconv.output.plan import Shard, json_bytes, stream_shard
+from llmconv.output.plan import json_bytes
 from llmconv.quantized_weights.quantized_checkpoint import FIELD, QuantizedCheckpoint, quantized_checkpoint
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, graphs, load_guarded
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
 from llmconv.verify.audit.weights import reference_name
-from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants
+from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants, QuantizedMatrix
 from llmconv.verify.other_exporters.quantized.schemes import schemes
 from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix, TensorMatch
+from llmconv.verify.reference.eager import ComputedModel
 from llmconv.verify.results import Check
 
 TIED = "tie_word_embeddings"
@@ -84,18 +85,18 @@ def _replacements(found: Sequence[MatchedMatrix], tie: TiedHead | None) -> Repla
     return replacements
 
 
-@contextmanager
 def dequantized_reference(
     folder: Path,
     reference: Mapping[str, LazyTensor],
     found: Sequence[MatchedMatrix],
     tie: TiedHead | None,
     smoothing: StoredSmoothing,
-) -> Iterator[Path]:
-    """Context with a temporary folder of the model, with quantized matrices in place of its tensors.
+    stack: ExitStack,
+) -> ComputedModel:
+    """The model with quantized matrices in place of its tensors; nothing but a configuration is written, on `stack`.
 
-    The weights are streamed to the disk. `reference` has the tensors with factors of smoothing, which the result is
-    without. A head tied to the embedding (`tie`) is then stored separately.
+    `reference` has the tensors with factors of smoothing, which the result is without. A head tied to the embedding
+    (`tie`) has weights of its own then.
     """
     replacements = _replacements(found, tie)
     tensors = dict(reference)
@@ -106,14 +107,79 @@ def dequantized_reference(
     if tie and tie.head in tensors:
         tensors |= {name: tensors[stored] for name, stored in tie.shared.items()}
     tensors = smoothing.undone(tensors)
-    with TemporaryDirectory(prefix="llmconv-dequantized-") as name:
-        copy = Path(name)
-        config = read_json(folder / "config.json")
-        untied = _untied(config) if tie and tie.head in tensors else config
-        (copy / "config.json").write_bytes(json_bytes(untied))
-        with open(copy / SINGLE, "xb", buffering=0) as file:
-            stream_shard(file, Shard(SINGLE, restacked(tensors)), lambda count: None)
-        yield copy
+    if tie and tie.head in tensors:
+        config = _untied(read_json(folder / "config.json"))
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="llmconv-dequantized-")))
+        (folder / "config.json").write_bytes(json_bytes(config))
+    return ComputedModel(folder, restacked(tensors))
+
+
+PLAIN = "MatMulNBits, 4 bits"  # how the matrices are stored that plain rounding is compared with
+
+
+def plainly_rounded(
+    folder: Path,
+    reference: Mapping[str, LazyTensor],
+    found: Sequence[MatchedMatrix],
+    tie: TiedHead | None,
+    smoothing: StoredSmoothing,
+    stack: ExitStack,
+) -> ComputedModel | None:
+    """As `dequantized_reference`, with plainly rounded codes of 4 bits; None if there are no codes of 4 bits.
+
+    Symmetric, as onnxruntime's `MatMulNBitsQuantizer` by default, in the same matrices and blocks, without factors.
+    """
+    original = smoothing.undone(reference)
+    blocks = {
+        name: (one.stored, match.transposed)
+        for name, several in _replacements(found, tie).items()
+        for one, match in several
+        if one.stored.kind.startswith(PLAIN) and len(match.columns) == one.stored.shape[1]
+    }
+    if not blocks:
+        return None
+    model = dequantized_reference(folder, reference, found, tie, smoothing, stack)
+    flat = unstacked(model.tensors)
+    for name, (stored, transposed) in blocks.items():
+        flat[name] = _plain(original[name if name in original or not tie else tie.embedding], stored, transposed)
+    return replace(model, weights=restacked(flat))
+
+
+def _plain(tensor: LazyTensor, stored: QuantizedMatrix, transposed: bool) -> LazyTensor:
+    size, dtype = stored.repeat[1], stored.scale.dtype
+
+    def rounded(rows: Array) -> Array:
+        scales = nearest_scales(rows, size, 4).astype(dtype).astype(np.float32)
+        return nearest_values(rows, scales, size, 4)
+
+    whole = lru_cache(maxsize=1)(lambda: np.ascontiguousarray(rounded(tensor.read().astype(np.float32).T).T))
+
+    def load(start: int, stop: int) -> Array:
+        return whole()[start:stop] if transposed else rounded(tensor.rows(start, stop).astype(np.float32))
+
+    return LazyTensor(FLOAT32, tensor.shape, load)
+
+
+def nearest_scales(rows: Array, size: int, bits: int) -> Array:
+    """Scales float32 `[N, blocks]` of rows float32 `[N, K]` in blocks of `size`: `extreme / -2 ** (bits - 1)`."""
+    blocks = _blocks(rows, size)
+    extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1)[..., None], -1)[..., 0]
+    scales: Array = extreme / np.float32(-(1 << bits - 1))
+    return scales
+
+
+def nearest_values(rows: Array, scales: Array, size: int, bits: int) -> Array:
+    """What the nearest codes of rows float32 `[N, K]` stand for, with scales float32 `[N, blocks]`."""
+    inverse, middle = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0), 1 << bits - 1
+    codes = np.clip(np.rint(_blocks(rows, size) * inverse[..., None]), -middle, middle - 1)
+    values: Array = (codes * scales[..., None]).reshape(len(rows), -1)[:, : rows.shape[1]]
+    return np.ascontiguousarray(values, dtype=np.float32)
+
+
+def _blocks(rows: Array, size: int) -> Array:
+    """Rows as `[N, blocks, size]`, padded with zeros."""
+    padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % size)))
+    return padded.reshape(len(rows), -1, size)
 
 
 def _untied(config: dict[str, Any]) -> dict[str, Any]:
@@ -221,35 +287,19 @@ def unrounded_copy(path: Path, known: Known) -> Iterator[tuple[Path, list[str]]]
         yield copy, changed
 
 
-@dataclass(frozen=True)
-class PlainModel:
-    """A model folder with plain weights.
-
-    `kept` are weights that were integer codes before, which an export keeps: by name, the dtype of their scales.
-    """
-
-    folder: Path
-    kept: Mapping[str, DType]
-
-
-@contextmanager
-def plain_model(folder: Path) -> Iterator[PlainModel]:
-    """Context with the folder itself if its weights are plain, else a temporary one with their values in float32.
+def plain_model(folder: Path, stack: ExitStack) -> ComputedModel:
+    """The model of a folder with plain weights, in float32 where they are quantized; `stack` keeps its configuration.
 
     Raises MalformedInput: missing or mismatched parts of a quantized weight; UnsupportedInput: an unknown quantization
     method.
     """
     if not read_json(folder / "config.json").get(FIELD) or not (found := quantized_checkpoint(open_checkpoint(folder))):
-        yield PlainModel(folder, {})
-        return
-    with TemporaryDirectory(prefix="llmconv-plain-") as name:
-        copy = Path(name)
-        (copy / "config.json").write_bytes(json_bytes({**found.plain.config, "dtype": "float32"}))
-        for side, content in found.plain.side_files.items():
-            (copy / side).write_bytes(content)
-        with open(copy / SINGLE, "xb", buffering=0) as file:
-            stream_shard(file, Shard(SINGLE, dict(found.plain)), lambda count: None)
-        yield PlainModel(copy, _kept(found))
+        return ComputedModel(folder)
+    copy = Path(stack.enter_context(TemporaryDirectory(prefix="llmconv-plain-")))
+    (copy / "config.json").write_bytes(json_bytes({**found.plain.config, "dtype": "float32"}))
+    for side, content in found.plain.side_files.items():
+        (copy / side).write_bytes(content)
+    return ComputedModel(copy, dict(found.plain), _kept(found))
 
 
 def _kept(checkpoint: QuantizedCheckpoint) -> dict[str, DType]:

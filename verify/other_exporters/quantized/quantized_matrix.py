@@ -1,15 +1,21 @@
-"""Constants: the constant values of a graph; integers of less than a byte are unpacked."""
+"""QuantizedMatrix: a matrix of codes in a graph, read by rows; Constants: the constant values of a graph.
+
+Integers of less than a byte are unpacked. Nothing of the size of the model is held: codes are read a block of rows at a
+time, scales and zero points of two matrices at a time.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from llmconv.errors import UnsupportedInput
 from llmconv.files.safetensors_file import read_exactly
@@ -70,6 +76,43 @@ class Constants:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[self.initializer(name)].dims)
 
+    def kind(self, name: str) -> tuple[np.dtype, int] | None:
+        """The numpy dtype and the number of elements of what `array` returns, without reading it."""
+        tensor = self._tensors.get(self.initializer(name))
+        if tensor is None:
+            found = self.array(name)
+            return None if found is None else (found.dtype, found.size)
+        bits, signed = SUB_BYTE.get(TensorProto.DataType.Name(tensor.data_type), (0, False))
+        small = np.dtype(np.int8 if signed else np.uint8)
+        return (small if bits else helper.tensor_dtype_to_np_dtype(tensor.data_type)), prod(tensor.dims)
+
+    def place(self, name: str) -> tuple[Path, int, int] | None:
+        """The file of an initializer, with offset and length of its bytes; None for one in the graph itself."""
+        tensor = self._tensors.get(self.initializer(name))
+        fields = external_fields(tensor) if tensor is not None else {}
+        at, length = int(fields.get("offset", 0)), int(fields.get("length", 0))
+        return (self._folder / fields["location"], at, length) if fields else None
+
+    def rows(self, name: str, count: int) -> Callable[[int, int], Array]:
+        """Reads rows `start:stop` of a constant in `count` equal rows, each flattened: [rows, elements]."""
+        kind, place = self.kind(name), self.place(name)
+        assert kind is not None
+        dtype, size = kind
+        if place is None or place[2] not in (0, size * dtype.itemsize):  # inline, or codes of less than a byte
+            array = self.array(name)
+            assert array is not None
+            return rows_of(array, (count, -1))
+        width, (path, offset, _) = size // count, place
+
+        def read(start: int, stop: int) -> Array:
+            found: Array = np.empty((stop - start, width), dtype)
+            with open(path, "rb", buffering=0) as file:
+                at = offset + start * width * dtype.itemsize
+                read_exactly(file.fileno(), found.reshape(-1).view(np.uint8).data, at, path)
+            return found
+
+        return read
+
     def after(self, name: str) -> Iterator[onnx.NodeProto]:
         """The nodes that use a value, directly or after it was reshaped, transposed or cast."""
         waiting, seen = [name], set()
@@ -110,7 +153,7 @@ TINY = 1e-30
 """Smaller numbers count as zero, as in `llmconv export --quant`: products of scales of such would be denormal."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class QuantizedMatrix:
     """A matrix `[rows, columns]` with the values `(code - zero point) * scale` in float32."""
 
@@ -118,9 +161,8 @@ class QuantizedMatrix:
     kind: str  # description of its format
     shape: tuple[int, int]  # rows and columns in the graph
     codes: Callable[[int, int], Array]  # `codes(start, stop)` returns rows of integers
-    # scale, zero: grids of floats; element `(i, j)` has those at `(i // repeat[0], j // repeat[1])`
-    scale: Array
-    zero: Array
+    # reads scales and zero points, grids of floats: element `(i, j)` has those at `(i // repeat[0], j // repeat[1])`
+    grids: Callable[[], tuple[Array, Array]]
     repeat: tuple[int, int]
     scales: str  # name of the initializer with the scales
     # looked_up, multiplied: whether it is an embedding, and whether it is a factor of a product
@@ -131,6 +173,16 @@ class QuantizedMatrix:
     # place of every column among those of `scale` and `zero`, if those are in another order
     columns: Array | None = None
     symmetric: bool = False  # no zero points are stored: each is the middle of the codes
+    # where codes, scales and zero points are in files, and how they are read; None if one is in the graph itself
+    origin: tuple[object, ...] | None = None
+
+    @property
+    def scale(self) -> Array:
+        return _grids(self)[0]
+
+    @property
+    def zero(self) -> Array:
+        return _grids(self)[1]
 
     def rows(self, start: int, stop: int) -> Array:
         codes = self.codes(start, stop).astype(np.float32)
@@ -155,6 +207,11 @@ class QuantizedMatrix:
         rows = grid[np.minimum(np.arange(start, stop) // self.repeat[0], len(grid) - 1)]
         places = np.arange(self.shape[1]) if self.columns is None else self.columns
         return rows[:, np.minimum(places // self.repeat[1], grid.shape[1] - 1)]
+
+
+@lru_cache(maxsize=2)
+def _grids(stored: QuantizedMatrix) -> tuple[Array, Array]:
+    return stored.grids()
 
 
 @dataclass(frozen=True)
@@ -193,8 +250,8 @@ def unreadable(node: onnx.NodeProto, what: str) -> UnsupportedInput:
 
 def grids(
     node: onnx.NodeProto, constants: Constants, scale: str, zero: str, shape: tuple[int, ...], axis: int, block: int
-) -> tuple[Array, Array, tuple[int, int]]:
-    """Scale and zero point as grids over a matrix, and the repetition of their elements along both axes.
+) -> tuple[Callable[[], tuple[Array, Array]], tuple[int, int]]:
+    """Reads scale and zero point as grids over a matrix; and the repetition of their elements along both axes.
 
     Args:
         scale, zero: names of the scales and of the zero points; the latter may be empty.
@@ -202,19 +259,25 @@ def grids(
         axis: axis of a vector of scales, or axis along which blocks are cut.
         block: size of a block; 0 without blocks.
     """
-    scales, zeros = constants.array(scale), constants.array(zero) if zero else None
+    scales, zeros = constants.kind(scale), constants.kind(zero) if zero else None
     if scales is None or (zero and zeros is None) or len(shape) != 2:
         raise unreadable(node, "has scales that are not constant, or weights that are not a matrix")
+    count = scales[1]
     rows, columns = shape
     axis %= 2
-    if scales.size == 1:
+    if count == 1:
         size, repeat = (1, 1), (rows, columns)
     elif block:
-        count = -(-shape[axis] // block)
-        size, repeat = ((rows, count), (1, block)) if axis else ((count, columns), (block, 1))
+        blocks = -(-shape[axis] // block)
+        size, repeat = ((rows, blocks), (1, block)) if axis else ((blocks, columns), (block, 1))
     else:
         size, repeat = ((1, columns), (rows, 1)) if axis else ((rows, 1), (1, columns))
-    if scales.size != size[0] * size[1] or (zeros is not None and zeros.size != scales.size):
-        raise unreadable(node, f"has {scales.size} scales for a matrix of {rows} x {columns}")
-    zeros = np.zeros(size) if zeros is None else zeros
-    return scales.reshape(size), zeros.astype(np.float32).reshape(size), repeat
+    if count != size[0] * size[1] or (zeros is not None and zeros[1] != count):
+        raise unreadable(node, f"has {count} scales for a matrix of {rows} x {columns}")
+
+    def read() -> tuple[Array, Array]:
+        found, points = constants.array(scale), constants.array(zero) if zero else np.zeros(size)
+        assert found is not None and points is not None
+        return found.reshape(size), points.astype(np.float32).reshape(size)
+
+    return read, repeat

@@ -27,6 +27,7 @@ the scales' dtype; default `2 ** (bits - 1)`. With accuracy level 4 the other fa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -44,7 +45,6 @@ from llmconv.verify.other_exporters.quantized.quantized_matrix import (
     attributes,
     grids,
     input_name,
-    rows_of,
     unpacked,
     unreadable,
 )
@@ -57,30 +57,31 @@ def _dequantized(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix 
     maker = constants.makers.get(node.input[0])
     lookup = maker is not None and maker.op_type in LOOKUPS
     source = maker.input[0] if maker is not None and lookup else node.input[0]
-    data = constants.array(source)
-    if data is None or data.ndim < 2:
+    data = constants.kind(source)
+    if data is None or not constants.initializer(source) or len(constants.shape(source)) < 2:
         return None  # an activation, or a bias, which the audit of floats ignores, too
     fields = {"axis": 1, "block_size": 0, **attributes(node)}
     name, scale, zero = constants.initializer(source), node.input[1], input_name(node, 2)
     shape = constants.shape(source)
-    scales, zeros, repeat = grids(node, constants, scale, zero, shape, fields["axis"], fields["block_size"])
-    if lookup and (scales.size > 1 or attributes(maker).get("axis", 0)):  # type: ignore[arg-type]
+    read, repeat = grids(node, constants, scale, zero, shape, fields["axis"], fields["block_size"])
+    one = repeat == shape
+    if lookup and (not one or attributes(maker).get("axis", 0)):  # type: ignore[arg-type]
         raise unreadable(node, "dequantizes looked-up rows with more than one scale")
     used, block = {other.op_type for other in constants.after(node.output[0])}, fields["block_size"]
-    layout = "one scale" if scales.size == 1 else f"blocks of {block}" if block else "a scale per row or column"
+    layout = "one scale" if one else f"blocks of {block}" if block else "a scale per row or column"
     return QuantizedMatrix(
         name=name,
         kind=f"DequantizeLinear, {layout}",
         shape=(shape[0], shape[1]),
-        codes=rows_of(data, shape),
-        scale=scales,
-        zero=zeros,
+        codes=constants.rows(source, shape[0]),
+        grids=read,
         repeat=repeat,
         scales=constants.initializer(scale),
         looked_up=lookup or bool(used & LOOKUPS),
         multiplied=not lookup and bool(used - LOOKUPS),
-        largest=int(np.iinfo(data.dtype).max),
-        smallest=int(np.iinfo(data.dtype).min),
+        largest=int(np.iinfo(data[0]).max),
+        smallest=int(np.iinfo(data[0]).min),
+        origin=_origin(constants, (source, scale, zero), repeat),
     )
 
 
@@ -117,46 +118,53 @@ def _equal(zero: Array | None, other: Array | None) -> bool:
 DEQUANTIZE_LINEAR = QuantizationScheme(frozenset({"DequantizeLinear"}), _dequantized, {"DequantizeLinear": _unrounded})
 
 
+def _origin(constants: Constants, names: Sequence[str], *layout: object) -> tuple[object, ...] | None:
+    """See `QuantizedMatrix.origin`; `names` are the values of codes, scales and zero points, empty for none."""
+    places = [constants.place(name) if name else () for name in names]
+    return None if None in places else (*places, *layout)
+
+
 DEFAULTS = {"bits": 4, "block_size": 128, "gather_axis": 0, "quantize_axis": 1}
 
 
 def _gathered_blocks(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix | None:
     fields = {**DEFAULTS, **attributes(node)}
-    data, scales = constants.array(node.input[0]), constants.array(node.input[2])
+    data, scales = constants.kind(node.input[0]), constants.kind(node.input[2])
     block, bits = fields["block_size"], fields["bits"]
-    if data is None or scales is None or fields["gather_axis"] or fields["quantize_axis"] not in (1, -1) or not block:
+    if data is None or scales is None or not data[1] or not constants.initializer(node.input[0]):
+        raise unreadable(node, "gathers rows that are not constant")
+    if fields["gather_axis"] or fields["quantize_axis"] not in (1, -1) or not block:
         raise unreadable(
             node, "gathers along an axis other than the first, or has blocks along an axis other than the last"
         )
-    packed = data.dtype == np.uint8 and bits < 8 and _is_bytes(scales, data, bits, block)
-    rows = data.shape[0]
-    raw = data.reshape(rows, -1)
-    columns = raw.shape[1] * 8 // bits if packed else raw.shape[1]
-    zeros = _zeros(node, constants, bits, packed or bits == 8, (rows, scales.size // rows))
+    rows, (dtype, size), blocks = constants.shape(node.input[0])[0], data, scales[1]
+    # bytes contain several codes; INT4 and UINT4 tensors are unpacked already
+    packed = dtype == np.uint8 and bits < 8 and -(-(size // rows * 8 // bits) // block) == blocks // rows
+    raw, width = constants.rows(node.input[0], rows), size // rows
+    columns = width * 8 // bits if packed else width
 
     def codes(start: int, stop: int) -> Array:
-        return unpacked(raw[start:stop], bits) if packed else raw[start:stop]
+        return unpacked(raw(start, stop), bits) if packed else raw(start, stop)
+
+    def read() -> tuple[Array, Array]:
+        found = constants.array(node.input[2])
+        assert found is not None
+        return found.reshape(rows, -1), _zeros(node, constants, bits, packed or bits == 8, (rows, blocks // rows))
 
     return QuantizedMatrix(
         name=constants.initializer(node.input[0]),
         kind=f"GatherBlockQuantized, {bits} bits, blocks of {block}",
         shape=(rows, columns),
         codes=codes,
-        scale=scales.reshape(rows, -1),
-        zero=zeros,
+        grids=read,
         repeat=(1, block),
         scales=constants.initializer(node.input[2]),
         looked_up=True,
         multiplied=False,
-        largest=(1 << bits) - 1 if packed or data.dtype == np.uint8 else None,
+        largest=(1 << bits) - 1 if packed or dtype == np.uint8 else None,
         symmetric=not input_name(node, 3),
+        origin=_origin(constants, (node.input[0], node.input[2], input_name(node, 3)), bits, block),
     )
-
-
-def _is_bytes(scales: Array, data: Array, bits: int, block: int) -> bool:
-    """Whether bytes contain several codes; INT4 and UINT4 tensors are unpacked already."""
-    rows = data.shape[0]
-    return bool(-(-(data.size // rows * 8 // bits) // block) == scales.size // rows)
 
 
 def _zeros(node: onnx.NodeProto, constants: Constants, bits: int, raw: bool, shape: tuple[int, int]) -> Array:
@@ -181,25 +189,25 @@ PRODUCTS = {INTEGER, TO_FLOAT}
 
 
 def _integer_product(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix | None:
-    data = constants.array(node.input[1])
+    data = constants.kind(node.input[1])
     if data is None:
         return None
     scale = _scale_after(node, constants) if node.op_type == INTEGER else node.input[SCALE_AT[node.op_type]]
     shape = constants.shape(node.input[1])
     zero = input_name(node, ZERO_AT[node.op_type])
-    scales, zeros, repeat = grids(node, constants, scale, zero, shape, 1, 0)
-    scales_text = "one scale" if scales.size == 1 else "a scale per column"
+    read, repeat = grids(node, constants, scale, zero, shape, 1, 0)
+    scales_text = "one scale" if repeat == shape else "a scale per column"
     return QuantizedMatrix(
         name=constants.initializer(node.input[1]),
         kind=f"{node.op_type}, {scales_text}",
         shape=(shape[0], shape[1]),
-        codes=rows_of(data, shape),
-        scale=scales,
-        zero=zeros,
+        codes=constants.rows(node.input[1], shape[0]),
+        grids=read,
         repeat=repeat,
         scales=constants.initializer(scale),
-        largest=int(np.iinfo(data.dtype).max),
-        smallest=int(np.iinfo(data.dtype).min),
+        largest=int(np.iinfo(data[0]).max),
+        smallest=int(np.iinfo(data[0]).min),
+        origin=_origin(constants, (node.input[1], scale, zero), repeat),
     )
 
 
@@ -264,29 +272,35 @@ def _product_of_codes(node: onnx.NodeProto, constants: Constants) -> QuantizedMa
     rows, columns, block, bits = (fields[name] for name in ("N", "K", "block_size", "bits"))
     if input_name(node, GROUPS) or fields.get("weight_prepacked"):
         raise unreadable(node, "has reordered groups, or weights packed for one device")
-    raw, scales = constants.array(node.input[CODES]), constants.array(node.input[SCALES])
+    found, scales = constants.kind(node.input[CODES]), constants.kind(node.input[SCALES])
     blocks = -(-columns // block)
-    if raw is None or scales is None or raw.size * 8 != rows * blocks * block * bits or scales.size != rows * blocks:
+    if not found or not scales or found[1] * 8 != rows * blocks * block * bits or scales[1] != rows * blocks:
         raise unreadable(node, f"has weights that are not {rows} x {columns} codes of {bits} bits")
-    raw = raw.view(np.uint8).reshape(rows, -1)
-    places = _places(node, constants, columns)
+    raw, places = constants.rows(node.input[CODES], rows), _places(node, constants, columns)
 
     def codes(start: int, stop: int) -> Array:
-        found = unpacked(raw[start:stop], bits)[:, :columns]
-        return found if places is None else found[:, places]
+        read = unpacked(raw(start, stop).view(np.uint8), bits)[:, :columns]
+        return read if places is None else read[:, places]
+
+    def grids_of() -> tuple[Array, Array]:
+        scale = constants.array(node.input[SCALES])
+        assert scale is not None
+        return scale.reshape(rows, blocks), _product_zeros(node, constants, bits, (rows, blocks))
 
     return QuantizedMatrix(
         name=constants.initializer(node.input[CODES]),
         kind=f"MatMulNBits, {bits} bits, blocks of {block}",
         shape=(rows, columns),
         codes=codes,
-        scale=scales.reshape(rows, blocks),
-        zero=_product_zeros(node, constants, bits, (rows, blocks)),
+        grids=grids_of,
         repeat=(1, block),
         scales=constants.initializer(node.input[SCALES]),
         largest=(1 << bits) - 1,
         columns=places,
         symmetric=not input_name(node, ZEROS),
+        origin=_origin(constants, (*node.input[CODES : SCALES + 1], input_name(node, ZEROS)), bits, block)
+        if places is None
+        else None,
     )
 
 
@@ -327,17 +341,17 @@ def _has_inexact_kernel(node: onnx.NodeProto, constants: Constants) -> bool:
     With packed zero points it rounds `scale * zero point`: 2 to 3 times the noise for two rows or more (4 bits, K = 576
     to 1536). With 8 bits onnxruntime has no kernel of float32 activations, and dequantizes the whole matrix.
     """
-    zeros = constants.array(input_name(node, ZEROS)) if input_name(node, ZEROS) else None
+    zeros = constants.kind(input_name(node, ZEROS)) if input_name(node, ZEROS) else None
     is_eight = attributes(node).get("bits", 4) == 8
-    is_packed = zeros.dtype == np.uint8 if zeros is not None else is_eight
+    is_packed = zeros[0] == np.uint8 if zeros is not None else is_eight
     return is_packed and _is_float32(node.input[SCALES], constants)
 
 
 def _is_float32(name: str, constants: Constants) -> bool:
     if (maker := constants.makers.get(name)) is not None and maker.op_type == "Cast":
         return bool(maker.attribute[0].i == onnx.TensorProto.FLOAT)
-    found = constants.array(name)
-    return found is not None and bool(found.dtype == np.float32)
+    found = constants.kind(name)
+    return found is not None and bool(found[0] == np.float32)
 
 
 def _float_product_of_codes(node: onnx.NodeProto) -> list[onnx.NodeProto]:

@@ -3,8 +3,9 @@
 Exporters transpose matrices for `MatMul`, concatenate several (`q`, `k` and `v` in one), split them, and add one to
 the norms of Gemma. Whole tensors are found by the sha256 of their bytes, parts by the bytes of their rows, quantized
 ones by the cosine of some rows: a row and its rounded values have one near 1 (0.99 at four bits, 0.9 at two),
-different rows near 0; zeros have no direction (`audit.match_zeros`). One tensor and one initializer are in memory at a
-time.
+different rows near 0; zeros have no direction (`audit.match_zeros`). Folders of llmconv name codes after the tensors,
+`X.codes`, and those of joined products `X.codes+Y.codes`; a name only says where to look first. One tensor and one
+initializer are in memory at a time.
 """
 
 from __future__ import annotations
@@ -92,16 +93,24 @@ def match_contents(contents: Mapping[str, InitializerContent], reference: Mappin
     by_digest: dict[tuple[str, tuple[int, ...]], list[tuple[str, InitializerContent]]] = defaultdict(list)
     for initializer, content in contents.items():
         by_digest[digest(content.read()), content.shape].append((reference_name(initializer, reference), content))
-    dtypes = {content.dtype for content in contents.values()}
+    dtypes, shapes = {content.dtype for content in contents.values()}, {shape for _, shape in by_digest}
     for name, tensor in _floats(reference):
+        if not shapes & {tensor.shape, (*tensor.shape[:-2], *tensor.shape[:-3:-1])}:
+            continue
         values = tensor.read()
-        for form, made in (pair for dtype in dtypes for pair in _forms_in(values, dtype)):
+        for form, made in (pair for dtype in dtypes for pair in _forms_in(values, dtype) if pair[1].shape in shapes):
             for own, content in by_digest.get((digest(made), made.shape), []):
                 if content.dtype == made.dtype:
                     content.match(name, form, is_own=name == own)
     rest = [content for content in contents.values() if not content.whole and len(content.shape) <= 2]
+    sizes = {(len(content.shape), size) for content in rest for size in content.shape}
+    near = {  # a part has rows of the same length
+        name: tensor
+        for name, tensor in reference.items()
+        if len(tensor.shape) == 1 and any(axes == 1 for axes, _ in sizes) or sizes & {(2, n) for n in tensor.shape}
+    }
     if rest:
-        _find_parts(rest, _each(reference, dtypes))
+        _find_parts(rest, _each(near, dtypes))
 
 
 def _each(reference: Mapping[str, LazyTensor], dtypes: Iterable[np.dtype[Any]]) -> Iterator[tuple[str, Array]]:
@@ -157,6 +166,7 @@ def digest(values: Array) -> str:
 ROWS = 8  # number of compared rows
 ALIKE = 0.7  # minimum median cosine of rows that are equal up to rounding
 MATRIX = 2
+BEGINNING = 512  # number of compared elements of a row whose tensor is known by name
 
 
 @dataclass(frozen=True)
@@ -203,10 +213,52 @@ class _SampledRows:
     rows: Array
 
 
+CODES, JOINED = ".codes", "+"
+"""Suffix of the names of codes in folders of llmconv, and what is between those of joined products."""
+
+
 def match_matrices(stored: Sequence[QuantizedMatrix], reference: Mapping[str, LazyTensor]) -> list[MatchedMatrix]:
     """Matches every matrix with the model's tensors, of which one is in memory at a time."""
+    found = [MatchedMatrix(one, _as_named(one, reference)) for one in stored]
+    if all(one.matches for one in found):
+        return found
     samples = [sample for name in reference for sample in _sampled(name, reference[name])]
-    return [_find(one, samples, reference) for one in stored]
+    return [one if one.matches else _find(one.stored, samples, reference) for one in found]
+
+
+def named_tensors(stored: QuantizedMatrix, reference: Mapping[str, LazyTensor]) -> list[str]:
+    """The tensors that codes are named after, in their order."""
+    parts = stored.name.split(JOINED)
+    return [name for part in parts if (name := reference_name(part.removesuffix(CODES), reference))]
+
+
+def _as_named(stored: QuantizedMatrix, reference: Mapping[str, LazyTensor]) -> list[TensorMatch]:
+    """The tensors that codes are named after, one behind the other; none if some of their rows are others."""
+    names, shape = named_tensors(stored, reference), stored.shape
+    if any(len(reference[name].shape) != MATRIX or reference[name].dtype.name not in FLOATS for name in names):
+        return []
+    for transposed in (False, True):
+        rows, columns = shape[::-1] if transposed else shape
+        sizes = [reference[name].shape for name in names]
+        if any(size[1] != columns for size in sizes) or sum(size[0] for size in sizes) != rows:
+            continue
+        starts = [sum(size[0] for size in sizes[:at]) for at in range(len(sizes))]
+        placed = [(name, range(at, at + reference[name].shape[0])) for name, at in zip(names, starts, strict=True)]
+        if all(_is_there(stored, reference[name], lines, transposed) for name, lines in placed):
+            every = range(columns)
+            return [TensorMatch(name, transposed, *((every, at) if transposed else (at, every))) for name, at in placed]
+    return []
+
+
+def _is_there(stored: QuantizedMatrix, tensor: LazyTensor, lines: range, transposed: bool) -> bool:
+    """Whether some rows of a tensor are like those lines of a matrix, of which the beginning is compared."""
+    at = _sample_indices(len(lines))
+    theirs = np.concatenate([tensor.rows(row, row + 1) for row in at])[:, :BEGINNING]
+    if transposed:
+        mine = stored.rows(0, min(BEGINNING, stored.shape[0])).T[lines.start + at]
+    else:
+        mine = np.concatenate([stored.rows(lines.start + row, lines.start + row + 1) for row in at])[:, :BEGINNING]
+    return _similarity(_normalized(theirs), _normalized(mine)) >= ALIKE
 
 
 def _sampled(name: str, tensor: LazyTensor) -> list[_SampledRows]:
