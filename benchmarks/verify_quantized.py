@@ -26,8 +26,8 @@ def main() -> int:
     body = "\n".join(
         [
             "SmolLM2-135M-Instruct, a prefill and a decode graph; `llmconv verify FOLDER --reference MODEL`, imports",
-            "included. All codes are audited, one layer runs all quick scenarios, each of the other 29 runs by itself, and",
-            "the cost is measured on 1,024 tokens of text.",
+            "included. All codes are audited, one layer runs all quick scenarios, each of the other 29 runs by itself,",
+            "and the cost is measured on 1,024 tokens of text.",
             "",
             "| `--quant` | seconds | peak RSS, private and mapped, MB |",
             "| --- | --- | --- |",

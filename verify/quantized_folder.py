@@ -79,6 +79,10 @@ from llmconv.verify.verification import Checking, Session
 COST_WORK = 1.2e12
 """Products of an element and a token, for each model of which the cost of a large model is measured."""
 LEAST_TOKENS = 32
+ROUNDED_AGAIN = 2_000_000_000  # weights of a model up to which its cost is compared with that of plain rounding
+LARGE, EVERY = 500_000_000, 8
+"""Weights of a model with more of which the search for scales is repeated for one row in eight only."""
+UNSEARCHED = f"scales of {EVERY - 1} rows in {EVERY} that a search tries, and that are not those of the least error"
 SHOWN = 4
 
 
@@ -117,8 +121,9 @@ class QuantizedFolder:
         """All checks of graphs of which no two are the same bytes."""
         verified, report, options = self.verified, self.report, self.options
         model = plain_model(self.reference, stack)
-        options = replace(options, codes=replace(options.codes, kept=model.kept))
         tensors = unstacked(model.tensors)
+        every = EVERY if sum(prod(tensor.shape) for tensor in tensors.values()) > LARGE else 1
+        options = replace(options, codes=replace(options.codes, kept=model.kept, every=every))
         if wrong := options.smoothing.check(verified.entries[0].name, tensors):
             yield wrong
             return known, verified
@@ -141,6 +146,7 @@ class QuantizedFolder:
             return None, verified
         config = read_json(self.reference / "config.json")
         yield from audit_graph_weights(graphs.files, tensors, config, report, options.codes)
+        report.unseen += [UNSEARCHED] if every > 1 and options.preset and not options.codes.plain else []
         yield from self._decisions()
         shipped = as_in_graphs(model, graphs.files, tensors)
         quantized = QuantizedModel(verified, graphs, shipped, report, session, options, stack)
@@ -303,14 +309,18 @@ class QuantizedModel:
         shipped = shipped_runner(replace(verified, settings=self.settings))
         start = trained_start(verified.path, prefix) if prefix else None
 
+        elements = sum(prod(tensor.shape) for tensor in self.model.tensors.values())
+
         def plain() -> Runner | None:
+            if eager is None and elements > ROUNDED_AGAIN:
+                self.report.unseen.append("a cost of quantization above that of plain rounding")
+                return None
             found = rounded_runner(self.rounded, self.options.code)
             return PrefixedRunner(found, start(found), prefix.first_position) if found and prefix and start else found
 
         model: Runner
         if eager is None:
             model = StreamedRunner(self.model.folder, code=self.options.code, weights=self.model.weights)
-            elements = sum(prod(tensor.shape) for tensor in self.model.tensors.values())
             most = max(LEAST_TOKENS, int(COST_WORK / elements))
             facts = ModelFacts(model.vocab_size, max_positions=context_length(self.model.folder))
         else:

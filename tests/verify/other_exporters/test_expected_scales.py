@@ -52,11 +52,11 @@ def blocks(weights: Array, scales: Array, zeros: Array, form: BlockFormat) -> Bl
     """Blocks of one row each, with the nearest codes."""
     values = block_values(weights, scales.astype(np.float32), zeros, form).astype(np.float64)
     grids = scales.astype(np.float64)[:, None], zeros.astype(np.float64)[:, None]
-    return Blocks(weights[:, None], *grids, values[:, None], form.largest, scales.dtype, form.symmetric)
+    return Blocks(weights[:, None], *grids, lambda: values, form.largest, scales.dtype, form.symmetric)
 
 
 def problem(found: Blocks, form: BlockFormat, *, weighted: bool = False) -> str:
-    return scale_problem(found, 0, is_plain=not form.search, weighted=weighted)
+    return scale_problem(found, 0, not form.search, weighted=weighted)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])

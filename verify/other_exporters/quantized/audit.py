@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from llmconv.verify.other_exporters.quantized.tensor_matching import (
 from llmconv.verify.results import Check
 
 SHOWN = 4
+READERS = 2  # matrices that are compared at a time
 KnownErrors = dict[object, list[RoundingError]]
 CHANGED = "weights that were changed before quantization (AWQ, rotations) need a folder with them as `--reference`"
 
@@ -58,10 +60,12 @@ def audit_quantized(
     problems, rows, errors = [], [], {} if errors is None else errors
     seen = {name for found in quantized for name in found.names}
     free = {name: tensor.shape for name, tensor in reference.items() if name not in seen}
-    for found in quantized:
-        key = found.stored.origin and (found.stored.origin, tuple(found.matches))
-        known = (errors.get(key) if key else None) or rounding_errors(found, reference, expected)
-        errors |= {key: known} if key else {}
+    keys = [(one.stored.origin, tuple(one.matches)) if one.stored.origin else id(one) for one in quantized]
+    new = {key: one for key, one in zip(keys, quantized, strict=True) if key not in errors}
+    with ThreadPoolExecutor(READERS) as pool:  # reading and numpy's loops run without the interpreter's lock
+        errors |= zip(new, pool.map(lambda one: rounding_errors(one, reference, expected), new.values()), strict=True)
+    for key, found in zip(keys, quantized, strict=True):
+        known = errors[key]
         each = [_match_problem(found, free, reference), *(_problem(found, one) for one in known)]
         problems += [problem for problem in each if problem]
         rows += [

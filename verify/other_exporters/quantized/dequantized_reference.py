@@ -163,8 +163,8 @@ def _plain(tensor: LazyTensor, stored: QuantizedMatrix, transposed: bool) -> Laz
 def nearest_scales(rows: Array, size: int, bits: int) -> Array:
     """Scales float32 `[N, blocks]` of rows float32 `[N, K]` in blocks of `size`: `extreme / -2 ** (bits - 1)`."""
     blocks = _blocks(rows, size)
-    extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1)[..., None], -1)[..., 0]
-    scales: Array = extreme / np.float32(-(1 << bits - 1))
+    low, high = blocks.min(axis=-1), blocks.max(axis=-1)
+    scales: Array = np.where(high > -low, high, low) / np.float32(-(1 << bits - 1))
     return scales
 
 
@@ -199,6 +199,15 @@ def _replaced(tensor: LazyTensor, replacements: Sequence[tuple[MatchedMatrix, Te
             window(rows, start, stop)
         return rows
 
+    (found, match), *rest = replacements
+    if not rest and (len(match.rows), len(match.columns)) == tensor.shape and not match.transposed:
+        shift = match.rows.start
+        part = slice(match.columns.start, match.columns.stop)
+        return LazyTensor(
+            FLOAT32,
+            tensor.shape,
+            lambda start, stop: np.ascontiguousarray(found.stored.rows(start + shift, stop + shift)[:, part]),
+        )
     windows = [
         _TransposedWindow(found, match) if match.transposed else partial(_overwrite, found, match)
         for found, match in replacements

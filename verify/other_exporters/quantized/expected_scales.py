@@ -20,7 +20,8 @@ that are one off, look like codes of this method, but for the first column, whic
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import ml_dtypes
@@ -170,10 +171,11 @@ def _rounded(values: Array, largest: int) -> Array:
     return codes
 
 
-def scale_problem(blocks: Blocks, first: int, *, is_plain: bool, weighted: bool) -> str:
+def scale_problem(blocks: Blocks, first: int, is_plain: bool, *, weighted: bool, every: int = 1) -> str:
     """Describes the first block whose scale or zero point an export would not choose; empty if there is none.
 
-    If `is_plain`, scales come from extreme values alone; if `weighted`, they suit the columns that matter on a text.
+    If `is_plain`, scales come from extreme values alone; if `weighted`, they suit the columns that matter on a text. A
+    search is repeated for one row in `every`.
     """
     if is_plain or blocks.largest > FOUR_BITS:
         return _description(blocks, plain(blocks), first, "not that of its weights")
@@ -181,7 +183,8 @@ def scale_problem(blocks: Blocks, first: int, *, is_plain: bool, weighted: bool)
         return problem
     if weighted:
         return _description(blocks, not_erased(blocks), first, "not that of the least error")
-    return _description(blocks, as_searched(blocks), first, "not the one that the search of an export finds")
+    some = blocks if every == 1 else blocks.some(every)
+    return _description(some, as_searched(some), first, "not the one that the search of an export finds", every)
 
 
 def feedback_problem(blocks: Blocks, first: int) -> str:
@@ -196,14 +199,14 @@ def feedback_problem(blocks: Blocks, first: int) -> str:
     return _description(blocks, fits, first, "beyond what a search tries")
 
 
-def _description(blocks: Blocks, fits: Array, first: int, what: str) -> str:
+def _description(blocks: Blocks, fits: Array, first: int, what: str, every: int = 1) -> str:
     odd = np.argwhere(~fits)
     if not len(odd):
         return ""
     row, block = (int(at) for at in odd[0])
     more = f" and {len(odd) - 1:,} more" if len(odd) > 1 else ""
     found = f"{blocks.scales[row, block]:.3g}, zero point {blocks.zeros[row, block]:.0f}"
-    return f"the scale of row {first + row}, block {block}{more} is {what} ({found})"
+    return f"the scale of row {first + row * every}, block {block}{more} is {what} ({found})"
 
 
 STEPS = 127
@@ -289,7 +292,7 @@ class Blocks:
     weights: Array  # float32 [rows, blocks, size], padded with zeros
     scales: Array  # float64 [rows, blocks], as stored
     zeros: Array  # float64 [rows, blocks]
-    values: Array  # what the codes stand for, float64 [rows, blocks, size]
+    read: Callable[[], Array]  # what the codes stand for, [rows, columns]
     largest: int  # the largest code
     dtype: np.dtype  # of the stored scales
     symmetric: bool  # no zero points are stored
@@ -306,9 +309,22 @@ class Blocks:
             return None
         part = slice(columns.start // size, -(-columns.stop // size))
         scales, zeros = (grid[start:stop, part].astype(np.float64) for grid in (stored.scale, stored.zero))
-        values = stored.rows(start, stop)[:, columns].astype(np.float64)
-        weights, padded = (_in_blocks(one, size) for one in (original, values))
-        return cls(weights, scales, zeros, padded, stored.largest, stored.scale.dtype, stored.symmetric)
+
+        def values() -> Array:
+            return stored.rows(start, stop)[:, columns]
+
+        weights, kind = in_blocks(original, size), stored.scale.dtype
+        return cls(weights, scales, zeros, values, stored.largest, kind, stored.symmetric)
+
+    def some(self, every: int) -> Blocks:
+        """Those of one row in `every`."""
+        weights, scales, zeros = (part[::every] for part in (self.weights, self.scales, self.zeros))
+        return replace(self, weights=weights, scales=scales, zeros=zeros, read=lambda: self.read()[::every])
+
+    @cached_property
+    def values(self) -> Array:
+        """What the codes stand for, float64 [rows, blocks, size]."""
+        return in_blocks(self.read().astype(np.float64), self.weights.shape[2])
 
     @property
     def middle(self) -> int:
@@ -354,6 +370,6 @@ class Blocks:
         return float(ml_dtypes.finfo(self.dtype).smallest_subnormal) / 2
 
 
-def _in_blocks(rows: Array, size: int) -> Array:
+def in_blocks(rows: Array, size: int) -> Array:
     padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % size)))
     return padded.reshape(len(rows), -1, size)

@@ -21,6 +21,7 @@ from llmconv.verify.other_exporters.quantized.expected_scales import (
     FeedbackShare,
     beyond_feedback,
     feedback_problem,
+    in_blocks,
     scale_problem,
 )
 from llmconv.verify.other_exporters.quantized.quantized_matrix import TINY, QuantizedMatrix
@@ -39,6 +40,7 @@ class ExpectedCodes:
     # scales of 4 bits suit the columns that matter on a text; values of others may be far beyond the codes
     weighted: bool = False
     feedback: bool = False  # codes of 4 bits are those of GPTQ, which are the nearest to other values
+    every: int = 1  # a search is repeated for one row in so many; all scales must be within what it tries
     # weights whose values are those of the reference, with the dtype of its scales; by name
     kept: Mapping[str, DType] = field(default_factory=dict)
 
@@ -87,6 +89,7 @@ FOUR_BITS = 15  # the largest code of 4 bits
 HALF_STEP = 0.5 + 1e-3  # maximum distance from the nearest code in steps, which are rounded to float32
 STRETCH, LEAST = 64, 16  # elements of a stretch along a row or column, and minimum for the last one
 MAX_ROWS = 512  # rows in memory at a time
+AT_ONCE = 1 << 19  # elements of codes that are compared at a time, which fit into a processor's cache
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,53 @@ class _Tally:
 def rounding_errors(
     found: MatchedMatrix, reference: Mapping[str, LazyTensor], expected: ExpectedCodes = ANY_ROUNDING
 ) -> list[RoundingError]:
-    return [_rounding_error(found, match, reference[match.name], expected) for match in found.matches]
+    errors = []
+    for match in found.matches:
+        exact = _exact_error(found.stored, match, reference[match.name], expected)
+        given = found, match, reference[match.name], expected
+        errors.append(_rounding_error(*given) if exact is None else RoundingError(match.name, exact))
+    return errors
+
+
+def _exact_error(
+    stored: QuantizedMatrix, match: TensorMatch, tensor: LazyTensor, expected: ExpectedCodes
+) -> float | None:
+    """The relative error of codes of which each is the nearest one, of scales that are computed again.
+
+    None where they are not, or not demanded: then all errors are looked at, to say what is wrong.
+    """
+    scales, (size, columns) = ColumnScales.of(stored, match), (stored.repeat[1], match.columns)
+    whole = stored.repeat[0] == 1 and stored.columns is None and len(columns) == stored.shape[1]
+    loose = expected.feedback or (expected.weighted and stored.largest == FOUR_BITS) or expected.scales_of(match.name)
+    if not expected.nearest or loose or stored.largest is None or not (scales or whole):
+        return None
+    errors = sizes = 0.0
+    for start, original in original_rows(match, tensor, max(1, min(MAX_ROWS, AT_ONCE // max(1, len(columns))))):
+        codes = stored.codes(start, start + len(original))[:, columns.start : columns.stop].astype(np.float32)
+        if scales:
+            scales.add(original)
+            grids = [grid.astype(np.float32)[:, columns.start : columns.stop] for grid in (stored.scale, stored.zero)]
+            weights = original
+        else:
+            blocks = Blocks.of(stored, original, slice(columns.start, columns.stop), start)
+            if blocks is None or scale_problem(blocks, start, expected.plain, weighted=False, every=expected.every):
+                return None
+            grids = [grid.astype(np.float32)[..., None] for grid in (blocks.scales, blocks.zeros)]
+            weights, codes = blocks.weights, in_blocks(codes, size)
+        scale, zero = grids
+        inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+        off = np.clip(weights * inverse + zero, stored.smallest, stored.largest)
+        off -= codes
+        if columns.stop % size and not scales:  # padding of the last block
+            off.reshape(len(off), -1)[:, len(columns) :] = 0
+        if not max(float(off.max(initial=0)), -float(off.min(initial=0))) <= HALF_STEP:
+            return None
+        values = (codes - zero) * scale
+        values -= weights
+        error, values = values.reshape(len(original), -1)[:, : len(columns)].ravel(), original.ravel()
+        errors, sizes = errors + float(np.dot(error, error)), sizes + float(np.dot(values, values))
+    relative = (errors / sizes) ** 0.5 if sizes else float("inf") if errors else 0.0
+    return None if (scales and scales.problem()) or not relative <= IMPLAUSIBLE else relative
 
 
 def _rounding_error(
@@ -195,7 +244,8 @@ class _OwnCodes:
             return problem or (feedback_problem(blocks, start) if blocks else "")
         plain, weighted = self._expected.plain, self._expected.weighted
         problem = _not_nearest(far, start)
-        return problem or (scale_problem(blocks, start, is_plain=plain, weighted=weighted) if blocks else "")
+        every = self._expected.every
+        return problem or (scale_problem(blocks, start, plain, weighted=weighted, every=every) if blocks else "")
 
     def closing_problem(self) -> str:
         problem = self._scales.problem() if self._scales else ""
@@ -259,13 +309,13 @@ def _gross_problem(tally: _Tally, relative: float) -> str:
     return tally.odd.get(FAR, "")
 
 
-def original_rows(match: TensorMatch, tensor: LazyTensor) -> Iterator[tuple[int, Array]]:
-    """Blocks of the model's values in the orientation of the matrix, each with its first row there."""
+def original_rows(match: TensorMatch, tensor: LazyTensor, count: int = MAX_ROWS) -> Iterator[tuple[int, Array]]:
+    """Blocks of `count` rows of the model's values in the orientation of the matrix, each with its first row there."""
     whole = tensor.read().T if match.transposed else None
     across = slice(match.first_column, match.first_column + len(match.columns))
-    for start in range(0, len(match.rows), MAX_ROWS):
+    for start in range(0, len(match.rows), count):
         first = match.first_row + start
-        last = match.first_row + min(start + MAX_ROWS, len(match.rows))
+        last = match.first_row + min(start + count, len(match.rows))
         rows = whole[first:last] if whole is not None else tensor.rows(first, last)
         yield match.rows.start + start, rows[:, across].astype(np.float32)
 
