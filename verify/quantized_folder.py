@@ -59,7 +59,7 @@ from llmconv.verify.other_exporters.quantized.dequantized_reference import (
 )
 from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants, attributes
 from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices, quantized_operators
-from llmconv.verify.other_exporters.quantized.tensor_matching import JOINED, named_tensors
+from llmconv.verify.other_exporters.quantized.tensor_matching import JOINED, name_in_file, named_tensors
 from llmconv.verify.other_exporters.quantized_verdict import (
     QuantizationOptions,
     Rounded,
@@ -240,7 +240,7 @@ def misplaced_codes(graph: str, model: onnx.ModelProto, folder: Path) -> list[Ch
         if known is None:
             continue
         first, at = int(fields.get("offset", 0)), int(fields.get("offset", 0))
-        for part in tensor.name.split(JOINED):
+        for part in name_in_file(tensor.name).split(JOINED):
             at = at + known[part].nbytes if part in known and known[part].offset == at else -1
         if at != first + int(fields.get("length", 0)):
             wrong.append(f"`{tensor.name[:200]}` maps other bytes than those of its name")
@@ -315,7 +315,7 @@ class QuantizedModel:
             if eager is None and elements > ROUNDED_AGAIN:
                 self.report.unseen.append("a cost of quantization above that of plain rounding")
                 return None
-            found = rounded_runner(self.rounded, self.options.code)
+            found = rounded_runner(self.rounded, self.options.code, whole=prefix is not None)
             return PrefixedRunner(found, start(found), prefix.first_position) if found and prefix and start else found
 
         model: Runner

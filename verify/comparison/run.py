@@ -92,7 +92,7 @@ class FolderComparison:
         ]
         yield check_own_cache(self.eager, [graph.name for graph in opened])
         graphs, copies = distinct(self.folder, [graph for graph in opened if not name_problems(graph, shapes, extras)])
-        self.report.copies = {name: first for first, names in copies.items() for name in names}
+        self.report.copies |= {name: first for first, names in copies.items() for name in names}
         yield from with_copies(self._of_distinct(graphs), copies)
 
     def _of_distinct(self, graphs: list[OrtGraph]) -> Generator[list[Check], None, None]:

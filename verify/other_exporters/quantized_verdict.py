@@ -7,7 +7,7 @@ activations. For accuracy, the unchanged graph is compared with the model at ful
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Generator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -122,15 +122,15 @@ Rounded = tuple[Path, Mapping[str, LazyTensor], Sequence[MatchedMatrix], TiedHea
 """The arguments of `dequantized_reference` and `plainly_rounded`."""
 
 
-def rounded_runner(model: Rounded, code: Path | None) -> EagerRunner | None:
-    """The model with plainly rounded codes, layer by layer where that is possible; None if no codes are of 4 bits."""
+def rounded_runner(model: Rounded, code: Path | None, *, whole: bool = False) -> EagerRunner | None:
+    """The model with plainly rounded codes, layer by layer unless `whole`; None if no codes are of 4 bits."""
     found = plainly_rounded(*model)
     if found is None:
         return None
-    try:
-        return StreamedRunner(found.folder, code=code, weights=found.weights)
-    except UnsupportedInput:
-        return EagerRunner(found.folder, code=code, weights=found.weights)
+    with suppress(UnsupportedInput):  # a model without layers that can be loaded one by one
+        if not whole:
+            return StreamedRunner(found.folder, code=code, weights=found.weights)
+    return EagerRunner(found.folder, code=code, weights=found.weights)
 
 
 def measure_cost(  # noqa: PLR0913 - two models, and what is measured

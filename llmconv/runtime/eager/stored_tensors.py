@@ -97,8 +97,11 @@ def stored_tensors(
     files = {tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)}
     opened: dict[Path, Any] = {path: safe_open(path, "pt", device="cpu", backend="pread") for path in files}
 
+    names = {path: set(file.keys()) for path, file in opened.items()}
+
     def stored(name: str, tensor: LazyTensor) -> StoredTensor:
-        slices = opened[tensor.path].get_slice(name) if isinstance(tensor, FileTensor) else None
+        in_file = isinstance(tensor, FileTensor) and name in names[tensor.path]  # it may stand for another, too
+        slices = opened[tensor.path].get_slice(name) if in_file else None  # type: ignore[attr-defined]
         return StoredTensor(slices, tensor, dtype, factors(name, tensor.shape) if factors else 1.0)
 
     return {name: stored(name, tensor) for name, tensor in tensors.items()}

@@ -11,6 +11,7 @@ initializer are in memory at a time.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -226,9 +227,14 @@ def match_matrices(stored: Sequence[QuantizedMatrix], reference: Mapping[str, La
     return [one if one.matches else _find(one.stored, samples, reference) for one in found]
 
 
+def name_in_file(name: str) -> str:
+    """The name of an initializer without the shape of a view of it, `X.codes:131x64`, as the file of codes has it."""
+    return re.sub(r":\d+(x\d+)*$", "", name)
+
+
 def named_tensors(stored: QuantizedMatrix, reference: Mapping[str, LazyTensor]) -> list[str]:
     """The tensors that codes are named after, in their order."""
-    parts = stored.name.split(JOINED)
+    parts = name_in_file(stored.name).split(JOINED)
     return [name for part in parts if (name := reference_name(part.removesuffix(CODES), reference))]
 
 
