@@ -38,8 +38,10 @@ from llmconv.verify.float_folder import (
     Method,
     Plan,
     holds_one_layer,
+    in_float32_steps,
     opened_checks,
     planned,
+    rounds_every_value,
 )
 from llmconv.verify.layers.induction import Induction
 from llmconv.verify.layers.layer_checks import statements
@@ -129,6 +131,8 @@ class QuantizedFolder:
             return known, verified
         tensors = options.smoothing.applied(tensors)
         graphs = ExternalGraphs(audited_files(verified), ModelSizes({}), verified.settings, tensors)
+        if rounds_every_value(verified):
+            verified = verified.changed(in_float32_steps, "")
         rounded, unrounded, why = set[str](), verified, ""
         try:
             unrounded = verified.changed(partial(_without_rounding, verified.path, rounded, options), "")
@@ -139,7 +143,7 @@ class QuantizedFolder:
         plan = planned(method, unrounded, model, source, session, low_memory, code, quantized=True)
         report.method = plan.method
         report.notes += [plan.note] if plan.note else []
-        for name, graph in verified.models.items():
+        for name, graph in self.verified.models.items():
             yield misplaced_codes(name, graph, verified.path)
         if plan.method == STRUCTURE:
             yield from self._structure(plan.induction, graphs)
