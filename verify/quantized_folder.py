@@ -171,7 +171,7 @@ class QuantizedFolder:
             return eager, verified
         compared = quantized.compared(unrounded, sorted(rounded), eager, layered=layered, induction=plan.induction)
         half = half_of(graphs.files)
-        return (yield from compared.in_order((), compared.run(None, quantized.dtype, is_half=bool(half))))
+        return (yield from compared.in_order((), compared.run(None, quantized.dtype, is_half=bool(half)), opens=False))
 
     def _is_layered(self, plan: Plan, known: Eager | None, low_memory: bool | None, model: ComputedModel) -> bool:
         """Whether one layer is held at a time."""

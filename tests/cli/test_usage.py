@@ -175,5 +175,5 @@ def test_a_word_in_place_of_a_number_is_refused_without_the_name_of_a_type() -> 
 def test_a_slip_in_a_name_gets_the_name_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "checkpoint.pt").touch()
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(llmconv.cli.main, ["inspect", "chekpoint.pt"])
+    done = CliRunner().invoke(llmconv.cli.main, ["inspect", "checkpoints.pt"])
     assert done.exit_code == 3 and "did you mean `checkpoint.pt`?" in done.stderr

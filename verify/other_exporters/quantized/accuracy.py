@@ -57,13 +57,12 @@ class TokenCosts:
     uniform: list[Array] = field(default_factory=list)  # divergence of equal probabilities for all tokens
     vocabulary: int = 0
 
-    def add(self, wanted: Array, found: Array, ids: Array) -> None:
-        """Adds log-probabilities of model and graph, float64 `[tokens, vocabulary]`, after ids int64 `[1, tokens]`."""
+    def add(self, wanted: Array, found: Array, following: Array) -> None:
+        """Adds log-probabilities of model and graph, float64 `[tokens, vocabulary]`, and the ids of the next tokens."""
         self.vocabulary = wanted.shape[-1]
         self.nats.append(divergence_of(wanted, found))
-        self.uniform.append(divergence_of(wanted, np.full_like(wanted, -np.log(wanted.shape[-1]))))
+        self.uniform.append(divergence_of(wanted, np.broadcast_to(-np.log(wanted.shape[-1]), wanted.shape)))
         self.agreed.append(wanted.argmax(axis=-1) == found.argmax(axis=-1))
-        following = ids[0, 1:]
         named = np.flatnonzero(following < wanted.shape[1])  # an embedding may have rows for tokens without a logit
         model, graph = (-one[named, following[named]] for one in (wanted, found))
         self.losses.append((model, graph))
@@ -110,17 +109,20 @@ def measure_costs(graphs: Sequence[tuple[str, Runner]], model: Runner, sample: T
     costs = [TokenCosts(name, sample.source) for name, _ in graphs]
     runs = [_each(runner, sample.pieces) for runner in (model, *(runner for _, runner in graphs))]
     for piece, wanted, *found in zip(sample.pieces, *runs, strict=True):
-        exact = log_probabilities(wanted)
-        for cost, logits in zip(costs, found, strict=True):
-            cost.add(exact, log_probabilities(logits), piece)
+        for start in range(0, piece.shape[1], ROWS):  # a few rows at a time: a row has the size of the vocabulary
+            rows, following = slice(start, start + ROWS), piece[0, start + 1 : start + 1 + ROWS]
+            exact = log_probabilities(wanted[rows].astype(np.float64))
+            for cost, logits in zip(costs, found, strict=True):
+                cost.add(exact, log_probabilities(logits[rows].astype(np.float64)), following)
     return costs
 
 
+ROWS = 32  # tokens whose log-probabilities are computed at once
 LOGITS = 1 << 27  # bytes of logits that are held at once
 
 
 def _each(runner: Runner, pieces: Sequence[Array]) -> Iterator[Array]:
-    """Logits of each piece, float64 `[tokens, vocabulary]`; of a model that is never held whole in one pass."""
+    """Logits of each piece, `[tokens, vocabulary]`; of a model that is never held whole for some pieces in one pass."""
     if not isinstance(runner, StreamedRunner):
         yield from (_logits(runner, piece) for piece in pieces)
         return
@@ -131,15 +133,16 @@ def _each(runner: Runner, pieces: Sequence[Array]) -> Iterator[Array]:
         positions = [default_positions(mask, mask.shape[1]) for mask in masks]
         steps = runner.run_all([PlannedCall(*call) for call in zip(ids, masks, positions, strict=True)])
         while steps:
-            yield _float64(steps.pop(0).logits)
+            yield steps.pop(0).logits[0]
 
 
 def _logits(runner: Runner, ids: Array) -> Array:
-    """Logits of every token, float64 `[tokens, vocabulary]`; one step per token if a graph returns the last only."""
+    """Logits of every token, `[tokens, vocabulary]`; one step per token if a graph returns the last only."""
     mask = np.ones_like(ids)
     step = runner.prefill(ids, mask, default_positions(mask, ids.shape[1]))
     if step.logits.shape[1] == ids.shape[1]:
-        return _float64(step.logits)
+        rows: Array = step.logits[0]
+        return rows
     found: list[Array] = []
     past: Cache | None = None
     for end in range(1, ids.shape[1] + 1):
@@ -147,12 +150,8 @@ def _logits(runner: Runner, ids: Array) -> Array:
         step = run(ids[:, end - 1 : end], seen, default_positions(seen, 1), past)
         found.append(step.logits)
         past = step.present
-    return _float64(np.concatenate(found, axis=1))
-
-
-def _float64(logits: Any) -> Array:
-    rows: Array = logits[0].astype(np.float64)
-    return rows
+    several: Array = np.concatenate(found, axis=1)[0]
+    return several
 
 
 CHECK = "cost of quantization"

@@ -372,19 +372,25 @@ def _float_product_of_codes(node: onnx.NodeProto) -> list[onnx.NodeProto]:
         nodes.append(helper.make_node(operator, names, [f"{out}:{len(nodes)}"], **options))
         return str(nodes[-1].output[0])
 
-    def unpack(packed: str, width: int) -> str:
-        raw = add("Reshape", add("Cast", packed, to=onnx.TensorProto.FLOAT), [rows, -1, 1])
+    def unpack(packed: str, width: int, shape: list[int]) -> str:
+        raw = add("Cast", packed, to=onnx.TensorProto.FLOAT)
         if bits == 8:
-            return add("Reshape", raw, [rows, width])
+            return add("Reshape", raw, shape)
+        raw = add("Reshape", raw, [rows, -1, 1])
         high = add("Floor", add("Mul", raw, 1 / 16))
         pairs = add("Concat", add("Sub", raw, add("Mul", high, 16.0)), high, axis=2)
-        return add("Slice", add("Reshape", pairs, [rows, -1]), [0], [width], [1])
+        if width % 2:
+            pairs = add("Slice", add("Reshape", pairs, [rows, -1]), [0], [width], [1])
+        return add("Reshape", pairs, shape)
 
-    codes = add("Reshape", unpack(node.input[CODES], blocks * block), [rows, blocks, block])
+    # each of these nodes is a copy of the matrix in memory when onnxruntime folds constants
+    codes = unpack(node.input[CODES], blocks * block, [rows, blocks, block])
     packed, scales = input_name(node, ZEROS), add("Reshape", node.input[SCALES], [rows, blocks, 1])
-    zeros = add("Reshape", unpack(packed, blocks), [rows, blocks, 1]) if packed else float(1 << (bits - 1))
+    zeros = unpack(packed, blocks, [rows, blocks, 1]) if packed else float(1 << (bits - 1))
     weights = add("Reshape", add("Mul", add("Sub", codes, zeros), scales), [rows, blocks * block])
-    weights = add("Transpose", add("Slice", weights, [0], [columns], [1]), perm=[1, 0])
+    if columns < blocks * block:
+        weights = add("Slice", weights, [0], [columns], [1])
+    weights = add("Transpose", weights, perm=[1, 0])
     bias = input_name(node, BIAS)
     product = helper.make_node("MatMul", [node.input[0], weights], [f"{out}:product" if bias else out], name=node.name)
     end = [helper.make_node("Add", [product.output[0], bias], [out])] if bias else []
