@@ -82,7 +82,7 @@ def cost(name: str, candidate: Candidate, pieces: Array, wanted: list[Array], fo
     found = logits(candidate, pieces, folder / candidate.path.name)
     for piece, exact, one in zip(pieces, wanted, found, strict=True):
         model, graph = (log_probabilities(np.asarray(values, np.float64)) for values in (exact, one))
-        costs.add(model, graph, piece)
+        costs.add(model, graph, piece[0, 1:])
     return costs.summary(is_text=True)
 
 
