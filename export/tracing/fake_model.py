@@ -46,6 +46,7 @@ from llmconv.export.export_options import CLASSIFY
 from llmconv.export.input_map import decoder_config
 from llmconv.export.library_patches import fake_parameters
 from llmconv.export.weights import DOMAIN, GROUPED
+from llmconv.requirements import unusable_package
 from llmconv.runtime.custom_code import custom_classes
 from llmconv.runtime.eager.runner import added_after_layers
 from llmconv.runtime.eager.stored_tensors import kept_in_float32
@@ -95,6 +96,8 @@ def refusing(action: str) -> Iterator[None]:
     except LlmconvError:
         raise
     except Exception as error:
+        if isinstance(error, ImportError) and (broken := unusable_package(error)):
+            raise broken from error
         reason = first_line(error, 200).split(". Should contain")[0]
         raise UnsupportedInput(
             f"transformers and torch cannot {action}: {type(error).__name__}: {reason}",
