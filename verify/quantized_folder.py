@@ -78,7 +78,7 @@ from llmconv.verify.results import Check, Checks, Report
 from llmconv.verify.scenarios.calls import ModelFacts
 from llmconv.verify.verification import Checking, Session
 
-COST_WORK = 1.2e12
+COST_WORK = 5e11
 """Products of an element and a token, for each model of which the cost of a large model is measured."""
 LEAST_TOKENS = 32
 ROUNDED_AGAIN = 2_000_000_000  # weights of a model up to which its cost is compared with that of plain rounding
