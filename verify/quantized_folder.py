@@ -43,6 +43,7 @@ from llmconv.verify.float_folder import (
     planned,
     rounds_every_value,
 )
+from llmconv.verify.layers.graph_index import NUMBERED
 from llmconv.verify.layers.induction import Induction
 from llmconv.verify.layers.layer_checks import statements
 from llmconv.verify.other_exporters.comparison import scaled_settings, why_not_scalable
@@ -59,9 +60,9 @@ from llmconv.verify.other_exporters.quantized.dequantized_reference import (
     tied_head,
     unstacked,
 )
-from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants, attributes
+from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants, QuantizedMatrix, attributes
 from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices, quantized_operators
-from llmconv.verify.other_exporters.quantized.tensor_matching import JOINED, name_in_file, named_tensors
+from llmconv.verify.other_exporters.quantized.tensor_matching import CODES, JOINED, name_in_file, named_tensors
 from llmconv.verify.other_exporters.quantized_verdict import (
     QuantizationOptions,
     Rounded,
@@ -86,6 +87,10 @@ LARGE, EVERY = 500_000_000, 8
 """Weights of a model with more of which the search for scales is repeated for one row in eight only."""
 UNSEARCHED = f"scales of {EVERY - 1} rows in {EVERY} that a search tries, and that are not those of the least error"
 SHOWN = 4
+WHOLE_BYTES = {
+    getattr(onnx.TensorProto, name.upper()): name for name in ("int8", "uint8", "float16", "bfloat16", "int32", "int64")
+} | {onnx.TensorProto.FLOAT: "float32"}
+"""Names of element types as in files, by number; codes of less than a byte are bytes there."""
 
 
 def is_quantized(models: Mapping[str, onnx.ModelProto]) -> bool:
@@ -188,7 +193,7 @@ class QuantizedFolder:
         """Checks without numbers: which tensors the codes are named after, and the structure of the graphs."""
         if induction:
             self.report.odd_layers = induction.odd_layers()
-            yield induction.checks(alone=True)
+            yield induction.checks(alone=not any(map(_mixes_bits, self.verified.models.values())))
         yield opened_checks(self.verified, self.session.settings)
         yield [named_codes(file, graphs.tensors) for file in graphs.files]
         yield from self._decisions()
@@ -231,6 +236,12 @@ class QuantizedFolder:
         return any(step.get("command") == "export" for step in read_manifest(self.verified.path).steps)
 
 
+def _mixes_bits(model: onnx.ModelProto) -> bool:
+    """Whether products of layers have different numbers of bits, as of `int4-mixed`: such layers are not alike."""
+    products = [node for node in nodes(model) if node.op_type == "MatMulNBits" and NUMBERED.match(node.input[1])]
+    return len({attributes(node).get("bits", 4) for node in products}) > 1
+
+
 def misplaced_codes(graph: str, model: onnx.ModelProto, folder: Path) -> list[Check]:
     """A failed check of a graph with initializers that map other bytes of a file of codes than those of their names.
 
@@ -240,14 +251,18 @@ def misplaced_codes(graph: str, model: onnx.ModelProto, folder: Path) -> list[Ch
     wrong = []
     for tensor in model.graph.initializer:
         fields = external_fields(tensor)
-        known = files.get(fields.get("location", ""))
+        known, parts = files.get(fields.get("location", "")), name_in_file(tensor.name).split(JOINED)
         if known is None:
+            if any(parts[0] in found for found in files.values()):
+                wrong.append(f"`{tensor.name[:200]}` does not map the file that has its name")
             continue
         first, at = int(fields.get("offset", 0)), int(fields.get("offset", 0))
-        for part in name_in_file(tensor.name).split(JOINED):
+        for part in parts:
             at = at + known[part].nbytes if part in known and known[part].offset == at else -1
         if at != first + int(fields.get("length", 0)):
             wrong.append(f"`{tensor.name[:200]}` maps other bytes than those of its name")
+        elif tensor.data_type in WHOLE_BYTES and known[parts[0]].dtype.name != WHOLE_BYTES[tensor.data_type]:
+            wrong.append(f"`{tensor.name[:200]}` is {known[parts[0]].dtype.name} in the file")
     detail = "; ".join(wrong[:SHOWN])
     return [Check("weights", graph, "", verdict="fail", detail=detail)] if wrong else []
 
@@ -258,10 +273,10 @@ def named_codes(file: GraphFile, tensors: Mapping[str, LazyTensor]) -> Check:
         stored = quantized_matrices(file.model, Constants(file.model, file.path.parent))
     except UnsupportedInput as error:
         return Check("weights", file.name, "", verdict="skip", detail=error.message)
-    wrong = [
-        one for one in stored if sum(prod(tensors[n].shape) for n in named_tensors(one, tensors)) != prod(one.shape)
-    ]
-    problems = "; ".join(f"`{one.name[:200]}` is not named after tensors of its size" for one in wrong[:SHOWN])
+    sizes = [sum(prod(tensors[name].shape) for name in named_tensors(one, tensors)) for one in stored]
+    wrong = [one for one, size in zip(stored, sizes, strict=True) if size != prod(one.shape) or not _has_own(one)]
+    problem = "is not named after tensors of its size, or has scales of others"
+    problems = "; ".join(f"`{one.name[:200]}` {problem}" for one in wrong[:SHOWN])
     return Check(
         "weights",
         file.name,
@@ -270,6 +285,12 @@ def named_codes(file: GraphFile, tensors: Mapping[str, LazyTensor]) -> Check:
         detail=problems
         or f"{len(stored)} quantized matrices are named after the model's tensors, and have their sizes",
     )
+
+
+def _has_own(stored: QuantizedMatrix) -> bool:
+    """Whether codes that llmconv wrote have the scales of the same tensor."""
+    codes = name_in_file(stored.name)
+    return not codes.endswith(CODES) or name_in_file(stored.scales) == codes.replace(CODES, ".scales")
 
 
 @dataclass(frozen=True)

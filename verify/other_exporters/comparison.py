@@ -323,7 +323,8 @@ def _why_scales_are_not_scalable(quantized: Sequence[MatchedMatrix]) -> str:
 
 
 def _is_exact(scales: Array, factor: float) -> bool:
-    scaled = scales * scales.dtype.type(factor)
+    with np.errstate(over="ignore"):
+        scaled = scales * scales.dtype.type(factor)
     return bool(np.array_equal(scaled.astype(np.float64), scales.astype(np.float64) * factor))
 
 

@@ -330,7 +330,8 @@ def initializer_contents(
     contents = {
         tensor.name: _content(tensor, folder)
         for tensor in model.graph.initializer
-        if tensor.data_type in FLOAT_TYPES and prod(tensor.dims) >= PREFIX and tensor.name not in excluded
+        if tensor.data_type in FLOAT_TYPES and tensor.name not in excluded
+        if prod(tensor.dims) >= PREFIX or reference_name(tensor.name, reference)
     }
     match_contents(contents, reference)
     return contents

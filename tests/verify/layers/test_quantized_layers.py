@@ -103,3 +103,36 @@ def test_a_bfloat16_graph_of_floats_passes(made: Made, tmp_path: Path) -> None:
     export(model, tmp_path / "out", prefill=False, incremental=True, precision="bfloat16")
     report = by_induction(tmp_path / "out", model)
     assert report.verdict == "pass" and report.method == "induction", report.lines()
+
+
+def test_a_scale_beyond_all_products_is_a_failure(made: Made, tmp_path: Path) -> None:
+    """The error of such a code is infinite, or no number."""
+    model, folder = made("llama", "a8w8")
+
+    def overflow(tensors: dict[str, np.ndarray]) -> bool:
+        name = next(name for name in sorted(tensors) if name.endswith("2.self_attn.q_proj.weight.scales"))
+        tensors[name].ravel()[3] = 3e38
+        return True
+
+    assert FolderMutant("an overflowing scale", overflow).apply(folder, tmp_path / "mutant")
+    assert by_induction(tmp_path / "mutant", model).verdict == "fail"
+
+
+def test_structure_sees_scales_of_another_matrix_and_codes_of_another_type(made: Made, tmp_path: Path) -> None:
+    model, folder = made("llama")
+
+    def exchanged(graph: onnx.ModelProto) -> bool:
+        for node in graph.graph.node:  # in all layers, so that they stay alike
+            if node.op_type == "MatMulNBits" and ".o_proj." in node.input[1]:
+                node.input[2] = node.input[2].replace("self_attn.o_proj", "mlp.down_proj")
+        return True
+
+    def other_type(graph: onnx.ModelProto) -> bool:
+        codes = next(tensor for tensor in graph.graph.initializer if tensor.name.endswith(".codes"))
+        codes.data_type = onnx.TensorProto.INT8
+        return True
+
+    for name, change in (("scales", exchanged), ("type", other_type)):
+        assert FolderMutant(name, graph=change).apply(folder, tmp_path / name)
+        report = verify(tmp_path / name, reference=model, method="structure", allow_changed=True, record=False)
+        assert any(check.name == "weights" and check.verdict == "fail" for check in report.checks), report.lines()

@@ -184,6 +184,7 @@ class QuantizedMatrix:
     def zero(self) -> Array:
         return _grids(self)[1]
 
+    @np.errstate(over="ignore", invalid="ignore")  # a scale may be too large for its codes
     def rows(self, start: int, stop: int) -> Array:
         codes, size = self.codes(start, stop).astype(np.float32), self.repeat[1]
         if self.repeat[0] == 1 and self.columns is None and self.shape[1] == size * self.scale.shape[1]:

@@ -136,6 +136,7 @@ class _Tally:
         return max(medians, default=0.0) > GROWING
 
 
+@np.errstate(over="ignore", invalid="ignore")  # errors of scales that are too large, or no numbers
 def rounding_errors(
     found: MatchedMatrix, reference: Mapping[str, LazyTensor], expected: ExpectedCodes = ANY_ROUNDING
 ) -> list[RoundingError]:
@@ -358,7 +359,8 @@ def _stretch(far: Array, share: float, steps: Array, first: int, lines: float) -
 
 
 def _description(what: str, line: int, lines: int, off: Array) -> str:
-    shift = round(float(np.median(off)))
+    median = float(np.median(off))
+    shift = round(median) if np.isfinite(median) else 0  # scales may be too large for a product with a code
     zero = (
         f"; its zero point may be wrong by {-shift:+d}" if shift and np.mean(np.abs(off - shift) <= NEAR) > 0.9 else ""
     )
