@@ -54,7 +54,7 @@ from llmconv.verify.other_exporters.quantized.accuracy import check_ranges, meas
 from llmconv.verify.other_exporters.quantized.audit import INT8, LEVEL
 from llmconv.verify.other_exporters.quantized.dequantized_reference import (
     FILES,
-    dequantized_reference,
+    QuantizedWeights,
     plain_model,
     remove_rounding,
     tied_head,
@@ -65,7 +65,6 @@ from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices,
 from llmconv.verify.other_exporters.quantized.tensor_matching import CODES, JOINED, name_in_file, named_tensors
 from llmconv.verify.other_exporters.quantized_verdict import (
     QuantizationOptions,
-    Rounded,
     measure_cost,
     quantization_notes,
     rounded_runner,
@@ -318,12 +317,12 @@ class QuantizedModel:
         return Eager(self.model.folder, self.dtype, code=self.options.code, weights=self.model.weights)
 
     @cached_property
-    def rounded(self) -> Rounded:
+    def weights(self) -> QuantizedWeights:
         weights = [one for file in self.graphs.files for one in file.quantized_weights]
         empty = EmptyRunner(self.model.folder, code=self.options.code, weights=self.model.weights)
         tensors = self.graphs.tensors
         tie = tied_head(empty.model, tensors)
-        return self.model.folder, tensors, weights, tie, self.options.smoothing, self.stack
+        return QuantizedWeights(self.model.folder, tensors, weights, tie, self.options.smoothing, self.stack)
 
     def cost(self, eager: Eager | None) -> Checks:
         """The loss of accuracy; without an open model on fewer tokens, layer by layer."""
@@ -340,7 +339,7 @@ class QuantizedModel:
             if eager is None and elements > ROUNDED_AGAIN:
                 self.report.unseen.append("a cost of quantization above that of plain rounding")
                 return None
-            found = rounded_runner(self.rounded, self.options.code, whole=prefix is not None)
+            found = rounded_runner(self.weights, self.options.code, whole=prefix is not None)
             return PrefixedRunner(found, start(found), prefix.first_position) if found and prefix and start else found
 
         model: Runner
@@ -394,7 +393,7 @@ class QuantizedModel:
         settings = replace(unrounded.settings, float_activations=True, prepack=True)
         return Compared(
             replace(unrounded, settings=settings),
-            dequantized_reference(*self.rounded),
+            self.weights.dequantized(),
             self.report,
             self.session.selection,
             self.options.code,

@@ -154,9 +154,6 @@ class SingleLayerChecks:
         return fold(blank, output, [found], GATES[self.dtype])
 
 
-AUDITS = ("graph file", "weights", "decisions", "structure", LAYERS, PARTS)
-
-
 def statements(induction: Induction, report: Report, drift: Drift | None) -> list[Statement]:
     """The parts of the proof, shown or not by the report's checks; `drift` is None if no numbers were compared."""
     count = len(induction.classes.names)

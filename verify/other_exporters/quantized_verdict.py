@@ -6,7 +6,7 @@ activations. For accuracy, the unchanged graph is compared with the model at ful
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,6 @@ from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.runtime.runner import Runner
 from llmconv.runtime.tokenizer import CalibrationText
-from llmconv.tensors import LazyTensor
 from llmconv.verify.other_exporters.comparison import ExternalComparison, external_candidates
 from llmconv.verify.other_exporters.external_graph import ExternalGraph
 from llmconv.verify.other_exporters.quantized.accuracy import (
@@ -36,16 +35,13 @@ from llmconv.verify.other_exporters.quantized.accuracy import (
     token_sample,
 )
 from llmconv.verify.other_exporters.quantized.dequantized_reference import (
+    QuantizedWeights,
     StoredSmoothing,
-    TiedHead,
-    dequantized_reference,
-    plainly_rounded,
     tied_head,
     unrounded_copy,
 )
 from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants
 from llmconv.verify.other_exporters.quantized.rounding_error import ExpectedCodes
-from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results import Check, Checks, Quantization, Report
@@ -96,9 +92,9 @@ def compare_quantized(
     candidate = external_candidates(graphs)[-1]
     weights = [one for file in files for one in file.quantized_weights]
     tie = tied_head(eager.models[0], tensors)
-    model = eager.folder, tensors, weights, tie, options.smoothing, stack
+    quantized = QuantizedWeights(eager.folder, tensors, weights, tie, options.smoothing, stack)
     shipped, suite = (candidate.name, candidate.runner), comparison.selection.suite
-    plain = partial(rounded_runner, model, options.code)
+    plain = partial(rounded_runner, quantized, options.code)
     yield from measure_cost(shipped, plain, eager.runners[0], eager.folder, eager.facts(), options, report, suite)
     unknown = next((one.stored.name for file in files for one in file.quantized_weights if not one.matches), "")
     if unknown or any(file.unreadable for file in files):
@@ -111,20 +107,16 @@ def compare_quantized(
         return eager, verified
     section.rounded = sorted({operator for _, rounded in copies for operator in rounded})
     report.notes += quantization_notes(section)
-    reference, settings = dequantized_reference(*model), replace(comparison.settings, float_activations=True)
+    reference, settings = quantized.dequantized(), replace(comparison.settings, float_activations=True)
     dequantized = Eager(reference.folder, eager.dtype, code=options.code, weights=reference.weights).with_defaults()
     unrounded = [replace(file, path=path) for file, (path, _) in zip(files, copies, strict=True)]
     yield from replace(comparison, settings=settings).run(dequantized, unrounded)
     return dequantized, replace(verified, files=unrounded, settings=settings)
 
 
-Rounded = tuple[Path, Mapping[str, LazyTensor], Sequence[MatchedMatrix], TiedHead | None, StoredSmoothing, ExitStack]
-"""The arguments of `dequantized_reference` and `plainly_rounded`."""
-
-
-def rounded_runner(model: Rounded, code: Path | None, *, whole: bool = False) -> EagerRunner | None:
+def rounded_runner(weights: QuantizedWeights, code: Path | None, *, whole: bool = False) -> EagerRunner | None:
     """The model with plainly rounded codes, layer by layer unless `whole`; None if no codes are of 4 bits."""
-    found = plainly_rounded(*model)
+    found = weights.plainly_rounded()
     if found is None:
         return None
     with suppress(UnsupportedInput):  # a model without layers that can be loaded one by one

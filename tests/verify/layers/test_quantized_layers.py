@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from llmconv.export import export
-from llmconv.verify import Report, verify
+from llmconv.verify import Report, quantized_folder, verify
 from tests.builders.mutants.quantized_folders import FOLDER_MUTANTS, FolderMutant
 from tools.tiny_models import depth, save_tiny
 
@@ -98,7 +98,7 @@ def test_codes_that_are_read_under_another_name_fail(made: Made, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_bfloat16_graph_of_floats_passes(made: Made, tmp_path: Path) -> None:
-    """That onnxruntime's CPU has no kernels for its nodes is no fault of the graph."""
+    """onnxruntime's CPU provider has no bfloat16 kernels, which does not make the graph wrong."""
     model, _ = made("llama")
     export(model, tmp_path / "out", prefill=False, incremental=True, precision="bfloat16")
     report = by_induction(tmp_path / "out", model)
@@ -136,3 +136,16 @@ def test_structure_sees_scales_of_another_matrix_and_codes_of_another_type(made:
         assert FolderMutant(name, graph=change).apply(folder, tmp_path / name)
         report = verify(tmp_path / name, reference=model, method="structure", allow_changed=True, record=False)
         assert any(check.name == "weights" and check.verdict == "fail" for check in report.checks), report.lines()
+
+
+def test_what_a_large_model_leaves_out_is_reported(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, limit in (("LARGE", 0), ("ROUNDED_AGAIN", 0), ("COST_WORK", 1.0)):
+        monkeypatch.setattr(quantized_folder, name, limit)
+    model, folder = made("llama")
+    report = by_induction(folder, model)
+    assert report.verdict == "pass" and quantized_folder.UNSEARCHED in report.unseen
+    assert report.quantization and report.quantization.cost
+    assert report.quantization.cost.tokens == quantized_folder.LEAST_TOKENS
+    wrong = next(one for one in FOLDER_MUTANTS if one.name == "scales of the next block")
+    assert wrong.apply(folder, tmp_path / "mutant")
+    assert by_induction(tmp_path / "mutant", model).verdict == "fail"

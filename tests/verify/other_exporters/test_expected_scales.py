@@ -127,3 +127,13 @@ def test_a_zero_point_that_is_not_stored_is_the_middle() -> None:
     scales, _ = block_scales(values, FORMS["int4"])
     middle = np.full(len(scales), 8, np.uint8)
     assert problem(blocks(values, scales, middle, made), made)
+
+
+def test_a_search_for_one_row_in_eight_names_that_row() -> None:
+    form, weights = FORMS["int4"], drawn(WEIGHTS[next(iter(WEIGHTS))], FORMS["int4"])
+    scales, zeros = block_scales(weights, form)
+    scales = scales.copy()
+    scales[[3, 16]] *= np.float32(1.01)
+    found = blocks(weights, scales, zeros, form)
+    assert "row 3," in scale_problem(found, 0, False, weighted=False)
+    assert "row 16," in scale_problem(found, 0, False, weighted=False, every=8)

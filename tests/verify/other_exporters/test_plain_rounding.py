@@ -13,9 +13,8 @@ from llmconv.checkpoint import open_weights
 from llmconv.export import export
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.other_exporters.quantized.dequantized_reference import (
+    QuantizedWeights,
     StoredSmoothing,
-    dequantized_reference,
-    plainly_rounded,
 )
 from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants
 from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices
@@ -32,9 +31,9 @@ def both(model: Path, folder: Path) -> tuple[dict[str, Array], dict[str, Array]]
     graph, tensors = onnx.load(folder / "decode.onnx", load_external_data=False), open_weights(model)
     found = match_matrices(quantized_matrices(graph, Constants(graph, folder)), tensors)
     with ExitStack() as stack:
-        given = model, tensors, found, None, StoredSmoothing(), stack
-        rounded = plainly_rounded(*given)
-        return values(dequantized_reference(*given).weights), values(rounded.weights if rounded else None)
+        weights = QuantizedWeights(model, tensors, found, None, StoredSmoothing(), stack)
+        rounded = weights.plainly_rounded()
+        return values(weights.dequantized().weights), values(rounded.weights if rounded else None)
 
 
 def test_it_has_the_values_of_an_export_without_search(tmp_path: Path) -> None:

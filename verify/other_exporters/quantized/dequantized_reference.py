@@ -85,72 +85,66 @@ def _replacements(found: Sequence[MatchedMatrix], tie: TiedHead | None) -> Repla
     return replacements
 
 
-def dequantized_reference(
-    folder: Path,
-    reference: Mapping[str, LazyTensor],
-    found: Sequence[MatchedMatrix],
-    tie: TiedHead | None,
-    smoothing: StoredSmoothing,
-    stack: ExitStack,
-) -> ComputedModel:
-    """The model with quantized matrices in place of its tensors; nothing but a configuration is written, on `stack`.
-
-    `reference` has the tensors with factors of smoothing, which the result is without. A head tied to the embedding
-    (`tie`) has weights of its own then.
-    """
-    replacements = _replacements(found, tie)
-    tensors = dict(reference)
-    if tie and {tie.embedding, tie.head} & replacements.keys():
-        tensors[tie.head] = tensors[tie.embedding]
-    for name, windows in replacements.items():
-        tensors[name] = _replaced(tensors[name], windows)
-    if tie and tie.head in tensors:
-        tensors |= {name: tensors[stored] for name, stored in tie.shared.items()}
-    tensors = smoothing.undone(tensors)
-    if tie and tie.head in tensors:
-        config = _untied(read_json(folder / "config.json"))
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="llmconv-dequantized-")))
-        (folder / "config.json").write_bytes(json_bytes(config))
-    return ComputedModel(folder, restacked(tensors))
-
-
 PLAIN = "MatMulNBits, 4 bits"  # how the matrices are stored that plain rounding is compared with
 
 
-def plainly_rounded(
-    folder: Path,
-    reference: Mapping[str, LazyTensor],
-    found: Sequence[MatchedMatrix],
-    tie: TiedHead | None,
-    smoothing: StoredSmoothing,
-    stack: ExitStack,
-) -> ComputedModel | None:
-    """As `dequantized_reference`, with plainly rounded codes of 4 bits; None if there are no codes of 4 bits.
+@dataclass(frozen=True)
+class QuantizedWeights:
+    """The quantized matrices of a graph, and the model that they belong to, whose weights are computed when read.
 
-    Symmetric, as onnxruntime's `MatMulNBitsQuantizer` by default, in the same matrices and blocks, without factors.
+    `tensors` of the model have the factors of `smoothing`. A head tied to the embedding (`tie`) has weights of its own
+    if the graph has codes for it; the configuration that says so is in a temporary folder, which `stack` removes.
     """
-    original = smoothing.undone(reference)
-    blocks = {
-        name: (one.stored, match.transposed)
-        for name, several in _replacements(found, tie).items()
-        for one, match in several
-        if one.stored.kind.startswith(PLAIN) and len(match.columns) == one.stored.shape[1]
-    }
-    if not blocks:
-        return None
-    model = dequantized_reference(folder, reference, found, tie, smoothing, stack)
-    flat = unstacked(model.tensors)
-    for name, (stored, transposed) in blocks.items():
-        flat[name] = _plain(original[name if name in original or not tie else tie.embedding], stored, transposed)
-    return replace(model, weights=restacked(flat))
+
+    folder: Path
+    tensors: Mapping[str, LazyTensor]
+    found: Sequence[MatchedMatrix]
+    tie: TiedHead | None
+    smoothing: StoredSmoothing
+    stack: ExitStack
+
+    def dequantized(self) -> ComputedModel:
+        """The model with the matrices in place of its tensors, without factors."""
+        replacements, tie, folder = _replacements(self.found, self.tie), self.tie, self.folder
+        tensors = dict(self.tensors)
+        if tie and {tie.embedding, tie.head} & replacements.keys():
+            tensors[tie.head] = tensors[tie.embedding]
+        for name, windows in replacements.items():
+            tensors[name] = _replaced(tensors[name], windows)
+        if tie and tie.head in tensors:
+            tensors |= {name: tensors[stored] for name, stored in tie.shared.items()}
+            config = _untied(read_json(folder / "config.json"))
+            folder = Path(self.stack.enter_context(TemporaryDirectory(prefix="llmconv-dequantized-")))
+            (folder / "config.json").write_bytes(json_bytes(config))
+        return ComputedModel(folder, restacked(self.smoothing.undone(tensors)))
+
+    def plainly_rounded(self) -> ComputedModel | None:
+        """The same with plainly rounded codes of 4 bits; None if there are no codes of 4 bits.
+
+        Symmetric, as onnxruntime's `MatMulNBitsQuantizer` by default, in the same matrices and blocks.
+        """
+        original, tie = self.smoothing.undone(self.tensors), self.tie
+        blocks = {
+            name: (one.stored, match.transposed)
+            for name, several in _replacements(self.found, tie).items()
+            for one, match in several
+            if one.stored.kind.startswith(PLAIN) and len(match.columns) == one.stored.shape[1]
+        }
+        if not blocks:
+            return None
+        model = self.dequantized()
+        flat = unstacked(model.tensors)
+        for name, (stored, transposed) in blocks.items():
+            flat[name] = _plain(original[name if name in original or not tie else tie.embedding], stored, transposed)
+        return replace(model, weights=restacked(flat))
 
 
 def _plain(tensor: LazyTensor, stored: QuantizedMatrix, transposed: bool) -> LazyTensor:
     size, dtype = stored.repeat[1], stored.scale.dtype
 
     def rounded(rows: Array) -> Array:
-        scales = nearest_scales(rows, size, 4).astype(dtype).astype(np.float32)
-        return nearest_values(rows, scales, size, 4)
+        scales = nearest_scales(rows, size).astype(dtype).astype(np.float32)
+        return nearest_values(rows, scales, size)
 
     whole = lru_cache(maxsize=1)(lambda: np.ascontiguousarray(rounded(tensor.read().astype(np.float32).T).T))
 
@@ -160,18 +154,18 @@ def _plain(tensor: LazyTensor, stored: QuantizedMatrix, transposed: bool) -> Laz
     return LazyTensor(FLOAT32, tensor.shape, load)
 
 
-def nearest_scales(rows: Array, size: int, bits: int) -> Array:
-    """Scales float32 `[N, blocks]` of rows float32 `[N, K]` in blocks of `size`: `extreme / -2 ** (bits - 1)`."""
+def nearest_scales(rows: Array, size: int) -> Array:
+    """Scales float32 `[N, blocks]` of rows float32 `[N, K]` in blocks of `size`: `extreme / -8`."""
     blocks = _blocks(rows, size)
     low, high = blocks.min(axis=-1), blocks.max(axis=-1)
-    scales: Array = np.where(high > -low, high, low) / np.float32(-(1 << bits - 1))
+    scales: Array = np.where(high > -low, high, low) / np.float32(-8)
     return scales
 
 
-def nearest_values(rows: Array, scales: Array, size: int, bits: int) -> Array:
+def nearest_values(rows: Array, scales: Array, size: int) -> Array:
     """What the nearest codes of rows float32 `[N, K]` stand for, with scales float32 `[N, blocks]`."""
-    inverse, middle = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0), 1 << bits - 1
-    codes = np.clip(np.rint(_blocks(rows, size) * inverse[..., None]), -middle, middle - 1)
+    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)
+    codes = np.clip(np.rint(_blocks(rows, size) * inverse[..., None]), -8, 7)
     values: Array = (codes * scales[..., None]).reshape(len(rows), -1)[:, : rows.shape[1]]
     return np.ascontiguousarray(values, dtype=np.float32)
 
