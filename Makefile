@@ -6,6 +6,7 @@
 # make fuzz SECONDS=600            as long for each parser (default: 60)
 # make test WORKERS=8              as many processes (default: 2; 0: none but pytest itself)
 # make test ROOM=convert           the tests under tests/convert alone; also of test-slow
+# make test-slow ROWS=all          all pairs of families, options and faults, hours (default: each value of each once)
 
 PYTHON ?= python3
 TORCH ?=
@@ -38,6 +39,7 @@ test-slow: $(READY) ## the slow tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(ROOM:%=tests/%)
 
 test test-slow: export HF_HUB_OFFLINE = 1
+test-slow: export ROWS := $(ROWS)
 
 clients: $(READY) ## environments of genai, optimum, transformers.js, azurite and a browser for test-slow, kept in build/
 	$(BIN)/python -m tools.clients

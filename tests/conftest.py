@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.builders.seeded import TEXT, save_seeded
+from tests.builders.slow_rows import each_value
 from tests.builders.tracing import SHARED, trace_once
 from tests.stores.bucket import Bucket, served
 
@@ -48,6 +49,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wrong = {test: ids for test, ids in unknown.items() if ids}
     if wrong and not any("::" in str(given) for given in config.args):  # of some tests not all rows are collected
         raise pytest.UsageError(f"no row has these ids: {wrong}")
+    if os.environ.get("ROWS") != "all" and not any("[" in str(given) for given in config.args):
+        _leave_out_rows(config, items)
+
+
+def _leave_out_rows(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the slow rows of a test, as many as contain every value of every parameter; `ROWS=all` runs the others too."""
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker("slow"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for rows in tests.values():
+        chosen = each_value([row.callspec.params for row in rows])
+        left_out |= {*rows} - {rows[at] for at in chosen}
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:
