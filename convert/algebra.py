@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.errors import LlmconvError, MalformedInput, listing
+from llmconv.files.safetensors_file import FileTensor
 from llmconv.tensors import BLOCK_BYTES, Array, DType, LazyTensor, cast
 
 
@@ -232,6 +233,23 @@ def split(tensor: LazyTensor, dim: int, count: int) -> list[LazyTensor]:
     return [part(tensor, number * size, (number + 1) * size) for number in range(count)]
 
 
+def reshaped(tensor: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
+    """The elements of `tensor`, row after row, in another shape of as many; reads the rows that hold those wanted."""
+    if isinstance(tensor, FileTensor):
+        return FileTensor(tensor.path, tensor.offset, tensor.dtype, shape, tensor.record)
+    if not prod(shape):
+        return zeros(tensor.dtype, shape)
+    width, own = prod(shape[1:]), prod(tensor.shape[1:])
+
+    def load(start: int, stop: int) -> Array:
+        first, last = start * width, stop * width
+        low = first // own
+        rows = tensor.rows(low, -(-last // own)).reshape(-1)[first - low * own : last - low * own]
+        return np.ascontiguousarray(rows.reshape(stop - start, *shape[1:]))
+
+    return tensor if tensor.shape == shape else LazyTensor(tensor.dtype, shape, load)
+
+
 def permute_rows(tensor: LazyTensor, order: Sequence[int]) -> LazyTensor:
     """Row `k` of every group of `len(order)` rows becomes the old row `order[k]`; ValueError if groups do not fit."""
     group, index = len(order), np.asarray(order)
@@ -245,6 +263,11 @@ def permute_rows(tensor: LazyTensor, order: Sequence[int]) -> LazyTensor:
         return np.ascontiguousarray(grouped[:, index].reshape(rows.shape)[start - low : stop - low])
 
     return LazyTensor(tensor.dtype, tensor.shape, load)
+
+
+def reordered(tensors: Mapping[str, LazyTensor], sign: re.Pattern[str], order: Sequence[int]) -> dict[str, LazyTensor]:
+    """The tensors, with `permute_rows` for those whose names `sign` finds; ValueError if groups do not fit."""
+    return {name: permute_rows(one, order) if sign.search(name) else one for name, one in tensors.items()}
 
 
 def inverse_order(order: Sequence[int]) -> tuple[int, ...]:

@@ -26,12 +26,12 @@ from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.edits import base_in_memory
 from llmconv.convert.adapters.lora_config import FORMULA, AdapterFields, parse_config
-from llmconv.convert.adapters.merging import merged, with_tied_head
+from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.peft_file import to_adapter
 from llmconv.convert.adapters.tensor_names import AS_STORED, match_names
 from llmconv.convert.models.completeness import BUFFERS, Leaf, as_loaded, check_complete, select
 from llmconv.convert.models.config_file import causal_lm_config, without_code
-from llmconv.convert.models.head_and_dtype import settled
+from llmconv.convert.models.head_and_dtype import settled, with_tied_head
 from llmconv.convert.models.mpt_config import enlarged
 from llmconv.convert.models.transformers_source import ModelNames, causal_lm_classes, model_names
 from llmconv.convert.state_dicts.files import EMBEDDING, StateFile, refuse_objects, refuse_quantized
@@ -316,12 +316,13 @@ def _separate(run: PeftRun, model: Checkpoint) -> Checkpoint:
 def _check_places(run: PeftRun, model: Checkpoint) -> None:
     """Refuses factors without a module, and modules that PEFT adapts (`check_target_module_exists`) without factors."""
     wanted = {f"{module}.weight" for module in run.modules}
-    names: Collection[str] = with_tied_head(model).keys()
+    whole = with_tied_head(model, model.config)
+    names: Collection[str] = whole.keys()
     naming = AS_STORED
     adapters = []
     with suppress(UnsupportedInput):  # written unchanged, or refused later
         adapters = [] if wanted <= {*names} else [run.opened()]
-    if adapters and (memory := base_in_memory(model, with_tied_head(model), adapters)):
+    if adapters and (memory := base_in_memory(model, whole, adapters)):
         names, naming = memory.model, memory.naming
     homes = match_names(wanted, names, run.path.name, naming.spelled)
     targets = run.config.get("target_modules")
@@ -350,12 +351,6 @@ def differences(stored: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]
         )
     named = [name for name in differing if name not in VERSIONED and not name.startswith("_")]
     return [f"the run's configuration differs from the base's in {listing(named)}; the run's is used"] if named else []
-
-
-def generation_settings(base: Checkpoint | None) -> dict[str, bytes]:
-    """`generation_config.json` of the base, since a run does not contain one."""
-    name = "generation_config.json"
-    return {name: base.side_files[name]} if base and name in base.side_files else {}
 
 
 PREFIX = "base_model.model."

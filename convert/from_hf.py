@@ -10,8 +10,8 @@ from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.formats import formats
-from llmconv.convert.models.completeness import DROPPED, as_loaded, check_complete
-from llmconv.convert.models.head_and_dtype import check_dtype, settle_head, with_cast
+from llmconv.convert.models.completeness import as_loaded, check_complete
+from llmconv.convert.models.head_and_dtype import check_dtype, plain_tensors, settle_head, with_cast
 from llmconv.convert.models.model_config import SHARD_LIMIT
 from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.files.paths import Placed, output_place
@@ -88,16 +88,12 @@ def open_model(path: Path) -> Checkpoint:
     """A Hugging Face folder, without buffers and a tied head; InputRefused if missing, incomplete, or quantized."""
     checkpoint = open_checkpoint(path)
     require_model_type(checkpoint.config, path.name)
-    if checkpoint.config.get("quantization_config"):
-        raise UnsupportedInput(
-            f"`{path.name}` is quantized (`quantization_config`)", hint="give the weights from before quantization"
-        )
+    tensors = plain_tensors(checkpoint)
     if named := model_class(checkpoint.config):
         raise UnsupportedInput(
             f"`{path.name}` has code of its own (`{named[:80]}`), which no training format holds",
             hint="if transformers' own class computes the same, remove `auto_map` from its `config.json`",
         )
-    tensors = {name: tensor for name, tensor in checkpoint.items() if not DROPPED.search(name)}
     config = as_loaded(tensors, checkpoint.config)
     warnings = check_complete(tensors, config, path.name)
     config = settle_head(tensors, config, warnings)

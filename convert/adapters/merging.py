@@ -42,11 +42,12 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
             f"`{other.name}` was trained on a {other.model_type}, the base is a {own}",
             hint="give the base that the adapter was trained on",
         )
-    memory = base_in_memory(base, with_tied_head(base), adapters)
+    memory = base_in_memory(base, head_and_dtype.with_tied_head(base, base.config), adapters)
     stored, base = base, replicated(replace(base, tensors=memory.tensors) if memory else base, adapters)
     embedding = head_and_dtype.find_embedding(base)
     head = head_and_dtype.find_head(base, embedding)
-    edits = Edits(dict(with_tied_head(base)), base.config, naming=memory.naming if memory else AS_STORED)
+    whole = head_and_dtype.with_tied_head(base, base.config)
+    edits = Edits(whole, base.config, naming=memory.naming if memory else AS_STORED)
     if embedding and head not in base and head in edits.tensors:
         edits.tied = (embedding, head)
     vectors = TaskVectors(edits, adapters, recipe.weights, recipe.combination)
@@ -76,14 +77,6 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
     side_files, notes = side_files_of(stored, adapters, recipe.tokenizer, config, resized=resized)
     edits.warnings.extend(notes)
     return replace(base, tensors=tensors, config=config, side_files=side_files), edits
-
-
-def with_tied_head(base: Checkpoint) -> dict[str, LazyTensor]:
-    """The tensors of a model, with a tied head that only the embedding stands for."""
-    embedding = head_and_dtype.find_embedding(base)
-    head = head_and_dtype.find_head(base, embedding)
-    tied = embedding and head not in base and head_and_dtype.is_tied(base.config)
-    return {**base.tensors, head: base[embedding]} if embedding and tied else dict(base.tensors)
 
 
 LAYER = re.compile(r"((?:[A-Za-z_]\w*\.)*(?:layers|h|layer)\.)(\d+)(\..+)")

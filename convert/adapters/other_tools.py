@@ -274,9 +274,8 @@ class LayerSizes:
         return self.queries * self.dim, self.keys * self.dim, self.keys * self.dim
 
 
-def sizes_of(base: Checkpoint) -> LayerSizes:
-    """The sizes in the base's config; InputRefused if they are missing or impossible."""
-    config = base.config
+def sizes_of(config: Mapping[str, Any], source: str) -> LayerSizes:
+    """The sizes in a `config.json`; InputRefused if they are missing or impossible."""
     found = {size: next((config[name] for name in names if config.get(name)), 0) for size, names in NAMES.items()}
     if all(type(value) is int and 0 <= value < 1 << 31 for value in found.values()) and found["queries"]:
         dim = found["dim"] or found["hidden"] // found["queries"]
@@ -285,6 +284,6 @@ def sizes_of(base: Checkpoint) -> LayerSizes:
                 found["queries"], found["keys"] or found["queries"], dim, found["inner"] or 4 * found["hidden"]
             )
     raise InputRefused(
-        f"the `config.json` of `{base.path.name}` does not contain the sizes of its heads",
-        hint="give the base that the adapter was trained on, with its own `config.json`",
+        f"the `config.json` of `{source}` does not contain the sizes of its heads, or an odd one",
+        hint="give the model's own `config.json` (of an adapter: the base that it was trained on, with its own)",
     )

@@ -37,6 +37,7 @@ from llmconv.convert.adapters.adapter import (
 )
 from llmconv.convert.adapters.lora_config import AdapterFields, BlockDiagonal, LoraConfig, parse_config, task_of
 from llmconv.convert.adapters.tuner_kinds import by_peft_type
+from llmconv.convert.algebra import reshaped
 from llmconv.errors import LISTED, InputRefused, MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.pickle_reader import TensorRef
@@ -165,15 +166,9 @@ def _pair(module: str, parts: dict[str, LazyTensor], config: LoraConfig) -> Pair
         raise MalformedInput(
             f"A of `{module}` has rank {a.shape[0]}, B has rank {b.shape[1]}", hint="copy the adapter again"
         )
-    return Pair(flat(a), flat(b), bias, embedding, magnitude, a.shape[2:])
-
-
-def flat(tensor: LazyTensor) -> LazyTensor:
-    """The tensor as a matrix: all dimensions after the first as one, as for the product of a convolution's factors."""
-    shape = (tensor.shape[0], prod(tensor.shape[1:]))
-    if tensor.shape == shape:
-        return tensor
-    return LazyTensor(tensor.dtype, shape, lambda start, stop: tensor.rows(start, stop).reshape(-1, shape[1]))
+    # the kernel of a convolution counts as columns
+    a_matrix, b_matrix = (reshaped(one, (one.shape[0], prod(one.shape[1:]))) for one in (a, b))
+    return Pair(a_matrix, b_matrix, bias, embedding, magnitude, a.shape[2:])
 
 
 def is_blocked(parts: tuple[str, ...], module: str) -> bool:

@@ -25,10 +25,18 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint, open_weights, read_json, read_side_files
 from llmconv.convert.adapters.low_rank_sum import round_into, widen
-from llmconv.convert.deltas.low_rank import TRACES
-from llmconv.convert.models.completeness import DROPPED
+from llmconv.convert.deltas.low_rank import differing_fields
 from llmconv.convert.models.config_file import json_object, without_code
-from llmconv.convert.models.head_and_dtype import HEAD, find_embedding, find_head, is_tied, set_everywhere, with_dtype
+from llmconv.convert.models.head_and_dtype import (
+    HEAD,
+    find_embedding,
+    find_head,
+    is_tied,
+    plain_tensors,
+    set_everywhere,
+    with_dtype,
+    with_tied_head,
+)
 from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.convert.state_dicts.files import is_bin_folder, open_bin_folder
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
@@ -280,11 +288,10 @@ VOCABULARIES = {
 
 
 def open_difference(folder: Path) -> Checkpoint:
-    """A folder of tuned − base without buffers; InputRefused without weights, UnsupportedInput for quantized ones."""
+    """A folder of tuned − base; InputRefused without weights."""
     tensors = open_bin_folder(folder).tensors() if is_bin_folder(folder) else open_weights(folder)
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    kept = {name: tensor for name, tensor in tensors.items() if not DROPPED.search(name)}
-    return Checkpoint(folder, "delta", kept, config, read_side_files(folder))
+    return Checkpoint(folder, "delta", tensors, config, read_side_files(folder))
 
 
 def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Checkpoint, WeightSum | None]:
@@ -293,8 +300,6 @@ def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Ch
     The delta's config and side files take precedence. Raises MalformedInput for missing or unexpected keys, or a shape
     mismatch, except for a vocabulary that grew, UnsupportedInput if one of them is quantized.
     """
-    if base.config.get("quantization_config") or delta.config.get("quantization_config"):
-        raise UnsupportedInput("base or delta is quantized", hint="give the weights from before quantization")
     below, above = _same_names(base, delta)
     _check_shapes(base, delta, below, above)
     embedding = find_embedding(below)  # new tokens may be stored as differences from the mean, as Stanford Alpaca's are
@@ -341,12 +346,10 @@ NamedTensors = Mapping[str, LazyTensor]
 
 def _same_names(base: Checkpoint, delta: Checkpoint) -> tuple[dict[str, LazyTensor], NamedTensors]:
     """The tensors of both, without buffers, with a head that only one stores; MalformedInput for missing keys."""
-    below = {name: tensor for name, tensor in base.items() if not DROPPED.search(name)}
-    above = dict(delta.tensors)
-    for one, other in ((below, above), (above, below)):
-        config, embedding = base.config if one is below else delta.config or base.config, find_embedding(one)
-        if HEAD in other and HEAD not in one and embedding and is_tied(config):
-            one[HEAD] = one[embedding]
+    below, above = plain_tensors(base), plain_tensors(delta)
+    if HEAD in above or HEAD in below:
+        below = with_tied_head(below, base.config, HEAD)
+        above = with_tied_head(above, delta.config or base.config, HEAD)
     for one, other, where in ((below, above, "delta"), (above, below, "base")):
         if missing := [name for name in one if name not in other]:
             raise MalformedInput(
@@ -483,15 +486,10 @@ def plan_script_delta(base: Checkpoint, tuned: Checkpoint, to: str, max_shard_si
 
 def _weights(side: Checkpoint, script: Script) -> NamedTensors:
     """The tensors without buffers; UnsupportedInput if they are quantized or the output head is tied."""
-    name = side.path.absolute().name
-    if side.config.get("quantization_config"):
-        raise UnsupportedInput(f"`{name}` is quantized", hint="give the weights from before quantization")
-    tensors = {name: tensor for name, tensor in side.items() if not DROPPED.search(name)}
+    tensors = plain_tensors(side)
     if is_tied(side.config) and find_head(tensors, find_embedding(tensors)) not in tensors:
-        raise UnsupportedInput(
-            f"the output head of `{name}` is tied to its embedding, to which {script.title}'s script adds twice",
-            hint=WITHOUT,
-        )
+        problem = f"is tied to its embedding, to which {script.title}'s script adds twice"
+        raise UnsupportedInput(f"the output head of `{side.path.absolute().name}` {problem}", hint=WITHOUT)
     return tensors
 
 
@@ -509,8 +507,7 @@ def _warnings(base: Checkpoint, tuned: Checkpoint, script: Script, *, grown: boo
     warnings = []
     if not tuned.side_files.keys() & VOCABULARIES:
         warnings.append(f"the tuned model has no tokenizer, and {script.title}'s script loads that of the delta")
-    names = sorted({*base.config, *tuned.config} - {*TRACES})
-    odd = [name for name in names if base.config.get(name) != tuned.config.get(name)]
+    odd = differing_fields(base, tuned)
     if odd and not script.own_config:
         warnings.append(f"{script.title}'s script keeps the base's configuration; the models differ in {listing(odd)}")
     if grown and not script.mean_rows:

@@ -29,8 +29,7 @@ from llmconv.checkpoint import Checkpoint, is_conv1d
 from llmconv.convert.adapters.low_rank_sum import PRODUCT_LIMIT, single_threaded, widen
 from llmconv.convert.algebra import equal
 from llmconv.convert.models.blueprint import blueprint
-from llmconv.convert.models.completeness import DROPPED
-from llmconv.convert.models.head_and_dtype import HEAD, find_embedding, is_tied
+from llmconv.convert.models.head_and_dtype import HEAD, is_tied, plain_tensors, with_tied_head
 from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.output.plan import Plan, plan_checkpoint
@@ -255,7 +254,7 @@ def plan_low_rank(base: Checkpoint, tuned: Checkpoint, rank: int, dtype: str) ->
     """
     if rank < 1:
         raise UsageProblem(f"invalid `--rank {rank}`", hint="give a positive number, such as 16")
-    below, above = _effective(base), _effective(tuned)
+    below, above = (with_tied_head(plain_tensors(side, EXACT), side.config, HEAD) for side in (base, tuned))
     products, whole = _sorted(base, below, above)
     changes = {name: MatrixChange(below[name], above[name]) for name in products}
     factors = FactoredChanges(changes, {name: min(rank, *changes[name].shape) for name in products})
@@ -291,8 +290,7 @@ def plan_low_rank(base: Checkpoint, tuned: Checkpoint, rank: int, dtype: str) ->
         "use_rslora": False,
     }
     adapter = replace(tuned, tensors=tensors, config=config)
-    names = sorted({*base.config, *tuned.config} - {*TRACES})
-    odd = [name for name in names if base.config.get(name) != tuned.config.get(name)]
+    odd = differing_fields(base, tuned)
     warnings = [f"an adapter does not contain other changes of the config: {listing(odd)}"] if odd else []
     if grown := next((name for name in whole if below[name].shape != above[name].shape), None):
         rows = above[grown].num_rows
@@ -301,15 +299,10 @@ def plan_low_rank(base: Checkpoint, tuned: Checkpoint, rank: int, dtype: str) ->
     return LowRankDelta(replace(plan, warnings=tuple(warnings)), tuple(products), tuple(whole), factors)
 
 
-def _effective(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
-    """The tensors without buffers, including a tied head; UnsupportedInput if they are quantized."""
-    if checkpoint.config.get("quantization_config"):
-        raise UnsupportedInput(f"`{checkpoint.path.name}` is quantized", hint=EXACT)
-    tensors = {name: tensor for name, tensor in checkpoint.items() if not DROPPED.search(name)}
-    embedding = find_embedding(tensors)
-    if HEAD not in tensors and embedding and is_tied(checkpoint.config):
-        tensors[HEAD] = tensors[embedding]
-    return tensors
+def differing_fields(base: Checkpoint, tuned: Checkpoint) -> list[str]:
+    """The fields of the configurations in which two models differ, except `TRACES`."""
+    names = sorted({*base.config, *tuned.config} - {*TRACES})
+    return [name for name in names if base.config.get(name) != tuned.config.get(name)]
 
 
 NamedTensors = Mapping[str, LazyTensor]

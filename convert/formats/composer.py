@@ -23,7 +23,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -65,56 +64,40 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         )
     warnings: list[str] = []
     given = {name: value for name, value in config.items() if name not in assembly.OPTIONS}
-    own = own_fields(_embedded(run, path.name), given, path.name) is not None
+    huggingface = run.branch("state", "integrations", "huggingface")
+    embedded: dict[str, Any] = plain(branch(huggingface, "model", "config", "content"), path.name)
+    own = own_fields(embedded, given, path.name) is not None
     tensors = select(model, run.tensor, path.name, warnings, prefix="model.", buffers=own)
-    open_model = partial(_open_model, path, run, given, tokenizer, warnings)
-    stored = branch(run.branch("state", "integrations", "huggingface", "model"), "peft_config", "content")
-    if adapted := assembly.find_adapter(plain(stored, path.name), tensors, path):
+
+    def open_model(tensors: dict[str, LazyTensor], base: Checkpoint | None = None) -> Checkpoint:
+        settings, own_files = dict[str, Any](), dict(base.side_files if base else {})
+        if tensors:
+            warnings.extend(assembly.differences(embedded, base.config) if embedded and base else [])
+            stored = embedded or (base.config if base else {})
+            settings = causal_lm_config(stored, given, path.name, warnings)
+            if AUTO_MAP not in settings:
+                if settings["model_type"] == "mpt":
+                    tensors = enlarged(native_tensors(tensors, path.name), {**stored, **given}, path.name)
+                settings = as_loaded(tensors, settings)
+        if tokenizer:
+            side_files = read_tokenizer(tokenizer)
+        else:
+            side_files, left_out = restore_files(branch(huggingface, "tokenizer"), path.name)
+            if left_out:
+                warnings.append(f"left out {listing(left_out)}: not among the files of a tokenizer")
+            if not side_files and not base:
+                warnings.append(f"`{path.name}` contains no tokenizer; give one with `--tokenizer` if you need it")
+            side_files = side_files or own_files
+        # a run does not contain the base's settings of generation
+        kept = {name: content for name, content in own_files.items() if name == "generation_config.json"}
+        info = (version(run), run.shards, dropped(run))
+        return Checkpoint(path, FORMAT.name, tensors, settings, {**kept, **side_files}, tuple(warnings), *info)
+
+    peft = plain(branch(huggingface, "model", "peft_config", "content"), path.name)
+    if adapted := assembly.find_adapter(peft, tensors, path):
         return assembly.with_adapter(adapted, config, open_model)
     assembly.without_adapter(config, path.name)
     return open_model(tensors)
-
-
-def _open_model(
-    path: Path,
-    run: ComposerRun,
-    given: Mapping[str, Any],
-    tokenizer: Path | None,
-    warnings: list[str],
-    tensors: dict[str, LazyTensor],
-    base: Checkpoint | None = None,
-) -> Checkpoint:
-    """The model of `tensors` with the run's configuration and tokenizer, or those of `base` if the run has none."""
-    settings: dict[str, Any] = {}
-    if tensors:
-        embedded = _embedded(run, path.name)
-        warnings += assembly.differences(embedded, base.config) if embedded and base else []
-        stored = embedded or (base.config if base else {})
-        settings = causal_lm_config(stored, given, path.name, warnings)
-        if AUTO_MAP not in settings:
-            if settings["model_type"] == "mpt":
-                tensors = enlarged(native_tensors(tensors, path.name), {**stored, **given}, path.name)
-            settings = as_loaded(tensors, settings)
-    if tokenizer:
-        side_files = read_tokenizer(tokenizer)
-    else:
-        side_files, left_out = restore_files(run.branch("state", "integrations", "huggingface", "tokenizer"), path.name)
-        if left_out:
-            warnings.append(f"left out {listing(left_out)}: not among the files of a tokenizer")
-        if not side_files and not base:
-            warnings.append(f"`{path.name}` contains no tokenizer; give one with `--tokenizer` if you need it")
-        side_files = side_files or dict(base.side_files if base else {})
-    side_files = {**assembly.generation_settings(base), **side_files}
-    info = (version(run), run.shards, dropped(run))
-    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), *info)
-
-
-def _embedded(run: ComposerRun, source: str) -> dict[str, Any]:
-    """The model's `config.json` in the run; empty if it has none."""
-    found: dict[str, Any] = plain(
-        run.branch("state", "integrations", "huggingface", "model", "config", "content"), source
-    )
-    return found
 
 
 FORMAT = Format(

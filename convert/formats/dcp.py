@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
-from llmconv.convert.algebra import permute_rows, rename, rope_order
+from llmconv.convert.adapters.other_tools import sizes_of as sizes_of_heads
+from llmconv.convert.algebra import fitting, renamed, reordered, rope_order
 from llmconv.convert.assembly import OPTIONS, opened_with_adapter, without_adapter
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.composer import is_sharded
 from llmconv.convert.formats.megatron.save_folder import is_megatron_distributed
 from llmconv.convert.formats.meta import LLAMA
+from llmconv.convert.formats.torchtune import ROTATED
 from llmconv.convert.models.completeness import as_loaded, select
 from llmconv.convert.models.config_file import OPTION, causal_lm_config, own_fields
 from llmconv.convert.state_dicts.distributed import (
@@ -34,7 +36,7 @@ from llmconv.convert.state_dicts.distributed import (
 )
 from llmconv.convert.state_dicts.files import phrases
 from llmconv.convert.tokenizers import read_tokenizer
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.errors import InputRefused, UnsupportedInput, listing
 from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import LazyTensor
 
@@ -143,20 +145,9 @@ def _from_meta(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], sou
             f"`{source}` has Meta's names, its configuration belongs to a `{config['model_type']}`",
             hint="of torchtitan's models only Llama is supported; give the `config.json` of a Llama",
         )
-    try:
-        head_dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-        renamed = rename(tensors, LLAMA, source)
-        return {
-            target: permute_rows(tensors[name], rope_order(head_dim))
-            if name.endswith((".wq.weight", ".wk.weight"))
-            else tensors[name]
-            for target, name in renamed.items()
-        }
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise MalformedInput(
-            f"the heads of `{source}` do not match its configuration: {error}",
-            hint="`config.json` needs `hidden_size` and `num_attention_heads` of this model",
-        ) from error
+    order = rope_order(sizes_of_heads(config, source).dim)
+    with fitting(f"the heads of `{source}` do not match its configuration"):
+        return reordered(renamed(tensors, LLAMA, source), ROTATED, order)
 
 
 def _without(tree: Mapping[Any, Any], keys: Sequence[str]) -> dict[Any, Any]:

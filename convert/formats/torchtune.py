@@ -19,7 +19,7 @@ from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.adapters import other_tools
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.peft_file import WEIGHTS, read_tensors
-from llmconv.convert.algebra import fitting, fuse, permute_rows, renamed, rope_order
+from llmconv.convert.algebra import fitting, fuse, renamed, reordered, rope_order
 from llmconv.convert.assembly import contents_around, side_files_of, stored_config
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
@@ -108,26 +108,13 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     stored = {WRAPPERS.sub("", name): tensor for name, tensor in found.tensors().items()}
     tensors = renamed(stored, NAMES | dict(family.names), path.name)
     if family.rotates_neighbors:
-        # size of one attention head: `head_dim`, or the hidden size divided by the number of heads
-        fields = [settings.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads")]
-        size, hidden, heads = [value if type(value) is int and value > 0 else None for value in fields]
-        size = size or (hidden // heads if hidden and heads else None)
-        if size is None or size % 2:
-            raise InputRefused(
-                f"the configuration of `{path.name}` declares no even size of the heads",
-                hint="give the model's own `config.json` with `--config`",
-            )
+        order = rope_order(other_tools.sizes_of(settings, path.name).dim)
         with fitting(f"the heads of `{path.name}` do not match its configuration"):
-            tensors = {
-                name: permute_rows(tensor, rope_order(size)) if ROTATED.search(name) else tensor
-                for name, tensor in tensors.items()
-            }
-    heads = settings.get("num_attention_heads")
-    groups = settings.get("num_key_value_heads") or heads
+            tensors = reordered(tensors, ROTATED, order)
     for whole, parts in family.fused.items():
         with fitting(f"the parts of `{whole}` in `{path.name}` cannot be joined", "it is damaged or partial"):
-            counts = (heads, groups, groups) if type(heads) is type(groups) is int and heads > 0 and groups > 0 else ()
-            tensors = fuse(tensors, parts, whole, counts=counts if len(parts) > 2 else ())
+            counts = other_tools.sizes_of(settings, path.name).attention if len(parts) > 2 else ()
+            tensors = fuse(tensors, parts, whole, counts=counts)
     settings = as_loaded(tensors, settings)
     side_files = side_files_of(found.path, tokenizer)
     return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), dropped=contents_around(found))
@@ -198,7 +185,7 @@ def open_torchtune_adapter(path: Path, base: Checkpoint, alpha: float | None = N
     placed = other_tools.renamed(
         other_tools.pair_up(tensors, FACTOR, file.name), NAMES, file.name, "a torchtune adapter"
     )
-    sizes = other_tools.sizes_of(base)
+    sizes = other_tools.sizes_of(base.config, base.path.name)
     with fitting(f"the heads of `{file.name}` do not match the base's", "the adapter was trained on another model"):
         if family.rotates_neighbors:
             placed = other_tools.reordered(placed, QUERY_OR_KEY, rope_order(sizes.dim))

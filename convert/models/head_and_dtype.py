@@ -17,14 +17,15 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.algebra import equal
 from llmconv.convert.models import transformers_source
-from llmconv.convert.models.completeness import depth_is_possible, why_not_built
+from llmconv.convert.models.completeness import DROPPED, depth_is_possible, why_not_built
 from llmconv.convert.models.config_file import architecture
-from llmconv.errors import MalformedInput, UsageProblem
+from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import BY_NAME, FLOATS, DType, LazyTensor, cast
 
 TIE = "tie_word_embeddings"
+Tensors = dict[str, LazyTensor]
 HEAD = transformers_source.HEADS[0]
 
 
@@ -86,6 +87,22 @@ def settled(checkpoint: Checkpoint, *, sampled: bool = False) -> Checkpoint:
     tensors, warnings = dict(checkpoint.tensors), list(checkpoint.warnings)
     config = settle_head(tensors, checkpoint.config, warnings, sampled=sampled)
     return replace(checkpoint, tensors=tensors, config=config, warnings=tuple(warnings))
+
+
+def plain_tensors(checkpoint: Checkpoint, hint: str = "give the weights from before quantization") -> Tensors:
+    """The tensors of a model without buffers; UnsupportedInput if they are quantized."""
+    if checkpoint.config.get("quantization_config"):
+        problem = f"`{checkpoint.path.absolute().name}` is quantized (`quantization_config`)"
+        raise UnsupportedInput(problem, hint=hint)
+    return {name: tensor for name, tensor in checkpoint.items() if not DROPPED.search(name)}
+
+
+def with_tied_head(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], head: str = "") -> Tensors:
+    """The tensors of a model, with a tied head (`head`, or its family's) that only the embedding stands for."""
+    embedding = find_embedding(tensors)
+    head = head or find_head(tensors, embedding)
+    own = {head: tensors[embedding]} if embedding and head not in tensors and is_tied(config) else {}
+    return {**tensors, **own}
 
 
 def with_head(checkpoint: Checkpoint, embedding: str, *, tied: bool) -> dict[str, LazyTensor]:

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from llmconv.convert.algebra import reshaped
 from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import RANK_LIMIT, Global, TensorRef, read_pickle
-from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.source_file import open_source
 from llmconv.files.torch_reader import TorchFile, open_torch_blob
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
@@ -483,15 +483,6 @@ def assemble(
         return rows
 
     return LazyTensor(dtype, shape, load)
-
-
-def reshaped(tensor: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
-    """`tensor` with another shape of as many elements; one that lies contiguously in a file is read row by row."""
-    if isinstance(tensor, FileTensor):
-        return FileTensor(tensor.path, tensor.offset, tensor.dtype, shape, tensor.record)
-    return LazyTensor(
-        tensor.dtype, shape, lambda start, stop: np.ascontiguousarray(tensor.read().reshape(shape or (1,))[start:stop])
-    )
 
 
 META_EMBEDDING = "tok_embeddings.weight"

@@ -27,7 +27,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
 from llmconv.convert.adapters import other_tools
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.algebra import LAYER_NUMBER, fitting, permute_rows, rename, rope_order, zeros
+from llmconv.convert.algebra import LAYER_NUMBER, fitting, rename, reordered, rope_order, zeros
 from llmconv.convert.deltas import DeltaFormat, arithmetic
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.accessory import config as configs
@@ -195,13 +195,10 @@ def _convert(
     factors = other_tools.renamed(other_tools.pair_up(whole, FACTOR, source), names, source, DESCRIPTION)
     rest = {name: tensor for name, tensor in whole.items() if not FACTOR.fullmatch(name)}
     homes = _homes(rest, names | biases, source)
-    order = rope_order(other_tools.sizes_of(base).dim)
+    order = rope_order(other_tools.sizes_of(base.config, base.path.name).dim)
     with fitting(f"the heads of `{source}` do not match the base's", "it was trained on another model"):
         factors = other_tools.reordered(factors, QUERY_OR_KEY, order)
-        others = {
-            target: permute_rows(rest[name], order) if QUERY_OR_KEY.search(target) else rest[name]
-            for target, name in homes.items()
-        }
+        others = reordered({target: rest[name] for target, name in homes.items()}, QUERY_OR_KEY, order)
     return factors, others
 
 

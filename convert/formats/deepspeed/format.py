@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import ADAPTER_CONFIG, INDEX, SINGLE, Checkpoint, read_json
+from llmconv.convert.algebra import reshaped
 from llmconv.convert.assembly import OPTIONS, opened_with_adapter, side_files_of
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.deepspeed import save_folder
@@ -45,37 +45,27 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
             + ("" if saved else " after saving the adapter with PEFT"),
         )
     tensors = select(model.tensors, lambda _, tensor: tensor, save.name, []) if adapted else dict(model.tensors)
-    return opened_with_adapter(tensors, save.home, config, partial(_open_model, path, save, model, given, tokenizer))
 
+    def open_model_of(tensors: dict[str, LazyTensor], base: Checkpoint | None) -> Checkpoint:
+        warnings, settings = [*model.warnings], dict[str, Any]()
+        stored = read_json(save.home / "config.json") if (save.home / "config.json").is_file() else {}
+        side_files = {**(base.side_files if base else {}), **side_files_of(save.home, tokenizer)}
+        if tensors:
+            settings = causal_lm_config(stored or (base.config if base else {}), given, path.name, warnings)
+            own, names = AUTO_MAP in settings, [WRAPPERS.sub("", name) for name in tensors]
+            # what a trainer put before every name, such as `_forward_module.`: before that of the output head
+            prefix = next((name.removesuffix(end) for name in names for end in HEADS if name.endswith(f".{end}")), "")
+            tensors = select(tensors, lambda _, tensor: tensor, save.name, warnings, prefix=prefix, buffers=own)
+            settings = settings if own else as_loaded(tensors, settings)
+        if not any(name.startswith(("tokenizer", "vocab", "spiece", "sentencepiece")) for name in side_files):
+            warnings.append(f"`{path.name}` contains no tokenizer; give one with `--tokenizer` if you need it")
+        if any((save.home / name).is_file() for name in (SINGLE, INDEX)):
+            note = "also contains safetensors: it already is a Hugging Face folder, without master weights"
+            warnings.append(f"`{save.home.name}` {note}")
+        opened = replace(model, path=path, tensors=tensors, config=settings)
+        return replace(opened, side_files=side_files, warnings=tuple(warnings))
 
-def _open_model(
-    path: Path,
-    save: save_folder.Save,
-    model: Checkpoint,
-    given: Mapping[str, Any],
-    tokenizer: Path | None,
-    stored_tensors: dict[str, LazyTensor],
-    base: Checkpoint | None,
-) -> Checkpoint:
-    """The model of `stored_tensors`, with the configuration of the save, or that of `base` if it has none."""
-    warnings = [*model.warnings]
-    stored = read_json(save.home / "config.json") if (save.home / "config.json").is_file() else {}
-    side_files = {**(base.side_files if base else {}), **side_files_of(save.home, tokenizer)}
-    tensors, settings = stored_tensors, dict[str, Any]()
-    if stored_tensors:
-        settings = causal_lm_config(stored or (base.config if base else {}), given, path.name, warnings)
-        own, names = AUTO_MAP in settings, [WRAPPERS.sub("", name) for name in stored_tensors]
-        # what a trainer put before every name, such as `_forward_module.`: before that of the output head
-        prefix = next((name.removesuffix(head) for name in names for head in HEADS if name.endswith(f".{head}")), "")
-        tensors = select(stored_tensors, lambda _, tensor: tensor, save.name, warnings, prefix=prefix, buffers=own)
-        settings = settings if own else as_loaded(tensors, settings)
-    if not any(name.startswith(("tokenizer", "vocab", "spiece", "sentencepiece")) for name in side_files):
-        warnings.append(f"`{path.name}` contains no tokenizer; give one with `--tokenizer` if you need it")
-    if any((save.home / name).is_file() for name in (SINGLE, INDEX)):
-        warnings.append(
-            f"`{save.home.name}` also contains safetensors: it already is a Hugging Face folder, without master weights"
-        )
-    return replace(model, path=path, tensors=tensors, config=settings, side_files=side_files, warnings=tuple(warnings))
+    return opened_with_adapter(tensors, save.home, config, open_model_of)
 
 
 FORMAT = Format(
@@ -212,4 +202,4 @@ def _read(path: Path, name: str, shape: tuple[int, ...] | None) -> LazyTensor:
         return tensor
     if len(tensor.shape) != 1 or tensor.shape[0] != prod(shape):
         save_folder.refuse(path, f"has a shape mismatch for `{name}`: expected {list(shape)}, got {list(tensor.shape)}")
-    return save_folder.joined([save_folder.FlatSlice(tensor, 0, tensor.shape[0])], shape, tensor.dtype)
+    return reshaped(tensor, shape)

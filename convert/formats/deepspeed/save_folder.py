@@ -11,22 +11,20 @@ every parameter.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-
+from llmconv.convert.algebra import concat, reshaped, slice_rows
 from llmconv.convert.state_dicts.files import tracked
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.torch_reader import open_torch_file
-from llmconv.tensors import Array, DType, LazyTensor
+from llmconv.tensors import LazyTensor
 
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 ZERO_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -214,11 +212,11 @@ def _parameters(
     The rest pads to a multiple of twice the number of ranks (`zero2_align`); some releases store only a part of it.
     """
     parameters: dict[str, LazyTensor] = {}
-    end, numel, alignment = 0, sum(flat.shape[0] for flat in flat_weights), 2 * len(flat_weights)
-    start = 0
+    whole, alignment = _flat(save, flat_weights), 2 * len(flat_weights)
+    end, numel, start = 0, whole.shape[0], 0
     for (name, shape), padding in zip(group.items(), paddings, strict=True):
+        parameters[name] = parameter(save, whole, shape, start)
         end = start + prod(shape)
-        parameters[name] = _parameter(save, slices_of(flat_weights, start, end), shape, flat_weights)
         start = end + padding
     if end > numel or -(-start // alignment) != -(-numel // alignment):
         raise _mismatch(save, f"{numel} elements in a group of parameters that need {start}")
@@ -226,20 +224,18 @@ def _parameters(
 
 
 def _stage_3(save: Save, ranks: Sequence[RankStates], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
-    partitions = [rank.flat_weights() for rank in ranks]
+    partitions = [_flat(save, rank.flat_weights()) for rank in ranks]
     shares = {name: -(-prod(shape) // len(ranks)) for name, shape in shapes.items()}
     needed = sum(shares.values())
-    for rank, flat_weights in enumerate(partitions):
-        numel = sum(flat.shape[0] for flat in flat_weights)
-        if numel != needed:
-            raise _mismatch(save, f"{numel} elements of rank {rank}, whose parameters need {needed}")
-    masters: dict[str, LazyTensor] = {}
-    start = 0
-    for name, shape in shapes.items():
-        slices = [part for flat_weights in partitions for part in slices_of(flat_weights, start, start + shares[name])]
-        masters[name] = _parameter(save, first_elements(slices, prod(shape)), shape, [*chain(*partitions)])
-        start += shares[name]
-    return masters
+    for rank, flat in enumerate(partitions):
+        if flat.shape[0] != needed:
+            raise _mismatch(save, f"{flat.shape[0]} elements of rank {rank}, whose parameters need {needed}")
+    starts = accumulate(shares.values(), initial=0)
+    parts = {
+        name: [slice_rows(flat, start, start + shares[name]) for flat in partitions]
+        for name, start in zip(shapes, starts, strict=False)
+    }
+    return {name: parameter(save, _flat(save, parts[name]), shape) for name, shape in shapes.items()}
 
 
 def open_frozen(save: Save, states: ModelStates) -> dict[str, LazyTensor]:
@@ -262,18 +258,25 @@ def open_frozen(save: Save, states: ModelStates) -> dict[str, LazyTensor]:
             continue
         if any(len(part.shape) != 1 for part in parts):
             raise _mismatch(save, f"frozen weights of shape {list(parts[0].shape)} for a parameter of {list(shape)}")
-        slices = first_elements([FlatSlice(part, 0, part.shape[0]) for part in parts], prod(shape))
-        frozen[name] = _parameter(save, slices, shape, parts)
+        frozen[name] = parameter(save, _flat(save, parts), shape)
     return frozen
 
 
-def _parameter(
-    save: Save, slices: Sequence[FlatSlice], shape: tuple[int, ...], flat_weights: Sequence[LazyTensor]
-) -> LazyTensor:
-    try:
-        return joined(slices, shape, flat_weights[0].dtype)
-    except ValueError as error:
-        raise _mismatch(save, f"weights that make no parameter of shape {list(shape)}: {error}") from error
+def _flat(save: Save, parts: Sequence[LazyTensor]) -> LazyTensor:
+    """One-dimensional tensors, one after the other."""
+    if len({part.dtype for part in parts}) > 1:
+        raise _mismatch(save, "flat weights of several kinds: the dtypes differ between ranks")
+    return concat(parts, 0)
+
+
+def parameter(save: Save, flat: LazyTensor, shape: tuple[int, ...], start: int = 0) -> LazyTensor:
+    """The parameter of this shape whose elements begin at `start` of `flat`; MalformedInput if there are too few."""
+    numel, found = prod(shape), max(0, flat.shape[0] - start)
+    if found < numel:
+        raise _mismatch(
+            save, f"weights that make no parameter of shape {list(shape)}: expected {numel} elements, got {found}"
+        )
+    return reshaped(slice_rows(flat, start, start + numel), shape)
 
 
 def _mismatch(save: Save, problem: str) -> MalformedInput:
@@ -281,62 +284,6 @@ def _mismatch(save: Save, problem: str) -> MalformedInput:
         f"`{save.name}` has {problem}",
         hint="files of two saves are mixed, or the weights were kept elsewhere (NVMe); copy the folder again",
     )
-
-
-@dataclass(frozen=True)
-class FlatSlice:
-    """Elements `start:stop` of a one-dimensional tensor."""
-
-    flat: LazyTensor
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-
-def slices_of(flats: Sequence[LazyTensor], start: int, stop: int) -> list[FlatSlice]:
-    """Elements `start:stop` of the concatenated one-dimensional tensors; fewer if those end before `stop`."""
-    slices = []
-    for flat in flats:
-        low, high = max(start, 0), min(stop, flat.shape[0])
-        if low < high:
-            slices.append(FlatSlice(flat, low, high))
-        start, stop = start - flat.shape[0], stop - flat.shape[0]
-    return slices
-
-
-def first_elements(slices: Sequence[FlatSlice], numel: int) -> list[FlatSlice]:
-    """The first `numel` elements of the slices, without padding at the end."""
-    kept = []
-    for part in slices:
-        if numel > 0 and part.numel:
-            kept.append(FlatSlice(part.flat, part.start, min(part.stop, part.start + numel)))
-        numel -= part.numel
-    return kept
-
-
-def joined(slices: Sequence[FlatSlice], shape: tuple[int, ...], dtype: DType) -> LazyTensor:
-    """The slices' elements in row-major order; rows read what they need. ValueError: another dtype or number."""
-    ends = list(accumulate((part.numel for part in slices), initial=0))[1:]
-    numel, width = ends[-1] if ends else 0, prod(shape[1:])
-    if numel != prod(shape):
-        raise ValueError(f"expected {prod(shape)} elements, got {numel}")
-    if any(part.flat.dtype != dtype for part in slices):
-        raise ValueError("the dtypes differ between ranks")
-
-    def load(start: int, stop: int) -> Array:
-        first, last = start * width, stop * width
-        parts = [np.empty(0, dtype.numpy)]
-        for number in range(bisect_right(ends, first), bisect_left(ends, last) + 1 if last > first else 0):
-            begin = ends[number] - slices[number].numel
-            start_of = slices[number].start - begin
-            parts.append(slices[number].flat.rows(start_of + max(first, begin), start_of + min(last, ends[number])))
-        flat = parts[1] if len(parts) == 2 else np.concatenate(parts)
-        return flat.reshape(stop - start, *shape[1:])
-
-    return LazyTensor(dtype, shape, load)
 
 
 # The key of the flat weights, by stage; stage 1 has that of stage 2

@@ -31,7 +31,7 @@ from llmconv.checkpoint import transposed
 from llmconv.convert import algebra
 from llmconv.convert.formats.megatron import save_folder
 from llmconv.convert.formats.megatron.config import Arguments, head_dim, query_groups
-from llmconv.convert.state_dicts.distributed import DistributedFolder, TensorItem, named_leaves, open_folder, reshaped
+from llmconv.convert.state_dicts.distributed import DistributedFolder, TensorItem, named_leaves, open_folder
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import Global, TensorRef
@@ -390,7 +390,7 @@ def separate_experts(name: str, tensor: LazyTensor, experts: int, hidden: int) -
         raise ValueError(f"{list(tensor.shape)} does not hold {experts} experts")
     size = tensor.shape[1 - own] // experts
     rows, columns = (hidden, size) if own == 0 else (size, hidden)
-    stacked = reshaped(tensor, (experts * rows, columns))
+    stacked = algebra.reshaped(tensor, (experts * rows, columns))
     stem = name.rpartition(".")[0]
     for expert in range(experts):
         part = algebra.slice_rows(stacked, expert * rows, (expert + 1) * rows)

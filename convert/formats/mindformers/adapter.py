@@ -72,7 +72,7 @@ def open_mindformers_adapter(path: Path, base: Checkpoint, alpha: float | None =
             f"`{path.name}` holds LoRA pairs of a model whose code transformers lacks", hint="merge them where they are"
         )
     with fitting(f"the rows of `{path.name}` do not match the base's heads", "it was trained on another model"):
-        placed = place(factors, run, sizes_of(base), family.names)
+        placed = place(factors, run, sizes_of(base.config, base.path.name), family.names)
     notes = list(found.warnings)
     if any(f"{module}.weight" in others for module in factors):
         _require_base(others, family, base, path.name)

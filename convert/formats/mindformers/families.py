@@ -311,10 +311,7 @@ def _transformers_tensors(run: RunConfig, renamed: dict[str, LazyTensor], heads:
         if run.flag("use_rearrange_rope"):
             # row `2i + j` of a query or key head is row `j·D/2 + i`, which undoes `rearrange_w`
             order = [row % 2 * (heads.dim // 2) + row // 2 for row in range(heads.dim)]
-            turned = re.compile(r"\.[qk]_proj\.")
-            parts = {
-                name: algebra.permute_rows(one, order) if turned.search(name) else one for name, one in parts.items()
-            }
+            parts = algebra.reordered(parts, re.compile(r"\.[qk]_proj\."), order)
     return parts
 
 

@@ -28,9 +28,11 @@ from typing import NoReturn
 import numpy as np
 
 from llmconv.checkpoint import read_json
+from llmconv.convert.algebra import slice_rows
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.files.safetensors_file import NAME_LIMIT, RANK_LIMIT, FileTensor
 from llmconv.files.source_file import fill, open_data, open_source
+from llmconv.quantized_weights.packed_weight import as_bytes
 from llmconv.tensors import BY_NAME, Array, LazyTensor, Piece
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
@@ -484,19 +486,7 @@ def ckpt_pieces(tensors: Mapping[str, LazyTensor]) -> Iterator[Piece]:
             described = dims + _key(3, BYTES) + varint(size)
             inner = bytes_field(1, name.encode()) + _key(2, BYTES) + varint(len(described) + size) + described
             yield _key(1, BYTES) + varint(len(inner) + size) + inner
-            yield tensor if stop - start == tensor.nbytes else _bytes_of(tensor, start, stop)
-
-
-def _bytes_of(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
-    """Bytes `start:stop` of a tensor's data, which may begin and end inside a row, as a uint8 tensor."""
-    row = tensor.nbytes // tensor.num_rows
-
-    def load(first: int, last: int) -> Array:
-        low, high = start + first, start + last
-        data = np.ascontiguousarray(tensor.rows(low // row, -(-high // row))).reshape(-1).view(np.uint8)
-        return data[low - low // row * row :][: high - low]
-
-    return LazyTensor(BY_NAME["uint8"], (stop - start,), load)
+            yield tensor if size == tensor.nbytes else slice_rows(as_bytes(tensor), start, stop)
 
 
 def strategy_bytes(layouts: Mapping[str, ParallelLayout]) -> bytes:

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from llmconv.checkpoint import INDEX, SINGLE
-from llmconv.convert.algebra import concat, replicated
+from llmconv.convert.algebra import concat, replicated, reshaped
 from llmconv.convert.formats.paddle.names import FAMILIES
 from llmconv.convert.state_dicts.files import (
     header_of,
@@ -224,12 +224,10 @@ def _reshaped(path: Path, name: str, parts: list[LazyTensor | None], shape: tupl
     present = [part for part in parts if part is not None and len(part.shape) == 1]
     if not parts or len(present) != len(parts):
         _refuse(path, f"lacks parts of `{name}`, which is split into {len(parts)}")
-    flat, row = concat(present, 0), prod(shape[1:])
+    flat = concat(present, 0)
     if flat.shape[0] != prod(shape):
         _refuse(path, f"has {flat.shape[0]} elements for `{name}`, expected {prod(shape)} for its shape")
-    return LazyTensor(
-        flat.dtype, shape, lambda start, stop: flat.rows(start * row, stop * row).reshape(stop - start, *shape[1:])
-    )
+    return reshaped(flat, shape)
 
 
 def _refuse(path: Path, problem: str) -> NoReturn:
