@@ -367,15 +367,11 @@ def interleave_rows(parts: Sequence[LazyTensor], counts: Sequence[int]) -> LazyT
     return LazyTensor(parts[0].dtype, (groups * group, *parts[0].shape[1:]), load)
 
 
-def _stacked(parts: Sequence[LazyTensor]) -> LazyTensor:
-    return concat(parts, 0)
-
-
 def fuse(
     tensors: Mapping[str, LazyTensor],
     parts: Sequence[str],
     whole: str,
-    join: Callable[[Sequence[LazyTensor]], LazyTensor] = _stacked,
+    join: Callable[[Sequence[LazyTensor]], LazyTensor] = lambda parts: concat(parts, 0),
     counts: Sequence[int] = (),
 ) -> dict[str, LazyTensor]:
     """The tensors with the weights and biases of the modules `parts` of each layer joined as those of `whole`.

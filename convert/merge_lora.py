@@ -240,7 +240,9 @@ def _stored(base: QuantizedBase, result: Checkpoint, merge: Merge, recipe: Recip
     """The merge of a quantized base, with its plan by `--base-quant`; reads the weights if they are requantized."""
     if recipe.base_quant == "dequantize":
         plan = plan_checkpoint(base.dequantized(result, recipe.dtype), recipe.max_shard_size)
-        return replace(merge, plan=plan, warnings=(*merge.warnings, base.dequantizing(recipe.dtype)))
+        kind = PLAIN_TYPE.name if recipe.dtype == "keep" else recipe.dtype
+        note = f"{len(base.weights)} quantized weights ({base.method.name}) become plain {kind}"
+        return replace(merge, plan=plan, warnings=(*merge.warnings, note))
     checkpoint, changed = base.requantized(result)
     retention = measure(base.plain, result, changed)
     return replace(
@@ -275,10 +277,6 @@ class QuantizedBase(QuantizedCheckpoint):
         if name in self.plain:
             return name in self.weights
         return re.sub(NUMBER, "{}", name) in {re.sub(NUMBER, "{}", weight) for weight in self.weights}
-
-    def dequantizing(self, dtype: str) -> str:
-        kind = PLAIN_TYPE.name if dtype == "keep" else dtype
-        return f"{len(self.weights)} quantized weights ({self.method.name}) become plain {kind}"
 
     def requantized(self, merged: Checkpoint) -> tuple[Checkpoint, dict[str, PackedWeight]]:
         """The result in the base's format, and changed weights; UnsupportedInput if weights moved or were resized."""

@@ -15,20 +15,26 @@ import base64
 import binascii
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import SIDE_FILES, read_side_files, read_small
 from llmconv.errors import InputRefused, MalformedInput
+from llmconv.files.protobuf import BYTES, FIXED32, VARINT, Field, Protobuf
 
 BPE = 2
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 SPACE = "\u2581"
-PIECE = {1: bytes, 2: bytes, 3: int}  # field number to its type on the wire: text, score, type
-TRAINER = {3: int, 35: int, 40: int, 41: int, 42: int}
-NORMALIZER = {2: bytes, 3: int, 4: int}
+PIECE = {1: BYTES, 2: FIXED32, 3: VARINT}  # field number to its wire type: text, score, type
+TRAINER = dict.fromkeys((3, 35, 40, 41, 42), VARINT)
+NORMALIZER = {2: BYTES, 3: VARINT, 4: VARINT}
+# The content of `tokenizer.json` and its BPE model, without what differs
+TOKENIZER = {"version": "1.0", "truncation": None, "padding": None}
+MODEL: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
+MODEL |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
 
 SPLIT_LIMIT = 200_000_000
 """Maximum sum of the squared lengths of all tokens: 1 million for 32,000 tokens, 10 million for Llama 3's."""
@@ -51,83 +57,44 @@ class SentencePieceModel:
 
 def parse_sentencepiece(data: bytes) -> SentencePieceModel:
     """Reads the ModelProto in `data`; MalformedInput if it is not a sentencepiece model."""
+    source, pieces = Protobuf(BytesIO(), len(data), "tokenizer.model", data), list[tuple[str, float, int]]()
     try:
-        fields = list(_fields(data))
-        trainer = _typed(next((value for number, value in fields if number == 2), b""), TRAINER)
-        normalizer = _typed(next((value for number, value in fields if number == 3), b""), NORMALIZER)
-        pieces = tuple(_piece(value) for number, value in fields if number == 1)
-    except (IndexError, struct.error, AttributeError, KeyError, TypeError, ValueError) as error:
+        fields = list(source.fields(0, len(data)))
+        trainer = _typed(source, next((one for one in fields if one.number == 2), None), TRAINER)
+        normalizer = _typed(source, next((one for one in fields if one.number == 3), None), NORMALIZER)
+        for message in (one for one in fields if one.number == 1):
+            piece = _typed(source, message, PIECE)
+            (score,) = struct.unpack("<f", piece.get(2, bytes(4)))
+            pieces.append((piece.get(1, b"").decode("utf-8"), score, piece.get(3, 1)))
+    except (MalformedInput, UnicodeDecodeError) as error:
         raise MalformedInput("`tokenizer.model` is not a sentencepiece model", hint="copy it again") from error
-    if max(_signed(trainer.get(field, default)) for field, default in ((40, 0), (41, 1), (42, 2))) >= len(pieces):
+    if max(trainer.get(field, default) for field, default in ((40, 0), (41, 1), (42, 2))) >= len(pieces):
         raise MalformedInput(
             f"`tokenizer.model` has {len(pieces)} pieces, but special tokens with larger ids", hint="copy it again"
         )
     return SentencePieceModel(
-        pieces=pieces,
+        pieces=tuple(pieces),
         is_bpe=trainer.get(3, 1) == BPE,
         byte_fallback=bool(trainer.get(35, 0)),
-        bos=_signed(trainer.get(41, 1)),
-        eos=_signed(trainer.get(42, 2)),
-        unk=_signed(trainer.get(40, 0)),
+        bos=trainer.get(41, 1),
+        eos=trainer.get(42, 2),
+        unk=trainer.get(40, 0),
         charsmap=normalizer.get(2, b""),
         add_dummy_prefix=bool(normalizer.get(3, 1)),
         remove_extra_whitespaces=bool(normalizer.get(4, 1)),
     )
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Field number and value (int, 4 or 8 raw bytes, or bytes) of each field of a protobuf message."""
-    position = 0
-    while position < len(data):
-        tag, position = _varint(data, position)
-        match tag & 7:
-            case 0:
-                value, position = _varint(data, position)
-                yield tag >> 3, value
-                continue
-            case 1:
-                size = 8
-            case 2:
-                size, position = _varint(data, position)
-            case 5:
-                size = 4
-            case _:
-                raise ValueError("unsupported wire type")
-        if position + size > len(data):
-            raise IndexError
-        yield tag >> 3, data[position : position + size]
-        position += size
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-    raise ValueError("number too long")
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def _piece(data: bytes) -> tuple[str, float, int]:
-    fields = _typed(data, PIECE)
-    (score,) = struct.unpack("<f", fields.get(2, bytes(4)))
-    return fields.get(1, b"").decode("utf-8"), score, fields.get(3, 1)
-
-
-def _typed(data: Any, kinds: Mapping[int, type]) -> dict[int, Any]:
-    """The fields of a message with a known number; TypeError for a type that sentencepiece does not write."""
-    if not isinstance(data, bytes):
-        raise TypeError("not a message")
-    fields = {number: value for number, value in _fields(data) if number in kinds}
-    if any(not isinstance(value, kinds[number]) for number, value in fields.items()):
-        raise TypeError("field of the wrong type")
-    return fields
+def _typed(source: Protobuf, message: Field | None, wires: Mapping[int, int]) -> dict[int, Any]:
+    """The fields of a message with a known number; MalformedInput for a wire type that sentencepiece does not write."""
+    if message is None:
+        return {}
+    if message.wire != BYTES:
+        source.refuse("has a number in place of a message")
+    fields = [one for one in source.fields(message.start, message.stop) if one.number in wires]
+    if any(one.wire != wires[one.number] for one in fields):
+        source.refuse("has a field of the wrong type")
+    return {one.number: one.signed if one.wire == VARINT else source.bytes(one.start, one.stop) for one in fields}
 
 
 def require_short(tokens: Iterable[str | bytes]) -> None:
@@ -163,9 +130,7 @@ def tokenizer_json(model: SentencePieceModel) -> dict[str, Any]:
         steps.append({"type": "Prepend", "prepend": SPACE})
     steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
     return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
+        **TOKENIZER,
         "added_tokens": [
             added_token(index, text, special=kind != USER_DEFINED)
             for index, (text, _, kind) in enumerate(model.pieces)
@@ -176,14 +141,10 @@ def tokenizer_json(model: SentencePieceModel) -> dict[str, Any]:
         "post_processor": bos_template(bos, model.bos),
         "decoder": _decoder(model),
         "model": {
-            "type": "BPE",
-            "dropout": None,
+            **MODEL,
             "unk_token": model.pieces[model.unk][0],
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
             "fuse_unk": True,
             "byte_fallback": model.byte_fallback,
-            "ignore_merges": False,
             "vocab": {text: index for index, (text, _, _) in enumerate(model.pieces)},
             "merges": [list(pair) for pair in merges_of(model)],
         },
@@ -293,22 +254,14 @@ def tiktoken_json(ranks: dict[bytes, int], *, since_3_1: bool) -> dict[str, Any]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
     return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
+        **TOKENIZER,
         "added_tokens": [added_token(len(ranks) + i, text, special=True) for i, text in enumerate(specials)],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "post_processor": bos_template(specials[BOS], len(ranks) + BOS),
         "decoder": byte_level,
         "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
+            **MODEL,
             "ignore_merges": True,  # tiktoken does not split a word that is a token
             "vocab": {spelled[token]: rank for token, rank in ranks.items()},
             "merges": [[spelled[left], spelled[right]] for left, right in tiktoken_merges(ranks)],

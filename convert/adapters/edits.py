@@ -10,7 +10,6 @@ import re
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,7 @@ from llmconv.convert.adapters.targets import (
     separate_tensors,
 )
 from llmconv.convert.adapters.tensor_names import AS_STORED, Naming, has_same_end, match_saved, prefix_fits
-from llmconv.convert.algebra import Lines, Origin, equal, gathered, zeros
+from llmconv.convert.algebra import Lines, Origin, equal, gathered, reshaped, zeros
 from llmconv.convert.models.completeness import may_be_built
 from llmconv.convert.models.config_file import architecture
 from llmconv.convert.models.head_and_dtype import find_embedding, find_head
@@ -127,7 +126,7 @@ class Edits:
                 name, scale = homes[f"{module}.bias"], weight * adapter.config.scale(module, pair.rank)
                 if bias.shape != self.current(name).shape:
                     raise other_base(adapter.name, name, self.current(name).shape, bias.shape)
-                column = LazyTensor(bias.dtype, (*bias.shape, 1), partial(_as_column, bias))
+                column = reshaped(bias, (*bias.shape, 1))
                 self.changes.setdefault(name, []).append(LoraProduct(ONE, column, scale))
         has_bias = self.tensors.__contains__
         for name, update in updates_of(adapter, homes, self.current, has_bias, targets.is_conv1d, weight):
@@ -284,10 +283,6 @@ def updates_of(
         bias = name.removesuffix("weight") + "bias"
         if tuner.scales_output and tuner.fit(learned)[0] is not None and has_bias(bias):
             yield bias, TunerUpdate(tuner, complete, (shape[0], 1), weight, False, KeptUntilLastRow(shape[0]))
-
-
-def _as_column(bias: LazyTensor, start: int, stop: int) -> Array:
-    return bias.rows(start, stop).reshape(-1, 1)
 
 
 def _require_float(name: str, weight: LazyTensor) -> None:

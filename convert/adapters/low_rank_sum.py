@@ -144,13 +144,10 @@ def _thread_counters() -> list[Counter]:
     found = []
     for library in libraries:
         with suppress(OSError):  # a file that only has such a name
-            found += _counters_of(ctypes.CDLL(str(library)))
+            opened = ctypes.CDLL(str(library))
+            names = [name for name in NAMES if hasattr(opened, name.format("set"))]
+            found += [(getattr(opened, name.format("get")), getattr(opened, name.format("set"))) for name in names[:1]]
     return found
-
-
-def _counters_of(library: ctypes.CDLL) -> list[Counter]:
-    names = [name for name in NAMES if hasattr(library, name.format("set"))]
-    return [(getattr(library, name.format("get")), getattr(library, name.format("set"))) for name in names[:1]]
 
 
 COUNTERS = _thread_counters()  # looked up once, before any input is there: while one is read nothing else is opened

@@ -258,9 +258,12 @@ class AdapterTargets:
                     continue
                 first = 0
                 for tensor in self.stacks[name][index]:
-                    count = self.tensors[tensor].shape[0]
-                    yield tensor, [_rows(change, first, count)]
-                    first += count
+                    last = first + self.tensors[tensor].shape[0]
+                    if change.transposed:
+                        yield tensor, [replace(change, a=slice_columns(change.a, first, last))]
+                    else:
+                        yield tensor, [replace(change, b=slice_rows(b, first, last))]
+                    first = last
         else:
             yield name, self._change(module, pair, weight, name)
 
@@ -339,13 +342,6 @@ class AdapterTargets:
                 f"the experts of `{name}` have different shapes in the base", hint="merge it with PEFT"
             )
         return len(stack), (sum(shape[0] for shape in next(iter(shapes))), widths.pop())
-
-
-def _rows(change: LoraProduct, first: int, count: int) -> LoraProduct:
-    """Rows `first:first + count` of a product."""
-    if change.transposed:
-        return replace(change, a=slice_columns(change.a, first, first + count))
-    return replace(change, b=slice_rows(change.b, first, first + count))
 
 
 def other_base(adapter: str, name: str, base: tuple[int, ...], own: tuple[int, ...]) -> MalformedInput:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import sqrt
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
@@ -55,14 +56,10 @@ class MatrixChange:
         rows, columns = self.tuned.shape
         return rows, columns
 
-    def rows(self, start: int, stop: int) -> Array:
-        """Rows of tuned − base in float64."""
-        before, after = (widen(side.rows(start, stop)).astype(np.float64) for side in (self.base, self.tuned))
-        return np.asarray(after - before)
-
-    def narrow_rows(self, start: int, stop: int) -> Array:
-        """Rows of tuned − base in float32, or in float64 where either is; the difference is rounded once."""
-        before, after = (widen(side.rows(start, stop)) for side in (self.base, self.tuned))
+    def rows(self, start: int, stop: int, least: type[np.floating[Any]] = np.float64) -> Array:
+        """Rows of tuned − base in float64, or if `least` is float32 in the wider of their types, rounded once."""
+        sides = [widen(side.rows(start, stop)) for side in (self.base, self.tuned)]
+        before, after = (side.astype(np.result_type(side, least), copy=False) for side in sides)
         return np.asarray(after - before)
 
 
@@ -161,7 +158,7 @@ class _Matrix:
     def _computed(self) -> Iterator[Array]:
         for start, stop in self._change.tuned.blocks():
             with np.errstate(all="ignore"):  # values too large for float32 are refused as not finite
-                yield self._change.narrow_rows(start, stop).astype(np.float32, copy=False)
+                yield self._change.rows(start, stop, np.float32).astype(np.float32, copy=False)
 
     def _scaled(self, part: Array) -> Array:
         return part if self.scale == 1 else (part / self.scale).astype(np.float32, copy=False)

@@ -74,7 +74,8 @@ def detect(path: Path) -> Format | None:
 def owner(found: StateFile) -> str | None:
     """Name of the format whose sign a state dict has; None if it has none, as a plain Hugging Face model."""
     signs = {name: candidate.sign for name, candidate in formats().items() if candidate.sign}
-    if with_key := next((name for name, sign in signs.items() if sign.has_key(found)), None):
+    keys = {str(key) for key in found.around}
+    if with_key := next((name for name, sign in signs.items() if keys.intersection(sign.keys)), None):
         return with_key
     return next((name for name, sign in signs.items() if not sign.keys and sign.has_names(found)), None)
 

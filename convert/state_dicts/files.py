@@ -135,10 +135,6 @@ class Sign:
     keys: tuple[str, ...] = ()
     names: re.Pattern[str] | None = None  # a pattern that matches the name of some tensor; None if the keys are enough
 
-    def has_key(self, found: StateFile) -> bool:
-        """Whether one of the keys is in the file."""
-        return bool(set(self.keys) & {str(key) for key in found.around})
-
     def has_names(self, found: StateFile) -> bool:
         """Whether the tensors have names of this system."""
         return self.names is None or any(self.names.search(name) for name in found.state)

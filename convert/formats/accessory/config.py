@@ -57,17 +57,17 @@ class AccessoryParams:
         return self.dim // self.heads
 
     @property
+    def copied(self) -> tuple[str, ...]:
+        """Layers that every rank has whole: those of the only key and value head of a Falcon."""
+        return ("wk", "wv") if self.family == "falcon" and self.fields.get("multi_query", True) else ()
+
+    @property
     def experts(self) -> int:
         return int(_mixture(self.fields).get("num_experts", 8))
 
 
 def _mixture(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return fields.get("moe") or {}
-
-
-def is_field(name: str, value: Any) -> bool:
-    """Whether a field that the user gives is Accessory's; `rope_scaling` is, unless it is Hugging Face's object."""
-    return name in FIELDS and not (name == "rope_scaling" and isinstance(value, Mapping))
 
 
 def read_params(content: Mapping[str, Any], family: str, source: str) -> AccessoryParams:
@@ -219,8 +219,7 @@ def args_of(checkpoint: Checkpoint) -> AccessoryArgs:
     decoder = read_decoder(_like_a_llama(checkpoint) if plugin == "falcon" else checkpoint)
     refuse_fields(decoder, SUPPORTED if plugin == "llama" else SUPPORTED | NO_BIASES, CODE)
     fields = _fields(decoder)
-    switches = {"attention_bias": ATTENTION, "mlp_bias": MLP}
-    biases = tuple(layer for switch, layers in switches.items() if decoder.fields.get(switch) for layer in layers)
+    biases = tuple(layer for switch, layers in SWITCHES.items() if decoder.fields.get(switch) for layer in layers)
     if biases:
         plugin, fields = "llama_peft", fields | {"lora_rank": -1, "bias_tuning": True, "norm_tuning": True}
     params = read_params(fields, decoder.model_type, decoder.source)
@@ -315,6 +314,7 @@ INTERNLM = {  # InternLM's names for a Llama's layers; its w2 is the up projecti
 
 LINEAR = re.compile(r"\.(wq|wk|wv|wo|w1|w2|w3)$")
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+SWITCHES = {"attention_bias": ATTENTION, "mlp_bias": MLP}  # fields of transformers' Llama that give layers biases
 
 
 def table_of(params: AccessoryParams) -> NameTable:

@@ -46,7 +46,9 @@ from llmconv.tensors import DType, LazyTensor, cast
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     base, drop = Path(config["base"]) if "base" in config else None, bool(config.get("drop"))
     own, base_shards = read.open_shards(path), read.open_shards(base) if base else []
-    given = {name: value for name, value in config.items() if configs.is_field(name, value)}
+    # `rope_scaling` is Accessory's field, unless it is Hugging Face's object
+    objects = {name for name, value in config.items() if name == "rope_scaling" and isinstance(value, Mapping)}
+    given = {name: value for name, value in config.items() if name in configs.FIELDS - objects}
     stored = (_stored_params(base) if base else {}) | _stored_params(path)
     params = configs.read_params(stored | given, read.plugin_family(path, chain(*own, *base_shards)), path.name)
     whole = _join(path, own, params)
@@ -95,8 +97,7 @@ def _join(
             f"`{folder.name}` is an InternLM in {len(shards)} shards, which upstream's own code cannot run",
             hint="give the original checkpoint in one shard",
         )
-    one_head = params.family == "falcon" and params.fields.get("multi_query", True)
-    return read.join(shards, ("wk", "wv") if one_head else (), params.experts, folder.name)
+    return read.join(shards, params.copied, params.experts, folder.name)
 
 
 def _config(path: Path, params: configs.AccessoryParams, tensors: dict[str, LazyTensor]) -> dict[str, Any]:
@@ -104,10 +105,7 @@ def _config(path: Path, params: configs.AccessoryParams, tensors: dict[str, Lazy
     embedding = "transformer.word_embeddings.weight" if params.family == "falcon" else "model.embed_tokens.weight"
     settings = configs.to_config(params, tensors[embedding].num_rows, path.name)
     if settings["model_type"] == "llama":
-        settings |= {
-            "attention_bias": configs.has_biases(tensors, configs.ATTENTION),
-            "mlp_bias": configs.has_biases(tensors, configs.MLP),
-        }
+        settings |= {switch: configs.has_biases(tensors, layers) for switch, layers in configs.SWITCHES.items()}
     return {**settings, "tie_word_embeddings": None}  # always stored as two matrices: the values decide
 
 
@@ -143,7 +141,6 @@ FORMAT = Format(
 
 FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_[ab])\.weight")
 QUERY_OR_KEY = re.compile(r"\.self_attn\.[qk]_proj(?:\.bias)?$")
-SWITCHES = {"attention_bias": configs.ATTENTION, "mlp_bias": configs.MLP}
 DESCRIPTION = "a LLaMA2-Accessory model of the base's kind"
 
 
@@ -229,7 +226,7 @@ def _with_biases(
             )
         return {name: tensor for name, tensor in others.items() if name not in biases or name in base}, {}
     result, fields = dict(others), dict[str, Any]()
-    for switch, layers in SWITCHES.items():
+    for switch, layers in configs.SWITCHES.items():
         if not configs.has_biases(biases, layers):
             continue
         fields[switch] = True
@@ -306,8 +303,7 @@ def plus_accessory(base: Checkpoint, folder: Path, dtype: str) -> Checkpoint:
     args = configs.args_of(base)
     family, name = args.params.family, folder.absolute().name
     shards = read.open_shards(folder, read.DELTA_FILE)
-    one_head = family == "falcon" and args.params.fields.get("multi_query", True)
-    delta = read.join(shards, ("wk", "wv") if one_head else (), args.params.experts, name)
+    delta = read.join(shards, args.params.copied, args.params.experts, name)
     base_tensors = read.whole_tensors(base, args)
     added_type = _common({name: tensor.dtype for name, tensor in shards[0].items()})
     kept = {name: arithmetic.wider(tensor.dtype, added_type) for name, tensor in base.items()}
@@ -316,10 +312,7 @@ def plus_accessory(base: Checkpoint, folder: Path, dtype: str) -> Checkpoint:
     tensors = arithmetic.all_rounded(sums, {target: kept.get(target, _common(kept)) for target in sums}, dtype)
     config = settle_head(tensors, {**base.config, "tie_word_embeddings": None}, [])
     if family == "llama":
-        config |= {
-            "attention_bias": configs.has_biases(tensors, configs.ATTENTION),
-            "mlp_bias": configs.has_biases(tensors, configs.MLP),
-        }
+        config |= {switch: configs.has_biases(tensors, layers) for switch, layers in configs.SWITCHES.items()}
     return replace(base, tensors=tensors, config=with_dtype(config, tensors))
 
 

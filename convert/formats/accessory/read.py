@@ -372,13 +372,12 @@ def split_ranks(checkpoint: Checkpoint, args: AccessoryArgs, shards: int) -> lis
     """The tensors of each rank in Accessory's names; UsageProblem if not divisible among `shards` ranks."""
     refuse_shards(checkpoint.path.name, shards, args.shared)
     ranks: list[dict[str, LazyTensor]] = [{} for _ in range(shards)]
-    one_head = args.params.family == "falcon" and args.params.fields["multi_query"]
     for name, tensor in whole_tensors(checkpoint, args).items():
         if EXPERT.search(name):
             number = int(name.split(".experts.")[1].partition(".")[0])
             ranks[number // (args.params.experts // shards)][f"llma.{name}"] = tensor
             continue
-        dim = split_dim(name, ("wk", "wv") if one_head else ())
+        dim = split_dim(name, args.params.copied)
         parts = [tensor] * shards if dim is None else algebra.split(tensor, dim, shards)
         for rank, part in zip(ranks, parts, strict=True):
             rank[f"llma.{name}"] = part

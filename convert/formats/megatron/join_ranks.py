@@ -166,7 +166,8 @@ def _tensors(file: TorchFile, state: Mapping[Any, Any], old: set[str]) -> dict[s
                 hint="two checkpoints are mixed in one file",
             )
         tensors[name] = file.tensor(own, leaf)
-        old |= {name} if save_folder.has_old_name(own) else set()
+        if own.rpartition(".")[0].endswith("attention.query_key_value"):  # whose rows `checkpoint_version` orders
+            old.add(name)
     return tensors
 
 

@@ -73,11 +73,6 @@ def core_name(name: str) -> str:
     return GROUPED.sub(r".mlp.experts.\3.\1.\2", name)
 
 
-def has_old_name(name: str) -> bool:
-    """Whether a tensor is a fused attention matrix under its old name, whose rows `checkpoint_version` orders."""
-    return name.rpartition(".")[0].endswith("attention.query_key_value")
-
-
 COMMON = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 LLAMA_LAYER = {
     **COMMON,

@@ -138,13 +138,6 @@ def _glm(
     return join_modules(placed, sides, "mlp.gate_up_proj", (sizes.inner, sizes.inner), run.source)
 
 
-def _gpt2(
-    factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str | None]
-) -> dict[str, ForeignPair]:
-    placed = renamed(factors, table, run.source, DESCRIPTION)
-    return join_modules(placed, DENSE, "c_attn", sizes.attention, run.source)
-
-
 def _bloom(
     factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str | None]
 ) -> dict[str, ForeignPair]:
@@ -166,7 +159,9 @@ PLACES: dict[Any, Place] = {
     families.build_llama: _llama,
     families.build_qwen: _llama,
     families.build_core: _llama,
-    families.build_gpt2: _gpt2,
+    families.build_gpt2: lambda factors, run, sizes, table: join_modules(
+        renamed(factors, table, run.source, DESCRIPTION), DENSE, "c_attn", sizes.attention, run.source
+    ),
     families.build_bloom: _bloom,
     families.build_glm: _glm,
 }

@@ -9,8 +9,7 @@ A strategy (`node_strategy.proto`, `parallel/_parallel_serialization.py`, `paral
 name to device matrix, tensor map and optimizer sharding. `tensor_map[i] = k` divides axis i by `dev_matrix[-1 - k]`, -1
 does not divide it; ranks count through the matrix row by row.
 
-Both are protocol buffers (protobuf.dev "Encoding"): each field is a varint key `number << 3 | wire type`, then a varint
-(0), eight bytes (1), a varint length and that number of bytes (2), or four bytes (5); MindSpore does not use groups.
+Both are protocol buffers (`llmconv/files/protobuf.py`).
 """
 
 from __future__ import annotations
@@ -22,127 +21,17 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import NoReturn
 
 import numpy as np
 
 from llmconv.checkpoint import read_json
 from llmconv.convert.algebra import slice_rows
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
+from llmconv.files.protobuf import BYTES, VARINT, Field, Protobuf
 from llmconv.files.safetensors_file import NAME_LIMIT, RANK_LIMIT, FileTensor
 from llmconv.files.source_file import fill, open_data, open_source
 from llmconv.quantized_weights.packed_weight import as_bytes
 from llmconv.tensors import BY_NAME, Array, LazyTensor, Piece
-
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
-VARINT_BYTES = 10
-PACKED_BYTES = 64 * VARINT_BYTES
-WINDOW = 1024  # bytes read at once: enough for a few fields with their names, and little of the skipped payload
-
-
-@dataclass(frozen=True)
-class Field:
-    """One field of a message; the payload is at `start` to `stop` in the file."""
-
-    number: int
-    wire: int  # `VARINT`, `FIXED64`, `BYTES` or `FIXED32`
-    value: int  # the number of a `VARINT`, unsigned; 0 otherwise
-    start: int
-    stop: int
-
-    @property
-    def signed(self) -> int:
-        """The value as int32 or int64, which are both stored in 64 bits."""
-        return self.value - (1 << 64) if self.value >> 63 else self.value
-
-
-class ProtobufFile:
-    """A file of messages, read by position; no field may reach past the end of its message."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.size = path.stat().st_size
-        self._file = open_data(path)
-        self._window = b""
-        self._window_start = 0
-
-    def __enter__(self) -> ProtobufFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-    def bytes(self, start: int, stop: int) -> bytes:
-        """The bytes from `start` to `stop`; MalformedInput if the file ends before."""
-        low = start - self._window_start
-        if low < 0 or low + stop - start > len(self._window):
-            self._file.seek(start)
-            self._window = self._file.read(max(WINDOW, stop - start)) or b""
-            self._window_start, low = start, 0
-        if stop > self.size or low + stop - start > len(self._window):
-            self.refuse(f"ends at byte {self.size}, inside a field")
-        return self._window[low : low + stop - start]
-
-    def varint(self, start: int, stop: int) -> tuple[int, int]:
-        """The number at `start`, of at most 64 bits, and the position after it, at most `stop`; or MalformedInput."""
-        value = 0
-        for count, byte in enumerate(self.bytes(start, min(stop, start + VARINT_BYTES))):
-            value |= (byte & 0x7F) << 7 * count
-            if byte < 0x80 and value < 1 << 64:
-                return value, start + count + 1
-        return self.refuse(f"has an invalid number at byte {start}")
-
-    def fields(self, start: int, stop: int) -> Iterator[Field]:
-        """The fields of the message from `start` to `stop`, in file order; MalformedInput for an invalid one."""
-        while start < stop:
-            key, start = self.varint(start, stop)
-            number, wire = key >> 3, key & 7
-            value, end = 0, start
-            if wire == VARINT:
-                value, end = self.varint(start, stop)
-            elif wire == BYTES:
-                length, start = self.varint(start, stop)
-                end = start + length
-            elif wire in (FIXED64, FIXED32):
-                end = start + (8 if wire == FIXED64 else 4)
-            else:
-                self.refuse(f"has a field of unsupported wire type {wire} at byte {start}")
-            if end > stop:
-                self.refuse(f"has a field of {end - start} bytes at byte {start}, where {stop - start} bytes are left")
-            yield Field(number, wire, value, start, end)
-            start = end
-
-    def numbers(self, field: Field) -> list[int]:
-        """The values of one `repeated int32` or `int64` field: a single one, or all of them packed."""
-        if field.wire == VARINT:
-            return [field.signed]
-        if field.stop - field.start > PACKED_BYTES:
-            self.refuse(f"has a list of {field.stop - field.start} bytes at byte {field.start}, expected sizes")
-        values, start = [], field.start
-        while start < field.stop:
-            value, start = self.varint(start, field.stop)
-            values.append(value - (1 << 64) if value >> 63 else value)
-        return values
-
-    def text(self, field: Field, limit: int) -> str:
-        """The printable text of one field; MalformedInput if it is something else or longer than `limit` bytes."""
-        if field.wire != BYTES or field.stop - field.start > limit:
-            self.refuse(f"has no valid name at byte {field.start}")
-        try:
-            text = self.bytes(field.start, field.stop).decode()
-        except UnicodeDecodeError:
-            text = "\0"
-        if not text.isprintable():
-            self.refuse(f"has a name at byte {field.start} that is not text")
-        return text
-
-    def refuse(self, problem: str) -> NoReturn:
-        """Raises the MalformedInput for this file."""
-        raise MalformedInput(f"`{self.path.name}` {problem}", hint="the file is truncated or damaged; copy it again")
-
 
 FOLDER = "strategy"
 FILE = re.compile(r".*strategy.*\.(?:ckpt|json)")
@@ -255,7 +144,7 @@ def read_strategy(path: Path) -> dict[str, ParallelLayout]:
                 further = [item.get(name, 0) for name in names]
                 layouts[name] = _make(item["dev_matrix"], maps, further, bool(item.get("param_split_shape")))
         else:
-            with ProtobufFile(path) as source:
+            with Protobuf.open(path) as source:
                 for message in source.fields(0, source.size):
                     if message.number == 3 and message.wire == BYTES:
                         parts = {field.number: field for field in source.fields(message.start, message.stop)}
@@ -279,7 +168,7 @@ def read_strategy(path: Path) -> dict[str, ParallelLayout]:
     return found
 
 
-def _layout(source: ProtobufFile, message: Field) -> ParallelLayout:
+def _layout(source: Protobuf, message: Field) -> ParallelLayout:
     """Numbers: dev_matrix 1, tensor_map 2, param_split_shape 3, indices_offset 4, field 5, step 6, size 7."""
     fields = list(source.fields(message.start, message.stop))
     lists = {number: [_dims(source, field) for field in fields if field.number == number] for number in (1, 2)}
@@ -290,7 +179,7 @@ def _layout(source: ProtobufFile, message: Field) -> ParallelLayout:
     return _make(devices, maps, (single.get(5, 0), single.get(6, 0), single.get(7, 0)), split)
 
 
-def _dims(source: ProtobufFile, field: Field) -> list[int]:
+def _dims(source: Protobuf, field: Field) -> list[int]:
     return [value for dim in source.fields(field.start, field.stop) if dim.number == 1 for value in source.numbers(dim)]
 
 
@@ -353,7 +242,7 @@ def is_mindspore_ckpt(path: Path) -> bool:
     if not head.startswith(b"\x0a"):
         return False
     try:
-        with ProtobufFile(path) as source:
+        with Protobuf.open(path) as source:
             outer = next(source.fields(0, source.size))
             inner = source.fields(outer.start, outer.stop)
             tag, tensor = next(inner), next(inner)
@@ -376,7 +265,7 @@ def read_ckpt(path: Path) -> Parameters:
             f"`{path.name}` is encrypted ({ENCRYPTED[head]})",
             hint="load it with `mindspore.load_checkpoint(..., dec_key=...)` and save it again without `enc_key`",
         )
-    with ProtobufFile(path) as source:
+    with Protobuf.open(path) as source:
         end, warnings = _without_crc(source)
         values: list[TensorMessage] = []
         for outer in source.fields(0, end):
@@ -388,30 +277,30 @@ def read_ckpt(path: Path) -> Parameters:
         for tag, parts in groupby((value for value in values if value.kind != TEXT), lambda value: value.tag):
             if tag in tensors:
                 source.refuse(f"has a duplicate tensor name `{tag}`")
-            tensors[tag] = _tensor(source, list(parts))
+            tensors[tag] = _tensor(path, source, list(parts))
         return Parameters(tensors, warnings)
 
 
-def _without_crc(source: ProtobufFile) -> tuple[int, tuple[str, ...]]:
+def _without_crc(source: Protobuf) -> tuple[int, tuple[str, ...]]:
     """Position at which the messages end, and a warning if the checksum was not verified."""
     end = source.size - CRC_TAIL
     if end < 0 or not (tail := source.bytes(end, source.size)).startswith(CRC_TAG):
         return source.size, ()
     if end > CRC_LIMIT:
-        return end, (f"the checksum of `{source.path.name}` was not verified, as that would read the file twice",)
+        return end, (f"the checksum of `{source.name}` was not verified, as that would read the file twice",)
     if zlib.crc32(source.bytes(0, end)) != int.from_bytes(tail[len(CRC_TAG) :], "big"):
         source.refuse("has an invalid checksum")
     return end, ()
 
 
-def _value(source: ProtobufFile, outer: Field) -> TensorMessage:
+def _value(source: Protobuf, outer: Field) -> TensorMessage:
     parts = {field.number: field for field in source.fields(outer.start, outer.stop)}
     if 1 not in parts:
         source.refuse(f"has a tensor without a name at byte {outer.start}")
     tag = source.text(parts[1], NAME_LIMIT)
     if 2 not in parts or parts[2].wire != BYTES:
         raise UnsupportedInput(
-            f"`{tag}` in `{source.path.name}` is a hash map, which is unsupported",
+            f"`{tag}` in `{source.name}` is a hash map, which is unsupported",
             hint="only models made of plain tensors can be converted",
         )
     dims: list[int] = []
@@ -432,11 +321,11 @@ def _value(source: ProtobufFile, outer: Field) -> TensorMessage:
     return TensorMessage(tag, kind, shape, content.start, content.stop)
 
 
-def _tensor(source: ProtobufFile, parts: Sequence[TensorMessage]) -> LazyTensor:
+def _tensor(path: Path, source: Protobuf, parts: Sequence[TensorMessage]) -> LazyTensor:
     first = parts[0]
     if first.kind not in TYPES:
         raise UnsupportedInput(
-            f"tensor `{first.tag}` in `{source.path.name}` has the unsupported type `{first.kind[:40]}`",
+            f"tensor `{first.tag}` in `{source.name}` has the unsupported type `{first.kind[:40]}`",
             hint="only plain float, integer and bool tensors can be converted; dequantize it first",
         )
     dtype = TYPES[first.kind]
@@ -446,7 +335,7 @@ def _tensor(source: ProtobufFile, parts: Sequence[TensorMessage]) -> LazyTensor:
             f"has {stored} bytes in {len(parts)} parts for tensor `{first.tag}`, expected {needed} for its shape"
         )
     if len(parts) == 1:
-        return FileTensor(source.path, first.start, dtype, first.dims)
+        return FileTensor(path, first.start, dtype, first.dims)
     # A tensor whose bytes lie in several places of the file; a part may end inside a row
     spans = [(part.start, part.stop) for part in parts]
     row_bytes = prod(first.dims[1:]) * dtype.itemsize
@@ -454,10 +343,10 @@ def _tensor(source: ProtobufFile, parts: Sequence[TensorMessage]) -> LazyTensor:
     def load(start: int, stop: int) -> Array:
         array = np.empty((stop - start) * row_bytes, dtype=np.uint8)
         done, skip = 0, start * row_bytes
-        with open_data(source.path) as file:
+        with open_data(path) as file:
             for begin, end in spans:
                 if count := min(max(0, end - begin - skip), len(array) - done):
-                    fill(file, array.data[done : done + count], begin + skip, source.path)
+                    fill(file, array.data[done : done + count], begin + skip, path)
                 done, skip = done + count, max(0, skip - (end - begin))
         return array.view(dtype.numpy).reshape(stop - start, *first.dims[1:])
 

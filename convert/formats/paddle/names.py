@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import transposed
-from llmconv.convert.algebra import concat, slice_rows
+from llmconv.convert.algebra import concat, pick_rows
 from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import LazyTensor
 
@@ -351,9 +351,8 @@ def _piece(rule: TensorRule, shard: LazyTensor, which: int, shards: int) -> Lazy
     sizes = [size // shards if single else size for size in rule.pieces]
     start, stride = sum(sizes[:which]), sum(sizes)
     groups = 1 if single else rule.groups // shards
-    ranges = [(group * stride + start, group * stride + start + sizes[which]) for group in range(groups)]
     if rule.linear or len(rule.shape) == 1:
-        return concat([slice_rows(shard, start, stop) for start, stop in ranges], 0)
-    index = np.concatenate([np.arange(start, stop) for start, stop in ranges])
+        return pick_rows(shard, stride, start, sizes[which])
+    index = np.arange(groups * stride).reshape(groups, stride)[:, start : start + sizes[which]].reshape(-1)
     shape = (shard.shape[0], len(index))
     return LazyTensor(shard.dtype, shape, lambda first, last: np.ascontiguousarray(shard.rows(first, last)[:, index]))
