@@ -25,24 +25,30 @@ QUICK = re.compile(
 )
 """One of each kind, also in the quick tests."""
 
-CASES = [name if QUICK.match(name) else pytest.param(name, marks=pytest.mark.slow) for name in bombs.CASES if name]
+CASES = [
+    pytest.param(*name.split(": ", 1), id=name, marks=() if QUICK.match(name) else pytest.mark.slow)
+    for name in bombs.CASES
+]
+TOGETHER = 20
+"""Bombs that one process measures, so that two test processes repeat little."""
 
 
 @pytest.fixture(scope="session")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """`measured(name)`: what inspect and the conversion of a bomb cost; all of its kind at once."""
+def measured(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], dict[str, Any]]:
+    """`measured(name)`: what inspect and the conversion of a bomb cost; with the next ones that will be asked for."""
+    asked = [
+        item.callspec.id
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.function is test_it_costs_little
+    ]
     found: dict[str, dict[str, Any]] = {}
 
     def result(name: str) -> dict[str, Any]:
         if name not in found:
-            quick = QUICK.match(name) is not None
-            kind = name.partition(":")[0]
-            names = [
-                other
-                for other in bombs.CASES
-                if (QUICK.match(other) is not None) == quick and (quick or other.startswith(f"{kind}:"))
-            ]
-            found.update(_measure(names, tmp_path_factory.mktemp("bombs")))
+            start = asked.index(name)
+            found.update(_measure(asked[start : start + TOGETHER], tmp_path_factory.mktemp("bombs")))
         return found[name]
 
     return result
@@ -61,8 +67,9 @@ def _measure(names: list[str], folder: Path) -> dict[str, dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_it_costs_little(measured: Callable[[str], dict[str, Any]], name: str) -> None:
+@pytest.mark.parametrize(("place", "bomb"), CASES)
+def test_it_costs_little(measured: Callable[[str], dict[str, Any]], place: str, bomb: str) -> None:
+    name = f"{place}: {bomb}"
     for kind, run in measured(name).items():
         assert run["outcome"] in ("done", "refused"), run["message"]
         assert run["seconds"] < SECONDS, run
