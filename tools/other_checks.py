@@ -18,8 +18,8 @@ from llmconv.errors import LlmconvError
 from llmconv.runtime import OrtGraph, Runner, default_positions
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.onnxruntime.runner import OrtRunner
+from llmconv.runtime.runner import ArrayCache
 from llmconv.tensors import Array
-from llmconv.verify.scenarios.calls import EditedCache
 
 Outputs = dict[str, Array]
 Close = Callable[[Array, Array], bool]
@@ -67,7 +67,7 @@ def _run(runner: Runner, model: EagerRunner, batch: int, past: int, new: int, to
     return {"logits": step.logits, **step.present.arrays()}
 
 
-def _random_cache(model: EagerRunner, rng: np.random.Generator, batch: int, past: int) -> EditedCache | None:
+def _random_cache(model: EagerRunner, rng: np.random.Generator, batch: int, past: int) -> ArrayCache | None:
     if not past:
         return None
     one = np.zeros((1, 1), dtype=np.int64)
@@ -75,7 +75,7 @@ def _random_cache(model: EagerRunner, rng: np.random.Generator, batch: int, past
     arrays = {
         name: rng.standard_normal((batch, shape[1], past, shape[3]), dtype=np.float32) for name, shape in shapes.items()
     }
-    return EditedCache(arrays, past)
+    return ArrayCache(arrays, past)
 
 
 def _allclose(rtol: float, atol: float) -> Close:

@@ -15,7 +15,7 @@ from llmconv.checkpoint import INDEX, SINGLE, open_weights, read_json
 from llmconv.errors import UsageProblem, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.onnxruntime.graph import open_graph
-from llmconv.runtime.onnxruntime.guard import is_external
+from llmconv.runtime.onnxruntime.guard import is_external, refill
 from llmconv.runtime.onnxruntime.session_settings import (
     CPU,
     HALF_PRECISION,
@@ -329,9 +329,7 @@ def why_not_opened(model: onnx.ModelProto, settings: SessionSettings) -> str:
     copy = onnx.ModelProto.FromString(model.SerializeToString())
     stored = [tensor for tensor in copy.graph.initializer if is_external(tensor)]
     ports = [onnx.helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in stored]
-    kept = [tensor for tensor in copy.graph.initializer if not is_external(tensor)]
-    del copy.graph.initializer[:]
-    copy.graph.initializer.extend(kept)
+    refill(copy.graph.initializer, [tensor for tensor in copy.graph.initializer if not is_external(tensor)])
     copy.graph.input.extend(ports)
     options = replace(settings, optimization="disable", change=None, packed_cache=None).options()
     try:

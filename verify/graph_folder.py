@@ -12,7 +12,7 @@ import onnx
 from llmconv.causal_lm import require_causal_folder
 from llmconv.output.manifest import GraphEntry, graph_entries, single_pass_entries
 from llmconv.runtime.onnxruntime.graph import VISION, has_vision
-from llmconv.runtime.onnxruntime.guard import load_guarded
+from llmconv.runtime.onnxruntime.guard import load_guarded, refill
 from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
 from llmconv.verify.arguments import recorded_reference, require_weights
 from llmconv.verify.bisect.replay import VerifiedFolder
@@ -110,7 +110,5 @@ def joined_stages(parts: Sequence[onnx.ModelProto]) -> onnx.ModelProto:
     taken = {port.name for part in parts for port in part.graph.input}
     made = {port.name for part in parts for port in part.graph.output}
     for ports, handed_on in ((whole.graph.input, made), (whole.graph.output, taken)):
-        left = {port.name: port for port in ports if port.name not in handed_on}
-        del ports[:]
-        ports.extend(left.values())
+        refill(ports, {port.name: port for port in ports if port.name not in handed_on}.values())
     return whole

@@ -28,14 +28,13 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import onnx
-from onnx import helper
 
 from llmconv.causal_lm import context_length
 from llmconv.errors import LlmconvError, UnsupportedInput, UsageProblem
 from llmconv.output.manifest import read_manifest
 from llmconv.runtime.extra_inputs import past_of
 from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
-from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, load_guarded
+from llmconv.runtime.onnxruntime.guard import attribute_values, external_fields, external_tensors, load_guarded
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import GraphTransform, SessionSettings
 from llmconv.runtime.runner import Runner, Step, default_positions
@@ -435,7 +434,7 @@ def _code_problem(new: Array, before: Array, codes: Array, scale: Array, past: i
 
 def _attend(node: onnx.NodeProto, query: Array, cache: list[Array], bias: Array) -> Array:
     """The output [rows, tokens, heads * head_dim] in float64, of keys and values [rows, kv_heads, total, head_dim]."""
-    found = {one.name: helper.get_attribute_value(one) for one in node.attribute}
+    found = attribute_values(node)
     heads, kv_heads, size = found["num_heads"], found["kv_num_heads"], cache[0].shape[-1]
     rows, new, total = *query.shape[:2], cache[0].shape[2]
     split = query.reshape(rows, new, heads, size).swapaxes(1, 2)

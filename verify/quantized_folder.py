@@ -20,7 +20,7 @@ from llmconv.quantized_weights.quantized_checkpoint import FIELD
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.low_memory.runner import EmptyRunner, StreamedRunner
 from llmconv.runtime.onnxruntime.graph import open_graph
-from llmconv.runtime.onnxruntime.guard import external_fields, nodes
+from llmconv.runtime.onnxruntime.guard import attributes, external_fields, nodes, refill
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.runner import Runner
@@ -60,7 +60,7 @@ from llmconv.verify.other_exporters.quantized.dequantized_reference import (
     tied_head,
     unstacked,
 )
-from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants, QuantizedMatrix, attributes
+from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants, QuantizedMatrix
 from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices, quantized_operators
 from llmconv.verify.other_exporters.quantized.tensor_matching import CODES, JOINED, name_in_file, named_tensors
 from llmconv.verify.other_exporters.quantized_verdict import (
@@ -484,8 +484,7 @@ def restore_logits(model: onnx.ModelProto) -> None:
         return
     model.graph.node.append(onnx.helper.make_node("Identity", [INNER], [LOGITS], name=f"{INNER}/restored"))
     kept = [port for port in model.graph.output if port.name not in CHOSEN]
-    del model.graph.output[:]
-    model.graph.output.extend([onnx.ValueInfoProto(name=LOGITS), *kept])
+    refill(model.graph.output, [onnx.ValueInfoProto(name=LOGITS), *kept])
 
 
 def with_logits(verified: VerifiedFolder) -> VerifiedFolder:

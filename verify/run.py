@@ -30,7 +30,7 @@ from llmconv.output.manifest import (
     weight_file,
 )
 from llmconv.runtime.onnxruntime.graph import VISION
-from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
+from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, refill
 from llmconv.runtime.onnxruntime.lora_names import declared_factors, module_of, require_factors, without_inputs
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, half_precision, with_options
 from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
@@ -397,10 +397,8 @@ def _bake(model: onnx.ModelProto, factors: Mapping[str, Array]) -> None:
     kept = [tensor for tensor in graph.initializer if tensor.name not in factors]
     ports = [port for port in graph.input if port.name not in factors]
     given = [numpy_helper.from_array(array, name) for name, array in factors.items()]
-    for field, content in ((graph.initializer, [*kept, *given]), (graph.input, ports)):
-        copies = [type(item).FromString(item.SerializeToString()) for item in content]
-        del field[:]
-        field.extend(copies)
+    refill(graph.initializer, [*kept, *given])
+    refill(graph.input, ports)
 
 
 @contextmanager

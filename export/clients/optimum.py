@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 
 from llmconv.export.clients import Client, ClientModel, EncodedGraphs
 from llmconv.export.input_map import Port
+from llmconv.runtime.onnxruntime.guard import refill
 
 OWN_HEAD_DIM = {"gemma", "gemma3_text", "gpt_oss", "nemotron"}
 """Families for which optimum reads `head_dim`; for others it divides `hidden_size`."""
@@ -70,9 +71,7 @@ def accept_any_empty_past(encoded: bytes, past: list[Port]) -> bytes:
             graph.initializer.append(helper.make_tensor(shape, TensorProto.INT64, [4], [0, heads, -1, size]))
         node_name = f"{port.name}/Reshape"
         reshapes.append(helper.make_node("Reshape", [port.name, shape], [renamed[port.name]], name=node_name))
-    nodes = [*reshapes, *graph.node]
-    del graph.node[:]
-    graph.node.extend(nodes)
+    refill(graph.node, [*reshapes, *graph.node])
     return bytes(model.SerializeToString(deterministic=True))
 
 

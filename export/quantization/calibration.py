@@ -24,6 +24,7 @@ from llmconv.export.weights import StoredRows, WeightSource, bind, leaves, match
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.low_memory.pieced_graph import GraphPiece, ValueTypes, cut_graph
+from llmconv.runtime.onnxruntime.guard import refill
 from llmconv.runtime.onnxruntime.packed_cache import WEIGHTS_FOLDER, followed
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.tensors import Array
@@ -115,9 +116,7 @@ class PieceOfText:
             port = onnx.helper.make_tensor_value_info(tensor.name, onnx.TensorProto.FLOAT, tensor.dims)
             built.graph.input.append(port)
             built.graph.initializer.remove(tensor)
-        kept = [output for output in built.graph.output if output.name in names]
-        del built.graph.output[:]
-        built.graph.output.extend(kept)
+        refill(built.graph.output, [output for output in built.graph.output if output.name in names])
         session = open_piece(built, self.folder)
         self.types.update({arg.name: (arg.type, arg.shape) for arg in session.get_outputs()})
         wanted = {arg.name for arg in session.get_inputs()}

@@ -12,6 +12,7 @@ import onnx
 import torch
 
 from llmconv.runtime.extra_inputs import layer_of
+from llmconv.runtime.onnxruntime.guard import attributes
 from llmconv.tensors import Array
 from llmconv.verify.bisect.replay import IN, MASK, OUT, layer_of_scope
 from llmconv.verify.bisect.suspect import HIDDEN, Finding, Suspect, differ, difference
@@ -386,7 +387,7 @@ def transposed(suspect: Suspect) -> Finding | None:
     """A product with a transposed matrix; transformers' Conv1D stores its matrix as (in, out)."""
     for node in suspect.nodes:
         module = suspect.module(node)
-        flag = next((a.i for a in node.attribute if a.name == "transB"), 0)
+        flag = attributes(node).get("transB", 0)
         mapped = len(node.input) > 1 and node.input[1] in suspect.weights
         if node.op_type not in {"Gemm", "FusedMatMul"} or not mapped:
             continue

@@ -6,7 +6,7 @@ code * scale with standard operators before it attends, and must equal the shipp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from llmconv.runtime.extra_inputs import is_past, is_present
-from llmconv.runtime.onnxruntime.guard import is_external
+from llmconv.runtime.onnxruntime.guard import attribute_values, is_external, refill
 from llmconv.tensors import Array
 
 OPERATOR = "GroupQueryAttention"
@@ -59,18 +59,14 @@ def to_floats(model: onnx.ModelProto) -> None:
         port.type.tensor_type.elem_type = TensorProto.FLOAT
     dropped: set[str] = set()
     for node in attention_nodes(model):
-        kept = [one for one in node.attribute if one.name not in {*TYPES, BITS}]
-        del node.attribute[:]
-        node.attribute.extend(kept)
+        refill(node.attribute, [one for one in node.attribute if one.name not in {*TYPES, BITS}])
         inputs = list(node.input)
         dropped |= set(inputs[SCALES[0] :])
         del inputs[SCALES[0] :]
         while inputs and not inputs[-1]:
             inputs.pop()
         node.input[:] = inputs
-    tensors = [tensor for tensor in model.graph.initializer if tensor.name not in dropped]
-    del model.graph.initializer[:]
-    model.graph.initializer.extend(tensors)
+    refill(model.graph.initializer, [tensor for tensor in model.graph.initializer if tensor.name not in dropped])
 
 
 def to_rounded_floats(path: Path, model: onnx.ModelProto) -> None:
@@ -85,8 +81,7 @@ def to_rounded_floats(path: Path, model: onnx.ModelProto) -> None:
                 copy.input[new] = f"rounded/{number}/{new}"
                 nodes += _rounding(model.graph, node.input[new], copy.input[new], scales[node.input[past]])
         nodes.append(copy)
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
+    refill(model.graph.node, nodes)
 
 
 def _rounding(graph: onnx.GraphProto, value: str, rounded: str, scale: Array) -> Iterator[onnx.NodeProto]:
@@ -115,7 +110,7 @@ def _kind(port: onnx.ValueInfoProto) -> int:
 
 
 def _attribute_problems(node: onnx.NodeProto) -> list[str]:
-    found: Mapping[str, object] = {one.name: helper.get_attribute_value(one) for one in node.attribute}
+    found = attribute_values(node)
     wrong = [name for name, kind in TYPES.items() if found.get(name) != kind.encode()]
     wrong += [BITS] if found.get(BITS) != 8 else []
     wrong += [ROTATED] if found.get(ROTATED) else []

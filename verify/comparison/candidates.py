@@ -20,7 +20,7 @@ from llmconv.errors import LlmconvError, MalformedInput, OutOfMemory, first_line
 from llmconv.output.manifest import PrefixEntry
 from llmconv.runtime.extra_inputs import ExtraValues, is_state
 from llmconv.runtime.onnxruntime.graph import OrtGraph
-from llmconv.runtime.onnxruntime.guard import weight_bytes
+from llmconv.runtime.onnxruntime.guard import refill, weight_bytes
 from llmconv.runtime.onnxruntime.packed_cache import WEIGHTS_FOLDER, followed
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
@@ -145,7 +145,9 @@ def check_scenario(
         for number, (call, step, expected) in enumerate(zip(chain, steps, truth, strict=True)):
             rows = rows_of(step, call.known)
             found = _results(candidate, expected["logits"], step, gates)
-            found |= {name: _measure(expected[name], rows.get(name), gates) for name in expected if name != "logits"}
+            found |= {
+                name: measured_rows(expected[name], rows.get(name), gates) for name in expected if name != "logits"
+            }
             for name, measured in found.items():
                 measures[name].append(measured)
                 evidence.see_rows(name, measured, call.past_mask.shape[1] if name == "logits" else call.known)
@@ -193,7 +195,8 @@ def _results(candidate: Candidate, truth: ExpectedOutput, step: Step, gates: Gat
     return measure_choices(truth, step.choices, count)
 
 
-def _measure(truth: ExpectedOutput, rows: Array | None, gates: Gates) -> Measure:
+def measured_rows(truth: ExpectedOutput, rows: Array | None, gates: Gates) -> Measure:
+    """The error of an output as rows, None for one that is missing; the noise is measured again near the gates."""
     if rows is None:
         return Measure(problem="missing output")
     return with_checked_noise(truth, lambda truth: measure(truth, rows), gates)
@@ -349,9 +352,8 @@ class GraphProbe:
     def _with_outputs(self, names: Sequence[str]) -> onnx.ModelProto:
         model = onnx.ModelProto()
         model.CopyFrom(self.model)
-        del model.graph.output[:]
         declared = {port.name: port for port in self.model.graph.output}
-        model.graph.output.extend(declared.get(name) or onnx.ValueInfoProto(name=name) for name in names)
+        refill(model.graph.output, (declared.get(name) or onnx.ValueInfoProto(name=name) for name in names))
         return _pruned(model)
 
     def piece(self, nodes: Sequence[onnx.NodeProto], feeds: Mapping[str, Array], output: str) -> onnx.ModelProto:
@@ -407,13 +409,9 @@ def _pruned(model: onnx.ModelProto) -> onnx.ModelProto:
         if needed.intersection(node.output):
             kept.append(node)
             needed.update(inner_inputs(node))
-    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in reversed(kept)]
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
+    refill(model.graph.node, reversed(kept))
     for ports in (model.graph.initializer, model.graph.input):
-        left = [port for port in ports if port.name in needed]
-        del ports[:]
-        ports.extend(left)
+        refill(ports, [port for port in ports if port.name in needed])
     return model
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper, shape_inference
 
-from llmconv.runtime.onnxruntime.guard import graphs
+from llmconv.runtime.onnxruntime.guard import graphs, refill
 from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION, compute_in_float32, exact_number
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import inner_inputs
@@ -144,8 +144,7 @@ def _round(model: onnx.ModelProto, half: int, values: set[str]) -> None:
                 if name in values & read:
                     new.output[at] = f"{name}:exact"
                     nodes += _rounding_casts(new.output[at], name, half)
-        del graph.node[:]
-        graph.node.extend(nodes)
+        refill(graph.node, nodes)
 
 
 def _rounding_casts(source: str, target: str, half: int) -> list[onnx.NodeProto]:

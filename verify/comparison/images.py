@@ -17,7 +17,7 @@ from llmconv.runtime.onnxruntime.graph import VISION, OrtGraph, VisionGraph
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.runner import Extras, PlacedEmbeddings, Runner, Step, default_positions
 from llmconv.tensors import Array
-from llmconv.verify.comparison.candidates import Candidate, fold, with_checked_noise
+from llmconv.verify.comparison.candidates import Candidate, fold, measured_rows
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.reference.other_roundings import rows_of
 from llmconv.verify.results import Check
@@ -104,12 +104,7 @@ class ImageChecks:
     def _measured(self, truths: dict[str, ExpectedOutput], made: Step, *, last: bool) -> dict[str, Measure]:
         rows = rows_of(made)
         expected = {**truths, "logits": truths["logits"].last()} if last else truths
-        return {name: self._measure(truth, rows.get(name)) for name, truth in expected.items()}
-
-    def _measure(self, truth: ExpectedOutput, rows: Array | None) -> Measure:
-        if rows is None:
-            return Measure(problem="missing output")
-        return with_checked_noise(truth, lambda truth: measure(truth, rows), self.gates)
+        return {name: measured_rows(truth, rows.get(name), self.gates) for name, truth in expected.items()}
 
     def _features_of(self, prompts: PromptsWithImages) -> list[Features]:
         return [self.family.features(self.vision.run, given) for given in prompts.images]

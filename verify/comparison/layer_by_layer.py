@@ -45,7 +45,7 @@ from llmconv.runtime.low_memory.weights import (
     SpillFile,
 )
 from llmconv.runtime.onnxruntime.graph import OrtGraph
-from llmconv.runtime.onnxruntime.guard import external_fields, graphs
+from llmconv.runtime.onnxruntime.guard import attributes, external_fields, graphs, refill
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import FixedSizes
@@ -386,9 +386,7 @@ class _Scaling:
             nodes.append(node)
             for name in node.output:
                 nodes += self._after.get(name, [])
-        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-        del self._graph.node[:]
-        self._graph.node.extend(copies)
+        refill(self._graph.node, nodes)
 
     def _places(self, name: str, kind: int) -> list[Product] | None:
         """The products with a weight; None if it is used in another way."""
@@ -439,11 +437,8 @@ class _Scaling:
                 self._scale_output(node, to, factor)
             return
         tensor.name = stored = f"{name}:unscaled"
-        ports = [
-            port for port in self._graph.input if port.name != name
-        ]  # before IR version 4 initializers are also inputs
-        del self._graph.input[:]
-        self._graph.input.extend(ports)
+        # before IR version 4 initializers are also inputs
+        refill(self._graph.input, [port for port in self._graph.input if port.name != name])
         if kind not in SHORT:
             dtype = helper.tensor_dtype_to_np_dtype(kind)
             self._before += self._times(stored, factor.astype(dtype), name)
@@ -465,7 +460,4 @@ def _is_product(node: onnx.NodeProto, at: int) -> bool:
 
 
 def _cast_to(node: onnx.NodeProto) -> int:
-    if node.op_type != "Cast":
-        return 0
-    kind: Any = next(one.i for one in node.attribute if one.name == "to")
-    return int(kind)
+    return attributes(node)["to"] if node.op_type == "Cast" else 0

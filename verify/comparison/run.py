@@ -16,10 +16,10 @@ from llmconv.output.manifest import GraphEntry
 from llmconv.runtime.images.families import family_in
 from llmconv.runtime.onnxruntime.graph import VISION, EmbeddingGraph, OrtGraph, VisionGraph
 from llmconv.runtime.onnxruntime.runner import OrtRunner
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION, SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS, INPUTS_EMBEDS
 from llmconv.runtime.runner import PlacedEmbeddings, default_positions
-from llmconv.tensors import Array
+from llmconv.tensors import BY_NAME
 from llmconv.verify.audit.structure import check_structure, check_tower_norms, name_problems
 from llmconv.verify.comparison.candidates import (
     Candidate,
@@ -27,7 +27,7 @@ from llmconv.verify.comparison.candidates import (
     candidates,
     check_scenario,
     fold,
-    with_checked_noise,
+    measured_rows,
 )
 from llmconv.verify.comparison.images import FEATURES, ImageChecks
 from llmconv.verify.comparison.layer_by_layer import Scaler, precompute
@@ -45,7 +45,7 @@ from llmconv.verify.results import Check, Checks, Report
 from llmconv.verify.scenarios.calls import Call, Chain
 from llmconv.verify.scenarios.selection import Budget, Named, Selection
 from llmconv.verify.scenarios.table import Scenario
-from llmconv.verify.sigma import GATES, Evidence, ExpectedOutput, Gates, Measure, NoiseFloor, measure
+from llmconv.verify.sigma import GATES, Evidence, Gates, Measure, NoiseFloor, measure
 
 OTHER_SETTINGS = (("disable", 1), ("basic", 2), ("extended", 1))
 OTHER_SETTINGS_SCENARIO = "left padding"
@@ -292,13 +292,7 @@ def check_own_embeddings(graph: OrtGraph, eager: Eager, gates: Gates) -> list[Ch
     expected = {name: truth for name, truth in truths.items() if name in rows or step.choices is None}
     if candidate.last_logits and "logits" in expected:
         expected["logits"] = expected["logits"].last()
-    return [fold(blank, name, [_measure(truth, rows.get(name), gates)], gates) for name, truth in expected.items()]
-
-
-def _measure(truth: ExpectedOutput, rows: Array | None, gates: Gates) -> Measure:
-    if rows is None:
-        return Measure(problem="missing output")
-    return with_checked_noise(truth, lambda truth: measure(truth, rows), gates)
+    return [fold(blank, name, [measured_rows(truth, rows.get(name), gates)], gates) for name, truth in expected.items()]
 
 
 def _call(eager: Eager) -> tuple[Call, PlacedEmbeddings]:
@@ -311,16 +305,9 @@ def _call(eager: Eager) -> tuple[Call, PlacedEmbeddings]:
     where[:, 1:-1] = True
     size = float(np.sqrt((table**2).mean()))
     rows = (size * random.standard_normal((int(where.sum()), table.shape[-1]))).astype(np.float32)
-    if eager.dtype in ("float16", "bfloat16"):  # the graph's input rounds them
-        rows = _rounded(rows, eager.dtype)
+    if eager.dtype in HALF_PRECISION:  # the graph's input rounds them
+        rows = rows.astype(BY_NAME[eager.dtype].numpy).astype(np.float32)
     return Call(ids, mask, default_positions(mask, TOKENS)), PlacedEmbeddings(where, rows)
-
-
-def _rounded(rows: Array, dtype: str) -> Array:
-    if dtype == "float16":
-        return rows.astype(np.float16).astype(np.float32)
-    bits = rows.view(np.uint32) & np.uint32(0xFFFF0000)
-    return bits.view(np.float32)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import onnx
 
@@ -23,6 +22,7 @@ from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.runtime.extra_inputs import is_past, is_present, layer_of
 from llmconv.runtime.low_memory.pieced_graph import values_read_by
 from llmconv.runtime.low_memory.runner import EmptyRunner
+from llmconv.runtime.onnxruntime.guard import refill
 from llmconv.verify.audit.weights import WeightSource, tensors_of
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.layers.graph_index import NUMBERED, Kind, NotLayered, layer_kinds, layer_names
@@ -238,9 +238,9 @@ def keep_layers(model: onnx.ModelProto, kept: Collection[int], tensors: Mapping[
     renamed = {**_bypassed(layers, kept), **_lengths(layers, kept)}
     nodes = [_renamed(node, renamed) for at, node in enumerate(layers.index.nodes) if at not in removed]
     graph = model.graph
-    _replace(graph.node, nodes)
-    _replace(graph.input, [port for port in graph.input if not is_past(port.name) or layer_of(port.name) in kept])
-    _replace(graph.output, [port for port in graph.output if not is_present(port.name) or layer_of(port.name) in kept])
+    refill(graph.node, nodes)
+    refill(graph.input, [port for port in graph.input if not is_past(port.name) or layer_of(port.name) in kept])
+    refill(graph.output, [port for port in graph.output if not is_present(port.name) or layer_of(port.name) in kept])
     drop_unused(model)
 
 
@@ -249,10 +249,10 @@ def drop_unused(model: onnx.ModelProto) -> None:
     defaults = {tensor.name for tensor in model.graph.initializer}
     used = {name for node in model.graph.node for name in (*node.input, *node.output)}
     used |= {name for node in model.graph.node if node.attribute for name in values_read_by(node)}
-    _replace(model.graph.initializer, [tensor for tensor in model.graph.initializer if tensor.name in used])
+    refill(model.graph.initializer, [tensor for tensor in model.graph.initializer if tensor.name in used])
     ports = [port for port in model.graph.input if port.name in used or port.name not in defaults]
-    _replace(model.graph.input, ports)
-    _replace(model.graph.value_info, [info for info in model.graph.value_info if info.name in used])
+    refill(model.graph.input, ports)
+    refill(model.graph.value_info, [info for info in model.graph.value_info if info.name in used])
 
 
 def _bypassed(layers: GraphLayers, kept: Collection[int]) -> dict[str, str]:
@@ -293,11 +293,5 @@ def _renamed(node: onnx.NodeProto, names: dict[str, str]) -> onnx.NodeProto:
         for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
             own = {name for one in graph.node for name in one.output}
             inner = [_renamed(one, {old: new for old, new in names.items() if old not in own}) for one in graph.node]
-            _replace(graph.node, inner)
+            refill(graph.node, inner)
     return copy
-
-
-def _replace(field: Any, items: Iterable[Any]) -> None:
-    copies = list(items)
-    del field[:]
-    field.extend(copies)

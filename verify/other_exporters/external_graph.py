@@ -18,7 +18,7 @@ from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutOfMemo
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.extra_inputs import ExtraValues, cache_order
 from llmconv.runtime.onnxruntime.graph import SessionChain
-from llmconv.runtime.onnxruntime.guard import load_guarded, nodes
+from llmconv.runtime.onnxruntime.guard import attributes, load_guarded, nodes
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG
 from llmconv.runtime.runner import Cache, Extras, Step
@@ -254,7 +254,9 @@ class GraphLimits:
         rows, tokens = axes[binding.port_map.tokens]
         grouped = [node for node in nodes(model) if node.op_type == GROUPED]
         biased = all(len(node.input) > BIAS and node.input[BIAS] for node in grouped)
-        in_rings = {port for node in grouped if _is_ring(node) for port in node.input[3:5]}
+        in_rings = {
+            port for node in grouped if attributes(node).get("sliding_window_cache") for port in node.input[3:5]
+        }
         rings = frozenset(name for name, port in binding.past.items() if port in in_rings)
         takes = (binding.takes_mask, binding.takes_positions)
         return cls(rows, tokens, *takes, not biased, bool(grouped), rings, keeps_cache=bool(binding.past))
@@ -282,10 +284,6 @@ class GraphLimits:
         if self.tokens is not None:
             return self.tokens
         return 1 if self.single and rows > 1 and past else new
-
-
-def _is_ring(node: onnx.NodeProto) -> bool:
-    return any(attribute.name == "sliding_window_cache" and attribute.i for attribute in node.attribute)
 
 
 def _fixed_axes(info: onnx.ValueInfoProto) -> Sequence[int | None]:

@@ -26,7 +26,7 @@ from llmconv.output.manifest import PrefixEntry
 from llmconv.runtime.eager.limit_margins import ModelLimit
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import ScaleFactors
-from llmconv.runtime.extra_inputs import ExtraInput, is_state
+from llmconv.runtime.extra_inputs import ExtraInput, ModelCall, is_state
 from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step, default_positions
 from llmconv.tensors import Array, DType, LazyTensor
 from llmconv.verify.reference.other_roundings import (
@@ -468,19 +468,11 @@ class PrefixedRunner(Runner):
     start: PrefixStart
     first_position: int
 
-    def prefill(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None = None,
-        extras: Extras | None = None,
-        placed: PlacedEmbeddings | None = None,
+    def _run_prompt(
+        self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
     ) -> Step:
-        """As `Runner.prefill`; without a past the prefix is the past."""
-        mask = np.pad(attention_mask, ((0, 0), (self.start.length, 0)), constant_values=1)
-        past = past or self.start.of_batch(len(input_ids))
-        return self.runner.prefill(input_ids, mask, position_ids + self.first_position, past, extras, placed)
+        whole = call.after(self.start.length, self.first_position)
+        return self.runner.prefill(*whole.arrays, past or self.start.of_batch(len(call.input_ids)), extras, placed)
 
 
 Start = Callable[[EagerRunner], PrefixStart]  # keys and values of a prefix, for the precision of a runner

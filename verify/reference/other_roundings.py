@@ -27,11 +27,11 @@ from llmconv.checkpoint import read_json
 from llmconv.runtime.eager.limit_margins import ModelLimit
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.extra_inputs import SEQUENCE, TOTAL, ExtraInput, is_state, part
-from llmconv.runtime.runner import Cache, Runner, Step
+from llmconv.runtime.runner import ArrayCache, Cache, Runner, Step
 from llmconv.tensors import Array
 from llmconv.verify.library_patches import TorchDispatchMode
 from llmconv.verify.results import Check
-from llmconv.verify.scenarios.calls import CacheEdit, Call, Chain, EditedCache
+from llmconv.verify.scenarios.calls import CacheEdit, Call, Chain
 from llmconv.verify.scenarios.table import Scenario
 from llmconv.verify.sigma import ULPS, ExpectedOutput, cache_rows, state_rows
 
@@ -128,7 +128,7 @@ LEAST = 3
 """Minimum number of calls to merge; for fewer, a merged call that turns out to differ costs more than it saves."""
 
 
-class MergedPrefix(EditedCache):
+class MergedPrefix(ArrayCache):
     """The first tokens of the cache of a merged call."""
 
 

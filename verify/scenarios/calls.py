@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from llmconv.runtime.extra_inputs import BATCH, SEQUENCE, TOTAL, ExtraInput, ModelCall, is_state
-from llmconv.runtime.runner import TOKEN_AXIS, Cache, default_positions
+from llmconv.runtime.runner import TOKEN_AXIS, ArrayCache, Cache, default_positions
 from llmconv.tensors import BY_NAME, Array
 
 GARBAGE = 1e6
@@ -72,7 +72,7 @@ class CacheEdit:
         if isinstance(cache, EditableCache):
             return cache.edited(self, mask)
         arrays = {name: self.of_array(name, array, mask) for name, array in cache.arrays().items()}
-        return EditedCache(arrays, cache.length - self.drop)
+        return ArrayCache(arrays, cache.length - self.drop)
 
     def of_array(self, name: str, array: Array, mask: Array) -> Array:
         """One edited array of a cache, [batch, heads, tokens, head_dim], or a state [batch, …]."""
@@ -91,17 +91,6 @@ class EditableCache(Protocol):
 
     def edited(self, edit: CacheEdit, mask: Array) -> Cache:
         """See `CacheEdit.apply`."""
-
-
-@dataclass(frozen=True)
-class EditedCache:
-    """A cache as plain arrays, see `runner.Cache`."""
-
-    content: Mapping[str, Array]
-    length: int
-
-    def arrays(self) -> Mapping[str, Array]:
-        return self.content
 
 
 @dataclass(frozen=True)

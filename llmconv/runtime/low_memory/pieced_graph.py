@@ -12,7 +12,7 @@ to the order in which a kernel sums.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -29,24 +29,22 @@ from llmconv.output.manifest import GraphEntry
 from llmconv.runtime.extra_inputs import ModelCall, is_past, is_present, is_state, layer_of, past_of
 from llmconv.runtime.low_memory.weights import LOW_MEMORY_HINT, PlannedCall, PrecomputedRunner, SpillFile
 from llmconv.runtime.onnxruntime.graph import LENGTH_AXIS, OrtCache, OrtGraph, refusing, step_of
-from llmconv.runtime.onnxruntime.guard import external_fields, is_external, load_guarded, nodes
+from llmconv.runtime.onnxruntime.guard import attributes, external_fields, is_external, load_guarded, nodes, refill
 from llmconv.runtime.onnxruntime.lora_names import declared_factors
 from llmconv.runtime.onnxruntime.packed_cache import WEIGHTS_FOLDER, followed
-from llmconv.runtime.onnxruntime.session_settings import TENSOR_DTYPES, Device, GraphTransform, SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import (
+    INPUT_DTYPES,
+    TENSOR_DTYPES,
+    Device,
+    GraphTransform,
+    SessionSettings,
+)
 from llmconv.runtime.onnxruntime.shared_buffers import as_input
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Step
 
 FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16}
-TYPES = {
-    "tensor(float)": TensorProto.FLOAT,
-    "tensor(float16)": TensorProto.FLOAT16,
-    "tensor(bfloat16)": TensorProto.BFLOAT16,
-    "tensor(double)": TensorProto.DOUBLE,
-    "tensor(int64)": TensorProto.INT64,
-    "tensor(int32)": TensorProto.INT32,
-    "tensor(bool)": TensorProto.BOOL,
-}
+TYPES = {kind: helper.np_dtype_to_tensor_dtype(np.dtype(dtype)) for kind, dtype in INPUT_DTYPES.items()}
 # onnxruntime's type name and the shape of values, by value name
 ValueTypes = dict[str, tuple[str, Sequence[int | str | None]]]
 
@@ -406,9 +404,7 @@ def split_products(model: onnx.ModelProto, limit: int) -> None:
         nodes += _split(model.graph, product, limit) if product else [node]
     used = {name for node in nodes for name in node.input}
     dropped = {product.cast.output[0] for product in products.values() if product.cast}
-    kept = [node for node in nodes if not (node.output and node.output[0] in dropped - used)]
-    del model.graph.node[:]
-    model.graph.node.extend(kept)
+    refill(model.graph.node, [node for node in nodes if not (node.output and node.output[0] in dropped - used)])
 
 
 def _size(tensor: onnx.TensorProto) -> int:
@@ -419,17 +415,12 @@ def _products(model: onnx.ModelProto) -> Iterator[_Product]:
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     casts = {node.output[0]: node for node in model.graph.node if node.op_type == "Cast" and node.input[0] in stored}
     for node in model.graph.node:
-        if node.op_type != "Gemm" or node.domain or len(node.input) != 2 or not _is_transposed(node):
+        if node.op_type != "Gemm" or node.domain or len(node.input) != 2 or attributes(node).get("transB") != 1:
             continue
         cast = casts.get(node.input[1])
         matrix = stored.get(cast.input[0] if cast else node.input[1])
         if matrix is not None and len(matrix.dims) == 2 and is_external(matrix):
             yield _Product(node, cast, matrix)
-
-
-def _is_transposed(node: onnx.NodeProto) -> bool:
-    attributes: Mapping[str, onnx.AttributeProto] = {attribute.name: attribute for attribute in node.attribute}
-    return "transB" in attributes and attributes["transB"].i == 1
 
 
 def _split(graph: onnx.GraphProto, product: _Product, limit: int) -> list[onnx.NodeProto]:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 
 from llmconv.errors import MalformedInput
 
@@ -65,9 +65,7 @@ def _drop_fallbacks(model: onnx.ModelProto) -> None:
         return  # of version 0 it does run the bodies; they are refused
     kept = [function for function in model.functions if (function.domain, function.name) not in _own_operators()]
     if len(kept) < len(model.functions):
-        copies = [onnx.FunctionProto.FromString(function.SerializeToString()) for function in kept]
-        del model.functions[:]
-        model.functions.extend(copies)
+        refill(model.functions, kept)
 
 
 @cache
@@ -142,6 +140,23 @@ def nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     yield from _nodes_of(model.graph.node, DEPTH_LIMIT)
     for function in model.functions:
         yield from _nodes_of(function.node, DEPTH_LIMIT)
+
+
+def attributes(node: onnx.NodeProto) -> dict[str, int]:
+    """The values of a node's integer attributes by name."""
+    return {found.name: found.i for found in node.attribute if found.type == onnx.AttributeProto.INT}
+
+
+def attribute_values(node: onnx.NodeProto) -> dict[str, Any]:
+    """The values of all attributes of a node by name; ValueError for one of no type."""
+    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+
+
+def refill(field: Any, items: Iterable[Any]) -> None:
+    """Gives a repeated field of messages, some of which may be its own, other content."""
+    content = list(items)
+    del field[:]
+    field.extend(content)
 
 
 def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:

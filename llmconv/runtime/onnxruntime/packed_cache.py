@@ -32,7 +32,14 @@ from llmconv.files.safe_folder import unfinished_folder, user_cache
 from llmconv.memory import huge_pages, raise_if_out_of_memory
 from llmconv.progress import warn
 from llmconv.runtime.extra_inputs import MAX_LENGTH, is_present
-from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, is_external, nodes
+from llmconv.runtime.onnxruntime.guard import (
+    attribute_values,
+    external_fields,
+    external_tensors,
+    is_external,
+    nodes,
+    refill,
+)
 from llmconv.runtime.onnxruntime.session_settings import CPU, INPUT_DTYPES, SessionSettings, provider_name
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 from llmconv.tensors import Array
@@ -83,9 +90,7 @@ def join_projections(graph: onnx.GraphProto) -> None:
             joined |= {part.output[0] for part in parts}
             nodes += _join(node, parts)
         nodes.append(node)
-    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes if node.output[0] not in joined]
-    del graph.node[:]
-    graph.node.extend(kept)
+    refill(graph.node, [node for node in nodes if node.output[0] not in joined])
 
 
 def _can_join(
@@ -97,8 +102,7 @@ def _can_join(
     """Whether `parts` compute query, key and value from the same states, alike, for one head size and no other node."""
     if attention.op_type != "GroupQueryAttention" or [part.op_type for part in parts] != ["FusedMatMul"] * 3:
         return False
-    settings = [{item.name: helper.get_attribute_value(item) for item in part.attribute} for part in parts]
-    fields = {item.name: helper.get_attribute_value(item) for item in attention.attribute}
+    settings, fields = list(map(attribute_values, parts)), attribute_values(attention)
     heads = fields["num_heads"], fields["kv_num_heads"], fields["kv_num_heads"]
     weights = [shapes.get(part.input[1], ()) for part in parts]
     return (

@@ -30,7 +30,7 @@ from onnx import TensorProto, helper, numpy_helper
 from llmconv.argument_checks import require_threads
 from llmconv.errors import UsageProblem, first_line
 from llmconv.runtime.extra_inputs import ExtraInput
-from llmconv.runtime.onnxruntime.guard import external_fields, graphs, is_external
+from llmconv.runtime.onnxruntime.guard import attributes, external_fields, graphs, is_external, refill
 from llmconv.tensors import BLOCK_BYTES, Array
 
 HALF_PRECISION: Mapping[str, int] = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
@@ -98,9 +98,7 @@ def _widen_weights(graph: onnx.GraphProto, half: int) -> None:
         name, tensor.name = tensor.name, f"{tensor.name}:stored"
         casts.append(helper.make_node("Cast", [tensor.name], [name], name=f"{name}:wide", to=TensorProto.FLOAT))
     if casts:
-        nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in (*casts, *graph.node)]
-        del graph.node[:]
-        graph.node.extend(nodes)
+        refill(graph.node, [*casts, *graph.node])
 
 
 HOST = "cpu"  # onnxruntime's name of the host's memory
@@ -292,9 +290,9 @@ class SessionSettings:
 
     def prepare(self, path: Path, model: onnx.ModelProto, options: ort.SessionOptions) -> bool:
         """Changes the graph `model` of `path`, without its weights, as the settings demand; whether it did."""
-        is_on_cpu, half = provider_name(self.provider) == CPU, half_precision(model)
         if self.change:
             self.change(path, model)
+        is_on_cpu, half = provider_name(self.provider) == CPU, half_precision(model)
         if is_on_cpu and half in WITHOUT_KERNELS:
             compute_in_float32(model, HALF_PRECISION[half])
         if is_on_cpu and self.widened and not self.prepack:
@@ -417,10 +415,7 @@ class WidenedWeights:
             options.add_initializer(node.output[0], self._copy(path.parent, tensor))
             tensor.name, tensor.data_type = node.output[0], TensorProto.FLOAT
         replaced = {node.output[0] for node in casts}
-        kept = [node for node in model.graph.node if node.output[0] not in replaced]
-        nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in kept]
-        del model.graph.node[:]
-        model.graph.node.extend(nodes)
+        refill(model.graph.node, [node for node in model.graph.node if node.output[0] not in replaced])
 
     def _copy(self, folder: Path, tensor: onnx.TensorProto) -> ort.OrtValue:
         fields = external_fields(tensor)
@@ -442,7 +437,7 @@ def _is_half(tensor: onnx.TensorProto) -> bool:
 def _widens(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) -> bool:
     """Whether a node casts a stored weight to float32."""
     is_cast = node.op_type == "Cast" and not node.domain and node.input[0] in weights
-    return is_cast and any(item.name == "to" and item.i == TensorProto.FLOAT for item in node.attribute)
+    return is_cast and attributes(node).get("to") == TensorProto.FLOAT
 
 
 def widened(path: Path, offset: int, kind: int, shape: tuple[int, ...]) -> Array:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from llmconv.runtime.runner import ArrayCache
 from llmconv.tensors import Array
-from llmconv.verify.scenarios.calls import GARBAGE, CacheEdit, EditedCache
+from llmconv.verify.scenarios.calls import GARBAGE, CacheEdit
 
 KEYS = np.arange(2 * 1 * 4 * 3, dtype=np.float32).reshape(2, 1, 4, 3)
 STATE = np.arange(8.0).reshape(2, 4)
-CACHE = EditedCache({"present.0.key": KEYS, "present_recurrent.1": STATE}, 4)
+CACHE = ArrayCache({"present.0.key": KEYS, "present_recurrent.1": STATE}, 4)
 MASK = np.ones((2, 4), dtype=np.int64)
 
 

@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 import onnx
 
-from llmconv.runtime.onnxruntime.guard import nodes
+from llmconv.runtime.onnxruntime.guard import attributes, nodes
 from llmconv.tensors import LazyTensor
 from llmconv.verify.other_exporters.quantized.quantized_matrix import (
     Constants,
-    attributes,
     input_name,
     is_zero,
 )

@@ -25,9 +25,10 @@ from llmconv.checkpoint import open_checkpoint, read_json
 from llmconv.files.safetensors_file import read_header
 from llmconv.output.plan import json_bytes
 from llmconv.quantized_weights.quantized_checkpoint import FIELD, QuantizedCheckpoint, quantized_checkpoint
-from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, graphs, load_guarded
+from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, graphs, load_guarded, refill
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
 from llmconv.verify.audit.weights import reference_name
+from llmconv.verify.other_exporters.quantized.expected_scales import in_blocks
 from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants, QuantizedMatrix
 from llmconv.verify.other_exporters.quantized.schemes import schemes
 from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix, TensorMatch
@@ -156,7 +157,7 @@ def _plain(tensor: LazyTensor, stored: QuantizedMatrix, transposed: bool) -> Laz
 
 def nearest_scales(rows: Array, size: int) -> Array:
     """Scales float32 `[N, blocks]` of rows float32 `[N, K]` in blocks of `size`: `extreme / -8`."""
-    blocks = _blocks(rows, size)
+    blocks = in_blocks(rows, size)
     low, high = blocks.min(axis=-1), blocks.max(axis=-1)
     scales: Array = np.where(high > -low, high, low) / np.float32(-8)
     return scales
@@ -165,15 +166,9 @@ def nearest_scales(rows: Array, size: int) -> Array:
 def nearest_values(rows: Array, scales: Array, size: int) -> Array:
     """What the nearest codes of rows float32 `[N, K]` stand for, with scales float32 `[N, blocks]`."""
     inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)
-    codes = np.clip(np.rint(_blocks(rows, size) * inverse[..., None]), -8, 7)
+    codes = np.clip(np.rint(in_blocks(rows, size) * inverse[..., None]), -8, 7)
     values: Array = (codes * scales[..., None]).reshape(len(rows), -1)[:, : rows.shape[1]]
     return np.ascontiguousarray(values, dtype=np.float32)
-
-
-def _blocks(rows: Array, size: int) -> Array:
-    """Rows as `[N, blocks, size]`, padded with zeros."""
-    padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % size)))
-    return padded.reshape(len(rows), -1, size)
 
 
 def _untied(config: dict[str, Any]) -> dict[str, Any]:
@@ -259,11 +254,8 @@ def remove_rounding(model: onnx.ModelProto, constants: Constants, known: Contain
             if replacement is not None:
                 changed[node.op_type] = None
                 made |= set(node.output)
-        del graph.node[:]
-        graph.node.extend(nodes)
-        kept = [value for value in graph.value_info if value.name not in made]
-        del graph.value_info[:]
-        graph.value_info.extend(kept)
+        refill(graph.node, nodes)
+        refill(graph.value_info, [value for value in graph.value_info if value.name not in made])
     return list(changed)
 
 

@@ -200,11 +200,9 @@ def feedback_problem(blocks: Blocks, first: int) -> str:
 
 
 def _description(blocks: Blocks, fits: Array, first: int, what: str, every: int = 1) -> str:
-    odd = np.argwhere(~fits)
-    if not len(odd):
+    if (odd := first_of(~fits)) is None:
         return ""
-    row, block = (int(at) for at in odd[0])
-    more = f" and {len(odd) - 1:,} more" if len(odd) > 1 else ""
+    row, block, more = odd
     found = f"{blocks.scales[row, block]:.3g}, zero point {blocks.zeros[row, block]:.0f}"
     return f"the scale of row {first + row * every}, block {block}{more} is {what} ({found})"
 
@@ -235,12 +233,10 @@ class ColumnScales:
         """Describes the first scale that is another one; empty if there is none."""
         wanted = self._extremes / STEPS
         wanted = np.where(wanted > SMALLEST, wanted, 1.0)
-        odd = np.flatnonzero(~(np.abs(self._scales - wanted) <= EXACT * wanted))
-        if not len(odd):
+        if (odd := first_of(~(np.abs(self._scales - wanted) <= EXACT * wanted))) is None:
             return ""
-        more = f" and {len(odd) - 1:,} more" if len(odd) > 1 else ""
-        found, first = self._scales[odd[0]], wanted[odd[0]]
-        return f"the scale of column {odd[0]}{more} is {found:.3g}; that of its weights is {first:.3g}"
+        _, at, more = odd
+        return f"the scale of column {at}{more} is {self._scales[at]:.3g}; that of its weights is {wanted[at]:.3g}"
 
 
 MEAN = 1.5
@@ -274,10 +270,9 @@ def beyond_feedback(steps: Array, size: int, first: int) -> str:
     edges = np.arange(0, steps.shape[1], size)
     counts = np.diff([*edges, steps.shape[1]])
     means = np.add.reduceat(steps, edges, axis=1) / counts
-    odd = np.argwhere(np.abs(means) > MEAN)
-    if not len(odd):
+    if (odd := first_of(np.abs(means) > MEAN)) is None:
         return ""
-    row, block = (int(at) for at in odd[0])
+    row, block, _ = odd
     shift = float(means[row, block])
     return f"row {first + row}, block {block} is off by {shift:+.1f} steps on average: its zero point may be wrong"
 
@@ -370,6 +365,14 @@ class Blocks:
         return float(ml_dtypes.finfo(self.dtype).smallest_subnormal) / 2
 
 
+def first_of(odd: Array) -> tuple[int, int, str] | None:
+    """The row and the column of the first true element, and how many more there are in words; None for none."""
+    places = np.argwhere(odd.reshape(-1, odd.shape[-1]))
+    more = f" and {len(places) - 1:,} more" if len(places) > 1 else ""
+    return (int(places[0][0]), int(places[0][1]), more) if len(places) else None
+
+
 def in_blocks(rows: Array, size: int) -> Array:
+    """Rows as `[N, blocks, size]`, padded with zeros."""
     padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % size)))
     return padded.reshape(len(rows), -1, size)

@@ -236,10 +236,6 @@ def is_zero(values: Array) -> bool:
     return not values.size or bool(max(float(values.max()), -float(values.min())) < TINY)
 
 
-def attributes(node: onnx.NodeProto) -> dict[str, int]:
-    return {found.name: found.i for found in node.attribute if found.type == onnx.AttributeProto.INT}
-
-
 def input_name(node: onnx.NodeProto, index: int) -> str:
     return node.input[index] if index < len(node.input) else ""
 

@@ -21,6 +21,7 @@ from llmconv.verify.other_exporters.quantized.expected_scales import (
     FeedbackShare,
     beyond_feedback,
     feedback_problem,
+    first_of,
     in_blocks,
     scale_problem,
 )
@@ -65,11 +66,10 @@ def other_values(values: Array, original: Array, codes: Array, scales: np.dtype,
     limits = None if scales in (np.dtype(np.float32), stored.numpy) else ml_dtypes.finfo(scales)
     relative = EXACT if limits is None else float(limits.eps) / 2 + EXACT
     smallest = 0.0 if limits is None else float(limits.smallest_subnormal) / 2
-    odd = np.argwhere(~(np.abs(values - original) <= relative * np.abs(original) + smallest * np.abs(codes)))
-    if not len(odd):
+    same = np.abs(values - original) <= relative * np.abs(original) + smallest * np.abs(codes)
+    if (odd := first_of(~same)) is None:
         return ""
-    row, column = (int(at) for at in odd[0])
-    more = f" and {len(odd) - 1:,} more" if len(odd) > 1 else ""
+    row, column, more = odd
     found, wanted = float(values[row, column]), float(original[row, column])
     place = f"row {first + row}, column {column}{more}"
     return f"the value at {place} is {found:.6g}; in the quantized model it is {wanted:.6g}"
@@ -265,10 +265,9 @@ def _without_clipping(off: Array, codes: Array, largest: int | None, limit: floa
 def _beyond_all_codes(off: Array, size: int, start: int) -> str:
     """Describes the first block of `size` columns, from row `start` on, whose scale suits none of its columns."""
     edges = np.arange(0, off.shape[1], size)
-    odd = np.argwhere(np.minimum.reduceat(np.abs(off), edges, axis=1) > NEAR)
-    if not len(odd):
+    if (odd := first_of(np.minimum.reduceat(np.abs(off), edges, axis=1) > NEAR)) is None:
         return ""
-    row, block = (int(at) for at in odd[0])
+    row, block, _ = odd
     return f"all values of row {start + row}, columns {block * size} to {block * size + size - 1}, are beyond the codes"
 
 
@@ -285,11 +284,9 @@ def _distances(stored: QuantizedMatrix, original: Array, columns: slice, start: 
 
 def _not_nearest(off: Array, start: int) -> str:
     """Describes the first code from row `start` on that is not the nearest to its original value."""
-    odd = np.argwhere(off > HALF_STEP)
-    if not len(odd):
+    if (odd := first_of(off > HALF_STEP)) is None:
         return ""
-    row, column = (int(at) for at in odd[0])
-    more = f" and {len(odd) - 1:,} more" if len(odd) > 1 else ""
+    row, column, more = odd
     return f"the code at row {start + row}, column {column}{more} is not the nearest, by {off[row, column]:.1f} steps"
 
 

@@ -36,13 +36,12 @@ import onnx
 from onnx import TensorProto, helper
 
 from llmconv.errors import UnsupportedInput
-from llmconv.runtime.onnxruntime.guard import nodes
+from llmconv.runtime.onnxruntime.guard import attributes, nodes
 from llmconv.tensors import Array
 from llmconv.verify.other_exporters.quantized.quantized_matrix import (
     Constants,
     QuantizationScheme,
     QuantizedMatrix,
-    attributes,
     grids,
     input_name,
     unpacked,
@@ -285,7 +284,7 @@ def _product_of_codes(node: onnx.NodeProto, constants: Constants) -> QuantizedMa
     def grids_of() -> tuple[Array, Array]:
         scale = constants.array(node.input[SCALES])
         assert scale is not None
-        return scale.reshape(rows, blocks), _product_zeros(node, constants, bits, (rows, blocks))
+        return scale.reshape(rows, blocks), _zeros(node, constants, bits, True, (rows, blocks))
 
     return QuantizedMatrix(
         name=constants.initializer(node.input[CODES]),
@@ -312,16 +311,6 @@ def _places(node: onnx.NodeProto, constants: Constants, columns: int) -> Array |
         return None
     is_order = order.shape == (columns,) and np.array_equal(np.sort(order), np.arange(columns))
     return np.argsort(order) if is_order else None
-
-
-def _product_zeros(node: onnx.NodeProto, constants: Constants, bits: int, shape: tuple[int, int]) -> Array:
-    name = input_name(node, ZEROS)
-    zeros = constants.array(name) if name else None
-    if zeros is None:
-        return np.full(shape, 1 << (bits - 1), dtype=np.float32)
-    if zeros.dtype == np.uint8:
-        zeros = unpacked(zeros.reshape(shape[0], -1), bits)[:, : shape[1]]
-    return zeros.astype(np.float32).reshape(shape)
 
 
 def _unrounded_product(node: onnx.NodeProto, constants: Constants) -> list[onnx.NodeProto] | None:
