@@ -76,7 +76,8 @@ class FloatFolder:
         report.method = plan.method
         report.notes += [plan.note] if plan.note else []
         if plan.method == STRUCTURE:
-            yield from self._structure(plan)
+            audits = self._audits(lambda name: False)
+            yield from structure_checks(verified, self.session.settings, report, plan.induction, audits)
             return eager, verified
         if induction := plan.induction:
             model = ComputedModel(self.reference)
@@ -127,16 +128,6 @@ class FloatFolder:
         own = self.verified.path
         holds_one = (own / "config.json").is_file() and any((own / name).is_file() for name in (SINGLE, INDEX))
         return own if holds_one else self.reference
-
-    def _structure(self, plan: Plan) -> Checking:
-        if plan.induction:
-            self.report.odd_layers = plan.induction.odd_layers()
-            yield plan.induction.checks(alone=True)
-        yield opened_checks(self.verified, self.session.settings)
-        yield from self._audits(lambda name: False)
-        self.report.statements = statements(plan.induction, self.report, None) if plan.induction else []
-        self.report.unseen += WITHOUT_NUMBERS
-        return None, self.verified
 
     def _comparison(self, layered: bool, induction: Induction | None = None) -> Compared:
         options = self.report, self.session.selection, self.code
@@ -313,6 +304,25 @@ def opened_checks(verified: VerifiedFolder, settings: SessionSettings) -> list[C
         verified = verified.changed(in_float32_steps, verified.named)
     problems = {name: why_not_opened(model, settings) for name, model in verified.models.items()}
     return [Check("structure", name, "", verdict="fail", detail=text) for name, text in problems.items() if text]
+
+
+def structure_checks(
+    verified: VerifiedFolder,
+    settings: SessionSettings,
+    report: Report,
+    induction: Induction | None,
+    audits: Checks,
+    *,
+    alone: bool = True,
+) -> Checks:
+    """All checks without numbers; `alone` as for `Induction.checks`."""
+    if induction:
+        report.odd_layers = induction.odd_layers()
+        yield induction.checks(alone=alone)
+    yield opened_checks(verified, settings)
+    yield from audits
+    report.statements = statements(induction, report, None) if induction else []
+    report.unseen += WITHOUT_NUMBERS
 
 
 def rounds_every_value(verified: VerifiedFolder) -> bool:

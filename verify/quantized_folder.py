@@ -33,19 +33,17 @@ from llmconv.verify.comparison.layer_by_layer import Scaler, why_not_layered
 from llmconv.verify.comparison.run import distinct_entries, open_graphs, with_copies
 from llmconv.verify.float_folder import (
     STRUCTURE,
-    WITHOUT_NUMBERS,
     Compared,
     Method,
     Plan,
     holds_one_layer,
     in_float32_steps,
-    opened_checks,
     planned,
     rounds_every_value,
+    structure_checks,
 )
 from llmconv.verify.layers.graph_index import NUMBERED
 from llmconv.verify.layers.induction import Induction
-from llmconv.verify.layers.layer_checks import statements
 from llmconv.verify.other_exporters.comparison import scaled_settings, why_not_scalable
 from llmconv.verify.other_exporters.external_graph import GraphFile, ModelSizes
 from llmconv.verify.other_exporters.port_map import LLMCONV as MAP
@@ -150,7 +148,9 @@ class QuantizedFolder:
         for name, graph in self.verified.models.items():
             yield misplaced_codes(name, graph, verified.path)
         if plan.method == STRUCTURE:
-            yield from self._structure(plan.induction, graphs)
+            alone, audits = not any(map(_mixes_bits, self.verified.models.values())), self._named(graphs)
+            settings = self.session.settings
+            yield from structure_checks(self.verified, settings, report, plan.induction, audits, alone=alone)
             return None, verified
         config = read_json(self.reference / "config.json")
         yield from audit_graph_weights(graphs.files, tensors, config, report, options.codes)
@@ -188,16 +188,10 @@ class QuantizedFolder:
         self.report.notes += [note] if note else []
         return layered
 
-    def _structure(self, induction: Induction | None, graphs: ExternalGraphs) -> Checks:
-        """Checks without numbers: which tensors the codes are named after, and the structure of the graphs."""
-        if induction:
-            self.report.odd_layers = induction.odd_layers()
-            yield induction.checks(alone=not any(map(_mixes_bits, self.verified.models.values())))
-        yield opened_checks(self.verified, self.session.settings)
+    def _named(self, graphs: ExternalGraphs) -> Checks:
+        """Audits without numbers: which tensors the codes are named after, and decisions."""
         yield [named_codes(file, graphs.tensors) for file in graphs.files]
         yield from self._decisions()
-        self.report.statements = statements(induction, self.report, None) if induction else []
-        self.report.unseen += WITHOUT_NUMBERS
 
     def _decisions(self) -> Checks:
         config = read_config(self.reference)

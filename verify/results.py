@@ -261,10 +261,12 @@ class Report:
         passed, failed, skipped = (
             sum(check.verdict == verdict for check in self.checks) for verdict in ("pass", "fail", "skip")
         )
-        worst = self.worst
-        tail = (
-            f", largest sigma {sigma_text(worst.sigma)} ({clean(worst.name)}, {clean(worst.output)})" if worst else ""
-        )
+        worst, tail = self.worst, ""
+        if worst:
+            tail = f", largest sigma {sigma_text(worst.sigma)} ({clean(worst.name)}, {clean(worst.output)})"
+        if failed and not (worst and worst.verdict == "fail"):
+            first = next(check for check in self.checks if check.verdict == "fail")
+            tail = f", first {clean(check_line(first, first.output).partition(' | ')[2], LINE_LIMIT)}"
         cost = (
             f"; quantization: {self.quantization.cost.summary}" if self.quantization and self.quantization.cost else ""
         )

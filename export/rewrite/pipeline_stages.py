@@ -17,6 +17,7 @@ import onnx_ir as ir
 from llmconv.errors import UsageProblem
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights import WeightSource, leaves
+from llmconv.runtime.onnxruntime.guard import refill, values_read_by
 
 CACHE_LAYER = re.compile(r"(?:past|present|prefix)\w*\.(\d+)\.")
 
@@ -68,9 +69,9 @@ class _Splitter:
         part.CopyFrom(self._model)
         graph = part.graph
         for repeated in (graph.node, graph.input, graph.output, graph.initializer):
-            del repeated[:]
+            refill(repeated, ())
         graph.node.extend(self._with_own_ports(node, index) for node in nodes)
-        read = {name for node in graph.node for name in references(node)}
+        read = {name for node in graph.node for name in values_read_by(node) - {""}}
         graph.initializer.extend(tensor for tensor in self._model.graph.initializer if tensor.name in read)
         graph.input.extend(port for name, port in self._ports.items() if name in read)
         graph.input.extend(self._types[name] for name in self._carried if name in read and name not in made)
@@ -84,7 +85,7 @@ class _Splitter:
         tokens: dict[str, bool] = {}
         weighs: dict[str, bool] = {}
         for node in self._model.graph.node:
-            sources = references(node)
+            sources = values_read_by(node) - {""}
             on_tokens = any(tokens.get(name, name in self._ports) for name in sources)
             on_weights = any(weighs.get(name, name in self._weights) for name in sources)
             stages = [self._made[name] for name in sources if name in self._made]
@@ -130,7 +131,7 @@ class _Splitter:
         waiting = [*self._roots[stage], *(self._maker[name] for name in outputs if name in self._maker)]
         read: set[str] = set(outputs)
         while waiting:
-            for name in references(waiting.pop()):
+            for name in values_read_by(waiting.pop()) - {""}:
                 read.add(name)
                 maker = self._maker.get(name)
                 if maker is not None and maker.name not in wanted and maker.name not in self._stages:
@@ -177,17 +178,6 @@ class _Splitter:
                 if not any(attribute.name == "end" for attribute in copy.attribute):
                     copy.attribute.append(onnx.helper.make_attribute("end", 2))
         return copy
-
-
-def references(node: onnx.NodeProto) -> list[str]:
-    """The names of the values that a node and its subgraphs read."""
-    names = [name for name in node.input if name]
-    for attribute in node.attribute:
-        for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-            own = {name for inner in graph.node for name in inner.output} | {port.name for port in graph.input}
-            names += [name for inner in graph.node for name in references(inner) if name not in own]
-            names += [port.name for port in graph.output if port.name not in own]
-    return names
 
 
 def _axes(port: onnx.ValueInfoProto) -> list[object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -139,10 +139,12 @@ def _type_problems(graph: OrtGraph) -> list[str]:
     return problems + ([f"cache inputs and outputs have several types: {sorted(kinds)}"] if len(kinds) > 1 else [])
 
 
-def dead_inputs(model: onnx.ModelProto) -> list[str]:
+def dead_inputs(model: onnx.ModelProto, names: Iterable[str] | None = None) -> list[str]:
+    """Texts about inputs that no node reads, of those named, by default all."""
     used = {name for node in nodes(model) for name in node.input}
     used |= {output.name for output in model.graph.output}
-    return [f"input {port.name} has no effect" for port in model.graph.input if port.name not in used]
+    every = [port.name for port in model.graph.input] if names is None else names
+    return [f"input {name} has no effect" for name in every if name not in used]
 
 
 NAME = "norms of the vision tower"

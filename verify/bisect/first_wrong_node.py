@@ -33,6 +33,7 @@ from llmconv.errors import OutputFailed, UsageProblem, first_line
 from llmconv.files.safe_folder import Folder, WritableContent, parents_made, require_parents
 from llmconv.output.plan import write_fully
 from llmconv.runtime.extra_inputs import is_state, layer_of
+from llmconv.runtime.onnxruntime.guard import values_read_by
 from llmconv.tensors import Array
 from llmconv.verify.audit.weights import initializer_values
 from llmconv.verify.bisect.findings import Suspect, find
@@ -56,7 +57,6 @@ from llmconv.verify.bisect.suspect import (
     ValueComparison,
     smallest_piece,
 )
-from llmconv.verify.comparison.candidates import inner_inputs
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results import Check, Report, UnmatchedNode, Where
 from llmconv.verify.sigma import GATES, ULP_SHARE, ULPS, rms
@@ -438,7 +438,7 @@ def write_piece(
     if found is None or trace.comparison.agrees(record, found):
         return None
     made = {name for node in piece.nodes for name in node.output}
-    read = {name for node in piece.nodes for name in inner_inputs(node)} - made
+    read = {name for node in piece.nodes for name in values_read_by(node)} - made
     inputs = {name: array for name, array in values.items() if name in read}
     model = replay.probe.piece(piece.nodes, inputs, piece.output)
     arrays = _arrays(record, found, trace)

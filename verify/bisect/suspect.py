@@ -20,6 +20,7 @@ import numpy as np
 import onnx
 import torch
 
+from llmconv.runtime.onnxruntime.guard import values_read_by
 from llmconv.tensors import Array
 from llmconv.verify.bisect.replay import (
     ANYWHERE,
@@ -31,7 +32,7 @@ from llmconv.verify.bisect.replay import (
     inside,
     rounded_to,
 )
-from llmconv.verify.comparison.candidates import GraphProbe, inner_inputs
+from llmconv.verify.comparison.candidates import GraphProbe
 from llmconv.verify.results import Check, Where
 from llmconv.verify.scenarios.calls import Call
 from llmconv.verify.sigma import GATES, Measure, NoiseFloor, measure
@@ -141,7 +142,7 @@ class GraphIndex:
         self.maker = {name: node for node in self.nodes for name in node.output if name}
         self.users: dict[str, list[onnx.NodeProto]] = defaultdict(list)
         for node in self.nodes:
-            for name in dict.fromkeys(inner_inputs(node)):
+            for name in values_read_by(node):
                 self.users[name].append(node)
         self.outputs = {port.name for port in model.graph.output}
         self._shapes = self._shape_nodes()
@@ -165,7 +166,7 @@ class GraphIndex:
             node = self.maker.get(waiting.pop())
             if node is not None and id(node) not in found:
                 found[id(node)] = node
-                waiting += [name for name in inner_inputs(node) if name and name not in stop]
+                waiting += [name for name in values_read_by(node) if name and name not in stop]
         return sorted(found.values(), key=lambda node: self.order[id(node)])
 
 
@@ -238,7 +239,7 @@ class AgreementTrace:
         for node in reversed(self.index.nodes):
             is_conclusive = not self.index.is_shape(node) and node.op_type not in REDUCTIONS
             if is_conclusive and good.intersection(node.output):
-                good.update(name for name in inner_inputs(node) if name in self.index.maker)
+                good.update(name for name in values_read_by(node) if name in self.index.maker)
         shapes = (node for node in self.index.nodes if self.index.is_shape(node))
         return (good | {name for node in shapes for name in node.output}) - {""}
 
@@ -433,7 +434,7 @@ def _repairs(
     target: TargetValue,
 ) -> bool:
     nodes = trace.index.before(target.value, {*trace.good, output})
-    if not any(output in inner_inputs(node) for node in nodes):
+    if not any(output in values_read_by(node) for node in nodes):
         return False
     wrong = values[output]
     right = np.broadcast_to(rounded_to(record, wrong.dtype).reshape(wrong.shape), wrong.shape).astype(wrong.dtype)

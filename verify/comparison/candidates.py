@@ -9,7 +9,7 @@ files. Graph optimization is off, because it would remove the values to be read.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from llmconv.errors import LlmconvError, MalformedInput, OutOfMemory, first_line
 from llmconv.output.manifest import PrefixEntry
 from llmconv.runtime.extra_inputs import ExtraValues, is_state
 from llmconv.runtime.onnxruntime.graph import OrtGraph
-from llmconv.runtime.onnxruntime.guard import refill, weight_bytes
+from llmconv.runtime.onnxruntime.guard import refill, values_read_by, weight_bytes
 from llmconv.runtime.onnxruntime.packed_cache import WEIGHTS_FOLDER, followed
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
@@ -359,7 +359,7 @@ class GraphProbe:
     def piece(self, nodes: Sequence[onnx.NodeProto], feeds: Mapping[str, Array], output: str) -> onnx.ModelProto:
         """A graph of these sorted nodes and one output; `feeds` become inputs, other values stay constants."""
         made = {name for node in nodes for name in node.output}
-        read = {name for node in nodes for name in inner_inputs(node) if name} - made
+        read = {name for node in nodes for name in values_read_by(node) if name} - made
         piece = onnx.ModelProto(
             ir_version=self.model.ir_version,
             opset_import=self.model.opset_import,
@@ -408,19 +408,11 @@ def _pruned(model: onnx.ModelProto) -> onnx.ModelProto:
     for node in reversed(model.graph.node):
         if needed.intersection(node.output):
             kept.append(node)
-            needed.update(inner_inputs(node))
+            needed.update(values_read_by(node))
     refill(model.graph.node, reversed(kept))
     for ports in (model.graph.initializer, model.graph.input):
         refill(ports, [port for port in ports if port.name in needed])
     return model
-
-
-def inner_inputs(node: onnx.NodeProto) -> Iterable[str]:
-    yield from node.input
-    for attribute in node.attribute:
-        for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-            for inner in graph.node:
-                yield from inner_inputs(inner)
 
 
 def port_of(name: str, array: Array) -> onnx.ValueInfoProto:

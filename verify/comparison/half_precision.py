@@ -22,10 +22,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper, shape_inference
 
-from llmconv.runtime.onnxruntime.guard import graphs, refill
+from llmconv.runtime.onnxruntime.guard import graphs, refill, values_read_by
 from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION, compute_in_float32, exact_number
 from llmconv.tensors import Array
-from llmconv.verify.comparison.candidates import inner_inputs
 from llmconv.verify.results import Check
 from llmconv.verify.sigma import ULPS
 
@@ -76,7 +75,7 @@ def _masks(graph: onnx.GraphProto) -> set[str]:
     """Initializers that `Where` puts into a mask, and nothing computes with: what hides a key, not a number."""
     users: dict[str, list[onnx.NodeProto]] = defaultdict(list)
     for node in graph.node:
-        for name in inner_inputs(node):
+        for name in values_read_by(node):
             users[name].append(node)
     chosen = {
         tensor.name: users[tensor.name]
@@ -128,7 +127,7 @@ def _round(model: onnx.ModelProto, half: int, values: set[str]) -> None:
     inputs = {info.name for info in model.graph.input} & values
     for graph in graphs(model.graph):
         # a kernel need not compute an output that nothing reads: CUDA's norms leave theirs out
-        read = {name for node in graph.node for name in inner_inputs(node)} | {info.name for info in graph.output}
+        read = {name for node in graph.node for name in values_read_by(node)} | {info.name for info in graph.output}
         nodes: list[onnx.NodeProto] = []
         renamed = {name: f"{name}:rounded" for name in inputs}
         if graph is model.graph:

@@ -45,14 +45,14 @@ from llmconv.runtime.low_memory.weights import (
     SpillFile,
 )
 from llmconv.runtime.onnxruntime.graph import OrtGraph
-from llmconv.runtime.onnxruntime.guard import attributes, external_fields, graphs, refill
+from llmconv.runtime.onnxruntime.guard import attributes, external_fields, graphs, refill, values_read_by
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import FixedSizes
 from llmconv.runtime.runner import Runner
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.audit.weights import reference_name
-from llmconv.verify.comparison.candidates import Candidate, inner_inputs
+from llmconv.verify.comparison.candidates import Candidate
 from llmconv.verify.reference.cost_estimate import largest_layer, suite_seconds
 from llmconv.verify.reference.eager import Eager, own_cache_chains
 from llmconv.verify.reference.other_roundings import SCALED_SCENARIOS, WeightScaling, edited
@@ -366,10 +366,7 @@ class _Scaling:
         for node in graph.node:
             for at, name in enumerate(node.input):
                 self._users[name].append((node, at))
-            if node.attribute:
-                own = set(node.input)
-                self._hidden |= {name for name in inner_inputs(node) if name not in own}
-                self._hidden |= {port.name for attribute in node.attribute for port in attribute.g.output}
+            self._hidden |= values_read_by(node) - set(node.input)
         self._before: list[onnx.NodeProto] = []
         self._after: dict[str, list[onnx.NodeProto]] = defaultdict(list)
 

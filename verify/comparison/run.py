@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -161,26 +162,14 @@ class FolderComparison:
 
     def _compare_scaled(self, originals: list[OrtGraph]) -> Checks:
         """A few scenarios on scaled weights; skipped checks where the weights cannot be scaled."""
-        entries = [graph.entry for graph in originals]
-        rows = [row for row in self.selection.scenarios() if row.name in SCALED_SCENARIOS]
-        if not entries or not rows:
-            return
-        models = [self.models[entry.name] for entry in entries]
-        scaler = self.scaler or Scaler.of(self.folder, self.eager.folder, models)
-        if scaler.why_not:
-            yield _skip([scaling.scenario(row).name for scaling in SCALINGS for row in rows], entries, scaler.why_not)
-            self.report.unseen += hidden_faults(SCALINGS, self.eager.folder)
-            return
-        layers = len(self.eager.cache_shapes()) // 2  # before the model is scaled: afterwards it would be read again
-        planned = scaled_rows(self.eager, self.selection)
-        for scaling, _ in (scaled := self.selection.paced(planned, reopens=True)):
-            yield from self._compare_one_scaling(scaling, entries, scaler, layers)
-        left = [scaling.scenario(row) for scaling in scaled.left for row in rows]
-        yield from not_run(left, self.selection.budget, [entry.name for entry in entries])
-        self.report.unseen += hidden_faults(scaled.left, self.eager.folder)
-        checks = unreached_checks(self.eager, [entry.name for entry in entries])
-        self.report.unseen += ["a dropped limit that no run reaches"] if checks else []
-        yield checks
+        if entries := [graph.entry for graph in originals]:
+            models = [self.models[entry.name] for entry in entries]
+            scaler = self.scaler or Scaler.of(self.folder, self.eager.folder, models)
+            # before the model is scaled: afterwards it would be read again
+            layers = len(self.eager.cache_shapes()) // 2 if any(entry.prefix for entry in entries) else 0
+            names = [entry.name for entry in entries]
+            one = partial(self._compare_one_scaling, entries=entries, scaler=scaler, layers=layers)
+            yield from compare_scaled(self.eager, self.selection, self.report, names, scaler.why_not, one)
 
     def _compare_one_scaling(
         self, scaling: WeightScaling, entries: list[GraphEntry], scaler: Scaler, layers: int
@@ -333,6 +322,37 @@ def scaled_rows(eager: Eager, selection: Selection) -> Iterator[tuple[WeightScal
     planned = few.calls(eager.facts()) if selection.budget else []
     chains = [chain for _, chains in planned for chain in chains]
     return ((scaling, chains) for scaling in scalings(eager))
+
+
+def compare_scaled(
+    eager: Eager,
+    selection: Selection,
+    report: Report,
+    graphs: Sequence[str],
+    why_not: str,
+    compare: Callable[[WeightScaling], Checks],
+    named: str = "",
+) -> Checks:
+    """A few scenarios with each scaling, as `compare` compares them; skipped checks if the graphs cannot be scaled.
+
+    `why_not` says why they cannot, empty if they can; `named` is a suffix of the scenarios' names.
+    """
+    rows = [row for row in selection.scenarios() if row.name in SCALED_SCENARIOS]
+    if not rows:
+        return
+    if why_not:
+        names = [f"{scaling.scenario(row).name}{named}" for scaling in SCALINGS for row in rows]
+        yield [Check(name, graph, "logits", verdict="skip", detail=why_not) for name in names for graph in graphs]
+        report.unseen += hidden_faults(SCALINGS, eager.folder)
+        return
+    for scaling, _ in (passes := selection.paced(scaled_rows(eager, selection), reopens=True)):
+        yield from compare(scaling)
+    left = [replace(row, name=f"{scaling.scenario(row).name}{named}") for scaling in passes.left for row in rows]
+    yield from not_run(left, selection.budget, graphs)
+    checks = unreached_checks(eager, graphs)
+    report.unseen += hidden_faults(passes.left, eager.folder)
+    report.unseen += ["a dropped limit that no run reaches"] if checks else []
+    yield checks
 
 
 def not_run(left: Iterable[Named], budget: Budget | None, graphs: Sequence[str]) -> Checks:

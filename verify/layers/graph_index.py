@@ -17,7 +17,7 @@ import torch
 
 from llmconv.runtime.eager.runner import layer_modules
 from llmconv.runtime.extra_inputs import is_past, layer_of
-from llmconv.runtime.low_memory.pieced_graph import values_read_by
+from llmconv.runtime.onnxruntime.guard import values_read_by
 
 NUMBERED = re.compile(r"^(?P<list>(?:[^.]*\.)*?)(?P<number>\d{1,6})(?P<rest>[.\[].*)$")
 """A name in a list of layers, such as `model.layers.12.mlp.up_proj.weight`."""

@@ -20,9 +20,8 @@ import onnx
 
 from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.runtime.extra_inputs import is_past, is_present, layer_of
-from llmconv.runtime.low_memory.pieced_graph import values_read_by
 from llmconv.runtime.low_memory.runner import EmptyRunner
-from llmconv.runtime.onnxruntime.guard import refill
+from llmconv.runtime.onnxruntime.guard import refill, values_read_by
 from llmconv.verify.audit.weights import WeightSource, tensors_of
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.layers.graph_index import NUMBERED, Kind, NotLayered, layer_kinds, layer_names

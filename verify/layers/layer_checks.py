@@ -22,8 +22,8 @@ import onnx
 import onnxruntime as ort
 import torch
 
-from llmconv.errors import LlmconvError, MalformedInput, OutOfMemory, UnsupportedInput, first_line
-from llmconv.memory import raise_if_out_of_memory, trim
+from llmconv.errors import LlmconvError, OutOfMemory, UnsupportedInput
+from llmconv.memory import trim
 from llmconv.progress import status
 from llmconv.runtime.extra_inputs import ExtraInput, ExtraValues, is_past, is_present, is_state, layer_of, present_of
 from llmconv.runtime.low_memory.pieced_graph import (
@@ -32,9 +32,10 @@ from llmconv.runtime.low_memory.pieced_graph import (
     cut_graph,
     open_piece,
     split_products,
-    values_read_by,
 )
 from llmconv.runtime.low_memory.runner import StreamedRunner
+from llmconv.runtime.onnxruntime.graph import refusing
+from llmconv.runtime.onnxruntime.guard import values_read_by
 from llmconv.runtime.onnxruntime.session_settings import INPUT_DTYPES, SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import as_input
 from llmconv.runtime.runner import Step, default_positions
@@ -105,7 +106,7 @@ class SingleLayerChecks:
                     extras = {n: one for n, one in first.extra_inputs.items() if n in layers.index.inputs}
                     call = made_up_call(layers, first.vocab_size, extras)
                     runs = run_eager(opened, call, list(names.values()), self.dtype)
-                runner = PartRunner(model, self.folder, self.settings, PART_BYTES)
+                runner = PartRunner(graph, model, self.folder, self.settings, PART_BYTES)
                 yield from self._of_graph(graph, GraphRun(layers, runner, runs, names, extras))
             except (OutOfMemory, UnsupportedInput):
                 raise
@@ -450,7 +451,8 @@ class PartRunner:
     `limit` is the maximum size of the weights in memory, in bytes of float32; a single larger matrix is allowed.
     """
 
-    def __init__(self, model: onnx.ModelProto, folder: Path, settings: SessionSettings, limit: int) -> None:
+    def __init__(self, name: str, model: onnx.ModelProto, folder: Path, settings: SessionSettings, limit: int) -> None:
+        self._name = name  # of the graph in messages
         self._model, self._folder, self._limit = model, folder, limit
         self._settings = replace(settings, arena=False)
         self._nodes = list(model.graph.node)
@@ -472,21 +474,14 @@ class PartRunner:
         """Runs the part of these node indices, whose outputs others can read; MalformedInput if that fails."""
         part = self._part(nodes, outputs)
         split_products(part, self._limit)
-        try:
-            for piece in cut_graph(part, self._limit):
+        for piece in cut_graph(part, self._limit):
+            with refusing(self._name, "run `llmconv verify --method whole`"):
                 session = open_piece(piece, self._types, self._folder, self._settings, self._limit)
                 self._types |= {arg.name: (arg.type, arg.shape) for arg in session.get_outputs()}
                 feeds = {name: self._values[name] for name in piece.inputs}
                 self._values |= zip(piece.outputs, session.run_with_ort_values(piece.outputs, feeds), strict=True)
                 del session
-                trim()
-        except LlmconvError:
-            raise
-        except Exception as error:  # onnxruntime's exceptions share no base class of their own
-            raise_if_out_of_memory(error, "in a layer of a graph")
-            raise MalformedInput(
-                f"a layer fails in onnxruntime: {first_line(error)}", hint="run `llmconv verify --method whole`"
-            ) from error
+            trim()
         return {name: self._values[name].numpy() for name in outputs}
 
     def _part(self, nodes: Collection[int], outputs: Sequence[str]) -> onnx.ModelProto:

@@ -27,7 +27,7 @@ from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.audit.weights import initializer_values
 from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, check_scenario, steady, unsteady
 from llmconv.verify.comparison.layer_by_layer import scale
-from llmconv.verify.comparison.run import not_run, scaled_rows, skipped
+from llmconv.verify.comparison.run import compare_scaled, not_run, skipped
 from llmconv.verify.other_exporters.external_graph import ExternalCache, ExternalGraph, GraphFile, ModelSizes
 from llmconv.verify.other_exporters.quantized.tensor_matching import InitializerContent, MatchedMatrix, TensorMatch
 from llmconv.verify.reference.eager import Eager, ExpectedOutputs
@@ -35,9 +35,7 @@ from llmconv.verify.reference.other_roundings import (
     SCALED_SCENARIOS,
     SCALINGS,
     WeightScaling,
-    hidden_faults,
     run_chain,
-    unreached_checks,
 )
 from llmconv.verify.results import Check, Checks, Report
 from llmconv.verify.scenarios.calls import Call, Chain
@@ -107,25 +105,16 @@ class ExternalComparison:
 
     def compare_scaled(self, eager: Eager, files: Sequence[GraphFile], named: str = "") -> Checks:
         """Compares a few scenarios with scaled weights; yields skipped checks if that is not possible."""
-        rows = [row for row in self.selection.scenarios() if row.name in SCALED_SCENARIOS]
         reasons = [why_not_scalable(file.contents, file.quantized_weights, self.tensors) for file in files]
-        reason = next(filter(None, reasons), "")
-        if reason:
-            names = [(f"{c.scenario(row).name}{named}", file.name) for c in SCALINGS for row in rows for file in files]
-            yield [Check(*name, "logits", verdict="skip", detail=reason) for name in names]
-            self.report.unseen += hidden_faults(SCALINGS, eager.folder) if rows else []
-        elif rows:
-            for change, _ in (passes := self.selection.paced(scaled_rows(eager, self.selection), reopens=True)):
-                if graphs := (yield from self.opened(files, change)):
-                    scaled = eager.scaled(change)
-                    yield from self.compare(scaled, graphs, change, named)
-                    scaled.release()
-            left = [replace(row, name=f"{change.scenario(row).name}{named}") for change in passes.left for row in rows]
-            yield from not_run(left, self.selection.budget, [file.name for file in files])
-            self.report.unseen += hidden_faults(passes.left, eager.folder)
-            checks = unreached_checks(eager, [file.name for file in files])
-            self.report.unseen += ["a dropped limit that no run reaches"] if checks else []
-            yield checks
+
+        def compare(change: WeightScaling) -> Checks:
+            if graphs := (yield from self.opened(files, change)):
+                scaled = eager.scaled(change)
+                yield from self.compare(scaled, graphs, change, named)
+                scaled.release()
+
+        names, why_not = [file.name for file in files], next(filter(None, reasons), "")
+        yield from compare_scaled(eager, self.selection, self.report, names, why_not, compare, named)
 
 
 @dataclass(frozen=True)

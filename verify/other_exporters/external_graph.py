@@ -14,13 +14,11 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutOfMemory, UsageProblem, first_line
-from llmconv.memory import raise_if_out_of_memory
+from llmconv.errors import InputRefused, LlmconvError, OutOfMemory, UsageProblem
 from llmconv.runtime.extra_inputs import ExtraValues, cache_order
-from llmconv.runtime.onnxruntime.graph import SessionChain
+from llmconv.runtime.onnxruntime.graph import SessionChain, refusing
 from llmconv.runtime.onnxruntime.guard import attributes, load_guarded, nodes
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.onnxruntime.time_limit import TOO_LONG
 from llmconv.runtime.runner import Cache, Extras, Step
 from llmconv.tensors import Array
 from llmconv.verify.other_exporters.port_map import AXES, Binding, bind, find_port_maps
@@ -39,7 +37,6 @@ DTYPES = {
 }
 CacheShapesByName = Mapping[str, tuple[int, ...]]
 RING_MARGIN = 512  # new tokens for which a ring buffer has room in addition to its window
-STATUS = "Status Message: "  # precedes the relevant part of onnxruntime's errors
 
 
 @dataclass(frozen=True)
@@ -127,18 +124,8 @@ class ExternalGraph:
         wanted = [row.logits, *(self.binding.present[name] for name in self.outputs)]
         feeds = self.feeds(ids, mask, positions, past)
         values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in feeds.items()}
-        try:
+        with refusing(self.name, "check whether the graph's own client can run it"):
             logits, *present = [value.numpy() for value in self._session.run_with_ort_values(wanted, values)]
-        except LlmconvError:
-            raise
-        except TimeoutError as error:
-            raise MalformedInput(f"`{self.name}` cannot be run: {error}", hint=TOO_LONG) from error
-        except Exception as error:  # onnxruntime's exceptions share no base class of their own
-            raise_if_out_of_memory(error, f"in `{self.name}`")
-            reason = str(error).rpartition(STATUS)[2].partition("\n")[0].strip() or first_line(error)
-            raise MalformedInput(
-                f"`{self.name}` fails in onnxruntime: {reason}", hint="check whether the graph's own client can run it"
-            ) from error
         given = {name: _transpose(array, row.axes, AXES) for name, array in zip(self.outputs, present, strict=True)}
         return (logits[:, None] if logits.ndim == 2 else logits), given
 

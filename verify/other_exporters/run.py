@@ -17,10 +17,10 @@ from llmconv.checkpoint import open_weights, read_json
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, local_path
-from llmconv.runtime.onnxruntime.guard import nodes
 from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION, SessionSettings, with_options
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.audit.decisions import MASK, POSITION, TOKEN, audit_foreign_decisions, read_config
+from llmconv.verify.audit.structure import dead_inputs
 from llmconv.verify.audit.weights import initializer_values, misplaced_weights, reference_name
 from llmconv.verify.comparison.half_precision import WITHOUT_KERNELS, most_precise
 from llmconv.verify.other_exporters.comparison import ExternalComparison
@@ -267,7 +267,7 @@ def _open(
 
 
 def _notes(file: GraphFile, graph: ExternalGraph) -> list[str]:
-    notes = [f"input `{name}` has no effect" for name in dead_inputs(file.model)]
+    notes = dead_inputs(file.model, input_names(file.model))
     if not graph.outputs:
         notes.append("returns no keys and values, so only its logits are compared")
     if not graph.keeps_cache:
@@ -312,11 +312,6 @@ def _sizes(graph: ExternalGraph, cache_shapes: CacheShapesByName) -> list[str]:
                 if isinstance(size, int) and name in cache_shapes and size != cache_shapes[name][at]:
                     problems.append(f"{port} has an axis of size {size}, expected {cache_shapes[name][at]}")
     return problems
-
-
-def dead_inputs(model: onnx.ModelProto) -> list[str]:
-    used = {name for node in nodes(model) for name in node.input} | {port.name for port in model.graph.output}
-    return [name for name in input_names(model) if name not in used]
 
 
 SHOWN = 3

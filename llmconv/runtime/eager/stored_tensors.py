@@ -42,7 +42,7 @@ class StoredTensor:
     def __getitem__(self, key: Any) -> torch.Tensor:
         """The whole tensor; transformers requests `[...]`."""
         tensor: torch.Tensor = self._stored[key] if self._stored is not None else self._computed(self.empty())
-        if tensor.dtype is torch.float64:
+        if tensor.dtype is torch.float64 and self._dtype is not torch.float64:
             return self._scaled(tensor.float())  # as in a load in float32
         if self._factor != 1.0:
             return self._scaled(tensor)

@@ -19,7 +19,6 @@ from llmconv.files.paths import kind_of
 from llmconv.runtime.eager.cache import EagerCache, to_numpy
 from llmconv.runtime.eager.limit_margins import LimitMargins
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.runtime.eager.stored_tensors import INTEGERS
 from llmconv.runtime.extra_inputs import ExtraInput, ExtraValues, ModelCall
 from llmconv.runtime.images.families import image_family
 from llmconv.runtime.images.family import DEEPSTACK_FEATURES, Features, Given, ImageFamily
@@ -70,8 +69,8 @@ class TorchRunner(EagerRunner):
         device: str = "cpu",
         extra_inputs: Sequence[ExtraInput] = (),
     ) -> None:
-        self._tensors = tensors
-        super().__init__(folder, dtype, code=code, device=device, adapter=adapter, extra_inputs=extra_inputs)
+        options: dict[str, Any] = {"code": code, "device": device, "adapter": adapter, "extra_inputs": extra_inputs}
+        super().__init__(folder, dtype, weights=tensors, **options)
         if threads:
             torch.set_num_threads(require_threads(threads))
 
@@ -81,12 +80,8 @@ class TorchRunner(EagerRunner):
             self._fixed = {"logits_to_keep": 1}
 
     def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str) -> Any:
-        if self._tensors is None:
-            return super()._load(folder, fields, dtype)
-        if dtype == "auto":
-            dtype = _dtype_of(fields, self._tensors)
-        tensors = {name: ComputedTensor(tensor) for name, tensor in self._tensors.items()}
-        return self._built(folder, fields, dtype, tensors, self._tensors)
+        known = dtype if dtype != "auto" or self._given is None else _dtype_of(fields, self._given)
+        return super()._load(folder, fields, known)
 
     def _run_prompt(
         self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
@@ -157,23 +152,6 @@ def require_causal_model(model: Any) -> PreTrainedModel:
         problem = f"the weights of the model are not in memory: `{odd}` is on the meta device"
         raise UsageProblem(problem, hint="load it without offloading: `from_pretrained(…)` without `device_map`")
     return model
-
-
-class ComputedTensor:
-    """A tensor that is computed when it is sliced, in any dtype that torch has under the same name."""
-
-    def __init__(self, tensor: LazyTensor) -> None:
-        self._tensor = tensor
-        self.shape = tensor.shape
-        self.dtype: torch.dtype = getattr(torch, tensor.dtype.name)
-
-    def __getitem__(self, key: Any) -> torch.Tensor:
-        """The whole tensor; transformers requests `[...]`."""
-        array = np.ascontiguousarray(self._tensor.read())
-        if not array.flags.writeable:
-            array = array.copy()
-        integers = torch.from_numpy(array.reshape(-1).view(INTEGERS[array.itemsize]))
-        return integers.view(self.dtype).view(self._tensor.shape)[key]
 
 
 def family_of(runner: EagerRunner) -> ImageFamily | None:

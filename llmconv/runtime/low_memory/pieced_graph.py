@@ -28,8 +28,24 @@ from llmconv.memory import trim
 from llmconv.output.manifest import GraphEntry
 from llmconv.runtime.extra_inputs import ModelCall, is_past, is_present, is_state, layer_of, past_of
 from llmconv.runtime.low_memory.weights import LOW_MEMORY_HINT, PlannedCall, PrecomputedRunner, SpillFile
-from llmconv.runtime.onnxruntime.graph import LENGTH_AXIS, OrtCache, OrtGraph, refusing, step_of
-from llmconv.runtime.onnxruntime.guard import attributes, external_fields, is_external, load_guarded, nodes, refill
+from llmconv.runtime.onnxruntime.graph import (
+    LENGTH_AXIS,
+    OrtCache,
+    OrtGraph,
+    outer_inputs,
+    outer_outputs,
+    refusing,
+    step_of,
+)
+from llmconv.runtime.onnxruntime.guard import (
+    attributes,
+    external_fields,
+    is_external,
+    load_guarded,
+    nodes,
+    refill,
+    values_read_by,
+)
 from llmconv.runtime.onnxruntime.lora_names import declared_factors
 from llmconv.runtime.onnxruntime.packed_cache import WEIGHTS_FOLDER, followed
 from llmconv.runtime.onnxruntime.session_settings import (
@@ -186,22 +202,6 @@ def _gathered_first(nodes: Sequence[onnx.NodeProto], large: set[str]) -> list[on
     return [node for node in found if node.output[0] not in casts or node.output[0] in used]
 
 
-def values_read_by(node: onnx.NodeProto) -> set[str]:
-    """Values that a node reads, including those that its subgraphs read from outside."""
-    names = set(node.input)
-    for attribute in node.attribute:
-        for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-            names |= _outer_values(graph)
-    return names
-
-
-def _outer_values(graph: onnx.GraphProto) -> set[str]:
-    own = {tensor.name for tensor in graph.initializer} | {info.name for info in graph.input}
-    own |= {name for node in graph.node for name in node.output}
-    taken = {name for node in graph.node for name in values_read_by(node)} | {info.name for info in graph.output}
-    return taken - own
-
-
 def _float_bytes(tensor: onnx.TensorProto) -> int:
     """Bytes of an initializer: as float32 if it has a float type, else as stored."""
     is_float = tensor.data_type in FLOATS
@@ -237,6 +237,8 @@ class DeclaredGraph:
             for path, model in zip(paths, self.models, strict=True):
                 change(path, model)
         self.op_types = {node.op_type for model in self.models for node in nodes(model)}
+        sides = [(_ports(model, factors=False), model.graph.output) for model in self.models]
+        self._stages = [(list(map(DeclaredValue.of, one)), list(map(DeclaredValue.of, two))) for one, two in sides]
 
     @property
     def last(self) -> Any:
@@ -248,22 +250,13 @@ class DeclaredGraph:
         return Device()
 
     def get_inputs(self) -> list[DeclaredValue]:
-        produced: set[str] = set()
-        inputs: dict[str, DeclaredValue] = {}
-        for model in self.models:
-            for info in _ports(model, factors=False):
-                if info.name not in produced:
-                    inputs.setdefault(info.name, DeclaredValue.of(info))
-            produced |= {info.name for info in model.graph.output}
-        return list(inputs.values())
+        return outer_inputs(self._stages)
+
+    def get_outputs(self) -> list[DeclaredValue]:
+        return outer_outputs(self._stages)
 
     def get_factors(self) -> list[DeclaredValue]:
         return [DeclaredValue.of(info) for model in self.models for info in _ports(model, factors=True)]
-
-    def get_outputs(self) -> list[DeclaredValue]:
-        read = {info.name for model in self.models for info in model.graph.input}
-        outputs = [info for model in self.models for info in model.graph.output if info.name not in read]
-        return sorted(map(DeclaredValue.of, outputs), key=lambda value: value.name.startswith("present"))
 
 
 def _ports(model: onnx.ModelProto, *, factors: bool) -> list[onnx.ValueInfoProto]:

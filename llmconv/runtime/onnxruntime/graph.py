@@ -88,19 +88,10 @@ class SessionChain:
         return next(found, self._devices[0])
 
     def get_inputs(self) -> list[Any]:
-        """The declared inputs that no earlier session computes, each once: the cache last."""
-        produced: set[str] = set()
-        inputs: dict[str, Any] = {}
-        for session in self._sessions:
-            inputs |= {arg.name: arg for arg in session.get_inputs() if arg.name not in produced | inputs.keys()}
-            produced |= {arg.name for arg in session.get_outputs()}
-        return sorted(inputs.values(), key=lambda arg: is_past(arg.name))
+        return outer_inputs([(session.get_inputs(), session.get_outputs()) for session in self._sessions])
 
     def get_outputs(self) -> list[Any]:
-        """The declared outputs that no session reads: the results first, then the cache."""
-        read = {arg.name for session in self._sessions for arg in session.get_inputs()}
-        outputs = [arg for session in self._sessions for arg in session.get_outputs() if arg.name not in read]
-        return sorted(outputs, key=lambda arg: arg.name.startswith("present"))
+        return outer_outputs([(session.get_inputs(), session.get_outputs()) for session in self._sessions])
 
     def get_factors(self) -> list[Any]:
         """The declared inputs for LoRA factors, which have a default."""
@@ -132,6 +123,26 @@ class SessionChain:
         return {
             name: HOST if name in results or (passed and not is_present(name)) else device.memory for name in outputs
         }
+
+
+Stages = Sequence[tuple[Sequence[Any], Sequence[Any]]]  # the declared inputs and outputs of each stage of a graph
+
+
+def outer_inputs(stages: Stages) -> list[Any]:
+    """The declared inputs that no earlier stage computes, each once: the cache last."""
+    produced: set[str] = set()
+    inputs: dict[str, Any] = {}
+    for taken, made in stages:
+        inputs |= {arg.name: arg for arg in taken if arg.name not in produced | inputs.keys()}
+        produced |= {arg.name for arg in made}
+    return sorted(inputs.values(), key=lambda arg: is_past(arg.name))
+
+
+def outer_outputs(stages: Stages) -> list[Any]:
+    """The declared outputs that no stage reads: the results first, then the cache."""
+    read = {arg.name for taken, _ in stages for arg in taken}
+    outputs = [arg for _, made in stages for arg in made if arg.name not in read]
+    return sorted(outputs, key=lambda arg: arg.name.startswith("present"))
 
 
 def _open(
@@ -173,11 +184,12 @@ def _session(
 
 
 VERIFY = "run `llmconv verify` on the folder"
+STATUS = "Status Message: "  # precedes the relevant part of onnxruntime's errors
 
 
 @contextmanager
-def refusing(name: str, hint: str = VERIFY) -> Iterator[None]:
-    """Context in which a graph runs; its errors are those of llmconv, with `hint` if onnxruntime cannot run it."""
+def refusing(name: str, hint: str = VERIFY, kind: type[InputRefused] = MalformedInput) -> Iterator[None]:
+    """Context in which a graph runs; its errors are those of llmconv, of this kind if onnxruntime cannot run it."""
     try:
         yield
     except LlmconvError:
@@ -186,7 +198,8 @@ def refusing(name: str, hint: str = VERIFY) -> Iterator[None]:
         raise MalformedInput(f"`{name}` cannot be run: {error}", hint=TOO_LONG) from error
     except Exception as error:  # onnxruntime's exceptions share no base class of their own
         raise_if_out_of_memory(error, f"in `{name}`")
-        raise MalformedInput(f"`{name}` fails in onnxruntime: {first_line(error)}", hint=hint) from error
+        reason = str(error).rpartition(STATUS)[2].partition("\n")[0].strip() or first_line(error)
+        raise kind(f"`{name}` fails in onnxruntime: {reason}", hint=hint) from error
 
 
 @dataclass(frozen=True)
@@ -462,14 +475,9 @@ class SinglePassGraph:
                 default_positions(attention_mask, input_ids.shape[1]) if position_ids is None else position_ids
             )
         feeds = {name: as_input(np.ascontiguousarray(array, dtype=np.int64)) for name, array in given.items()}
-        try:
+        hint = "are the tokens of this model's tokenizer, and no more than its context length?"
+        with refusing(self._path.name, hint, InputRefused):
             values = self._session.run_with_ort_values(list(self.outputs), feeds)
-        except Exception as error:  # onnxruntime's exceptions share no base class of their own
-            raise_if_out_of_memory(error, f"while `{self._path.name}` was run")
-            raise InputRefused(
-                f"`{self._path.name}` cannot run on these tokens: {first_line(error)}",
-                hint="are they of this model's tokenizer, and no more than its context length?",
-            ) from error
         return {name: as_array(value) for name, value in zip(self.outputs, values, strict=True)}
 
 

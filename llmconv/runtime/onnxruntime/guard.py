@@ -142,6 +142,17 @@ def nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
         yield from _nodes_of(function.node, DEPTH_LIMIT)
 
 
+def values_read_by(node: onnx.NodeProto) -> set[str]:
+    """Values that a node reads, including those that its subgraphs read from outside."""
+    names = set(node.input)
+    for graph in (graph for attribute in node.attribute for graph in _subgraphs(attribute)):
+        own = {named.name for named in (*graph.initializer, *graph.input)}
+        own |= {name for inner in graph.node for name in inner.output}
+        taken = {name for inner in graph.node for name in values_read_by(inner)} | {port.name for port in graph.output}
+        names |= taken - own
+    return names
+
+
 def attributes(node: onnx.NodeProto) -> dict[str, int]:
     """The values of a node's integer attributes by name."""
     return {found.name: found.i for found in node.attribute if found.type == onnx.AttributeProto.INT}

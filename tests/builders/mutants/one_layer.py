@@ -16,7 +16,7 @@ from typing import Any
 import onnx
 
 from llmconv.runtime.extra_inputs import is_present, layer_of
-from llmconv.runtime.low_memory.pieced_graph import values_read_by
+from llmconv.runtime.onnxruntime.guard import values_read_by
 from llmconv.verify.layers.graph_layers import GraphLayers
 from llmconv.verify.layers.induction import drop_unused, keep_layers
 from tests.builders.mutants.mutants import Mutant

@@ -14,8 +14,9 @@ from llmconv.cli import main
 from llmconv.convert import to_hf
 from llmconv.errors import UnsupportedInput
 from llmconv.export import export
-from llmconv.runtime.low_memory.pieced_graph import PiecedGraph, cut_graph, values_read_by
+from llmconv.runtime.low_memory.pieced_graph import PiecedGraph, cut_graph
 from llmconv.runtime.low_memory.runner import StreamedRunner
+from llmconv.runtime.onnxruntime.guard import values_read_by
 from llmconv.verify import Report, verify
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results import Check

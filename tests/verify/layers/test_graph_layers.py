@@ -48,7 +48,7 @@ def test_values_at_the_cuts_are_the_hidden_states_of_the_model(model_type: str, 
     layers, names = GraphLayers.of(load(folder)), induction(folder).classes.names
     call = made_up_call(layers, 96, {})
     whole = range(len(layers.index.nodes))
-    runner = PartRunner(load(folder), folder, SessionSettings(), 1 << 28)
+    runner = PartRunner("decode.onnx", load(folder), folder, SessionSettings(), 1 << 28)
     runner.feed(feeds_of(call, layers, {}))
     found = runner.run(whole, [layers.layers[0].entry, *(layer.exit for layer in layers.layers)])
     eager, seen = EagerRunner(folder), []

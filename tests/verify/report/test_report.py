@@ -247,3 +247,10 @@ def test_a_disk_that_fills_up_leaves_no_partial_report(small_disk: Path) -> None
     with pytest.raises(OutputFailed, match="No space left"):
         write_report(report_of(PASSED), small_disk / "report")
     assert os.listdir(small_disk) == ["other"]
+
+
+def test_the_last_line_of_a_failure_names_the_check_that_failed() -> None:
+    changed = Check("weights", "model.safetensors", "", verdict="fail", detail="weights changed")
+    assert (
+        report_of(PASSED, changed).summary().endswith("0 skipped, first weights | model.safetensors | weights changed")
+    )
