@@ -1,8 +1,9 @@
 """HF folder -> ONNX graphs."""
 
 import sys
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from llmconv import lazily
 
 if __name__ != "llmconv.export":
     raise ImportError("import llmconv.export: `export` is not a top-level package")
@@ -40,12 +41,4 @@ _PLACES = {
     **dict.fromkeys(_EXTRA, "llmconv.runtime.extra_inputs"),
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
-    return getattr(import_module(_PLACES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazily(__name__, _PLACES)

@@ -1,8 +1,9 @@
 """Graphs against the eager model: `verify` for folders of llmconv, `verify_graphs` for other exporters."""
 
 import sys
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from llmconv import lazily
 
 if __name__ != "llmconv.verify":
     raise ImportError("import llmconv.verify: `verify` is not a top-level package")
@@ -26,12 +27,4 @@ _PLACES = {
     "verify_graphs": "llmconv.verify.other_exporters.run",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
-    return getattr(import_module(_PLACES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazily(__name__, _PLACES)

@@ -67,7 +67,7 @@ from llmconv.verify.other_exporters.quantized_verdict import QuantizationOptions
 from llmconv.verify.quantized_folder import with_logits
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.reference.other_roundings import run_chain
-from llmconv.verify.results import Check, Checks, Quantization, Report
+from llmconv.verify.results import Check, Checks, Quantization, Report, audited, problem_of
 from llmconv.verify.scenarios.calls import Call, ModelFacts
 from llmconv.verify.verification import Session
 
@@ -111,12 +111,8 @@ class CodedFolder:
         return cls(verified, recorded_text(verified.path, calibrate), cost, prepack)
 
     def structure(self) -> list[Check]:
-        checks = []
-        for entry in self.verified.entries:
-            problems = cache_scales(self.verified.models[entry.name])[1]
-            verdict = "fail" if problems else "pass"
-            checks.append(Check(CODES_NAME, entry.name, "", verdict=verdict, detail="; ".join(problems[:3])))
-        return checks
+        names = [entry.name for entry in self.verified.entries]
+        return [audited(CODES_NAME, name, cache_scales(self.verified.models[name])[1]) for name in names]
 
     def as_floats(self, stack: ExitStack) -> VerifiedFolder:
         """The copies with a cache of floats, in memory, or in files that `stack` keeps if weights are quantized."""
@@ -162,7 +158,7 @@ class CodedFolder:
         try:
             return check_codes(CodedGraph(name, shipped, rounded, exact, AttentionNodes(probe, scales)), eager.facts())
         except LlmconvError as error:
-            return [Check(CODES_NAME, name, "logits", verdict="fail", detail=error.message)]
+            return [Check(CODES_NAME, name, "logits", verdict="fail", detail=problem_of(error))]
 
     @property
     def _settings(self) -> SessionSettings:
@@ -185,7 +181,7 @@ class CodedFolder:
         try:
             (costs,) = measure_costs([(name, self._runner(name, None))], eager.runners[0], sample)
         except LlmconvError as error:
-            yield [Check(CHECK, name, "", verdict="fail", detail=error.message)]
+            yield [Check(CHECK, name, "", verdict="fail", detail=problem_of(error))]
             return
         section.cost = costs.summary(is_text=sample.is_text)
         gated = sample.is_text and not self.prepack and not limits.given  # the codes of weights cost more
@@ -236,10 +232,10 @@ def check_codes(graph: CodedGraph, facts: ModelFacts) -> list[Check]:
             limit = LIMIT * effect + FLOOR * _rms(call, rounded[at], None)
             ratios.append(error / limit if limit else inf if error else 0.0)
     worst = float(np.max(ratios))
-    detail = "; ".join(problems[:3]) or f"{len(graph.nodes.attention)} attention nodes write and read code * scale"
+    passed = f"{len(graph.nodes.attention)} attention nodes write and read code * scale"
     logits = f"difference from rounding with standard operators: {worst:.2g} of the limit"
     return [
-        Check(CODES_NAME, graph.name, "present", verdict="fail" if problems else "pass", detail=detail),
+        replace(audited(CODES_NAME, graph.name, problems, passed), output="present"),
         Check(CODES_NAME, graph.name, "logits", verdict="pass" if worst <= 1 else "fail", detail=logits),
     ]
 
@@ -334,18 +330,10 @@ def check_scales(graph: str, scales: Mapping[str, Array], wanted: Mapping[str, A
     """
     wrong = [name for name in wanted if not _fits(name, scales.get(name), wanted[name], rotates=name in turned)]
     wrong += sorted(scales.keys() - wanted.keys())
-    if wrong:
-        detail = f"`{wrong[0]}`: a scale is not 1.1 * the range of its channel on the text / 127"
-        return [
-            Check(
-                RANGES_NAME,
-                graph,
-                wrong[0],
-                verdict="fail",
-                detail=f"{len(wrong)} of {len(wanted)} wrong, first {detail}",
-            )
-        ]
-    return [Check(RANGES_NAME, graph, "", detail=f"{len(wanted)} ranges as on the text")]
+    first = f"{len(wrong)} of {len(wanted)} wrong, first `{wrong[0]}`: a scale is not 1.1 * the range" if wrong else ""
+    problems = [f"{first} of its channel on the text / 127"] if wrong else []
+    found = audited(RANGES_NAME, graph, problems, f"{len(wanted)} ranges as on the text")
+    return [replace(found, output=wrong[0] if wrong else "")]
 
 
 def _fits(name: str, scale: Array | None, wanted: Array, *, rotates: bool) -> bool:

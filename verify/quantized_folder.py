@@ -72,7 +72,7 @@ from llmconv.verify.other_exporters.run import as_in_graphs, audit_graph_weights
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose
 from llmconv.verify.reference.eager import ComputedModel, Eager, PrefixedRunner, PrefixStart, Start, trained_start
 from llmconv.verify.reference.other_roundings import WeightScaling
-from llmconv.verify.results import Check, Checks, Report
+from llmconv.verify.results import Check, Checks, Report, audited
 from llmconv.verify.scenarios.calls import ModelFacts
 from llmconv.verify.verification import Checking, Session
 
@@ -83,7 +83,6 @@ ROUNDED_AGAIN = 2_000_000_000  # weights of a model up to which its cost is comp
 LARGE, EVERY = 500_000_000, 8
 """Weights of a model with more of which the search for scales is repeated for one row in eight only."""
 UNSEARCHED = f"scales of {EVERY - 1} rows in {EVERY} that a search tries, and that are not those of the least error"
-SHOWN = 4
 WHOLE_BYTES = {
     getattr(onnx.TensorProto, name.upper()): name for name in ("int8", "uint8", "float16", "bfloat16", "int32", "int64")
 } | {onnx.TensorProto.FLOAT: "float32"}
@@ -256,8 +255,7 @@ def misplaced_codes(graph: str, model: onnx.ModelProto, folder: Path) -> list[Ch
             wrong.append(f"`{tensor.name[:200]}` maps other bytes than those of its name")
         elif tensor.data_type in WHOLE_BYTES and known[parts[0]].dtype.name != WHOLE_BYTES[tensor.data_type]:
             wrong.append(f"`{tensor.name[:200]}` is {known[parts[0]].dtype.name} in the file")
-    detail = "; ".join(wrong[:SHOWN])
-    return [Check("weights", graph, "", verdict="fail", detail=detail)] if wrong else []
+    return [audited("weights", graph, wrong)] if wrong else []
 
 
 def named_codes(file: GraphFile, tensors: Mapping[str, LazyTensor]) -> Check:
@@ -269,15 +267,10 @@ def named_codes(file: GraphFile, tensors: Mapping[str, LazyTensor]) -> Check:
     sizes = [sum(prod(tensors[name].shape) for name in named_tensors(one, tensors)) for one in stored]
     wrong = [one for one, size in zip(stored, sizes, strict=True) if size != prod(one.shape) or not _has_own(one)]
     problem = "is not named after tensors of its size, or has scales of others"
-    problems = "; ".join(f"`{one.name[:200]}` {problem}" for one in wrong[:SHOWN])
-    return Check(
-        "weights",
-        file.name,
-        "",
-        verdict="fail" if wrong else "pass" if stored else "skip",
-        detail=problems
-        or f"{len(stored)} quantized matrices are named after the model's tensors, and have their sizes",
-    )
+    problems = [f"`{one.name[:200]}` {problem}" for one in wrong]
+    passed = f"{len(stored)} quantized matrices are named after the model's tensors, and have their sizes"
+    found = audited("weights", file.name, problems, passed)
+    return found if stored else replace(found, verdict="skip")
 
 
 def _has_own(stored: QuantizedMatrix) -> bool:

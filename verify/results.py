@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from llmconv.errors import LlmconvError, OutOfMemory
 from llmconv.runtime.extra_inputs import is_present
 from llmconv.verify.sigma import Evidence, sigma_text
 
@@ -61,6 +62,20 @@ class Check:
 
 
 Checks: TypeAlias = Iterator[list[Check]]  # checks as they are made, a list at a time
+
+
+def audited(name: str, graph: str, problems: Sequence[str], passed: str = "", shown: int = 5) -> Check:
+    """The check of an audit: failed with the first problems if there are any, else `passed`."""
+    more = f"; and {len(problems) - shown} more" if problems[shown:] else ""
+    detail = "; ".join(problems[:shown]) + more if problems else passed
+    return Check(name, graph, "", verdict="fail" if problems else "pass", detail=detail)
+
+
+def problem_of(error: LlmconvError) -> str:
+    """What an error says about a graph; raises an error of memory again, which says nothing about it."""
+    if isinstance(error, OutOfMemory):
+        raise error
+    return error.message
 
 
 @dataclass(frozen=True)

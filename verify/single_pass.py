@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from llmconv.causal_lm import length_of, length_switch
 from llmconv.checkpoint import SINGLE, open_weights, read_small
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutOfMemory, UnsupportedInput, first_line
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, first_line
 from llmconv.files.safetensors_file import FileTensor, read_header
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.output.manifest import GraphEntry
@@ -40,7 +40,7 @@ from llmconv.verify.audit.weights import WeightSource, audit_files, audit_graph_
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.candidates import fold
 from llmconv.verify.reference.other_roundings import SCALINGS, SEEDS, hidden_faults, nudged
-from llmconv.verify.results import Check, Checks, Report
+from llmconv.verify.results import Check, Checks, Report, problem_of
 from llmconv.verify.scenarios.calls import windows_of
 from llmconv.verify.sigma import GATES, ExpectedOutput, Measure, NoiseFloor, measure
 from llmconv.verify.verification import Session
@@ -90,10 +90,8 @@ class SinglePassFolder:
         blank = Check("structure", entry.name, "")
         try:
             graph = SinglePassGraph(self.verified.path / entry.files[0], self.verified.settings)
-        except OutOfMemory:
-            raise
         except LlmconvError as error:
-            yield [replace(blank, verdict="fail", detail=error.message)]
+            yield [replace(blank, verdict="fail", detail=problem_of(error))]
             return
         reference = TaskReference(self.reference, entry.role)
         takes_positions = POSITIONS in graph.inputs
@@ -127,10 +125,8 @@ def _batch(
     blank = Check(texts.name, entry.name, "")
     try:
         found = graph.run(texts.input_ids, texts.attention_mask, texts.position_ids)
-    except OutOfMemory:
-        raise
     except LlmconvError as error:
-        yield from (fold(blank, name, [Measure(problem=error.message)], GATES[DTYPE]) for name in wanted)
+        yield from (fold(blank, name, [Measure(problem=problem_of(error))], GATES[DTYPE]) for name in wanted)
         return
     for name, truth in wanted.items():
         rows = as_rows(entry.role, name, found[name]) if found[name].ndim else found[name]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from llmconv import lazily
 
 if TYPE_CHECKING:  # at run time each is loaded when it is first used: names and tables need no onnxruntime
     from llmconv.runtime.onnxruntime.graph import OrtGraph
@@ -20,12 +21,4 @@ _PLACES = {
     **dict.fromkeys(("Cache", "Runner", "Step", "default_positions"), "llmconv.runtime.runner"),
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
-    return getattr(import_module(_PLACES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazily(__name__, _PLACES)

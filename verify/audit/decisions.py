@@ -26,10 +26,9 @@ from llmconv.errors import first_line
 from llmconv.runtime.extra_inputs import layer_of
 from llmconv.runtime.onnxruntime.session_settings import half_precision
 from llmconv.tensors import BY_NAME, Array
-from llmconv.verify.results import Check
+from llmconv.verify.results import Check, audited
 
 NAME = "decisions"  # name of the check in reports
-FIRST = 5  # findings in a detail
 
 LENGTH, BATCH, POSITION, TOKEN, MASK, INDEX = (
     "length", "batch size", "position", "token id", "mask", "place in the sequence"
@@ -60,7 +59,7 @@ def audit_decisions(graph: str, model: onnx.ModelProto, config: Mapping[str, Any
         texts.append(f"no node decides by the sliding window of {size}")
     numbers = ", ".join(f"{number:g}" for number in sorted(found.numbers) if number < UNLIMITED) or "none"
     passed = f"{found.decisions} comparisons, limits and choices, all by numbers of the model ({numbers})"
-    return Check(NAME, graph, "", verdict="fail" if texts else "pass", detail=_first(texts) or passed)
+    return audited(NAME, graph, texts, passed)
 
 
 def audit_foreign_decisions(
@@ -79,12 +78,9 @@ def audit_foreign_decisions(
         list(dict.fromkeys(f"`{one.node}` {one.text}" for one in found.findings if one.certain and one.point is point))
         for point in (True, False)
     )
-    checks = [Check(NAME, graph, "", verdict="fail", detail=_first(points))] if points else []
-    return checks, [f"{graph}: {_first(others)}, which is not in the config"] if others else []
-
-
-def _first(texts: Sequence[str]) -> str:
-    return "; ".join(texts[:FIRST]) + (f"; and {len(texts) - FIRST} more" if len(texts) > FIRST else "")
+    texts = audited(NAME, graph, others).detail
+    checks = [audited(NAME, graph, points)] if points else []
+    return checks, [f"{graph}: {texts}, which is not in the config"] if others else []
 
 
 def read_config(folder: Path) -> dict[str, Any]:

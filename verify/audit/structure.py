@@ -14,7 +14,7 @@ from llmconv.runtime.extra_inputs import MAX_LENGTH, POSITIONS, ExtraInput, is_r
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.guard import nodes
 from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS, WRITE_INDICES
-from llmconv.verify.results import Check
+from llmconv.verify.results import Check, audited
 
 Axes = dict[str, list[str | int | None]]  # expected axes by name of an input or output; None for any
 
@@ -55,7 +55,7 @@ def check_structure(
         *_type_problems(graph),
         *dead_inputs(model),
     ]
-    return Check("structure", graph.name, "", verdict="fail" if problems else "pass", detail="; ".join(problems[:5]))
+    return audited("structure", graph.name, problems)
 
 
 def name_problems(graph: OrtGraph, cache_shapes: CacheShapes, extras: Collection[str]) -> list[str]:
@@ -162,13 +162,12 @@ def check_tower_norms(name: str, graph: onnx.ModelProto, model: Any) -> Check:
     Nodes are named after modules; a norm without a module's name must have the epsilon of some norm.
     """
     known = _epsilons(model)
-    for node, value in _used(graph):
-        module = node.partition("/")[0]
-        if np.float32(value) not in ({known[module]} if module in known else set(known.values())):
-            return Check(
-                NAME, name, "", verdict="fail", detail=f"`{node}` adds the epsilon {value:g}, the model does not"
-            )
-    return Check(NAME, name, "", verdict="pass")
+    wrong = [
+        f"`{node}` adds the epsilon {value:g}, the model does not"
+        for node, value in _used(graph)
+        if np.float32(value) not in ({known[at]} if (at := node.partition("/")[0]) in known else set(known.values()))
+    ]
+    return audited(NAME, name, wrong)
 
 
 def _epsilons(model: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import os
 import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
 from llmconv.runtime.onnxruntime.session_file import CONFIG, named_files, read_genai_config
 from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
 from llmconv.verify.bisect.replay import VerifiedFolder
-from llmconv.verify.results import Check
+from llmconv.verify.results import Check, audited
 
 NAME = "client files"  # name of the check in reports
 BLOCK = 1 << 20  # bytes of a weight file that are compared at a time
@@ -56,10 +56,8 @@ class ClientFiles:
         if not opened:
             return []
         problems = [problem for path in opened for problem in self._problems(path)]
-        if problems:
-            return [Check(NAME, client, "", verdict="fail", detail=f"{client}: {'; '.join(problems)}")]
-        names = [self._name(path) for path in opened]
-        return [Check(NAME, client, "", detail=f"{client}: {listing(names)} as verified")]
+        found = audited(NAME, client, problems, f"{listing([self._name(path) for path in opened])} as verified")
+        return [replace(found, detail=f"{client}: {found.detail}")]
 
     @cached_property
     def graphs(self) -> dict[Path, onnx.ModelProto]:
@@ -271,10 +269,7 @@ def field_checks(folder: Path, models: Mapping[str, onnx.ModelProto], model: Pat
     except MalformedInput as refused:
         return [Check(FIELDS_CHECK, CONFIG, "", verdict="fail", detail=refused.message)]
     found = [*_of_graphs(section, models), *_of_model(section, model), *_of_search(search, section, models)]
-    if found:
-        rest = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        return [Check(FIELDS_CHECK, CONFIG, "", verdict="fail", detail="; ".join(found[:SHOWN]) + rest)]
-    return [Check(FIELDS_CHECK, CONFIG, "", detail="as the graphs and the model")]
+    return [audited(FIELDS_CHECK, CONFIG, found, "as the graphs and the model", SHOWN)]
 
 
 def _of_graphs(section: Mapping[str, Any], models: Mapping[str, onnx.ModelProto]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from llmconv.errors import LlmconvError, MalformedInput, OutOfMemory, first_line
+from llmconv.errors import LlmconvError, MalformedInput, first_line
 from llmconv.output.manifest import PrefixEntry
 from llmconv.runtime.extra_inputs import ExtraValues, is_state
 from llmconv.runtime.onnxruntime.graph import OrtGraph
@@ -30,7 +30,7 @@ from llmconv.runtime.runner import Choices, Runner, Step
 from llmconv.tensors import Array
 from llmconv.verify.reference.eager import ExpectedOutputs
 from llmconv.verify.reference.other_roundings import rows_of, run_chain
-from llmconv.verify.results import Check
+from llmconv.verify.results import Check, problem_of
 from llmconv.verify.scenarios.calls import Call, Chain
 from llmconv.verify.scenarios.table import Scenario
 from llmconv.verify.sigma import GATES, Evidence, ExpectedOutput, Gates, Measure, calmest_sigma, measure, rms
@@ -106,7 +106,7 @@ def candidates(graphs: list[OrtGraph], chains: list[Chain]) -> list[Candidate]:
     return found
 
 
-def check_scenario(
+def check_scenario(  # noqa: PLR0913 - what runs, what is right, and what receives the results
     scenario: Scenario,
     chains: list[Chain],
     candidate: Candidate,
@@ -115,6 +115,7 @@ def check_scenario(
     pair: PrefillDecodeAgreement,
     evidence: Evidence | None = None,
     repeat: int = 1,
+    runs: Sequence[list[Step]] = (),
 ) -> list[Check]:
     """One check per output, over all chains and calls of a scenario.
 
@@ -123,6 +124,7 @@ def check_scenario(
         pair: receives the outputs, to compare prefill and decode graph.
         evidence: receives the data of the report's figures; None to discard them.
         repeat: number of runs of each call; all must give the same bits.
+        runs: the steps of each chain, if they were made already.
     """
     evidence = evidence or Evidence()
     blank = Check(scenario.name, candidate.name, "")
@@ -131,15 +133,9 @@ def check_scenario(
     for at, (chain, truth) in enumerate(zip(chains, truths, strict=True)):
         if reasons[at]:
             continue
-        try:
-            steps = run_chain(candidate.runner, chain)
-            same = steady(candidate.runner, chain, steps, repeat)
-        except OutOfMemory:
-            raise
-        except LlmconvError as error:
-            return [replace(blank, output="logits", verdict="fail", detail=error.message)]
-        if not same:
-            return [unsteady(blank)]
+        steps = runs[at] if runs else steps_of(candidate, chain, repeat, blank)
+        if isinstance(steps, Check):
+            return [steps]
         if problem := lost_past(chain, steps):
             return [replace(blank, output="present", verdict="fail", detail=problem)]
         for number, (call, step, expected) in enumerate(zip(chain, steps, truth, strict=True)):
@@ -172,12 +168,14 @@ def lost_past(chain: Chain, steps: Sequence[Step]) -> str:
     return "" if kept else "keys or values of the past differ from those that the graph was given"
 
 
-def steady(runner: Runner, chain: Chain, steps: list[Step], repeat: int) -> bool:
-    """Whether repeated runs of the same calls give the same bits as the first, which counts in `repeat`."""
-    return all(_equal(steps, run_chain(runner, chain)) for _ in range(1, repeat))
-
-
-def unsteady(blank: Check) -> Check:
+def steps_of(candidate: Candidate, chain: Chain, repeat: int, blank: Check) -> list[Step] | Check:
+    """The steps of a chain of calls; a failed check where the graph fails, or repeated runs give other bits."""
+    try:
+        steps, *others = (run_chain(candidate.runner, chain) for _ in range(repeat))
+    except LlmconvError as error:
+        return replace(blank, output="logits", verdict="fail", detail=problem_of(error))
+    if all(_equal(steps, other) for other in others):
+        return steps
     return replace(blank, output="logits", verdict="fail", detail="two runs of the graph differ")
 
 

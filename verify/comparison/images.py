@@ -20,7 +20,7 @@ from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import Candidate, fold, measured_rows
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.reference.other_roundings import rows_of
-from llmconv.verify.results import Check
+from llmconv.verify.results import Check, problem_of
 from llmconv.verify.scenarios.calls import Call
 from llmconv.verify.sigma import GATES, ExpectedOutput, Gates, Measure, NoiseFloor, measure
 
@@ -47,7 +47,7 @@ class ImageChecks:
         try:
             found = self.family.features(self.vision.run, given)
         except LlmconvError as error:
-            return [Measure(problem=error.message)]
+            return [Measure(problem=problem_of(error))]
         parts = zip(*(_compared(features) for features in (exact, rounded, found)), strict=True)
         return [
             measure(floor.truth(IMAGE_FEATURES, true, near, np.ones(true.shape[:2], dtype=bool)), rows)
@@ -82,7 +82,7 @@ class ImageChecks:
             chosen = [self._prompts[number] for number in divided]
             parts = [one.run_in_parts(candidate.runner, self._features_of(one)) for one in chosen]
         except LlmconvError as error:
-            return [replace(blank, output="logits", verdict="fail", detail=error.message)]
+            return [replace(blank, output="logits", verdict="fail", detail=problem_of(error))]
         if made[0][0].choices is not None:
             return [replace(blank, output="logits", verdict="skip", detail="the graph chooses tokens")]
         measures = [

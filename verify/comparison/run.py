@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from llmconv.checkpoint import read_json
-from llmconv.errors import LlmconvError, OutOfMemory, UnsupportedInput
+from llmconv.errors import LlmconvError, UnsupportedInput
 from llmconv.output.manifest import GraphEntry
 from llmconv.runtime.images.families import family_in
 from llmconv.runtime.onnxruntime.graph import VISION, EmbeddingGraph, OrtGraph, VisionGraph
@@ -42,7 +42,7 @@ from llmconv.verify.reference.other_roundings import (
     scalings,
     unreached_checks,
 )
-from llmconv.verify.results import Check, Checks, Report
+from llmconv.verify.results import Check, Checks, Report, problem_of
 from llmconv.verify.scenarios.calls import Call, Chain
 from llmconv.verify.scenarios.selection import Budget, Named, Selection
 from llmconv.verify.scenarios.table import Scenario
@@ -126,7 +126,7 @@ class FolderComparison:
             if family is None:
                 raise UnsupportedInput("the images of this type of model do not reach graphs", hint="remove the graph")
         except LlmconvError as error:
-            yield [Check(FEATURES, VISION, "", verdict="fail", detail=error.message)]
+            yield [Check(FEATURES, VISION, "", verdict="fail", detail=problem_of(error))]
             return
         checks = ImageChecks(vision, family, self.eager, replace(GATES[self.eager.dtype], calmest=self.routed))
         model = self.eager.eager_runners[0].model
@@ -251,10 +251,10 @@ def open_graphs(
             graphs.append(known.under(entry) if known else opener(folder, entry, replace(settings, garbage=True)))
             if type(graphs[-1]) is OrtGraph:  # a graph in pieces keeps results under its own name
                 shared[key] = graphs[-1]
-        except (UnsupportedInput, OutOfMemory):
+        except UnsupportedInput:
             raise
         except LlmconvError as error:
-            yield [Check("structure", entry.name, "", verdict="fail", detail=error.message)]
+            yield [Check("structure", entry.name, "", verdict="fail", detail=problem_of(error))]
     return graphs
 
 
@@ -274,7 +274,7 @@ def check_own_embeddings(graph: OrtGraph, eager: Eager, gates: Gates) -> list[Ch
     try:
         step = candidate.runner.prefill(*given, placed=placed)
     except LlmconvError as error:
-        return [replace(blank, output="logits", verdict="fail", detail=error.message)]
+        return [replace(blank, output="logits", verdict="fail", detail=problem_of(error))]
     rows = rows_of(step)
     if step.choices is not None:
         rows.pop("logits")
@@ -379,7 +379,7 @@ def check_embeddings(path: Path, eager: Eager, settings: SessionSettings | None)
     try:
         found = measure(truth, EmbeddingGraph(path, settings).run(ids))
     except LlmconvError as error:
-        found = Measure(problem=error.message)
+        found = Measure(problem=problem_of(error))
     return fold(blank, INPUTS_EMBEDS, [found], GATES[eager.dtype])
 
 

@@ -27,7 +27,7 @@ from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.layers.graph_index import NUMBERED, Kind, NotLayered, layer_kinds, layer_names
 from llmconv.verify.layers.graph_layers import GraphLayers, Layer, forms_of
 from llmconv.verify.reference.eager import ComputedModel
-from llmconv.verify.results import Check
+from llmconv.verify.results import Check, audited
 
 ALL, CLASSES, SAMPLED = "all", "classes", "sampled:"
 LAYERS, PARTS = "layers", "parts"  # names of the checks of structure and of composition
@@ -133,8 +133,7 @@ class Induction:
         layers, parts = list[Check](), list[Check]()
         for name, graph in self.classes.graphs.items():
             odd = list(self.classes.odd_layers(name).values()) if alone else []
-            detail = "; ".join(odd[:5]) or self._described(graph)
-            layers.append(Check(LAYERS, name, "", verdict="fail" if odd else "pass", detail=detail))
+            layers.append(audited(LAYERS, name, odd, self._described(graph)))
             parts.append(Check(PARTS, name, "", detail=_composed(graph)))
         return layers + parts
 

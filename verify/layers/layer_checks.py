@@ -22,7 +22,7 @@ import onnx
 import onnxruntime as ort
 import torch
 
-from llmconv.errors import LlmconvError, OutOfMemory, UnsupportedInput
+from llmconv.errors import LlmconvError, UnsupportedInput
 from llmconv.memory import trim
 from llmconv.progress import status
 from llmconv.runtime.extra_inputs import ExtraInput, ExtraValues, is_past, is_present, is_state, layer_of, present_of
@@ -45,7 +45,7 @@ from llmconv.verify.layers.graph_layers import GraphLayers
 from llmconv.verify.layers.induction import LAYERS, PARTS, Induction
 from llmconv.verify.reference.eager import ComputedModel
 from llmconv.verify.reference.other_roundings import rows_of, valid_rows
-from llmconv.verify.results import Check, Checks, Report, Statement, Where
+from llmconv.verify.results import Check, Checks, Report, Statement, Where, problem_of
 from llmconv.verify.scenarios.calls import Call, SyntheticPast, drawn
 from llmconv.verify.sigma import GATES, ExpectedOutput, Measure, NoiseFloor, cache_rows, measure, state_rows
 
@@ -108,10 +108,10 @@ class SingleLayerChecks:
                     runs = run_eager(opened, call, list(names.values()), self.dtype)
                 runner = PartRunner(graph, model, self.folder, self.settings, PART_BYTES)
                 yield from self._of_graph(graph, GraphRun(layers, runner, runs, names, extras))
-            except (OutOfMemory, UnsupportedInput):
+            except UnsupportedInput:
                 raise
             except LlmconvError as error:
-                yield [Check(f"{NAME}{self.named}", graph, "logits", verdict="fail", detail=error.message)]
+                yield [Check(f"{NAME}{self.named}", graph, "logits", verdict="fail", detail=problem_of(error))]
 
     def distinct(self) -> dict[str, onnx.ModelProto]:
         found: dict[bytes, str] = {}

@@ -11,7 +11,7 @@ graph can be scaled if the audit found every matrix of the model in it; of quant
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from llmconv.errors import LlmconvError, OutOfMemory, UsageProblem
+from llmconv.errors import UsageProblem
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.runner import PlacedEmbeddings, Runner, Step, refuse_placed
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.audit.weights import initializer_values
-from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, check_scenario, steady, unsteady
+from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, check_scenario, steps_of
 from llmconv.verify.comparison.layer_by_layer import scale
 from llmconv.verify.comparison.run import compare_scaled, not_run, skipped
 from llmconv.verify.other_exporters.external_graph import ExternalCache, ExternalGraph, GraphFile, ModelSizes
@@ -35,7 +35,6 @@ from llmconv.verify.reference.other_roundings import (
     SCALED_SCENARIOS,
     SCALINGS,
     WeightScaling,
-    run_chain,
 )
 from llmconv.verify.results import Check, Checks, Report
 from llmconv.verify.scenarios.calls import Call, Chain
@@ -170,14 +169,12 @@ def check_external(
         return check_scenario(scenario, chains, candidate, truths, gates, PrefillDecodeAgreement(gates))
     supported = [at for at, reason in enumerate(refusals) if not reason]
     chains = [chains[at] for at in supported]
-    try:
-        runs = [run_chain(candidate.runner, chain) for chain in chains]
-        if not all(steady(candidate.runner, *pair, repeat) for pair in zip(chains, runs, strict=True)):
-            return [unsteady(Check(scenario.name, candidate.name, ""))]
-    except OutOfMemory:
-        raise
-    except LlmconvError as error:
-        return [Check(scenario.name, candidate.name, "logits", verdict="fail", detail=error.message)]
+    blank, runs = Check(scenario.name, candidate.name, ""), list[list[Step]]()
+    for chain in chains:
+        steps = steps_of(candidate, chain, repeat, blank)
+        if isinstance(steps, Check):
+            return [steps]
+        runs.append(steps)
     checks = _compare(scenario, chains, candidate, runs, [truths[at] for at in supported], gates, evidence)
     if any(check.verdict == "fail" for check in checks) and may_count_padding(candidate.external, chains):
         other = replace(scenario, name=f"{scenario.name}, positions count padding")
@@ -205,8 +202,8 @@ def _compare(
         [_comparable(truth, step) for truth, step in zip(wanted, steps, strict=True)]
         for wanted, steps in zip(truths, runs, strict=True)
     ]
-    recorded = replace(candidate, runner=RecordedSteps(step for steps in runs for step in steps), last_only=last_only)
-    return check_scenario(scenario, chains, recorded, expected, gates, PrefillDecodeAgreement(gates), evidence)
+    judged, pair = replace(candidate, last_only=last_only), PrefillDecodeAgreement(gates)
+    return check_scenario(scenario, chains, judged, expected, gates, pair, evidence, runs=runs)
 
 
 def _comparable(truth: dict[str, ExpectedOutput], step: Step) -> dict[str, ExpectedOutput]:
@@ -240,16 +237,6 @@ class ExternalRunner(Runner):
 
     def decode(self, *given: Any, **options: Any) -> Step:
         return self._decode.run(*given, **options)
-
-
-class RecordedSteps(Runner):
-    """Returns recorded steps in their order, whatever is asked for."""
-
-    def __init__(self, steps: Iterator[Step]) -> None:
-        self._steps = steps
-
-    def prefill(self, *given: Any, **options: Any) -> Step:
-        return next(self._steps)
 
 
 DETAIL = "positions count padding, as the graph has no input for them"

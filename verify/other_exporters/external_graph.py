@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from llmconv.errors import InputRefused, LlmconvError, OutOfMemory, UsageProblem
+from llmconv.errors import InputRefused, LlmconvError, UsageProblem
 from llmconv.runtime.extra_inputs import ExtraValues, cache_order
 from llmconv.runtime.onnxruntime.graph import SessionChain, refusing
 from llmconv.runtime.onnxruntime.guard import attributes, load_guarded, nodes
@@ -24,7 +24,7 @@ from llmconv.tensors import Array
 from llmconv.verify.other_exporters.port_map import AXES, Binding, bind, find_port_maps
 from llmconv.verify.other_exporters.quantized.schemes import quantized_operators
 from llmconv.verify.other_exporters.quantized.tensor_matching import InitializerContent, MatchedMatrix
-from llmconv.verify.results import Check
+from llmconv.verify.results import Check, problem_of
 from llmconv.verify.scenarios.calls import CacheEdit, Call, SyntheticPast
 
 DTYPES = {
@@ -316,10 +316,8 @@ class GraphFile:
         settings = replace(settings, reuse=self.emulates is None)
         try:
             return ExternalGraph(self.path, self.model, self.binding, sizes, settings, self.name)
-        except OutOfMemory:
-            raise
         except LlmconvError as error:
-            return Check("structure", self.name, "", verdict="fail", detail=error.message)
+            return Check("structure", self.name, "", verdict="fail", detail=problem_of(error))
 
 
 def read_graphs(paths: Sequence[str | Path], input_map: str) -> list[GraphFile]:

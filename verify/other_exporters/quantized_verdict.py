@@ -44,7 +44,7 @@ from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants
 from llmconv.verify.other_exporters.quantized.rounding_error import ExpectedCodes
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results import Check, Checks, Quantization, Report
+from llmconv.verify.results import Check, Checks, Quantization, Report, problem_of
 from llmconv.verify.scenarios.calls import ModelFacts
 
 
@@ -155,7 +155,7 @@ def measure_cost(  # noqa: PLR0913 - two models, and what is measured
             measured.append(("plain rounding", rounded))
         costs = measure_costs(measured, model, sample)
     except LlmconvError as error:
-        yield [Check(CHECK, shipped[0], "", verdict="fail", detail=error.message)]
+        yield [Check(CHECK, shipped[0], "", verdict="fail", detail=problem_of(error))]
         return
     section.cost, *others = [one.summary(is_text=sample.is_text) for one in costs]
     section.excess = difference(*costs) if others else None

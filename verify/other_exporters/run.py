@@ -56,7 +56,7 @@ from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose
 from llmconv.verify.reference.eager import ComputedModel, Eager
 from llmconv.verify.report.files import reporter
-from llmconv.verify.results import Check, Checks, Quantization, Report
+from llmconv.verify.results import Check, Checks, Quantization, Report, audited
 from llmconv.verify.scenarios.selection import Budget, Selection
 from llmconv.verify.verification import Checking, OnChecks, Session
 
@@ -282,8 +282,7 @@ def _notes(file: GraphFile, graph: ExternalGraph) -> list[str]:
 def check_cache(graph: ExternalGraph, cache_shapes: CacheShapesByName) -> Check:
     """Checks that every layer has a key and a value with the model's heads and head size."""
     problems = [*_missing(graph, cache_shapes), *_sizes(graph, cache_shapes)]
-    detail = "; ".join(problems[:5]) or f"inputs and outputs named as by {graph.binding.port_map.title}"
-    return Check("structure", graph.name, "", verdict="fail" if problems else "pass", detail=detail)
+    return audited("structure", graph.name, problems, f"inputs and outputs named as by {graph.binding.port_map.title}")
 
 
 def _missing(graph: ExternalGraph, cache_shapes: CacheShapesByName) -> list[str]:

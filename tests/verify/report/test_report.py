@@ -254,3 +254,9 @@ def test_the_last_line_of_a_failure_names_the_check_that_failed() -> None:
     assert (
         report_of(PASSED, changed).summary().endswith("0 skipped, first weights | model.safetensors | weights changed")
     )
+
+
+def test_an_error_of_memory_is_no_verdict_on_a_graph() -> None:
+    assert problem_of(MalformedInput("a node fails", hint="")) == "a node fails"
+    with pytest.raises(OutOfMemory):
+        problem_of(OutOfMemory("no room", hint=""))

@@ -37,7 +37,7 @@ from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.audit.weights import reference_name
 from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants
 from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix
-from llmconv.verify.results import OWN_TEXT, RANDOM, TEXT, AccuracyCost, Check, Estimate, Perplexities
+from llmconv.verify.results import OWN_TEXT, RANDOM, TEXT, AccuracyCost, Check, Estimate, Perplexities, audited
 from llmconv.verify.scenarios.calls import ModelFacts
 from llmconv.verify.sigma import divergence_of, log_probabilities
 
@@ -397,10 +397,8 @@ def check_ranges(
         for name in names.get(one.codes) or [one.codes]
         if (problem := _problem(one, extremes.get(name), factors.get(name)))
     ]
-    if problems:
-        detail = f"{len(problems)} of {len(found)} wrong, first: {problems[0]}"
-        return Check(NAME, graph, "", verdict="fail", detail=detail)
-    return Check(NAME, graph, "", detail=f"{len(found)} ranges as on the text")
+    wrong = [f"{len(problems)} of {len(found)} wrong, first: {problems[0]}"] if problems else []
+    return audited(NAME, graph, wrong, f"{len(found)} ranges as on the text")
 
 
 def _products(model: onnx.ModelProto, constants: Constants) -> Iterator[tuple[onnx.NodeProto, str]]:

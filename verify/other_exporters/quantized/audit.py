@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ from llmconv.verify.other_exporters.quantized.tensor_matching import (
     name_in_file,
     named_tensors,
 )
-from llmconv.verify.results import Check
+from llmconv.verify.results import Check, audited
 
 SHOWN = 4
 READERS = 2  # matrices that are compared at a time
@@ -76,9 +77,10 @@ def audit_quantized(
     kinds = Counter(found.stored.kind for found in quantized)
     count = len({row["tensor"] for row in rows})
     summary = f"{count} quantized matrices in {len(quantized)} operators are the model's up to rounding"
-    detail = "; ".join(problems[:SHOWN]) or f"{summary} ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})"
-    detail += f"; {CHANGED}" if problems and len(problems) >= len(quantized) else ""
-    return Check("weights", graph, "", verdict="fail" if problems else "pass", detail=detail), rows
+    passed = f"{summary} ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})"
+    check = audited("weights", graph, problems, passed)
+    changed = problems and len(problems) >= len(quantized)
+    return (replace(check, detail=f"{check.detail}; {CHANGED}") if changed else check), rows
 
 
 def _match_problem(

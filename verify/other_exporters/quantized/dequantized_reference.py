@@ -33,7 +33,7 @@ from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants,
 from llmconv.verify.other_exporters.quantized.schemes import schemes
 from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix, TensorMatch
 from llmconv.verify.reference.eager import ComputedModel
-from llmconv.verify.results import Check
+from llmconv.verify.results import Check, audited
 
 TIED = "tie_word_embeddings"
 
@@ -351,7 +351,6 @@ def _rows(tensor: LazyTensor, index: int, start: int, stop: int) -> Array:
 FILES, SUFFIX = "quantized*.safetensors", ".smoothing"
 FLOAT32 = BY_NAME["float32"]
 LARGEST = 64  # the largest exponent of a factor that float32 weights can be divided by and multiplied with
-SHOWN = 4
 MATRIX = 2
 
 
@@ -389,9 +388,7 @@ class StoredSmoothing:
 
     def check(self, graph: str, reference: Mapping[str, LazyTensor]) -> list[Check]:
         problems = self.problems(reference)
-        more = f"; and {len(problems) - SHOWN} more" if problems[SHOWN:] else ""
-        detail = "; ".join(problems[:SHOWN]) + more
-        return [Check("weights", graph, "", verdict="fail", detail=detail)] if problems else []
+        return [audited("weights", graph, problems)] if problems else []
 
     def applied(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         """The tensors that codes and norms of the folder are made of: matrices times factors, norms divided by them."""
