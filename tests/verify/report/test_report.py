@@ -14,11 +14,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from llmconv.errors import OutputFailed
+from llmconv.errors import MalformedInput, OutOfMemory, OutputFailed
 from llmconv.verify import Check, Report
 from llmconv.verify.bisect.first_wrong_node import localize
 from llmconv.verify.report.files import today, write_report
 from llmconv.verify.report.html import heat_map
+from llmconv.verify.results import problem_of
 
 HOSTILE = 'x"><script>alert(1)</script>\x1b[31m\x00|`a`'
 PASSED = Check("prefill, 7 tokens", "decode.onnx", "logits", sigma=1.02, row_sigma=1.5, max_abs=3.1e-07)
