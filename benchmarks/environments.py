@@ -46,6 +46,8 @@ ENVIRONMENTS: dict[str, Steps] = {
         ),
     ),
     "openvino": (("openvino==2026.4.1", "numpy"),),
+    # as `onnxruntime`, ahead of the one beside this program's other packages, which the scripts add
+    "webgpu": (("--no-deps", "onnxruntime-webgpu==1.27.0"),),
     "lm-eval": (("lm-eval==0.4.13", "transformers==5.23.0"),),
     "mergekit": (("mergekit==0.1.5", "transformers==5.23.0", "peft==0.21.2"),),
     "transformers-4.47": (
@@ -66,7 +68,7 @@ ENVIRONMENTS: dict[str, Steps] = {
 }
 """Name to the arguments of each `pip install` after torch; LLM Foundry's own pins of torch are passed over."""
 
-WITHOUT_TORCH = {"chromedriver", "genai", "llama.cpp", "openvino", "smollm2"}
+WITHOUT_TORCH = {"chromedriver", "genai", "llama.cpp", "openvino", "smollm2", "webgpu"}
 
 NODE = {
     "azurite": ("azurite@3.35.0",),
