@@ -217,15 +217,11 @@ def _channel_states(config: Any) -> tuple[CacheState, ...]:
     return window, CacheState(RECURRENT, (heads, size, size))
 
 
-def _latent_heads(config: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Multi-head latent attention keeps the latents of keys and values, and the rotated part of the keys."""
-    return (1, config.kv_lora_rank), (1, config.qk_rope_head_dim)
-
-
 KIND = CacheKind(_states, {**CONVOLVE, "torch_chunk_gated_delta_rule": delta_rule}, {"DeltaRule": FUNCTION})
 CHANNEL_KIND = CacheKind(
     _channel_states,
     {**CONVOLVE, "chunk_kimi_delta_attention": delta_rule},
     {"ChannelDeltaRule": CHANNEL_FUNCTION},
-    heads=_latent_heads,
+    # multi-head latent attention keeps the latents of keys and values, and the rotated part of the keys
+    heads=lambda config: ((1, config.kv_lora_rank), (1, config.qk_rope_head_dim)),
 )

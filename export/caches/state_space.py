@@ -251,16 +251,11 @@ def chunk_scan(  # noqa: PLR0913 - transformers calls it
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = F.softplus(dt) if dt_softplus else dt
     if tuple(dt_limit) != (0.0, float("inf")):
-        dt = torch.where(_is_step(), dt, dt.clamp(*dt_limit))
+        assert TracedCache.is_step is not None  # whether this is a call with one token after a past
+        dt = torch.where(TracedCache.is_step, dt, dt.clamp(*dt_limit))
     inputs = [hidden_states, dt, A, B, C, initial_states]
     output, state = call("StateSpace", inputs, [hidden_states.shape, initial_states.shape])
     return (output if D is None else output + hidden_states.float() * D[..., None]), state
-
-
-def _is_step() -> Tensor:
-    """Whether this is a call with one token after a past, in which transformers does not limit the time step."""
-    assert TracedCache.is_step is not None
-    return TracedCache.is_step
 
 
 def _space_states(config: Any) -> tuple[CacheState, ...]:

@@ -38,7 +38,9 @@ def add_lora_inputs(traced: TracedGraph, matches: Mapping[str, WeightSource], ta
     InputRefused: a target is not the name of a linear layer.
     """
     products = _products(traced, matches)
-    wanted = {name: [module for module in products if _is_named(module, name)] for name in targets}
+    wanted = {
+        name: [module for module in products if name == ALL or f".{module}".endswith(f".{name}")] for name in targets
+    }
     if absent := next((name for name, modules in wanted.items() if not modules), None):
         last = sorted({module.rpartition(".")[2] for module in products})
         raise InputRefused(
@@ -63,10 +65,6 @@ def _products(traced: TracedGraph, matches: Mapping[str, WeightSource]) -> dict[
         if is_product and len(source.shape) == 2 and source.name.endswith(".weight"):
             found[source.name.removesuffix(".weight")] = uses[0].node
     return found
-
-
-def _is_named(module: str, target: str) -> bool:
-    return target == ALL or module == target or module.endswith(f".{target}")
 
 
 def _adapt(model: ir.Model, module: str, product: ir.Node) -> None:

@@ -156,20 +156,14 @@ HEAD = ("batch", "length", "candidate", "prompt tokens/s", "new tokens/s", "time
 def table(result: BenchResult) -> str:
     """Medians, with minimum and maximum in brackets; `times first's` compares new tokens per second."""
     rows = [HEAD, *(_row(result, cell) for cell in result.cells)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-    lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
+    sides = ["<" if name in ("candidate", "tokens") else ">" for name in HEAD]
+    forms = [f"{side}{max(map(len, column))}" for side, column in zip(sides, zip(*rows, strict=True), strict=True)]
+    lines = ["  ".join(map(format, row, forms)).rstrip() for row in rows]
     versions = [f"{name}: {', '.join(f'{p} {v}' for p, v in found.items())}" for name, found in result.versions.items()]
     numbers = (result.new, "new token"), (result.threads, "thread"), (result.repeat, "round")
     new, threads, rounds = (f"{count} {noun}{'s' * (count != 1)}" for count, noun in numbers)
     setting = f"{new}, greedy, {threads}, {rounds} in turn"
     return "\n".join([*lines, "", f"{setting}; median (min-max)", *versions, *_differences(result)])
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [
-        text.ljust(width) if HEAD[at] in ("candidate", "tokens") else text.rjust(width)
-        for at, (text, width) in enumerate(zip(row, widths, strict=True))
-    ]
 
 
 def _row(result: BenchResult, cell: Measurement) -> tuple[str, ...]:

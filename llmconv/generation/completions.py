@@ -135,7 +135,11 @@ class CompletionFile:
         path = output_path(path, "--output-file")
         self._path, self._side = path, path.with_name(SIDE_FILE.format(path.name))
         made_with = {"prompts": _digest(prompts), "count": len(prompts), "options": dict(options)}
-        self._made_with = json.dumps(made_with, sort_keys=True, default=_plain)
+        self._made_with = json.dumps(
+            made_with,
+            sort_keys=True,
+            default=lambda value: sorted(value) if isinstance(value, frozenset) else str(value),
+        )
         self._added = added
         self._fields = [prompt.fields for prompt in prompts]
         if path.exists() and not path.is_file():
@@ -240,11 +244,6 @@ class CompletionFile:
     def _failed(self, error: OSError) -> OutputFailed:
         hint = "free disk space or give another `--output-file`; without `--overwrite` a run continues the file"
         return OutputFailed(f"`{self._path}` cannot be written: {error.strerror or error}", hint=hint)
-
-
-def _plain(value: Any) -> Any:
-    """Sets as sorted lists."""
-    return sorted(value) if isinstance(value, frozenset) else str(value)
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:

@@ -100,15 +100,12 @@ class Wording:
 
     def _tokens(self, model: TextModel, content: PromptContent) -> list[int]:
         content = with_prefix(content, self.prompt_prefix)
-        special, most = self.add_special_tokens, self._most(model)
+        special = self.add_special_tokens
+        most = (1 if self.src_length is None else MOST_CUT) * model.longest_prompt  # see `TextModel.encode`
         if isinstance(content, str) and not self._chat_template:
             return model.encode(content, add_special_tokens=special, most=most)
         messages, template = as_chat(content, self.system), self._chat_template or TOKENIZER
         return model.encode_chat(messages, template, add_special_tokens=special, most=most)
-
-    def _most(self, model: TextModel) -> int:
-        """Number of tokens that a prompt can have, see `TextModel.encode`; more if it is cut."""
-        return (1 if self.src_length is None else MOST_CUT) * model.longest_prompt
 
     def cut(self, model: TextModel, tokens: list[int]) -> list[int]:
         """The tokens without those too many for `src_length`, after the special ones; UsageProblem without room."""

@@ -107,16 +107,13 @@ def token_lists(prompts: Any) -> list[list[int]]:
         try:
             tokens = [operator.index(token) for token in prompt]
         except TypeError as error:
-            hint = "put a single prompt into a list: `[tokens]`" if _is_number(prompt) else NOT_TOKENS
+            is_number = hasattr(prompt, "__index__") and not hasattr(prompt, "__len__")
+            hint = "put a single prompt into a list: `[tokens]`" if is_number else NOT_TOKENS
             raise UsageProblem(f"prompt {number} is {kind_of(prompt)}, not a list of tokens", hint=hint) from error
         if min(tokens, default=0) < 0:
             raise UsageProblem(f"prompt {number} has the token {min(tokens)}", hint="tokens count from 0")
         lists.append(tokens)
     return lists
-
-
-def _is_number(value: Any) -> bool:
-    return hasattr(value, "__index__") and not hasattr(value, "__len__")
 
 
 def with_prefix(content: PromptContent, prefix: str) -> PromptContent:

@@ -6,7 +6,7 @@ applied to arrays at once, and sent to the stages that have a `RemoteCache`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -288,14 +288,6 @@ def moved_right(cache: Cache, shifts: Sequence[int], virtual: int = 0) -> Cache:
     return CacheEdit("moved", tuple(map(int, shifts)), virtual).applied(cache)
 
 
-def _rows(array: Array, edit: CacheEdit) -> Array:
-    return array[list(edit.numbers)]
-
-
-def _cut(array: Array, edit: CacheEdit) -> Array:
-    return array[:, :, : edit.numbers[0]]
-
-
 def _moved(array: Array, edit: CacheEdit) -> Array:
     shifts, virtual = edit.numbers, edit.virtual
     length = array.shape[TOKEN_AXIS] - virtual
@@ -307,4 +299,8 @@ def _moved(array: Array, edit: CacheEdit) -> Array:
     return moved
 
 
-EDITS = {"rows": _rows, "cut": _cut, "moved": _moved}  # what changes each array, by kind
+EDITS: Mapping[str, Callable[[Array, CacheEdit], Array]] = {  # what changes each array, by kind
+    "rows": lambda array, edit: array[list(edit.numbers)],
+    "cut": lambda array, edit: array[:, :, : edit.numbers[0]],
+    "moved": _moved,
+}

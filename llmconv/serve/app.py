@@ -435,14 +435,11 @@ def _page() -> tuple[str, str]:
     sources = {"script": "script-src", "style": "style-src"}
     rules = ["default-src 'none'", "connect-src 'self'", "img-src data:"]
     for tag, rule in sources.items():
-        hashes = [_hash(content) for content in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)]
-        rules.append(f"{rule} {' '.join(hashes)}")
+        contents = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        hashes = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
+        rules.append(" ".join([rule, *(f"'sha256-{one}'" for one in hashes)]))
     return text, "; ".join([*rules, "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"])
 
 
 def _part(name: str) -> str:
     return resources.files("llmconv.serve").joinpath(name).read_text("utf-8")
-
-
-def _hash(content: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

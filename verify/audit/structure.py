@@ -161,24 +161,19 @@ def check_tower_norms(name: str, graph: onnx.ModelProto, model: Any) -> Check:
 
     Nodes are named after modules; a norm without a module's name must have the epsilon of some norm.
     """
-    known = _epsilons(model)
+    known = {  # without those of the decoder
+        module_name: np.float32(value)
+        for module_name, module in model.named_modules()
+        if not DECODER.search(module_name)
+        for value in (getattr(module, field, None) for field in FIELDS)
+        if isinstance(value, float)
+    }
     wrong = [
         f"`{node}` adds the epsilon {value:g}, the model does not"
         for node, value in _used(graph)
         if np.float32(value) not in ({known[at]} if (at := node.partition("/")[0]) in known else set(known.values()))
     ]
     return audited(NAME, name, wrong)
-
-
-def _epsilons(model: Any) -> dict[str, Any]:
-    """The epsilon of each module with one, in float32, without those of the decoder."""
-    return {
-        name: np.float32(value)
-        for name, module in model.named_modules()
-        if not DECODER.search(name)
-        for value in (getattr(module, field, None) for field in FIELDS)
-        if isinstance(value, float)
-    }
 
 
 def _used(graph: onnx.ModelProto) -> Iterator[tuple[str, float]]:

@@ -274,15 +274,12 @@ def rotary_table(suspect: Suspect) -> Finding | None:
     }
     for node in suspect.nodes:
         for name in node.input:
-            found = suspect.constant(name)
-            near = [table for table in tables.values() if found is not None and table.size == found.size > 1]
-            if found is not None and near and not any(_same(found, table) for table in near):
+            if (found := suspect.constant(name)) is None:
+                continue
+            near = [table for table in tables.values() if table.size == found.size > 1]
+            if near and not any(np.allclose(found.ravel(), table, rtol=CLOSE_POSITIONS, atol=0) for table in near):
                 return Finding(_table_text(found.ravel().astype(np.float64), near[0]), node)
     return None
-
-
-def _same(found: Array, table: Array) -> bool:
-    return bool(np.allclose(found.ravel(), table, rtol=CLOSE_POSITIONS, atol=0))
 
 
 def _table_text(found: Array, wanted: Array) -> str:

@@ -163,12 +163,8 @@ class NodeSearch:
             for node in self.index.nodes
             if self.layers[id(node)] == layer and not self.index.is_shape(node)
             for name in node.output
-            if any(self._is_after(self.layers[id(user)], layer) for user in self.index.users[name])
+            if any((at := self.layers[id(user)]) is None or at > layer for user in self.index.users[name])
         ]
-
-    @staticmethod
-    def _is_after(layer: int | None, other: int) -> bool:
-        return layer is None or layer > other
 
     def _agrees_after(self, layer: int) -> bool:
         """Whether the layer's output agrees, also if it cannot be determined.

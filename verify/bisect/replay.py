@@ -79,7 +79,8 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         scope = self._scopes[-1]
-        if self._wanted(scope) and not _is_weight_view(func, args):
+        is_weight_view = bool(args) and isinstance(args[0], torch.nn.Parameter) and func.is_view
+        if self._wanted(scope) and not is_weight_view:
             for index, tensor in enumerate(_tensors(result)):
                 # casts to float64 have no counterpart in the other run
                 if not (func is torch.ops.aten._to_copy.default and tensor.is_floating_point()):
@@ -129,10 +130,6 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     return [item for item in result if isinstance(item, torch.Tensor)] if isinstance(result, tuple | list) else []
 
 
-def _is_weight_view(func: Any, args: Sequence[Any]) -> bool:
-    return bool(args) and isinstance(args[0], torch.nn.Parameter) and func.is_view
-
-
 def paired(exact: Mapping[RecordKey, Array], rounded: Mapping[RecordKey, Array]) -> list[RecordedValue]:
     """The values of both runs, in the order of the float64 run."""
     return [
@@ -177,7 +174,9 @@ class ModuleScopes:
         recorded = next((entry.value for entry in node.metadata_props if entry.key in METADATA), "")
         key = f"{recorded}\n{node.name}"
         if key not in self._found:
-            self._found[key] = self._resolve(recorded_scope(recorded) if recorded else dotted_scope(node.name))
+            # `model.layers.7.mlp` of `model.layers.7.mlp/Mul` and of `/model/layers.7/mlp/Mul`
+            dotted = node.name.strip("/").rpartition("/")[0].replace("/", ".")
+            self._found[key] = self._resolve(recorded_scope(recorded) if recorded else dotted)
         return self._found[key]
 
     def _resolve(self, scope: str) -> str:
@@ -207,11 +206,6 @@ class ModuleScopes:
         parent, _, last = name.rpartition(".")
         others = (f"{parent}.{other}" if parent else other for other in OTHER_NAMES.get(last, ()))
         return next((other for other in others if other in self._modules), "")
-
-
-def dotted_scope(node_name: str) -> str:
-    """`model.layers.7.mlp` of `model.layers.7.mlp/Mul` and of `/model/layers.7/mlp/Mul`; empty if there is none."""
-    return node_name.strip("/").rpartition("/")[0].replace("/", ".")
 
 
 def recorded_scope(names: str) -> str:

@@ -35,7 +35,8 @@ def cache_scales(model: onnx.ModelProto) -> tuple[dict[str, Array], list[str]]:
     inline = {t.name: t for t in model.graph.initializer if not is_external(t)}
     ports = {port.name: port for port in _cache(model)}
     scales: dict[str, Array] = {}
-    problems = [f"`{name}` is not int8" for name, port in ports.items() if _kind(port) != TensorProto.INT8]
+    kinds = {name: port.type.tensor_type.elem_type for name, port in ports.items()}
+    problems = [f"`{name}` is not int8" for name, kind in kinds.items() if kind != TensorProto.INT8]
     for node in attention_nodes(model):
         inputs = [*node.input, *[""] * (SCALES[1] + 1 - len(node.input))]
         problems += _attribute_problems(node)
@@ -103,10 +104,6 @@ def _cache(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
 
 def attention_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     return [node for node in model.graph.node if node.op_type == OPERATOR]
-
-
-def _kind(port: onnx.ValueInfoProto) -> int:
-    return int(port.type.tensor_type.elem_type)
 
 
 def _attribute_problems(node: onnx.NodeProto) -> list[str]:

@@ -252,7 +252,8 @@ def _restored(values: Array, known: Sequence[float]) -> Array:
         rounded = candidates.astype(values.dtype).astype(np.float32)
     for at, value in enumerate(wide.flat):
         matching = candidates[rounded == value]
-        if matching.size and not _is_exact(float(value)) and float(value) not in matching:
+        is_exact = float(frexp(float(value))[0] * 2**PLAIN_BITS).is_integer()
+        if matching.size and not is_exact and float(value) not in matching:
             wide.flat[at] = np.float32(matching[0])
     return wide
 
@@ -262,7 +263,3 @@ def hiding(values: Array) -> Array:
     wide = values.astype(np.float32)
     wide[values == ml_dtypes.finfo(values.dtype).min] = np.finfo(np.float32).min
     return wide
-
-
-def _is_exact(value: float) -> bool:
-    return float(frexp(value)[0] * 2**PLAIN_BITS).is_integer()

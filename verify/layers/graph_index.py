@@ -156,7 +156,10 @@ def layer_kinds(model: torch.nn.Module, names: Sequence[str]) -> list[Kind]:
     lists = [value for _, value in sorted(config.items()) if isinstance(value, list) and len(value) == len(names)]
     entries = [value for value in lists if value != list(range(len(names)))]
     return [
-        (tuple(sorted((key, repr(value)) for key, value in one.items() if key not in numbers)), *_at(entries, at))
+        (
+            tuple(sorted((key, repr(value)) for key, value in one.items() if key not in numbers)),
+            *(repr(entry[at]) for entry in entries),
+        )
         for at, one in enumerate(described)
     ]
 
@@ -164,10 +167,6 @@ def layer_kinds(model: torch.nn.Module, names: Sequence[str]) -> list[Kind]:
 def _is_number(described: Mapping[str, Any], key: str, at: int) -> bool:
     """Whether an entry is the layer's own number, or absent; `True` is a setting."""
     return key not in described or (type(described[key]) is int and described[key] == at)
-
-
-def _at(entries: Sequence[Sequence[Any]], at: int) -> tuple[str, ...]:
-    return tuple(repr(entry[at]) for entry in entries)
 
 
 def _described(layer: torch.nn.Module) -> Mapping[str, Any]:

@@ -435,12 +435,9 @@ def tensor_form(tensor: onnx.TensorProto) -> Form:
 def _node_form(node: onnx.NodeProto, value: Sources) -> Form:
     parts = [node.domain or "ai.onnx", node.op_type, str(len(node.output))]
     parts += [value(name) if name else "-" for name in node.input]
-    parts += [f"{attribute.name}={_attribute_form(attribute, value)}" for attribute in _sorted(node)]
+    by_name = sorted(node.attribute, key=lambda attribute: attribute.name)
+    parts += [f"{attribute.name}={_attribute_form(attribute, value)}" for attribute in by_name]
     return f"{node.op_type}:{_digest([part.encode() for part in parts])}"
-
-
-def _sorted(node: onnx.NodeProto) -> list[onnx.AttributeProto]:
-    return sorted(node.attribute, key=lambda attribute: attribute.name)
 
 
 def _attribute_form(attribute: onnx.AttributeProto, value: Sources) -> Form:

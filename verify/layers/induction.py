@@ -110,11 +110,8 @@ class Induction:
     def runs_weight(self, name: str) -> bool:
         """Whether a tensor is one of a layer that runs, or of none."""
         match = NUMBERED.match(name)
-        return match is None or match["list"] != self._layer_list or int(match["number"]) in self.run
-
-    @property
-    def _layer_list(self) -> str:
-        return next(iter(self.classes.graphs.values())).index.layer_list
+        layer_list = next(iter(self.classes.graphs.values())).index.layer_list
+        return match is None or match["list"] != layer_list or int(match["number"]) in self.run
 
     def left_out(self, numbers: tuple[int, ...]) -> frozenset[str]:
         """Module names of all layers but those of the given numbers."""

@@ -158,8 +158,9 @@ class SingleLayerChecks:
 def statements(induction: Induction, report: Report, drift: Drift | None) -> list[Statement]:
     """The parts of the proof, shown or not by the report's checks; `drift` is None if no numbers were compared."""
     count = len(induction.classes.names)
+    classes = f"{len(induction.kept)} class{'es' * (len(induction.kept) > 1)}"
     found = [
-        _shown(report, "structure", LAYERS, f"{count} layers of {_classes(len(induction.kept))}, alike node by node"),
+        _shown(report, "structure", LAYERS, f"{count} layers of {classes}, alike node by node"),
         _shown(report, "weights", "weights", "each initializer is the tensor of the model in its place"),
         _shown(report, "composition", PARTS, "the parts are the file, and values cross only at the cuts"),
     ]
@@ -196,10 +197,6 @@ def _step(induction: Induction, report: Report, drift: Drift, count: int) -> Sta
     numbers = induction.run
     which = f"all {count} layers" if len(numbers) == count else f"{len(numbers)} of {count} layers"
     return _of(report, "step", lambda one: one.name.startswith(NAME), f"{which}, each by itself; {drift.text()}")
-
-
-def _classes(count: int) -> str:
-    return f"{count} class{'es' * (count > 1)}"
 
 
 def _numbers(kept: tuple[int, ...]) -> str:

@@ -80,7 +80,7 @@ def _compare_rounding(verified: ExternalGraphs, eager: Eager, comparison: Extern
 def float32_copy(file: GraphFile, known: KnownConstants) -> Iterator[GraphFile]:
     """Context with a temporary copy of a graph in which float32 replaces the half-precision dtype."""
     model = _loaded(file)
-    widen(model, HALF_PRECISION[file.dtype], known, _weights(file))
+    widen(model, HALF_PRECISION[file.dtype], known, {name for name, one in file.contents.items() if one.names})
     with _saved(file, model) as copy:
         yield copy
 
@@ -130,10 +130,6 @@ def unknown_tables(file: GraphFile, known: KnownConstants, tensors: Mapping[str,
 def _is_constant(content: InitializerContent) -> bool:
     values = content.read()
     return bool((values == values.ravel()[0]).all())
-
-
-def _weights(file: GraphFile) -> set[str]:
-    return {name for name, content in file.contents.items() if content.names}
 
 
 def _loaded(file: GraphFile, *, weights: bool = True) -> onnx.ModelProto:

@@ -515,11 +515,6 @@ def _of_rows(content: Array, runner: EagerRunner) -> KeyValues:
     return [(rows[i : i + 1], rows[i + 1 : i + 2]) for i in range(0, len(rows), 2)]
 
 
-def _of_caches(content: Array, runner: EagerRunner) -> KeyValues:
-    """`[layers, 2, heads, P, size]`, keys first."""
-    return [(layer[0:1], layer[1:2]) for layer in content]
-
-
 def _of_embeddings(content: Array, runner: EagerRunner) -> KeyValues:
     """`[P, hidden]`: embeddings that the model runs before the tokens."""
     arrays = runner.run_embedded(content[None]).arrays()
@@ -534,6 +529,8 @@ def _shapes(runner: EagerRunner) -> list[tuple[int, int]]:
 
 _MAKERS: dict[str, Callable[[Array, EagerRunner], KeyValues]] = {
     "prefix_tuning": _of_rows,
-    "pre_caches": _of_caches,
+    "pre_caches": lambda content, runner: [
+        (layer[0:1], layer[1:2]) for layer in content
+    ],  # [layers, 2, heads, P, size]
     "soft_prompt": _of_embeddings,
 }

@@ -74,13 +74,14 @@ def _banner(report: Report, date: str) -> str:
     notes = "".join(f'<p class="small">{_text(note, LINE_LIMIT)}</p>' for note in [*report.copy_lines(), *report.notes])
     words = WORDS["quantized" if report.quantization and report.verdict == "pass" else report.verdict]
     day, _, clock = date.removesuffix("Z").partition("T")
+    versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
     return (
         f'<div class="banner {report.verdict}"><h1>{report.verdict.upper()}: {_text(report.folder)}</h1>'
         f"<div>{words}: <code>{_text(report.folder)}</code> against "
         f"<code>{_text(report.reference)}</code>, "
         f"suite {_text(report.suite)}, {_text(day)} {_text(clock)} UTC</div>{where}"
         f'<p class="small">{_text(report.summary(), SUMMARY_LIMIT)}</p>{notes}'
-        f'<p class="small">{_text(_versions(report), LINE_LIMIT)}; {_text(_machine())}</p></div>'
+        f'<p class="small">{_text(versions, LINE_LIMIT)}; {_text(_machine())}</p></div>'
     )
 
 
@@ -226,10 +227,6 @@ def _about(report: Report) -> str:
     )
 
 
-def _versions(report: Report) -> str:
-    return ", ".join(f"{name} {number}" for name, number in report.versions.items())
-
-
 def _machine() -> str:
     count = os.cpu_count() or 1
     return f"{platform.system()}, {platform.machine()}, {count} core{'s' * (count > 1)}"
@@ -314,9 +311,10 @@ def depth_curve(checks: Sequence[Check]) -> str:
             line = series[check.output.rsplit(".", 1)[1]]
             line[layer] = max(line[layer], check.sigma)
     top = max(10.0, *(max(line) for line in series.values()))
+    columns = [CURVE_LEFT + 10 + (WIDTH - CURVE_LEFT - 20) * layer / max(1, layers - 1) for layer in range(layers)]
     parts = [_axis(top)]
     for part, style in (("key", "#2563a8"), ("value", "#b3681d")):
-        points = " ".join(f"{_x(layer, layers):.1f},{_y(sigma, top):.1f}" for layer, sigma in enumerate(series[part]))
+        points = " ".join(f"{x:.1f},{_y(sigma, top):.1f}" for x, sigma in zip(columns, series[part], strict=True))
         parts.append(f'<polyline points="{points}" fill="none" stroke="{style}" stroke-width="2"/>')
         label_x = WIDTH - (120 if part == "key" else 70)
         parts.append(f'<text x="{label_x}" y="14" fill="{style}">{part}s</text>')
@@ -335,10 +333,6 @@ def _axis(top: float) -> str:
     y = _y(GATE, top)
     gate = f'<line x1="{CURVE_LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#c0392b" stroke-dasharray="5 4"/>'
     return "".join(lines) + gate + f'<text x="{CURVE_LEFT + 6}" y="{y - 4:.1f}" fill="#c0392b">limit {GATE:g}</text>'
-
-
-def _x(layer: int, layers: int) -> float:
-    return CURVE_LEFT + 10 + (WIDTH - CURVE_LEFT - 20) * layer / max(1, layers - 1)
 
 
 def _y(sigma: float, top: float) -> float:

@@ -329,14 +329,11 @@ class PiecedGraph(OrtGraph):
         self, piece: GraphPiece, calls: Sequence[PlannedCall], values: list[Values], types: ValueTypes
     ) -> None:
         """Adds the outputs of a piece to the values of every call; the session is closed afterwards."""
-        session = self._open(piece, types)
+        session = open_piece(piece, types, self._folder, self._settings, self._limit)
         types |= {arg.name: (arg.type, arg.shape) for arg in session.get_outputs()}
         for call, mine in zip(calls, values, strict=True):
             feeds = {name: self._input(name, piece, call, mine, values) for name in piece.inputs}
             mine |= zip(piece.outputs, session.run_with_ort_values(piece.outputs, feeds), strict=True)
-
-    def _open(self, piece: GraphPiece, types: ValueTypes) -> LimitedSession:
-        return open_piece(piece, types, self._folder, self._settings, self._limit)
 
     def _inputs(self, call: PlannedCall) -> Values:
         """The inputs of a call: tokens, mask and positions, and the past if it exists already."""
@@ -388,7 +385,8 @@ class _Product:
 
 def split_products(model: onnx.ModelProto, limit: int) -> None:
     """Splits products with matrices larger than `limit` bytes in float32, in place; `model` is without its weights."""
-    products = {product.node.output[0]: product for product in _products(model) if _size(product.matrix) > limit}
+    large = (product for product in _products(model) if prod(product.matrix.dims) * FLOAT_BYTES > limit)
+    products = {product.node.output[0]: product for product in large}
     if not products:
         return
     nodes: list[onnx.NodeProto] = []
@@ -398,10 +396,6 @@ def split_products(model: onnx.ModelProto, limit: int) -> None:
     used = {name for node in nodes for name in node.input}
     dropped = {product.cast.output[0] for product in products.values() if product.cast}
     refill(model.graph.node, [node for node in nodes if not (node.output and node.output[0] in dropped - used)])
-
-
-def _size(tensor: onnx.TensorProto) -> int:
-    return int(tensor.dims[0] * tensor.dims[1] * FLOAT_BYTES)
 
 
 def _products(model: onnx.ModelProto) -> Iterator[_Product]:

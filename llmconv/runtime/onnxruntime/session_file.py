@@ -389,9 +389,6 @@ def returns_last_logits(folder: Path, model: Mapping[str, Any]) -> bool:
 
 def _is_last(graph: onnx.GraphProto, logits: str) -> bool:
     """Whether a graph takes several tokens, and returns the logits of one."""
-    lengths = [port.type.tensor_type.shape.dim[1] for port in (*graph.input[:1], *_named(graph, logits))]
+    outputs = [port for port in graph.output if port.name == logits and len(port.type.tensor_type.shape.dim) > 1]
+    lengths = [port.type.tensor_type.shape.dim[1] for port in (*graph.input[:1], *outputs)]
     return len(lengths) == 2 and lengths[0].dim_value != 1 and lengths[1].dim_value == 1
-
-
-def _named(graph: onnx.GraphProto, name: str) -> list[onnx.ValueInfoProto]:
-    return [port for port in graph.output if port.name == name and len(port.type.tensor_type.shape.dim) > 1]

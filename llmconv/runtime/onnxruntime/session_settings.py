@@ -402,7 +402,7 @@ class WidenedWeights:
         Other weights are small, and onnxruntime may fold nodes that read them, for which it needs their own values.
         `model` is without its weights, which are in the folder of `path`.
         """
-        weights = {tensor.name: tensor for tensor in model.graph.initializer if _is_half(tensor)}
+        weights = {one.name: one for one in model.graph.initializer if one.data_type in STORED and is_external(one)}
         uses = Counter(name for node in model.graph.node for name in node.input)
         read = Counter(name for node in model.graph.node if node.op_type in PRODUCTS for name in node.input)
         casts = [
@@ -428,10 +428,6 @@ class WidenedWeights:
         if place not in self._values:
             self._values[place] = ort.OrtValue.ortvalue_from_numpy(widened(*place))
         return self._values[place]
-
-
-def _is_half(tensor: onnx.TensorProto) -> bool:
-    return tensor.data_type in STORED and is_external(tensor)
 
 
 def _widens(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) -> bool:

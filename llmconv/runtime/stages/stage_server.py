@@ -361,12 +361,9 @@ class HeldCaches:
         number = next(self._numbers)
         self._held[number] = step.present
         fields = {"cache": number, "length": step.present.length, "cuttable": is_cuttable(step.present)}
-        return Message("result", fields, {name: _last(name, array) for name, array in step.results.items()})
-
-
-def _last(name: str, array: Array) -> Array:
-    """Only the last logits are sent: nothing reads those of earlier tokens while text is generated."""
-    return array[:, -1:] if name == "logits" else array
+        # only the last logits are sent: nothing reads those of earlier tokens while text is generated
+        sent = {name: array[:, -1:] if name == "logits" else array for name, array in step.results.items()}
+        return Message("result", fields, sent)
 
 
 def _edit(fields: Any, cache: Cache) -> CacheEdit:

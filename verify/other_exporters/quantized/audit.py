@@ -67,8 +67,8 @@ def audit_quantized(
         errors |= zip(new, pool.map(lambda one: rounding_errors(one, reference, expected), new.values()), strict=True)
     for key, found in zip(keys, quantized, strict=True):
         known = errors[key]
-        each = [_match_problem(found, free, reference), *(_problem(found, one) for one in known)]
-        problems += [problem for problem in each if problem]
+        problems += [problem] if (problem := _match_problem(found, free, reference)) else []
+        problems += [f"`{one.name}` in `{found.stored.name}`: {one.problem}" for one in known if one.problem]
         rows += [
             {"graph": graph, "tensor": one.name, "stored": found.stored.kind, "relative_error": one.relative_error}
             for one in known
@@ -101,20 +101,12 @@ def _match_problem(
     return "" if found.whole else f"{name} contains more than {', '.join(f'`{one}`' for one in sorted(found.names))}"
 
 
-def _problem(found: MatchedMatrix, one: RoundingError) -> str:
-    return f"`{one.name}` in `{found.stored.name}`: {one.problem}" if one.problem else ""
-
-
 def _duplicates(quantized: Sequence[MatchedMatrix]) -> list[str]:
     """Problems of tensors with two multiplied matrices, one of which must belong to another tensor."""
-    uses = Counter(
-        name for found in quantized if found.stored.multiplied and not _is_part(found) for name in found.names
-    )
+    parts = [any(match.first_row or match.first_column for match in found.matches) for found in quantized]
+    whole = [one for one, is_part in zip(quantized, parts, strict=True) if one.stored.multiplied and not is_part]
+    uses = Counter(name for found in whole for name in found.names)
     return [f"`{name}` occurs {count} times" for name, count in uses.items() if count > 1]
-
-
-def _is_part(found: MatchedMatrix) -> bool:
-    return any(match.first_row or match.first_column for match in found.matches)
 
 
 MATRIX = 2

@@ -219,7 +219,7 @@ def _rounding_error(
     if own and not tally.other:
         tally.other = own.closing_problem()
     relative = (tally.error / tally.size) ** 0.5 if tally.size else float("inf") if tally.error else 0.0
-    return RoundingError(match.name, relative, _problem(tally, relative))
+    return RoundingError(match.name, relative, _gross_problem(tally, relative) or tally.other)
 
 
 class _OwnCodes:
@@ -288,10 +288,6 @@ def _not_nearest(off: Array, start: int) -> str:
         return ""
     row, column, more = odd
     return f"the code at row {start + row}, column {column}{more} is not the nearest, by {off[row, column]:.1f} steps"
-
-
-def _problem(tally: _Tally, relative: float) -> str:
-    return _gross_problem(tally, relative) or tally.other
 
 
 def _gross_problem(tally: _Tally, relative: float) -> str:
