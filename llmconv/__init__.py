@@ -2,7 +2,6 @@
 
 import importlib
 import os
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from llmconv.version import __version__
@@ -23,17 +22,6 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime's wheels repo
 __all__ = ["__version__", "bench", "convert", "embedding", "errors", "export", "generation", "output", "push"]
 __all__ += ["runtime", "serve", "verify"]
 __all__ += ["pipeline", "check_task", "get_task", "register_model", "register_task", "supported_tasks"]
-
-
-def lazily(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package whose names are loaded from their modules when they are first used."""
-
-    def get(name: str) -> Any:
-        if name not in places:
-            raise AttributeError(f"module `{package}` has no attribute `{name}`")
-        return getattr(importlib.import_module(places[name]), name)
-
-    return get, lambda: list(places)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,11 +1,12 @@
-"""Plugins: the modules of a package that each define one constant, found by listing the package."""
+"""Plugins: the modules of a package that each define one constant, found by listing it; and modules loaded on use."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -23,3 +24,14 @@ def plugins(package: str, constant: str, kind: type[T], *inside: str) -> dict[st
         if isinstance(row, kind):
             found[entry.name] = row
     return found
+
+
+def lazily(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a package whose names are loaded from their modules when they are first used."""
+
+    def get(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module `{package}` has no attribute `{name}`")
+        return getattr(importlib.import_module(places[name]), name)
+
+    return get, lambda: list(places)
