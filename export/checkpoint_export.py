@@ -91,7 +91,11 @@ def export_checkpoint(
         require_used(settings.patterns, checkpoint)
     choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None
     prefix = open_prefix(local_path(given["prefix"])) if given["prefix"] else None
-    language_model, checkpoint = _open_language_model(checkpoint, given)
+    code = checkpoint.path if uses_custom_code(checkpoint.config, given["trust_remote_code"]) else None
+    if code:  # it is copied with the side files
+        files = code_of(code, checkpoint.config, checkpoint.side_files)
+        checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **files})
+    language_model = open_language_model(checkpoint, code, embeds=given["embeds"])
     checkpoint, single = with_task(checkpoint, language_model, given)
     given = _for_target(given, clients, language_model, checkpoint)
     check_weight_options(given, writes=output is not None)
@@ -251,15 +255,6 @@ def _with_plain_weights(
             f"again, {bits}; `llmconv verify` measures what that costs"
         )
     return found.plain, settings or formats
-
-
-def _open_language_model(checkpoint: Checkpoint, given: ExportOptions) -> tuple[LanguageModel, Checkpoint]:
-    """The language model, and the checkpoint with the model's own code as side files if that is run."""
-    code = checkpoint.path if uses_custom_code(checkpoint.config, given["trust_remote_code"]) else None
-    if code:
-        files = code_of(code, checkpoint.config, checkpoint.side_files)
-        checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **files})
-    return open_language_model(checkpoint, code, embeds=given["embeds"]), checkpoint
 
 
 def _output_folder(
@@ -426,7 +421,9 @@ def opened_in_memory(model: Any, output: Placed | None, *, graphs_only: bool) ->
             raise InputRefused(
                 f"transformers cannot save the configuration: {first_line(error)}", hint="fix `generation_config`"
             ) from error
-        tensors = {name: _lazy(name, tensor) for name, tensor in _stored(model).items()}
+        # those that `save_pretrained` stores, by their names there; of tied ones the first alone
+        whole = remove_tied_weights_from_state_dict(model.state_dict(), model)
+        tensors = {name: _lazy(name, tensor) for name, tensor in revert_weight_conversion(model, whole).items()}
         yield Checkpoint(folder, "hf", tensors, read_json(folder / "config.json"), read_side_files(folder))
     finally:
         remove_temporary_folder(folder)
@@ -487,12 +484,6 @@ def _require_tied_head(model: PreTrainedModel) -> None:
             "`config.tie_word_embeddings` is true, and the output head differs from the embedding",
             hint="set `model.config.tie_word_embeddings = False`, or call `model.tie_weights()`",
         )
-
-
-def _stored(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The tensors that `save_pretrained` stores, by their names there; of tied ones the first alone."""
-    whole = remove_tied_weights_from_state_dict(model.state_dict(), model)
-    return dict(revert_weight_conversion(model, whole))
 
 
 def _lazy(name: str, tensor: torch.Tensor) -> LazyTensor:

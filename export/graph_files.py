@@ -31,7 +31,7 @@ from llmconv.files.safetensors_file import FileTensor
 from llmconv.output.manifest import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.progress import warn_all
 from llmconv.runtime.prefix import Prefix
-from llmconv.tensors import Array
+from llmconv.tensors import Array, lists_by_key
 
 
 @dataclass(frozen=True)
@@ -400,10 +400,7 @@ def _narrow(graph: ir.Graph, node: ir.Node, value: ir.Value) -> None:
 
 def report(found: Mapping[str, Sequence[Fallback]], target: str | None, *, strict: bool) -> None:
     """Warns of nodes without a kernel, or raises UnsupportedInput if `strict`; files with equal nodes share a line."""
-    graphs: dict[Fallback, list[str]] = {}
-    for file, fallen in found.items():
-        for one in fallen:
-            graphs.setdefault(one, []).append(file)
+    graphs = lists_by_key((one, file) for file, fallen in found.items() for one in fallen)
     if strict and graphs:
         kinds = list(dict.fromkeys(map(str, graphs)))
         raise UnsupportedInput(

@@ -5,10 +5,10 @@ Arrays are numpy arrays; bfloat16 and float8 are types of `ml_dtypes`, so that t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -152,3 +152,15 @@ def rounded(values: Array, dtype: DType, name: str, flushed: Flushed | None = No
 def as_bytes(array: Array) -> memoryview:
     """The array's memory, row-major, as bytes."""
     return array.reshape(-1).view("u1").data
+
+
+Key = TypeVar("Key", bound=Hashable)
+Item = TypeVar("Item")
+
+
+def lists_by_key(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
+    """The items of pairs (key, item) by key, in their order."""
+    found: dict[Key, list[Item]] = {}
+    for key, item in pairs:
+        found.setdefault(key, []).append(item)
+    return found

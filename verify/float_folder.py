@@ -79,14 +79,15 @@ class FloatFolder:
             audits = self._audits(lambda name: False)
             yield from structure_checks(verified, self.session.settings, report, plan.induction, audits)
             return eager, verified
+        model = ComputedModel(self.reference)
         if induction := plan.induction:
-            model = ComputedModel(self.reference)
             layered = holds_one_layer(self.verified, model) if low_memory is None else low_memory
             audits = self._audits(None if induction.runs_all else induction.runs_weight)
             eager = None
         else:
             layered, audits = bool(low_memory) if eager else self._is_layered(low_memory), self._audits()
-        compared = self._comparison(layered, induction)
+        options = self.report, self.session.selection, self.code
+        compared = Compared(self.verified, model, *options, layered=layered, induction=induction)
         return (yield from compared.in_order(audits, self._compared(compared, eager)))
 
     def recorded_files(self, *, hashes: bool = True) -> Checks:
@@ -128,10 +129,6 @@ class FloatFolder:
         own = self.verified.path
         holds_one = (own / "config.json").is_file() and any((own / name).is_file() for name in (SINGLE, INDEX))
         return own if holds_one else self.reference
-
-    def _comparison(self, layered: bool, induction: Induction | None = None) -> Compared:
-        options = self.report, self.session.selection, self.code
-        return Compared(self.verified, ComputedModel(self.reference), *options, layered=layered, induction=induction)
 
     def _compared(self, comparison: Compared, eager: Eager | None) -> Checking:
         if half := half_precision(next(iter(self.verified.models.values()))):
@@ -257,8 +254,10 @@ def compare_half_precision(compared: Compared, half: str, known: Eager | None) -
     """
     kind = HALF_PRECISION[half]
     rounding = partial(round_every_value, half=kind)
-    compared.report.notes += _notes(half, on_cpu=compared.on_cpu)
+    notes = compared.report.notes
+    notes.append(f"the graphs compute in {half}; scenarios named `…{IN_FLOAT32}` run copies with the same weights")
     if half == WITHOUT_KERNELS and compared.on_cpu:
+        notes.append(f"onnxruntime's CPU has no {half} kernels: nodes run in float32, results are rounded")
         eager, _ = yield from compared.changed(rounding, "").run(known, half, is_half=True)
     else:
         eager, _ = yield from compared.run(known, half, is_half=True)
@@ -289,13 +288,6 @@ def routes(model: onnx.ModelProto) -> bool:
     """Whether a graph chooses experts for each token; the likeliest tokens of `--postprocess topk:K` are outputs."""
     results = {port.name for port in model.graph.output}
     return any(node.op_type == "TopK" and not results.intersection(node.output) for node in model.graph.node)
-
-
-def _notes(half: str, *, on_cpu: bool) -> list[str]:
-    notes = [f"the graphs compute in {half}; scenarios named `…{IN_FLOAT32}` run copies with the same weights"]
-    if half == WITHOUT_KERNELS and on_cpu:
-        notes.append(f"onnxruntime's CPU has no {half} kernels: nodes run in float32, results are rounded")
-    return notes
 
 
 def opened_checks(verified: VerifiedFolder, settings: SessionSettings) -> list[Check]:

@@ -225,7 +225,12 @@ def check_codes(graph: CodedGraph, facts: ModelFacts) -> list[Check]:
         shipped, rounded, exact = (run_chain(runner, chain) for runner in (graph.shipped, graph.rounded, graph.exact))
         for at, call in enumerate(chain):
             past = dict(shipped[at - 1].present.arrays()) if at else {}
-            problems += _changed(past, shipped[at])
+            now = shipped[at].present.arrays()
+            problems += [
+                f"`{name}` has other codes for earlier tokens"
+                for name, codes in past.items()
+                if not np.array_equal(codes, now[name][:, :, : codes.shape[2]])
+            ]
             if at in observed:
                 problems += graph.nodes.problems(_feeds(graph.nodes, call, past), call)
             error, effect = _rms(call, shipped[at], rounded[at]), _rms(call, exact[at], rounded[at])
@@ -259,16 +264,6 @@ def _chain(ids: Array, widths: list[int], padding: int = 0) -> list[Call]:
         seen = mask[:, :end]
         calls.append(Call(ids[:, start:end], seen, default_positions(seen, width)))
     return calls
-
-
-def _changed(past: Mapping[str, Array], step: Step) -> list[str]:
-    """Outputs whose codes of earlier tokens are not those after the call before."""
-    now = step.present.arrays()
-    return [
-        f"`{name}` has other codes for earlier tokens"
-        for name, codes in past.items()
-        if not np.array_equal(codes, now[name][:, :, : codes.shape[2]])
-    ]
 
 
 def _feeds(nodes: AttentionNodes, call: Call, past: Mapping[str, Array]) -> dict[str, Array]:

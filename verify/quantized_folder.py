@@ -449,14 +449,11 @@ def scaler_of(verified: VerifiedFolder, graphs: ExternalGraphs) -> Scaler:
 def shipped_runner(verified: VerifiedFolder) -> tuple[str, OrtRunner]:
     """Name and runner of the graphs as shipped, with logits; MalformedInput if onnxruntime cannot open one."""
     verified = with_logits(verified)
-    graphs = [open_graph(verified.path, entry, verified.settings) for entry in _pair(verified)]
-    return "+".join(graph.name for graph in graphs), OrtRunner(graphs[0], graphs[-1])
-
-
-def _pair(verified: VerifiedFolder) -> list[GraphEntry]:
     roles = {entry.role: entry for entry in verified.entries}
     pair = [roles[role] for role in ("prefill", "decode") if role in roles]
-    return pair if len(pair) > 1 else [verified.entries[-1]]
+    entries = pair if len(pair) > 1 else [verified.entries[-1]]
+    graphs = [open_graph(verified.path, entry, verified.settings) for entry in entries]
+    return "+".join(graph.name for graph in graphs), OrtRunner(graphs[0], graphs[-1])
 
 
 CHOSEN = {"tokens", "scores"}

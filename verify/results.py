@@ -12,6 +12,7 @@ import numpy as np
 
 from llmconv.errors import LlmconvError, OutOfMemory
 from llmconv.runtime.extra_inputs import is_present
+from llmconv.tensors import lists_by_key
 from llmconv.verify.sigma import Evidence, sigma_text
 
 WHOLE = "whole"  # the method that runs whole models
@@ -306,11 +307,9 @@ def lines_of(checks: Sequence[Check]) -> list[str]:
 
 def groups_of(checks: Sequence[Check]) -> list[list[Check]]:
     """The checks grouped by scenario, graph and kind of output: logits, tokens, scores, or the whole cache."""
-    groups: dict[tuple[str, str, str], list[Check]] = {}
-    for check in checks:
-        kind = "present" if is_present(check.output) else check.output
-        groups.setdefault((check.name, check.graph, kind), []).append(check)
-    return list(groups.values())
+    kinds = ["present" if is_present(check.output) else check.output for check in checks]
+    pairs = (((one.name, one.graph, kind), one) for one, kind in zip(checks, kinds, strict=True))
+    return list(lists_by_key(pairs).values())
 
 
 def group_line(group: list[Check]) -> str:

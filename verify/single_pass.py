@@ -130,15 +130,10 @@ def _batch(
         return
     for name, truth in wanted.items():
         rows = as_rows(entry.role, name, found[name]) if found[name].ndim else found[name]
-        yield fold(blank, name, [_measured(truth, rows, tokens=name == "logits")], GATES[DTYPE])
-
-
-def _measured(truth: ExpectedOutput, rows: Array, *, tokens: bool) -> Measure:
-    """The error of an output; where it fails by little, the noise is measured again."""
-    measured = measure(truth, rows, tokens=tokens)
-    if not measured.passes(GATES[DTYPE]) and truth.is_doubtful(measured, GATES[DTYPE]):
-        measured = measure(truth.again(), rows, tokens=tokens)
-    return measured
+        measured = measure(truth, rows, tokens=name == "logits")
+        if not measured.passes(GATES[DTYPE]) and truth.is_doubtful(measured, GATES[DTYPE]):
+            measured = measure(truth.again(), rows, tokens=name == "logits")
+        yield fold(blank, name, [measured], GATES[DTYPE])
 
 
 CLASSES: dict[str, Any] = {  # by the role of the graph

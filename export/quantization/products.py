@@ -29,6 +29,7 @@ from llmconv.export.traced_graph import (
     static_shape,
 )
 from llmconv.export.weights import StoredRows, StoredValues, WeightSource, output_parts
+from llmconv.tensors import lists_by_key
 
 ACCURACY = 4
 """`accuracy_level`: activations are rounded to int8 by blocks; without it onnxruntime's CPU takes ten times as long."""
@@ -148,11 +149,8 @@ def join_products(graph: ir.Graph) -> None:
 
     The replaced nodes remain, unused.
     """
-    alike = defaultdict[tuple[object, ...], list[ir.Node]](list)
-    for node in graph:
-        if (node.domain, node.op_type) == (MICROSOFT, "MatMulNBits") and _tensors(node):
-            alike[_format(node)].append(node)
-    for nodes in alike.values():
+    products = (node for node in graph if (node.domain, node.op_type) == (MICROSOFT, "MatMulNBits") and _tensors(node))
+    for nodes in lists_by_key((_format(node), node) for node in products).values():
         for run in _adjacent_runs(nodes):
             if len(run) > 1:
                 _join(graph, run)

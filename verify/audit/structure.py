@@ -47,10 +47,12 @@ def check_structure(
     With `heeds_positions`, the eager model's logits depend on `position_ids`, so the graph must take them, as it must
     take the resolved `extras`.
     """
+    lengths = (MAX_LENGTH, MAX_LENGTH) if graph.sizes else (PAST_LENGTH, TOTAL_LENGTH)
+    others: Axes = {name: list(extra.axes) for name, extra in extras.items()}  # type: ignore[arg-type]
     problems = [
         *(["missing input: position_ids"] if heeds_positions and not graph.takes_positions else []),
         *name_problems(graph, cache_shapes, extras),
-        *_axis_problems(graph, _wanted_axes(graph, cache_shapes, extras)),
+        *_axis_problems(graph, {**AXES, **others, **_cache_axes(cache_shapes, lengths)}),
         *_result_problems(graph),
         *_type_problems(graph),
         *dead_inputs(model),
@@ -93,12 +95,6 @@ def _result_problems(graph: OrtGraph) -> list[str]:
             wanted = "1" if graph.entry.last_logits else "sequence_length"
             problems.append(f"shape mismatch for {name}: expected axis {wanted}, got {positions}")
     return problems
-
-
-def _wanted_axes(graph: OrtGraph, cache_shapes: CacheShapes, extras: Mapping[str, ExtraInput]) -> Axes:
-    lengths = (MAX_LENGTH, MAX_LENGTH) if graph.sizes else (PAST_LENGTH, TOTAL_LENGTH)
-    others: Axes = {name: list(extra.axes) for name, extra in extras.items()}  # type: ignore[arg-type]
-    return {**AXES, **others, **_cache_axes(cache_shapes, lengths)}
 
 
 def _axis_problems(graph: OrtGraph, wanted_axes: Axes) -> list[str]:

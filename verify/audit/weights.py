@@ -30,7 +30,7 @@ from llmconv.runtime.onnxruntime.graph import VISION
 from llmconv.runtime.onnxruntime.guard import external_fields, inner_tensors, is_external
 from llmconv.runtime.onnxruntime.lora_names import is_factor
 from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
-from llmconv.tensors import Array, LazyTensor
+from llmconv.tensors import Array, LazyTensor, lists_by_key
 from llmconv.verify.results import Check
 
 AS_RECORDED = "sha256 as in the manifest"
@@ -279,11 +279,9 @@ MATRIX = 2
 
 def odd_weights(tensors: Mapping[str, LazyTensor]) -> list[str]:
     """A note for each kind of odd tensor; reads the tensors block by block."""
-    found: dict[str, list[str]] = {}
     with ThreadPoolExecutor(READERS) as pool:  # reading and numpy's loops run without the interpreter's lock
-        for name, kinds in zip(tensors, pool.map(lambda tensor: list(_kinds(tensor)), tensors.values()), strict=True):
-            for kind in kinds:
-                found.setdefault(kind, []).append(name)
+        every = zip(tensors, pool.map(lambda tensor: list(_kinds(tensor)), tensors.values()), strict=True)
+        found = lists_by_key((kind, name) for name, kinds in every for kind in kinds)
     return [_note(kind, names) for kind, names in found.items()]
 
 

@@ -34,7 +34,7 @@ from llmconv.files.safe_folder import Folder, WritableContent, parents_made, req
 from llmconv.output.plan import write_fully
 from llmconv.runtime.extra_inputs import is_state, layer_of
 from llmconv.runtime.onnxruntime.guard import values_read_by
-from llmconv.tensors import Array
+from llmconv.tensors import Array, lists_by_key
 from llmconv.verify.audit.weights import initializer_values
 from llmconv.verify.bisect.findings import Suspect, find
 from llmconv.verify.bisect.replay import (
@@ -314,7 +314,7 @@ def localize(checks: Sequence[Check]) -> Where | None:
     same = [check for check in failed if (check.name, check.graph) == place]
     step = min(check.step for check in same)
     here = [check for check in same if check.step == step]
-    first = min(here, key=_depth)
+    first = min(here, key=lambda check: (layer_of(check.output) is None, layer_of(check.output) or 0))
     layer = layer_of(first.output)
     outputs = {check.output for check in here if layer_of(check.output) == layer}
     cached = any(layer_of(check.output) is not None for check in checks if (check.name, check.graph) == place)
@@ -326,9 +326,7 @@ def localize(checks: Sequence[Check]) -> Where | None:
 
 def _layers_text(checks: Sequence[Check]) -> str:
     """The details of checks that run no graph; equal details of several graphs once."""
-    graphs: dict[tuple[str, str], list[str]] = {}
-    for check in checks:
-        graphs.setdefault((check.name, check.detail), []).append(check.graph)
+    graphs = lists_by_key(((check.name, check.detail), check.graph) for check in checks)
     return "; ".join(f"{name}, {' and '.join(files)}: {detail}" for (name, detail), files in graphs.items())
 
 
@@ -338,11 +336,6 @@ def _of_weights(check: Check, unrun: str) -> Where:
     found = re.search(r"(?:^|\.)(\d+)\.", tensor)
     layer = int(found[1]) if found else None
     return Where("", check.graph, 0, layer, "", unrun, scope=scope, finding=check.detail)
-
-
-def _depth(check: Check) -> int:
-    layer = layer_of(check.output)
-    return 1 << 30 if layer is None else layer
 
 
 def _place(layer: int | None, outputs: set[str]) -> str:
@@ -437,7 +430,9 @@ def write_piece(
     read = {name for node in piece.nodes for name in values_read_by(node)} - made
     inputs = {name: array for name, array in values.items() if name in read}
     model = replay.probe.piece(piece.nodes, inputs, piece.output)
-    arrays = _arrays(record, found, trace)
+    parts = {"expected": record.exact, "rounded": record.rounded, "found": found}
+    parts["counts"] = trace.comparison.counted(record)  # the elements that are compared
+    arrays = {name: np.ascontiguousarray(array.reshape(found.shape)) for name, array in parts.items()}
     content, sigma = _content(piece, record, arrays, where, replay.dtype)
     files = {
         "inputs.npz": archive(inputs),
@@ -455,13 +450,6 @@ def write_piece(
     wrong = int((arrays["expected"] != found)[arrays["counts"]].sum())
     is_float = record.exact.dtype.kind == "f"
     return WrittenPiece(len(piece.nodes), f"sigma {sigma:.4g}" if is_float else f"{wrong} of {found.size} values wrong")
-
-
-def _arrays(record: RecordedValue, found: Array, trace: AgreementTrace) -> dict[str, Array]:
-    """Expected, rounded and found values and the compared elements, all in the shape of the piece's output."""
-    counts = trace.comparison.counted(record)
-    parts = {"expected": record.exact, "rounded": record.rounded, "found": found, "counts": counts}
-    return {name: np.ascontiguousarray(array.reshape(found.shape)) for name, array in parts.items()}
 
 
 def _content(

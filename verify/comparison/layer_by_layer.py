@@ -50,7 +50,7 @@ from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import FixedSizes
 from llmconv.runtime.runner import Runner
-from llmconv.tensors import Array, LazyTensor
+from llmconv.tensors import Array, LazyTensor, lists_by_key
 from llmconv.verify.audit.weights import reference_name
 from llmconv.verify.comparison.candidates import Candidate
 from llmconv.verify.reference.cost_estimate import largest_layer, suite_seconds
@@ -315,10 +315,9 @@ class FolderTensors:
 
     @classmethod
     def of(cls, folder: Path) -> FolderTensors:
-        named, places = open_weights(folder), defaultdict(list)
-        for name, tensor in named.items():
-            if isinstance(tensor, FileTensor):
-                places[tensor.path.name].append((tensor.offset, name, tensor))
+        named = open_weights(folder)
+        stored = ((name, tensor) for name, tensor in named.items() if isinstance(tensor, FileTensor))
+        places = lists_by_key((tensor.path.name, (tensor.offset, name, tensor)) for name, tensor in stored)
         return cls(named, {file: sorted(found, key=lambda place: place[0]) for file, found in places.items()})
 
     def factors(self, model: onnx.ModelProto, scaling: WeightScaling) -> dict[str, float]:

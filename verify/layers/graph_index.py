@@ -18,6 +18,7 @@ import torch
 from llmconv.runtime.eager.runner import layer_modules
 from llmconv.runtime.extra_inputs import is_past, layer_of
 from llmconv.runtime.onnxruntime.guard import values_read_by
+from llmconv.tensors import lists_by_key
 
 NUMBERED = re.compile(r"^(?P<list>(?:[^.]*\.)*?)(?P<number>\d{1,6})(?P<rest>[.\[].*)$")
 """A name in a list of layers, such as `model.layers.12.mlp.up_proj.weight`."""
@@ -71,11 +72,7 @@ class GraphIndex:
 
     @cached_property
     def readers(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = defaultdict(list)
-        for at, names in enumerate(self.reads):
-            for name in names:
-                found[name].append(at)
-        return found
+        return lists_by_key((name, at) for at, names in enumerate(self.reads) for name in names)
 
     @cached_property
     def initializers(self) -> dict[str, onnx.TensorProto]:
@@ -136,9 +133,7 @@ def layer_names(model: torch.nn.Module, count: int, layer_list: str) -> tuple[st
     `layer_list`: name of the list of layers in the names of weights, such as `model.layers.`. Raises NotLayered: the
     model has no list of `count` layers.
     """
-    lists: dict[str, list[str]] = {}
-    for name in layer_modules(model):
-        lists.setdefault(name.rpartition(".")[0], []).append(name)
+    lists = lists_by_key((name.rpartition(".")[0], name) for name in layer_modules(model))
     found = {name: names for name, names in lists.items() if len(names) == count}
     last = layer_list.rstrip(".").rpartition(".")[2]
     near = [name for name in found if name.rpartition(".")[2] == last] or list(found)

@@ -22,6 +22,7 @@ from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.runtime.extra_inputs import is_past, is_present, layer_of
 from llmconv.runtime.low_memory.runner import EmptyRunner
 from llmconv.runtime.onnxruntime.guard import refill, values_read_by
+from llmconv.tensors import lists_by_key
 from llmconv.verify.audit.weights import WeightSource, tensors_of
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.layers.graph_index import NUMBERED, Kind, NotLayered, layer_kinds, layer_names
@@ -131,7 +132,8 @@ class Induction:
         for name, graph in self.classes.graphs.items():
             odd = list(self.classes.odd_layers(name).values()) if alone else []
             layers.append(audited(LAYERS, name, odd, self._described(graph)))
-            parts.append(Check(PARTS, name, "", detail=_composed(graph)))
+            counts = f"{len(graph.index.nodes)} nodes, each in one of {len(graph.layers) + 2} parts"
+            parts.append(Check(PARTS, name, "", detail=f"{counts}; one hidden state crosses each cut"))
         return layers + parts
 
     def odd_layers(self) -> dict[int, str]:
@@ -156,11 +158,6 @@ def keep_if_layered(model: onnx.ModelProto, kept: tuple[int, ...], tensors: Mapp
         keep_layers(model, kept, tensors)
 
 
-def _composed(graph: GraphLayers) -> str:
-    parts = len(graph.layers) + 2
-    return f"{len(graph.index.nodes)} nodes, each in one of {parts} parts; one hidden state crosses each cut"
-
-
 LEAST = 3  # minimum number of layers of a kind of which one can be the odd one out
 
 
@@ -175,11 +172,9 @@ class LayerClasses:
     @property
     def classes(self) -> list[list[int]]:
         """Numbers of the layers that are alike, in the order of the first of each."""
-        found: dict[object, list[int]] = {}
-        for number, kind in enumerate(self.kinds):
-            forms = tuple(layers.layers[number].form for layers in self.graphs.values())
-            found.setdefault((kind, forms), []).append(number)
-        return list(found.values())
+        numbered = enumerate(self.kinds)
+        forms = (((kind, *(one.layers[at].form for one in self.graphs.values())), at) for at, kind in numbered)
+        return list(lists_by_key(forms).values())
 
     @property
     def representatives(self) -> tuple[int, ...]:
@@ -189,7 +184,7 @@ class LayerClasses:
         """Layers of a graph that differ from most layers of their kind, each with the first node that differs."""
         found: dict[int, str] = {}
         layers = self.graphs[graph].layers
-        for numbers in self._by_kind().values():
+        for numbers in lists_by_key((kind, number) for number, kind in enumerate(self.kinds)).values():
             forms = Counter(layers[number].form for number in numbers)
             usual, count = forms.most_common(1)[0]
             if len(numbers) >= LEAST and len(numbers) > count > len(numbers) / 2:
@@ -197,12 +192,6 @@ class LayerClasses:
                 odd = [layers[number] for number in numbers if layers[number].form != usual]
                 found |= {one.number: self._difference(graph, one, alike, count) for one in odd}
         return dict(sorted(found.items()))
-
-    def _by_kind(self) -> dict[Kind, list[int]]:
-        kinds: dict[Kind, list[int]] = {}
-        for number, kind in enumerate(self.kinds):
-            kinds.setdefault(kind, []).append(number)
-        return kinds
 
     def _difference(self, graph: str, odd: Layer, usual: Layer, count: int) -> str:
         parts = self.graphs[graph]

@@ -171,37 +171,29 @@ def statements(induction: Induction, report: Report, drift: Drift | None) -> lis
 
 
 def _shown(report: Report, name: str, check: str, text: str) -> Statement:
-    return _of(report, name, lambda one: one.name == check and one.graph.endswith(".onnx"), text)
+    return _of(name, [one for one in report.checks if one.name == check and one.graph.endswith(".onnx")], text)
 
 
-def _of(report: Report, name: str, belongs: Callable[[Check], bool], text: str) -> Statement:
-    checks = [check for check in report.checks if belongs(check)]
+def _of(name: str, checks: Sequence[Check], text: str) -> Statement:
     shown = any(check.verdict == "pass" for check in checks) and all(check.verdict != "fail" for check in checks)
     return Statement(name, shown, text)
 
 
 def _base(induction: Induction, report: Report) -> Statement:
-    kept = _numbers(induction.kept)
-    scenarios = {check.name for check in report.checks if check.is_measured and not check.name.startswith(NAME)}
-    text = f"{kept} (one of each class), with the parts before and after, in {len(scenarios)} scenarios"
-    found = _of(report, "base", _is_scenario, text)
-    compared = {name for one in report.checks if _is_scenario(one) for name in one.graph.split("+")}
+    kept = induction.kept
+    shown = ", ".join(map(str, kept[:6])) + (f" and {len(kept) - 6} more" if len(kept) > 6 else "")
+    checks = [check for check in report.checks if check.is_measured and not check.name.startswith(NAME)]
+    scenarios, compared = {one.name for one in checks}, {name for one in checks for name in one.graph.split("+")}
+    which = f"layer{'s' * (len(kept) > 1)} {shown} (one of each class), with the parts before and after"
+    found = _of("base", checks, f"{which}, in {len(scenarios)} scenarios")
     return found if induction.classes.graphs.keys() <= compared else Statement(found.name, False, found.text)
-
-
-def _is_scenario(check: Check) -> bool:
-    return check.is_measured and not check.name.startswith(NAME)
 
 
 def _step(induction: Induction, report: Report, drift: Drift, count: int) -> Statement:
     numbers = induction.run
     which = f"all {count} layers" if len(numbers) == count else f"{len(numbers)} of {count} layers"
-    return _of(report, "step", lambda one: one.name.startswith(NAME), f"{which}, each by itself; {drift.text()}")
-
-
-def _numbers(kept: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, kept[:6])) + (f" and {len(kept) - 6} more" if len(kept) > 6 else "")
-    return f"layer{'s' * (len(kept) > 1)} {shown}"
+    checks = [check for check in report.checks if check.name.startswith(NAME)]
+    return _of("step", checks, f"{which}, each by itself; {drift.text()}")
 
 
 def unseen_of(induction: Induction) -> list[str]:

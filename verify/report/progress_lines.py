@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from llmconv.tensors import lists_by_key
 from llmconv.verify.results import WORDS, Check, clean, lines_of
 from llmconv.verify.sigma import sigma_text
 
@@ -37,7 +38,9 @@ def lines_of_scenario(checks: Sequence[Check], *, several_graphs: bool = False) 
     failed, skipped = ([check for check in checks if check.verdict == verdict] for verdict in ("fail", "skip"))
     compared = [check for check in checks if check.verdict != "skip"]
     lines = [_line(compared, len(failed), several_graphs=several_graphs)] if compared else []
-    return lines + lines_of(failed) + _of_skipped(skipped)
+    reasons = lists_by_key((check.detail, check.graph) for check in skipped).items()
+    parts = [[", ".join(dict.fromkeys(graphs)), reason] for reason, graphs in reasons]
+    return lines + lines_of(failed) + [_joined("skip", checks[0].name, part) for part in parts]
 
 
 def _line(checks: Sequence[Check], failed: int, *, several_graphs: bool) -> str:
@@ -58,15 +61,6 @@ def _line(checks: Sequence[Check], failed: int, *, several_graphs: bool) -> str:
     )
     parts += [outputs[0].detail] if len(outputs) == 1 and not failed and outputs[0].detail else []
     return _joined("fail" if failed else "pass", checks[0].name, parts)
-
-
-def _of_skipped(checks: Sequence[Check]) -> list[str]:
-    graphs: dict[str, list[str]] = {}
-    for check in checks:
-        graphs.setdefault(check.detail, []).append(check.graph)
-    return [
-        _joined("skip", checks[0].name, [", ".join(dict.fromkeys(names)), reason]) for reason, names in graphs.items()
-    ]
 
 
 def _joined(verdict: str, name: str, parts: Sequence[str]) -> str:

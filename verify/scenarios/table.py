@@ -115,12 +115,8 @@ def fits(length: int, facts: ModelFacts) -> bool:
     """Whether the cache of two sequences of `length` tokens is small compared with the model."""
     if facts.no_synthetic_past or not elements_per_token(facts.cache):
         return False
-    return 2 * length * elements_per_token(facts.cache) <= _room(facts)
-
-
-def _room(facts: ModelFacts) -> int:
     least, share = ROOM[facts.thorough]
-    return max(least, int(share * facts.parameters))
+    return 2 * length * elements_per_token(facts.cache) <= max(least, int(share * facts.parameters))
 
 
 def too_large(wanted: RowCounts) -> Callable[[ModelFacts], str]:

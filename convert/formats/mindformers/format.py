@@ -43,7 +43,7 @@ from llmconv.errors import InputRefused, LlmconvError, MalformedInput, Unsupport
 from llmconv.files.safetensors_file import read_header
 from llmconv.model_code import AUTO_MAP
 from llmconv.output.plan import Plan, Shard
-from llmconv.tensors import LazyTensor
+from llmconv.tensors import LazyTensor, lists_by_key
 
 RANK = re.compile(r"rank_(\d+)")
 SUFFIXES = (".ckpt", ".safetensors")
@@ -175,10 +175,7 @@ def merge_ranks(
 
     Raises UnsupportedInput for an uneven division, MalformedInput for a missing layout or rank, or contradictions.
     """
-    holders: dict[str, list[int]] = {}
-    for rank, tensors in sorted(shards.items()):
-        for name in tensors:
-            holders.setdefault(name, []).append(rank)
+    holders = lists_by_key((name, rank) for rank in sorted(shards) for name in shards[rank])
     if unknown := [name for name in holders if name not in strategy.layouts]:
         raise MalformedInput(
             f"the strategy `{strategy.path}` contains no layout for {len(unknown)} tensors of `{folder.name}`: "

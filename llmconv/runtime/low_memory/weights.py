@@ -38,7 +38,7 @@ from llmconv.runtime.eager.stored_tensors import StoredTensor
 from llmconv.runtime.extra_inputs import ModelCall
 from llmconv.runtime.library_patches import load_tensors, loaded_names
 from llmconv.runtime.runner import Cache, Choices, Extras, PlacedEmbeddings, Runner, Step, refuse_placed
-from llmconv.tensors import Array
+from llmconv.tensors import Array, lists_by_key
 
 LOW_MEMORY_HINT = "run `llmconv verify` without `--low-memory`"
 # maximum number of tokens, past ones included, of the calls that run together; their results are held in memory
@@ -322,9 +322,7 @@ class StreamedWeights:
             raise UnsupportedInput("a quantized model cannot be streamed", hint=LOW_MEMORY_HINT)
         self._model, self._stored, self._dtype = model, stored, dtype
         self._tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-        self._aliases: dict[int, list[str]] = defaultdict(list)
-        for name, tensor in self._tensors.items():
-            self._aliases[id(tensor)].append(name)
+        self._aliases = lists_by_key((id(tensor), name) for name, tensor in self._tensors.items())
         self._sources, self._renamed = loaded_names(model, stored)
         # names of the matrices that are kept in the dtype of their file
         linear = [name for name, module in self._model.named_modules() if type(module) is nn.Linear]

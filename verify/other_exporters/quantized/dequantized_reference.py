@@ -24,9 +24,9 @@ import onnx
 from llmconv.checkpoint import open_checkpoint, read_json
 from llmconv.files.safetensors_file import read_header
 from llmconv.output.plan import json_bytes
-from llmconv.quantized_weights.quantized_checkpoint import FIELD, QuantizedCheckpoint, quantized_checkpoint
+from llmconv.quantized_weights.quantized_checkpoint import FIELD, quantized_checkpoint
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, graphs, load_guarded, refill
-from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
+from llmconv.tensors import BY_NAME, Array, LazyTensor, lists_by_key
 from llmconv.verify.audit.weights import reference_name
 from llmconv.verify.other_exporters.quantized.expected_scales import in_blocks
 from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants, QuantizedMatrix
@@ -294,13 +294,9 @@ def plain_model(folder: Path, stack: ExitStack) -> ComputedModel:
     (copy / "config.json").write_bytes(json_bytes({**found.plain.config, "dtype": "float32"}))
     for side, content in found.plain.side_files.items():
         (copy / side).write_bytes(content)
-    return ComputedModel(copy, dict(found.plain), _kept(found))
-
-
-def _kept(checkpoint: QuantizedCheckpoint) -> dict[str, DType]:
-    """The weights whose codes onnxruntime has an operator for."""
-    found = {name: weight.integers for name, weight in checkpoint.weights.items()}
-    return {name: codes.scale_dtype for name, codes in found.items() if codes and codes.has_operator}
+    codes = {name: weight.integers for name, weight in found.weights.items()}
+    kept = {name: one.scale_dtype for name, one in codes.items() if one and one.has_operator}  # onnxruntime runs these
+    return ComputedModel(copy, dict(found.plain), kept)
 
 
 STACK = 3  # dimensions of a stack of matrices
@@ -313,9 +309,7 @@ def unstacked(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 
 def restacked(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The reverse of `unstacked`; the matrices may be other ones of the same shape and dtype."""
-    stacks: dict[str, list[LazyTensor]] = {}
-    for name, tensor in tensors.items():
-        stacks.setdefault(stack_of(name), []).append(tensor)
+    stacks = lists_by_key((stack_of(name), tensor) for name, tensor in tensors.items())
     return {name: parts[0] if name in tensors else _stack(parts) for name, parts in stacks.items()}
 
 
