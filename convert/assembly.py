@@ -15,7 +15,7 @@ default) keeps only the tensors of `filter_state_dict_peft`. Names are those of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,16 +141,20 @@ def _native_tensors(
     for name, target in names.items():
         stem, dot, last = target.rpartition(".")
         tensors[stem + dot + OLD_NORM.get(last, last)] = stored[name]
+    dropped += dropped_outside(outside, source, drop=drop)
+    if added:
+        warnings.append(f"added `{added}` to the names, which are those of the model without its head")
+    return tensors, dropped
+
+
+def dropped_outside(outside: Sequence[str], source: str, *, drop: bool) -> list[str]:
+    """A phrase about the tensors outside the model, if any; UnsupportedInput unless they may be dropped."""
     if outside and not drop:
         raise UnsupportedInput(
             f"`{source}` has {len(outside)} unexpected keys outside the model: {listing(outside)}",
             hint="`--drop` leaves them out, if the model computes its logits without them",
         )
-    if outside:
-        dropped.append(f"{len(outside)} tensors outside the model: {listing(outside)}")
-    if added:
-        warnings.append(f"added `{added}` to the names, which are those of the model without its head")
-    return tensors, dropped
+    return [f"{len(outside)} tensors outside the model: {listing(outside)}"] if outside else []
 
 
 def map_names(stored: Sequence[str], model: ModelNames, source: str) -> tuple[dict[str, str], list[str], str]:
@@ -158,8 +162,19 @@ def map_names(stored: Sequence[str], model: ModelNames, source: str) -> tuple[di
 
     Raises MalformedInput without an embedding, UnsupportedInput for several models.
     """
-    whole, base_only = _prefixes(stored, model)
-    if not (found := whole or base_only):
+    whole: dict[str, None] = {}  # the prefixes of whole models, and those of base models
+    base_only: dict[str, None] = {}
+    for name in stored:
+        embedding = model.embedding
+        if not embedding and EMBEDDING.search(name):  # of an unknown model: from the last `base` on
+            start = f".{name}".rfind(f".{model.base}.")
+            embedding = name[start:] if start >= 0 else f"{model.base}.{name}"
+        short = embedding.removeprefix(f"{model.base}.")
+        if _ends_with(name, embedding):
+            whole[name.removesuffix(embedding)] = None
+        elif _ends_with(name, short):
+            base_only[name.removesuffix(short)] = None
+    if not (found := [*(whole or base_only)]):
         raise MalformedInput(
             f"missing key `{model.embedding or 'embed_tokens.weight'}` in `{source}`; it begins with {listing(stored)}",
             hint="the configuration belongs to another model, or the checkpoint is partial",
@@ -180,23 +195,6 @@ def map_names(stored: Sequence[str], model: ModelNames, source: str) -> tuple[di
         else:
             names[name] = target
     return names, outside, added
-
-
-def _prefixes(stored: Iterable[str], model: ModelNames) -> tuple[list[str], list[str]]:
-    """The prefixes of whole models, and those of base models."""
-    whole: dict[str, None] = {}
-    base_only: dict[str, None] = {}
-    for name in stored:
-        embedding = model.embedding
-        if not embedding and EMBEDDING.search(name):  # of an unknown model: from the last `base` on
-            start = f".{name}".rfind(f".{model.base}.")
-            embedding = name[start:] if start >= 0 else f"{model.base}.{name}"
-        short = embedding.removeprefix(f"{model.base}.")
-        if _ends_with(name, embedding):
-            whole[name.removesuffix(embedding)] = None
-        elif _ends_with(name, short):
-            base_only[name.removesuffix(short)] = None
-    return list(whole), list(base_only)
 
 
 def _ends_with(name: str, ending: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_model_type
-from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
+from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.deltas import DELTA_FILE, arithmetic
 from llmconv.convert.deltas.exact import open_exact, plan_exact
 from llmconv.convert.deltas.low_rank import LowRankDelta, plan_low_rank
@@ -21,6 +21,7 @@ from llmconv.convert.state_dicts.files import is_model_folder
 from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import fetches, files_under, local_path, reading_safely
+from llmconv.not_a_model_folder import adapter_or_delta
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import KEEP, Plan, plan_checkpoint, require_shard_size
 from llmconv.output.writer import Place, check_output, write_checkpoint
@@ -139,8 +140,8 @@ def _tuned(
         tuned = delta.over(base)
         delta.check_base(base, whole=whole)
         return "exact", with_cast(tuned, dtype) if dtype != "keep" else tuned, None
-    if (path / ADAPTER_CONFIG).is_file():
-        raise UnsupportedInput(f"`{path}` is an adapter", hint="use `llmconv merge-lora BASE ADAPTER -o OUT`")
+    if problem := adapter_or_delta(path):
+        raise problem
     for name, delta_format in delta_formats().items():
         if delta_format.detect(path):
             return name, delta_format.apply(base, path, dtype), None
@@ -273,14 +274,8 @@ def open_model(name: str | Path) -> Checkpoint:
     """A Hugging Face folder, or what `to-hf` reads (path, URI, id), lazy; InputRefused for anything else."""
     with reading_safely(name):
         path = local_path(name, in_parts=True)
-        if (path / DELTA_FILE).is_file():
-            raise UnsupportedInput(
-                f"`{path}` is a delta, not a model", hint="the order is `llmconv delta apply BASE DELTA -o OUT`"
-            )
-        if (path / ADAPTER_CONFIG).is_file():
-            raise UnsupportedInput(
-                f"`{path}` is an adapter, not a model", hint="merge it: `llmconv merge-lora BASE ADAPTER -o OUT`"
-            )
+        if problem := adapter_or_delta(path):
+            raise problem
         if is_model_folder(path) and detect(path) is None:  # which no training format claims
             model = open_checkpoint(path)
             require_model_type(model.config, path)

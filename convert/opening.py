@@ -19,7 +19,7 @@ from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.peft_file import CONFIG, WEIGHTS, is_tuned, open_adapter, open_tuned, read_tensors
 from llmconv.convert.algebra import equal
 from llmconv.convert.assembly import saved_name, side_files_of
-from llmconv.convert.deltas import DELTA_FILE, is_recorded_delta
+from llmconv.convert.deltas import is_recorded_delta
 from llmconv.convert.formats import Format, adapter_format, by_name, detect, formats
 from llmconv.convert.models.code_model import with_code
 from llmconv.convert.models.completeness import check_complete, check_folder, why_incomplete
@@ -33,7 +33,13 @@ from llmconv.files.source_file import open_source
 from llmconv.files.sources import local_path, reading_safely
 from llmconv.files.torch_reader import explain_no_zip, is_torch_file, open_torch_file
 from llmconv.model_code import AUTO_MAP, has_code
-from llmconv.not_a_model_folder import foreign_file, is_quantized_export, known_refusal, refused_export
+from llmconv.not_a_model_folder import (
+    adapter_or_delta,
+    foreign_file,
+    is_quantized_export,
+    known_refusal,
+    refused_export,
+)
 from llmconv.tensors import cast
 
 
@@ -194,11 +200,9 @@ def explain(path: Path) -> LlmconvError:
 def _explain_folder(folder: Path) -> LlmconvError:
     if is_quantized_export(folder):
         return refused_export(folder)
+    if found := adapter_or_delta(folder):
+        return found
     names = {entry.name for entry in folder.iterdir()}
-    if DELTA_FILE in names:
-        return UnsupportedInput(f"`{folder}` is a delta", hint="use `llmconv delta apply BASE DELTA -o OUT`")
-    if "adapter_config.json" in names:
-        return UnsupportedInput(f"`{folder}` is an adapter", hint="use `llmconv merge-lora BASE ADAPTER -o OUT`")
     if is_model_folder(folder):
         return UnsupportedInput(
             f"`{folder}` already is a Hugging Face model folder",

@@ -83,7 +83,8 @@ def require_causal(config: Mapping[str, Any], source: str | Path) -> None:
     if not has_decoder and (kind in ENCODER_DECODERS or config.get("is_encoder_decoder") is True):
         hint = "only decoder-only (causal) language models are exported; `optimum-cli export onnx` exports this one"
         raise UnsupportedInput(f"`{source}` is an encoder-decoder ({kind}), which is not supported{shown}", hint=hint)
-    if names and not any(_is_causal(name) for name in names):
+    may_be = [name for name in names if not name.endswith(OTHER_HEADS)]  # unknown classes may predict the next token
+    if names and not any(any(part in name for part in CAUSAL) or not name.endswith("Model") for name in may_be):
         task = next((task for task, fits in OTHER_TASKS.items() if any(map(fits, names))), "")
         raise UnsupportedInput(
             f"`{source}` is not a causal language model{shown}",
@@ -100,18 +101,11 @@ def require_causal(config: Mapping[str, Any], source: str | Path) -> None:
         )
 
 
-def _is_bare(name: str) -> bool:
-    """Whether a class is a model without a head."""
-    return name.endswith("Model") and not name.endswith(OTHER_HEADS)
-
-
-def _classifies(name: str) -> bool:
-    """Whether a class has a head for classes of texts."""
-    return name.endswith("ForSequenceClassification")
-
-
 # tasks of models without a language-modeling head, by the class in `architectures`
-OTHER_TASKS: dict[str, Callable[[str], bool]] = {"embed": _is_bare, "classify": _classifies}
+OTHER_TASKS: dict[str, Callable[[str], bool]] = {
+    "embed": lambda name: name.endswith("Model") and not name.endswith(OTHER_HEADS),
+    "classify": lambda name: name.endswith("ForSequenceClassification"),
+}
 
 
 def require_task(config: Mapping[str, Any], source: str | Path, task: str) -> None:
@@ -125,13 +119,6 @@ def require_task(config: Mapping[str, Any], source: str | Path, task: str) -> No
         hint = "give a model such as Qwen3ForSequenceClassification; `--task rerank` scores with a language model"
         raise UnsupportedInput(f"`{source}` has no head for classes: `architectures` is {names[0]}", hint=hint)
     require_causal(config, source)
-
-
-def _is_causal(name: str) -> bool:
-    """Whether a class may predict the next token; unknown classes may."""
-    if name.endswith(OTHER_HEADS):
-        return False
-    return any(part in name for part in CAUSAL) or not name.endswith("Model")
 
 
 def require_causal_folder(folder: Path, task: str = "generate") -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import inf, isfinite
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from llmconv.errors import MalformedInput
+from llmconv.errors import MalformedInput, listing
 from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.safetensors_file import FileTensor, read_header
 from llmconv.files.source_file import fill, open_data
@@ -110,31 +110,37 @@ def open_weights(folder: Path) -> dict[str, LazyTensor]:
 
 def open_shards(folder: Path, index: str = INDEX) -> dict[str, LazyTensor]:
     """The tensors of the shards in the index file of `folder`; raises MalformedInput if the two disagree."""
-    weight_map = read_json(folder / index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise MalformedInput(f"`{index}` has no `weight_map`", hint="copy the folder again")
-    names = sorted({str(home) for home in weight_map.values()})
-    _require_shards(folder, index, names)
     tensors: dict[str, LazyTensor] = {}
-    for shard in names:
+    for shard, listed in indexed_shards(folder, index, lambda name: name.endswith(".safetensors")).items():
         header = read_header(folder / shard)
-        listed = {name for name, home in weight_map.items() if home == shard}
-        if listed != set(header.tensors):
-            odd = sorted(listed ^ set(header.tensors))
-            problem = f"`{index}` and `{shard}` disagree about {len(odd)} tensors, such as `{odd[0]}`"
-            raise MalformedInput(problem, hint="shards of different models are mixed; copy the folder again")
+        require_listed(shard, header.tensors, listed, index)
         tensors.update(header.tensors)
     return tensors
 
 
-def _require_shards(folder: Path, index: str, names: list[str]) -> None:
-    if odd := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
-        problem = f"`{index}` names the shard {odd[0]!r}"
-        raise MalformedInput(problem, hint="shards are plain file names next to the index")
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        rest = f" and {len(missing) - 1} more of {len(names)} shards are" if len(missing) > 1 else " is"
+def indexed_shards(folder: Path, index: str, is_shard_name: Callable[[str], bool]) -> dict[str, set[str]]:
+    """Shard to its tensors by an index's `weight_map`; MalformedInput: none, a missing shard, an invalid name."""
+    weight_map = read_json(folder / index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise MalformedInput(f"`{index}` has no `weight_map`", hint="copy the folder again")
+    shards: dict[str, set[str]] = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or not is_shard_name(shard):
+            problem = f"`{index}` has the invalid shard name {str(shard)[:80]!r}"
+            raise MalformedInput(problem, hint="shards are plain file names next to the index")
+        shards.setdefault(shard, set()).add(name)
+    if missing := [name for name in sorted(shards) if not (folder / name).is_file()]:
+        rest = f" and {len(missing) - 1} more of {len(shards)} shards are" if len(missing) > 1 else " is"
         hint = "copy or download the folder again; an interrupted download continues where it stopped"
         raise MalformedInput(f"shard `{missing[0]}`{rest} missing from `{folder}`", hint=hint)
+    return dict(sorted(shards.items()))
+
+
+def require_listed(shard: str, found: Iterable[str], listed: set[str], index: str) -> None:
+    """Raises MalformedInput if the names in a shard are not those that the index lists for it."""
+    if different := sorted(listed ^ {*found}):
+        problem = f"`{index}` and `{shard}` differ in {len(different)} tensors: {listing(different)}"
+        raise MalformedInput(problem, hint="shards of different models are mixed; copy the folder again")
 
 
 def read_side_files(folder: Path) -> dict[str, bytes]:
@@ -253,19 +259,14 @@ def first_strict_error(text: str) -> tuple[int, StrictJsonError] | None:
     is_array = text.startswith("[", begin)
     position = begin + is_array
     while True:
-        position = _skip_space(text, position, " \t\n\r," if is_array else " \t\n\r")
+        while position < len(text) and text[position] in (" \t\n\r," if is_array else " \t\n\r"):
+            position += 1
         if position == len(text) or (is_array and text[position] == "]"):
             return None
         try:
             position = decoder.raw_decode(text, position)[1]
         except StrictJsonError as error:
             return text.count("\n", 0, position) + 1, error
-
-
-def _skip_space(text: str, position: int, space: str) -> int:
-    while position < len(text) and text[position] in space:
-        position += 1
-    return position
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -75,7 +75,12 @@ class Embedder:
         rows: dict[int, Array] = {}
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
-            found = self._graph.run(*self._padded([tokens[at] for at in batch]))[OUTPUTS[self.role]]
+            # int64 [batch, tokens], with padding on the right
+            ids = np.full((len(batch), max(len(tokens[at]) for at in batch)), self._padding, dtype=np.int64)
+            mask = np.zeros_like(ids)
+            for row, at in enumerate(batch):
+                ids[row, : len(tokens[at])], mask[row, : len(tokens[at])] = tokens[at], 1
+            found = self._graph.run(ids, mask)[OUTPUTS[self.role]]
             rows.update(zip(batch, found, strict=True))
         return np.stack([rows[at] for at in range(len(tokens))]) if rows else np.zeros((0, 0), dtype=np.float32)
 
@@ -94,15 +99,6 @@ class Embedder:
         for at in long:
             made[at] = self._tokenizer(texts[at], truncation=True, max_length=self._most)["input_ids"]
         return made
-
-    def _padded(self, batch: Sequence[Sequence[int]]) -> tuple[Array, Array]:
-        """Ids and mask, int64 [batch, tokens], with padding on the right."""
-        width = max(map(len, batch))
-        ids = np.full((len(batch), width), self._padding, dtype=np.int64)
-        mask = np.zeros_like(ids)
-        for row, tokens in enumerate(batch):
-            ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
-        return ids, mask
 
 
 class TextFeatures:
@@ -150,7 +146,8 @@ class TextRules:
     @classmethod
     def of(cls, folder: Path) -> TextRules:
         """Reads both files; raises MalformedInput if one is not what sentence-transformers writes."""
-        found, lengths = (_read(folder / name) for name in (PROMPTS_FILE, LENGTH_FILE))
+        paths = (folder / PROMPTS_FILE, folder / LENGTH_FILE)
+        found, lengths = (read_json(path) if path.is_file() else {} for path in paths)
         prompts, default = found.get("prompts") or {}, found.get("default_prompt_name")
         if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
             raise MalformedInput(f"`prompts` in `{PROMPTS_FILE}` is not a map of texts", hint="copy the file again")
@@ -170,10 +167,6 @@ class TextRules:
             raise UsageProblem(f"the model has no prompt `{name}`", hint=f"prompts of this model: {known}")
         whole = text if name is None else self.prompts[name] + text
         return whole.lower() if self.lower_case else whole
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
 
 
 @dataclass(frozen=True)

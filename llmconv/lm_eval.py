@@ -134,7 +134,8 @@ class TextModelLM(TemplateLM):  # type: ignore[misc]
         found: dict[int, tuple[float, bool]] = {}
         order = sorted(range(len(requests)), key=lambda index: -sum(len(part) for part in requests[index][1:]))
         while order:
-            rows = order[: self._rows(requests[order[0]])]
+            length = min(sum(len(part) for part in requests[order[0]][1:]), self.max_length)
+            rows = order[: self.batch_size if self.model.runner.reads_in_parts(length) else 1]
             order = order[len(rows) :]
             inputs = [(requests[row][1] + requests[row][2])[-(self.max_length + 1) :][:-1] for row in rows]
             for row, tokens, logits in zip(rows, inputs, self._logits(inputs), strict=True):
@@ -142,10 +143,6 @@ class TextModelLM(TemplateLM):  # type: ignore[misc]
                 if requests[row][0] is not None:
                     self.cache_hook.add_partial("loglikelihood", requests[row][0], found[row])
         return [found[row] for row in range(len(requests))]
-
-    def _rows(self, longest: Scored) -> int:
-        length = min(len(longest[1]) + len(longest[2]), self.max_length)
-        return self.batch_size if self.model.runner.reads_in_parts(length) else 1
 
     def _logits(self, rows: Sequence[Sequence[int]]) -> Array:
         """Logits [rows, longest row, vocabulary]; rows are padded at their end."""

@@ -177,8 +177,8 @@ def _folder(folder: Path) -> InputRefused | None:
     if not names:
         return InputRefused(f"`{folder}` is an empty folder", hint="check that the copy or download is complete")
     checks: tuple[Callable[[Path, set[str]], InputRefused | None], ...] = (
-        _adapter_or_delta,
-        _quantized_export,
+        lambda folder, names: adapter_or_delta(folder),
+        lambda folder, names: refused_export(folder) if is_quantized_export(folder) else None,
         _weights_of_other_libraries,
         _weights_without_config,
         _folders_inside,
@@ -187,20 +187,17 @@ def _folder(folder: Path) -> InputRefused | None:
     return next((found for check in checks if (found := check(folder, names))), None)
 
 
-def _adapter_or_delta(folder: Path, names: set[str]) -> InputRefused | None:
-    if "delta.json" in names:
+def adapter_or_delta(folder: Path) -> InputRefused | None:
+    """The error for a folder with an adapter or a delta in place of a model; None for any other."""
+    if (folder / "delta.json").is_file():
         message = f"`{folder}` is a delta, not a model"
         return UnsupportedInput(message, hint=f"use `llmconv delta apply BASE {folder} -o OUT`")
-    if "adapter_config.json" in names:
+    if (folder / "adapter_config.json").is_file():
         base = adapter_base(folder)
         of = f" of `{base}`" if base else ""
         problem = f"`{folder}` is an adapter{of}, not a model"
         return UnsupportedInput(problem, hint=f"merge it first: `llmconv merge-lora {base or 'BASE'} {folder} -o OUT`")
     return None
-
-
-def _quantized_export(folder: Path, names: set[str]) -> InputRefused | None:
-    return refused_export(folder) if is_quantized_export(folder) else None
 
 
 def adapter_base(folder: Path) -> str:
@@ -219,7 +216,8 @@ def _weights_of_other_libraries(folder: Path, names: set[str]) -> InputRefused |
     if found := sorted(name for name in names if TORCH_WEIGHTS.fullmatch(name)):
         problem = f"the weights in `{folder}` are torch files (`{found[0]}`), not safetensors"
         return InputRefused(problem, hint=f"convert them: `llmconv to-hf {folder} -o OUT`")
-    if found := sorted(name for name in names if _is_checkpoint(folder / name)):
+    files = [folder / name for name in names if not TRAINER_STATE.match(name)]
+    if found := sorted(path.name for path in files if path.suffix in SUFFIXES_OF_TORCH and is_torch_file(path)):
         problem = f"`{folder}` contains a torch checkpoint (`{found[0]}`) and no safetensors weights"
         return InputRefused(problem, hint=f"convert it: `llmconv to-hf {folder} -o OUT`")
     if found := sorted(name for name in names if name in OTHER_LIBRARIES):
@@ -231,21 +229,14 @@ def _weights_of_other_libraries(folder: Path, names: set[str]) -> InputRefused |
     if found := sorted(name for name in names if name.lower().endswith(".gguf")):
         problem = f"`{folder}` contains a GGUF file of llama.cpp (`{found[0]}`)"
         return UnsupportedInput(problem, hint="give the Hugging Face folder that it was converted from")
-    if found := sorted(name for name in names if name.endswith(".onnx")) or _graphs_inside(folder, names):
+    graphs = sorted(folder.glob("*.onnx")) or sorted((folder / "onnx").glob("*.onnx"))
+    if found := [path.relative_to(folder).as_posix() for path in graphs]:
         return UnsupportedInput(
             f"`{folder}` contains ONNX graphs (`{found[0]}`) and no model weights",
             hint="give the Hugging Face folder that they were exported from; to compare them: "
             f"`llmconv verify --graph {folder / found[0]} --reference HF_FOLDER`",
         )
     return None
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return path.suffix in SUFFIXES_OF_TORCH and not TRAINER_STATE.match(path.name) and is_torch_file(path)
-
-
-def _graphs_inside(folder: Path, names: set[str]) -> list[str]:
-    return sorted(f"onnx/{graph.name}" for graph in (folder / "onnx").glob("*.onnx")) if "onnx" in names else []
 
 
 def _weights_without_config(folder: Path, names: set[str]) -> InputRefused | None:

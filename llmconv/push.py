@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from llmconv.files.sources import reading_safely
 from llmconv.hub.repository import Commit, FileDigest, HubRepository, digest_of, file_digest
 from llmconv.output.hub_folder import (
     CARD,
+    CONFIG,
     PAGES,
     foreign_files,
     is_unedited,
@@ -30,7 +31,7 @@ from llmconv.progress import bytes_bar, say, warn
 __all__ = ["Push", "push"]
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd
+    pass
 
 Contents = Mapping[str, Path | bytes]  # files to upload, by path in the repository
 
@@ -110,8 +111,10 @@ def push(
         say(f"left out: {listing(plan.left_out)}")
     if not dry_run and plan.is_needed:
         target.create(private=private or None)
+        commands = ", ".join(dict.fromkeys(str(done.get("command")) for done in found.manifest.steps))
+        usual = f"llmconv push: a model made by {commands}" if commands else "llmconv push"
         with reading_safely(folder):
-            commit = _committed(target, plan, contents, message or _message(found))
+            commit = _committed(target, plan, contents, message or usual)
         plan = replace(plan, commit=commit)
     if verify_upload and not dry_run:
         state = target.at(plan.commit.commit) if plan.commit else target.state
@@ -139,7 +142,8 @@ def _planned(found: FolderFiles, digests: Mapping[str, FileDigest], target: HubR
     files = dict(digests)
     card = CARD not in files and is_unedited(target.read(CARD))
     if card:
-        text = model_card(found.manifest, _config(found), target.address.repository, found.report())
+        config = read_json(found.files[CONFIG]) if CONFIG in found.files else {}
+        text = model_card(found.manifest, config, target.address.repository, found.report())
         contents[CARD], files[CARD] = text, digest_of(text)
     changed = target.state.differing(files)
     if target.state.has_branch and (others := sorted(foreign_files(target) & {*changed})):
@@ -153,16 +157,6 @@ def _planned(found: FolderFiles, digests: Mapping[str, FileDigest], target: HubR
     return contents, Push(target.address, files, tuple(changed), tuple(deleted), found.left_out, written, new)
 
 
-def _config(found: FolderFiles) -> dict[str, object]:
-    path = found.files.get("config.json")
-    return read_json(path) if path else {}
-
-
-def _message(found: FolderFiles) -> str:
-    commands = [str(done.get("command")) for done in found.manifest.steps]
-    return f"llmconv push: a model made by {', '.join(dict.fromkeys(commands))}" if commands else "llmconv push"
-
-
 def _committed(target: HubRepository, plan: Push, contents: Contents, message: str) -> Commit:
     """Sends the changed files and makes the commit, if none of them changed on the disk in the meantime."""
     additions = {name: target.addition(name, contents[name]) for name in plan.changed}
@@ -170,21 +164,16 @@ def _committed(target: HubRepository, plan: Push, contents: Contents, message: s
     target.preupload(once.values())  # files with equal content are sent once
     target.preupload(additions.values())
     for name, addition in additions.items():
-        _require_unchanged(name, addition, contents[name], plan.files[name])
+        if addition.path_or_fileobj:  # not sent: the commit itself contains it
+            content = contents[name]
+            addition.path_or_fileobj = held = content if isinstance(content, bytes) else content.read_bytes()
+            same = digest_of(held) == plan.files[name]
+        else:
+            same = addition.upload_info.sha256.hex() == plan.files[name].sha256
+        if not same:
+            problem = f"`{name}` changed while it was uploaded, so nothing was committed"
+            raise MalformedInput(problem, hint="make sure that nothing writes to the folder, and run again")
     return target.commit(additions.values(), plan.deleted, message)
-
-
-def _require_unchanged(name: str, addition: CommitOperationAdd, content: Path | bytes, checked: FileDigest) -> None:
-    """Requires what was sent, or what the commit will contain, to be what was checked."""
-    if addition.path_or_fileobj:  # not sent: the commit itself contains it
-        held = content if isinstance(content, bytes) else content.read_bytes()
-        addition.path_or_fileobj = held
-        same = digest_of(held) == checked
-    else:
-        same = addition.upload_info.sha256.hex() == checked.sha256
-    if not same:
-        problem = f"`{name}` changed while it was uploaded, so nothing was committed"
-        raise MalformedInput(problem, hint="make sure that nothing writes to the folder, and run again")
 
 
 # files that `verify --report` and `run --report` write, into this folder or one in it
@@ -236,9 +225,14 @@ def files_of(folder: Path) -> FolderFiles:
     manifest = read_manifest(folder)
     files = {MANIFEST: own_file(folder, MANIFEST)}
     files |= {name: _recorded(folder, name, entry) for name, entry in manifest.files.items()}
-    others = [name for name in _all_files(folder) if name not in files]
+    there = {str((Path(home) / name).relative_to(folder)) for home, _, names in os.walk(folder) for name in names}
+    others = sorted(there - files.keys())
     hidden = {name for name in others if any(part.startswith(".") for part in name.split("/"))}
-    pages = [name for name in others if name not in hidden and _is_about(name)]
+    pages = []  # of the model: its page, its license, a report
+    for name in (name for name in others if name not in hidden):
+        outer, _, last = name.rpartition("/")
+        if ("/" not in outer and last in REPORT) or (not outer and PAGES.fullmatch(name)):
+            pages.append(name)
     if foreign := sorted({*others} - hidden - {*pages}):
         raise InputRefused(
             f"`{folder}` also contains {listing(foreign)}, which llmconv did not make",
@@ -247,17 +241,6 @@ def files_of(folder: Path) -> FolderFiles:
         )
     files |= {name: own_file(folder, name) for name in pages}
     return FolderFiles(folder, manifest, dict(sorted(files.items())), tuple(sorted(hidden)))
-
-
-def _all_files(folder: Path) -> Iterator[str]:
-    for home, _, names in os.walk(folder):
-        yield from (str((Path(home) / name).relative_to(folder)) for name in names)
-
-
-def _is_about(name: str) -> bool:
-    """Whether a file is about the model: its page, its license, a report."""
-    outer, _, last = name.rpartition("/")
-    return "/" not in outer and last in REPORT or not outer and bool(PAGES.fullmatch(name))
 
 
 def _recorded(folder: Path, name: str, entry: Mapping[str, Any]) -> Path:

@@ -48,7 +48,7 @@ def test_side_files_are_kept_but_never_code(sharded: Path) -> None:
 def test_an_index_that_names_other_files_is_refused(outside: Any, sharded: Path) -> None:
     index = {"weight_map": {"a": outside, "b": outside, "c": outside}}
     (sharded / INDEX).write_text(json.dumps(index))
-    with pytest.raises(MalformedInput, match="names the shard"):
+    with pytest.raises(MalformedInput, match="invalid shard name"):
         open_checkpoint(sharded)
 
 
@@ -61,7 +61,7 @@ def test_a_missing_shard_is_named(sharded: Path) -> None:
 @pytest.mark.parametrize("homes", [{"a": 1, "c": 2}, {"a": 1, "b": 1, "c": 2, "d": 2}, {"a": 2, "b": 1, "c": 2}])
 def test_an_index_and_shards_that_disagree_are_refused(homes: dict[str, int], sharded: Path) -> None:
     write_index(sharded, homes)
-    with pytest.raises(MalformedInput, match="disagree about"):
+    with pytest.raises(MalformedInput, match="differ in 1 tensors"):
         open_checkpoint(sharded)
 
 

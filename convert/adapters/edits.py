@@ -183,17 +183,13 @@ class Edits:
         has_bias = any(name.endswith(".bias") for name in adapter.whole)
         if adapter.config.bias != "none" and not has_bias and any(name.endswith(".bias") for name in self.tensors):
             notes.append(f"`bias` is {adapter.config.bias!r}, but the file holds no bias; PEFT up to 0.20 lost them")
-        if other := self._other_family(adapter.config.base_class):
-            notes.append(f"it was trained on a `{adapter.config.base_class}`, the base is a `{other}`")
+        own = architecture(self.config)
+        one, other = (CLASS.sub("", name) for name in (own, adapter.config.base_class))
+        if one and other and not (one.startswith(other) or other.startswith(one)):  # of another family
+            notes.append(f"it was trained on a `{adapter.config.base_class}`, the base is a `{own}`")
         if weight != 1 and (count := len(adapter.whole) + len(adapter.tokens)):
             notes.append(f"the weight {weight:g} does not apply to the {count} tensors it replaces")
         self.warnings += [f"`{adapter.name}`: {note}" for note in notes]
-
-    def _other_family(self, trained: str) -> str:
-        """The base's class if it is of another family than `trained`, the class of the training base; else empty."""
-        own = architecture(self.config)
-        one, other = (CLASS.sub("", name) for name in (own, trained))
-        return own if one and other and not (one.startswith(other) or other.startswith(one)) else ""
 
 
 TILE_ELEMENTS = 1 << 18  # elements computed at once, so that intermediate results stay small

@@ -300,13 +300,26 @@ def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Ch
     The delta's config and side files take precedence. Raises MalformedInput for missing or unexpected keys, or a shape
     mismatch, except for a vocabulary that grew, UnsupportedInput if one of them is quantized.
     """
-    below, above = _same_names(base, delta)
+    # without buffers, with a head that only one stores
+    below, above = plain_tensors(base), plain_tensors(delta)
+    if HEAD in above or HEAD in below:
+        below = with_tied_head(below, base.config, HEAD)
+        above = with_tied_head(above, delta.config or base.config, HEAD)
+    for one, other, where in ((below, above, "delta"), (above, below, "base")):
+        if missing := [name for name in one if name not in other]:
+            raise MalformedInput(
+                f"{len(missing)} missing keys in the {where}: {listing(missing)}",
+                hint="the delta was made from another model; see its page for the base it needs",
+            )
     _check_shapes(base, delta, below, above)
     embedding = find_embedding(below)  # new tokens may be stored as differences from the mean, as Stanford Alpaca's are
     grown = embedding is not None and below[embedding].num_rows < above[embedding].num_rows
     by_mean = grown and begins_at_mean(below[embedding or ""], above[embedding or ""])
     _require_delta(below, above, delta)
-    warnings = [*base.warnings, *_grown(below, above, by_mean=by_mean)]
+    rows = sorted({(below[name].num_rows, above[name].num_rows) for name in below if is_vocabulary(name)})
+    start = "as the mean of the others, as for Stanford Alpaca" if by_mean else "as zeros, as for FastChat"
+    text = "the base has {:,} tokens, the delta {:,}: rows that the base lacks count " + start
+    warnings = [*base.warnings, *(text.format(few, many) for few, many in rows if few != many)]
     kept = {name: wider(below[name].dtype, above[name].dtype) for name in below}
     chosen = {name: BY_NAME.get(dtype, kept[name]) for name in below}
     if by_mean:
@@ -344,21 +357,6 @@ def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Ch
 NamedTensors = Mapping[str, LazyTensor]
 
 
-def _same_names(base: Checkpoint, delta: Checkpoint) -> tuple[dict[str, LazyTensor], NamedTensors]:
-    """The tensors of both, without buffers, with a head that only one stores; MalformedInput for missing keys."""
-    below, above = plain_tensors(base), plain_tensors(delta)
-    if HEAD in above or HEAD in below:
-        below = with_tied_head(below, base.config, HEAD)
-        above = with_tied_head(above, delta.config or base.config, HEAD)
-    for one, other, where in ((below, above, "delta"), (above, below, "base")):
-        if missing := [name for name in one if name not in other]:
-            raise MalformedInput(
-                f"{len(missing)} missing keys in the {where}: {listing(missing)}",
-                hint="the delta was made from another model; see its page for the base it needs",
-            )
-    return below, {name: above[name] for name in below}
-
-
 def _check_shapes(base: Checkpoint, delta: Checkpoint, below: NamedTensors, above: NamedTensors) -> None:
     odd = []
     for name in below:
@@ -381,17 +379,6 @@ def _check_shapes(base: Checkpoint, delta: Checkpoint, below: NamedTensors, abov
 def is_vocabulary(name: str) -> bool:
     """Whether a tensor of this name has a row for each token."""
     return name == HEAD or name.endswith(EMBEDDINGS)
-
-
-def _grown(below: NamedTensors, above: NamedTensors, *, by_mean: bool) -> list[str]:
-    """A warning where the delta has more tokens than the base."""
-    rows = {(below[name].num_rows, above[name].num_rows) for name in below if is_vocabulary(name)}
-    start = "as the mean of the others, as for Stanford Alpaca" if by_mean else "as zeros, as for FastChat"
-    return [
-        f"the base has {few:,} tokens, the delta {many:,}: rows that the base lacks count {start}"
-        for few, many in sorted(rows)
-        if few != many
-    ]
 
 
 def _require_delta(below: NamedTensors, above: NamedTensors, delta: Checkpoint) -> None:
@@ -467,7 +454,13 @@ def plan_script_delta(base: Checkpoint, tuned: Checkpoint, to: str, max_shard_si
         below = {n: with_mean_rows(t, above[n].num_rows) if n in grown else t for n, t in below.items()}
     tensors = {name: differences.of(name, below[name], above[name]) for name in above}
     if script.mean_rows:
-        _require_recognized(base, tensors, above)
+        # a new token that `delta apply` would take for one that FastChat counts from zeros
+        name = find_embedding(above)
+        is_longer = name is not None and base[name].num_rows < above[name].num_rows
+        if name and is_longer and not begins_at_mean(base[name], tensors[name]):
+            raise UnsupportedInput(
+                f"the new row of `{name}` is not near the mean of the others, as an untrained `[PAD]` is", hint=WITHOUT
+            )
     config, code = without_code(tuned.config)
     delta = replace(tuned, tensors=tensors, config=with_dtype(config, tensors))
     warnings = [f"dropped {listing(code)} from the configuration: a delta contains no code"] if code else []
@@ -491,16 +484,6 @@ def _weights(side: Checkpoint, script: Script) -> NamedTensors:
         problem = f"is tied to its embedding, to which {script.title}'s script adds twice"
         raise UnsupportedInput(f"the output head of `{side.path.absolute().name}` {problem}", hint=WITHOUT)
     return tensors
-
-
-def _require_recognized(base: Checkpoint, delta: NamedTensors, above: NamedTensors) -> None:
-    """Refuses a new token that `delta apply` would take for one that FastChat counts from zeros."""
-    name = find_embedding(above)
-    grown = name is not None and base[name].num_rows < above[name].num_rows
-    if name and grown and not begins_at_mean(base[name], delta[name]):
-        raise UnsupportedInput(
-            f"the new row of `{name}` is not near the mean of the others, as an untrained `[PAD]` is", hint=WITHOUT
-        )
 
 
 def _warnings(base: Checkpoint, tuned: Checkpoint, script: Script, *, grown: bool) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
 from llmconv.convert.adapters.other_tools import sizes_of as sizes_of_heads
 from llmconv.convert.algebra import fitting, renamed, reordered, rope_order
-from llmconv.convert.assembly import OPTIONS, opened_with_adapter, without_adapter
+from llmconv.convert.assembly import OPTIONS, dropped_outside, opened_with_adapter, without_adapter
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.composer import is_sharded
 from llmconv.convert.formats.megatron.save_folder import is_megatron_distributed
@@ -130,13 +130,8 @@ def _tensors(
     tensors = select(leaves, lambda _, tensor: tensor, source, warnings)
     prefix = prefix_of(tensors)
     foreign = [] if is_meta_named(leaves) else outside(tensors, prefix)
-    if foreign and not drop:
-        raise UnsupportedInput(
-            f"`{source}` has {len(foreign)} unexpected keys outside the model: {listing(foreign)}",
-            hint="`--drop` leaves them out, if the model computes its logits without them",
-        )
-    kept = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name not in foreign}
-    return kept, [f"{len(foreign)} tensors outside the model: {listing(foreign)}"] if foreign else []
+    phrases = dropped_outside(foreign, source, drop=drop)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name not in foreign}, phrases
 
 
 def _from_meta(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> dict[str, LazyTensor]:

@@ -196,6 +196,7 @@ def feed_forward_of(dim: int, intermediate: int) -> dict[str, Any]:
 
 
 SHARD = re.compile(r"consolidated\.(\d+)\.pth")
+NONE = re.compile(r"(?!)")  # which finds nothing
 
 
 def open_shards(path: Path) -> list[Mapping[str, LazyTensor]]:
@@ -207,19 +208,21 @@ def open_shards(path: Path) -> list[Mapping[str, LazyTensor]]:
             hint="copy the missing shard; all shards are needed",
         )
     shards = [open_shard(found[number]) for number in sorted(found)]
-    layout = _layout(shards[0])
-    for number, shard in enumerate(shards):
-        if _layout(shard) != layout:
-            names = sorted({name for name, _ in _layout(shard).items() ^ layout.items()})
-            raise MalformedInput(
-                f"`{found[number].name}` differs from the first shard in {len(names)} tensors: {listing(names)}",
-                hint="the shards are of different models or splits; copy the folder again",
-            )
+    require_alike(path, shards)
     return shards
 
 
-def _layout(shard: Mapping[str, LazyTensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {name: (tensor.dtype.name, tensor.shape) for name, tensor in shard.items()}
+def require_alike(folder: Path, shards: Sequence[Mapping[str, LazyTensor]], *, but: re.Pattern[str] = NONE) -> None:
+    """MalformedInput unless all shards have the same names, shapes and dtypes; names that `but` finds do not count."""
+    layouts = [
+        {name: (tensor.dtype.name, tensor.shape) for name, tensor in shard.items() if not but.search(name)}
+        for shard in shards
+    ]
+    if different := sorted({name for layout in layouts for name, _ in layout.items() ^ layouts[0].items()}):
+        raise MalformedInput(
+            f"the shards of `{folder.name}` differ in {len(different)} tensors: {listing(different)}",
+            hint="the shards are of different models or splits; copy the folder again",
+        )
 
 
 def open_shard(path: Path, inside: str = "") -> Mapping[str, LazyTensor]:
@@ -399,35 +402,25 @@ def load_tokenizer(path: Path, *, since_3_1: bool) -> MetaTokenizer:
     files = tokenizers.read_tokenizer(path)
     if "tokenizer.json" in files or TOKENIZER not in files:
         return MetaTokenizer(files)
-    if tokenizers.is_tiktoken(files[TOKENIZER]):
-        return _from_tiktoken(tokenizers.parse_tiktoken(files[TOKENIZER]), since_3_1=since_3_1)
-    return _from_sentencepiece(files[TOKENIZER], tokenizers.parse_sentencepiece(files[TOKENIZER]))
-
-
-def _from_sentencepiece(data: bytes, model: tokenizers.SentencePieceModel) -> MetaTokenizer:
+    data, warnings = files[TOKENIZER], list[str]()
+    if tokenizers.is_tiktoken(data):
+        ranks, special = tokenizers.parse_tiktoken(data), tokenizers.reserved_tokens(since_3_1=since_3_1)
+        content = tokenizers.tokenizer_bytes(tokenizers.tiktoken_json(ranks, since_3_1=since_3_1))
+        settings = _settings({"bos_token": special[tokenizers.BOS], "eos_token": special[tokenizers.EOS]})
+        made = {"tokenizer.json": content, "tokenizer_config.json": json_bytes(settings)}
+        # the files do not distinguish a chat model from a base model, which never emits the other two
+        ends = (tokenizers.EOS, tokenizers.EOM, tokenizers.EOT) if since_3_1 else (tokenizers.EOS, tokenizers.EOT)
+        bos, *stops = (len(ranks) + token for token in (tokenizers.BOS, *ends))
+        return MetaTokenizer(made, bos, stops[0], tuple(stops), len(ranks) + len(special))
+    model = tokenizers.parse_sentencepiece(data)
     names = {"bos_token": model.bos, "eos_token": model.eos, "unk_token": model.unk}
     settings = _settings({name: model.pieces[index][0] for name, index in names.items() if index >= 0})
-    files = {TOKENIZER: data, "tokenizer_config.json": json_bytes(settings)}
-    warnings: tuple[str, ...] = ()
+    made = {TOKENIZER: data, "tokenizer_config.json": json_bytes(settings)}
     if model.is_bpe and min(names.values()) >= 0:
-        files["tokenizer.json"] = tokenizers.tokenizer_bytes(tokenizers.tokenizer_json(model))
+        made["tokenizer.json"] = tokenizers.tokenizer_bytes(tokenizers.tokenizer_json(model))
     else:
-        warnings = ("the sentencepiece model is not a BPE with bos, eos and unk; only `tokenizer.model` is written",)
-    return MetaTokenizer(files, model.bos, model.eos, (model.eos,), len(model.pieces), warnings)
-
-
-def _from_tiktoken(ranks: dict[bytes, int], *, since_3_1: bool) -> MetaTokenizer:
-    names, base = tokenizers.reserved_tokens(since_3_1=since_3_1), len(ranks)
-    settings = _settings({"bos_token": names[tokenizers.BOS], "eos_token": names[tokenizers.EOS]})
-    files = {
-        "tokenizer.json": tokenizers.tokenizer_bytes(tokenizers.tiktoken_json(ranks, since_3_1=since_3_1)),
-        "tokenizer_config.json": json_bytes(settings),
-    }
-    # the files do not distinguish a chat model from a base model, which never emits the other two
-    stops = (tokenizers.EOS, tokenizers.EOM, tokenizers.EOT) if since_3_1 else (tokenizers.EOS, tokenizers.EOT)
-    return MetaTokenizer(
-        files, base + tokenizers.BOS, base + tokenizers.EOS, tuple(base + stop for stop in stops), base + len(names)
-    )
+        warnings = ["the sentencepiece model is not a BPE with bos, eos and unk; only `tokenizer.model` is written"]
+    return MetaTokenizer(made, model.bos, model.eos, (model.eos,), len(model.pieces), tuple(warnings))
 
 
 def _settings(tokens: dict[str, str]) -> dict[str, Any]:

@@ -193,7 +193,13 @@ class SourceFile:
         self._nodes: dict[str, ast.stmt] = {}
         self._imports: dict[str, tuple[ast.Import | ast.ImportFrom, str]] = {}
         for node in self.tree.body:
-            self._note(node)
+            match node:
+                case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                    self._nodes[name] = node
+                case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                    self._nodes[name] = node
+                case ast.Import(names=names) | ast.ImportFrom(names=names):
+                    self._imports |= {(one.asname or one.name).partition(".")[0]: (node, one.name) for one in names}
         # names of attributes that constructors use, and of those that the methods of these names use
         methods = [node for one in self.tree.body if isinstance(one, ast.ClassDef) for node in one.body]
         functions = [node for node in methods if isinstance(node, ast.FunctionDef)]
@@ -210,15 +216,6 @@ class SourceFile:
                 waiting += used.get(name, ())
         self._wanted = wanted
         self._names: dict[str, Any] = {"__name__": path.stem, "__builtins__": builtins}
-
-    def _note(self, node: ast.stmt) -> None:
-        match node:
-            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
-                self._nodes[name] = node
-            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-                self._nodes[name] = node
-            case ast.Import(names=names) | ast.ImportFrom(names=names):
-                self._imports |= {(one.asname or one.name).partition(".")[0]: (node, one.name) for one in names}
 
     @property
     def classes(self) -> dict[str, list[ast.stmt]]:

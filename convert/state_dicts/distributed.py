@@ -99,7 +99,11 @@ def _read(folder: Path, _size: int, _changed: int) -> tuple[dict[KeyPath, Stored
     locations = _locations(folder, fields.get("storage_data"))
     items: dict[KeyPath, StoredItem] = {}
     for name, entry in described.items():
-        path = _path(folder, name, paths.get(name, (name,)))
+        path = paths.get(name, (name,))
+        if not isinstance(name, str) or not isinstance(path, tuple) or not 0 < len(path) <= DEPTH_LIMIT:
+            refuse(folder, f"has no valid key in the nested dict for item {shown(name)}")
+        if not all(isinstance(key, str) or (type(key) is int and key >= 0) for key in path):
+            refuse(folder, f"has an invalid key for item {shown(name)}")
         if path in items:
             refuse(folder, f"has a duplicate key {shown(name)}")
         items[path] = _item(folder, name, entry, locations)
@@ -118,14 +122,6 @@ def is_kind(value: Any, kind: str) -> bool:
     """Whether `value` is the inert stub of an object of torch's distributed class `kind`."""
     known = isinstance(value, Stub) and isinstance(value.function, Global) and value.function.name == kind
     return known and value.function.module.startswith("torch.distributed.")
-
-
-def _path(folder: Path, name: Any, path: Any) -> KeyPath:
-    if not isinstance(name, str) or not isinstance(path, tuple) or not 0 < len(path) <= DEPTH_LIMIT:
-        refuse(folder, f"has no valid key in the nested dict for item {shown(name)}")
-    if not all(isinstance(key, str) or (type(key) is int and key >= 0) for key in path):
-        refuse(folder, f"has an invalid key for item {shown(name)}")
-    return path
 
 
 def _locations(folder: Path, stored: Any) -> dict[tuple[str, str], BlobLocation]:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import INDEX, SINGLE, open_shards, read_json
+from llmconv.checkpoint import INDEX, SINGLE, indexed_shards, open_shards, require_listed
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import TensorRef
@@ -230,34 +230,6 @@ def _in_order(folder: Path, found: Iterable[tuple[str, str, int, Path]]) -> list
             hint="copy the folder again; all shards are needed",
         )
     return [shards[number] for number in sorted(shards)]
-
-
-def indexed_shards(folder: Path, index: str, is_shard_name: Callable[[str], bool]) -> dict[str, set[str]]:
-    """Shard to its tensors by an index's `weight_map`; MalformedInput: none, a missing shard, an invalid name."""
-    weight_map = read_json(folder / index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise MalformedInput(f"`{index}` has no `weight_map`", hint="copy the folder again")
-    shards: dict[str, set[str]] = {}
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or not is_shard_name(shard):
-            raise MalformedInput(
-                f"`{index}` has the invalid shard name {str(shard)[:80]!r}",
-                hint="shards are plain file names next to the index",
-            )
-        shards.setdefault(shard, set()).add(name)
-    for shard in shards:
-        if not (folder / shard).is_file():
-            raise MalformedInput(f"shard `{shard}` is missing from `{folder.name}`", hint="copy the folder again")
-    return dict(sorted(shards.items()))
-
-
-def require_listed(shard: str, found: Iterable[str], listed: set[str], index: str) -> None:
-    """Raises MalformedInput if the names in a shard are not those that the index lists for it."""
-    if different := sorted(listed ^ set(found)):
-        raise MalformedInput(
-            f"`{index}` and `{shard}` differ in {len(different)} tensors: {listing(different)}",
-            hint="shards of different models are mixed; copy the folder again",
-        )
 
 
 LISTED = 8  # number of parts that are listed, the largest first; the rest is counted

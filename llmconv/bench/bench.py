@@ -163,7 +163,13 @@ def table(result: BenchResult) -> str:
     numbers = (result.new, "new token"), (result.threads, "thread"), (result.repeat, "round")
     new, threads, rounds = (f"{count} {noun}{'s' * (count != 1)}" for count, noun in numbers)
     setting = f"{new}, greedy, {threads}, {rounds} in turn"
-    return "\n".join([*lines, "", f"{setting}; median (min-max)", *versions, *_differences(result)])
+    differences = [
+        f"DIFFERENT TOKENS: {cell.candidate} at batch {cell.batch}, length {cell.length}: "
+        f"row {cell.differs[0]} differs from {result.candidates[0]}'s from new token {cell.differs[1]} on"
+        for cell in result.cells
+        if cell.differs
+    ]
+    return "\n".join([*lines, "", f"{setting}; median (min-max)", *versions, *differences])
 
 
 def _row(result: BenchResult, cell: Measurement) -> tuple[str, ...]:
@@ -178,15 +184,6 @@ def _row(result: BenchResult, cell: Measurement) -> tuple[str, ...]:
 
 def _figures(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.1f} ({min(values):.1f}-{max(values):.1f})" if values else "-"
-
-
-def _differences(result: BenchResult) -> list[str]:
-    return [
-        f"DIFFERENT TOKENS: {cell.candidate} at batch {cell.batch}, length {cell.length}: "
-        f"row {cell.differs[0]} differs from {result.candidates[0]}'s from new token {cell.differs[1]} on"
-        for cell in result.cells
-        if cell.differs
-    ]
 
 
 @checked
@@ -409,7 +406,16 @@ def bench(  # noqa: PLR0913 - one parameter per option of the command
             require_least(number, 1, name)
     require_least(new_tokens, 2, "new_tokens")
     threads = require_threads(threads) or cores()
-    candidates = _candidates(model, against, provider)
+    first = model if isinstance(model, BenchCandidate) else BenchCandidate.parse(str(model))
+    others = (
+        other if isinstance(other, BenchCandidate) else BenchCandidate.parse(str(other), first.folder)
+        for other in against
+    )
+    candidates = [first, *others]
+    if len({candidate.name for candidate in candidates}) < len(candidates):
+        raise UsageProblem("duplicate candidate", hint="give each `--against` once, and not FOLDER itself")
+    if any(candidate.kind in OWN for candidate in candidates):
+        provider_name(provider)  # refuses one that this onnxruntime does not have
     lengths = lengths_within(candidates[0].folder, lengths, new_tokens)
     tokens = usable_tokens(candidates[0].folder)
     cells: list[Measurement] = []
@@ -425,22 +431,6 @@ def bench(  # noqa: PLR0913 - one parameter per option of the command
     if all(cell.error for cell in cells):
         raise Inconclusive(f"nothing could be measured: {cells[0].error}", hint="see `llmconv generate` on the folder")
     return BenchResult([candidate.name for candidate in candidates], versions, cells, new_tokens, repeat, threads)
-
-
-def _candidates(
-    model: str | Path | BenchCandidate, against: Sequence[str | Path | BenchCandidate], provider: str
-) -> list[BenchCandidate]:
-    first = model if isinstance(model, BenchCandidate) else BenchCandidate.parse(str(model))
-    others = (
-        other if isinstance(other, BenchCandidate) else BenchCandidate.parse(str(other), first.folder)
-        for other in against
-    )
-    candidates = [first, *others]
-    if len({candidate.name for candidate in candidates}) < len(candidates):
-        raise UsageProblem("duplicate candidate", hint="give each `--against` once, and not FOLDER itself")
-    if any(candidate.kind in OWN for candidate in candidates):
-        provider_name(provider)  # refuses one that this onnxruntime does not have
-    return candidates
 
 
 def _measure(workers: Sequence[WorkerProcess], prompts: list[list[int]], new: int, repeat: int) -> list[Measurement]:

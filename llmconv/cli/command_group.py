@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -104,7 +105,7 @@ class CommandGroup(Group):
         os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # by default its threads busy-wait for a while
         gc.set_threshold(*GC_THRESHOLDS)
         _take_signals()
-        hung_calls.watch(_report_interrupt)
+        hung_calls.watch(partial(_print_error, "interrupted, and the store does not answer", RESUME_HINT))
         asks_help = bool({*ctx.args} & HELP)
         try:
             require_platform()
@@ -156,11 +157,6 @@ class CommandGroup(Group):
             traceback.print_exc()
         _print_error(message, hint)
         ctx.exit(exit_code)
-
-
-def _report_interrupt() -> None:
-    """Of a process that is ended because a store hangs."""
-    _print_error("interrupted, and the store does not answer", RESUME_HINT)
 
 
 def _print_error(message: str, hint: str) -> None:

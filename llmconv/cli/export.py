@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -215,11 +214,7 @@ def _print(exported: Exported) -> None:
     if exported.quantized:
         say(exported.quantized.line)
     if exported.missing:
-        click.echo(_missing(exported.missing), err=True)
-
-
-def _missing(files: Mapping[str, int]) -> str:
-    """What is still to be done for graphs without weights."""
-    first, count = next(iter(files)), len(files)
-    names = f"`{first}`" if count == 1 else f"{count} files, `{first}` to `{list(files)[-1]}`"
-    return f"before they are run, put the model's weights next to them: {names}, {sum(files.values()):,} bytes"
+        first, count = next(iter(exported.missing)), len(exported.missing)
+        names = f"`{first}`" if count == 1 else f"{count} files, `{first}` to `{list(exported.missing)[-1]}`"
+        size_text = f"{sum(exported.missing.values()):,} bytes"
+        click.echo(f"before they are run, put the model's weights next to them: {names}, {size_text}", err=True)

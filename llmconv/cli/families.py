@@ -12,7 +12,7 @@ from llmconv.cli.help_page import Command
 from llmconv.progress import say
 
 if TYPE_CHECKING:
-    from llmconv.export.input_map import InputMap
+    pass
 
 
 @click.command("families", cls=Command)
@@ -33,8 +33,11 @@ def command(as_json: bool) -> None:
     rows = dict(sorted({**own, **known_input_maps()}.items()))
     others = {name: reason for name, reason in sorted(NOT_EXPORTED.items()) if name not in rows}
     if as_json:
-        found = {name: _fields(row) for name, row in rows.items()}
-        options.print_json({**found, **{name: {"not_exported": reason} for name, reason in others.items()}})
+        found: dict[str, Any] = {name: {"not_exported": reason} for name, reason in others.items()}
+        for name, row in rows.items():
+            extras = [extra.name for extra in row.extras]
+            found[name] = {"position_ids": row.heeds_positions, "extras": extras, "note": row.note}
+        options.print_json(found)
         return
     width = max(map(len, rows))
     for name, row in rows.items():
@@ -49,8 +52,3 @@ def command(as_json: bool) -> None:
         return
     for name, reason in others.items():
         say(f"not exported: {name}: {reason}")
-
-
-def _fields(row: InputMap) -> dict[str, Any]:
-    extras = [extra.name for extra in row.extras]
-    return {"position_ids": row.heeds_positions, "extras": extras, "note": row.note}

@@ -233,7 +233,8 @@ class Group(click.Group):
         """Writes the commands under headings, where click has one list of sentences that it cuts."""
         for heading, names in (SECTIONS if ctx.parent is None else {"Commands": tuple(self.commands)}).items():
             with formatter.section(heading):
-                formatter.write_dl([(name, _sentence(self.commands[name])) for name in names])
+                first = {name: (self.commands[name].help or "").split("\n\n")[0] for name in names}
+                formatter.write_dl([(name, " ".join(text.split()).removesuffix(".")) for name, text in first.items()])
 
 
 def _write_examples(command: str, formatter: click.HelpFormatter) -> None:
@@ -250,8 +251,3 @@ def _write_examples(command: str, formatter: click.HelpFormatter) -> None:
                 formatter.write(
                     f"{indent}{line:{width}}  # {note}\n" if fits else f"{indent}{line}\n{indent}    # {note}\n"
                 )
-
-
-def _sentence(command: click.Command) -> str:
-    """The first paragraph of a command's help: one sentence."""
-    return " ".join((command.help or "").split("\n\n")[0].split()).removesuffix(".")

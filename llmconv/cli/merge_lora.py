@@ -70,9 +70,10 @@ def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, 
 
     merge = merge_lora(base, adapters, output, dry_run=dry_run, **choices)
     if as_json:
+        named = {name: list(getattr(merge, name)) for name in ("merged", "replaced", "added", "warnings")}
         check = {"check": merge.check.as_result()} if merge.check else {}
         retention = {"retention": merge.retention.summary()} if merge.retention else {}
-        options.print_json({**options.as_result(merge.plan, output, dry_run), **_fates(merge), **retention, **check})
+        options.print_json({**options.as_result(merge.plan, output, dry_run), **named, **retention, **check})
     else:
         counts = f"; tensors: {len(merge.merged)} merged, {len(merge.replaced)} replaced, {len(merge.added)} added"
         options.print_plan(merge.plan, output, dry_run, counts, lambda name: _fate(merge, name))
@@ -84,18 +85,4 @@ def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, 
 
 def _fate(merge: Merge, stored: str) -> str:
     name = merge.parts.get(stored, stored)
-    fates = [
-        fate
-        for fate, names in (("added", merge.added), ("replaced", merge.replaced), ("merged", merge.merged))
-        if name in names
-    ]
-    return " and ".join(fates) or "unchanged"
-
-
-def _fates(merge: Merge) -> dict[str, Any]:
-    return {
-        "merged": list(merge.merged),
-        "replaced": list(merge.replaced),
-        "added": list(merge.added),
-        "warnings": list(merge.warnings),
-    }
+    return " and ".join(fate for fate in ("added", "replaced", "merged") if name in getattr(merge, fate)) or "unchanged"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,11 +86,11 @@ def _run(file: RunFile, report: Path | None, **choices: Any) -> list[Outcome]:
     with run_lock(file.path) as lock:
         if report:
             require_writable(report, REPORT_FILES)
-        outcomes = [*Execution(file, lock, **choices).run(partial(_announce, len(file.steps)))]
+
+        def announce(number: int, step: Step, reason: str) -> None:
+            say(f"step {number} of {len(file.steps)}, {step.name} ({reason}): {step.line}")
+
+        outcomes = [*Execution(file, lock, **choices).run(announce)]
         if report:
             execution.write_summary(report, file.path.name, outcomes)
     return outcomes
-
-
-def _announce(count: int, number: int, step: Step, reason: str) -> None:
-    say(f"step {number} of {count}, {step.name} ({reason}): {step.line}")

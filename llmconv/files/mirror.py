@@ -112,7 +112,9 @@ class MirroredFile:
             self._cache.release()
 
     def _fill(self, fd: int) -> None:
-        parts = [self._pool.submit(self._copy, fd, start) for start in range(0, self.head.size, CHUNK)]
+        size = self.head.size
+        spans = [(start, min(start + CHUNK, size)) for start in range(0, size, CHUNK)]
+        parts = [self._pool.submit(lambda span: write_at(fd, self._fetch(*span), span[0]), span) for span in spans]
         try:
             for part in parts:
                 part.result()
@@ -120,9 +122,6 @@ class MirroredFile:
             for part in parts:
                 part.cancel()
             wait(parts)  # none may write into a descriptor that is closed
-
-    def _copy(self, fd: int, start: int) -> None:
-        write_at(fd, self._fetch(start, min(start + CHUNK, self.head.size)), start)
 
     def close(self) -> None:
         """Cancels requests that have not begun, and gives everything back."""
@@ -272,7 +271,8 @@ class ChunkFile:
 
     def _take_place(self) -> int:
         if self._fd < 0:
-            self._fd, self._places, self._pid = _nameless_file(), 0, os.getpid()
+            with tempfile.TemporaryFile() as file:  # nameless: it vanishes with the process, however that ends
+                self._fd, self._places, self._pid = os.dup(file.fileno()), 0, os.getpid()
         if not self._free and self._places >= self.limit // CHUNK + LEAST * max(1, len(self._homes)):
             idle = next((chunk for chunk in self._chunks if not chunk.users), None)
             self._drop([idle] if idle else [])
@@ -327,12 +327,6 @@ def write_at(fd: int, blocks: Iterable[memoryview], offset: int) -> None:
             rest, offset = rest[count:], offset + count
 
 
-def _nameless_file() -> int:
-    """The descriptor of a new file that vanishes with the process, however that ends."""
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
 AHEAD, AHEAD_OF_ALL = 8, 16
 """Chunks that are requested before they are needed, once a file is read in order; at most, and of all files that are
 read at the same time, but at least one of each."""
@@ -354,23 +348,18 @@ class ChunkCache:
         stop = min(offset + len(buffer), self.size)
         if stop <= offset:
             return 0
-        chunk = self._requested(offset // CHUNK, -(-stop // CHUNK))
+        # requested are all chunks up to `stop`, and more if the one before or after the first was
+        first, last = offset // CHUNK, -(-stop // CHUNK)
+        if {first - 1, first + 1} & self._chunks.keys():
+            last += max(1, min(AHEAD, AHEAD_OF_ALL // max(1, CHUNK_FILE.objects)))
+        chunk = CHUNK_FILE.chunk(self._chunks, first, self._begin, readers=1)
+        for number in range(first + 1, min(last, -(-self.size // CHUNK))):
+            CHUNK_FILE.chunk(self._chunks, number, self._begin, readers=0)
         try:
             chunk.fetched.result()
             return CHUNK_FILE.read_into(buffer[: stop - offset], chunk, offset % CHUNK)
         finally:
             CHUNK_FILE.leave(chunk)
-
-    def _requested(self, first: int, last: int) -> Chunk:
-        """Chunk `first`; requested are those up to `last`, and more if the one before or after it was."""
-        ahead = self._ahead() if {first - 1, first + 1} & self._chunks.keys() else 0
-        chunk = CHUNK_FILE.chunk(self._chunks, first, self._begin, readers=1)
-        for number in range(first + 1, min(last + ahead, -(-self.size // CHUNK))):
-            CHUNK_FILE.chunk(self._chunks, number, self._begin, readers=0)
-        return chunk
-
-    def _ahead(self) -> int:
-        return max(1, min(AHEAD, AHEAD_OF_ALL // max(1, CHUNK_FILE.objects)))
 
     def _begin(self, chunk: Chunk) -> Future[None]:
         return self._pool.submit(self._keep, chunk)
@@ -432,7 +421,11 @@ def mirror_files(store: Blocks, files: Sequence[tuple[Path, Head]], folder: Path
         except (FileExistsError, NotADirectoryError) as error:
             problem = f"the object `{head.key}` lies below another object"
             raise MalformedInput(problem, hint="give a folder in which no object is a folder, too") from error
-    lazy = [(path, head) for path, head in files if head.size and not _is_small(head)]
+    lazy = []
+    for path, head in files:
+        suffix = PurePosixPath(head.key).suffix
+        if head.size and suffix not in SIDE_FILES and (suffix in WEIGHTS or head.size > SMALL_FILE):
+            lazy.append((path, head))
     for path, head in lazy:
         add(MirroredFile(path, store, head, folder, pool))
     list(pool.map(lambda file: _fetch(store, *file), (file for file in files if file not in lazy)))
@@ -441,11 +434,6 @@ def mirror_files(store: Blocks, files: Sequence[tuple[Path, Head]], folder: Path
 @cache
 def fetching_pool() -> Executor:
     return ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="fetch")
-
-
-def _is_small(head: Head) -> bool:
-    suffix = PurePosixPath(head.key).suffix
-    return suffix in SIDE_FILES or (suffix not in WEIGHTS and head.size <= SMALL_FILE)
 
 
 def _fetch(store: Blocks, path: Path, head: Head) -> None:

@@ -249,11 +249,11 @@ def _from_mark(make: Callable[[list[Any]], Any], cost: int = 0) -> Operation:
 def make_dict(items: list[Any], spend: Callable[[int], object] = id) -> dict[Any, Any]:
     """A dict from alternating keys and values; `spend` counts their cost, if the caller has not."""
     made: dict[Any, Any] = {}
-    _fill_dict(made, items, spend)
+    _fill_dict(items, made, spend)
     return made
 
 
-def _fill_dict(target: Any, items: list[Any], spend: Callable[[int], object]) -> None:
+def _fill_dict(items: list[Any], target: Any, spend: Callable[[int], object]) -> None:
     spend(ENTRY // 2 * len(items))
     if isinstance(target, dict):
         for index in range(0, len(items), 2):
@@ -281,27 +281,7 @@ def _key(value: Any, others: int, spend: Callable[[int], object]) -> Any:
     return Stub("key", (value,))
 
 
-def _setitem(machine: PickleMachine) -> None:
-    value, key = machine.stack.pop(), machine.stack.pop()
-    _fill_dict(machine.stack[-1], [key, value], machine.spend)
-
-
-def _setitems(machine: PickleMachine) -> None:
-    items = machine.pop_mark()
-    _fill_dict(machine.stack[-1], items, machine.spend)
-
-
-def _append(machine: PickleMachine) -> None:
-    value = machine.stack.pop()
-    _extend(machine.stack[-1], [value])
-
-
-def _appends(machine: PickleMachine) -> None:
-    items = machine.pop_mark()
-    _extend(machine.stack[-1], items)
-
-
-def _extend(target: Any, items: list[Any]) -> None:
+def _extend(items: list[Any], target: Any) -> None:
     if isinstance(target, list):
         target.extend(items)
     elif not isinstance(target, Stub):
@@ -443,10 +423,10 @@ NAMED_OPERATIONS: dict[bytes, Operation] = {
     b"d": _dict,
     b"\x91": _frozenset,
     b"o": _from_mark(lambda items: Stub(items[0], tuple(items[1:])), CALL),
-    b"s": _setitem,
-    b"u": _setitems,
-    b"a": _append,
-    b"e": _appends,
+    b"s": lambda machine: _fill_dict([machine.stack.pop(-2), machine.stack.pop()], machine.stack[-1], machine.spend),
+    b"u": lambda machine: _fill_dict(machine.pop_mark(), machine.stack[-1], machine.spend),
+    b"a": lambda machine: _extend([machine.stack.pop()], machine.stack[-1]),
+    b"e": lambda machine: _extend(machine.pop_mark(), machine.stack[-1]),
     b"\x90": _additems,
     b"c": _global,
     b"\x93": _stack_global,

@@ -160,12 +160,7 @@ def storage_dtype(kind: Global) -> DType | None:
 
 
 def _ordered_dict(pairs: Any = ()) -> dict[Any, Any]:
-    return make_dict([item for pair in pairs for item in _pair(pair)])
-
-
-def _pair(pair: Any) -> tuple[Any, Any]:
-    first, second = pair
-    return first, second
+    return make_dict([item for first, second in pairs for item in (first, second)])
 
 
 def _encode(text: str, encoding: str = "utf-8") -> bytes:
@@ -179,10 +174,6 @@ def _first(value: Any, *_rest: Any) -> Any:
     return value
 
 
-def _from_type(function: Any, _kind: Any, args: tuple[Any, ...], _state: Any = None) -> Any:
-    return _record(function, args)
-
-
 # the only calls that yield data; each calls a constructor of this module, never the function that the file names
 RECORDS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": _tensor,
@@ -190,7 +181,7 @@ RECORDS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v3": _tensor,
     "torch._utils._rebuild_parameter": _first,
     "torch._utils._rebuild_parameter_with_state": _first,
-    "torch._tensor._rebuild_from_type_v2": _from_type,
+    "torch._tensor._rebuild_from_type_v2": lambda function, _kind, args, _state=None: _record(function, args),
     "collections.OrderedDict": _ordered_dict,
     "torch.Size": lambda sizes=(): tuple(sizes),
     "_codecs.encode": _encode,

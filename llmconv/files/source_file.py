@@ -177,7 +177,10 @@ class _Coverage:
             for start, stop in self.gaps(begin, begin + len(data)):
                 self._insert(start, stop, crc32(data[start - begin : stop - begin]))
             if self.pieces and self.pieces[0][1] - self.pieces[0][0] == self.record.size:
-                self._compare(self.pieces[0][2])
+                if self.pieces[0][2] != self.record.crc:
+                    raise self.record.refusal() if self.record.refusal else self._damaged()
+                self.complete = True
+                self.pieces.clear()
 
     def gaps(self, begin: int, end: int) -> list[tuple[int, int]]:
         """The parts of `begin:end` that no piece covers."""
@@ -200,18 +203,9 @@ class _Coverage:
             crc, start = combine(before, crc, stop - start), begin
         self.pieces.insert(place, (start, stop, crc))
 
-    def _compare(self, crc: int) -> None:
-        if crc != self.record.crc:
-            raise (
-                self.record.refusal()
-                if self.record.refusal
-                else MalformedInput(
-                    f"`{self.record.path.name}` is damaged: CRC-32 mismatch in `{self.record.name}`",
-                    hint="copy it again from where it was saved",
-                )
-            )
-        self.complete = True
-        self.pieces.clear()
+    def _damaged(self) -> MalformedInput:
+        problem = f"`{self.record.path.name}` is damaged: CRC-32 mismatch in `{self.record.name}`"
+        return MalformedInput(problem, hint="copy it again from where it was saved")
 
     def finish(self) -> None:
         if self.complete:

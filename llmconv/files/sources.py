@@ -48,14 +48,15 @@ def from_hub(address: HubAddress, headers_in: Path | None = None) -> Path:
     `headers_in` gets a `mirror_hub`: then only small files are downloaded, and of weights what is read. Raises
     InputRefused if the hub has no such model or folder, or cannot be reached.
     """
-    from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415 - 0.3 s that a local path does not pay
+    from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache  # noqa: PLC0415 - 0.3 s, not for paths
     from huggingface_hub.hf_api import RepoFile  # noqa: PLC0415 - slow to import
 
     repository, revision = address.repository, address.revision or None
     try:
         info = HfApi().model_info(repository, revision=revision, timeout=SECONDS)
         files = _needed_below(address, [file.rfilename for file in info.siblings or []])
-        if headers_in and not _is_cached(repository, str(info.sha), files):
+        known = (try_to_load_from_cache(repository, name, revision=str(info.sha)) for name in files)
+        if headers_in and not all(isinstance(path, str) for path in known):
             listed = HfApi().list_repo_tree(repository, revision=info.sha, recursive=True)
             sizes = {file.path: file.size for file in listed if isinstance(file, RepoFile)}
             return mirror_hub(address, str(info.sha), {name: sizes[name] for name in files}, headers_in)
@@ -69,13 +70,12 @@ def from_hub(address: HubAddress, headers_in: Path | None = None) -> Path:
         problem = hub_refusal(error, address)
         if problem is None and (found := cached(address)):
             return found
-        raise problem or _unreachable(address) from error
+        from huggingface_hub.constants import HF_HUB_OFFLINE  # noqa: PLC0415
 
-
-def _is_cached(repository: str, commit: str, files: list[str]) -> bool:
-    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - slow to import
-
-    return all(isinstance(try_to_load_from_cache(repository, name, revision=commit), str) for name in files)
+        why = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "the hub cannot be reached"
+        absent = f"`{address.short}` does not exist on this machine and is not in the hub's cache; {why}"
+        hint = "check the spelling, the current folder and the network"
+        raise problem or InputRefused(absent, hint=hint) from error
 
 
 def _needed_below(address: HubAddress, listed: list[str]) -> list[str]:
@@ -107,14 +107,6 @@ def _require_one_model(address: HubAddress, listed: list[str]) -> None:
     raise InputRefused(problem, hint=f"give one of them: `{found[0]}`")
 
 
-def _unreachable(address: HubAddress) -> InputRefused:
-    from huggingface_hub.constants import HF_HUB_OFFLINE  # noqa: PLC0415
-
-    why = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "the hub cannot be reached"
-    problem = f"`{address.short}` does not exist on this machine and is not in the hub's cache; {why}"
-    return InputRefused(problem, hint="check the spelling, the current folder and the network")
-
-
 def cached(address: HubAddress) -> Path | None:
     """The folder (or file) of a model in the hub's cache, even if only the needed files are there; else None."""
     from huggingface_hub import snapshot_download, try_to_load_from_cache  # noqa: PLC0415 - see above
@@ -138,11 +130,8 @@ def cached(address: HubAddress) -> Path | None:
 def snapshot_home(path: Path) -> Path | None:
     """The folder `models--org--name` of the hub's cache whose snapshots contain `path`, None outside the cache."""
     above = [path, *path.parents]
-    return next((home for folder, home in zip(above[1:], above[2:], strict=False) if _is_cache(folder, home)), None)
-
-
-def _is_cache(folder: Path, home: Path) -> bool:
-    return folder.name == "snapshots" and home.name.startswith("models--")
+    pairs = zip(above[1:], above[2:], strict=False)
+    return next((home for one, home in pairs if one.name == "snapshots" and home.name.startswith("models--")), None)
 
 
 def source_name(path: Path) -> str:
@@ -252,7 +241,13 @@ def local_path(name: str | Path, *, in_parts: bool = False, headers: bool = Fals
     if is_hub_address(name):
         return _from_hub(parse_hub_address(str(name)), headers)
     if is_address(name):
-        return _download(_uri(name), in_parts=in_parts)
+        uri = str(name).strip()
+        if "://" not in uri:  # a Path turns two slashes into one
+            problem = f"`{uri}` is neither a local path nor a complete URI"
+            raise InputRefused(
+                problem, hint=f"give a URI as text, with `://`; a local folder of that name is `./{uri}`"
+            )
+        return _download(uri, in_parts=in_parts)
     path = follow_local(given)
     if path.exists():
         return path
@@ -391,15 +386,6 @@ def fetches(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def _uri(name: str | Path) -> str:
-    """The text of a URI; raises InputRefused if it was made a Path, which turns two slashes into one."""
-    text = str(name).strip()
-    if "://" not in text:
-        problem = f"`{text}` is neither a local path nor a complete URI"
-        raise InputRefused(problem, hint=f"give a URI as text, with `://`; a local folder of that name is `./{text}`")
-    return text
-
-
 def _download(uri: str, *, in_parts: bool) -> Path:
     """Fetches a URI; object stores with obstore, which can fetch parts, and everything else with fsspec."""
     with _temporary() as folder, _fetching_from(uri):
@@ -409,7 +395,10 @@ def _download(uri: str, *, in_parts: bool) -> Path:
             filesystem, remote = fsspec.url_to_fs(uri)
             remote = follow(remote, LocalTree() if uri.startswith(("file:", "local:")) else BucketTree(filesystem))
             filesystem.get(remote, str(folder) + "/", recursive=filesystem.isdir(remote))
-            return _without_query(next(folder.iterdir(), folder))
+            path = next(folder.iterdir(), folder)
+            # under its plain name: that of a URL may end with a signature, and the manifest names the source
+            plain = re.split("[?#]", path.name)[0]
+            return path.rename(path.with_name(plain)) if path.is_file() and plain not in ("", path.name) else path
         path = make_mirror(uri, folder, whole=not in_parts)
         _addresses[str(path)] = uri.rstrip("/")
         return path
@@ -437,12 +426,6 @@ def _fetching_from(uri: str) -> Iterator[None]:
         missing = "`pip install obstore`" if is_store_address(uri) else "install that package"
         hint = missing if isinstance(error, ImportError) else "check the address and the credentials"
         raise InputRefused(without_credentials(f"cannot fetch `{uri}`: {error}"), hint=hint) from error
-
-
-def _without_query(path: Path) -> Path:
-    """The file under its plain name: that of a URL may end with a signature, and the manifest names the source."""
-    plain = re.split("[?#]", path.name)[0]
-    return path.rename(path.with_name(plain)) if path.is_file() and plain not in ("", path.name) else path
 
 
 class BucketTree:

@@ -60,24 +60,6 @@ class TorchFile:
                 f"tensor `{name}` in `{self.path.name}` is stored as `{ref.storage.kind}`",
                 hint="only plain float, integer and bool tensors can be converted; dequantize it first",
             )
-        record = self._record(name, ref)
-        elements = record.size // dtype.itemsize
-        if ref.offset + _reach(ref.shape, ref.stride) > elements or prod(ref.shape) > elements:
-            raise self._problem(f"declares tensor `{name}` larger than its storage of {elements} elements")
-        if _is_contiguous(ref.shape, ref.stride):
-            return FileTensor(self.path, record.start + ref.offset * dtype.itemsize, dtype, ref.shape, record)
-        # a non-contiguous view, such as a transposed one: each block gathers its elements from the storage
-        storage = FileTensor(self.path, record.start, dtype, (elements,))
-
-        def load(start: int, stop: int) -> Array:
-            record.was_touched()
-            block = np.empty((stop - start, *ref.shape[1:]), storage.dtype.numpy)
-            _gather(storage, ref.offset + start * ref.stride[0], ref.stride, block)
-            return block
-
-        return LazyTensor(storage.dtype, ref.shape, load)
-
-    def _record(self, name: str, ref: TensorRef) -> ChecksummedRange:
         storage = ref.storage
         if storage.key not in self.records:
             raise self._problem(f"has no data for tensor `{name}`")
@@ -86,7 +68,21 @@ class TorchFile:
             raise self._problem(
                 f"declares {storage.numel} elements for tensor `{name}`, but its record has {record.size} bytes"
             )
-        return record
+        elements = record.size // dtype.itemsize
+        if ref.offset + _reach(ref.shape, ref.stride) > elements or prod(ref.shape) > elements:
+            raise self._problem(f"declares tensor `{name}` larger than its storage of {elements} elements")
+        if _is_contiguous(ref.shape, ref.stride):
+            return FileTensor(self.path, record.start + ref.offset * dtype.itemsize, dtype, ref.shape, record)
+        # a non-contiguous view, such as a transposed one: each block gathers its elements from the storage
+        whole = FileTensor(self.path, record.start, dtype, (elements,))
+
+        def load(start: int, stop: int) -> Array:
+            record.was_touched()
+            block = np.empty((stop - start, *ref.shape[1:]), dtype.numpy)
+            _gather(whole, ref.offset + start * ref.stride[0], ref.stride, block)
+            return block
+
+        return LazyTensor(dtype, ref.shape, load)
 
     def _problem(self, problem: str) -> MalformedInput:
         return MalformedInput(f"`{self.path.name}` {problem}", hint=NOT_BY_TORCH)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -124,7 +124,11 @@ def torch_pieces(tensors: Mapping[str, LazyTensor], *, inside: tuple[str, ...] =
     UnsupportedInput for an element type for which torch has no storage class.
     """
     # in the order of `torch.save`
-    contents: list[tuple[str, bytes | LazyTensor]] = [("data.pkl", _pickle(tensors, inside)), ("byteorder", b"little")]
+    value: Any = {name: _view(name, tensor, key) for key, (name, tensor) in enumerate(tensors.items())}
+    for name in reversed(inside):
+        value = {name: value}
+    pickle = b"".join(piece for piece in pickle_pieces(value) if isinstance(piece, bytes))
+    contents: list[tuple[str, bytes | LazyTensor]] = [("data.pkl", pickle), ("byteorder", b"little")]
     contents += [(f"data/{number}", tensor) for number, tensor in enumerate(tensors.values())]
     contents += [("version", b"3\n")]
     members: list[_Member] = []
@@ -165,13 +169,6 @@ class _Member:
     def crc(self, crcs: Sequence[int]) -> int:
         """CRC-32 of the content, given those of the tensors."""
         return zlib.crc32(self.content) if isinstance(self.content, bytes) else crcs[self.number or 0]
-
-
-def _pickle(tensors: Mapping[str, LazyTensor], inside: tuple[str, ...]) -> bytes:
-    content: Any = {name: _view(name, tensor, key) for key, (name, tensor) in enumerate(tensors.items())}
-    for name in reversed(inside):
-        content = {name: content}
-    return b"".join(piece for piece in pickle_pieces(content) if isinstance(piece, bytes))
 
 
 def _view(name: str, tensor: LazyTensor, key: int) -> PickledCall:
@@ -221,13 +218,9 @@ def _directory(members: Sequence[_Member], crcs: Sequence[int]) -> bytes:
 
 def _entry(member: _Member, crc: int) -> bytes:
     """The member's entry in the central directory; numbers over 32 bits go to the zip64 extra field."""
-    wide = _over(((member.size,) * 2 if member.is_large else ()), member.position)
+    wide = [*([member.size] * 2 if member.is_large else []), *([member.position] if member.position >= FULL else [])]
     extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     version = VERSION_ZIP64 if wide else VERSION
     sizes = (min(member.size, FULL),) * 2
     fields = (b"PK\1\2", version, version, FLAGS, 0, 0, 0, crc, *sizes, len(member.name), len(extra), 0, 0, 0, 0)
     return CENTRAL.pack(*fields, min(member.position, FULL)) + member.name + extra
-
-
-def _over(sizes: Iterable[int], position: int) -> tuple[int, ...]:
-    return (*sizes, position) if position >= FULL else tuple(sizes)

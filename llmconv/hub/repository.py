@@ -110,7 +110,12 @@ class HubRepository:
     """
 
     def __init__(self, address: HubAddress, *, pull_request: bool = False, show_progress: bool = False) -> None:
-        _require_writable(address)
+        if "/" not in address.repository or address.folder:
+            problem = f"`{address}` is not a repository that can be written"
+            hint = "an output is a whole repository: `hf://org/name` or `hf://org/name@branch`"
+            raise InputRefused(problem, hint=hint)
+        if COMMIT.fullmatch(address.revision):
+            raise InputRefused(f"`{address.revision}` is a commit, which does not change", hint="give a branch")
         self.address, self.pull_request = address, pull_request
         self._show_progress = show_progress and not is_quiet() and sys.stderr is not None and sys.stderr.isatty()
         self.branch = address.revision or MAIN
@@ -266,14 +271,6 @@ def sent(addition: CommitOperationAdd, size: int, sha256: str) -> bool:
     return True
 
 
-def _require_writable(address: HubAddress) -> None:
-    if "/" not in address.repository or address.folder:
-        problem = f"`{address}` is not a repository that can be written"
-        raise InputRefused(problem, hint="an output is a whole repository: `hf://org/name` or `hf://org/name@branch`")
-    if COMMIT.fullmatch(address.revision):
-        raise InputRefused(f"`{address.revision}` is a commit, which does not change", hint="give a branch")
-
-
 MOVED = (409, 412)  # statuses of a commit whose parent is no longer the latest commit of its branch
 TOKEN = re.compile(r"[!-~]+")  # characters that a header can contain
 CLIENTS = ("httpx", "httpcore", "requests", "urllib3")  # libraries whose errors mean that there was no answer
@@ -323,18 +320,13 @@ def writing_to(address: HubAddress) -> Iterator[None]:
     except (LlmconvError, MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:  # the class for "no connection" differs between versions
-        cause = _cause(error)
+        cause: BaseException = error  # an answer, or the absence of one: uploads wrap it in a RuntimeError
+        while type(cause) is RuntimeError and cause.__cause__ is not None:
+            cause = cause.__cause__
         problem = _problem(cause, address)
         if problem is None:
             raise
         raise problem from (None if _shows_token(error) else cause)
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The first error of a chain that is an answer, or the absence of one: uploads wrap it in a RuntimeError."""
-    while type(error) is RuntimeError and error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 def _problem(error: BaseException, address: HubAddress) -> LlmconvError | None:

@@ -167,7 +167,12 @@ class StagedFolder(UnfinishedOutput):
 
     def _open_journal(self) -> None:
         if self._resume:
-            self.finished = self._read_journal()
+            # the files whose sha256 is unchanged, of all journals with this key
+            lines = [line for path in sorted(self.path.glob(JOURNALS)) for line in self._lines(path.name)]
+            entries = [
+                {n: value for n, value in line.items() if n != SIGNATURE} for line in lines if self._intact(line)
+            ]
+            self.finished = {entry.pop("file"): entry for entry in entries}
             if not (self.finished or self._trusted) and (self.path / JOURNAL).is_file():
                 say("nothing to resume: no finished file, or other inputs or options; starting over")
         kept = {self.path / name for name in (*self.finished, LOCK)}
@@ -178,14 +183,6 @@ class StagedFolder(UnfinishedOutput):
             elif item not in kept:
                 item.unlink()
         self._folder.write(JOURNAL, self._encode_journal())
-
-    def _read_journal(self) -> dict[str, dict[str, Any]]:
-        """The finished files whose sha256 is unchanged, of all journals with this key."""
-        lines = [line for path in sorted(self.path.glob(JOURNALS)) for line in self._lines(path.name)]
-        entries = [
-            {name: value for name, value in line.items() if name != SIGNATURE} for line in lines if self._intact(line)
-        ]
-        return {entry.pop("file"): entry for entry in entries}
 
     def _lines(self, journal: str) -> list[Any]:
         """The entries of a journal; none if the key differs."""

@@ -211,13 +211,12 @@ class RecordedVerdict:
 
     def changed_files(self, folder: Path) -> list[str]:
         """Names of judged files that are missing or have changed; of weights only size and header are compared."""
-        graphs = [name for name, digest in self.graphs.items() if graph_sha256(folder / name) != digest]
-        weights = [name for name, file in self.weights.items() if not _is_same(weight_file(folder / name), file)]
-        return graphs + weights
-
-
-def _is_same(found: WeightFile | None, recorded: WeightFile) -> bool:
-    return found is not None and (found.bytes, found.header_sha256) == (recorded.bytes, recorded.header_sha256)
+        changed = [name for name, digest in self.graphs.items() if graph_sha256(folder / name) != digest]
+        for name, recorded in self.weights.items():
+            found = weight_file(folder / name)
+            if not found or (found.bytes, found.header_sha256) != (recorded.bytes, recorded.header_sha256):
+                changed.append(name)
+        return changed
 
 
 def parse_verdict(content: object) -> RecordedVerdict:

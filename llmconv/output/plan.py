@@ -98,13 +98,14 @@ def plan_checkpoint(
             problem = f"`{path.name}` has a tensor named {name[:40]!r}, which is invalid in safetensors"
             raise MalformedInput(problem, hint="save the model with its own names; is the file damaged or hostile?")
     modules = {name: home for name, home in checkpoint.files.items() if "/" in home and name in checkpoint}
+    numbers = {name: (parts or {}).get(name, 0) for name in checkpoint if name not in modules}
     groups = []
-    for part in _divided({n: t for n, t in checkpoint.items() if n not in modules}, parts or {}):
-        groups += by_source(part, checkpoint.files, limit) if kept else by_size(part, limit)
-    shards = tuple(
-        Shard(_shard_name(stem, number, len(groups)), group, copy_of=file_of(group))
-        for number, group in enumerate(groups, 1)
-    )
+    for part in sorted({*numbers.values()}):
+        tensors = {name: checkpoint[name] for name, number in numbers.items() if number == part}
+        groups += by_source(tensors, checkpoint.files, limit) if kept else by_size(tensors, limit)
+    names = [f"{stem}-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
+    names = [f"{stem}.safetensors"] if len(names) == 1 else names
+    shards = tuple(Shard(name, group, copy_of=file_of(group)) for name, group in zip(names, groups, strict=True))
     # side files, `config.json` if there is a model, and last the index
     small_files = dict(checkpoint.side_files)
     if shards:
@@ -113,29 +114,15 @@ def plan_checkpoint(
         weight_map = {name: shard.name for shard in shards for name in shard.tensors}
         metadata = {"total_size": sum(shard.nbytes for shard in shards)}
         small_files[INDEX.replace(MODEL, stem, 1)] = json_bytes({"metadata": metadata, "weight_map": weight_map})
-    shards += tuple(_module(checkpoint, home) for home in dict.fromkeys(modules.values()))
+    for home in dict.fromkeys(modules.values()):  # of a module after the model, with names as in the source
+        prefix = f"{home.rpartition('/')[0]}."
+        group = {name.removeprefix(prefix): checkpoint[name] for name, place in modules.items() if place == home}
+        shards += (Shard(home, group, copy_of=file_of(group), prefix=prefix),)
     if checkpoint.adapter:
         place = f"{ADAPTER_FOLDER}/" if shards else ""
         shards = (*shards, Shard(place + ADAPTER_WEIGHTS, checkpoint.adapter.tensors))
         small_files[place + ADAPTER_CONFIG] = json_bytes(checkpoint.adapter.config)
     return Plan(checkpoint, shards, small_files)
-
-
-def _module(checkpoint: Checkpoint, home: str) -> Shard:
-    """The file of a module after the model, such as `2_Dense/model.safetensors`, with names as in the source."""
-    prefix = f"{home.rpartition('/')[0]}."
-    names = [name for name, place in checkpoint.files.items() if place == home]
-    tensors = {name.removeprefix(prefix): checkpoint[name] for name in names}
-    return Shard(home, tensors, copy_of=file_of(tensors), prefix=prefix)
-
-
-def _divided(tensors: Mapping[str, LazyTensor], parts: Mapping[str, int]) -> list[Group]:
-    numbers = sorted({parts.get(name, 0) for name in tensors})
-    return [{name: t for name, t in tensors.items() if parts.get(name, 0) == number} for number in numbers]
-
-
-def _shard_name(stem: str, number: int, count: int) -> str:
-    return f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05}-of-{count:05}.safetensors"
 
 
 def require_shard_size(max_shard_size: str | int) -> None:

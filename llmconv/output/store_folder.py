@@ -358,23 +358,15 @@ def clean(output: str | StoreAddress, *, dry_run: bool = False) -> Cleaned:
         )
     address = output if isinstance(output, StoreAddress) else parse_address(output)
     store = ObjectStore(address)
-    objects, written = _left(store)
+    keys = {head.key for head in store.list()}
+    claim = read_claim(store) or Claim("")
+    published = store.read(MANIFEST, SMALL) if MANIFEST in keys else None
+    files = set() if published is not None else {*claim.files, *claim.replaced}
+    # an upload that a lost worker left open may be of a file that has been published since
+    written = {*claim.files, *(parse_manifest(published).files if published else ())}
+    objects = sorted(key for key in keys if key.startswith(f"{JOURNAL}/") or key in files)
     if dry_run:
         found = open_uploads(address, written)
         return Cleaned(tuple(objects), len(found[1]) if found else None)
     store.delete([*(key for key in objects if key != CLAIM), CLAIM])
     return Cleaned(tuple(objects), abort_uploads(address, written))
-
-
-def _left(store: ObjectStore) -> tuple[list[str], set[str]]:
-    """What to delete, and the files that a run may have been writing.
-
-    That is the journal, and the files that the claim lists, new and replaced ones, if no output is published. An upload
-    that a lost worker left open may be of a file that has been published since.
-    """
-    keys = {head.key for head in store.list()}
-    claim = read_claim(store) or Claim("")
-    published = store.read(MANIFEST, SMALL) if MANIFEST in keys else None
-    files = set() if published is not None else {*claim.files, *claim.replaced}
-    written = {*claim.files, *(parse_manifest(published).files if published else ())}
-    return sorted(key for key in keys if key.startswith(f"{JOURNAL}/") or key in files), written

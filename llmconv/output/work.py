@@ -23,17 +23,17 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import wraps
 from itertools import chain
 from queue import SimpleQueue
 from threading import Thread
 from types import FrameType
-from typing import Any, NoReturn, ParamSpec, TextIO, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from llmconv.errors import LlmconvError, OutputFailed, UsageProblem, as_fields, raise_fields
 from llmconv.output.plan import Plan, Shard
@@ -289,22 +289,14 @@ def main() -> None:
     out, sys.stdout = sys.stdout, sys.stderr
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all: the first process stops the others
     signal.signal(signal.SIGTERM, _terminated)
-    hung_calls.watch(_nothing_to_say)
+    hung_calls.watch(lambda: None)  # the process that stops a worker reports it
     set_quiet(True)
     with suppress(_Stopped):
         tasks = iter(_Tasks())
         for task in tasks:
-            repeat(task, _names(chain([task], tasks)).__next__, partial(_answer, out))
-
-
-def _names(tasks: Iterable[Task]) -> Iterator[str | None]:
-    """The names of shards, which a command writes with one plan, and None at the end."""
-    yield from (task["shard"] for task in tasks)
-    yield None
-
-
-def _answer(out: TextIO, answer: Answer) -> None:
-    print(json.dumps(answer), file=out, flush=True)
+            # the names of shards, which a command writes with one plan, and None at the end
+            names = chain((one["shard"] for one in chain([task], tasks)), [None])
+            repeat(task, names.__next__, lambda answer: print(json.dumps(answer), file=out, flush=True))
 
 
 class _Tasks:
@@ -339,10 +331,6 @@ class _Stopped(KeyboardInterrupt):
 
 def _terminated(number: int, frame: FrameType | None) -> NoReturn:
     raise _Stopped
-
-
-def _nothing_to_say() -> None:
-    """The process that stops a worker reports it."""
 
 
 Task = dict[str, Any]  # `function` and `arguments` of a command, see `Call`, and the name of a `shard`

@@ -7,7 +7,7 @@ ScaledWeight float8 or int8 codes with a scale per block, of which those at the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from math import prod
@@ -164,6 +164,14 @@ def refuse(name: str, problem: str) -> NoReturn:
     """Raises MalformedInput about one tensor of a quantized model."""
     hint = "the model is damaged, or not quantized as its `quantization_config` says; copy or download it again"
     raise MalformedInput(f"`{name}` {problem}", hint=hint)
+
+
+def refuse_strays(names: Iterable[str], ends: str | tuple[str, ...], weights: Mapping[str, PackedWeight]) -> None:
+    """Refuses names that end as parts of a quantized weight do, and that belong to none of the `weights`."""
+    known = {part for weight in weights.values() for part in weight.parts}
+    for name in names:
+        if name.endswith(ends) and name not in known and f"{name.rpartition('.')[0]}.weight" not in weights:
+            refuse(name, "does not belong to a quantized weight")
 
 
 MOST_BITS = 8  # of a code of onnxruntime's products
@@ -402,7 +410,8 @@ class ScaledWeight(PackedWeight):
     def values(self, start: int, stop: int) -> Array:
         """See `PackedWeight`; a tensor of experts is a stack of matrices."""
         codes = self.parts[self.codes].rows(start, stop)
-        wide = _table(self.parts[self.codes].dtype)[codes.view(np.uint8)].reshape(-1, self.shape[-1])
+        table = np.arange(256, dtype=np.uint8).view(codes.dtype).astype(np.float32)  # of every code
+        wide = table[codes.view(np.uint8)].reshape(-1, self.shape[-1])
         height = prod(self.shape[1:-1])
         wide *= self._spread(self.grid, start * height, stop * height)
         return wide.reshape(codes.shape)
@@ -481,11 +490,6 @@ class ScaledWeight(PackedWeight):
             largest = np.maximum.reduceat(by_row, firsts, axis=0)
             peaks[cells[firsts]] = np.maximum(peaks[cells[firsts]], largest)
         return peaks
-
-
-def _table(dtype: DType) -> Array:
-    """float32 of every code."""
-    return np.arange(256, dtype=np.uint8).view(dtype.numpy).astype(np.float32)
 
 
 def _rounded(values: Array, dtype: DType) -> Array:

@@ -49,7 +49,10 @@ def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
     if not checkpoint.config.get(FIELD):
         return None
     method = _method(checkpoint.config)
-    weights = {name: _as_model(checkpoint, weight) for name, weight in method.open(checkpoint).items()}
+    weights: dict[str, PackedWeight] = {}
+    for name, weight in method.open(checkpoint).items():  # in the orientation of the plain model
+        turned = len(weight.shape) == 2 and is_conv1d(checkpoint.config, weight.name)
+        weights[name] = transposed_weight(weight) if turned else weight
     if not weights:
         problem = f"the model's config has `{method.name}`, but no weight in its files is quantized"
         raise MalformedInput(problem, hint=f"take `{FIELD}` out of `config.json` if the weights are plain")
@@ -68,18 +71,9 @@ def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
             tensors.setdefault(home[name], weights[home[name]].plain)
         elif not name.endswith(method.dropped or ("\0",)):
             tensors[name] = tensor
-    plain = replace(checkpoint, tensors=tensors, config=_without(checkpoint.config))
+    config = {name: value for name, value in checkpoint.config.items() if name != FIELD}
+    plain = replace(checkpoint, tensors=tensors, config=config)
     return QuantizedCheckpoint(checkpoint, method, weights, plain)
-
-
-def _as_model(checkpoint: Checkpoint, weight: PackedWeight) -> PackedWeight:
-    """The weight in the orientation of the plain model."""
-    turned = len(weight.shape) == 2 and is_conv1d(checkpoint.config, weight.name)
-    return transposed_weight(weight) if turned else weight
-
-
-def _without(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name != FIELD}
 
 
 def method_name(config: Mapping[str, Any]) -> str | None:

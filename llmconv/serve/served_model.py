@@ -223,13 +223,12 @@ class ConversationPool:
 
     def take(self, prompt: Sequence[int]) -> Conversation:
         """Removes and returns the conversation that shares at least half of its tokens, and most, or a new one."""
-        shared = [(self._shared(kept, prompt), at) for at, kept in enumerate(self._kept)]
-        tokens, at = max(shared, default=(0, 0))
-        return self._kept.pop(at) if tokens else Conversation()
-
-    def _shared(self, kept: Conversation, prompt: Sequence[int]) -> int:
-        past = kept.past([prompt], self._runner)
-        return past.tokens if past and 2 * past.tokens >= len(kept.ids) else 0
+        tokens, best = 0, -1
+        for at, kept in enumerate(self._kept):
+            past = kept.past([prompt], self._runner)
+            if past and past.tokens >= max(tokens, 1) and 2 * past.tokens >= len(kept.ids):
+                tokens, best = past.tokens, at
+        return self._kept.pop(best) if tokens else Conversation()
 
     def give_back(self, conversation: Conversation) -> None:
         """Puts a conversation back, and drops the oldest ones beyond the maximum."""
@@ -468,22 +467,16 @@ class Scheduler:
         if self._deadline is not None:
             raise ShuttingDown
         if len(self._active) + self._count_waiting() >= self._most_active + self._most_waiting:
-            raise self._full()
+            seconds = self._mean_seconds * (self._count_waiting() + 1) / self._most_active
+            problem = f"the server is busy ({self._most_active} active, queue of {self._most_waiting} is full)"
+            headers = {"Retry-After": str(min(max(round(seconds), 1), MAX_RETRY_AFTER))}
+            raise ApiError(f"{problem}: try again later", status=429, code="queue_full", headers=headers)
 
     def _count_waiting(self) -> int:
         """Number of jobs and calls that wait or are prepared, without those whose clients left; with the lock held."""
         self._waiting = deque(job for job in self._waiting if not job.canceled)
         self._calls = deque(call for call in self._calls if not call.canceled)
         return len(self._waiting) + len(self._calls) + (self._call is not None)
-
-    def _full(self) -> ApiError:
-        seconds = self._mean_seconds * (self._count_waiting() + 1) / self._most_active
-        return ApiError(
-            f"the server is busy ({self._most_active} active, queue of {self._most_waiting} is full): try again later",
-            status=429,
-            code="queue_full",
-            headers={"Retry-After": str(min(max(round(seconds), 1), MAX_RETRY_AFTER))},
-        )
 
 
 def _close(job: Job[Any]) -> None:

@@ -107,7 +107,9 @@ def serve(
             warn("the tokenizer has no chat template: chat requests are refused unless `--template` gives one")
         scheduler = Scheduler(settings.parallel, settings.queue)
         server = _Server(make_app(served, scheduler, access), scheduler, settings.grace)
-        server.ready = lambda: on_ready(_address(listener), served.name) if on_ready else None
+        host, port = listener.getsockname()[:2]
+        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        server.ready = lambda: on_ready(address, served.name) if on_ready else None
         with suppress(KeyboardInterrupt):  # uvicorn raises it again after its shutdown
             server.run([listener])
     if scheduler.is_running:  # a step takes too long, and its thread cannot be stopped
@@ -127,11 +129,6 @@ def listen(host: str, port: int) -> socket.socket:
         hint = "give an address of this machine: `--host 127.0.0.1`, or 0.0.0.0 for all of them"
         problem = f"cannot listen on {host} port {port}: {reason or error}"
         raise OutputFailed(problem, hint=hint if is_host else "give another `--port` (0 for any free one)") from error
-
-
-def _address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class _Server(uvicorn.Server):

@@ -74,7 +74,10 @@ def stamps(names: Iterable[str], home: Path, *, are_read: bool = False) -> Stamp
             found |= _remote_stamps(name)
         elif os.path.lexists(target := follow_local(path)):
             near = _read_with(target) if are_read else ()
-            found |= {os.path.relpath(file, home): _stamp(file) for file in (*_files(target), *near, *_files(path))}
+            for file in (*_files(target), *near, *_files(path)):
+                status = file.stat()
+                stamp = MANIFEST_STAMP if file.name == MANIFEST else f"{status.st_size}:{status.st_mtime_ns}"
+                found[os.path.relpath(file, home)] = stamp
         elif are_read and is_hub_id(name):
             found[name] = _commit(hub_address(name))
     return found
@@ -113,11 +116,6 @@ def _is_run_file(path: Path) -> bool:
     """Whether a file has steps, and so is not read by one."""
     is_yaml = path.suffix in (".yaml", ".yml") and path.stat().st_size <= YAML_LIMIT
     return is_yaml and bool(STEPS.search(path.read_text("utf-8", "replace")))
-
-
-def _stamp(file: Path) -> str:
-    status = file.stat()
-    return MANIFEST_STAMP if file.name == MANIFEST else f"{status.st_size}:{status.st_mtime_ns}"
 
 
 def _remote_stamps(uri: str) -> Stamps:

@@ -349,21 +349,16 @@ def absent_inputs(file: RunFile) -> Iterator[InputRefused]:
             later = (one for one in file.steps[at:] if one.is_complete and _is_written(name, [*one.outputs], file.home))
             if writer := next(later, None):
                 yield InputRefused(message, hint=f"step `{writer.name}` writes it: put that step first")
-            elif near := _near(name, file.steps[:at]):
-                hub = f"; a model of the Hub is `hf://{name}`" if is_hub_id(name) else ""
-                output, writer = near
-                yield InputRefused(message, hint=f"is `{output}` meant, the output of step `{writer.name}`?{hub}")
+                continue
+            hub = f"; a model of the Hub is `hf://{name}`" if is_hub_id(name) else ""
+            earlier = [one for one in file.steps[:at] if one.is_complete]
+            writers = {os.path.normpath(output): one for one in earlier for output in one.outputs}
+            if near := get_close_matches(os.path.normpath(name), writers, n=1, cutoff=NEAR):
+                hint = f"is `{near[0]}` meant, the output of step `{writers[near[0]].name}`?{hub}"
+                yield InputRefused(message, hint=hint)
             elif not is_hub_id(name) or os.path.dirname(name) in folders - {""}:
-                hub = f"; a model of the Hub is `hf://{name}`" if is_hub_id(name) else ""
                 yield InputRefused(message, hint=f"relative paths begin at the run file's folder, `{file.home}`{hub}")
         written += step.changes
-
-
-def _near(name: str, steps: Sequence[Step]) -> tuple[str, Step] | None:
-    """What one of some steps writes and is spelled nearly like a name, and the step; None if nothing is."""
-    writers = {os.path.normpath(output): step for step in steps if step.is_complete for output in step.outputs}
-    near = get_close_matches(os.path.normpath(name), writers, n=1, cutoff=NEAR)
-    return (near[0], writers[near[0]]) if near else None
 
 
 def taken_for_hub_models(step: Step, written: list[str], home: Path) -> list[str]:

@@ -72,13 +72,11 @@ def find_command(group: click.Group, name: str) -> click.Command:
 
 def parameters(command: click.Command) -> dict[str, click.Parameter]:
     """The parameters that a run file may give, by the names in it: arguments, and long options without dashes."""
-    named = {_key(one): one for one in command.params if not getattr(one, "hidden", False)}
+    named = {}
+    for one in (one for one in command.params if not getattr(one, "hidden", False)):
+        text = str(one.name) if isinstance(one, click.Argument) else max(one.opts, key=len)
+        named[text.lstrip("-").replace("_", "-")] = one
     return {key: one for key, one in named.items() if key not in NOT_IN_A_FILE}
-
-
-def _key(parameter: click.Parameter) -> str:
-    text = str(parameter.name) if isinstance(parameter, click.Argument) else max(parameter.opts, key=len)
-    return text.lstrip("-").replace("_", "-")
 
 
 def option_problems(
@@ -110,7 +108,8 @@ def make_step(name: str, command_name: str, options: Mapping[str, Any], group: c
     given = {key.replace("_", "-"): value for key, value in options.items()}
     words = {key: [*_texts(name, key, value, known[key])] for key, value in given.items()}
     _require_texts(name, command_name, words)
-    arguments = (*_options(known, words), "--", *_positional(known, words))
+    named = [key for key, parameter in known.items() if isinstance(parameter, click.Argument)]
+    arguments = (*_options(known, words), "--", *(text for key in named for text in words.get(key, ())))
     try:
         command.make_context(f"llmconv {command_name}", [*arguments])
     except UsageProblem as error:
@@ -163,7 +162,8 @@ def _texts(step: str, key: str, value: Any, parameter: click.Parameter) -> Itera
     for one in values:
         if is_flag or isinstance(one, bool) or not isinstance(one, GIVEN):
             wanted = "true or false" if is_flag else "texts or numbers" if is_several else "a text or a number"
-            problem = f"step `{step}`: `{key}` is {_shown(one)}, not {wanted}"
+            shown = {bool: str(one).lower(), list: "a list", dict: "a mapping"}.get(type(one), f"`{one}`")
+            problem = f"step `{step}`: `{key}` is {shown}, not {wanted}"
             raise MalformedInput(problem, hint=f"write `{key}: true`" if is_flag else "put a text in quotes")
         try:
             text = str(one)
@@ -174,22 +174,12 @@ def _texts(step: str, key: str, value: Any, parameter: click.Parameter) -> Itera
         yield text
 
 
-def _shown(value: Any) -> str:
-    return {bool: str(value).lower(), list: "a list", dict: "a mapping"}.get(type(value), f"`{value}`")
-
-
 def _options(known: Mapping[str, click.Parameter], words: Mapping[str, list[str]]) -> Iterator[str]:
     for key, texts in words.items():
         parameter = known[key]
         if isinstance(parameter, click.Option):
             option = max(parameter.secondary_opts if parameter.is_flag and texts == [OFF] else parameter.opts, key=len)
             yield from (option if parameter.is_flag else f"{option}={text}" for text in texts)
-
-
-def _positional(known: Mapping[str, click.Parameter], words: Mapping[str, list[str]]) -> Iterator[str]:
-    for key, parameter in known.items():
-        if isinstance(parameter, click.Argument):
-            yield from words.get(key, ())
 
 
 def _writes(parameter: click.Parameter) -> bool:

@@ -163,7 +163,17 @@ def open_accessory_adapter(path: Path, base: Checkpoint, alpha: float | None = N
         raise InputRefused(
             f"`{path.name}` holds a whole model", hint=f"convert it: `llmconv to-hf {path.name} -o OUT` merges its LoRA"
         )
-    factors, others = _convert(whole, family, base, path.name)
+    # the factors by the base's modules and the other tensors by its names, rows in its order
+    names = configs.table_of(configs.AccessoryParams(family, {"moe": {"num_experts": _experts(base)}}, 0, 0, 1, 1, 0))
+    linear = {name.removesuffix(".weight"): to.removesuffix(".weight") for name, to in names.items() if to}
+    biases = {f"{module}.bias": f"{to}.bias" for module, to in linear.items() if configs.LINEAR.search(module)}
+    factors = other_tools.renamed(other_tools.pair_up(whole, FACTOR, path.name), names, path.name, DESCRIPTION)
+    rest = {name: tensor for name, tensor in whole.items() if not FACTOR.fullmatch(name)}
+    homes = _homes(rest, names | biases, path.name)
+    order = rope_order(other_tools.sizes_of(base.config, base.path.name).dim)
+    with fitting(f"the heads of `{path.name}` do not match the base's", "it was trained on another model"):
+        factors = other_tools.reordered(factors, QUERY_OR_KEY, order)
+        others = reordered({target: rest[name] for target, name in homes.items()}, QUERY_OR_KEY, order)
     if alpha is not None and not factors:
         raise InputRefused(f"`{path.name}` holds no LoRA pair", hint="leave out `--alpha`")
     others, fields = _with_biases(others, base, path.name)
@@ -179,24 +189,6 @@ def open_accessory_adapter(path: Path, base: Checkpoint, alpha: float | None = N
 def _experts(base: Checkpoint) -> int:
     count = base.config.get("num_local_experts")
     return count if type(count) is int and 0 < count < 1 << 16 else 0
-
-
-def _convert(
-    whole: dict[str, LazyTensor], family: str, base: Checkpoint, source: str
-) -> tuple[dict[str, other_tools.ForeignPair], dict[str, LazyTensor]]:
-    """The factors by the base's modules and the other tensors by its names, rows in its order."""
-    params = configs.AccessoryParams(family, {"moe": {"num_experts": _experts(base)}}, 0, 0, 1, 1, 0)
-    names = configs.table_of(params)
-    linear = {name.removesuffix(".weight"): to.removesuffix(".weight") for name, to in names.items() if to}
-    biases = {f"{module}.bias": f"{to}.bias" for module, to in linear.items() if configs.LINEAR.search(module)}
-    factors = other_tools.renamed(other_tools.pair_up(whole, FACTOR, source), names, source, DESCRIPTION)
-    rest = {name: tensor for name, tensor in whole.items() if not FACTOR.fullmatch(name)}
-    homes = _homes(rest, names | biases, source)
-    order = rope_order(other_tools.sizes_of(base.config, base.path.name).dim)
-    with fitting(f"the heads of `{source}` do not match the base's", "it was trained on another model"):
-        factors = other_tools.reordered(factors, QUERY_OR_KEY, order)
-        others = reordered({target: rest[name] for target, name in homes.items()}, QUERY_OR_KEY, order)
-    return factors, others
 
 
 def _homes(rest: dict[str, LazyTensor], names: Mapping[str, str | None], source: str) -> dict[str, str]:

@@ -27,7 +27,8 @@ from llmconv.convert.formats.accessory.config import (
     has_biases,
     table_of,
 )
-from llmconv.convert.formats.meta import SUFFIX, file_order, open_shard, split_dim
+from llmconv.convert.formats.meta import SHARD as META_SHARD
+from llmconv.convert.formats.meta import SUFFIX, file_order, open_shard, require_alike, split_dim
 from llmconv.convert.models.completeness import check_complete
 from llmconv.convert.models.head_and_dtype import with_head
 from llmconv.convert.models.model_config import refuse_shards
@@ -38,7 +39,6 @@ from llmconv.tensors import LazyTensor
 
 SHARD = re.compile(r"consolidated\.(\d+)-of-(\d+)\.model\.pth")
 DELTA_FILE = re.compile(r"consolidated\.(\d+)-of-(\d+)\.model-diff\.pth")
-META_SHARD = re.compile(r"consolidated\.(\d+)\.pth")
 
 EXPERT = re.compile(r"\.feed_forward\.experts\.\d+\.")
 FUSED_EXPERTS = re.compile(r"(.*\.feed_forward)\.(w[123])")
@@ -72,16 +72,7 @@ def open_shards(folder: Path, kind: re.Pattern[str] = SHARD) -> list[dict[str, L
         )
     opened = [open_shard(folder / numbers[number], "model") for number in sorted(numbers)]
     shards = [{name.removeprefix("llma."): tensor for name, tensor in shard.items()} for shard in opened]
-    # refuses shards that differ in names, shapes or dtypes; each whole expert must lie in one shard only
-    layouts = [
-        {name: (tensor.dtype.name, tensor.shape) for name, tensor in shard.items() if not EXPERT.search(name)}
-        for shard in shards
-    ]
-    if different := sorted({name for layout in layouts for name, _ in layout.items() ^ layouts[0].items()}):
-        raise MalformedInput(
-            f"the shards of `{folder.name}` differ in {len(different)} tensors: {listing(different)}",
-            hint="the shards belong to different checkpoints; copy the folder again",
-        )
+    require_alike(folder, shards, but=EXPERT)  # each whole expert must lie in one shard only
     experts = [name for shard in shards for name in shard if EXPERT.search(name)]
     if len(set(experts)) != len(experts):
         raise MalformedInput(

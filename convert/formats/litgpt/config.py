@@ -38,7 +38,17 @@ def to_config(lit: LitConfig, family: str, source: str) -> dict[str, Any]:
         **({"rope_scaling": scaling} if (scaling := _rope_scaling(lit, source)) else {}),
     }
     if family == "falcon":
-        return config | _falcon(lit)
+        return config | {
+            "layer_norm_epsilon": lit.norm_eps,
+            "ffn_hidden_size": lit.intermediate_size,
+            "num_kv_heads": lit.n_query_groups,
+            "new_decoder_architecture": not lit.shared_attention_norm,
+            "multi_query": lit.n_query_groups == 1,
+            "parallel_attn": True,
+            "bias": False,
+            "alibi": False,
+            "activation": "gelu",
+        }
     config["intermediate_size"] = lit.intermediate_size
     if family in ("gpt_neox", "phi"):
         return config | _neox_or_phi(lit, family)
@@ -63,20 +73,6 @@ def to_config(lit: LitConfig, family: str, source: str) -> dict[str, Any]:
         return config | (gemma2 if family == "gemma2" else {})
     biases = {"attention_bias": False, "mlp_bias": False} if family == "llama" else {}
     return config | biases | {"hidden_act": "silu"}
-
-
-def _falcon(lit: LitConfig) -> dict[str, Any]:
-    return {
-        "layer_norm_epsilon": lit.norm_eps,
-        "ffn_hidden_size": lit.intermediate_size,
-        "num_kv_heads": lit.n_query_groups,
-        "new_decoder_architecture": not lit.shared_attention_norm,
-        "multi_query": lit.n_query_groups == 1,
-        "parallel_attn": True,
-        "bias": False,
-        "alibi": False,
-        "activation": "gelu",
-    }
 
 
 def _neox_or_phi(lit: LitConfig, family: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from llmconv.convert.adapters.lora_config import LoraConfig
 from llmconv.convert.adapters.other_tools import AdapterFormat, ForeignPair, as_adapter, joined_pair
 from llmconv.convert.fields import Fields
 from llmconv.convert.formats.paddle.config import to_config
-from llmconv.convert.formats.paddle.names import FAMILIES, PaddleFamily, TensorRule, converted, numbered
+from llmconv.convert.formats.paddle.names import FAMILIES, TensorRule, converted, unrolled
 from llmconv.convert.formats.paddle.read import open_rank_files
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
@@ -68,7 +68,15 @@ def open_paddle_adapter(path: Path, alpha: float | None = None) -> Adapter:
                 f"the adapter sets `{name}`: {reason}", hint="merge it with PaddleNLP's `merge_lora_params.py`"
             )
     ranks, settings = open_rank_files(folder, files, fields), to_config(model, folder.name, [])
-    pairs, whole = _converted(_rules(FAMILIES[model["model_type"]], settings, ranks, folder.name), ranks, folder.name)
+    # the shapes of the weights that the adapter changes, which show whether the model's layers are fused
+    shapes = {name: tensor.shape for name, tensor in ranks[0].items()}
+    for name, tensor in ranks[0].items():
+        module, _, part = name.rpartition(".")
+        if part == "lora_A" and tensor.shape and (b := ranks[0].get(f"{module}.lora_B")) is not None and b.shape:
+            shapes[f"{module}.weight"] = (tensor.shape[0], b.shape[-1])
+    family = FAMILIES[model["model_type"]]
+    layers = min(Fields(settings, folder.name).count(family.layers), LAYER_LIMIT)
+    pairs, whole = _converted(unrolled(family.rules(settings, shapes), layers), ranks, folder.name)
     bias = "all" if fields.get("trainable_bias") in ("all", "lora") else "none"
     own = {"r": fields.get("r"), "use_rslora": fields.get("rslora"), "bias": bias}
     own |= {"lora_alpha": stated} if (stated := fields.get("lora_alpha", 8 if alpha is None else None)) else {}
@@ -87,24 +95,6 @@ def _check_scaling(stated: Any, config: LoraConfig) -> None:
             f"the adapter declares `scaling` {str(stated)[:40]}, but `lora_alpha` and `r` result in {computed:g}",
             hint=f"repair `{CONFIG}`; PaddleNLP computes `scaling` from the other two",
         )
-
-
-def _rules(
-    family: PaddleFamily, settings: dict[str, Any], ranks: Sequence[Mapping[str, LazyTensor]], source: str
-) -> list[TensorRule]:
-    """The rules of the adapter's model, with layer numbers."""
-    layers = min(Fields(settings, source).count(family.layers), LAYER_LIMIT)
-    # the shapes of the weights that the adapter changes, which show whether the model's layers are fused
-    shapes = {name: tensor.shape for name, tensor in ranks[0].items()}
-    for name, tensor in ranks[0].items():
-        module, _, part = name.rpartition(".")
-        if part == "lora_A" and tensor.shape and (b := ranks[0].get(f"{module}.lora_B")) is not None and b.shape:
-            shapes[f"{module}.weight"] = (tensor.shape[0], b.shape[-1])
-    return [
-        rule if layer is None else numbered(rule, layer)
-        for rule in family.rules(settings, shapes)
-        for layer in (range(layers) if "{}" in rule.sources[0] else (None,))
-    ]
 
 
 def _converted(

@@ -298,13 +298,10 @@ def unrolled(rules: Sequence[TensorRule], layers: int) -> list[TensorRule]:
     first, last = layered[0], layered[-1] + 1
     all_rules = list(rules[:first])
     for layer in range(layers):
-        all_rules += [numbered(rule, layer) for rule in rules[first:last]]
+        for rule in rules[first:last]:
+            sources, targets = (tuple(name.format(layer) for name in names) for names in (rule.sources, rule.targets))
+            all_rules.append(replace(rule, sources=sources, targets=targets))
     return [*all_rules, *rules[last:]]
-
-
-def numbered(rule: TensorRule, layer: int) -> TensorRule:
-    sources, targets = (tuple(name.format(layer) for name in names) for names in (rule.sources, rule.targets))
-    return replace(rule, sources=sources, targets=targets)
 
 
 def converted(rule: TensorRule, ranks: Sequence[Mapping[str, LazyTensor]], source: str) -> dict[str, LazyTensor]:

@@ -26,16 +26,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from llmconv.checkpoint import INDEX, SINGLE
+from llmconv.checkpoint import INDEX, SINGLE, indexed_shards, require_listed
 from llmconv.convert.algebra import concat, replicated, reshaped
 from llmconv.convert.formats.paddle.names import FAMILIES
 from llmconv.convert.state_dicts.files import (
     header_of,
-    indexed_shards,
     joined,
     numbered,
     open_safetensors,
-    require_listed,
 )
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickle_machine import STRING_LIMIT, PickleHooks, PickleMachine, Stub, text
@@ -214,20 +212,16 @@ def _joined(path: Path, tensors: dict[str, LazyTensor], table: Any) -> dict[str,
                 sizes
             ):
                 parts = [joined.pop(piece, None) for piece in pieces if isinstance(piece, str)]
-                joined[str(name)] = _reshaped(path, str(name), parts, tuple(sizes))
+                present = [part for part in parts if part is not None and len(part.shape) == 1]
+                if not parts or len(present) != len(parts):
+                    _refuse(path, f"lacks parts of `{name}`, which is split into {len(parts)}")
+                flat, needed = concat(present, 0), prod(sizes)
+                if flat.shape[0] != needed:
+                    _refuse(path, f"has {flat.shape[0]} elements for `{name}`, expected {needed} for its shape")
+                joined[str(name)] = reshaped(flat, tuple(sizes))
             case _:
                 _refuse(path, f"has no valid description of the parts of `{name}`")
     return joined
-
-
-def _reshaped(path: Path, name: str, parts: list[LazyTensor | None], shape: tuple[Any, ...]) -> LazyTensor:
-    present = [part for part in parts if part is not None and len(part.shape) == 1]
-    if not parts or len(present) != len(parts):
-        _refuse(path, f"lacks parts of `{name}`, which is split into {len(parts)}")
-    flat = concat(present, 0)
-    if flat.shape[0] != prod(shape):
-        _refuse(path, f"has {flat.shape[0]} elements for `{name}`, expected {prod(shape)} for its shape")
-    return reshaped(flat, shape)
 
 
 def _refuse(path: Path, problem: str) -> NoReturn:

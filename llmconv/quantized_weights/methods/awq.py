@@ -20,6 +20,7 @@ from llmconv.quantized_weights.packed_weight import (
     groups_in_order,
     part,
     refuse,
+    refuse_strays,
     require,
     require_middle,
 )
@@ -43,9 +44,7 @@ def open_awq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
         raise UnsupportedInput(f"the model is AWQ in the layout `{version[:40]}` of {str(bits)[:20]} bits", hint=hint)
     found = [name.removesuffix(WORDS) for name in checkpoint if name.endswith(WORDS)]
     weights = {f"{stem}.weight": _open(checkpoint, stem, config) for stem in found}
-    for name in checkpoint:
-        if name.endswith((ZEROS, SCALES)) and f"{name.rpartition('.')[0]}.weight" not in weights:
-            refuse(name, "does not belong to a quantized weight")
+    refuse_strays(checkpoint, (ZEROS, SCALES), weights)
     return weights
 
 

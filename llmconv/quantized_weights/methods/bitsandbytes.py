@@ -34,6 +34,7 @@ from llmconv.quantized_weights.packed_weight import (
     part,
     peaks_of,
     refuse,
+    refuse_strays,
     require,
     tiled,
     unsigned,
@@ -53,10 +54,7 @@ def open_bitsandbytes(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
             weights[weight] = open_four_bit(checkpoint, weight, name)
         elif tensor.dtype.name == "int8" and name.endswith(".weight"):
             weights[name] = open_int8(checkpoint, name)
-    known = {part for weight in weights.values() for part in weight.parts}
-    for name in checkpoint:
-        if name.endswith(PARTS) and name not in known:
-            refuse(name, "does not belong to a quantized weight")
+    refuse_strays(checkpoint, PARTS, weights)
     return weights
 
 
@@ -217,7 +215,9 @@ def open_four_bit(tensors: Mapping[str, LazyTensor], name: str, state_name: str)
         refuse(state_name, "is not a JSON object")
     if state_name.removeprefix(name + STATE) not in KINDS or state.get("quant_type") not in KINDS:
         refuse(state_name, f"is of the type {str(state.get('quant_type'))[:40]!r}, neither nf4 nor fp4")
-    shape = _shape(state, state_name)
+    shape = state.get("shape")
+    if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and 0 < n < 1 << 31 for n in shape):
+        refuse(state_name, "has a `shape` that is not a matrix")
     block = _size(state, "blocksize", state_name, BLOCK_SIZES)
     codes = part(tensors, name, name)
     if codes.nbytes != -(-prod(shape) // (2 * codes.dtype.itemsize)) * codes.dtype.itemsize:
@@ -231,7 +231,7 @@ def open_four_bit(tensors: Mapping[str, LazyTensor], name: str, state_name: str)
         wanted[".nested_quant_map"] = ((256,), ("float32",))
     for end, (size, dtypes) in wanted.items():
         parts[name + end] = require(part(tensors, name + end, name), name + end, size, dtypes)
-    return FourBitWeight(name, parts, shape, block, nested)
+    return FourBitWeight(name, parts, tuple(shape), block, nested)
 
 
 def _nested(state: Mapping[str, Any], name: str, source: str) -> NestedScales:
@@ -240,13 +240,6 @@ def _nested(state: Mapping[str, Any], name: str, source: str) -> NestedScales:
         refuse(source, "has a `nested_offset` that is not a number")
     block = _size(state, "nested_blocksize", source, BLOCK_SIZES)
     return NestedScales(f"{name}.nested_absmax", f"{name}.nested_quant_map", float(offset), block)
-
-
-def _shape(state: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    shape = state.get("shape")
-    if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and 0 < n < 1 << 31 for n in shape):
-        refuse(name, "has a `shape` that is not a matrix")
-    return tuple(shape)
 
 
 def _size(state: Mapping[str, Any], field_name: str, name: str, known: tuple[int, ...]) -> int:

@@ -35,6 +35,7 @@ from llmconv.quantized_weights.packed_weight import (
     pack,
     part,
     refuse,
+    refuse_strays,
     require,
     require_middle,
     unpack,
@@ -61,7 +62,12 @@ def open_compressed(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
                 f"the model is stored by compressed-tensors as `{name[:40]}`, which is not supported",
                 hint=f"supported are {', '.join(FORMATS[:4])}; take the model it was quantized from",
             )
-    _require_read(config)
+    for name, kind in NOT_READ.items():
+        field = config.get(name)
+        content = field.get(kind, field) if isinstance(field, Mapping) else field
+        if content and content != "dense":
+            problem = f"the model is stored by compressed-tensors with a `{name}`, which is not supported"
+            raise UnsupportedInput(problem, hint="take the model it was quantized from")
     schemes = WeightSchemes(config)
     weights: dict[str, PackedWeight] = {}
     for name, tensor in checkpoint.items():
@@ -70,20 +76,8 @@ def open_compressed(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
             weights[f"{stem}.weight"] = _open_packed(checkpoint, stem, schemes.of(stem))
         elif name.endswith(".weight") and tensor.dtype.name in LARGEST:
             weights[name] = _open_codes(checkpoint, name, schemes.of(name.removesuffix(".weight")))
-    for name in checkpoint:
-        if name.endswith((SCALES, ZEROS, GROUPS, SHAPE)) and f"{name.rpartition('.')[0]}.weight" not in weights:
-            refuse(name, "does not belong to a quantized weight")
+    refuse_strays(checkpoint, (SCALES, ZEROS, GROUPS, SHAPE), weights)
     return weights
-
-
-def _require_read(config: Mapping[str, Any]) -> None:
-    """Refuses fields that change the function and are not read."""
-    for name, kind in NOT_READ.items():
-        field = config.get(name)
-        content = field.get(kind, field) if isinstance(field, Mapping) else field
-        if content and content != "dense":
-            problem = f"the model is stored by compressed-tensors with a `{name}`, which is not supported"
-            raise UnsupportedInput(problem, hint="take the model it was quantized from")
 
 
 def _open_codes(tensors: Mapping[str, LazyTensor], name: str, scheme: WeightScheme) -> ScaledWeight:

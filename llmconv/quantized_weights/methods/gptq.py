@@ -25,6 +25,7 @@ from llmconv.quantized_weights.packed_weight import (
     pack,
     part,
     refuse,
+    refuse_strays,
     require,
     require_count,
     require_middle,
@@ -49,9 +50,7 @@ def open_gptq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
     _require_read(config)
     found = [name.removesuffix(WORDS) for name in checkpoint if name.endswith(WORDS)]
     weights = {f"{stem}.weight": _open(checkpoint, stem, config, less_one) for stem in found}
-    for name in checkpoint:
-        if name.endswith((ZEROS, SCALES, GROUPS)) and f"{name.rpartition('.')[0]}.weight" not in weights:
-            refuse(name, "does not belong to a quantized weight")
+    refuse_strays(checkpoint, (ZEROS, SCALES, GROUPS), weights)
     return weights
 
 

@@ -22,6 +22,7 @@ from llmconv.quantized_weights.packed_weight import (
     finite,
     part,
     refuse,
+    refuse_strays,
     require,
 )
 from llmconv.quantized_weights.quantized_checkpoint import QuantizationMethod
@@ -114,9 +115,7 @@ def open_mxfp4(checkpoint: Checkpoint) -> Mapping[str, Mxfp4Experts]:
         require(scales, name + SCALES, codes.shape[:3], ("uint8",))
         shape = (codes.shape[0], codes.shape[2] * BLOCK, codes.shape[1])
         weights[name] = Mxfp4Experts(name, {blocks: codes, name + SCALES: scales}, shape)
-    for name in checkpoint:
-        if name.endswith(SCALES) and name.removesuffix(SCALES) not in weights:
-            refuse(name, "does not belong to a quantized weight")
+    refuse_strays(checkpoint, SCALES, weights)
     return weights
 
 
