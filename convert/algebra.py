@@ -110,7 +110,7 @@ def rename(names: Iterable[str], table: Mapping[str, str | None], source: str) -
     renamed: dict[str, str] = {}
     unknown: list[str] = []
     for name in names:
-        row, number = _find(name, table)
+        row, number = find_row(name, table)
         if row is None:
             unknown.append(name)
         elif (target := table[row]) is not None:
@@ -134,7 +134,8 @@ def renamed(tensors: Mapping[str, LazyTensor], table: Mapping[str, str | None], 
     return {target: tensors[name] for target, name in rename(tensors, table, source).items()}
 
 
-def _find(name: str, table: Mapping[str, str | None]) -> tuple[str | None, str]:
+def find_row(name: str, table: Mapping[str, str | None]) -> tuple[str | None, str]:
+    """The key of `table` that a name has, with `{}` for a number, and that number; None if there is none."""
     if name in table:
         return name, ""
     template = re.sub(LAYER_NUMBER, "{}", name, count=1)

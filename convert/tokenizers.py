@@ -129,6 +129,10 @@ def tokenizer_json(model: SentencePieceModel) -> dict[str, Any]:
     if model.add_dummy_prefix:
         steps.append({"type": "Prepend", "prepend": SPACE})
     steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
+    decoders: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}]
+    decoders += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    if model.add_dummy_prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
         **TOKENIZER,
         "added_tokens": [
@@ -139,7 +143,7 @@ def tokenizer_json(model: SentencePieceModel) -> dict[str, Any]:
         "normalizer": {"type": "Sequence", "normalizers": steps},
         "pre_tokenizer": None,
         "post_processor": bos_template(bos, model.bos),
-        "decoder": _decoder(model),
+        "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
             **MODEL,
             "unk_token": model.pieces[model.unk][0],
@@ -149,14 +153,6 @@ def tokenizer_json(model: SentencePieceModel) -> dict[str, Any]:
             "merges": [list(pair) for pair in merges_of(model)],
         },
     }
-
-
-def _decoder(model: SentencePieceModel) -> dict[str, Any]:
-    steps: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}]
-    steps += [{"type": "ByteFallback"}, {"type": "Fuse"}]
-    if model.add_dummy_prefix:
-        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    return {"type": "Sequence", "decoders": steps}
 
 
 def tokenizer_bytes(content: Mapping[str, Any]) -> bytes:

@@ -134,14 +134,12 @@ def parse_hub_address(text: str) -> HubAddress:
             f"`{text.strip()}` is {OTHER_KINDS[found['kind']]} of the Hugging Face Hub, not a model",
             hint="give a model repository: `hf://org/name`; download other things with `hf download` or `hf sync`",
         )
-    if not found or not NAME.fullmatch(found["repository"]):
-        raise _malformed_hub(text)
-    revision, folder = unquote(found["revision"] or ""), found["folder"] or ""
-    parts = folder.split("/") if folder else []
-    if (revision and not REVISION.fullmatch(revision)) or any(
-        p in ("", ".", "..") or not p.isprintable() for p in parts
-    ):
-        raise _malformed_hub(text)
+    revision, folder = (unquote(found["revision"] or ""), found["folder"] or "") if found else ("", "")
+    are_plain = all(part not in ("", ".", "..") and part.isprintable() for part in folder.split("/") if folder)
+    is_sound = are_plain and REVISION.fullmatch(revision or "main")
+    if not found or not NAME.fullmatch(found["repository"]) or not is_sound:
+        hint = "write it as `hf://org/name`, `hf://org/name@revision` or `hf://org/name@revision/folder`"
+        raise InputRefused(f"`{text.strip()}` is not the address of a model on the Hugging Face Hub", hint=hint)
     return HubAddress(found["repository"], revision, folder)
 
 
@@ -151,8 +149,3 @@ def hub_address(name: str) -> HubAddress:
         return parse_hub_address(name)
     repository, _, revision = name.partition("@")
     return HubAddress(repository, revision)
-
-
-def _malformed_hub(text: str) -> InputRefused:
-    hint = "write it as `hf://org/name`, `hf://org/name@revision` or `hf://org/name@revision/folder`"
-    return InputRefused(f"`{text.strip()}` is not the address of a model on the Hugging Face Hub", hint=hint)

@@ -14,7 +14,8 @@ LlmconvError
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, ClassVar
 
 SHOWN = 500  # maximum characters of a message, since names in a file may be longer
@@ -102,6 +103,14 @@ def usage_line(text: str) -> str:
 def listing(names: Sequence[str]) -> str:
     """The first few names between backticks, and how many more there are."""
     shown = ", ".join(f"`{name}`" for name in names[:LISTED])
+    return shown + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+
+
+def nearest(names: Sequence[str], known: Collection[str], spelled: Callable[[str], str] = str) -> str:
+    """As `listing`, each name with those of `known` that its `spelled` form is close to."""
+    close = {name: get_close_matches(spelled(name), known, n=2, cutoff=0.5) for name in names[:LISTED]}
+    found = {name: " or ".join(f"`{one}`" for one in close[name]) for name in close}
+    shown = ", ".join(f"`{name[:200]}`" + (f" (close: {like})" if like else "") for name, like in found.items())
     return shown + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
 
 

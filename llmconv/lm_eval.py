@@ -139,7 +139,13 @@ class TextModelLM(TemplateLM):  # type: ignore[misc]
             order = order[len(rows) :]
             inputs = [(requests[row][1] + requests[row][2])[-(self.max_length + 1) :][:-1] for row in rows]
             for row, tokens, logits in zip(rows, inputs, self._logits(inputs), strict=True):
-                found[row] = _score(logits[: len(tokens)], requests[row][2])
+                continuation = requests[row][2]
+                # of the last tokens, after each logits [tokens, vocabulary] of the one before
+                last = logits[: len(tokens)][-len(continuation) :].astype(np.float32)
+                targets = np.asarray(continuation[-len(last) :])
+                shifted = last - last.max(axis=-1, keepdims=True)
+                scores = shifted[np.arange(len(last)), targets] - np.log(np.exp(shifted).sum(axis=-1))
+                found[row] = float(scores.sum()), bool((last.argmax(axis=-1) == targets).all())
                 if requests[row][0] is not None:
                     self.cache_hook.add_partial("loglikelihood", requests[row][0], found[row])
         return [found[row] for row in range(len(requests))]
@@ -191,15 +197,6 @@ class TextModelLM(TemplateLM):  # type: ignore[misc]
             texts.append(postprocess_generated_text(text, [*stops, end], None))
             self.cache_hook.add_partial("generate_until", (context, given), texts[-1])
         return texts
-
-
-def _score(logits: Array, continuation: Sequence[int]) -> tuple[float, bool]:
-    """The log-probability of the last tokens, after each logits [tokens, vocabulary] of the one before."""
-    rows = logits[-len(continuation) :].astype(np.float32)
-    targets = np.asarray(continuation[-len(rows) :])
-    shifted = rows - rows.max(axis=-1, keepdims=True)
-    scores = shifted[np.arange(len(rows)), targets] - np.log(np.exp(shifted).sum(axis=-1))
-    return float(scores.sum()), bool((rows.argmax(axis=-1) == targets).all())
 
 
 if __name__ == "__main__":

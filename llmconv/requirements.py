@@ -40,7 +40,12 @@ def require_transformers() -> None:
 def unusable_package(error: ImportError) -> UnsupportedInput | None:
     """The refusal to run without a package that llmconv requires, or with a broken one; None for other errors."""
     cause = _first_cause(error)
-    module, raising = (cause.name or "").partition(".")[0], _raising_package(cause)
+    module = (cause.name or "").partition(".")[0]
+    # the top module of the installed package whose code raised it; empty for llmconv and code of no package
+    frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
+    modules = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames]
+    raising = next((name for name in reversed(modules) if name != "importlib"), "")
+    raising = raising if raising != "llmconv" and raising in packages_distributions() else ""
     if _is_required(module) and module != raising and isinstance(cause, ModuleNotFoundError):
         if not sys.modules.get(module):
             return _unusable(f"needs {_distribution(module)}, which is not installed")
@@ -56,14 +61,6 @@ def _first_cause(error: ImportError) -> ImportError:
         error = error.__cause__
         seen.add(id(error))
     return error
-
-
-def _raising_package(error: ImportError) -> str:
-    """The top module of the installed package whose code raised an error; empty for llmconv and code of no package."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    modules = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames]
-    module = next((name for name in reversed(modules) if name != "importlib"), "")
-    return module if module != "llmconv" and module in packages_distributions() else ""
 
 
 def _is_required(module: str) -> bool:

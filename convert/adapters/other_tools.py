@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora_config import parse_config
 from llmconv.convert.adapters.peft_file import to_adapter
-from llmconv.convert.algebra import LAYER_NUMBER, concat, permute_rows
-from llmconv.errors import LISTED, InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.convert.algebra import LAYER_NUMBER, concat, find_row, permute_rows
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing, nearest
 from llmconv.tensors import Array, DType, LazyTensor
 
 
@@ -93,23 +92,19 @@ def renamed(
 
     `{}` is the number of a layer, and `what` the owner of the names.
     """
-    table = {name.removesuffix(".weight"): target.removesuffix(".weight") for name, target in names.items() if target}
-    homes = {module: _home(module, table) for module in factors}
+    homes: dict[str, str | None] = {}
+    for module in factors:
+        row, number = find_row(f"{module}.weight", names)
+        target = names[row] if row else None
+        homes[module] = target and target.format(number).removesuffix(".weight")
     if unknown := sorted(module for module, home in homes.items() if home is None):
-        raise unplaced(unknown, table, source, what)
+        known = [name.removesuffix(".weight") for name, target in names.items() if target]
+        raise unplaced(unknown, known, source, what)
     if len(set(homes.values())) < len(homes):
         raise MalformedInput(
             f"`{source}` holds two pairs for one module", hint="two adapters are mixed in one file; save each alone"
         )
     return {home: factors[module] for module, home in homes.items() if home is not None}
-
-
-def _home(module: str, table: Mapping[str, str]) -> str | None:
-    if module in table:
-        return table[module]
-    number = re.search(LAYER_NUMBER, f"{module}.")
-    template = re.sub(LAYER_NUMBER, "{}", f"{module}.", count=1)[:-1]
-    return table[template].format(number[0]) if number and template in table else None
 
 
 def reordered(
@@ -124,13 +119,9 @@ def reordered(
 def unplaced(names: Sequence[str], known: Iterable[str], source: str, what: str) -> MalformedInput:
     """The error for unexpected `names`, with similar ones of `known`, whose owner is `what`."""
     options = [name.replace("{}", "0") for name in known]
-    lines = []
-    for name in names[:LISTED]:
-        close = get_close_matches(re.sub(LAYER_NUMBER, "0", name), options, n=1, cutoff=0.5)
-        lines.append(f"`{name[:200]}`" + (f" (close: `{close[0]}`)" if close else ""))
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    lines = nearest(names, options, lambda name: re.sub(LAYER_NUMBER, "0", name))
     return MalformedInput(
-        f"`{source}` contains {len(names)} unexpected keys, which {what} does not have: {', '.join(lines)}{more}",
+        f"`{source}` contains {len(names)} unexpected keys, which {what} does not have: {lines}",
         hint="the adapter is of another model than the base, or of an unknown kind",
     )
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 
 from llmconv.convert.adapters.adapter import parts_from_saved
-from llmconv.errors import MalformedInput
+from llmconv.errors import MalformedInput, nearest
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 LISTED = 3  # number of unmatched names that an error lists
@@ -51,7 +50,7 @@ def match_names(
     kinds = list(dict.fromkeys(NUMBER.sub("N", name) for name in names))
     few = [kinds[index] for index in sorted({0, len(kinds) // 2, len(kinds) - 1})] if kinds else []
     raise MalformedInput(
-        f"`{adapter}` adapts {len(missing)} tensors that the base does not have: {_nearest(missing, names)}",
+        f"`{adapter}` adapts {len(missing)} tensors that the base does not have: {nearest(missing, names)}",
         hint=f"the base has tensors such as {', '.join(f'`{name}`' for name in few)}; give the base that the adapter "
         "names in its `base_model_name_or_path`, or rename the adapter's tensors if it is this one",
     )
@@ -128,14 +127,6 @@ def _differing_prefixes(one: str, other: str) -> tuple[str, str]:
         left.pop()
         right.pop()
     return "".join(f"{part}." for part in left), "".join(f"{part}." for part in right)
-
-
-def _nearest(missing: list[str], names: Collection[str]) -> str:
-    lines = []
-    for name in missing[:LISTED]:
-        close = get_close_matches(name, names, n=2, cutoff=0.5)
-        lines.append(f"`{name}`" + (f" (close: {_quoted(close)})" if close else ""))
-    return ", ".join(lines) + (f" and {len(missing) - LISTED} more" if len(missing) > LISTED else "")
 
 
 def _quoted(names: list[str]) -> str:

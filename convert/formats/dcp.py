@@ -73,7 +73,11 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
             if AUTO_MAP in settings:
                 tensors = select(leaves, lambda _, tensor: tensor, path.name, notes, buffers=True)
             else:
-                tensors, left_out = _tensors(folder, leaves, notes, drop=bool(config.get("drop")))
+                tensors = select(leaves, lambda _, tensor: tensor, path.name, notes)
+                prefix = prefix_of(tensors)
+                foreign = [] if is_meta_named(leaves) else outside(tensors, prefix)
+                left_out = dropped_outside(foreign, path.name, drop=bool(config.get("drop")))
+                tensors = {name.removeprefix(prefix): one for name, one in tensors.items() if name not in foreign}
                 tensors = _from_meta(tensors, settings, path.name) if is_meta_named(state) else tensors
                 settings = as_loaded(tensors, settings)
         own_files = read_tokenizer(tokenizer) if tokenizer else read_side_files(home) if home else {}
@@ -120,18 +124,6 @@ def _model(
         f"`{folder.path.name}` contains no language model; it has {listing([str(key)[:80] for key in folder.tree])}",
         hint="its names must be Hugging Face's or torchtitan's; an optimizer's folder lies next to that of the model",
     )
-
-
-def _tensors(
-    folder: DistributedFolder, leaves: Mapping[str, Any], warnings: list[str], *, drop: bool
-) -> tuple[dict[str, LazyTensor], list[str]]:
-    """The tensors without wrappers and prefix in their names, and a phrase about those outside the model."""
-    source = folder.path.name
-    tensors = select(leaves, lambda _, tensor: tensor, source, warnings)
-    prefix = prefix_of(tensors)
-    foreign = [] if is_meta_named(leaves) else outside(tensors, prefix)
-    phrases = dropped_outside(foreign, source, drop=drop)
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name not in foreign}, phrases
 
 
 def _from_meta(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> dict[str, LazyTensor]:

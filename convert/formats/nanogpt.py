@@ -49,7 +49,13 @@ def _file(path: Path) -> Path:
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     found = _read(path)
-    args = _model_args(found, path.name)
+    stated = found.around.get("model_args")
+    hint = "the file was changed, or another program wrote it"
+    given = Fields(stated if isinstance(stated, dict) else {}, path.name, "in `model_args` of `{}`", hint)
+    args = {name: given.count(name) for name in SIZES}
+    for name, odd in (("n_layer", args["n_layer"] > len(found.state)), ("n_head", args["n_embd"] % args["n_head"])):
+        if odd:
+            raise given.invalid(name, args[name])
     stored = {WRAPPERS.sub("", name): tensor for name, tensor in found.tensors().items()}
     masks = [name for name in stored if name.endswith(".attn.bias")]
     warnings: list[str] = []
@@ -71,17 +77,6 @@ def _read(path: Path) -> StateFile:
     if (found := open_state(_file(path))) is None:
         raise MalformedInput(f"`{path.name}` contains no `model`", hint="give the `ckpt.pt` of a run")
     return found
-
-
-def _model_args(found: StateFile, source: str) -> dict[str, int]:
-    args = found.around.get("model_args")
-    hint = "the file was changed, or another program wrote it"
-    given = Fields(args if isinstance(args, dict) else {}, source, "in `model_args` of `{}`", hint)
-    sizes = {name: given.count(name) for name in SIZES}
-    for name, odd in (("n_layer", sizes["n_layer"] > len(found.state)), ("n_head", sizes["n_embd"] % sizes["n_head"])):
-        if odd:
-            raise given.invalid(name, sizes[name])
-    return sizes
 
 
 def _with_biases(tensors: dict[str, LazyTensor], args: Mapping[str, int], warnings: list[str]) -> dict[str, LazyTensor]:

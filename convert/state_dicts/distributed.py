@@ -192,9 +192,14 @@ def _item(
     pairs: list[Any] = [(box.get("offsets"), box.get("sizes")) for box in boxes]
     if not all(_is_shape(part) and len(part) == len(shape) for pair in pairs for part in pair):
         refuse(folder, f"has chunks of {shown(name)} with an invalid shape")
-    kind = _dtype(folder, name, fields.get("properties"))
+    # torch's dtype is the first field of `TensorProperties`
+    properties: Any = fields.get("properties")
+    state = properties.state if is_kind(properties, "TensorProperties") else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(dtype, Global) or dtype.module != "torch":
+        refuse(folder, f"has no element type for {shown(name)}")
     placed = tuple(Chunk(start, sizes, _stored(folder, locations, name, start)) for start, sizes in pairs)
-    return TensorItem(BY_NAME.get(kind), kind, shape, placed)
+    return TensorItem(BY_NAME.get(dtype.name), dtype.name, shape, placed)
 
 
 def _stored(
@@ -208,15 +213,6 @@ def _stored(
 def key_of(offset: tuple[int, ...] | None) -> str:
     """An offset as text, so that a hostile file cannot choose its hash."""
     return "" if offset is None else repr(offset)
-
-
-def _dtype(folder: Path, name: str, properties: Any) -> str:
-    """Torch's name of the dtype: the first field of `TensorProperties`."""
-    state = properties.state if is_kind(properties, "TensorProperties") else None
-    dtype = state[0] if isinstance(state, tuple) and state else None
-    if not isinstance(dtype, Global) or dtype.module != "torch":
-        refuse(folder, f"has no element type for {shown(name)}")
-    return dtype.name
 
 
 def _are_sizes(values: Any) -> bool:

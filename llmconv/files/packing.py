@@ -75,7 +75,12 @@ class Codec:
     padded: bool = False  # whether zeros may follow a frame
 
     def begins(self, data: bytes) -> bool:
-        return data.startswith(self.magic) and (self.name != "lzma" or _is_lzma(data))
+        if self.name != "lzma" or not data.startswith(self.magic):
+            return data.startswith(self.magic)
+        # it has no magic number; the fields of the header are checked instead, as the format description advises
+        dictionary, size = int.from_bytes(data[1:5], "little"), _lzma_size(data)
+        is_sound = len(data) >= 13 and dictionary >= 4096 and dictionary.bit_count() <= 2
+        return is_sound and (size is None or size < 1 << 48)
 
     def declared(self, file: BinaryIO) -> int:
         """The minimum unpacked size in bytes that the file declares."""
@@ -163,13 +168,6 @@ def _lz4_size(head: bytes) -> int | None:
 def _lzma_size(head: bytes) -> int | None:
     size = int.from_bytes(head[5:13], "little")
     return None if size == (1 << 64) - 1 else size
-
-
-def _is_lzma(head: bytes) -> bool:
-    """The header has no magic number; its fields are checked instead, as the format description advises."""
-    dictionary = int.from_bytes(head[1:5], "little")
-    size = _lzma_size(head)
-    return len(head) >= 13 and dictionary >= 4096 and dictionary.bit_count() <= 2 and (size is None or size < 1 << 48)
 
 
 def _xz_size(file: BinaryIO, size: int) -> int:

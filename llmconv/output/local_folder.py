@@ -52,10 +52,45 @@ class LocalFolder(Destination):
     address: Path
 
     def is_complete(self) -> bool:
-        return is_complete(self.address)
+        try:
+            files = read_manifest(self.address).files
+            same = all(_is_as_recorded(self.address / name, entry) for name, entry in files.items())
+        except (OSError, InputRefused):
+            return False
+        return bool(files) and same and not partial_folder(self.address).exists()
 
     def require_free(self, overwrite: bool, inputs: Sequence[Path] = (), *, resume: bool = False) -> None:
-        require_free(self.address, overwrite, inputs, resume=resume)
+        """See `Destination`; also refuses a place below a file, and a name that is too long for the file system."""
+        output = self.address
+        require_parents(output)
+        # names that the file system cannot hold, with what the partial folder adds
+        above = next(path for path in output.absolute().parents if os.path.isdir(path))
+        most = os.pathconf(above, "PC_NAME_MAX")
+        names = (partial_folder(output).name, *output.absolute().parent.parts)
+        longest = max(len(os.fsencode(name)) for name in names)
+        if 0 < most < longest:
+            size = f"{longest} bytes with what is added while it is made, {most} are possible"
+            raise InputRefused(f"the name of `{output}` is too long: {size}", hint="choose a shorter `-o`")
+        if around := [path for path in inputs if path.resolve() in output.resolve().parents]:
+            what = f"`{output}` is inside the input `{around[0]}`"
+            raise InputRefused(what, hint="choose an `-o` that is not inside an input")
+        if not os.path.lexists(output):
+            return
+        if not overwrite and self.is_complete():
+            if resume:
+                return
+            message = f"`{output}` already exists and is complete"
+            raise InputRefused(message, hint="choose another `-o`, or give `--overwrite` to make it again")
+        sources = [path.resolve() for path in inputs]
+        if not overwrite:
+            try:
+                ways = "" if _why_kept(output, sources) else ", or give `--overwrite`"
+            except InputRefused:  # its manifest is invalid
+                ways = ""
+            raise InputRefused(f"`{output}` already exists", hint=f"choose another `-o`{ways}")
+        if problem := _why_kept(output, sources):
+            what = f"`{output}` {problem}, so it is not overwritten"
+            raise InputRefused(what, hint="choose another `-o`, or remove it yourself")
 
     def require_space(self, plan: Plan) -> None:
         """See `Destination`; what an interrupted run wrote is kept or freed."""
@@ -259,7 +294,7 @@ class StagedFolder(UnfinishedOutput):
             problem = f"`{self.path}` was moved or replaced while `{self.output}` was being made"
             raise OutputFailed(problem, hint="write to a folder that no other process changes")
         if self._overwrite and os.path.lexists(self.output):
-            require_free(self.output, overwrite=True)
+            LocalFolder(self.output).require_free(overwrite=True)
             replaced = self._open.enter_context(Folder.open_own(self.output))
             rename_at(self.path, self.output, RENAME_EXCHANGE)
             self._disposable = replaced
@@ -301,64 +336,6 @@ def _lock_folder(descriptor: int, kind: int) -> None:
         raise
     except OSError:  # some network disks lock only files
         return
-
-
-def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = (), *, resume: bool = False) -> None:
-    """Requires that `output` can be made: `--overwrite` replaces only folders that llmconv made.
-
-    With `resume`, a complete folder may exist; `write_checkpoint` compares it with the plan. Raises InputRefused if it
-    may not be replaced, is inside one of the `inputs` that the run reads (or the reverse) or below a file, or its name
-    is too long.
-    """
-    require_parents(output)
-    _require_short(output)
-    around = [path for path in inputs if path.resolve() in output.resolve().parents]
-    if around:
-        what = f"`{output}` is inside the input `{around[0]}`"
-        raise InputRefused(what, hint="choose an `-o` that is not inside an input")
-    if not os.path.lexists(output):
-        return
-    if not overwrite and is_complete(output):
-        if resume:
-            return
-        message = f"`{output}` already exists and is complete"
-        raise InputRefused(message, hint="choose another `-o`, or give `--overwrite` to make it again")
-    sources = [path.resolve() for path in inputs]
-    if not overwrite:
-        ways = ", or give `--overwrite`"
-        try:
-            ways = "" if _why_kept(output, sources) else ways
-        except InputRefused:  # its manifest is invalid
-            ways = ""
-        raise InputRefused(f"`{output}` already exists", hint=f"choose another `-o`{ways}")
-    problem = _why_kept(output, sources)
-    if problem:
-        what = f"`{output}` {problem}, so it is not overwritten"
-        raise InputRefused(what, hint="choose another `-o`, or remove it yourself")
-
-
-def _require_short(output: Path) -> None:
-    """Refuses a name that the file system cannot hold, with what the partial folder adds to it."""
-    above = next(path for path in output.absolute().parents if os.path.isdir(path))
-    longest = os.pathconf(above, "PC_NAME_MAX")
-    partial, home = partial_folder(output), output.absolute().parent
-    names = [os.fsencode(name) for name in (partial.name, *home.parts)]
-    if 0 < longest < max(map(len, names)):
-        raise InputRefused(
-            f"the name of `{output}` is too long: {max(map(len, names))} bytes with what is added while it is made, "
-            f"{longest} are possible",
-            hint="choose a shorter `-o`",
-        )
-
-
-def is_complete(output: Path) -> bool:
-    """Whether llmconv made the folder, all sizes are as recorded, and no unfinished run was to replace it."""
-    try:
-        files = read_manifest(output).files
-        same = all(_is_as_recorded(output / name, entry) for name, entry in files.items())
-    except (OSError, InputRefused):
-        return False
-    return bool(files) and same and not partial_folder(output).exists()
 
 
 def _is_as_recorded(path: Path, entry: dict[str, Any]) -> bool:

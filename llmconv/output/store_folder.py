@@ -56,10 +56,6 @@ class Claim:
     replaced: tuple[str, ...] = ()  # names of the files of the output that `--overwrite` replaces
     old: str = ""  # sha256 of the manifest that is replaced; empty if there is none
 
-    def replaces(self, manifest: bytes) -> bool:
-        """Whether this manifest will be replaced, rather than being the one that the claim's run has published."""
-        return self.old == digest(manifest)
-
 
 def digest(manifest: bytes) -> str:
     """By which a claim names the manifest that it replaces."""
@@ -137,7 +133,8 @@ class StoreFolder(Destination):
         if not files or any(sizes.get(name) != entry["bytes"] for name, entry in files.items()):
             return False
         claim = read_claim(self.store) if CLAIM in sizes else None
-        return content is not None and not (claim and claim.replaces(content))
+        # which will be replaced, rather than being the one that the claim's run has published
+        return content is not None and not (claim and claim.old == digest(content))
 
     def tidy(self) -> None:
         self.store.delete(sorted((head.key for head in self.store.list(JOURNAL)), key=CLAIM.__eq__))

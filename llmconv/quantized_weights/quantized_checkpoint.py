@@ -48,7 +48,11 @@ def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
     """The quantized weights, None without `quantization_config`; MalformedInput, UnsupportedInput for a method."""
     if not checkpoint.config.get(FIELD):
         return None
-    method = _method(checkpoint.config)
+    kind = str(method_name(checkpoint.config))
+    if kind not in methods() or not isinstance(checkpoint.config[FIELD], Mapping):
+        hint = f"supported are {', '.join(methods())}; take the model it was quantized from"
+        raise UnsupportedInput(f"the model is quantized with `{kind[:40]}`, which is not supported", hint=hint)
+    method = methods()[kind]
     weights: dict[str, PackedWeight] = {}
     for name, weight in method.open(checkpoint).items():  # in the orientation of the plain model
         turned = len(weight.shape) == 2 and is_conv1d(checkpoint.config, weight.name)
@@ -84,14 +88,6 @@ def method_name(config: Mapping[str, Any]) -> str | None:
     if name is None and any(str(key).startswith("load_in_") for key in settings):
         return "bitsandbytes"  # transformers before 4.37 did not write the method
     return str(name)
-
-
-def _method(config: Mapping[str, Any]) -> QuantizationMethod:
-    name = str(method_name(config))
-    if name not in methods() or not isinstance(config[FIELD], Mapping):
-        hint = f"supported are {', '.join(methods())}; take the model it was quantized from"
-        raise UnsupportedInput(f"the model is quantized with `{name[:40]}`, which is not supported", hint=hint)
-    return methods()[name]
 
 
 @dataclass(frozen=True, eq=False)

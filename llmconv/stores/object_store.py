@@ -334,23 +334,18 @@ def _s3_options(address: StoreAddress, environment: Mapping[str, str]) -> dict[s
     endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or ""
     options: dict[str, Any] = {}
     if address.scheme == "oci":
-        endpoint = endpoint or _oracle_endpoint(address, environment)
-        options["region"] = environment.get("OCI_REGION") or environment.get("AWS_REGION")
+        namespace = address.bucket.partition("@")[2] or environment.get("OCI_NAMESPACE")
+        options["region"] = region = environment.get("OCI_REGION") or environment.get("AWS_REGION")
+        if not endpoint and not (namespace and region):
+            hint = "write it as `oci://BUCKET@NAMESPACE/FOLDER`, and set OCI_REGION, such as eu-frankfurt-1"
+            raise InputRefused(f"`{address}` lacks its namespace or region", hint=hint)
+        endpoint = endpoint or ORACLE.format(namespace=namespace, region=region)
     if endpoint:
         options["endpoint"] = endpoint
         options["client_options"] = {"allow_http": endpoint.startswith("http://")}
     if provider := _profile(environment):
         options["credential_provider"] = provider
     return {name: value for name, value in options.items() if value is not None}
-
-
-def _oracle_endpoint(address: StoreAddress, environment: Mapping[str, str]) -> str:
-    namespace = address.bucket.partition("@")[2] or environment.get("OCI_NAMESPACE", "")
-    region = environment.get("OCI_REGION") or environment.get("AWS_REGION", "")
-    if not namespace or not region:
-        hint = "write it as `oci://BUCKET@NAMESPACE/FOLDER`, and set OCI_REGION, such as eu-frankfurt-1"
-        raise InputRefused(f"`{address}` lacks its namespace or region", hint=hint)
-    return ORACLE.format(namespace=namespace, region=region)
 
 
 def _profile(environment: Mapping[str, str]) -> Any:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from llmconv.cli import main
 from llmconv.errors import KEPT, InputRefused
-from llmconv.output.local_folder import StagedFolder, require_free, require_space
+from llmconv.output.local_folder import LocalFolder, StagedFolder, require_space
 from llmconv.output.writer import _noting_what_stays
 from tests.builders.hf_models import LLAMA, save_model
 
@@ -51,7 +51,7 @@ def test_the_longest_name_that_fits_is_taken(model: Path, tmp_path: Path) -> Non
     longest = os.pathconf(tmp_path, "PC_NAME_MAX") - len("..llmconv-partial")
     assert converted(model, str(tmp_path / ("a" * longest)))[0] == 0
     with pytest.raises(InputRefused, match="too long"):
-        require_free(tmp_path / ("a" * (longest + 1)), overwrite=False)
+        LocalFolder(tmp_path / ("a" * (longest + 1))).require_free(overwrite=False)
 
 
 def test_a_full_disk_is_still_refused(tmp_path: Path) -> None:

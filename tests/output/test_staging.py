@@ -22,7 +22,7 @@ from llmconv.files import copying
 from llmconv.files.copying import copy_file
 from llmconv.output import local_folder
 from llmconv.output import plan as plan_module
-from llmconv.output.local_folder import StagedFolder, rename_at, require_free
+from llmconv.output.local_folder import LocalFolder, StagedFolder, rename_at
 from llmconv.output.plan import plan_checkpoint
 from llmconv.output.writer import check_output, write_checkpoint
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
@@ -315,13 +315,13 @@ def test_an_output_in_an_input_is_refused(place: str, overwrite: bool, tmp_path:
     (tmp_path / "link").symlink_to(tmp_path / "in" / "link")
     output = tmp_path / place if place.startswith("link") else tmp_path / "in" / place
     with pytest.raises(InputRefused, match="is inside the input `.*in`") as caught:
-        require_free(output, overwrite, [tmp_path / "other", tmp_path / "in"])
+        LocalFolder(output).require_free(overwrite, [tmp_path / "other", tmp_path / "in"])
     assert "`-o`" in caught.value.hint
 
 
 def test_an_output_next_to_an_input_file_is_free(tmp_path: Path) -> None:
     (tmp_path / "x.pt").touch()
-    require_free(tmp_path / "out", False, [tmp_path / "x.pt", tmp_path / "outer"])
+    LocalFolder(tmp_path / "out").require_free(False, [tmp_path / "x.pt", tmp_path / "outer"])
 
 
 def test_overwrite_leaves_nothing_of_the_old_folder(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_overwrite_keeps_a_folder_with_a_file_that_llmconv_did_not_make(tmp_path
 def test_overwrite_keeps_a_folder_that_contains_an_input(tmp_path: Path) -> None:
     write(tmp_path / "out")
     with pytest.raises(InputRefused, match="contains an input"):
-        require_free(tmp_path / "out", True, [tmp_path / "out/model-00001-of-00003.safetensors"])
+        LocalFolder(tmp_path / "out").require_free(True, [tmp_path / "out/model-00001-of-00003.safetensors"])
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "folder of something else"])

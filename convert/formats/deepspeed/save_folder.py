@@ -198,29 +198,17 @@ def open_masters(save: Save, states: ModelStates) -> dict[str, LazyTensor]:
         raise _mismatch(save, f"{len(partitions[0])} groups of flat weights for {len(groups)} groups of parameters")
     masters: dict[str, LazyTensor] = {}
     for number, group in enumerate(groups):
-        masters |= _parameters(
-            save, group, [flat_weights[number] for flat_weights in partitions], ranks[0].paddings(number, len(group))
-        )
+        # parameters follow each other, each with its padding; the rest pads to a multiple of twice the number of ranks
+        # (`zero2_align`), of which some releases store only a part
+        whole, alignment = _flat(save, [flat_weights[number] for flat_weights in partitions]), 2 * len(partitions)
+        end, numel, start = 0, whole.shape[0], 0
+        for (name, shape), padding in zip(group.items(), ranks[0].paddings(number, len(group)), strict=True):
+            masters[name] = parameter(save, whole, shape, start)
+            end = start + prod(shape)
+            start = end + padding
+        if end > numel or -(-start // alignment) != -(-numel // alignment):
+            raise _mismatch(save, f"{numel} elements in a group of parameters that need {start}")
     return masters
-
-
-def _parameters(
-    save: Save, group: Mapping[str, tuple[int, ...]], flat_weights: Sequence[LazyTensor], paddings: Sequence[int]
-) -> dict[str, LazyTensor]:
-    """The parameters of one group, which follow each other, each with its padding.
-
-    The rest pads to a multiple of twice the number of ranks (`zero2_align`); some releases store only a part of it.
-    """
-    parameters: dict[str, LazyTensor] = {}
-    whole, alignment = _flat(save, flat_weights), 2 * len(flat_weights)
-    end, numel, start = 0, whole.shape[0], 0
-    for (name, shape), padding in zip(group.items(), paddings, strict=True):
-        parameters[name] = parameter(save, whole, shape, start)
-        end = start + prod(shape)
-        start = end + padding
-    if end > numel or -(-start // alignment) != -(-numel // alignment):
-        raise _mismatch(save, f"{numel} elements in a group of parameters that need {start}")
-    return parameters
 
 
 def _stage_3(save: Save, ranks: Sequence[RankStates], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:

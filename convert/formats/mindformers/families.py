@@ -25,7 +25,6 @@ import numpy as np
 
 from llmconv.checkpoint import transposed
 from llmconv.convert import algebra
-from llmconv.convert.adapters.other_tools import LayerSizes
 from llmconv.convert.formats.mindformers.config import (
     BLOOM,
     CHATGLM_6B,
@@ -113,19 +112,10 @@ def _build(run: RunConfig, tensors: dict[str, LazyTensor], names: dict[str, str 
     if kind == "llama" and biases == set("qkv"):
         kind = "qwen2"
     gate = renamed.get("model.layers.0.mlp.gate_proj.weight")
-    config = _config(run, embedding, gate.num_rows if gate else 0, heads, kind)
-    if kind == "qwen3" and biases:
-        raise refuse_model(run, f"a Qwen 3 with biases on {sorted(biases)}", "it has none")
-    if kind != "qwen2":
-        config |= {"attention_bias": bool(biases), "mlp_bias": False}
-    return finish(run, renamed, config)
-
-
-def _config(run: RunConfig, embedding: LazyTensor, intermediate: int, heads: LayerSizes, kind: str) -> dict[str, Any]:
-    return {
+    config = {
         "model_type": kind,
         **check_embedding_sizes(run, embedding),
-        "intermediate_size": intermediate,
+        "intermediate_size": gate.num_rows if gate else 0,
         "num_hidden_layers": run.layers("num_layers", "num_hidden_layers"),
         "num_attention_heads": heads.queries,
         "num_key_value_heads": heads.keys,
@@ -139,6 +129,11 @@ def _config(run: RunConfig, embedding: LazyTensor, intermediate: int, heads: Lay
         **{name: run.values[name] for name in WINDOW if name in run.values and run.flag("use_sliding_window")},
         **run.tokens(bos_token_id=1, eos_token_id=2),
     }
+    if kind == "qwen3" and biases:
+        raise refuse_model(run, f"a Qwen 3 with biases on {sorted(biases)}", "it has none")
+    if kind != "qwen2":
+        config |= {"attention_bias": bool(biases), "mlp_bias": False}
+    return finish(run, renamed, config)
 
 
 def rope_settings(run: RunConfig, usual: float | None = 10000.0) -> dict[str, Any]:
@@ -274,7 +269,19 @@ def build_glm(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     multi = run.values.get("multi_query_attention", True)
     keys = fields.get("multi_query_group_num", 2) if multi else fields["num_attention_heads"]
     heads = heads_of(replace(run, values={**fields, "num_key_value_heads": keys, "n_kv_heads": keys}), hidden)
-    parts = _transformers_tensors(run, renamed, heads)
+    parts: dict[str, LazyTensor] = {}
+    with algebra.fitting(f"the layers of `{run.source}` cannot be split"):
+        for name, tensor in renamed.items():
+            if fused := GLM_QKV.fullmatch(name):
+                rows = zip("qkv", split_qkv(tensor, heads, "plain"), strict=True)
+                parts |= {f"{fused[1]}.{one}_proj.{fused[2]}": part for one, part in rows}
+            else:
+                parts[name] = tensor
+        parts = algebra.fuse(parts, ("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj")
+        if run.flag("use_rearrange_rope"):
+            # row `2i + j` of a query or key head is row `j·D/2 + i`, which undoes `rearrange_w`
+            order = [row % 2 * (heads.dim // 2) + row // 2 for row in range(heads.dim)]
+            parts = algebra.reordered(parts, re.compile(r"\.[qk]_proj\."), order)
     gate_up = parts.get("model.layers.0.mlp.gate_up_proj.weight")
     bias = "model.layers.0.self_attn.q_proj.bias" in parts
     config = {
@@ -295,24 +302,6 @@ def build_glm(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
         **run.tokens(bos_token_id=None, eos_token_id=2, pad_token_id=0),
     }
     return finish(run, parts, config)
-
-
-def _transformers_tensors(run: RunConfig, renamed: dict[str, LazyTensor], heads: LayerSizes) -> dict[str, LazyTensor]:
-    """Splits queries, keys and values, joins gate and up, and puts rows in transformers' order."""
-    parts: dict[str, LazyTensor] = {}
-    with algebra.fitting(f"the layers of `{run.source}` cannot be split"):
-        for name, tensor in renamed.items():
-            if fused := GLM_QKV.fullmatch(name):
-                rows = zip("qkv", split_qkv(tensor, heads, "plain"), strict=True)
-                parts |= {f"{fused[1]}.{one}_proj.{fused[2]}": part for one, part in rows}
-            else:
-                parts[name] = tensor
-        parts = algebra.fuse(parts, ("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj")
-        if run.flag("use_rearrange_rope"):
-            # row `2i + j` of a query or key head is row `j·D/2 + i`, which undoes `rearrange_w`
-            order = [row % 2 * (heads.dim // 2) + row // 2 for row in range(heads.dim)]
-            parts = algebra.reordered(parts, re.compile(r"\.[qk]_proj\."), order)
-    return parts
 
 
 def store_glm(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:

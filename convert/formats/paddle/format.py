@@ -191,7 +191,18 @@ def split_among_ranks(
         )
     ranks: list[dict[str, LazyTensor]] = [{} for _ in range(count)]
     for rule in all_rules:
-        wholes = _sources(rule, [tensors[name] for name in rule.targets], source)
+        # the whole sources of the rule, still [out, in] if it is linear
+        parts_of, outputs = [tensors[name] for name in rule.targets], 0 if rule.linear else len(rule.shape) - 1
+        try:
+            if len(parts_of) > 1:
+                wholes = [concat(parts_of, outputs) if rule.groups == 1 else interleave_rows(parts_of, rule.pieces)]
+            else:
+                wholes = split(parts_of[0], outputs, len(rule.sources))
+        except ValueError as error:
+            raise _mismatch(rule, source, str(error)) from error
+        expected = rule.shape[::-1] if rule.linear else rule.shape
+        if (wrong := next((tensor.shape for tensor in wholes if tensor.shape != expected), None)) is not None:
+            raise _mismatch(rule, source, f"expected {list(expected)}, got {list(wrong)}")
         for name, whole in zip(rule.sources, wholes, strict=True):
             if rule.split is None or rule.units % count:
                 parts = [whole] * count
@@ -200,22 +211,6 @@ def split_among_ranks(
             for rank, part in zip(ranks, parts, strict=True):
                 rank[name] = transposed(part) if rule.linear else part
     return ranks
-
-
-def _sources(rule: TensorRule, targets: Sequence[LazyTensor], source: str) -> list[LazyTensor]:
-    """The whole sources of a rule, still [out, in] if it is linear."""
-    outputs = 0 if rule.linear else len(rule.shape) - 1
-    try:
-        if len(targets) > 1:
-            found = [concat(targets, outputs) if rule.groups == 1 else interleave_rows(targets, rule.pieces)]
-        else:
-            found = split(targets[0], outputs, len(rule.sources))
-    except ValueError as error:
-        raise _mismatch(rule, source, str(error)) from error
-    expected = rule.shape[::-1] if rule.linear else rule.shape
-    if (wrong := next((tensor.shape for tensor in found if tensor.shape != expected), None)) is not None:
-        raise _mismatch(rule, source, f"expected {list(expected)}, got {list(wrong)}")
-    return found
 
 
 def _mismatch(rule: TensorRule, source: str, problem: str) -> MalformedInput:

@@ -103,7 +103,10 @@ def _open_codes(tensors: Mapping[str, LazyTensor], name: str, scheme: WeightSche
 def _open_packed(tensors: Mapping[str, LazyTensor], stem: str, scheme: WeightScheme) -> GroupedWeight:
     name, bits = stem + WORDS, scheme.bits
     words, scales = tensors[name], part(tensors, stem + SCALES, name)
-    shape = _shape(part(tensors, stem + SHAPE, name), stem + SHAPE)
+    sizes = require(part(tensors, stem + SHAPE, name), stem + SHAPE, (2,), ("int64", "int32")).read().tolist()
+    if not all(0 < size < 1 << 31 for size in sizes):
+        refuse(stem + SHAPE, f"says {sizes}, which is not a shape")
+    shape = (sizes[0], sizes[1])
     if bits not in WIDTHS or scheme.kind != "int" or scheme.block:
         raise UnsupportedInput(
             f"`{name}` is packed {scheme.kind} of {bits} bits{' in blocks' if scheme.block else ''}",
@@ -137,13 +140,6 @@ def _open_packed(tensors: Mapping[str, LazyTensor], stem: str, scheme: WeightSch
 def _require_zeros(tensors: Mapping[str, LazyTensor], stem: str, scheme: WeightScheme) -> None:
     if not scheme.symmetric:
         part(tensors, stem + ZEROS, f"{stem}.weight")
-
-
-def _shape(tensor: LazyTensor, name: str) -> tuple[int, int]:
-    sizes = require(tensor, name, (2,), ("int64", "int32")).read().tolist()
-    if not all(0 < size < 1 << 31 for size in sizes):
-        refuse(name, f"says {sizes}, which is not a shape")
-    return sizes[0], sizes[1]
 
 
 def _groups(tensors: Mapping[str, LazyTensor], stem: str, inputs: int, count: int, scheme: WeightScheme) -> Array:

@@ -46,30 +46,19 @@ included (`convert_gptq_v1_to_v2_format_module`)."""
 def open_gptq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
     """The quantized weights; raises MalformedInput, or UnsupportedInput for one kernel's layout or other bits."""
     config = checkpoint.config["quantization_config"]
-    less_one = _format(config)
-    _require_read(config)
+    layout = str(config.get("checkpoint_format") or config.get("format") or "gptq")
+    if layout not in FORMATS or config.get("is_marlin_format"):
+        hint = "save it as `gptq` with GPTQModel, or take the model it was quantized from"
+        raise UnsupportedInput(f"the model is GPTQ in the layout `{layout[:40]}`, which one kernel reads", hint=hint)
+    for name, read in READ.items():  # fields that change what the tensors mean
+        if config.get(name) not in (None, {}, read):
+            problem = f"the model is GPTQ with `{name}` {str(config[name])[:40]}, which is not supported"
+            hint = "save it with words of int32 and without adapters, or take the model it was quantized from"
+            raise UnsupportedInput(problem, hint=hint)
     found = [name.removesuffix(WORDS) for name in checkpoint if name.endswith(WORDS)]
-    weights = {f"{stem}.weight": _open(checkpoint, stem, config, less_one) for stem in found}
+    weights = {f"{stem}.weight": _open(checkpoint, stem, config, FORMATS[layout]) for stem in found}
     refuse_strays(checkpoint, (ZEROS, SCALES, GROUPS), weights)
     return weights
-
-
-def _format(config: Mapping[str, Any]) -> bool:
-    name = str(config.get("checkpoint_format") or config.get("format") or "gptq")
-    if name not in FORMATS or config.get("is_marlin_format"):
-        hint = "save it as `gptq` with GPTQModel, or take the model it was quantized from"
-        raise UnsupportedInput(f"the model is GPTQ in the layout `{name[:40]}`, which one kernel reads", hint=hint)
-    return FORMATS[name]
-
-
-def _require_read(config: Mapping[str, Any]) -> None:
-    """Refuses fields that change what the tensors mean."""
-    for name, read in READ.items():
-        if config.get(name) not in (None, {}, read):
-            raise UnsupportedInput(
-                f"the model is GPTQ with `{name}` {str(config[name])[:40]}, which is not supported",
-                hint="save it with words of int32 and without adapters, or take the model it was quantized from",
-            )
 
 
 def _open(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any], less_one: bool) -> GroupedWeight:
