@@ -207,22 +207,24 @@ def open_shards(path: Path) -> list[Mapping[str, LazyTensor]]:
             f"`{path.name}` has {len(found)} shards, but `consolidated.{missing:02}.pth` is missing",
             hint="copy the missing shard; all shards are needed",
         )
-    shards = [open_shard(found[number]) for number in sorted(found)]
-    require_alike(path, shards)
-    return shards
+    shards = {found[number].name: open_shard(found[number]) for number in sorted(found)}
+    require_alike(shards)
+    return [*shards.values()]
 
 
-def require_alike(folder: Path, shards: Sequence[Mapping[str, LazyTensor]], *, but: re.Pattern[str] = NONE) -> None:
-    """MalformedInput unless all shards have the same names, shapes and dtypes; names that `but` finds do not count."""
-    layouts = [
-        {name: (tensor.dtype.name, tensor.shape) for name, tensor in shard.items() if not but.search(name)}
-        for shard in shards
-    ]
-    if different := sorted({name for layout in layouts for name, _ in layout.items() ^ layouts[0].items()}):
-        raise MalformedInput(
-            f"the shards of `{folder.name}` differ in {len(different)} tensors: {listing(different)}",
-            hint="the shards are of different models or splits; copy the folder again",
-        )
+def require_alike(shards: Mapping[str, Mapping[str, LazyTensor]], *, but: re.Pattern[str] = NONE) -> None:
+    """MalformedInput unless all shards, by file, have the same names, shapes and dtypes, but for names of `but`."""
+    layouts = {
+        file: {name: (tensor.dtype.name, tensor.shape) for name, tensor in shard.items() if not but.search(name)}
+        for file, shard in shards.items()
+    }
+    first = next(iter(layouts.values()))
+    for file, layout in layouts.items():
+        if names := sorted({name for name, _ in layout.items() ^ first.items()}):
+            raise MalformedInput(
+                f"`{file}` differs from the first shard in {len(names)} tensors: {listing(names)}",
+                hint="the shards are of different models or splits; copy the folder again",
+            )
 
 
 def open_shard(path: Path, inside: str = "") -> Mapping[str, LazyTensor]:

@@ -178,10 +178,12 @@ CASES: dict[str, Case] = {
     "torchtune: three axes for a query": tune(
         "do not match|shape", changed("layers.0.attn.q_proj.weight", torch.zeros(4, 4, 4))
     ),
-    "torchtune: heads of an odd size": tune("even size|do not match|shape", lambda own: None, head_dim=3),
+    "torchtune: heads of an odd size": tune(
+        "even size|do not match|shape|sizes of its heads", lambda own: None, head_dim=3
+    ),
     "torchtune: heads of 400 digits": tune("more than any model has", lambda own: None, head_dim=HUGE),
     "torchtune: heads of nothing": tune(
-        "even size|do not match|shape", lambda own: None, num_attention_heads=0, head_dim=None
+        "even size|do not match|shape|sizes of its heads", lambda own: None, num_attention_heads=0, head_dim=None
     ),
     "torchtune: 2^60 heads": tune(
         "more than any model has", lambda own: None, num_attention_heads=1 << 60, head_dim=None

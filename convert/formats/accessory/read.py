@@ -70,16 +70,16 @@ def open_shards(folder: Path, kind: re.Pattern[str] = SHARD) -> list[dict[str, L
             f"`{folder}` contains no `consolidated.…` shards",
             hint="give the folder that training started from, or that it saved",
         )
-    opened = [open_shard(folder / numbers[number], "model") for number in sorted(numbers)]
-    shards = [{name.removeprefix("llma."): tensor for name, tensor in shard.items()} for shard in opened]
-    require_alike(folder, shards, but=EXPERT)  # each whole expert must lie in one shard only
-    experts = [name for shard in shards for name in shard if EXPERT.search(name)]
+    opened = {numbers[number]: open_shard(folder / numbers[number], "model") for number in sorted(numbers)}
+    shards = {file: {name.removeprefix("llma."): one for name, one in shard.items()} for file, shard in opened.items()}
+    require_alike(shards, but=EXPERT)  # each whole expert must lie in one shard only
+    experts = [name for shard in shards.values() for name in shard if EXPERT.search(name)]
     if len(set(experts)) != len(experts):
         raise MalformedInput(
             f"two shards of `{folder.name}` contain the same expert",
             hint="a shard was copied twice; copy the folder again",
         )
-    return shards
+    return [*shards.values()]
 
 
 def _numbers(folder: Path, own: Sequence[str], kind: re.Pattern[str], names: Sequence[str]) -> dict[int, str]:

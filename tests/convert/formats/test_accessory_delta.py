@@ -116,7 +116,7 @@ def mix(folder: Path) -> None:
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a missing shard": (lambda folder: shard(folder, 0).unlink(), "should have 2 shards, but number 0 is missing"),
-    "another split": (add_to_one, "differ in 1 tensors"),
+    "another split": (add_to_one, "differs from the first shard in 1 tensors"),
     "shards of a model": (mix, "mixes shards"),
     "another size": (
         add_to_all("norm.weight", torch.ones(1)),

@@ -192,7 +192,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a vector for a matrix": (flatten, "shape mismatch"),
     "no plugin": (name_no_plugin, "unknown plugin"),
     "a truncated shard": (truncate, "truncated or damaged"),
-    "a shard of another split": (reshape, r"differ in 1 tensors: `output\.weight`"),
+    "a shard of another split": (reshape, r"differs from the first shard in 1 tensors: `output\.weight`"),
     "half a LoRA": (halve_lora, r"shape mismatch for the LoRA of `layers\.0\.attention\.wq\.weight` in `x`"),
     "a bias of one layer alone": (lose_bias, r"only in some of its 2 layers: `layers\.\{\}\.attention\.wq\.bias`"),
     "an unknown tensor": (add_unknown, r"no rule places; unexpected keys: `layers\.0\.router\.weight`"),
