@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -48,13 +47,17 @@ def shown_rows(found: Inspection) -> list[tuple[str, str]]:
     names = found.config.get("architectures")
     architecture = ", ".join(map(str, names)) if isinstance(names, list) else ""
     kind = found.kind or str(found.config.get("model_type") or "unknown")
-    model = [("model type", kind), ("architecture", architecture or "unknown")]
+    what = [("model type", kind), ("architecture", architecture or "unknown")]
+    if found.adapter:  # the fields in its config; missing fields are not shown
+        titles = {"peft_type": "kind", "base": "base model", "r": "rank (r)", "modules_to_save": "saved modules"}
+        fields = {n: ", ".join(map(str, one)) if isinstance(one, list) else one for n, one in found.adapter.items()}
+        what = [(titles.get(name, name), str(value)) for name, value in fields.items() if value not in (None, "")]
     rows = [
         ("path", str(found.path)),
         ("format", found.format),
         *([("version", found.version)] if found.version else []),
         *([("shards", f"{found.shards:,}")] if found.shards > 1 else []),
-        *(_adapter_rows(found.adapter) if found.adapter else model),
+        *what,
         *([("quantization", found.codes.line if found.codes else found.quantization)] if found.quantization else []),
         *(("graph", graph.line) for graph in found.graphs),
         *([("layouts", ", ".join(found.layouts))] if found.layouts else []),
@@ -69,10 +72,3 @@ def shown_rows(found: Inspection) -> list[tuple[str, str]]:
     rows += [("custom code", f"{', '.join(found.code)} (not executed)")] if found.code else []
     rows += [("dropped", what) for what in found.dropped]
     return rows + [("warning", warning) for warning in found.warnings]
-
-
-def _adapter_rows(adapter: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The fields in the config of an adapter; missing fields are not shown."""
-    titles = {"peft_type": "kind", "base": "base model", "r": "rank (r)", "modules_to_save": "saved modules"}
-    shown = {name: ", ".join(map(str, value)) if isinstance(value, list) else value for name, value in adapter.items()}
-    return [(titles.get(name, name), str(value)) for name, value in shown.items() if value not in (None, "")]

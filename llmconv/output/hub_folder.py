@@ -371,17 +371,15 @@ def _made(manifest: Manifest) -> str:
     """The steps that made the model, in order."""
     lines = []
     for number, done in enumerate(manifest.steps, 1):
-        given = ", ".join(f"{_code(name)} {_code(_short(value))}" for name, value in _options(done).items())
+        given = []
+        for name, value in _options(done).items():  # of inputs only the names
+            values = value if isinstance(value, list) else [value]
+            texts = [str(one["name"] if isinstance(one, dict) and "name" in one else one) for one in values]
+            given.append(f"{_code(name)} {_code(', '.join(texts))}")
         line = f"{number}. {_code('llmconv ' + str(done.get('command')))} of {_code(done.get('source'))}"
-        lines.append(line + (f": {given}" if given else "") + f" (llmconv {_code(done.get('llmconv'))})")
+        lines.append(line + (f": {', '.join(given)}" if given else "") + f" (llmconv {_code(done.get('llmconv'))})")
     steps = "\n".join(lines)
     return f"## How it was made\n\n{steps}\n\nSizes and sha256 of all files are in `llmconv.json`.\n"
-
-
-def _short(value: object) -> str:
-    """An option's value: of inputs only the names."""
-    values = value if isinstance(value, list) else [value]
-    return ", ".join(str(one["name"] if isinstance(one, dict) and "name" in one else one) for one in values)
 
 
 def _code(value: object) -> str:

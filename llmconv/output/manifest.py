@@ -96,8 +96,11 @@ def _checked(content: dict[str, Any]) -> Manifest:
             _refuse(f"`files` names {name[:80]!r}, which is not a file of the folder")
         if not all(isinstance(entry.get(field, empty), kind) for field, kind, empty in FIELDS):
             _refuse(f"the entry of `{name[:80]}` has a field of the wrong type")
-    if not all(_names_files(entry) for entry in graphs.values()):
-        _refuse("`graphs` does not name plain files")
+    for entry in graphs.values():  # with files of its own, of its stages, of a prefix
+        stages = entry.get("stages", [entry])
+        parts = [*(stages if isinstance(stages, list) else [None]), entry.get("prefix", {})]
+        if not all(isinstance(part, dict) and _is_plain(part.get("file", "x")) for part in parts):
+            _refuse("`graphs` does not name plain files")
     return Manifest(steps, files, graphs, verified=content.get(VERIFIED))
 
 
@@ -107,13 +110,6 @@ FIELDS: tuple[tuple[str, type, Any], ...] = (
     ("link", str, ""),
     ("clone_of", str, ""),
 )
-
-
-def _names_files(entry: dict[str, Any]) -> bool:
-    """Whether all files in a graph's entry (its own, of its stages, of a prefix) are plain names."""
-    stages = entry.get("stages", [entry])
-    parts = [*(stages if isinstance(stages, list) else [None]), entry.get("prefix", {})]
-    return all(isinstance(part, dict) and _is_plain(part.get("file", "x")) for part in parts)
 
 
 def _is_plain(name: Any, may_nest: bool = False) -> bool:

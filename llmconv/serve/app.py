@@ -379,7 +379,13 @@ class ResponseBuilder:
 
     def whole(self) -> dict[str, Any]:
         """The complete response, for a request without `stream`."""
-        return {**self._head, "choices": [*map(self._choice, range(len(self.choices)))], "usage": self.usage()}
+        choices: list[dict[str, Any]] = []
+        for index in range(len(self.choices)):
+            text = "".join(self.texts.get(index, []))
+            content = {"message": {"role": "assistant", "content": text}} if self.request.is_chat else {"text": text}
+            finish = self.finishes.get(index, "stop")
+            choices.append({"index": index, **content, "logprobs": None, "finish_reason": finish})
+        return {**self._head, "choices": choices, "usage": self.usage()}
 
     def chunks(self, delta: ChoiceDelta) -> Iterator[bytes]:
         """The events of one step: the role before the first text, the text, and the finish reason."""
@@ -408,11 +414,6 @@ class ResponseBuilder:
             "total_tokens": count + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
-
-    def _choice(self, index: int) -> dict[str, Any]:
-        text = "".join(self.texts.get(index, []))
-        content = {"message": {"role": "assistant", "content": text}} if self.request.is_chat else {"text": text}
-        return {"index": index, **content, "logprobs": None, "finish_reason": self.finishes.get(index, "stop")}
 
     def _chunk(self, index: int, delta: dict[str, str], finish: str | None) -> bytes:
         content = {"delta": delta} if self.request.is_chat else {"text": delta.get("content", "")}

@@ -26,8 +26,8 @@ import numpy as np
 
 from llmconv.checkpoint import read_json
 from llmconv.convert.algebra import slice_rows
+from llmconv.convert.tokenizers import BYTES, VARINT, Field, Protobuf
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
-from llmconv.files.protobuf import BYTES, VARINT, Field, Protobuf
 from llmconv.files.safetensors_file import NAME_LIMIT, RANK_LIMIT, FileTensor
 from llmconv.files.source_file import fill, open_data, open_source
 from llmconv.quantized_weights.packed_weight import as_bytes

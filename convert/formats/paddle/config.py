@@ -12,7 +12,6 @@ from typing import Any
 
 from llmconv.checkpoint import read_json
 from llmconv.convert.fields import Fields
-from llmconv.convert.models.config_file import json_object
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.output.plan import json_bytes
 
@@ -299,10 +298,3 @@ def read_generation_config(folder: Path) -> dict[str, bytes]:
     kept = {name: stored[name] for name in SHARED_FIELDS if stored.get(name) is not None}
     kept |= {"do_sample": True} if stored.get(STRATEGY) == SAMPLING else {}
     return {FILE: json_bytes(kept)} if kept else {}
-
-
-def paddle_generation_config(content: bytes) -> bytes:
-    """PaddleNLP's `generation_config.json` from transformers'; without fields if that is not a JSON object."""
-    fields = json_object(content)
-    kept = {name: fields[name] for name in SHARED_FIELDS if fields.get(name) is not None}
-    return json_bytes(kept | {STRATEGY: SAMPLING if fields.get("do_sample") else GREEDY})

@@ -70,7 +70,10 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
     parallel = {"tensor_parallel_degree": shards} if shards > 1 else {}
     small = {**checkpoint.side_files, "config.json": json_bytes({**config, **parallel})}
     if configs.FILE in small:
-        small[configs.FILE] = configs.paddle_generation_config(small[configs.FILE])
+        fields = json_object(small[configs.FILE])
+        kept = {name: fields[name] for name in configs.SHARED_FIELDS if fields.get(name) is not None}
+        strategy = configs.SAMPLING if fields.get("do_sample") else configs.GREEDY
+        small[configs.FILE] = json_bytes({**kept, configs.STRATEGY: strategy})
     if MODEL in small:  # PaddleNLP has another name for a sentencepiece model
         small[SENTENCEPIECE[0]] = small[MODEL]
     window, warnings = config.get("sliding_window"), tuple[str, ...]()
