@@ -30,7 +30,7 @@ FAMILIES += ("olmo2", "opt")
 FORMS: dict[str, dict[str, Any]] = {
     "float32": {"precision": "float32"},
     "float16": {"precision": "float16"},
-    "int4": {"quantization": "int4", "precision": "float16"},
+    "int4": {"quant": "int4", "precision": "float16"},
 }
 SCENARIOS = ("one-token prompt", "second turn", "left padding", "pasts of 30 to 1,022 tokens")
 
