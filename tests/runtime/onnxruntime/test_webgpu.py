@@ -25,7 +25,18 @@ pytestmark = [
     ),
 ]
 
-FAMILIES = ("llama", "qwen3", "gemma3_text", "mixtral", "gpt2", "bloom", "phi3", "qwen3_5_text", "mamba2", "gpt_neox")
+FAMILIES: tuple[str, ...] = (
+    "llama",
+    "qwen3",
+    "gemma3_text",
+    "mixtral",
+    "gpt2",
+    "bloom",
+    "phi3",
+    "qwen3_5_text",
+    "mamba2",
+    "gpt_neox",
+)
 FAMILIES += ("olmo2", "opt")
 FORMS: dict[str, dict[str, Any]] = {
     "float32": {"precision": "float32"},

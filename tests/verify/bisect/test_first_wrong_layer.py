@@ -83,11 +83,10 @@ def test_the_layer_that_was_changed_is_named(
     eager: Callable[[str], Eager],
     tmp_path: Path,
 ) -> None:
-    pairs = [{"family": name, "mutant": mutant} for name in CONFIGS for mutant in MUTANTS if name in mutant.families]
+    pairs = [(name, mutant) for name in CONFIGS for mutant in MUTANTS if name in mutant.families]
+    chosen = [pairs[at] for at in each_value([{"family": name, "mutant": mutant} for name, mutant in pairs])]
     wrong: list[str] = []
-    chosen = [pairs[at] for at in each_value(pairs)]
-    for number, pair in enumerate(chosen):
-        model_type, mutant = pair["family"], pair["mutant"]
+    for number, (model_type, mutant) in enumerate(chosen):
         folder = broken(model_type, mutant).rename(tmp_path / str(number))
         report = verify(folder, reference=exported(model_type), eager=eager(model_type), bisect=True)
         first = localize(report.checks)
