@@ -12,7 +12,7 @@ import onnx
 from llmconv.causal_lm import require_causal_folder
 from llmconv.output.manifest import GraphEntry, graph_entries, single_pass_entries
 from llmconv.runtime.onnxruntime.graph import VISION, has_vision
-from llmconv.runtime.onnxruntime.guard import load_guarded, refill
+from llmconv.runtime.onnxruntime.guard import is_external, load_guarded, refill, rename
 from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
 from llmconv.verify.arguments import recorded_reference, require_weights
 from llmconv.verify.bisect.replay import VerifiedFolder
@@ -102,13 +102,29 @@ def joined_stages(parts: Sequence[onnx.ModelProto]) -> onnx.ModelProto:
     """Nodes and tensors of all parts, with the inputs and outputs that are not passed between parts."""
     whole = onnx.ModelProto()
     whole.CopyFrom(parts[0])
-    for part in parts[1:]:
-        whole.graph.node.extend(part.graph.node)
-        whole.graph.initializer.extend(part.graph.initializer)
-        whole.graph.input.extend(part.graph.input)
-        whole.graph.output.extend(part.graph.output)
+    for number, part in enumerate(parts[1:], start=2):
+        graph = _distinct(part.graph, whole.graph, f":{number}")
+        whole.graph.node.extend(graph.node)
+        whole.graph.initializer.extend(graph.initializer)
+        whole.graph.input.extend(graph.input)
+        whole.graph.output.extend(graph.output)
     taken = {port.name for part in parts for port in part.graph.input}
     made = {port.name for part in parts for port in part.graph.output}
     for ports, handed_on in ((whole.graph.input, made), (whole.graph.output, taken)):
         refill(ports, {port.name: port for port in ports if port.name not in handed_on}.values())
     return whole
+
+
+def _distinct(part: onnx.GraphProto, before: onnx.GraphProto, mark: str) -> onnx.GraphProto:
+    """A copy of a part without tensors of those before, and `mark` after the other names that are taken there."""
+    graph = onnx.GraphProto()
+    graph.CopyFrom(part)
+    stored, named = {tensor.name: tensor for tensor in before.initializer}, {node.name for node in before.node}
+    refill(graph.initializer, [tensor for tensor in graph.initializer if stored.get(tensor.name) != tensor])
+    made = {name for node in graph.node for name in node.output}
+    made |= {tensor.name for tensor in graph.initializer if not is_external(tensor)}
+    taken = {*stored, *(name for node in before.node for name in node.output)} - {""}
+    rename(graph, {name: f"{name}{mark}" for name in (made & taken) - {port.name for port in graph.output}})
+    for node in graph.node:
+        node.name += mark if node.name in named else ""
+    return graph

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -17,7 +17,7 @@ import onnx_ir as ir
 from llmconv.errors import UsageProblem
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights import WeightSource, leaves
-from llmconv.runtime.onnxruntime.guard import refill, values_read_by
+from llmconv.runtime.onnxruntime.guard import refill, rename, values_read_by
 
 CACHE_LAYER = re.compile(r"(?:past|present|prefix)\w*\.(\d+)\.")
 
@@ -77,7 +77,7 @@ class _Splitter:
         graph.input.extend(self._types[name] for name in self._carried if name in read and name not in made)
         graph.output.extend(port for port in self._model.graph.output if self._made[port.name] == index)
         graph.output.extend(self._types[name] for name in self._carried if self._made[name] == index)
-        _rename(graph, self._carried)
+        rename(graph, self._carried)
         return part
 
     def _assign(self) -> None:
@@ -193,21 +193,6 @@ def _described(name: str, found: onnx.ValueInfoProto | None) -> onnx.ValueInfoPr
     if len(axes) == 3 and axes[2]:
         return onnx.helper.make_tensor_value_info(name, kind, ["batch_size", "sequence_length", axes[2]])
     return onnx.helper.make_tensor_value_info(name, kind, axes)
-
-
-def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    def rename(repeated: Iterable[onnx.NodeProto]) -> None:
-        for node in repeated:
-            for ends in (node.input, node.output):
-                for index, name in enumerate(ends):
-                    ends[index] = names.get(name, name)
-            for attribute in node.attribute:
-                for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-                    rename(inner.node)
-
-    rename(graph.node)
-    for port in [*graph.input, *graph.output]:
-        port.name = names.get(port.name, port.name)
 
 
 def stage_parts(

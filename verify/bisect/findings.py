@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import torch
@@ -283,21 +284,14 @@ def rotary_table(suspect: Suspect) -> Finding | None:
 
 
 def _table_text(found: Array, wanted: Array) -> str:
-    for name, dtype in (("float16", np.float16), ("bfloat16", None)):
-        if np.array_equal(found, _through(wanted, dtype)):
+    for name, dtype in (("float16", np.float16), ("bfloat16", ml_dtypes.bfloat16)):
+        if np.array_equal(found, wanted.astype(np.float32).astype(dtype).astype(np.float64)):
             return f"rotary frequencies rounded to {name} in the graph"
     bases = [_base(table) for table in (found, wanted)]
     if bases[0] and bases[1]:
         return f"rotary base {bases[0]:.6g} in the graph, {bases[1]:.6g} in the model"
     at = int(np.argmax(np.abs(found / wanted - 1)))
     return f"rotary frequency {at} is {found[at]:.6g} in the graph, {wanted[at]:.6g} in the model"
-
-
-def _through(table: Array, dtype: Any) -> Array:
-    narrow = table.astype(np.float32)
-    if dtype is not None:
-        return narrow.astype(dtype).astype(np.float64)
-    return (narrow.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
 
 
 def _base(table: Array) -> float | None:

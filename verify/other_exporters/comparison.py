@@ -14,15 +14,15 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 from onnx import numpy_helper
 
 from llmconv.errors import UsageProblem
+from llmconv.runtime.extra_inputs import ModelCall
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.runner import PlacedEmbeddings, Runner, Step, refuse_placed
+from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step, refuse_placed
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.audit.weights import initializer_values
 from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, check_scenario, steps_of
@@ -226,17 +226,19 @@ def _last_tokens(truth: ExpectedOutput, count: int) -> ExpectedOutput:
 
 
 class ExternalRunner(Runner):
-    """A prefill and a decode graph; one graph may serve as both. Arguments are those of `Runner`."""
+    """A prefill and a decode graph; one graph may serve as both."""
 
     def __init__(self, prefill: ExternalGraph, decode: ExternalGraph) -> None:
         self._prefill, self._decode = prefill, decode
 
-    def prefill(self, *given: Any, placed: PlacedEmbeddings | None = None, **options: Any) -> Step:
+    def _run_prompt(
+        self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
+    ) -> Step:
         refuse_placed(placed)
-        return self._prefill.run(*given, **options)
+        return self._prefill.run(call, past, extras)
 
-    def decode(self, *given: Any, **options: Any) -> Step:
-        return self._decode.run(*given, **options)
+    def _run_step(self, call: ModelCall, past: Cache | None, extras: Extras | None) -> Step:
+        return self._decode.run(call, past, extras)
 
 
 DETAIL = "positions count padding, as the graph has no input for them"

@@ -15,7 +15,7 @@ import onnx
 import onnxruntime as ort
 
 from llmconv.errors import InputRefused, LlmconvError, UsageProblem
-from llmconv.runtime.extra_inputs import ExtraValues, cache_order
+from llmconv.runtime.extra_inputs import ExtraValues, ModelCall, cache_order
 from llmconv.runtime.onnxruntime.graph import SessionChain, refusing
 from llmconv.runtime.onnxruntime.guard import attributes, load_guarded, nodes
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
@@ -80,15 +80,8 @@ class ExternalGraph:
     def keeps_cache(self) -> bool:
         return bool(self.binding.past)
 
-    def run(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None = None,
-        extras: Extras | None = None,
-    ) -> Step:
-        """Continues `past` by `input_ids`; arguments as in `Runner.prefill`.
+    def run(self, call: ModelCall, past: Cache | None, extras: Extras | None) -> Step:
+        """Continues `past` by a call.
 
         Raises UsageProblem: values of extra inputs are given; InputRefused: the past belongs to another kind of runner;
         MalformedInput: onnxruntime cannot run the graph on them.
@@ -99,18 +92,18 @@ class ExternalGraph:
             raise InputRefused(
                 f"`{self.name}` cannot continue the cache of another runner", hint="start without a past"
             )
-        batch, new = input_ids.shape
-        before = past or ExternalCache({}, {}, input_ids[:, :0], position_ids[:, :0])
-        ids = np.concatenate([before.input_ids, input_ids], axis=1)
-        positions = np.concatenate([before.position_ids, position_ids], axis=1)
+        (batch, new), mask = call.input_ids.shape, call.attention_mask
+        before = past or ExternalCache({}, {}, call.input_ids[:, :0], call.position_ids[:, :0])
+        ids = np.concatenate([before.input_ids, call.input_ids], axis=1)
+        positions = np.concatenate([before.position_ids, call.position_ids], axis=1)
         if not self.keeps_cache:
-            logits, given = self._call(ids, attention_mask, positions, {})
+            logits, given = self._call(ids, mask, positions, {})
             return Step(logits[:, -new:], ExternalCache(given, given, ids, positions))
         width, given = self.limits.width(batch, before.length, new), dict(before.given)
         pieces = []
         for start in range(before.length, before.length + new, width):
             end = min(start + width, before.length + new)
-            logits, given = self._call(ids[:, start:end], attention_mask[:, :end], positions[:, start:end], given)
+            logits, given = self._call(ids[:, start:end], mask[:, :end], positions[:, start:end], given)
             pieces.append(logits)
         rings, length = self.limits.rings, ids.shape[1]
         kept = {name: unroll_ring(array, length) if name in rings else array for name, array in given.items()}

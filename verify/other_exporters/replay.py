@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import onnx
 
 from llmconv.runtime.extra_inputs import past_of
-from llmconv.runtime.onnxruntime.guard import graphs, load_guarded
+from llmconv.runtime.onnxruntime.guard import load_guarded, rename
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.runner import Cache
 from llmconv.tensors import Array, LazyTensor
@@ -120,11 +120,7 @@ def free_names(model: onnx.ModelProto, names: Mapping[str, str]) -> dict[str, st
 
 def renamed(model: onnx.ModelProto, names: Mapping[str, str], binding: Binding) -> onnx.ModelProto:
     """The graph with new value names by the old ones, and llmconv's order of axes in its cache outputs, in place."""
-    for graph in graphs(model.graph):
-        for named in (*graph.initializer, *graph.input, *graph.output, *graph.value_info):
-            named.name = names.get(named.name, named.name)
-        for side in (side for node in graph.node for side in (node.input, node.output)):
-            side[:] = [names.get(name, name) for name in side]
+    rename(model.graph, names)
     order = binding.port_map.axes
     for name, port in binding.present.items() if order != AXES else ():
         perm = [order.index(axis) for axis in AXES]

@@ -179,6 +179,15 @@ def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
                 yield from graphs(inner)
 
 
+def rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    """Gives values new names by the old ones, in place, also in subgraphs."""
+    for one in graphs(graph):
+        for named in (*one.initializer, *one.input, *one.output, *one.value_info):
+            named.name = names.get(named.name, named.name)
+        for side in (side for node in one.node for side in (node.input, node.output)):
+            side[:] = [names.get(name, name) for name in side]
+
+
 def _nodes_of(nodes: Iterable[onnx.NodeProto], depth: int) -> Iterator[onnx.NodeProto]:
     if depth == 0:
         raise MalformedInput("subgraphs are nested too deeply", hint="export the graph again")
