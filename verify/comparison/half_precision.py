@@ -222,18 +222,15 @@ class KnownConstants:
 
 def _known_numbers(config: Mapping[str, Any]) -> list[float]:
     numbers = [value for value in _numbers(config) if 0 < abs(value) < 1e9]
-    per_head = _head_size(config)
+    width = config.get("hidden_size") or config.get("n_embd")
+    heads = config.get("num_attention_heads") or config.get("n_head")
+    if isinstance(width, int) and isinstance(heads, int) and heads and width:
+        numbers.append(width / heads)
     found = list(OF_FORMULAS)
-    for value in [*numbers, *([per_head] if per_head else [])]:
+    for value in numbers:
         size = abs(value)
         found += [value, -value, 1 / value, sqrt(size), 1 / sqrt(size), size**0.25, size**-0.25]
     return found
-
-
-def _head_size(config: Mapping[str, Any]) -> float | None:
-    width = config.get("hidden_size") or config.get("n_embd")
-    heads = config.get("num_attention_heads") or config.get("n_head")
-    return width / heads if isinstance(width, int) and isinstance(heads, int) and heads else None
 
 
 def _numbers(value: Any) -> Iterator[float]:

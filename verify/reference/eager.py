@@ -419,17 +419,14 @@ def check_own_cache(eager: Eager, graphs: list[str]) -> list[Check]:
     steps = run_chain(exact, pieces)
     computed = any(callable(extra.default) for extra in facts.extra_inputs.values())
     found = np.concatenate([step.logits for step in (steps[-1:] if computed else steps)], axis=1)
-    error = _relative(found, expected[:, -found.shape[1] :])
+    expected = expected[:, -found.shape[1] :]
+    size = np.sqrt(np.mean(np.square(expected))) or 1.0
+    error = float(np.sqrt(np.mean(np.square(found - expected))) / size)
     detail = (
         f"the model's logits after a cache differ by {error:.2g} of their size from those without: tokens attend to "
         "later ones, as those of an encoder do, or its cache is wrong"
     )
     return [Check(NAME, name, "", verdict="fail", detail=detail) for name in graphs] if not error <= LIMIT else []
-
-
-def _relative(found: Array, expected: Array) -> float:
-    size = np.sqrt(np.mean(np.square(expected))) or 1.0
-    return float(np.sqrt(np.mean(np.square(found - expected))) / size)
 
 
 KeyValues = list[tuple[Array, Array]]  # key and value of each layer, `[1, kv_heads, P, head_dim]`

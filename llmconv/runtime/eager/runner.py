@@ -251,16 +251,13 @@ class EagerRunner(Runner):
         """Number of columns of the embedding table; None if the model takes tokens only."""
         return int(self.model.get_input_embeddings().weight.shape[1]) if self._takes_embeddings else None
 
-    def _require_tokens(self, input_ids: Array) -> None:
-        if input_ids.size and int(input_ids.max()) >= self.vocab_size:
-            problem = f"token {input_ids.max()} is not in the vocabulary of {self.vocab_size} tokens"
-            raise UsageProblem(problem, hint="the prompt was encoded by the tokenizer of another model")
-
     def _run_prompt(
         self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
     ) -> Step:
         """Raises UnsupportedInput for a hook of another shape or dtype, UsageProblem for a wrong token or value."""
-        self._require_tokens(call.input_ids)
+        if call.input_ids.size and (largest := int(call.input_ids.max())) >= self.vocab_size:
+            problem = f"token {largest} is not in the vocabulary of {self.vocab_size} tokens"
+            raise UsageProblem(problem, hint="the prompt was encoded by the tokenizer of another model")
         new_tokens, values = call.input_ids.shape[1], ExtraValues(self._extra_inputs, extras or {}).of(call)
         whole, all_values = call, values
         if isinstance(past, EagerCache):

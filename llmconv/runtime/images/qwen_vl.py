@@ -163,7 +163,8 @@ def positions_on_axes(where: Array, grids: Sequence[Grid]) -> Array:
     on from the larger of its numbers of rows and columns. Source: `get_rope_index` in transformers. Raises InputRefused
     unless the placeholders are one run for each image, with a token of text between two runs.
     """
-    starts, stops = _runs(where)
+    edges = np.diff(np.concatenate([[0], where.astype(np.int8), [0]]))
+    starts, stops = ([int(at) for at in np.flatnonzero(edges == step)] for step in (1, -1))
     if [stop - start for start, stop in zip(starts, stops, strict=True)] != [rows * columns for rows, columns in grids]:
         problem = "the placeholders of images in the prompt are not one run for each image"
         raise InputRefused(problem, hint="write a token between two images, as the model's chat template does")
@@ -173,12 +174,6 @@ def positions_on_axes(where: Array, grids: Sequence[Grid]) -> Array:
         parts += [_counted(at, text), at + text + np.stack(list(_of_features(grid)))]
         at, done = at + text + max(grid), stop
     return np.concatenate([*parts, _counted(at, len(where) - done)], axis=1)
-
-
-def _runs(where: Array) -> tuple[list[int], list[int]]:
-    """Where runs of True begin and end."""
-    edges = np.diff(np.concatenate([[0], where.astype(np.int8), [0]]))
-    return [int(at) for at in np.flatnonzero(edges == 1)], [int(at) for at in np.flatnonzero(edges == -1)]
 
 
 def _counted(start: int, count: int) -> Array:

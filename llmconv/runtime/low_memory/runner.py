@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -209,7 +209,10 @@ class StreamedRunner(EmptyRunner):
         if not self._layers:
             raise UnsupportedInput(f"`{folder.name}` has no `ModuleList` of layers to stream", hint=LOW_MEMORY_HINT)
         self._matrices, self._lazy = self._large_matrices(resident)
-        self._keep_other_weights(every)
+        # the weights outside all layers, those that are skipped included
+        streamed = {name for layer in every for name in self._weights.names(layer)}
+        absent = {name: one for name, one in self.model.state_dict(keep_vars=True).items() if one.is_meta}
+        self._weights.keep(name for name in absent if name not in streamed and id(absent[name]) not in self._lazy)
         for name, layer in self._layers.items():
             layer.forward = partial(self._forward_layer, name, layer.forward)
         self._scheduler: PassScheduler[Step] = PassScheduler(self._serve, self._leave)
@@ -229,14 +232,6 @@ class StreamedRunner(EmptyRunner):
         found = {key: self._weights.stored_parameter(weight) for key, weight in large.items()}
         lazy = {key: stored for key, stored in found.items() if stored}
         return {key: large[key] for key in lazy}, lazy
-
-    def _keep_other_weights(self, layers: Iterable[str]) -> None:
-        """Loads the weights outside all layers, those that are skipped included."""
-        streamed = {name for layer in layers for name in self._weights.names(layer)}
-        tensors = self.model.state_dict(keep_vars=True).items()
-        self._weights.keep(
-            name for name, t in tensors if t.is_meta and name not in streamed and id(t) not in self._lazy
-        )
 
     def _run_prompt(
         self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None

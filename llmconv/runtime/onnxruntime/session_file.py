@@ -340,16 +340,11 @@ def _check_session(options: Any) -> None:
     providers = options.get("provider_options", [])
     if not isinstance(providers, list) or not all(isinstance(provider, dict) for provider in providers):
         _refuse("`provider_options` is not a list of objects")
-    for provider in providers:
-        for provider_options in provider.values():
-            _check_provider(provider_options)
-
-
-def _check_provider(options: Any) -> None:
-    if not isinstance(options, Mapping):
-        _refuse("provider options are not an object")
-    if name := leads_to_files(options):
-        _refuse(f"unsupported provider option `{name[:80]}`")
+    for given in (given for provider in providers for given in provider.values()):
+        if not isinstance(given, Mapping):
+            _refuse("provider options are not an object")
+        if name := leads_to_files(given):
+            _refuse(f"unsupported provider option `{name[:80]}`")
 
 
 def leads_to_files(options: Mapping[str, Any]) -> str:

@@ -241,9 +241,14 @@ class BufferedSession:
 
     def _buffers(self, past: Cache | None, rows: int, needed: int) -> CacheBuffers:
         """The buffers of the past if they end with it and have room; else larger ones with a copy of it."""
-        if isinstance(past, BufferCache) and past.rows == rows and self._can_extend(past, needed):
-            return past.buffers
-        capacity = self.sizes.capacity or self._new_capacity(past, needed)
+        least = needed + 1
+        if isinstance(past, BufferCache):
+            held, capacity = past.buffers, past.buffers.capacity
+            fits = needed <= capacity and self.sizes.capacity in (None, capacity)
+            if past.rows == rows and past.length == held.filled and fits:
+                return held
+            least = max(least, 2 * capacity)
+        capacity = self.sizes.capacity or -(-least // ROUNDING) * ROUNDING
         content = list(past.arrays().values()) if past else []
         arrays = []
         for index, name in enumerate(self._past):
@@ -257,14 +262,6 @@ class BufferedSession:
                 array[rows:] = array[:1]
             arrays.append(array)
         return CacheBuffers(arrays, past.length if past else 0, self._device)
-
-    def _can_extend(self, past: BufferCache, needed: int) -> bool:
-        is_end, capacity = past.length == past.buffers.filled, past.buffers.capacity
-        return is_end and needed <= capacity and self.sizes.capacity in (None, capacity)
-
-    def _new_capacity(self, past: Cache | None, needed: int) -> int:
-        least = 2 * past.buffers.capacity if isinstance(past, BufferCache) else 0
-        return -(-max(needed + 1, least) // ROUNDING) * ROUNDING
 
     def _run(
         self,
