@@ -24,8 +24,21 @@ from llmconv.export.clients.image_parts import CONFIG, PREPROCESSOR, PROCESSOR, 
 from llmconv.files.safe_folder import Link
 from llmconv.output.manifest import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.output.plan import json_bytes
+from llmconv.progress import warn
 
 IMAGE_MODELS = frozenset({"llava"})  # types that the client has a class for, among those whose vision tower is exported
+TEXT_MODELS = frozenset(
+    """
+    afmoe apertus arcee bloom codegen cohere cohere2 deepseek_v3 deepseek_v4 ernie4_5 exaone falcon falcon_h1 gemma
+    gemma2 gemma3 gemma3_text gemma3n gemma4 glm glm_moe_dsa gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite
+    granitemoehybrid helium hrm_text hunyuan_v1_dense jais lfm2 lfm2_moe llama llama4_text mbart ministral
+    ministral3 mistral mistral4 mobilellm modernbert-decoder mpt nanochat nemotron_h olmo olmo2 olmo3 olmo_hybrid
+    openelm opt phi phi3 phi3_v qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_5_text qwen3_moe
+    qwen3_next qwen3_vl qwen3_vl_moe smollm3 solar_open stablelm starcoder2 trocr vaultgemma youtu zaya
+    """.split()  # noqa: SIM905 - seventy lines otherwise
+)
+"""Types that the client's `AutoModelForCausalLM` knows (`src/models/registry.js`, 4.3.1); it refuses others."""
+
 PARTS = {VISION_ROLE: "vision_encoder", EMBEDDINGS_ROLE: "embed_tokens", "unified": "decoder_model_merged"}
 """The client's name of each graph, by role."""
 
@@ -164,6 +177,8 @@ def check(model: ClientModel) -> None:
         raise UnsupportedInput(
             f"transformers.js does not run {model.precision} graphs", hint="give `--precision float16 -o OUT`"
         )
+    if not model.images and (kind := model.config.model_type) not in TEXT_MODELS:
+        warn(f"transformers.js 4.3 has no class for `{kind}`: `AutoModelForCausalLM` refuses the folder")
 
 
 def data_names(count: int, graph: str = "model.onnx") -> Sequence[str]:

@@ -25,6 +25,7 @@ from llmconv.export.input_map import InputMap, Port
 from llmconv.export.tracing.fake_model import load_config
 from llmconv.files.safe_folder import Link
 from llmconv.output.manifest import read_manifest
+from llmconv.progress import warnings_to
 from llmconv.verify import verify
 from tests.conftest import CONFIGS, save_tiny
 from tests.export.conftest import eager_logits, run_graph, tokens
@@ -203,6 +204,14 @@ def test_genai_refuses_a_model_with_several_head_sizes() -> None:
 
     with pytest.raises(UnsupportedInput, match="only one number of heads and one head size"):
         genai_client.check(ClientModel(model_of("llama").config, Uneven()))
+
+
+@pytest.mark.parametrize(("model_type", "warns"), [("mixtral", True), ("llama", False), ("gemma3_text", False)])
+def test_a_type_that_transformersjs_has_no_class_for_is_warned_of(model_type: str, warns: bool) -> None:
+    told: list[str] = []
+    with warnings_to(told.append):
+        transformersjs.check(ClientModel(load_config({"model_type": model_type}), find_input_map(model_type)))
+    assert bool(told) == warns and all("`AutoModelForCausalLM` refuses" in line for line in told)
 
 
 @pytest.mark.slow
