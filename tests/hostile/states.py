@@ -131,7 +131,7 @@ CASES: dict[str, Case] = {
     "index: 100,000 deep": index("[" * 100_000, "not valid JSON"),
     "index: no text at all": index('{"weight_map": "\x00"}', "not valid JSON"),
     "index: a tensor that is not there": index({"x": FIRST}, "differ in"),
-    "index: 20,000 shards": index({f"x{n}": f"{n}.bin" for n in range(20_000)}, "is missing"),
+    "index: 20,000 shards": index({f"x{n}": f"{n}.bin" for n in range(20_000)}, "are missing"),
     "index: 8 GB": shard(lambda path: os.truncate(path.touch() or path, 8 << 30), "too large", INDEX),  # type: ignore[func-returns-value]
     "index: a pipe": shard(lambda path: os.mkfifo(path), "not a regular file", INDEX),
     "index: two": shard(lambda path: path.write_text("{}"), "indices", "\x1b[2J.bin.index.json"),
