@@ -174,7 +174,7 @@ CASES: dict[str, Case] = {
         "layer|no part of", changed(f"model.layers.{'9' * 5000}.mlp.up_proj.weight", torch.zeros(2))
     ),
     "state: 15,000 layers of one tensor": state(
-        "lacks",
+        "impossible number",
         lambda own: own.update({f"model.layers.{n}.t{n}": torch.zeros(1) for n in range(1, 15_000)}),
         {"num_hidden_layers": 15_000},
     ),
