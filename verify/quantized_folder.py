@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import onnx
 from llmconv.causal_lm import context_length
 from llmconv.checkpoint import read_json
 from llmconv.errors import UnsupportedInput
-from llmconv.files.safetensors_file import read_header
+from llmconv.files.safetensors_file import FileTensor, read_header
 from llmconv.output.manifest import MANIFEST, GraphEntry, PrefixEntry, read_manifest
 from llmconv.quantized_weights.quantized_checkpoint import FIELD
 from llmconv.runtime.eager.runner import EagerRunner
@@ -245,17 +246,33 @@ def misplaced_codes(graph: str, model: onnx.ModelProto, folder: Path) -> list[Ch
         fields = external_fields(tensor)
         known, parts = files.get(fields.get("location", "")), name_in_file(tensor.name).split(JOINED)
         if known is None:
-            if any(parts[0] in found for found in files.values()):
+            if any(PART.sub("", parts[0]) in found for found in files.values()):
                 wrong.append(f"`{tensor.name[:200]}` does not map the file that has its name")
             continue
         first, at = int(fields.get("offset", 0)), int(fields.get("offset", 0))
-        for part in parts:
-            at = at + known[part].nbytes if part in known and known[part].offset == at else -1
+        places = [_place(part, known) for part in parts]
+        for start, end in places:
+            at = end if start == at else -1
         if at != first + int(fields.get("length", 0)):
             wrong.append(f"`{tensor.name[:200]}` maps other bytes than those of its name")
-        elif tensor.data_type in WHOLE_BYTES and known[parts[0]].dtype.name != WHOLE_BYTES[tensor.data_type]:
-            wrong.append(f"`{tensor.name[:200]}` is {known[parts[0]].dtype.name} in the file")
+            continue
+        kind = known[PART.sub("", parts[0])].dtype.name
+        if tensor.data_type in WHOLE_BYTES and kind != WHOLE_BYTES[tensor.data_type]:
+            wrong.append(f"`{tensor.name[:200]}` is {kind} in the file")
     return [audited("weights", graph, wrong)] if wrong else []
+
+
+PART = re.compile(r"\[(\d+)(?::(\d+))?\]$")  # of the first axis: `X.codes[3]` of one expert, `X.codes[0:64]`
+
+
+def _place(name: str, known: Mapping[str, FileTensor]) -> tuple[int, int]:
+    """Where the bytes of a tensor of a file, or of a part of one, begin and end; (-2, -2) for an unknown name."""
+    found, tensor = PART.search(name), known.get(PART.sub("", name))
+    if tensor is None:
+        return -2, -2
+    first, last = (int(found[1]), int(found[2] or int(found[1]) + 1)) if found else (0, tensor.num_rows)
+    row = tensor.nbytes // max(tensor.num_rows, 1)
+    return (tensor.offset + first * row, tensor.offset + last * row) if last <= tensor.num_rows else (-2, -2)
 
 
 def named_codes(file: GraphFile, tensors: Mapping[str, LazyTensor]) -> Check:
@@ -276,7 +293,7 @@ def named_codes(file: GraphFile, tensors: Mapping[str, LazyTensor]) -> Check:
 def _has_own(stored: QuantizedMatrix) -> bool:
     """Whether codes that llmconv wrote have the scales of the same tensor."""
     codes = name_in_file(stored.name)
-    return not codes.endswith(CODES) or name_in_file(stored.scales) == codes.replace(CODES, ".scales")
+    return not PART.sub("", codes).endswith(CODES) or name_in_file(stored.scales) == codes.replace(CODES, ".scales")
 
 
 @dataclass(frozen=True)

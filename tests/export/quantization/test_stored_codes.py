@@ -243,7 +243,8 @@ def test_mxfp4_experts_are_integers_of_8_bits_without_a_change_of_values(tmp_pat
             one = {key: tensor[expert] for key, tensor in made.items()}
             assert np.array_equal(read_back(one, name, found.form, integers.shape[-1]), plain.T)
     export(tmp_path / "model", tmp_path / "out", incremental=True)
-    assert verify(tmp_path / "out", reference=tmp_path / "model").verdict == "pass"
+    for method in ("structure", "whole"):
+        assert verify(tmp_path / "out", reference=tmp_path / "model", method=method).verdict == "pass"
 
 
 def test_a_soft_prompt_is_refused_because_its_keys_need_float_weights(

@@ -36,7 +36,6 @@ from llmconv.verify.other_exporters.quantized.tensor_matching import (
     InitializerContent,
     MatchedMatrix,
     TensorMatch,
-    name_in_file,
     named_tensors,
 )
 from llmconv.verify.results import Check, audited
@@ -91,7 +90,7 @@ def _match_problem(
     `free` has the shapes of tensors without a matrix.
     """
     name, shape = f"`{found.stored.name}`", found.stored.shape
-    named = named_tensors(found.stored, reference) if name_in_file(found.stored.name).endswith(CODES) else []
+    named = named_tensors(found.stored, reference) if CODES in found.stored.name else []
     if found.matches and named and found.names != set(named):
         return f"{name} contains {' and '.join(f'`{one}`' for one in sorted(found.names))}"
     if not found.matches:

@@ -233,9 +233,9 @@ def name_in_file(name: str) -> str:
 
 
 def named_tensors(stored: QuantizedMatrix, reference: Mapping[str, LazyTensor]) -> list[str]:
-    """The tensors that codes are named after, in their order."""
-    parts = name_in_file(stored.name).split(JOINED)
-    return [name for part in parts if (name := reference_name(part.removesuffix(CODES), reference))]
+    """The tensors that codes are named after, in their order; `X.codes[3]` are those of the expert `X[3]`."""
+    parts = [re.sub(rf"{re.escape(CODES)}(?=$|\[)", "", part) for part in name_in_file(stored.name).split(JOINED)]
+    return [name for part in parts if (name := reference_name(part, reference))]
 
 
 def _as_named(stored: QuantizedMatrix, reference: Mapping[str, LazyTensor]) -> list[TensorMatch]:
