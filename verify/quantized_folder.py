@@ -323,7 +323,7 @@ class QuantizedModel:
     @cached_property
     def weights(self) -> QuantizedWeights:
         weights = [one for file in self.graphs.files for one in file.quantized_weights]
-        empty = EmptyRunner(self.model.folder, code=self.options.code, weights=self.model.weights)
+        empty = EmptyRunner(self.model.folder, **self.model.options(self.options.code))
         tensors = self.graphs.tensors
         tie = tied_head(empty.model, tensors)
         return QuantizedWeights(self.model.folder, tensors, weights, tie, self.options.smoothing, self.stack)
@@ -348,7 +348,7 @@ class QuantizedModel:
 
         model: Runner
         if eager is None:
-            model = StreamedRunner(self.model.folder, code=self.options.code, weights=self.model.weights)
+            model = StreamedRunner(self.model.folder, **self.model.options(self.options.code))
             most = max(LEAST_TOKENS, int(COST_WORK / elements))
             facts = ModelFacts(model.vocab_size, max_positions=context_length(self.model.folder))
         else:
@@ -366,7 +366,7 @@ class QuantizedModel:
             return []
         folder, tensors = self.model.folder, self.graphs.tensors
         given = text.tokens(folder, context_length(folder), trust_remote_code=code is not None)
-        runner = eager.eager_runners[1] if eager else StreamedRunner(folder, code=code, weights=self.model.weights)
+        runner = eager.eager_runners[1] if eager else StreamedRunner(folder, **self.model.options(code))
         extremes = measured_extremes(runner.model, runner, tensors, given)
         return [
             check_ranges(

@@ -86,7 +86,7 @@ class Induction:
         if any(layers.index.number_of_layers != first.number_of_layers for layers in graphs.values()):
             raise NotLayered("the graphs have different numbers of layers")
         try:
-            model = EmptyRunner(reference.folder, "float32", code=code, weights=reference.weights).model
+            model = EmptyRunner(reference.folder, "float32", **reference.options(code)).model
         except LlmconvError as error:
             raise NotLayered(error.message) from error
         names = layer_names(model, first.number_of_layers, first.layer_list)

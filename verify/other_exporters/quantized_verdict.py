@@ -121,8 +121,8 @@ def rounded_runner(weights: QuantizedWeights, code: Path | None, *, whole: bool 
         return None
     with suppress(UnsupportedInput):  # a model without layers that can be loaded one by one
         if not whole:
-            return StreamedRunner(found.folder, code=code, weights=found.weights)
-    return EagerRunner(found.folder, code=code, weights=found.weights)
+            return StreamedRunner(found.folder, **found.options(code))
+    return EagerRunner(found.folder, **found.options(code))
 
 
 def measure_cost(  # noqa: PLR0913 - two models, and what is measured

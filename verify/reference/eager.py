@@ -76,6 +76,12 @@ class ComputedModel:
     def tensors(self) -> Mapping[str, LazyTensor]:
         return open_weights(self.folder) if self.weights is None else self.weights
 
+    def options(self, code: Path | None) -> dict[str, Any]:
+        """Arguments of a runner of the model besides its folder and dtype; `code` as there."""
+        from llmconv.export.families import extra_inputs_of  # noqa: PLC0415 - the table alone
+
+        return {"code": code, "weights": self.weights, "extra_inputs": extra_inputs_of(self.folder)}
+
 
 class Eager:
     """The model in float64 and in the graph's dtype, and the rounding noise between the two.
@@ -132,11 +138,8 @@ class Eager:
 
     @property
     def _options(self) -> dict[str, Any]:
-        from llmconv.export.families import extra_inputs_of  # noqa: PLC0415 - the table alone
-
-        inputs = {"extra_inputs": extra_inputs_of(self.folder)}
-        own = {"factors": self._factors, "skipped": self._skipped, "weights": self._weights}
-        return {"code": self._code, **own, **inputs}
+        own = {"factors": self._factors, "skipped": self._skipped}
+        return {**ComputedModel(self.folder, self._weights).options(self._code), **own}
 
     def with_fixed(self, names: Collection[str]) -> Eager:
         """The same model for graphs without some of the extra inputs; `names` as `fixed_inputs`."""
