@@ -61,8 +61,9 @@ def _leave_out_rows(config: pytest.Config, items: list[pytest.Item]) -> None:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: set[pytest.Item] = set()
     for rows in tests.values():
-        chosen = each_value([row.callspec.params for row in rows])
-        left_out |= {*rows} - {rows[at] for at in chosen}
+        chosen = [rows[at] for at in each_value([row.callspec.params for row in rows])]
+        spread = rows[0].get_closest_marker("one_row_in")
+        left_out |= {*rows} - {*(chosen[:: spread.args[0]] if spread else chosen)}
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

@@ -108,6 +108,7 @@ def adapt(model: Any, folder: Path, without: Any = None) -> State:
     return load_file(folder / "exact/model.safetensors")
 
 
+@pytest.mark.one_row_in(6)
 @pytest.mark.quick_rows("step3p7")
 @pytest.mark.parametrize("kind", slow_but(TYPES, *QUICK))
 def test_an_adapter_of_everything_merges_as_peft_does(kind: str, tmp_path: Path) -> None:
