@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,7 +85,8 @@ def test_the_layer_that_was_changed_is_named(
     tmp_path: Path,
 ) -> None:
     pairs = [(name, mutant) for name in CONFIGS for mutant in MUTANTS if name in mutant.families]
-    chosen = [pairs[at] for at in each_value([{"family": name, "mutant": mutant} for name, mutant in pairs])]
+    some = each_value([{"family": name, "mutant": mutant} for name, mutant in pairs])[::3]
+    chosen = pairs if os.environ.get("ROWS") == "all" else [pairs[at] for at in some]
     wrong: list[str] = []
     for number, (model_type, mutant) in enumerate(chosen):
         folder = broken(model_type, mutant).rename(tmp_path / str(number))
