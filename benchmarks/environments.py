@@ -46,7 +46,7 @@ ENVIRONMENTS: dict[str, Steps] = {
         ),
     ),
     "openvino": (("openvino==2026.4.1", "numpy"),),
-    # as `onnxruntime`, ahead of the one beside this program's other packages, which the scripts add
+    # the module `onnxruntime`; scripts add the packages of the main environment behind it
     "webgpu": (("--no-deps", "onnxruntime-webgpu==1.27.0"),),
     "lm-eval": (("lm-eval==0.4.13", "transformers==5.23.0"),),
     "mergekit": (("mergekit==0.1.5", "transformers==5.23.0", "peft==0.21.2"),),

@@ -27,8 +27,8 @@ def no_adapter(home: Path) -> str:
     environment = {"XDG_RUNTIME_DIR": "/tmp", **os.environ}
     command = [str(home / "bin/python"), "-c", ONE_NODE, sysconfig.get_path("purelib")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    told = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("    at ")]
-    return (told or ["it does not start"])[-1].strip() if done.returncode else ""
+    lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("    at ")]
+    return (lines or ["the provider does not start"])[-1].strip() if done.returncode else ""
 
 
 def main() -> None:

@@ -208,10 +208,10 @@ def test_genai_refuses_a_model_with_several_head_sizes() -> None:
 
 @pytest.mark.parametrize(("model_type", "warns"), [("mixtral", True), ("llama", False), ("gemma3_text", False)])
 def test_a_type_that_transformersjs_has_no_class_for_is_warned_of(model_type: str, warns: bool) -> None:
-    told: list[str] = []
-    with warnings_to(told.append):
+    warnings: list[str] = []
+    with warnings_to(warnings.append):
         transformersjs.check(ClientModel(load_config({"model_type": model_type}), find_input_map(model_type)))
-    assert bool(told) == warns and all("`AutoModelForCausalLM` refuses" in line for line in told)
+    assert bool(warnings) == warns and all("`AutoModelForCausalLM` refuses" in line for line in warnings)
 
 
 @pytest.mark.slow

@@ -238,3 +238,11 @@ def test_a_token_without_a_logit_does_not_count_as_a_loss() -> None:
     cost = TokenCosts("graph", "a text")
     cost.add(logs, logs, np.array([4, 1]))
     assert [len(losses) for losses in cost.losses[0]] == [1, 1]
+
+
+@pytest.mark.slow
+def test_graphs_whose_states_alone_are_in_float16_are_judged_by_its_rounding(tmp_path: Path) -> None:
+    save_tiny("mamba2", tmp_path / "model", depth("mamba2"))
+    export(tmp_path / "model", tmp_path / "out", prefill=False, incremental=True, quant="int4", precision="float16")
+    report = verify(tmp_path / "out", reference=tmp_path / "model", scenario=["one-token prompt", "second turn"])
+    assert report.verdict == "pass", report.lines()

@@ -15,7 +15,7 @@ import onnx
 import onnxruntime as ort
 
 from llmconv.errors import InputRefused, LlmconvError, UsageProblem
-from llmconv.runtime.extra_inputs import ExtraValues, ModelCall, cache_order
+from llmconv.runtime.extra_inputs import ExtraValues, ModelCall, cache_order, is_present
 from llmconv.runtime.onnxruntime.graph import SessionChain, refusing
 from llmconv.runtime.onnxruntime.guard import attributes, load_guarded, nodes
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
@@ -298,7 +298,8 @@ class GraphFile:
     @property
     def dtype(self) -> str:
         names = {self.binding.port_map.logits, *self.binding.present.values()}
-        kinds = {port.type.tensor_type.elem_type for port in self.model.graph.output if port.name in names}
+        ports = (port for port in self.model.graph.output if port.name in names or is_present(port.name))
+        kinds = {port.type.tensor_type.elem_type for port in ports}
         return next((name for kind, name in PRECISIONS.items() if kind in kinds), "float32")
 
     @property
