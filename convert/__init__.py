@@ -1,19 +1,23 @@
 """Training checkpoints, Hugging Face folders, adapters and deltas: one function per command."""
 
 import sys
+from typing import TYPE_CHECKING
+
+from llmconv.plugins import lazily
 
 if __name__ != "llmconv.convert":
     raise ImportError("import llmconv.convert: `convert` is not a top-level package")
 if sys.platform == "win32":
     raise ImportError("llmconv does not run on native Windows: use the Windows Subsystem for Linux")
 
-from llmconv.convert.delta import Applied, Extracted, apply_delta, extract_delta
-from llmconv.convert.from_hf import from_hf
-from llmconv.convert.inspect import Inspection, inspect
-from llmconv.convert.merge_lora import Merge, merge_lora
-from llmconv.convert.onnx_adapter import AdapterFile, onnx_adapter
-from llmconv.convert.to_hf import to_hf
-from llmconv.output.plan import Plan
+if TYPE_CHECKING:  # at run time each is loaded when it is first used: a command needs the modules of one
+    from llmconv.convert.adapter_file import AdapterFile, onnx_adapter
+    from llmconv.convert.delta import Applied, Extracted, apply_delta, extract_delta
+    from llmconv.convert.from_hugging_face import from_hf
+    from llmconv.convert.inspection import Inspection, inspect
+    from llmconv.convert.merge import Merge, merge_lora
+    from llmconv.convert.to_hugging_face import to_hf
+    from llmconv.output.plan import Plan
 
 __all__ = [
     "AdapterFile",
@@ -31,6 +35,15 @@ __all__ = [
     "to_hf",
 ]
 
+_DELTA = ("Applied", "Extracted", "apply_delta", "extract_delta")
+_PLACES = {
+    **dict.fromkeys(("AdapterFile", "onnx_adapter"), "llmconv.convert.adapter_file"),
+    **dict.fromkeys(_DELTA, "llmconv.convert.delta"),
+    "from_hf": "llmconv.convert.from_hugging_face",
+    **dict.fromkeys(("Inspection", "inspect"), "llmconv.convert.inspection"),
+    **dict.fromkeys(("Merge", "merge_lora"), "llmconv.convert.merge"),
+    "to_hf": "llmconv.convert.to_hugging_face",
+    "Plan": "llmconv.output.plan",
+}
 
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazily(__name__, _PLACES)

@@ -8,19 +8,18 @@ from pathlib import Path
 
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_model_type
-from llmconv.checkpoint import Checkpoint, open_checkpoint
+from llmconv.checkpoint import Checkpoint, is_model_folder, open_checkpoint
 from llmconv.convert.deltas import DELTA_FILE, arithmetic
 from llmconv.convert.deltas.exact import open_exact, plan_exact
 from llmconv.convert.deltas.low_rank import LowRankDelta, plan_low_rank
 from llmconv.convert.formats import delta_formats, detect
-from llmconv.convert.models.code_model import with_copied_code
 from llmconv.convert.models.head_and_dtype import check_dtype, settled, with_cast
 from llmconv.convert.models.model_config import SHARD_LIMIT
 from llmconv.convert.opening import open_training
-from llmconv.convert.state_dicts.files import is_model_folder
 from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import fetches, files_under, local_path, reading_safely
+from llmconv.model_code import with_copied_code
 from llmconv.not_a_model_folder import adapter_or_delta
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import KEEP, Plan, plan_checkpoint, require_shard_size

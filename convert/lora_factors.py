@@ -12,7 +12,7 @@ from llmconv.convert.adapters.base_checks import warn_of_origin
 from llmconv.convert.adapters.low_rank_sum import LoraProduct
 from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.targets import WeightChange
-from llmconv.convert.opening import open_adapters
+from llmconv.convert.opening_adapters import open_adapters
 from llmconv.errors import InputRefused, UnsupportedInput, listing
 from llmconv.output.manifest import graph_entries
 from llmconv.progress import warn_all

@@ -1,31 +1,23 @@
-"""Opens training checkpoints of any known format in Hugging Face names, and the adapters of a merge.
-
-PiSSA, OLoRA, CorDA and LoRA-GA subtract the initial adapter from the base and train on W − s·B₀·A₀, so the trained
-weight is W + s·(B·A − B₀·A₀) (PEFT `tuners/lora/model.py`, `subtract_mutated_init`).
-"""
+"""Opens training checkpoints of any known format in Hugging Face names."""
 
 from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmconv.causal_lm import require_model_type
-from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
-from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.peft_file import CONFIG, WEIGHTS, is_tuned, open_adapter, open_tuned, read_tensors
-from llmconv.convert.algebra import equal
-from llmconv.convert.assembly import saved_name, side_files_of
+from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, is_model_folder, open_checkpoint
+from llmconv.convert.assembly import side_files_of
 from llmconv.convert.deltas import is_recorded_delta
 from llmconv.convert.formats import Format, adapter_format, by_name, detect, formats
 from llmconv.convert.models.code_model import with_code
 from llmconv.convert.models.completeness import check_complete, check_folder, why_incomplete
 from llmconv.convert.models.config_file import CODE_FIELDS, OPTION, merged_configs, own_fields, trusted_code
-from llmconv.convert.state_dicts.files import SUFFIXES, is_model_folder, training_file_kind, weight_files
-from llmconv.convert.state_dicts.files import SUFFIXES as TORCH
+from llmconv.convert.state_dicts.files import SUFFIXES, weight_files
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.packing import unpacked
 from llmconv.files.pickle_machine import Stub
@@ -39,8 +31,8 @@ from llmconv.not_a_model_folder import (
     is_quantized_export,
     known_refusal,
     refused_export,
+    training_file_kind,
 )
-from llmconv.tensors import cast
 
 
 def open_training(
@@ -272,139 +264,3 @@ def _unknown(path: Path) -> LlmconvError:
 
 
 KNOWN = "known formats: {}; `llmconv formats` describes each"
-PREFIX = "base_model.model."
-SMALL = (".json", ".md", ".txt", ".jinja", ".model")  # suffixes of the files next to the weights of an adapter
-ADAPTER_SUFFIXES = (".safetensors", *TORCH)  # suffixes of files of weights
-OWN = re.compile(r"(?:adapter_model|README)\..*")  # PEFT's file in its two forms, of which it reads one
-# The weights of a model in whose folder an adapter lies
-WHOLE_MODEL = re.compile(r"(?:pytorch_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin)")
-VALUE_HEAD = re.compile(r"(?:value|v)_head\..*")
-"""What reinforcement learning trains on top of a language model, which has no place for it."""
-
-
-def open_adapters(
-    adapters: Sequence[str | Path], initial: Sequence[str | Path], base: Checkpoint, alpha: float | None
-) -> list[Adapter]:
-    """Opens a merge's adapters (folders, files, hub ids), with `initial` ones (none, or one each, `-` for none).
-
-    `alpha` is `lora_alpha` where files lack it. Raises UsageProblem for another number of initial ones or a
-    contradiction, InputRefused for missing files, and what the openers of each kind raise.
-    """
-    if initial and len(initial) != len(adapters):
-        raise UsageProblem(
-            f"{len(initial)} initial adapters are given for {len(adapters)} adapters",
-            hint="give `--initial-adapter` once per adapter, `-` for one that needs none",
-        )
-    before = [None if str(path) == "-" else path for path in initial] or [None] * len(adapters)
-    opened = []
-    for path, start in zip(adapters, before, strict=True):
-        try:
-            if start is None:
-                opened.append(_open(path, base, alpha))
-                continue
-            pair = []
-            for place in (path, start):  # only PEFT has initializations that change the base
-                with reading_safely(place):
-                    pair.append(open_adapter(local_path(place, in_parts=True), alpha, initial=True))
-            opened.append(with_initial(*pair))
-        except LlmconvError as error:  # the files of several adapters have the same names
-            if len(adapters) > 1 and str(path) not in error.message:
-                error.message = f"in `{path}`: {error.message}"
-            raise
-    return opened
-
-
-def _open(adapter: str | Path, base: Checkpoint, alpha: float | None) -> Adapter:
-    with reading_safely(adapter):
-        path = local_path(adapter, in_parts=True)
-        if not is_plainly_peft(path) and (kind := adapter_format(path)):
-            return kind.open(path, base, alpha)
-        folder = path if path.is_dir() else path.parent
-        homes = [home for home in (folder, folder.parent) if (home / CONFIG).is_file()]
-        alone = not homes or any((folder / name).is_file() for name in WEIGHTS)
-        if not alone and (whole := detect(path)):  # the adapter and its base together, which `to-hf` merges
-            raise InputRefused(
-                f"`{path}` is of the format `{whole.name}`, with the adapter and the model that it was trained on",
-                hint=f"merge the two: `llmconv to-hf {path} --config {base.path / 'config.json'} -o OUT`",
-            )
-        opened = open_tuned(path, alpha) if is_tuned(path) else open_adapter(path, alpha)
-        return _with_all_weights(opened) if path.is_dir() else opened
-
-
-def _with_all_weights(adapter: Adapter) -> Adapter:
-    """The adapter of a folder in which no other file holds weights that were trained with it (else UnsupportedInput).
-
-    PEFT saves the adapter alone; what else a trainer changed (a vision tower, a projector, new embeddings) is next to
-    it, in a file of the trainer's own (LLaVA's `non_lora_trainables.bin`, LongLoRA's `trainable_params.bin`). A second
-    copy of the adapter does not count.
-    """
-    others = (file for file in sorted(adapter.path.iterdir()) if file.suffix in ADAPTER_SUFFIXES and file.is_file())
-    names = [file.name for file in others if not (OWN.fullmatch(file.name) or training_file_kind(file.name))]
-    if is_model_folder(adapter.path):
-        names = [name for name in names if not WHOLE_MODEL.fullmatch(name)]
-    names = [name for name in names if not _repeats(adapter.path / name, adapter.weights[0])]
-    heads = [name for name in names if VALUE_HEAD.fullmatch(name)]
-    if rest := [name for name in names if name not in heads]:
-        raise UnsupportedInput(
-            f"the folder of the adapter `{adapter.name}` contains other weights, which no merge would add: "
-            f"{listing(rest)}",
-            hint="were they trained with the adapter, put them into the base first; if not, move them elsewhere, or "
-            f"give the adapter's file alone: `{adapter.weights[0]}`",
-        )
-    if not heads:
-        return adapter
-    note = f"{listing(heads)} is left out: a language model has no value head"
-    return replace(adapter, config=replace(adapter.config, warnings=(*adapter.config.warnings, note)))
-
-
-def _repeats(file: Path, weights: Path) -> bool:
-    """Whether a file contains only tensors of the adapter, as accelerate's `pytorch_model_fsdp.bin` may."""
-    try:
-        found = {saved_name(name)[0] or name: tensor for name, tensor in read_tensors(file).items()}
-        own = {saved_name(name)[0] or name: tensor for name, tensor in read_tensors(weights).items()}
-    except LlmconvError:
-        return False
-    if not found.keys() <= own.keys():
-        return False
-    pairs = [(tensor, own[name]) for name, tensor in found.items()]  # one of each may be rounded
-    return all(equal(one, cast(two, one.dtype)) or equal(cast(one, two.dtype), two) for one, two in pairs)
-
-
-def is_plainly_peft(path: Path) -> bool:
-    """Whether a folder contains only PEFT's own files and names: other formats are not tried, which takes long."""
-    weights = path / WEIGHTS[0]
-    if not weights.is_file() or not (path / CONFIG).is_file() or not read_json(path / CONFIG).get("peft_type"):
-        return False
-    others = (file for file in path.iterdir() if file != weights)
-    return all(file.suffix in SMALL for file in others) and all(
-        name.startswith(PREFIX) for name in read_tensors(weights)
-    )
-
-
-def is_for_peft(path: Path) -> bool:
-    """Whether PEFT itself loads an adapter: its own files, with safetensors weights."""
-    named = (path / CONFIG).is_file() and (path / WEIGHTS[0]).is_file()
-    return named and (is_plainly_peft(path) or adapter_format(path) is None)
-
-
-def with_initial(trained: Adapter, initial: Adapter) -> Adapter:
-    """`trained` with where it started; MalformedInput: not of one run, UnsupportedInput: fused experts."""
-    if trained.config.parameters or initial.config.parameters:
-        raise UnsupportedInput(
-            f"`{trained.name}` sets `target_parameters`, which no initial adapter goes with",
-            hint="no initialization changes such weights; leave out `--initial-adapter`",
-        )
-    for module in sorted(trained.pairs.keys() | initial.pairs.keys()):
-        after, before = trained.pairs.get(module), initial.pairs.get(module)
-        if after is None or before is None:
-            raise _unlike(trained, f"only {'the trained' if after else 'the initial'} one adapts `{module}`")
-        if (after.a.shape, after.b.shape) != (before.a.shape, before.b.shape):
-            raise _unlike(trained, f"`{module}` has rank {before.rank} in the initial one, {after.rank} in the trained")
-    return replace(trained, initial=initial)
-
-
-def _unlike(trained: Adapter, why: str) -> MalformedInput:
-    return MalformedInput(
-        f"the initial adapter is not the one that `{trained.name}` was trained from: {why}",
-        hint="give the adapter saved before the first step; an adapter that PEFT has converted needs none",
-    )

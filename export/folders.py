@@ -30,12 +30,11 @@ from llmconv.export.quantization.products import side_by_side
 from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.files.paths import local_only
-from llmconv.files.safe_folder import Folder, Link, WritableContent
+from llmconv.files.safe_folder import Folder, Link, WritableContent, refuse_links
 from llmconv.files.safetensors_file import FileTensor, encode_header
 from llmconv.output.local_folder import require_space
 from llmconv.output.manifest import MANIFEST, file_entry, link_entry, read_manifest, steps_of_weights
 from llmconv.output.plan import MODEL, Plan, Shard, failing_safely, json_bytes, plan_checkpoint
-from llmconv.output.store_folder import refuse_links
 from llmconv.output.writer import Place, check_output, destination_of, write_checkpoint
 from llmconv.progress import say, warn
 from llmconv.tensors import BY_NAME, Array, Flushed, LazyTensor, cast

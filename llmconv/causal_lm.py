@@ -238,3 +238,9 @@ def has_window(folder: Path) -> bool:
         config.pop("sliding_window", None)
     sizes = [value for name, value in config.items() if WINDOW.fullmatch(name) and not isinstance(value, bool)]
     return any(sizes)
+
+
+def architecture(config: Mapping[str, Any]) -> str:
+    """The class that a `config.json` names first; empty where it names none."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""

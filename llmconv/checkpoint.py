@@ -85,6 +85,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
+def is_model_folder(folder: Path) -> bool:
+    """Whether a folder has the file names of a Hugging Face model: a config and safetensors weights."""
+    return (folder / "config.json").is_file() and any((folder / name).is_file() for name in (SINGLE, INDEX))
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a Hugging Face folder (safetensors in one file or shards); raises InputRefused or MalformedInput."""
     if not (path / "config.json").is_file():
@@ -200,6 +205,15 @@ SIZES = re.compile(
     r"(\w+_)?(hidden|intermediate|vocab|ffn|embedding|state|conv|kernel|group|block|image|patch)_size|d_model|d_ff|d_kv"
     r"|(\w+_)?(dim|rank|head_dim)|n_embd|n_inner|(\w+_)?(num|n)_(\w+_)?(heads?|experts?)"
 )
+
+
+def json_object(content: bytes) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is none."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def require_bounds(config: Any, name: str) -> None:

@@ -13,10 +13,11 @@ import re
 import warnings
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import own_file, parse_object, read_small
+from llmconv.checkpoint import Checkpoint, own_file, parse_object, read_small
 from llmconv.errors import MalformedInput, first_line
 
 AUTO_MAP, TOKENIZER_CONFIG = "auto_map", "tokenizer_config.json"
@@ -166,3 +167,15 @@ def _parsed(name: str, content: bytes) -> ast.AST:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         where = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else first_line(error, 120)
         raise MalformedInput(f"`{name}` is not valid Python: {where}", hint="copy the model's code again") from error
+
+
+def with_copied_code(checkpoint: Checkpoint) -> Checkpoint:
+    """A folder with the Python files that its configs name, copied as data, never run; a warning if impossible."""
+    if not has_code(checkpoint.config, checkpoint.side_files):
+        return checkpoint
+    try:
+        files = code_of(checkpoint.path, checkpoint.config, checkpoint.side_files)
+    except MalformedInput as problem:
+        note = f"the model's own code is not copied: {problem.message}"
+        return replace(checkpoint, warnings=(*checkpoint.warnings, note))
+    return replace(checkpoint, side_files={**checkpoint.side_files, **files})

@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.source_file import open_source
 from llmconv.files.sources import TORCH_WEIGHTS
-from llmconv.files.torch_reader import is_torch_file
 
 MANIFEST, MANIFEST_BYTES = "llmconv.json", 8 << 20
 SINGLE = "quantized.safetensors"
@@ -93,9 +92,21 @@ TO_HF = "convert a training checkpoint first: `llmconv to-hf SOURCE -o OUT`"
 SUFFIXES_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
 # names of torch files that are not weights
-TRAINER_STATE = re.compile(
-    r"(?:.*[-_.])?optim(?:izer)?[-_.]|scheduler|training_args|rng_state|random_state|scaler|sampler"
-)
+KINDS = {
+    "the optimizer's state": re.compile(
+        r"(?:.*[-_.])?optim(?:izers?)?(?:[-_.].*)?\.(?:pth?|bin|pdopt|ckpt|safetensors)|.*\.pdopt|.*master_weights.*"
+    ),
+    "the learning-rate schedule": re.compile(r"(?:lr_)?scheduler.*"),
+    "the loss scale": re.compile(r"(?:grad_)?scaler.*"),
+    "random number states": re.compile(r"(?:rng|random)_state.*|rank-specific.*"),
+    "the trainer's state": re.compile(r"trainer_state\.json|training_args\.bin|.*\.other\.pth"),
+    "the data loader's state": re.compile(r"(?:sampler|dl_state_dict)(?:_\d+)?\.bin"),
+    "objects registered for checkpointing": re.compile(r"custom_checkpoint_\d+\.pkl"),
+}
+"""Description to file names: torch's, PaddleNLP's (`utils/env.py`), LLaMA2-Accessory's (`util/misc.py`),
+accelerate's (`utils/constants.py`)."""
+
+
 OTHER_LIBRARIES = {
     "tf_model.h5": "TensorFlow",
     "flax_model.msgpack": "Flax",
@@ -160,10 +171,10 @@ def _file(path: Path) -> InputRefused | None:
     if path.suffix == ".onnx":
         problem = f"`{path.name}` is an ONNX graph, not a model folder"
         return UnsupportedInput(problem, hint="give the Hugging Face folder that it was exported from")
-    if TRAINER_STATE.match(path.name):
-        problem = f"`{path.name}` is a trainer's own state (optimizer, scheduler, settings), not a model"
+    if kind := training_file_kind(path.name):
+        problem = f"`{path.name}` is {kind}, not a model"
         return InputRefused(problem, hint="give the folder or file with the weights")
-    if path.suffix in SUFFIXES_OF_TORCH and is_torch_file(path):
+    if _is_torch_file(path):
         problem = f"`{path.name}` is a torch file, not a Hugging Face model folder"
         return InputRefused(problem, hint=f"convert it first: `llmconv to-hf {path} -o OUT`")
     if head.startswith(ZIP) or head[257:262] == b"ustar":
@@ -210,14 +221,20 @@ def adapter_base(folder: Path) -> str:
     return base if isinstance(base, str) else ""
 
 
+def _is_torch_file(path: Path) -> bool:
+    from llmconv.files.torch_reader import is_torch_file  # noqa: PLC0415 - a model folder needs no reader of pickles
+
+    return path.suffix in SUFFIXES_OF_TORCH and is_torch_file(path)
+
+
 def _weights_of_other_libraries(folder: Path, names: set[str]) -> InputRefused | None:
     if any(name.endswith(".safetensors") for name in names):
         return None
     if found := sorted(name for name in names if TORCH_WEIGHTS.fullmatch(name)):
         problem = f"the weights in `{folder}` are torch files (`{found[0]}`), not safetensors"
         return InputRefused(problem, hint=f"convert them: `llmconv to-hf {folder} -o OUT`")
-    files = [folder / name for name in names if not TRAINER_STATE.match(name)]
-    if found := sorted(path.name for path in files if path.suffix in SUFFIXES_OF_TORCH and is_torch_file(path)):
+    files = [folder / name for name in names if not training_file_kind(name)]
+    if found := sorted(path.name for path in files if _is_torch_file(path)):
         problem = f"`{folder}` contains a torch checkpoint (`{found[0]}`) and no safetensors weights"
         return InputRefused(problem, hint=f"convert it: `llmconv to-hf {folder} -o OUT`")
     if found := sorted(name for name in names if name in OTHER_LIBRARIES):
@@ -283,3 +300,15 @@ def _config_alone(folder: Path, names: set[str]) -> InputRefused | None:
         return MalformedInput(problem, hint="it is a folder, a pipe or a broken link; copy the folder again")
     hint = "add `model.safetensors`, or shards with `model.safetensors.index.json`; is the copy complete?"
     return InputRefused(f"`{folder}` contains no safetensors weights next to its `config.json`", hint=hint)
+
+
+def training_file_kind(name: str) -> str | None:
+    """Description of a training file with this name, such as `the optimizer's state`; None for other files."""
+    return next((kind for kind, pattern in KINDS.items() if pattern.fullmatch(name)), None)
+
+
+def training_files_in(path: Path) -> tuple[str, ...]:
+    """One phrase for each kind of training file in the folder `path`; empty for a single file."""
+    names = sorted(entry.name for entry in path.iterdir() if entry.is_file()) if path.is_dir() else []
+    kinds = {kind: [name for name in names if pattern.fullmatch(name)] for kind, pattern in KINDS.items()}
+    return tuple(f"{kind} ({listing(found)})" for kind, found in kinds.items() if found)

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-def plugins(package: str, constant: str, kind: type[T], *inside: str) -> dict[str, T]:
-    """Collects one constant of type `kind` from every module of a package that has it, by name of the module, sorted.
+def each_plugin(package: str, constant: str, kind: type[T], *inside: str) -> Iterator[tuple[str, T]]:
+    """The constant of type `kind` of every module of a package that has it, by name, sorted; loaded one after another.
 
     For an entry that is a package, the first module of `inside` that it has defines the constant.
     """
-    found: dict[str, T] = {}
     for entry in sorted(pkgutil.iter_modules(importlib.import_module(package).__path__), key=lambda each: each.name):
         name = f"{package}.{entry.name}"
         modules = [f"{name}.{one}" for one in inside] if entry.ispkg and inside else [name]
         row = next((getattr(importlib.import_module(one), constant, None) for one in modules if find_spec(one)), None)
         if isinstance(row, kind):
-            found[entry.name] = row
-    return found
+            yield entry.name, row
 
 
 def lazily(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:

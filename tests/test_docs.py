@@ -209,7 +209,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     api = (tmp_path / "site/api.html").read_text()
     assert all(
-        f'id="llmconv.{name}"' in api for name in ("convert.to_hf.to_hf", "export.exporter.export", "verify.run.verify")
+        f'id="llmconv.{name}"' in api
+        for name in ("convert.to_hugging_face.to_hf", "export.exporter.export", "verify.run.verify")
     )
     assert "repository" in (tmp_path / "site/search/search_index.json").read_text()
 

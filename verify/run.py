@@ -14,7 +14,7 @@ from onnx import numpy_helper
 
 from llmconv.argument_checks import checked
 from llmconv.convert.lora_factors import lora_factors
-from llmconv.convert.opening import is_for_peft
+from llmconv.convert.opening_adapters import is_for_peft
 from llmconv.errors import InputRefused, LlmconvError, UsageProblem, listing
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, is_remote, local_path, source_name

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmconv.causal_lm import architecture
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import (
     Adapter,
@@ -42,7 +43,6 @@ from llmconv.convert.adapters.targets import (
 from llmconv.convert.adapters.tensor_names import AS_STORED, Naming, has_same_end, match_saved, prefix_fits
 from llmconv.convert.algebra import Lines, Origin, equal, gathered, reshaped, zeros
 from llmconv.convert.models.completeness import may_be_built
-from llmconv.convert.models.config_file import architecture
 from llmconv.convert.models.head_and_dtype import find_embedding, find_head
 from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
 from llmconv.errors import MalformedInput, UnsupportedInput, listing

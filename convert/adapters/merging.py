@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import Checkpoint, own_file, read_json, read_side_files
+from llmconv.causal_lm import architecture
+from llmconv.checkpoint import Checkpoint, json_object, own_file, read_json, read_side_files
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.combining import Recipe, TaskVectors
 from llmconv.convert.adapters.edits import Edits, base_in_memory
 from llmconv.convert.adapters.tensor_names import AS_STORED
 from llmconv.convert.models import head_and_dtype
-from llmconv.convert.models.config_file import architecture, json_object
 from llmconv.convert.models.transformers_source import auto_classes
 from llmconv.convert.tokenizers import added_tokens, known_tokens, read_tokenizer, special_tokens
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, listing

@@ -14,26 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora_config import parse_config
 from llmconv.convert.adapters.peft_file import to_adapter
 from llmconv.convert.algebra import LAYER_NUMBER, concat, find_row, permute_rows
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing, nearest
 from llmconv.tensors import Array, DType, LazyTensor
-
-
-@dataclass(frozen=True)
-class AdapterFormat:
-    """The adapter files of one program; `convert/formats/<name>/adapter.py` has one as its constant `ADAPTER`."""
-
-    title: str  # for people: the program that writes it, and the files that identify it
-    # whether a path is of this format, decided by its content; no two formats accept the same path
-    detect: Callable[[Path], bool]
-    # `open(path, base, alpha)` returns the adapter in the names of `base`, the model it is merged into; `alpha` is
-    # `lora_alpha` where the files do not contain it
-    open: Callable[[Path, Checkpoint, float | None], Adapter]
-
 
 RowTransform = Callable[[LazyTensor], LazyTensor]
 

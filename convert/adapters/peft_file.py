@@ -36,13 +36,10 @@ from llmconv.convert.adapters.adapter import (
     place_once,
 )
 from llmconv.convert.adapters.lora_config import AdapterFields, BlockDiagonal, LoraConfig, parse_config, task_of
-from llmconv.convert.adapters.tuner_kinds import by_peft_type
 from llmconv.convert.algebra import reshaped
 from llmconv.errors import LISTED, InputRefused, MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.files.paths import refuse_git_lfs
-from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.safetensors_file import read_header
-from llmconv.files.torch_reader import open_torch_file
 from llmconv.tensors import Array, LazyTensor
 
 CONFIG = "adapter_config.json"
@@ -287,6 +284,9 @@ def read_tensors(path: Path) -> dict[str, LazyTensor]:
     """The tensors of a `.safetensors` file, or of a torch file with one state dict (else MalformedInput)."""
     if path.suffix == ".safetensors":
         return dict(read_header(path).tensors)
+    from llmconv.files.pickle_reader import TensorRef  # noqa: PLC0415 - most adapters are safetensors
+    from llmconv.files.torch_reader import open_torch_file  # noqa: PLC0415 - as above
+
     torch_file = open_torch_file(path)
     content = torch_file.content
     if not isinstance(content, dict) or not all(isinstance(value, TensorRef) for value in content.values()):
@@ -319,6 +319,8 @@ def open_tuned(path: Path, alpha: float | None = None) -> Adapter:
     """
     folder = path if path.is_dir() else path.parent
     fields = read_json(folder / CONFIG)
+    from llmconv.convert.adapters.tuner_kinds import by_peft_type  # noqa: PLC0415 - LoRA needs none of them
+
     tuner = by_peft_type(fields["peft_type"])
     if alpha is not None:
         raise UsageProblem(
@@ -375,3 +377,24 @@ def _sort_entries(
             place, key = wholes.place(plain)
         place_once(place, key, tensor, f"`{file}` contains `{name}`", may_repeat=place is wholes.trained)
     return {module: ModuleTensors(module, {**shared, **parts}, settings) for module, parts in modules.items()}, wholes
+
+
+LEAVES = ("weight", "bias")
+WHOLE = "modules_to_save"
+
+
+def saved_name(name: str) -> tuple[str, str]:
+    """PEFT's name in files of a tensor of a running PeftModel, and the adapter's label; empty for a tensor of the base.
+
+    PEFT (`utils/save_and_load.py`, `get_peft_model_state_dict`) removes the label, the component `modules_to_save`, and
+    the `.weight` of a DoRA magnitude. `name` may also be as PEFT saves it.
+    """
+    parts = name.split(".")
+    kinds = (WHOLE, "trainable_tokens_delta")
+    if (at := next((i for i, part in enumerate(parts) if part.startswith("lora_") or part in kinds), None)) is None:
+        return "", ""
+    kind, tail = parts[at], parts[at + 1 :]
+    label = tail.pop(0) if tail and tail[0] not in LEAVES else ""
+    if kind == "lora_magnitude_vector":
+        tail = []
+    return ".".join([*parts[:at], *([] if kind == WHOLE else [kind]), *tail]), label

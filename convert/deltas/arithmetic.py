@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.checkpoint import Checkpoint, open_weights, read_json, read_side_files
+from llmconv.checkpoint import Checkpoint, json_object, open_weights, read_json, read_side_files
 from llmconv.convert.adapters.low_rank_sum import round_into, widen
 from llmconv.convert.deltas.low_rank import differing_fields
-from llmconv.convert.models.config_file import json_object, without_code
+from llmconv.convert.models.config_file import without_code
 from llmconv.convert.models.head_and_dtype import (
     HEAD,
     find_embedding,

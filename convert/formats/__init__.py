@@ -11,16 +11,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.adapters.other_tools import AdapterFormat
-from llmconv.convert.deltas import DeltaFormat
 from llmconv.convert.state_dicts.files import Sign, StateFile, peek_state
 from llmconv.errors import UsageProblem
 from llmconv.output.plan import Plan
-from llmconv.plugins import plugins
+from llmconv.plugins import each_plugin
 from llmconv.tensors import LazyTensor
+
+if TYPE_CHECKING:
+    from llmconv.convert.adapters.adapter import Adapter
+    from llmconv.convert.deltas.arithmetic import WrittenDelta
 
 
 @dataclass(frozen=True)
@@ -48,27 +50,52 @@ class Format:
     sign: Sign | None = None
 
 
+@dataclass(frozen=True)
+class AdapterFormat:
+    """The adapter files of one program; `convert/formats/<name>/adapter.py` has one as its constant `ADAPTER`."""
+
+    title: str  # for people: the program that writes it, and the files that identify it
+    # whether a path is of this format, decided by its content; no two formats accept the same path
+    detect: Callable[[Path], bool]
+    # `open(path, base, alpha)` returns the adapter in the names of `base`, the model it is merged into; `alpha` is
+    # `lora_alpha` where the files do not contain it
+    open: Callable[[Path, Checkpoint, float | None], Adapter]
+
+
+@dataclass(frozen=True)
+class DeltaFormat:
+    """The deltas of one training system; `convert/formats/<name>/delta.py` has one as its constant `DELTA`."""
+
+    detect: Callable[[Path], bool]  # whether a path is of this format, decided by its content
+    # `apply(base, path, dtype)` returns the tuned model in Hugging Face names; `dtype` is `keep` or a float type
+    apply: Callable[[Checkpoint, Path, str], Checkpoint]
+    # `save(base, tuned, shards)` returns the files of a delta, in this number of shards or (with None) in as many as
+    # the base has. None if the system's deltas cannot be written
+    save: Callable[[Checkpoint, Checkpoint, int | None], WrittenDelta] | None = None
+
+
 @lru_cache(maxsize=1)
 def formats() -> dict[str, Format]:
     """Every format by name, in alphabetical order."""
-    return plugins(__name__, "FORMAT", Format, "format")
+    return dict(each_plugin(__name__, "FORMAT", Format, "format"))
 
 
 @lru_cache(maxsize=1)
 def adapter_formats() -> dict[str, AdapterFormat]:
     """Every format of adapters other than PEFT's, by the name of its package."""
-    return plugins(__name__, "ADAPTER", AdapterFormat, "adapter", "format")
+    return dict(each_plugin(__name__, "ADAPTER", AdapterFormat, "adapter", "format"))
 
 
 @lru_cache(maxsize=1)
 def delta_formats() -> dict[str, DeltaFormat]:
     """Every delta format of a training system, by the name of its package."""
-    return plugins(__name__, "DELTA", DeltaFormat, "delta", "format")
+    return dict(each_plugin(__name__, "DELTA", DeltaFormat, "delta", "format"))
 
 
 def detect(path: Path) -> Format | None:
-    """The format of `path`, or None."""
-    return next((candidate for candidate in formats().values() if candidate.detect(path)), None)
+    """The format of `path`, or None; formats after it in the alphabet are not loaded."""
+    each = each_plugin(__name__, "FORMAT", Format, "format")
+    return next((candidate for _, candidate in each if candidate.detect(path)), None)
 
 
 def owner(found: StateFile) -> str | None:

@@ -30,12 +30,12 @@ from typing import Any
 from llmconv.checkpoint import SIDE_FILES, Checkpoint, read_json
 from llmconv.convert import assembly
 from llmconv.convert.formats import Format
-from llmconv.convert.models.completeness import as_loaded, select
+from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import OPTION, causal_lm_config, own_fields
 from llmconv.convert.models.mpt_config import enlarged, native_tensors
 from llmconv.convert.state_dicts.distributed import FILE, TensorItem, open_folder, sizes_of
 from llmconv.convert.state_dicts.distributed import is_folder as is_distributed_folder
-from llmconv.convert.state_dicts.files import Sign, phrases
+from llmconv.convert.state_dicts.files import Sign, phrases, select
 from llmconv.convert.tokenizers import read_tokenizer
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickle_machine import Stub
@@ -69,7 +69,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     own = own_fields(embedded, given, path.name) is not None
     tensors = select(model, run.tensor, path.name, warnings, prefix="model.", buffers=own)
 
-    def open_model(tensors: dict[str, LazyTensor], base: Checkpoint | None = None) -> Checkpoint:
+    def open_model(tensors: dict[str, LazyTensor], base: Checkpoint | None) -> Checkpoint:
         settings, own_files = dict[str, Any](), dict(base.side_files if base else {})
         if tensors:
             warnings.extend(assembly.differences(embedded, base.config) if embedded and base else [])
@@ -94,10 +94,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         return Checkpoint(path, FORMAT.name, tensors, settings, {**kept, **side_files}, tuple(warnings), *info)
 
     peft = plain(branch(huggingface, "model", "peft_config", "content"), path.name)
-    if adapted := assembly.find_adapter(peft, tensors, path):
-        return assembly.with_adapter(adapted, config, open_model)
-    assembly.without_adapter(config, path.name)
-    return open_model(tensors)
+    return assembly.opened_with_adapter(tensors, path, config, open_model, stored=peft)
 
 
 FORMAT = Format(

@@ -19,7 +19,7 @@ from llmconv.convert.formats.composer import is_sharded
 from llmconv.convert.formats.megatron.save_folder import is_megatron_distributed
 from llmconv.convert.formats.meta import LLAMA
 from llmconv.convert.formats.torchtune import ROTATED
-from llmconv.convert.models.completeness import as_loaded, select
+from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import OPTION, causal_lm_config, own_fields
 from llmconv.convert.state_dicts.distributed import (
     PARTS,
@@ -34,7 +34,7 @@ from llmconv.convert.state_dicts.distributed import (
     roots,
     sizes_of,
 )
-from llmconv.convert.state_dicts.files import phrases
+from llmconv.convert.state_dicts.files import phrases, select
 from llmconv.convert.tokenizers import read_tokenizer
 from llmconv.errors import InputRefused, UnsupportedInput, listing
 from llmconv.model_code import AUTO_MAP

@@ -16,18 +16,18 @@ from math import floor
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import Checkpoint, read_json
+from llmconv.checkpoint import Checkpoint, json_object, read_json
 from llmconv.convert import algebra, tokenizers
 from llmconv.convert.fields import Fields
 from llmconv.convert.formats import Format
 from llmconv.convert.models import model_config
-from llmconv.convert.models.config_file import json_object, plain_fields
+from llmconv.convert.models.config_file import plain_fields
 from llmconv.convert.models.head_and_dtype import with_head
-from llmconv.convert.state_dicts.files import training_files_in
 from llmconv.errors import MalformedInput, listing
 from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.torch_reader import open_torch_file
 from llmconv.files.torch_writer import torch_pieces
+from llmconv.not_a_model_folder import training_files_in
 from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.tensors import LazyTensor
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json, transposed
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.other_tools import AdapterFormat, ForeignPair, as_adapter, pair_up
+from llmconv.convert.adapters.other_tools import ForeignPair, as_adapter, pair_up
 from llmconv.convert.fields import Fields
+from llmconv.convert.formats import AdapterFormat
 from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.safetensors_file import read_header

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import Checkpoint
+from llmconv.checkpoint import Checkpoint, is_model_folder
 from llmconv.convert.assembly import OPTIONS, assembled_run, stored_config
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.formats import Format, owner
@@ -22,6 +22,7 @@ from llmconv.convert.models.config_file import OPTION
 from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS, model_names
 from llmconv.convert.state_dicts import files as state_files
 from llmconv.errors import InputRefused
+from llmconv.not_a_model_folder import training_files_in
 
 
 def _detect(path: Path) -> bool:
@@ -33,7 +34,7 @@ def _detect(path: Path) -> bool:
     found = None if names_paddle(path) else state_files.peek_safetensors_state(path)
     if found is None or not _in_hugging_face_names(found):
         return False
-    return not (path.is_dir() and state_files.is_model_folder(path)) or all(map(WRAPPERS.match, found.state))
+    return not (path.is_dir() and is_model_folder(path)) or all(map(WRAPPERS.match, found.state))
 
 
 def _in_hugging_face_names(found: state_files.StateFile) -> bool:
@@ -67,13 +68,13 @@ def _read(path: Path, config: Mapping[str, Any]) -> state_files.StateFile:
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
-    if path.is_file() and not config and tokenizer is None and state_files.is_model_folder(path.parent):
+    if path.is_file() and not config and tokenizer is None and is_model_folder(path.parent):
         raise InputRefused(
             f"`{path.name}` belongs to the Hugging Face folder `{path.parent}`",
             hint=f"give the folder: `{path.parent}`",
         )
     opened = assembled_run(_read(path, config), FORMAT.name, config, tokenizer)
-    return replace(opened, dropped=(*state_files.training_files_in(path), *opened.dropped))
+    return replace(opened, dropped=(*training_files_in(path), *opened.dropped))
 
 
 FORMAT = Format(

@@ -21,7 +21,7 @@ from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.peft_file import WEIGHTS, read_tensors
 from llmconv.convert.algebra import fitting, fuse, renamed, reordered, rope_order
 from llmconv.convert.assembly import contents_around, side_files_of, stored_config
-from llmconv.convert.formats import Format, has_sign_of
+from llmconv.convert.formats import AdapterFormat, Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.state_dicts.files import Sign, require_state, torch_files
@@ -195,7 +195,7 @@ def open_torchtune_adapter(path: Path, base: Checkpoint, alpha: float | None = N
     return other_tools.as_adapter([file], settings if settings.is_file() else None, fields, placed, alpha)
 
 
-ADAPTER = other_tools.AdapterFormat(
+ADAPTER = AdapterFormat(
     "torchtune (`adapter_model.pt` or `adapter_N.pt` in its own names)",
     lambda path: bool(_adapter_files(path)),
     open_torchtune_adapter,

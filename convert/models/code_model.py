@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,19 +26,13 @@ from llmconv.model_code import (
     AUTO_MAP,
     REPOSITORY,
     TOKENIZER_CONFIG,
-    code_of,
     collect_code,
-    has_code,
     holds,
     model_class,
     references,
 )
 from llmconv.output.plan import json_bytes
 from llmconv.tensors import BY_NAME, Array, LazyTensor
-
-if TYPE_CHECKING:
-    pass
-
 
 UNSTORED = (
     "the code computes {}, which no weights contain: transformers 5 loads such buffers without their values, unless "
@@ -77,18 +71,6 @@ def with_code(checkpoint: Checkpoint, code: TrustedCode, source: str) -> Checkpo
     return replace(carried, warnings=(*carried.warnings, *check_complete(carried.tensors, carried.config, source)))
 
 
-def with_copied_code(checkpoint: Checkpoint) -> Checkpoint:
-    """A folder with the Python files that its configs name, copied as data, never run; a warning if impossible."""
-    if not has_code(checkpoint.config, checkpoint.side_files):
-        return checkpoint
-    try:
-        files = code_of(checkpoint.path, checkpoint.config, checkpoint.side_files)
-    except MalformedInput as problem:
-        note = f"the model's own code is not copied: {problem.message}"
-        return replace(checkpoint, warnings=(*checkpoint.warnings, note))
-    return replace(checkpoint, side_files={**checkpoint.side_files, **files})
-
-
 def unstored_buffers(model: Any) -> list[str]:
     """Names of the buffers that are not in the state dict of a model, except those of transformers' own modules."""
     return [
@@ -122,7 +104,7 @@ def _as_code_has_it(checkpoint: Checkpoint, folder: Path, source: str) -> Checkp
             "more",
         ) from problem
 
-    computed = [name for name in gaps.unexpected if name in tensors and is_buffer(name, tensors[name])]
+    computed = [name for name in gaps.unexpected if name in tensors and is_buffer(name, len(tensors[name].shape))]
     unexpected = [name for name in gaps.unexpected if name not in computed]
     refuse_gaps(gaps.missing, unexpected, str(checkpoint.config.get("model_type"))[:60], source)
     refuse_shapes(gaps.mismatched, source)

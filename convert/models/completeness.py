@@ -6,16 +6,14 @@ An incomplete state dict is refused, since transformers would fill every gap wit
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from llmconv.causal_lm import architecture
 from llmconv.convert.models import blueprint as blueprints
-from llmconv.convert.models.config_file import architecture
 from llmconv.convert.models.transformers_source import causal_lm_classes, model_names
-from llmconv.errors import MalformedInput, UnsupportedInput, listing
+from llmconv.errors import MalformedInput, listing
 from llmconv.files.paths import kind_of
-from llmconv.files.pickle_machine import Stub
-from llmconv.files.pickle_reader import TensorRef
 from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import LazyTensor
 
@@ -44,54 +42,11 @@ EXPERT_LIMIT = 1 << 14  # of Doge, whose experts are rows of an embedding
 UNMERGED = re.compile(r"\.(?:lora_(?:[AB]|embedding_[AB]|magnitude_vector)|base_layer)(?:\.|$)")
 # Fields whose value is one number, flag or name
 SCALARS = re.compile(r"_(?:act|function|bias|type|eps|embeddings|theta)$")
-Leaf = TensorRef | LazyTensor
-"""A tensor of a state dict: a reference into a torch file, or a tensor that is already lazy."""
 
 
-def select(
-    state: Mapping[Any, Any],
-    tensor: Callable[[str, Any], LazyTensor],
-    source: str,
-    warnings: list[str],
-    prefix: str = "",
-    *,
-    buffers: bool = False,
-) -> dict[str, LazyTensor]:
-    """Hugging Face name to tensor (`tensor(name, leaf)`), without wrappers, buffers and (a warning) other values.
-
-    `prefix` is what the trainer's module adds to every name; with `buffers` they are kept, since only a model's own
-    code knows which ones it loads. Raises UnsupportedInput for two tensors with one name, or an object.
-    """
-    names = {key: WRAPPERS.sub("", str(key)) for key in state}
-    prefix = prefix if all(name.startswith(prefix) for name in names.values()) else ""
-    tensors: dict[str, LazyTensor] = {}
-    skipped: list[str] = []
-    for key, value in state.items():
-        name = names[key].removeprefix(prefix)
-        if not buffers and is_buffer(name, value):
-            continue
-        if isinstance(value, Stub) or name in tensors:
-            problem = (
-                "is a duplicate key" if name in tensors else "is an object that was not rebuilt, not a plain tensor"
-            )
-            raise UnsupportedInput(
-                f"`{name}` in `{source}` {problem}", hint="save a full (unsharded, unquantized) state dict"
-            )
-        if isinstance(value, Leaf):
-            tensors[name] = tensor(name, value)
-        else:
-            skipped.append(name)
-    if skipped:
-        warnings.append(f"skipped {len(skipped)} values that are not tensors: {listing(skipped)}")
-    return tensors
-
-
-def is_buffer(name: str, value: Any) -> bool:
-    """Whether a value of a state dict looks like a buffer that models compute."""
-    if DROPPED.search(name):
-        return True
-    rank = len(value.shape) if isinstance(value, Leaf) else -1
-    return any(sign.search(name) and rank in ranks for _, sign, ranks in BUFFERS)
+def is_buffer(name: str, rank: int) -> bool:
+    """Whether a value of a state dict looks like a buffer that models compute; `rank`: -1 if it is no tensor."""
+    return bool(DROPPED.search(name)) or any(sign.search(name) and rank in ranks for _, sign, ranks in BUFFERS)
 
 
 def as_loaded(tensors: dict[str, LazyTensor], config: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +9,13 @@ from typing import Any
 
 import yaml
 
-from llmconv.causal_lm import is_encoder
+from llmconv.causal_lm import architecture, is_encoder
 from llmconv.checkpoint import own_file, read_json, require_shallow
-from llmconv.convert.models import mpt_config
 from llmconv.convert.models.transformers_source import auto_classes, causal_lm_classes
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.model_code import AUTO_MAP, REPOSITORY, auto_map, holds, model_class
 
+MPT_TYPES = ("mpt", "mosaic_gpt")
 OPTION = "trust_remote_code"
 """The option of `to_hf` under which a format finds a `TrustedCode`; a JSON file can only give it a plain value."""
 
@@ -128,15 +127,6 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def json_object(content: bytes) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is none."""
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _parse_yaml(text: str) -> Any:
     """The value of a YAML document, counted before it is built; ValueError or YAMLError: invalid or too large."""
     depth = 0
@@ -161,12 +151,6 @@ def _spend(node: Any, left: list[int]) -> None:
     for item in node.value if isinstance(node, yaml.CollectionNode) else ():
         for part in item if isinstance(item, tuple) else (item,):
             _spend(part, left)
-
-
-def architecture(config: Mapping[str, Any]) -> str:
-    """The class that a `config.json` names first; empty where it names none."""
-    names = config.get("architectures")
-    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
 
 def without_code(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -208,7 +192,9 @@ def causal_lm_config(
         raise InputRefused(
             f"`{source}` does not contain a model configuration", hint="give the model's `config.json` with `--config`"
         )
-    if config["model_type"] in mpt_config.MODEL_TYPES:
+    if config["model_type"] in MPT_TYPES:
+        from llmconv.convert.models import mpt_config  # noqa: PLC0415 - of no other model
+
         config = mpt_config.native_config(config, source, warnings)
     config = with_architecture(config)
     if is_encoder(config):
@@ -225,7 +211,9 @@ def _own_config(stored: Mapping[str, Any], given: Mapping[str, Any], source: str
     if fields is None or "model_type" not in fields:
         return None
     config, _ = without_code(fields)
-    if config["model_type"] in mpt_config.MODEL_TYPES:
+    if config["model_type"] in MPT_TYPES:
+        from llmconv.convert.models import mpt_config  # noqa: PLC0415 - as above
+
         if not (code and code.given) and mpt_config.is_native(config, source):
             return None
         config = mpt_config.portable(config)

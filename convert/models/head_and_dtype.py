@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmconv.causal_lm import architecture
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.algebra import equal
 from llmconv.convert.models import transformers_source
 from llmconv.convert.models.completeness import DROPPED, depth_is_possible, why_not_built
-from llmconv.convert.models.config_file import architecture
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.model_code import AUTO_MAP

@@ -16,8 +16,6 @@ from llmconv.convert.fields import LARGEST, Fields
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
-MODEL_TYPES = ("mpt", "mosaic_gpt")
-
 FOUNDRY_ONLY = frozenset(  # fields of Foundry's configuration that transformers' has not
     ("norm_eps", "ffn_config", "fc_type", "init_config", "attention_bias", "block_overrides", "final_logit_softcapping")
     + ("head_dim", "use_pad_tok_in_ffn", "fuse_norm_attn_norm", "loss_fn", "name", "moe_world_size")

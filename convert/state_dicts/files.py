@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import INDEX, SINGLE, indexed_shards, open_shards, require_listed
+from llmconv.convert.models.completeness import WRAPPERS, is_buffer
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.safetensors_file import FileTensor, Header, read_header
 from llmconv.files.torch_reader import is_torch_file, open_torch_file
+from llmconv.not_a_model_folder import training_file_kind
 from llmconv.tensors import LazyTensor
 
 # Keys under which training scripts save the state dict of the model
-WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
+UNDER = ("state_dict", "model_state_dict", "model", "module")
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 QUANTIZED = re.compile(  # parts of a quantized matrix: GPTQ, AWQ, bitsandbytes, torch's own, float8 with scales
@@ -33,6 +35,10 @@ QUANTIZED = re.compile(  # parts of a quantized matrix: GPTQ, AWQ, bitsandbytes,
 )
 
 OBJECT = ("is an object, not a plain tensor", "save a full (unsharded, unquantized) state dict of plain tensors")
+
+
+Leaf = TensorRef | LazyTensor
+"""A tensor of a state dict: a reference into a torch file, or a tensor that is already lazy."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,46 @@ class StateFile:
         """Name to tensor; UnsupportedInput if there is another object or the tensors are quantized."""
         refuse_quantized(self.state, self.path.name)
         refuse_objects(self.state, self.path.name)
-        leaves = {name: leaf for name, leaf in self.state.items() if isinstance(leaf, TensorRef | LazyTensor)}
+        leaves = {name: leaf for name, leaf in self.state.items() if isinstance(leaf, Leaf)}
         return {name: self.tensor(name, leaf) for name, leaf in leaves.items()}
+
+
+def select(
+    state: Mapping[Any, Any],
+    tensor: Callable[[str, Any], LazyTensor],
+    source: str,
+    warnings: list[str],
+    prefix: str = "",
+    *,
+    buffers: bool = False,
+) -> dict[str, LazyTensor]:
+    """Hugging Face name to tensor (`tensor(name, leaf)`), without wrappers, buffers and (a warning) other values.
+
+    `prefix` is what the trainer's module adds to every name; with `buffers` they are kept, since only a model's own
+    code knows which ones it loads. Raises UnsupportedInput for two tensors with one name, or an object.
+    """
+    names = {key: WRAPPERS.sub("", str(key)) for key in state}
+    prefix = prefix if all(name.startswith(prefix) for name in names.values()) else ""
+    tensors: dict[str, LazyTensor] = {}
+    skipped: list[str] = []
+    for key, value in state.items():
+        name = names[key].removeprefix(prefix)
+        if not buffers and is_buffer(name, len(value.shape) if isinstance(value, Leaf) else -1):
+            continue
+        if isinstance(value, Stub) or name in tensors:
+            problem = (
+                "is a duplicate key" if name in tensors else "is an object that was not rebuilt, not a plain tensor"
+            )
+            raise UnsupportedInput(
+                f"`{name}` in `{source}` {problem}", hint="save a full (unsharded, unquantized) state dict"
+            )
+        if isinstance(value, Leaf):
+            tensors[name] = tensor(name, value)
+        else:
+            skipped.append(name)
+    if skipped:
+        warnings.append(f"skipped {len(skipped)} values that are not tensors: {listing(skipped)}")
+    return tensors
 
 
 def refuse_quantized(names: Mapping[str, Any], source: str) -> None:
@@ -70,14 +114,14 @@ def refuse_objects(state: Mapping[str, Any], source: str) -> None:
 
 
 def open_state(path: Path) -> StateFile | None:
-    """The state dict in a torch file, flat or under a key of `WRAPPERS`, or None; InputRefused if malformed."""
+    """The state dict in a torch file, flat or under a key of `UNDER`, or None; InputRefused if malformed."""
     file = open_torch_file(path)
     content = file.content
     if not isinstance(content, dict):
         return None
     if any(isinstance(leaf, TensorRef) and "." in str(key) for key, leaf in content.items()):
         return StateFile(path, _named(content), file.tensor)
-    for key in WRAPPERS:
+    for key in UNDER:
         inner = content.get(key)
         if isinstance(inner, dict) and any(isinstance(leaf, TensorRef) for leaf in inner.values()):
             return StateFile(path, _named(inner), file.tensor, content)
@@ -304,11 +348,6 @@ def weight_files(folder: Path) -> list[Path]:
     ]
 
 
-def is_model_folder(folder: Path) -> bool:
-    """Whether a folder has the file names of a Hugging Face model: a config and safetensors weights."""
-    return (folder / "config.json").is_file() and any((folder / name).is_file() for name in (SINGLE, INDEX))
-
-
 def is_safetensors_shard(path: Path) -> bool:
     match = SAFETENSORS_SHARD.fullmatch(path.name)
     return bool(match) and int(match[3]) > 1 if match else False
@@ -396,33 +435,6 @@ def _only(folder: Path, indices: list[str]) -> str | None:
             f"`{folder}` contains {len(indices)} indices: {listing(indices)}", hint="keep the one to convert"
         )
     return indices[0] if indices else None
-
-
-KINDS = {
-    "the optimizer's state": re.compile(
-        r"(?:.*[-_.])?optim(?:izers?)?(?:[-_.].*)?\.(?:pth?|bin|pdopt|ckpt|safetensors)|.*\.pdopt|.*master_weights.*"
-    ),
-    "the learning-rate schedule": re.compile(r"(?:lr_)?scheduler.*"),
-    "the loss scale": re.compile(r"(?:grad_)?scaler.*"),
-    "random number states": re.compile(r"(?:rng|random)_state.*|rank-specific.*"),
-    "the trainer's state": re.compile(r"trainer_state\.json|training_args\.bin|.*\.other\.pth"),
-    "the data loader's state": re.compile(r"(?:sampler|dl_state_dict)(?:_\d+)?\.bin"),
-    "objects registered for checkpointing": re.compile(r"custom_checkpoint_\d+\.pkl"),
-}
-"""Description to file names: torch's, PaddleNLP's (`utils/env.py`), LLaMA2-Accessory's (`util/misc.py`),
-accelerate's (`utils/constants.py`)."""
-
-
-def training_file_kind(name: str) -> str | None:
-    """Description of a training file with this name, such as `the optimizer's state`; None for other files."""
-    return next((kind for kind, pattern in KINDS.items() if pattern.fullmatch(name)), None)
-
-
-def training_files_in(path: Path) -> tuple[str, ...]:
-    """One phrase for each kind of training file in the folder `path`; empty for a single file."""
-    names = sorted(entry.name for entry in path.iterdir() if entry.is_file()) if path.is_dir() else []
-    kinds = {kind: [name for name in names if pattern.fullmatch(name)] for kind, pattern in KINDS.items()}
-    return tuple(f"{kind} ({listing(found)})" for kind, found in kinds.items() if found)
 
 
 POINTER_LIMIT = 1024

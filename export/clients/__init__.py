@@ -13,7 +13,7 @@ from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.clients.image_parts import Edits, ImageModel
 from llmconv.export.input_map import InputMap, Port
 from llmconv.files.safe_folder import Link
-from llmconv.plugins import plugins
+from llmconv.plugins import each_plugin
 
 ROLES = ("prefill", "decode", "unified")
 DEFAULT = "onnxruntime"
@@ -90,7 +90,7 @@ def weight_files(model: onnx.ModelProto) -> list[str]:
 
 @lru_cache(maxsize=1)
 def known_clients() -> dict[str, Client]:
-    return plugins(__name__, "CLIENT", Client)
+    return dict(each_plugin(__name__, "CLIENT", Client))
 
 
 def find_clients(names: Sequence[str]) -> list[Client]:

@@ -8,16 +8,18 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterable
+from collections import UserDict
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import click
 
-from llmconv.cli.help_page import Group
+from llmconv.cli.help_page import SECTIONS, Group
 from llmconv.cli.options import VERBOSE, refuse_empty_paths
 from llmconv.errors import KEPT, LlmconvError, OutputFailed, UsageProblem, first_line, printable, usage_line
 from llmconv.memory import is_out_of_memory
@@ -55,11 +57,35 @@ def _take_signals() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+class Commands(UserDict[str, click.Command]):
+    """The commands by name, in the order of the work; each module is imported when its command is first asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = [name for names in SECTIONS.values() for name in names]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __missing__(self, name: str) -> click.Command:
+        if name not in self.names:
+            raise KeyError(name)
+        self[name] = refuse_empty_paths(import_module(f"llmconv.cli.{name.replace('-', '_')}").command)
+        return self[name]
+
+
 class CommandGroup(Group):
     """The group of all commands: what they share in errors, signals and standard streams."""
 
-    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        super().add_command(refuse_empty_paths(cmd), name)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = Commands()
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -333,3 +359,14 @@ def hint_for(command: str, option: str, known: Iterable[str] = ()) -> str:
 def hint_for_value(message: str) -> str:
     """The hint for a refused option value (in backticks in `message`) that another program accepts; empty if none."""
     return next((f"here it is {ours}" for value, ours in VALUES.items() if f": `{value}` is not" in message), "")
+
+
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "-V", "--version", prog_name="llmconv")
+def main() -> None:
+    """From a training checkpoint to verified ONNX graphs.
+
+    Exit codes: 0 success, 1 a difference was found, 2 usage error, 3 input refused,
+    4 I/O or a stage on another host failed (safe to --resume), 5 nothing could be compared, 70 a bug of llmconv,
+    130 interrupted and 143 terminated (--resume continues).
+    """

@@ -31,7 +31,7 @@ def command(model: str, as_json: bool, dry_run: bool, output: Path, to: str, **c
 
     `to-hf` converts OUT back to the same tensors, bit for bit. A model that the format does not support is refused.
     """
-    from llmconv.convert.from_hf import from_hf
+    from llmconv.convert.from_hugging_face import from_hf
 
     plan = from_hf(model, output, to=to, dry_run=dry_run, **choices)
     if as_json:

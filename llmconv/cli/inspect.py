@@ -13,7 +13,7 @@ from llmconv.errors import printable
 from llmconv.files.paths import is_address
 
 if TYPE_CHECKING:
-    from llmconv.convert.inspect import Inspection
+    from llmconv.convert.inspection import Inspection
 
 
 @click.command(name="inspect", cls=Command)
@@ -28,7 +28,7 @@ def command(path: str, as_json: bool) -> None:
     `verify`, and compared with the files that it judged. Of weights only headers are read, also in a bucket and on the
     Hub, and nothing is executed.
     """
-    from llmconv.convert.inspect import inspect
+    from llmconv.convert.inspection import inspect
     from llmconv.files.sources import snapshot_home
 
     found = inspect(path)

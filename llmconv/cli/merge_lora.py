@@ -12,7 +12,7 @@ from llmconv.cli.help_page import Command
 from llmconv.cli.options import option
 
 if TYPE_CHECKING:
-    from llmconv.convert.merge_lora import Merge
+    from llmconv.convert.merge import Merge
 
 
 COMBINATIONS = ["linear", "cat", "svd", "magnitude_prune", "ties", "dare_linear", "dare_ties"]
@@ -66,7 +66,7 @@ def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, 
 
     Exit code 1: --check found a difference.
     """
-    from llmconv.convert.merge_lora import merge_lora
+    from llmconv.convert.merge import merge_lora
 
     merge = merge_lora(base, adapters, output, dry_run=dry_run, **choices)
     if as_json:

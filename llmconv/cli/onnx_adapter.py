@@ -28,7 +28,7 @@ def command(folder: str, adapter: str, output: Path, as_json: bool, **choices: A
     FOLDER is the base with graphs of `llmconv export --lora-inputs`; ADAPTER is a LoRA that merge-lora reads. The file
     is for onnxruntime's `LoraAdapter` and for `llmconv generate --adapter`: one base serves many adapters.
     """
-    from llmconv.convert.onnx_adapter import onnx_adapter
+    from llmconv.convert.adapter_file import onnx_adapter
 
     made = onnx_adapter(folder, adapter, output, **choices)
     if as_json:

@@ -48,7 +48,7 @@ def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: 
     SOURCE is a file or folder; its format is detected by its content. Nothing in it is executed without
     --trust-remote-code. A Hugging Face folder is rewritten with --dtype or --max-shard-size.
     """
-    from llmconv.convert.to_hf import to_hf
+    from llmconv.convert.to_hugging_face import to_hf
 
     plan = to_hf(source, output, dry_run=dry_run, **choices)
     if as_json:

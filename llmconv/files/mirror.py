@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path, PurePosixPath
 from threading import Lock
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from llmconv.addresses import StoreAddress, parse_address
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.paths import TEXT_LIMIT, follow
-from llmconv.stores.object_store import Head, ObjectStore
+
+if TYPE_CHECKING:
+    from llmconv.stores.object_store import Head, ObjectStore
 
 SMALL = 2 << 20  # bytes of an object that is fetched by one request, its header and its data together
 HEADER = 128 << 10  # bytes for the header of a safetensors file: more than 97 % of them have
@@ -399,6 +401,8 @@ def make_mirror(uri: str, folder: Path, *, whole: bool) -> Path:
     denied, or an object changed; OutputFailed if the store failed.
     """
     address = parse_address(uri)
+    from llmconv.stores.object_store import ObjectStore  # noqa: PLC0415 - most places are local
+
     tree = StoreTree(ObjectStore(StoreAddress(address.scheme, address.bucket)))
     found = parse_address(follow(str(address), tree))
     heads = tree.heads(found)

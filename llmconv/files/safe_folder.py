@@ -27,7 +27,7 @@ from tempfile import TemporaryFile
 from threading import Lock
 from typing import BinaryIO, Self
 
-from llmconv.errors import InputRefused, MalformedInput, OutputFailed
+from llmconv.errors import InputRefused, MalformedInput, OutputFailed, UnsupportedInput
 from llmconv.progress import say
 from llmconv.stores import hung_calls
 
@@ -42,6 +42,13 @@ class Link:
     """A relative symbolic link, for a client that expects a file in another place."""
 
     target: str
+
+
+def refuse_links(files: Mapping[str, bytes | Link]) -> None:
+    """Raises UnsupportedInput if one of the files is a link, which a store does not have."""
+    if links := [name for name, content in files.items() if isinstance(content, Link)]:
+        problem = f"`{links[0]}` would be a symbolic link, which an object store does not have"
+        raise UnsupportedInput(problem, hint="write to a local folder, and copy it, links followed, to the store")
 
 
 # content of a file to write: bytes, a link, or a function that writes into an open file

@@ -18,7 +18,7 @@ from functools import wraps
 from glob import escape
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from llmconv.addresses import HubAddress, hub_address, is_hub_address, is_store_address, parse_hub_address
 from llmconv.errors import InputRefused, LlmconvError, first_line, listing
@@ -26,8 +26,9 @@ from llmconv.files import mirror
 from llmconv.files.mirror import make_mirror, mirror_files
 from llmconv.files.paths import TEXT_LIMIT, LocalTree, follow, follow_local, is_address, path_of, without_credentials
 from llmconv.files.safe_folder import make_temporary_folder, remove_temporary_folder
-from llmconv.hub.repository import hub_refusal
-from llmconv.stores.object_store import Head
+
+if TYPE_CHECKING:
+    from llmconv.stores.object_store import Head
 
 TORCH_WEIGHTS = re.compile(r"pytorch_model.*\.bin(?:\.index\.json)?|(?:pytorch_)?model-\d+-of-\d+\.bin")
 SAFETENSORS = re.compile(r"model(?:-\d+-of-\d+)?\.safetensors(?:\.index\.json)?")
@@ -67,6 +68,8 @@ def from_hub(address: HubAddress, headers_in: Path | None = None) -> Path:
     except Exception as error:  # the class for "no connection" differs between versions
         if isinstance(error, MemoryError):
             raise
+        from llmconv.hub.repository import hub_refusal  # noqa: PLC0415 - most sources are local
+
         problem = hub_refusal(error, address)
         if problem is None and (found := cached(address)):
             return found
@@ -196,6 +199,8 @@ class HubFiles:
         except Exception as error:  # the class for "no connection" differs between versions
             if isinstance(error, MemoryError | InputRefused):
                 raise
+            from llmconv.hub.repository import hub_refusal  # noqa: PLC0415 - as above
+
             raise hub_refusal(error, self._address) or InputRefused(
                 f"`{self._address.short}` cannot be read from the hub: {first_line(error, 120)}",
                 hint="check the network, and run again",
@@ -209,6 +214,8 @@ def mirror_hub(address: HubAddress, commit: str, sizes: Mapping[str, int], folde
     InputRefused if the Hub does not give a file, or cannot be reached.
     """
     root = folder / address.repository.rpartition("/")[2]
+    from llmconv.stores.object_store import Head  # noqa: PLC0415 - as above
+
     files = [(root / name, Head(name, size, "")) for name, size in sizes.items()]
     mirror_files(HubFiles(address, commit), files, folder)
     return root / address.folder

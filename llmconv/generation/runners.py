@@ -277,7 +277,7 @@ def _tuned(folder: Path, adapter: str | Path | None) -> dict[str, Any]:
     """What an adapter adds to the eager model: PEFT's layers around its own, or merged weights."""
     if adapter is None:
         return {}
-    from llmconv.convert.opening import is_for_peft  # noqa: PLC0415 - imports every format
+    from llmconv.convert.opening_adapters import is_for_peft  # noqa: PLC0415 - imports every format
 
     path = local_path(adapter)
     return {"adapter": path} if is_for_peft(path) else {"tensors": merged_weights(folder, path)}
@@ -419,7 +419,7 @@ def merged_weights(folder: Path, adapter: str | Path) -> Mapping[str, LazyTensor
     from llmconv.convert.adapters.base_checks import warn_of_origin  # noqa: PLC0415 - as above
     from llmconv.convert.adapters.merging import merged  # noqa: PLC0415 - as above
     from llmconv.convert.models.completeness import check_complete  # noqa: PLC0415 - as above
-    from llmconv.convert.opening import open_adapters  # noqa: PLC0415 - as above
+    from llmconv.convert.opening_adapters import open_adapters  # noqa: PLC0415 - as above
 
     base = open_checkpoint(folder)
     try:

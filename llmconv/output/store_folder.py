@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,9 +22,9 @@ from typing import Any, Self
 
 from llmconv.addresses import StoreAddress, is_store_address, parse_address
 from llmconv.checkpoint import INDEX, parse_object
-from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput
+from llmconv.errors import InputRefused, OutputFailed
 from llmconv.files import mirror
-from llmconv.files.safe_folder import Link, is_inner
+from llmconv.files.safe_folder import Link, is_inner, refuse_links
 from llmconv.files.source_file import open_source
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, is_file_entry, parse_manifest
 from llmconv.output.plan import (
@@ -291,13 +291,6 @@ class UnfinishedObjects(UnfinishedOutput):
     def _appeared(self) -> OutputFailed:
         problem = f"`{self.target}` appeared while it was being made"
         return OutputFailed(problem, hint="choose another `-o`, or give `--overwrite`")
-
-
-def refuse_links(files: Mapping[str, bytes | Link]) -> None:
-    """Raises UnsupportedInput if one of the files is a link, which a store does not have."""
-    if links := [name for name, content in files.items() if isinstance(content, Link)]:
-        problem = f"`{links[0]}` would be a symbolic link, which an object store does not have"
-        raise UnsupportedInput(problem, hint="write to a local folder, and copy it, links followed, to the store")
 
 
 class FileBlocks:

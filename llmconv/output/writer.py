@@ -31,11 +31,9 @@ from llmconv.files.mirror import WEIGHTS
 from llmconv.files.paths import is_address
 from llmconv.files.safe_folder import Link
 from llmconv.files.source_file import checked_reading
-from llmconv.output.hub_folder import HubFolder
 from llmconv.output.local_folder import LocalFolder
 from llmconv.output.manifest import Manifest, file_entry
 from llmconv.output.plan import Destination, Plan, Shard, UnfinishedOutput
-from llmconv.output.store_folder import StoreFolder
 from llmconv.output.work import (
     TRIES,
     Answer,
@@ -170,8 +168,14 @@ Place = Path | StoreAddress | HubAddress
 
 def destination_of(output: Place) -> Destination:
     if isinstance(output, HubAddress):
+        from llmconv.output.hub_folder import HubFolder  # noqa: PLC0415 - most outputs are local
+
         return HubFolder(output)
-    return StoreFolder(output) if isinstance(output, StoreAddress) else LocalFolder(output)
+    if isinstance(output, StoreAddress):
+        from llmconv.output.store_folder import StoreFolder  # noqa: PLC0415 - as above
+
+        return StoreFolder(output)
+    return LocalFolder(output)
 
 
 def write_checkpoint(  # noqa: PLR0913 - what is written, and how

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from llmconv.checkpoint import Checkpoint, is_conv1d, transposed
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.plugins import plugins
+from llmconv.plugins import each_plugin
 from llmconv.quantized_weights.packed_weight import IntegerCodes, PackedWeight
 from llmconv.tensors import Array, LazyTensor
 
@@ -30,7 +30,7 @@ class QuantizationMethod:
 
 @lru_cache(maxsize=1)
 def methods() -> dict[str, QuantizationMethod]:
-    rows = plugins("llmconv.quantized_weights.methods", "METHOD", QuantizationMethod)
+    rows = dict(each_plugin("llmconv.quantized_weights.methods", "METHOD", QuantizationMethod))
     return {row.name: row for row in rows.values()}
 
 

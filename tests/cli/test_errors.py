@@ -79,7 +79,7 @@ def test_an_unexpected_error_is_neither_a_traceback_nor_a_difference(
     def fail(*args: object, **options: object) -> None:
         raise raised
 
-    monkeypatch.setattr(sys.modules["llmconv.convert.inspect"], "inspect", fail)
+    monkeypatch.setattr(sys.modules["llmconv.convert.inspection"], "inspect", fail)
     done = CliRunner().invoke(llmconv.cli.main, ["inspect", "anything"])
     assert done.exit_code == code
     assert done.stderr.startswith("error: ") and "\n\nhint: " in done.stderr and "Traceback" not in done.stderr
@@ -89,7 +89,7 @@ def test_a_bug_has_its_own_exit_code_and_one_line_to_report(monkeypatch: pytest.
     def fail(*args: object, **options: object) -> None:
         raise KeyError("half\nof \x1b[2J it")
 
-    monkeypatch.setattr(sys.modules["llmconv.convert.inspect"], "inspect", fail)
+    monkeypatch.setattr(sys.modules["llmconv.convert.inspection"], "inspect", fail)
     done = CliRunner().invoke(llmconv.cli.main, ["inspect", "anything"], prog_name="llmconv")
     line, blank, hint = done.stderr.splitlines()
     assert done.exit_code == BUG_EXIT_CODE == 70
@@ -100,8 +100,10 @@ def test_a_bug_has_its_own_exit_code_and_one_line_to_report(monkeypatch: pytest.
     assert shown.exit_code == 70 and "Traceback" in shown.stderr
 
 
-@pytest.mark.slow_rows("llmconv.convert.inspect")
-@pytest.mark.parametrize("module", ["llmconv.interpreters", "click", "llmconv.cli.export", "llmconv.convert.inspect"])
+@pytest.mark.slow_rows("llmconv.convert.inspection")
+@pytest.mark.parametrize(
+    "module", ["llmconv.interpreters", "click", "llmconv.cli.export", "llmconv.convert.inspection"]
+)
 def test_ctrl_c_is_no_traceback_while_the_program_starts(module: str) -> None:
     code = f"""
 import os, signal, sys

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from llmconv.cli import main
 from llmconv.convert import to_hf
-from llmconv.convert.inspect import inspect
+from llmconv.convert.inspection import inspect
 from llmconv.errors import MalformedInput
 from llmconv.files import safetensors_file
 from llmconv.files.source_file import read_into

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from llmconv.cli import main
-from llmconv.convert.inspect import PRESETS, inspect
+from llmconv.convert.inspection import PRESETS, inspect
 from llmconv.errors import MalformedInput
 from llmconv.export import export
 from llmconv.export.quantization import settings

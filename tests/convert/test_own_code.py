@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from llmconv.checkpoint import open_checkpoint
 from llmconv.cli import main
 from llmconv.convert import apply_delta, extract_delta, from_hf, merge_lora, to_hf
-from llmconv.convert.inspect import inspect
+from llmconv.convert.inspection import inspect
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.export import INPUT_MAPS, InputMap, export, register_input_map
 from llmconv.generation import generate

@@ -170,7 +170,7 @@ def test_ctrl_c_leaves_nothing(temporary: Path, tmp_path: Path, monkeypatch: pyt
         assert [*temporary.iterdir()]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["llmconv.convert.to_hf"], "plan_checkpoint", interrupted)
+    monkeypatch.setattr(sys.modules["llmconv.convert.to_hugging_face"], "plan_checkpoint", interrupted)
     with pytest.raises(KeyboardInterrupt):
         to_hf(uri(CHECKPOINT), tmp_path / "out")
     assert not [*temporary.iterdir()]

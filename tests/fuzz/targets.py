@@ -15,7 +15,7 @@ from llmconv.convert.deltas.exact import open_exact
 from llmconv.convert.formats import formats
 from llmconv.convert.formats.mindformers.mindspore import read_ckpt, read_strategy
 from llmconv.convert.formats.paddle.read import open_pdparams
-from llmconv.convert.inspect import inspect
+from llmconv.convert.inspection import inspect
 from llmconv.convert.models.config_file import read_config_file
 from llmconv.convert.state_dicts.distributed import TensorItem, named_leaves, open_folder
 from llmconv.convert.state_dicts.files import torch_tensors

@@ -26,7 +26,7 @@ from typing import Any
 
 from llmconv.cli.inspect import shown_rows
 from llmconv.convert import apply_delta, extract_delta, from_hf, merge_lora, to_hf
-from llmconv.convert.inspect import inspect
+from llmconv.convert.inspection import inspect
 from llmconv.convert.models.meta_model import meta_model
 from llmconv.errors import LlmconvError
 from llmconv.quantized_weights.quantized_checkpoint import methods

@@ -14,7 +14,7 @@ import pytest
 
 from llmconv.causal_lm import context_length
 from llmconv.checkpoint import DEPTH_LIMIT, read_json
-from llmconv.convert.inspect import inspect
+from llmconv.convert.inspection import inspect
 from llmconv.convert.models.transformers_source import model_folder
 from llmconv.convert.tokenizers import parse_sentencepiece
 from llmconv.errors import LlmconvError, MalformedInput

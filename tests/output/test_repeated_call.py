@@ -44,7 +44,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def task(model: Path, tmp_path: Path) -> Iterator[Callable[..., dict[str, Any]]]:
     """The task of a shard and a run."""
     arguments = {"source": model, "output": tmp_path / "out", "max_shard_size": SIZE}
-    fields = Call(("llmconv.convert.to_hf", "to_hf"), arguments).fields()
+    fields = Call(("llmconv.convert.to_hugging_face", "to_hf"), arguments).fields()
     yield lambda name, run="1": {**fields, "shard": name, "run": run}
     for call in work._calls.values():
         call.end()
@@ -78,7 +78,7 @@ def test_a_refusal_ends_the_call(model: Path, names: list[str], task: Callable[.
 
 def test_a_fault_is_raised_where_the_shard_is_asked_for(task: Callable[..., dict[str, Any]]) -> None:
     with pytest.raises(AttributeError, match="nothing"):
-        answer_to(task("model.safetensors") | {"function": ["llmconv.convert.to_hf", "nothing"]})
+        answer_to(task("model.safetensors") | {"function": ["llmconv.convert.to_hugging_face", "nothing"]})
 
 
 def test_shards_of_an_output_that_another_run_has_completed_count_as_written(

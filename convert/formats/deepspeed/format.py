@@ -20,10 +20,10 @@ from llmconv.convert.algebra import reshaped
 from llmconv.convert.assembly import OPTIONS, opened_with_adapter, side_files_of
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.deepspeed import save_folder
-from llmconv.convert.models.completeness import WRAPPERS, as_loaded, select
+from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import OPTION, causal_lm_config
 from llmconv.convert.models.transformers_source import HEADS
-from llmconv.convert.state_dicts.files import Sign
+from llmconv.convert.state_dicts.files import Sign, select
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import TensorRef

@@ -24,7 +24,7 @@ from llmconv.convert.adapters import other_tools
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.algebra import concat, deal_rows, fitting, fuse, interleave_rows, renamed, slice_rows
 from llmconv.convert.assembly import config_folder, contents_around, side_files_of, stored_config
-from llmconv.convert.formats import Format, has_sign_of
+from llmconv.convert.formats import AdapterFormat, Format, has_sign_of
 from llmconv.convert.formats.litgpt import config as configs
 from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import causal_lm_config, read_config_file
@@ -308,7 +308,7 @@ def _split_fused(
     return apart
 
 
-ADAPTER = other_tools.AdapterFormat(
+ADAPTER = AdapterFormat(
     "LitGPT (`lit_model.pth.lora` next to `hyperparameters.yaml`)",
     lambda path: (path / LORA_FILE).is_file() if path.is_dir() else path.name == LORA_FILE and path.is_file(),
     open_litgpt_adapter,

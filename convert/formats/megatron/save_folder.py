@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmconv.convert.models.config_file import json_object
+from llmconv.checkpoint import json_object
 from llmconv.convert.state_dicts.distributed import is_folder
 from llmconv.convert.state_dicts.files import tracked
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing

@@ -18,7 +18,6 @@ import numpy as np
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.other_tools import (
-    AdapterFormat,
     ForeignPair,
     LayerSizes,
     as_adapter,
@@ -31,6 +30,7 @@ from llmconv.convert.adapters.other_tools import (
 )
 from llmconv.convert.adapters.peft_file import CONFIG
 from llmconv.convert.algebra import fitting, interleave_rows
+from llmconv.convert.formats import AdapterFormat
 from llmconv.convert.formats.mindformers import families
 from llmconv.convert.formats.mindformers.config import (
     DENSE,

@@ -17,8 +17,9 @@ from typing import Any
 from llmconv.checkpoint import read_json
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora_config import LoraConfig
-from llmconv.convert.adapters.other_tools import AdapterFormat, ForeignPair, as_adapter, joined_pair
+from llmconv.convert.adapters.other_tools import ForeignPair, as_adapter, joined_pair
 from llmconv.convert.fields import Fields
+from llmconv.convert.formats import AdapterFormat
 from llmconv.convert.formats.paddle.config import to_config
 from llmconv.convert.formats.paddle.names import FAMILIES, TensorRule, converted, unrolled
 from llmconv.convert.formats.paddle.read import open_rank_files

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import Checkpoint, read_json, read_side_files, transposed
+from llmconv.checkpoint import Checkpoint, json_object, read_json, read_side_files, transposed
 from llmconv.convert import tokenizers
 from llmconv.convert.algebra import concat, interleave_rows, require, split
 from llmconv.convert.fields import Fields
@@ -25,7 +25,7 @@ from llmconv.convert.formats.paddle import config as configs
 from llmconv.convert.formats.paddle import read
 from llmconv.convert.formats.paddle.names import FAMILIES, TensorRule, apply_rules, unrolled
 from llmconv.convert.models.code_model import baichuan, chatglm, needs_code
-from llmconv.convert.models.config_file import OPTION, json_object, plain_fields, trusted_code, with_architecture
+from llmconv.convert.models.config_file import OPTION, plain_fields, trusted_code, with_architecture
 from llmconv.convert.models.model_config import (
     ModelSettings,
     refuse,
@@ -35,8 +35,8 @@ from llmconv.convert.models.model_config import (
     settings_of,
     tied,
 )
-from llmconv.convert.state_dicts.files import training_files_in
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.not_a_model_folder import training_files_in
 from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.tensors import LazyTensor
 

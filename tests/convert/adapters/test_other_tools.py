@@ -17,7 +17,7 @@ from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import merge_lora, to_hf
 from llmconv.convert.adapters.lora_config import REFUSED
 from llmconv.convert.formats import adapter_format, adapter_formats
-from llmconv.convert.inspect import inspect
+from llmconv.convert.inspection import inspect
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "adapters"

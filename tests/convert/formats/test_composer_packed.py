@@ -24,7 +24,7 @@ from click.testing import CliRunner
 from llmconv.cli import main
 from llmconv.convert import to_hf
 from llmconv.convert.formats.composer import ComposerRun, dropped, version
-from llmconv.convert.inspect import inspect
+from llmconv.convert.inspection import inspect
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.sources import files_under

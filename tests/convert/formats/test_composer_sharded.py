@@ -19,7 +19,7 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint import _version
 
 from llmconv.convert import to_hf
-from llmconv.convert.inspect import inspect
+from llmconv.convert.inspection import inspect
 from llmconv.convert.models.head_and_dtype import settled
 from llmconv.convert.opening import open_training
 from llmconv.convert.state_dicts.distributed import BytesItem, named_leaves, open_folder

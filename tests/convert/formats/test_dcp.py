@@ -15,7 +15,7 @@ import torch
 from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
 from llmconv.convert.formats.meta import LLAMA
-from llmconv.convert.inspect import inspect
+from llmconv.convert.inspection import inspect
 from llmconv.convert.models.head_and_dtype import settled
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput

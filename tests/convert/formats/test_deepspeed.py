@@ -18,7 +18,7 @@ import torch
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
-from llmconv.convert.inspect import inspect
+from llmconv.convert.inspection import inspect
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused
 from llmconv.files import safetensors_file

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
-from llmconv.convert.inspect import inspect
+from llmconv.convert.inspection import inspect
 from llmconv.convert.opening import open_training
 from tests.builders.megatron_saves import (
     Shape,

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from llmconv.convert import merge_lora, to_hf
 from llmconv.convert.formats.mindformers.format import open_parameters
 from llmconv.convert.formats.mindformers.mindspore import read_ckpt
-from llmconv.convert.from_hf import from_hf
+from llmconv.convert.from_hugging_face import from_hf
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from tests.builders.tiny_models import save_tiny
 

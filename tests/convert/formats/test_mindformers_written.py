@@ -17,9 +17,9 @@ from safetensors.numpy import load_file, save_file
 from llmconv.convert.formats import formats
 from llmconv.convert.formats.mindformers import mindspore
 from llmconv.convert.formats.mindformers.mindspore import ckpt_pieces, read_ckpt, read_strategy, strategy_bytes
-from llmconv.convert.from_hf import from_hf
+from llmconv.convert.from_hugging_face import from_hf
 from llmconv.convert.opening import open_training
-from llmconv.convert.to_hf import to_hf
+from llmconv.convert.to_hugging_face import to_hf
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 from tests.builders.tiny_models import contents, identity, save_tiny

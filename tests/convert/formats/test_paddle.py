@@ -20,7 +20,7 @@ from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
 from llmconv.convert.formats.paddle.config import to_config
-from llmconv.convert.inspect import inspect
+from llmconv.convert.inspection import inspect
 from llmconv.convert.models.head_and_dtype import settled
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused

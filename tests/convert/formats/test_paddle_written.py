@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert.formats import formats
 from llmconv.convert.formats.paddle.read import open_pdparams, pdparams_pieces
-from llmconv.convert.from_hf import from_hf
+from llmconv.convert.from_hugging_face import from_hf
 from llmconv.convert.opening import open_training
-from llmconv.convert.to_hf import to_hf
+from llmconv.convert.to_hugging_face import to_hf
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 from tests.builders.paddle_models import FIXTURES

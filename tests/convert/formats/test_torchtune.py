@@ -15,7 +15,7 @@ import torch
 from llmconv.checkpoint import read_json
 from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
-from llmconv.convert.inspect import inspect
+from llmconv.convert.inspection import inspect
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from tests.builders.torch_states import FIXTURES, prefixed, save

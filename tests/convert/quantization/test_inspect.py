@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmconv.convert.inspect import inspect
+from llmconv.convert.inspection import inspect
 from tests.builders.quantized_models import BASES, FOLDER, stored
 
 

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from llmconv.cli import main
-from llmconv.convert.to_hf import to_hf
+from llmconv.convert.to_hugging_face import to_hf
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export import export
 from llmconv.verify import verify

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from llmconv.convert.inspect import inspect
+from llmconv.convert.inspection import inspect
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export import export
 from llmconv.export.tracing import single_pass

@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from math import sqrt
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Unpack
 
 from llmconv.argument_checks import checked
-from llmconv.background import prefetch
 from llmconv.causal_lm import require_model_type
-from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
+from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, is_model_folder, open_checkpoint
 from llmconv.convert.adapters.adapter import Adapter, is_zero
 from llmconv.convert.adapters.base_checks import SampleCheck, check_written, warn_of_origin
 from llmconv.convert.adapters.combining import DEFAULTS, MergeOptions, Recipe, recipe_of, sha256_of
 from llmconv.convert.adapters.edits import Edits
 from llmconv.convert.adapters.merging import merged
 from llmconv.convert.algebra import equal
-from llmconv.convert.models.code_model import with_copied_code
 from llmconv.convert.models.completeness import check_folder, refuse_unmerged
-from llmconv.convert.models.head_and_dtype import with_dtype
-from llmconv.convert.opening import open_adapters, recognized
-from llmconv.convert.state_dicts.files import is_model_folder
-from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem, listing
+from llmconv.convert.opening_adapters import open_adapters
+from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import Placed, output_place
 from llmconv.files.sources import fetches, local_path, reading_safely
+from llmconv.model_code import with_copied_code
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import Plan, plan_checkpoint, require_shard_size
 from llmconv.output.work import Part, Shards, Work, done_by, repeatable, require_possible
 from llmconv.output.writer import Place, check_output, write_checkpoint
 from llmconv.progress import warn_all
-from llmconv.quantized_weights.packed_weight import TILE_ELEMENTS, PackedWeight, with_recent_rows
-from llmconv.quantized_weights.quantized_checkpoint import FIELD, QuantizedCheckpoint, quantized_checkpoint
-from llmconv.tensors import BY_NAME, LazyTensor, cast
+from llmconv.tensors import cast
 
+if TYPE_CHECKING:
+    from llmconv.convert.quantized_bases import QuantizedBase, Retention
+
+PLAIN_TYPE = "bfloat16"  # of a dequantized weight
 PLAIN = ("safetensors", "torch")  # formats of which `open_checkpoint` says itself what is missing
 
 
@@ -157,17 +151,23 @@ def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
         )
     with reading_safely(base):
         path = local_path(base, in_parts=True)
-        found = recognized(path)[1] if path.exists() and not is_model_folder(path) else None
-        if found and found.name not in PLAIN:
+        if path.exists() and not is_model_folder(path) and (found := _training_format(path)) not in (None, *PLAIN):
             given, name = shlex.join(map(str, adapters)), shlex.quote(str(base))
             raise InputRefused(
-                f"the base `{base}` is a training checkpoint ({found.name}), not a Hugging Face model folder",
+                f"the base `{base}` is a training checkpoint ({found}), not a Hugging Face model folder",
                 hint=f"`llmconv to-hf {name} -o HF_BASE`, then `llmconv merge-lora HF_BASE {given} -o OUT`",
             )
         checkpoint = open_checkpoint(path)
         require_model_type(checkpoint.config, base)
         refuse_unmerged(checkpoint.tensors, checkpoint.config, checkpoint.path.name)
         return with_copied_code(checkpoint)
+
+
+def _training_format(path: Path) -> str | None:
+    from llmconv.convert.opening import recognized  # noqa: PLC0415 - only for a refusal
+
+    found = recognized(path)[1]
+    return found.name if found else None
 
 
 def _require_possible(options: MergeOptions, output: Place, *, check: bool, dry_run: bool) -> None:
@@ -208,10 +208,7 @@ def _identity(adapter: Adapter) -> dict[str, str]:
 
 def plan_merge(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe) -> Merge:
     """Places all adapters' tensors on the base (plain or quantized), without writing; errors as in `merge_lora`."""
-    # the quantized base, or None; MalformedInput: parts missing or mismatched, UnsupportedInput: unknown method
-    found = quantized_checkpoint(base)
-    quantized = QuantizedBase(found.stored, found.method, found.weights, found.plain) if found else None
-    check_choice(recipe.base_quant, quantized, recipe.dtype)
+    quantized = _quantized(base, recipe)
     plain = quantized.plain if quantized else base
     result, edits = merged(plain, adapters, recipe)
     merge = Merge(
@@ -224,6 +221,14 @@ def plan_merge(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe) ->
     )
     merge = replace(merge, warnings=(*merge.warnings, *_without_effect(plain, result, merge, adapters)))
     return _stored(quantized, result, merge, recipe) if quantized else merge
+
+
+def _quantized(base: Checkpoint, recipe: Recipe) -> QuantizedBase | None:
+    if recipe.base_quant is None and not base.config.get("quantization_config"):
+        return None
+    from llmconv.convert.quantized_bases import open_quantized  # noqa: PLC0415 - most bases are plain
+
+    return open_quantized(base, recipe)
 
 
 def _without_effect(base: Checkpoint, result: Checkpoint, merge: Merge, adapters: Sequence[Adapter]) -> Iterator[str]:
@@ -240,11 +245,11 @@ def _stored(base: QuantizedBase, result: Checkpoint, merge: Merge, recipe: Recip
     """The merge of a quantized base, with its plan by `--base-quant`; reads the weights if they are requantized."""
     if recipe.base_quant == "dequantize":
         plan = plan_checkpoint(base.dequantized(result, recipe.dtype), recipe.max_shard_size)
-        kind = PLAIN_TYPE.name if recipe.dtype == "keep" else recipe.dtype
+        kind = PLAIN_TYPE if recipe.dtype == "keep" else recipe.dtype
         note = f"{len(base.weights)} quantized weights ({base.method.name}) become plain {kind}"
         return replace(merge, plan=plan, warnings=(*merge.warnings, note))
     checkpoint, changed = base.requantized(result)
-    retention = measure(base.plain, result, changed)
+    retention = base.retention(result, changed)
     return replace(
         merge,
         plan=plan_checkpoint(checkpoint, recipe.max_shard_size),
@@ -252,176 +257,3 @@ def _stored(base: QuantizedBase, result: Checkpoint, merge: Merge, recipe: Recip
         warnings=(*merge.warnings, *retention.require()),
         retention=retention,
     )
-
-
-CHOICES = ("dequantize", "requantize")
-NUMBER = r"(?<=\.)\d+(?=\.)"
-PLAIN_TYPE = BY_NAME["bfloat16"]
-
-
-@dataclass(frozen=True)
-class QuantizedBase(QuantizedCheckpoint):
-    """The base of a merge; a merge into `plain` rounds once."""
-
-    def dequantized(self, merged: Checkpoint, dtype: str) -> Checkpoint:
-        """The result of merging into `plain`, with quantized weights rounded once: to bfloat16 for `keep`."""
-        if dtype != "keep":
-            return merged
-        tensors = {
-            name: cast(tensor, PLAIN_TYPE) if self._was_quantized(name) else tensor for name, tensor in merged.items()
-        }
-        return replace(merged, tensors=tensors, config=with_dtype(merged.config, tensors))
-
-    def _was_quantized(self, name: str) -> bool:
-        """Whether a merged tensor comes from a quantized weight, also as a copy of a layer."""
-        if name in self.plain:
-            return name in self.weights
-        return re.sub(NUMBER, "{}", name) in {re.sub(NUMBER, "{}", weight) for weight in self.weights}
-
-    def requantized(self, merged: Checkpoint) -> tuple[Checkpoint, dict[str, PackedWeight]]:
-        """The result in the base's format, and changed weights; UnsupportedInput if weights moved or were resized."""
-        names = {id(tensor): name for name, tensor in self.plain.items()}
-        moved = [name for name, tensor in merged.items() if name in self.plain and names.get(id(tensor), name) != name]
-        moved += [
-            name for name, weight in self.weights.items() if name not in merged or merged[name].shape != weight.shape
-        ]
-        moved += [name for name in merged if name not in self.plain and self._was_quantized(name)]
-        if moved:
-            raise UnsupportedInput(
-                f"the merge moves or resizes weights of the base, {listing(moved)} among them, which stay quantized",
-                hint="give `--base-quant dequantize`",
-            )
-        changed = {
-            name: weight.requantized(with_recent_rows(merged[name]))
-            for name, weight in self.weights.items()
-            if merged[name] is not self.plain[name]
-        }
-        home = {part: name for name, weight in self.weights.items() for part in weight.parts}
-        tensors = {}
-        for name, tensor in self.stored.items():
-            if home.get(name) in changed:
-                tensors[name] = changed[home[name]].parts[name]
-            elif name in home or name not in self.plain:
-                tensors[name] = tensor
-            elif name in merged:
-                tensors[name] = merged[name]
-        tensors |= {name: merged[name] for name in merged if name not in tensors and name not in self.weights}
-        return replace(merged, tensors=tensors, config={**merged.config, FIELD: self.stored.config[FIELD]}), changed
-
-    def changed_parts(self, changed: Mapping[str, PackedWeight]) -> dict[str, str]:
-        """Names of the changed tensors in the files, with the plain name of their weight."""
-        return {
-            part: name
-            for name, weight in changed.items()
-            for part, tensor in weight.parts.items()
-            if tensor is not self.stored[part]
-        }
-
-
-def check_choice(choice: str | None, base: QuantizedBase | None, dtype: str) -> None:
-    """Raises UnsupportedInput for a quantized base without `--base-quant` (`choice`), UsageProblem for conflicts."""
-    if choice is not None and choice not in CHOICES:
-        raise UsageProblem(f"invalid `--base-quant {choice}`", hint=f"one of: {', '.join(CHOICES)}")
-    if base is None and choice is not None:
-        raise UsageProblem(f"`--base-quant {choice}` is given, but the base is not quantized", hint="leave it out")
-    if base is not None and choice is None:
-        raise UnsupportedInput(
-            f"the base is quantized ({base.method.name})",
-            hint="give `--base-quant dequantize` for plain bfloat16 weights, or `--base-quant requantize` to store the "
-            "result as the base is, where enough of the update survives; better: merge into the unquantized model",
-        )
-    if choice == "requantize" and dtype != "keep":
-        raise UsageProblem(
-            f"`--dtype {dtype}` is given with `--base-quant requantize`, which keeps the types of the base",
-            hint="leave `--dtype` out, or give `--base-quant dequantize`",
-        )
-
-
-ENOUGH = 0.5
-"""Minimum retention and cosine. On a uniform grid both are about one half for updates of a quarter of a step; below,
-most of the update is lost, or most of the change is rounding."""
-
-
-class UpdateSums(NamedTuple):
-    """Sums over elements of ΔW² (`wanted`), the change after quantization squared (`found`), products (`common`)."""
-
-    wanted: float
-    found: float
-    common: float
-
-    @property
-    def retention(self) -> float:
-        """‖W'_q - W_q‖ / ‖ΔW‖."""
-        return sqrt(self.found / self.wanted) if self.wanted else 1.0
-
-    @property
-    def cosine(self) -> float:
-        """The cosine between the two; 0 if nothing changed."""
-        if not self.wanted:
-            return 1.0
-        return self.common / sqrt(self.wanted * self.found) if self.found else 0.0
-
-    @property
-    def enough(self) -> bool:
-        return min(self.retention, self.cosine) >= ENOUGH
-
-
-@dataclass(frozen=True)
-class Retention:
-    """How much of an update survived, per weight by plain name, and in total."""
-
-    weights: Mapping[str, UpdateSums]
-
-    @property
-    def total(self) -> UpdateSums:
-        """Over all weights."""
-        return _sum(self.weights.values())
-
-    def summary(self) -> dict[str, Any]:
-        rows = {"total": self.total, **self.weights}
-        return {name: {"retention": change.retention, "cosine": change.cosine} for name, change in rows.items()}
-
-    def require(self) -> tuple[str, ...]:
-        """Warnings about the lost part of the update; UnsupportedInput if too little of it survived."""
-        total = self.total
-        found = f"retention {total.retention:.2f}, cosine {total.cosine:.2f}"
-        if not total.enough:
-            raise UnsupportedInput(
-                f"requantized, the base keeps too little of the update: {found}, minimum {ENOUGH}",
-                hint="give `--base-quant dequantize`; the update is finer than the grid, or leaves its range",
-            )
-        poor = sorted((change.cosine, name) for name, change in self.weights.items() if not change.enough)
-        lines = [f"{len(self.weights)} merged weights are quantized again, which changes the update: {found}"]
-        if poor:
-            lines.append(f"{len(poor)} weights keep less than {ENOUGH} of their update, least `{poor[0][1]}`")
-        return tuple(lines)
-
-
-def measure(
-    before: Mapping[str, LazyTensor], merged: Mapping[str, LazyTensor], after: Mapping[str, PackedWeight]
-) -> Retention:
-    """Reads every weight of `after` once; the sums do not depend on the number of threads.
-
-    `before` and `merged` are the plain weights (float32) of the base and of the result before quantization; `after` are
-    the changed weights of the result.
-    """
-    found = {}
-    for name, weight in after.items():
-        rows = with_recent_rows(merged[name])
-        spans = rows.blocks(TILE_ELEMENTS * rows.dtype.itemsize)
-        found[name] = _sum(prefetch(partial(_change, before[name], rows, weight.plain, *span) for span in spans))
-    return Retention(found)
-
-
-def _change(before: LazyTensor, merged: LazyTensor, after: LazyTensor, start: int, stop: int) -> UpdateSums:
-    old = before.rows(start, stop).astype(np.float64)
-    wanted = merged.rows(start, stop) - old
-    found = after.rows(start, stop) - old
-    return UpdateSums(float((wanted * wanted).sum()), float((found * found).sum()), float((wanted * found).sum()))
-
-
-def _sum(changes: Iterable[UpdateSums]) -> UpdateSums:
-    total = UpdateSums(0.0, 0.0, 0.0)
-    for change in changes:
-        total = UpdateSums(*(one + other for one, other in zip(total, change, strict=True)))
-    return total

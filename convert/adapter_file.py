@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmconv.argument_checks import checked
-from llmconv.checkpoint import ADAPTER_CONFIG
-from llmconv.convert.state_dicts.files import is_model_folder
+from llmconv.checkpoint import ADAPTER_CONFIG, is_model_folder
 from llmconv.errors import InputRefused, OutputFailed, UsageProblem
 from llmconv.files.paths import Written, output_path
 from llmconv.files.safe_folder import Folder, parents_made, require_parents

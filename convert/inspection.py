@@ -14,13 +14,22 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import SIDE_FILES, Checkpoint, open_checkpoint, open_shards, own_file, read_json, read_small
+from llmconv.checkpoint import (
+    SIDE_FILES,
+    Checkpoint,
+    is_model_folder,
+    open_checkpoint,
+    open_shards,
+    own_file,
+    read_json,
+    read_small,
+)
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.deltas.exact import open_exact
 from llmconv.convert.formats import Format
 from llmconv.convert.models.head_and_dtype import settled
 from llmconv.convert.opening import explain, open_format, recognized
-from llmconv.convert.state_dicts.files import is_model_folder, raw_tensors, torch_tensors
+from llmconv.convert.state_dicts.files import raw_tensors, torch_tensors
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.safetensors_file import FileTensor, read_header
 from llmconv.files.source_file import open_source
