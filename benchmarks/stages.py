@@ -22,8 +22,7 @@ from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.generation import TextModel
 from llmconv.output.plan import plan_checkpoint
 from llmconv.output.writer import write_checkpoint
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.stages.staged_runner import StageAddresses
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings, StageAddresses
 from llmconv.tensors import LazyTensor
 
 PROMPT, NEW, ROUNDS, THREADS = 128, 32, 6, 1

@@ -323,7 +323,8 @@ ADAPTER_FIELDS = {
 
 def factors_summary(tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
     """The `inspect` fields of an adapter from `factor_tensors`: kind, ranks, kinds and number of modules."""
-    from llmconv.runtime.onnxruntime.lora_names import FACTOR_A, is_factor, module_of  # noqa: PLC0415 - imports onnx
+    from llmconv.runtime.extra_inputs import FACTOR_A, is_factor  # noqa: PLC0415 - imports onnx
+    from llmconv.runtime.onnxruntime.lora_names import module_of  # noqa: PLC0415 - imports onnx
 
     modules = {module_of(name) for name in tensors if is_factor(name)}
     shapes = [tensor.shape for name, tensor in tensors.items() if name.endswith(FACTOR_A) and tensor.shape]

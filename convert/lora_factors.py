@@ -16,14 +16,9 @@ from llmconv.convert.opening_adapters import open_adapters
 from llmconv.errors import InputRefused, UnsupportedInput, listing
 from llmconv.output.manifest import graph_entries
 from llmconv.progress import warn_all
+from llmconv.runtime.extra_inputs import factor_names
 from llmconv.runtime.onnxruntime.guard import load_guarded
-from llmconv.runtime.onnxruntime.lora_names import (
-    declared_factors,
-    encode_adapter,
-    factor_names,
-    module_of,
-    require_factors,
-)
+from llmconv.runtime.onnxruntime.lora_names import declared_factors, encode_adapter, module_of, require_factors
 from llmconv.tensors import Array
 
 MERGE = "merge it into a new folder: `llmconv merge-lora BASE ADAPTER -o OUT`"

@@ -72,7 +72,8 @@ def export(model: str | Path | Module, output: Placed | None = None, **options: 
     QuantizationSettings.parse(given)  # refuses before anything is opened
     if not isinstance(model, str | Path):
         with step("loading torch"):
-            from llmconv.export.checkpoint_export import export_checkpoint, opened_in_memory  # noqa: PLC0415 - torch
+            from llmconv.export.checkpoint_export import export_checkpoint  # noqa: PLC0415 - torch
+            from llmconv.export.model_in_memory import opened_in_memory  # noqa: PLC0415 - torch
 
         with opened_in_memory(model, output, graphs_only=given["graphs_only"]) as checkpoint:
             return export_checkpoint(checkpoint, Path(type(model).__name__), output, given, clients, roles)

@@ -21,8 +21,16 @@ from llmconv.argument_checks import checked
 from llmconv.checkpoint import read_json
 from llmconv.errors import UnsupportedInput
 from llmconv.export.input_map import InputMap
-from llmconv.runtime.extra_inputs import BATCH, FULL, SEQUENCE, SLIDING, ExtraInput
-from llmconv.runtime.images.qwen_vl import DEEPSTACK, DEEPSTACK_LAYERS, ROTARY_AXES
+from llmconv.runtime.extra_inputs import (
+    BATCH,
+    DEEPSTACK,
+    DEEPSTACK_LAYERS,
+    FULL,
+    ROTARY_AXES,
+    SEQUENCE,
+    SLIDING,
+    ExtraInput,
+)
 
 ENTRY_POINTS = "llmconv.input_maps"
 

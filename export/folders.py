@@ -18,17 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmconv.checkpoint import INDEX, Checkpoint, own_file, read_small
 from llmconv.errors import InputRefused
 from llmconv.export.graph_files import GraphFiles, GraphPlan
 from llmconv.export.graph_names import existing_files, files_of
 from llmconv.export.graph_spec import FLOAT32
-from llmconv.export.quantization.block_rounding import NONE
-from llmconv.export.quantization.products import side_by_side
-from llmconv.export.quantization.selection import QuantizedWeight
-from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.files.paths import local_only
 from llmconv.files.safe_folder import Folder, Link, WritableContent, refuse_links
 from llmconv.files.safetensors_file import FileTensor, encode_header
@@ -38,6 +34,10 @@ from llmconv.output.plan import MODEL, Plan, Shard, failing_safely, json_bytes, 
 from llmconv.output.writer import Place, check_output, destination_of, write_checkpoint
 from llmconv.progress import say, warn
 from llmconv.tensors import BY_NAME, Array, Flushed, LazyTensor, cast
+
+if TYPE_CHECKING:
+    from llmconv.export.quantization.selection import QuantizedWeight
+    from llmconv.export.quantization.smoothing import Smoothing
 
 QUANTIZED = "quantized"  # beginning of the names of weight files that a Hugging Face model cannot be loaded from
 
@@ -70,6 +70,9 @@ class NewFolder:
     def quantized(
         self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array], smoothing: Smoothing
     ) -> NewFolder:
+        from llmconv.export.quantization.block_rounding import NONE  # noqa: PLC0415 - most exports are of floats
+        from llmconv.export.quantization.products import side_by_side  # noqa: PLC0415 - as above
+
         tensors, codes, parts = dict[str, LazyTensor](), dict[str, LazyTensor](), dict(self.parts)
         for name, tensor in self.checkpoint.items():
             made = {name: tensor}

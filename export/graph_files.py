@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import onnx
 import onnx_ir as ir
@@ -16,9 +16,6 @@ from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.clients import DEFAULT, ClientFiles, EncodedGraphs, FileContent, weight_files
 from llmconv.export.graph_names import FILES
 from llmconv.export.graph_spec import FLOAT32, GROWING, NO_CACHE, GraphSpec
-from llmconv.export.prefix import PrefixFile
-from llmconv.export.quantization.products import QuantizedProducts
-from llmconv.export.quantization.selection import QuantizedWeight, StoredFormats
 from llmconv.export.quantization.settings import QuantizationSettings
 from llmconv.export.rewrite.lora_inputs import add_lora_inputs
 from llmconv.export.rewrite.passes import IR_VERSIONS, TokenChoice, choose_tokens, quantize_cache, to_opset
@@ -30,8 +27,12 @@ from llmconv.export.weights import WeightSource, bind, mapped_bytes
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.output.manifest import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.progress import warn_all
-from llmconv.runtime.prefix import Prefix
 from llmconv.tensors import Array, lists_by_key
+
+if TYPE_CHECKING:
+    from llmconv.export.prefix import PrefixFile
+    from llmconv.export.quantization.selection import QuantizedWeight, StoredFormats
+    from llmconv.runtime.prefix import Prefix
 
 
 @dataclass(frozen=True)
@@ -176,9 +177,14 @@ class GraphPlan:
         """
         distinct = list({id(traced): traced for traced in graphs.values()}.values())
         require_stages(self.options.stages, distinct[0].num_layers)
-        products = QuantizedProducts(quantized, distinct[0].spec.target) if quantized else None
-        prefix = None
+        products, prefix = None, None
+        if quantized:
+            from llmconv.export.quantization.products import QuantizedProducts  # noqa: PLC0415 - most exports are of floats
+
+            products = QuantizedProducts(quantized, distinct[0].spec.target)
         if self.options.prefix:  # all graphs of such an export share one trace
+            from llmconv.export.prefix import PrefixFile  # noqa: PLC0415 - most exports have none
+
             rounded = {**sources, **weights}  # quantized weights count as they were before
             prefix = PrefixFile.make(self.options.prefix, distinct[0], matches[id(distinct[0])], sources, rounded)
         for traced in distinct if self.options.lora else ():

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import UsageProblem
-from llmconv.output.manifest import EMBEDDINGS_ROLE, GRAPH_FILES, SINGLE_PASS_FILES, VISION_ROLE
-from llmconv.runtime.onnxruntime.graph import VISION
-from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
+from llmconv.output.manifest import EMBEDDINGS, EMBEDDINGS_ROLE, GRAPH_FILES, SINGLE_PASS_FILES, VISION, VISION_ROLE
 
 FILES: Mapping[str, str] = {  # the usual names by role
     **GRAPH_FILES,

@@ -11,17 +11,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.clients import DEFAULT, Client
 from llmconv.export.export_options import ExportOptions
 from llmconv.export.input_map import Port
-from llmconv.export.sentence_modules import SentenceHead, TokenScore
 from llmconv.progress import say
-from llmconv.runtime.extra_inputs import BATCH, MAX_LENGTH, PAST, SEQUENCE, TOTAL, ExtraInput, is_past, is_recurrent
-from llmconv.runtime.onnxruntime.graph import is_token_input
-from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS, WRITE_INDICES
+from llmconv.runtime.extra_inputs import (
+    BATCH,
+    INPUTS_EMBEDS,
+    MAX_LENGTH,
+    PAST,
+    SEQUENCE,
+    TOTAL,
+    WRITE_INDICES,
+    ExtraInput,
+    is_past,
+    is_recurrent,
+    is_token_input,
+)
+
+if TYPE_CHECKING:
+    from llmconv.export.sentence_modules import SentenceHead, TokenScore
 
 CACHE_RANK = 4
 NO_CACHE, FLOAT32 = "none", "float32"

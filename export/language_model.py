@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,6 @@ from llmconv.export.families import find_input_map, is_multi_modal, known_input_
 from llmconv.export.graph_spec import GROWING, GraphSpec
 from llmconv.export.input_map import InputMap
 from llmconv.export.rewrite.fused_operators import fuse_for_target
-from llmconv.export.rewrite.grouped_query import use_grouped_query_attention
 from llmconv.export.rewrite.norms import fuse_norms, rewrite_linear_layers
 from llmconv.export.rewrite.replicate import NotIsomorphic, name_everything, replicate, warm_up
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, producer, value_named
@@ -40,17 +39,15 @@ from llmconv.export.tracing.fake_model import (
     shortened,
 )
 from llmconv.export.tracing.trace import trace, trace_embeddings
-from llmconv.export.vision_graph import WITHOUT, TensorNaming, build_vision, find_naming
-from llmconv.export.vision_towers import VISION_TOWERS
 from llmconv.export.weights import expressions, missing_key, require_shape
 from llmconv.output.manifest import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.progress import say
 from llmconv.runtime.eager.stored_tensors import kept_in_float32
-from llmconv.runtime.extra_inputs import ExtraInput
-from llmconv.runtime.images.family import placeholders
-from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION
-from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
+from llmconv.runtime.extra_inputs import WRITE_INDICES, ExtraInput
 from llmconv.tensors import LazyTensor
+
+if TYPE_CHECKING:
+    from llmconv.export.vision_graph import TensorNaming
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class LanguageModel:
 
     def kept_in_float32(self, dtype: str) -> re.Pattern[str] | None:
         """Pattern of the names of the tensors that are float32 in a model that transformers loads in `dtype`."""
-        if dtype not in HALF_PRECISION:
+        if dtype not in ("float16", "bfloat16"):
             return None
         kind = getattr(torch, dtype)
         with refusing("build this model"):
@@ -119,7 +116,11 @@ class LanguageModel:
         graphs = {spec: named(traced) for spec, (traced, _) in built.items()}
         made, precision = {role: graphs[spec] for role, spec in specs.items()}, next(iter(specs.values())).precision
         if self.embeddings:
-            padded = placeholders(self.whole) if self.whole else ()
+            padded: tuple[int, ...] = ()
+            if self.whole:
+                from llmconv.runtime.images.family import placeholders  # noqa: PLC0415 - most models take no images
+
+                padded = placeholders(self.whole)
             with refusing("trace this model"):
                 table = trace_embeddings(shortened(self.config, period(self.config)), precision, padded)
                 name_everything(table.model)
@@ -128,6 +129,8 @@ class LanguageModel:
                 self.naming.renamed(table, table=True) if self.naming else replace(table, ignored=("",))
             )
         if self.whole and self.naming:
+            from llmconv.export.vision_graph import build_vision  # noqa: PLC0415 - as above
+
             made[VISION_ROLE] = build_vision(self.whole, self.naming, precision)
         return made, layers
 
@@ -146,6 +149,9 @@ def open_language_model(checkpoint: Checkpoint, code: Path | None = None, *, emb
         input_map = find_input_map(model_type)
         config = load_config(checkpoint.config, code)
         return LanguageModel(config, input_map, embeddings=embedding_size(config) if embeds else None)
+    from llmconv.export.vision_graph import WITHOUT, find_naming  # noqa: PLC0415 - as above
+    from llmconv.export.vision_towers import VISION_TOWERS  # noqa: PLC0415 - as above
+
     whole = load_config(checkpoint.config)
     config = whole.get_text_config(decoder=True)
     config.tie_word_embeddings = whole.tie_word_embeddings  # a field of the whole model
@@ -210,6 +216,8 @@ def _rewrite(traced: TracedGraph, *, causal: bool) -> None:
     fuse_norms(traced)
     add_filled_length(traced)
     if traced.spec.cache == "shared-buffer" and causal:  # as the fused operator is
+        from llmconv.export.rewrite.grouped_query import use_grouped_query_attention  # noqa: PLC0415 - of buffers alone
+
         use_grouped_query_attention(traced)
     fuse_for_target(traced)
 

@@ -23,8 +23,8 @@ from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, constant, integers, replace_uses, value_named
 from llmconv.export.weights import WeightSource, bind, leaves, require_dtype
 from llmconv.files.safetensors_file import FileTensor, encode_header
+from llmconv.runtime.extra_inputs import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS
 from llmconv.runtime.prefix import KeyValue, Prefix
 from llmconv.tensors import BY_NAME, Array, LazyTensor
 

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 from llmconv.errors import UnsupportedInput
 from llmconv.export.input_map import Port
 from llmconv.export.library_patches import ComplexPair, complex_as_pairs, replaced_attributes
+from llmconv.runtime.extra_inputs import DEEPSTACK_FEATURES, DEEPSTACK_LAYERS, IMAGE_FEATURES, PIXEL_VALUES
 from llmconv.runtime.images.families import NEWLINE, PLACES, unit_of
-from llmconv.runtime.images.family import DEEPSTACK_FEATURES, IMAGE_FEATURES, PIXEL_VALUES
-from llmconv.runtime.images.qwen_vl import CELL_WEIGHTS, CELLS, DEEPSTACK_LAYERS, PATCH_POSITIONS, WINDOW_IDS
+from llmconv.runtime.images.qwen_vl import CELL_WEIGHTS, CELLS, PATCH_POSITIONS, WINDOW_IDS
 
 IMAGES = "num_images"  # the symbolic axis of graphs of images of one size
 

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import platform
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -172,3 +173,9 @@ def huge_pages(size: int) -> Iterator[None]:
         libc.mallopt(MMAP_THRESHOLD, USUAL_MMAP)
         libc.mallopt(TRIM_THRESHOLD, USUAL_TRIM)
         trim()
+
+
+def peak_memory() -> int:
+    """Peak resident memory of the process in bytes; `getrusage(2)` counts KiB, on macOS bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

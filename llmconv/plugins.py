@@ -1,12 +1,12 @@
-"""Plugins: the modules of a package that each define one constant, found by listing it; and modules loaded on use."""
+"""Plugins: the modules of a package that each define one constant, found by listing it."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -22,14 +22,3 @@ def each_plugin(package: str, constant: str, kind: type[T], *inside: str) -> Ite
         row = next((getattr(importlib.import_module(one), constant, None) for one in modules if find_spec(one)), None)
         if isinstance(row, kind):
             yield entry.name, row
-
-
-def lazily(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package whose names are loaded from their modules when they are first used."""
-
-    def get(name: str) -> Any:
-        if name not in places:
-            raise AttributeError(f"module `{package}` has no attribute `{name}`")
-        return getattr(importlib.import_module(places[name]), name)
-
-    return get, lambda: list(places)

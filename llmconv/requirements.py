@@ -1,11 +1,14 @@
-"""Checks the platform and the version of transformers before anything else runs."""
+"""Checks the platform and the version of transformers before anything else runs; names are loaded when first used."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 import traceback
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
+from typing import Any
 
 from llmconv.errors import UnsupportedInput, first_line
 from llmconv.progress import warn
@@ -81,3 +84,14 @@ def _unusable(problem: str) -> UnsupportedInput:
 def _install() -> str:
     oldest, newest = (".".join(map(str, numbers)) for numbers in (OLDEST, NEWEST))
     return f"`pip install 'transformers>={oldest},<{newest}'`"
+
+
+def lazily(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a package whose names are loaded from their modules when they are first used."""
+
+    def get(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module `{package}` has no attribute `{name}`")
+        return getattr(importlib.import_module(places[name]), name)
+
+    return get, lambda: list(places)

@@ -149,7 +149,7 @@ GIVEN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
         "git lfs pull",
     ),
     "a torch file": (lambda path: torch_checkpoint(path) / "last.ckpt", "is a torch file", "llmconv to-hf"),
-    "an optimizer": (optimizer, "a trainer's own state", "the weights"),
+    "an optimizer": (optimizer, "is the optimizer's state", "the weights"),
     "a zip": (archive("zip"), "is a zip archive", "unpack it"),
     "a tar": (archive("tar"), "is a tar archive", "unpack it"),
     "an empty file": (lambda path: files(path, x__safetensors=b"") / "x.safetensors", "is empty", "copy it again"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from llmconv import requirements
+from llmconv import memory, requirements
 from llmconv.errors import UnsupportedInput
 from llmconv.files import copying
 
@@ -210,9 +210,9 @@ def test_the_newest_tested_version_is_in_the_table() -> None:
 
 def test_peak_memory_is_in_bytes_on_macos_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert copying.peak_memory() >= 1024 * kib
+    assert memory.peak_memory() >= 1024 * kib
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert kib <= copying.peak_memory() < 1024 * kib
+    assert kib <= memory.peak_memory() < 1024 * kib
 
 
 def test_cores_are_counted_without_an_affinity(monkeypatch: pytest.MonkeyPatch) -> None:

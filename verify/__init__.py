@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING
 
-from llmconv.plugins import lazily
+from llmconv.requirements import lazily
 
 if __name__ != "llmconv.verify":
     raise ImportError("import llmconv.verify: `verify` is not a top-level package")

@@ -10,10 +10,9 @@ from pathlib import Path
 import onnx
 
 from llmconv.causal_lm import require_causal_folder
-from llmconv.output.manifest import GraphEntry, graph_entries, single_pass_entries
-from llmconv.runtime.onnxruntime.graph import VISION, has_vision
+from llmconv.output.manifest import EMBEDDINGS, VISION, GraphEntry, graph_entries, single_pass_entries
+from llmconv.runtime.onnxruntime.graph import has_vision
 from llmconv.runtime.onnxruntime.guard import is_external, load_guarded, refill, rename
-from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
 from llmconv.verify.arguments import recorded_reference, require_weights
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.run import takes_embeddings

@@ -19,8 +19,10 @@ from llmconv.errors import InputRefused, LlmconvError, UsageProblem, listing
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, is_remote, local_path, source_name
 from llmconv.output.manifest import (
+    EMBEDDINGS,
     MANIFEST,
     VERIFIED,
+    VISION,
     RecordedVerdict,
     WeightFile,
     graph_sha256,
@@ -29,11 +31,9 @@ from llmconv.output.manifest import (
     record_in_manifest,
     weight_file,
 )
-from llmconv.runtime.onnxruntime.graph import VISION
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, refill
 from llmconv.runtime.onnxruntime.lora_names import declared_factors, module_of, require_factors, without_inputs
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, half_precision, with_options
-from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
 from llmconv.tensors import Array
 from llmconv.verify.arguments import CODES, require_folder, require_model
 from llmconv.verify.audit.weights import AS_RECORDED

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx
 
 from llmconv.errors import UnsupportedInput, UsageProblem
-from llmconv.export.clients.image_parts import Edits, ImageModel
 from llmconv.export.input_map import InputMap, Port
 from llmconv.files.safe_folder import Link
 from llmconv.plugins import each_plugin
+
+if TYPE_CHECKING:
+    from llmconv.export.clients.image_parts import Edits, ImageModel
 
 ROLES = ("prefill", "decode", "unified")
 DEFAULT = "onnxruntime"

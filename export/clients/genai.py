@@ -23,8 +23,7 @@ from llmconv.export.clients.image_parts import flatten_features, place_features,
 from llmconv.export.input_map import Port
 from llmconv.output.manifest import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.output.plan import json_bytes
-from llmconv.runtime.images.family import IMAGE_FEATURES, PIXEL_VALUES
-from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS
+from llmconv.runtime.extra_inputs import IMAGE_FEATURES, INPUTS_EMBEDS, PIXEL_VALUES
 
 IMAGE_MODELS = frozenset({"aya_vision", "got_ocr2", "internvl", "llava", "vipllava"})
 """Types whose decoder takes embeddings, mask and positions alone, whether there are images or not."""

@@ -12,8 +12,7 @@ from onnx import TensorProto, helper
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.output.plan import json_bytes
-from llmconv.runtime.images.family import IMAGE_FEATURES, PIXEL_VALUES
-from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS
+from llmconv.runtime.extra_inputs import IMAGE_FEATURES, INPUTS_EMBEDS, PIXEL_VALUES
 
 CONFIG, PROCESSOR, PREPROCESSOR = "config.json", "processor_config.json", "preprocessor_config.json"
 

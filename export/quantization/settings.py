@@ -12,7 +12,6 @@ from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.export.export_options import ExportOptions
 from llmconv.export.graph_spec import FLOAT32
 from llmconv.export.quantization.block_rounding import BITS, SIZES, BlockFormat, ColumnFormat, WeightFormat
-from llmconv.runtime.tokenizer import CalibrationText
 from llmconv.tensors import LazyTensor
 from llmconv.timed_patterns import MatchTime, PatternProblem, compiled, finds
 
@@ -121,7 +120,11 @@ class QuantizationSettings:
             for name in ("quant_exclude", "quant_bits")
         )
         bits = tuple(map(_pattern_bits, patterns))
-        text = CalibrationText.read(given["calibrate"]).sha256 if given["calibrate"] is not None else ""
+        text = ""
+        if given["calibrate"] is not None:
+            from llmconv.runtime.tokenizer import CalibrationText  # noqa: PLC0415 - most exports run no text
+
+            text = CalibrationText.read(given["calibrate"]).sha256
         rest = exclude, bits, given["method"] or "search", text, given["static_activations"]
         return cls(options["quant"], given["quant_block"], given["symmetric"], *rest)
 

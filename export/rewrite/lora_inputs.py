@@ -16,7 +16,7 @@ import onnx_ir as ir
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export.traced_graph import MICROSOFT, NodeEditor, TracedGraph, replace_uses, static_shape
 from llmconv.export.weights import StoredRows, WeightSource
-from llmconv.runtime.onnxruntime.lora_names import factor_names
+from llmconv.runtime.extra_inputs import factor_names
 
 ALL = "all-linear"  # every linear layer of the decoder, without the output head (PEFT's word for it)
 PRODUCTS = {("", "Gemm"), (MICROSOFT, "FusedMatMul")}

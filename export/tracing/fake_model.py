@@ -48,9 +48,8 @@ from llmconv.export.library_patches import fake_parameters
 from llmconv.export.weights import DOMAIN, GROUPED
 from llmconv.requirements import unusable_package
 from llmconv.runtime.custom_code import custom_classes
-from llmconv.runtime.eager.runner import added_after_layers
 from llmconv.runtime.eager.stored_tensors import kept_in_float32
-from llmconv.runtime.images.family import embeds_in_layers
+from llmconv.runtime.extra_inputs import embeds_in_layers
 
 CODE_FIELDS = ("auto_map", "_attn_implementation", "_attn_implementation_internal", "attn_implementation")
 """Config fields that refer to code or kernels; a checkpoint is data, so they are not passed on."""
@@ -371,6 +370,8 @@ class TextWithHead(PreTrainedModel):  # type: ignore[misc]
             deepstack_embeds: features of images that are added to the outputs of the first layers,
                 `[batch, tokens, layers * hidden]`; None for none.
         """
+        from llmconv.runtime.eager.runner import added_after_layers  # noqa: PLC0415 - of models with images
+
         with added_after_layers(self.model.layers, deepstack_embeds):
             found = self.model(
                 input_ids=input_ids,

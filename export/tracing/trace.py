@@ -48,25 +48,25 @@ from llmconv.export.library_patches import (
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.attention import ATTENTION, buffer_cache
 from llmconv.export.tracing.fake_model import build, conversions_of, depth, layers_name, unchanged_buffers
-from llmconv.export.tracing.single_pass import SinglePass, result_ports
 from llmconv.runtime.extra_inputs import (
     BATCH,
     DOCUMENT,
     FULL,
+    INPUTS_EMBEDS,
     MAX_LENGTH,
     PAST,
     SEQUENCE,
     SLIDING,
     TOTAL,
+    WRITE_INDICES,
     ExtraInput,
     is_past,
     is_state,
+    is_token_input,
     require_parameters,
 )
 from llmconv.runtime.library_patches import cache_parameter, masks_new_tokens
-from llmconv.runtime.onnxruntime.graph import is_token_input
-from llmconv.runtime.onnxruntime.session_settings import EXACT
-from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS, WRITE_INDICES
+from llmconv.runtime.onnxruntime.guard import EXACT
 from llmconv.tensors import BY_NAME
 
 OTHER_MODALITIES = r"(^|\.)(vision|visual|image|audio|speech|multi_modal|multimodal|mm_|vq)"
@@ -178,6 +178,12 @@ class EmbeddingTable(nn.Module):
         return embedded
 
 
+def _single_pass(model: Any, input_map: InputMap, spec: GraphSpec) -> nn.Module:
+    from llmconv.export.tracing.single_pass import SinglePass  # noqa: PLC0415 - of graphs without a cache
+
+    return SinglePass(model, input_map, spec)
+
+
 def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> TracedGraph:
     """Traces all layers of a model, whose config is usually shortened; one without a cache is `SinglePass`.
 
@@ -200,7 +206,7 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
             )
         inputs, outputs = spec.inputs(found[0]), spec.outputs(found[1])
         past = [port.name for port in inputs if is_cache(port)]
-        module = SinglePass(model, input_map, spec) if single else CacheAsTensors(model, past, spec, extras)
+        module = _single_pass(model, input_map, spec) if single else CacheAsTensors(model, past, spec, extras)
         model.set_attn_implementation(ATTENTION)
         traceable = input_map.kind.traceable(sys.modules[type(model).__module__])
         arguments, dynamic = (given[: 3 if single else None] for given in example_arguments(inputs))
@@ -222,6 +228,8 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
                 )
     assert onnx_program is not None
     if spec.task:
+        from llmconv.export.tracing.single_pass import result_ports  # noqa: PLC0415 - of graphs without a cache
+
         outputs = result_ports(spec, onnx_program.model)
     traced = _traced(onnx_program.model, model, config, spec, inputs, outputs, input_map.kind.functions)
     record_exact_scalars(traced.model, program)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import resource
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,12 +31,6 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def peak_memory() -> int:
-    """Peak resident memory of the process in bytes; `getrusage(2)` counts KiB, on macOS bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 # `ioctl_ficlone(2)`: both files share all blocks until one is written to (btrfs, XFS, bcachefs, ZFS, …)

@@ -552,3 +552,12 @@ def _locked(folder: Path, *, needed: bool = True) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+WRITE_BYTES = 256 << 10
+
+
+def write_fully(fd: int, block: memoryview) -> None:
+    """Writes all of `block`, in several calls if needed."""
+    while block:
+        block = block[os.write(fd, block[:WRITE_BYTES]) :]

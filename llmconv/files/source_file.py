@@ -20,10 +20,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.files.mirror import find
+
+if TYPE_CHECKING:
+    from llmconv.files.mirror import MirroredFile
 
 
 class FileProblem(Exception):
@@ -47,7 +49,7 @@ def naming(subject: str, hint: str) -> Iterator[None]:
 
 def open_source(path: Path) -> io.BufferedReader:
     """Opens a file to read headers, or all of it in order; raises OSError."""
-    mirrored = find(path)
+    mirrored = _mirrored(path)
     return io.BufferedReader(BytesReader(mirrored.peek_into, mirrored.head.size)) if mirrored else open(path, "rb")
 
 
@@ -59,7 +61,7 @@ def read_into(path: Path, buffer: memoryview, offset: int) -> None:
 
 def open_data(path: Path) -> io.RawIOBase:
     """Opens a file to read data at many places with `fill`; raises OSError."""
-    mirrored = find(path)
+    mirrored = _mirrored(path)
     return BytesReader(mirrored.read_into, mirrored.head.size) if mirrored else open(path, "rb", buffering=0)
 
 
@@ -77,7 +79,13 @@ def fill(file: io.RawIOBase, buffer: memoryview, offset: int, path: Path) -> Non
 
 def is_mirrored(path: Path) -> bool:
     """Whether reading the file fetches what is read."""
-    return find(path) is not None
+    return _mirrored(path) is not None
+
+
+def _mirrored(path: Path) -> MirroredFile | None:
+    from llmconv.files.mirror import find  # noqa: PLC0415 - a folder of graphs needs none
+
+    return find(path)
 
 
 class BytesReader(io.RawIOBase):

@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from llmconv.addresses import HubAddress, hub_address, is_hub_address, is_store_address, parse_hub_address
 from llmconv.errors import InputRefused, LlmconvError, first_line, listing
-from llmconv.files import mirror
-from llmconv.files.mirror import make_mirror, mirror_files
 from llmconv.files.paths import TEXT_LIMIT, LocalTree, follow, follow_local, is_address, path_of, without_credentials
 from llmconv.files.safe_folder import make_temporary_folder, remove_temporary_folder
 
@@ -217,6 +215,8 @@ def mirror_hub(address: HubAddress, commit: str, sizes: Mapping[str, int], folde
     from llmconv.stores.object_store import Head  # noqa: PLC0415 - as above
 
     files = [(root / name, Head(name, size, "")) for name, size in sizes.items()]
+    from llmconv.files.mirror import mirror_files  # noqa: PLC0415 - as above
+
     mirror_files(HubFiles(address, commit), files, folder)
     return root / address.folder
 
@@ -338,6 +338,8 @@ def with_addresses(text: str) -> str:
 def remove_downloads(folders: set[Path] | None = None) -> None:
     """Removes temporary folders; by default all of this process, for when it ends."""
     for folder in set(_folders if folders is None else folders):
+        from llmconv.files import mirror  # noqa: PLC0415 - as above
+
         mirror.remove(folder)
         remove_temporary_folder(folder)
         _folders.discard(folder)
@@ -406,6 +408,8 @@ def _download(uri: str, *, in_parts: bool) -> Path:
             # under its plain name: that of a URL may end with a signature, and the manifest names the source
             plain = re.split("[?#]", path.name)[0]
             return path.rename(path.with_name(plain)) if path.is_file() and plain not in ("", path.name) else path
+        from llmconv.files.mirror import make_mirror  # noqa: PLC0415 - as above
+
         path = make_mirror(uri, folder, whole=not in_parts)
         _addresses[str(path)] = uri.rstrip("/")
         return path

@@ -10,7 +10,7 @@ from llmconv.generation.prompts import Prompt
 from llmconv.generation.row import TextPiece
 from llmconv.generation.runners import ModelFiles
 from llmconv.generation.sampling import GenerationSettings
-from llmconv.runtime.stages.staged_runner import StageAddresses
+from llmconv.runtime.onnxruntime.session_settings import StageAddresses
 
 __all__ = ["Completion", "Conversation", "Generation", "GenerationCost", "GenerationSettings", "ModelFiles", "Prompt"]
 __all__ += ["SharedPrefix", "StageAddresses", "TextModel", "TextPiece", "Wording", "generate"]

@@ -9,9 +9,10 @@ from typing import Any
 from llmconv.argument_checks import checked
 from llmconv.errors import UsageProblem
 from llmconv.files.paths import kind_of
-from llmconv.generation.chat_templates import TOKENIZER, find_template, require_template
+from llmconv.generation.chat_templates import find_template, require_template
 from llmconv.generation.loop import Conversation
 from llmconv.generation.model import TextModel
+from llmconv.generation.prompts import TOKENIZER
 from llmconv.generation.row import TextPiece
 from llmconv.generation.sampling import GenerationSettings
 

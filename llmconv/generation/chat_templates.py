@@ -30,10 +30,8 @@ from typing import Any, NoReturn
 from jinja2 import TemplateSyntaxError
 
 from llmconv.errors import InputRefused, UsageProblem, first_line
-from llmconv.files.paths import kind_of
+from llmconv.generation.prompts import TOKENIZER, is_text_part, require_contents, text_of
 from llmconv.runtime.tokenizer import require_text, token_ids
-
-TOKENIZER = "tokenizer"  # the name of the tokenizer's own template
 
 SYSTEM = """\
 {%- if messages and messages[0].role == 'system' -%}
@@ -344,34 +342,3 @@ class ContentForms:
 def _known(source: str) -> dict[tuple[str, bool], bool]:
     """What is known of a template: whether it reads texts, and parts, in messages of a role."""
     return {}
-
-
-def is_text_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def text_of(content: Any) -> str:
-    """A content as one text: that of its text parts."""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content if is_text_part(part))
-
-
-def is_message(message: Any) -> bool:
-    """Whether a value has the form of a message; `require_contents` checks the content."""
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
-
-
-def require_contents(messages: Sequence[Mapping[str, Any]], where: str = "the chat") -> None:
-    """Raises InputRefused for contents that a template would render as `None` or `7`, or fail on.
-
-    A content is a text, a list of parts (which some templates take), or None in a message of the assistant that has
-    `tool_calls`, as in OpenAI's API. `where` is the name of the chat in the message.
-    """
-    for number, message in enumerate(messages, start=1):
-        content = message["content"]
-        if isinstance(content, str | list | tuple):
-            continue
-        if content is None and message["role"] == "assistant" and message.get("tool_calls"):
-            continue
-        kind = "null" if content is None else kind_of(content)
-        hint = 'give a text, or ""; null is allowed only in a message of the assistant with `tool_calls`'
-        raise InputRefused(f"the `content` of message {number} in {where} is {kind}, but must be a text", hint=hint)

@@ -13,12 +13,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from llmconv import memory
 from llmconv.errors import InputRefused, OutputFailed
-from llmconv.files import copying
 from llmconv.files.paths import Written, output_path
-from llmconv.files.safe_folder import Folder, parents_made, require_parents, require_plain
+from llmconv.files.safe_folder import Folder, parents_made, require_parents, require_plain, write_fully
 from llmconv.generation.prompts import Prompt
-from llmconv.output.plan import write_fully
 
 TOO_LONG = "too_long"  # `finish` of a prompt that leaves no room for new tokens, or is longer than the context
 
@@ -381,4 +380,4 @@ def peak_memory() -> int:
     try:
         return 1024 * int(STATUS.read_text().split("VmHWM:")[1].split()[0])
     except (OSError, IndexError, ValueError):
-        return copying.peak_memory()
+        return memory.peak_memory()

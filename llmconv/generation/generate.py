@@ -12,12 +12,12 @@ from typing import Annotated, Any, cast, get_type_hints
 from llmconv.argument_checks import OWN, checked, fitted, require_least
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import Written, kind_of
-from llmconv.generation.chat_templates import TOKENIZER, find_template
 from llmconv.generation.completions import TOO_LONG, Completion, CompletionFile, Generation, GenerationCost, Meter
 from llmconv.generation.encoded_prompt import EncodedPrompt, prompt_names, token_of, with_embeddings
 from llmconv.generation.loop import SharedPrefix
 from llmconv.generation.model import TextModel
 from llmconv.generation.prompts import (
+    TOKENIZER,
     Prompt,
     PromptContent,
     as_chat,
@@ -30,8 +30,8 @@ from llmconv.generation.row import TextPiece, require_streamer
 from llmconv.generation.sampling import GenerationSettings, require_known, settings_fields, settings_line
 from llmconv.progress import say, warn
 from llmconv.runtime.onnxruntime.session_file import SessionOptions, session_settings
+from llmconv.runtime.onnxruntime.session_settings import REMOTE_SILENCE, StageAddresses
 from llmconv.runtime.runner import PromptEmbeddings
-from llmconv.runtime.stages.staged_runner import REMOTE_SILENCE, StageAddresses
 from llmconv.runtime.tokenizer import TooManyTokens, token_ids
 
 MOST_CUT = 64  # a prompt that `src_length` cuts may be so many times as long as the context
@@ -127,7 +127,11 @@ class Wording:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return find_template(self._chat_template).stops if self._chat_template else ()
+        if not self._chat_template:
+            return ()
+        from llmconv.generation.chat_templates import find_template  # noqa: PLC0415 - a text needs none
+
+        return find_template(self._chat_template).stops
 
 
 @dataclass(frozen=True)

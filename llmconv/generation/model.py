@@ -6,14 +6,13 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import context_length, has_window
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.files.sources import fetching, local_path
-from llmconv.generation.chat_templates import TOKENIZER, encode_chat, has_start, render_chat
 from llmconv.generation.encoded_prompt import (
     EncodedPrompt,
     RequestInputs,
@@ -22,10 +21,8 @@ from llmconv.generation.encoded_prompt import (
     require_size,
     require_together,
 )
-from llmconv.generation.genai import GenaiEngine
-from llmconv.generation.images import ImageEncoder, with_images
 from llmconv.generation.loop import Decode, LoopEngine, PrefixCache
-from llmconv.generation.prompts import token_lists
+from llmconv.generation.prompts import TOKENIZER, token_lists
 from llmconv.generation.row import (
     PositionRule,
     Row,
@@ -49,11 +46,14 @@ from llmconv.generation.runners import (
 )
 from llmconv.generation.sampling import GenerationSettings, require_settings
 from llmconv.runtime.extra_inputs import GivenInputs
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.prefix import Prefix, PrefixedRunner, open_prefix, with_prefix
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings, StageAddresses
 from llmconv.runtime.runner import TOKENS_ONLY, PromptEmbeddings, Runner, default_positions
-from llmconv.runtime.stages.staged_runner import StageAddresses
 from llmconv.runtime.tokenizer import UNKNOWN, TokenDecoder, encode_prompt, find_tokenizer, require_text
+
+if TYPE_CHECKING:
+    from llmconv.generation.genai import GenaiEngine
+    from llmconv.generation.images import ImageEncoder
+    from llmconv.runtime.prefix import Prefix
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class TextModel:
             return cls(**parts_of_object(model, tokenizer, settings, options, **of_files))
         with fetching() as fetched:
             files = ModelFiles.find(model if decode is None else (model, decode))
-            prefix = None if prefix_tuning is None else open_prefix(local_path(prefix_tuning))
+            prefix = None if prefix_tuning is None else _open_prefix(local_path(prefix_tuning))
             tokenizer = find_tokenizer(tokenizer, files.tokenizer or files.folder, trust_remote_code)
             given: dict[str, Any] = {"stages": stages, "prefix": prefix, "trust_remote_code": trust_remote_code}
             opened = cls(tokenizer, **parts_of_files(files, backend, settings, options, **given))
@@ -142,6 +142,8 @@ class TextModel:
         UnsupportedInput for another kind; UsageProblem if the graphs have no inputs for factors, or the model has a
         tuned prefix.
         """
+        from llmconv.runtime.prefix import PrefixedRunner  # noqa: PLC0415 - most models have none
+
         if isinstance(self.runner, PrefixedRunner):
             problem = "the model has a tuned prefix"
             raise UsageProblem(problem, hint="give `adapter` and `prefix_tuning` to `TextModel.open` together")
@@ -186,8 +188,9 @@ class TextModel:
 
     @property
     def _engine(self) -> GenaiEngine | LoopEngine:
-        runner = self.runner
-        return runner if isinstance(runner, GenaiEngine) else LoopEngine(runner, self.positions, self.folder)
+        if self.backend == "genai":
+            return cast("GenaiEngine", self.runner)
+        return LoopEngine(self.runner, self.positions, self.folder)
 
     def __repr__(self) -> str:
         context = f", context {self.context_length:,}" if self.context_length else ""
@@ -232,6 +235,8 @@ class TextModel:
             InputRefused: the tokenizer has no chat template, the template fails on the messages, or see `encode`.
             UsageProblem: an unknown template.
         """
+        from llmconv.generation.chat_templates import encode_chat  # noqa: PLC0415 - a text needs none
+
         return encode_chat(self.tokenizer, messages, template, add_special_tokens=add_special_tokens, most=most)
 
     def without_images(self, ids: list[int], name: str = "the prompt") -> list[int]:
@@ -258,6 +263,9 @@ class TextModel:
         `messages` have a part of type `image` for each image, or none; `template` and `add_special_tokens` are as
         there. Also raises InputRefused if an image is refused, UsageProblem if the model takes no images.
         """
+        from llmconv.generation.chat_templates import has_start, render_chat  # noqa: PLC0415 - a text needs none
+        from llmconv.generation.images import with_images  # noqa: PLC0415 - most models take none
+
         encoder = self.require_images()
         if template == TOKENIZER:
             text = render_chat(self.tokenizer, with_images(messages, len(images)), template)
@@ -423,6 +431,12 @@ def parts_of_object(
     }
 
 
+def _open_prefix(path: Path) -> Prefix:
+    from llmconv.runtime.prefix import open_prefix  # noqa: PLC0415 - as above
+
+    return open_prefix(path)
+
+
 def parts_of_files(
     files: ModelFiles,
     backend: str,
@@ -437,7 +451,10 @@ def parts_of_files(
     if prefix and backend == "genai":
         raise UsageProblem("`--prefix-tuning`: GenAI begins with an empty cache", hint="leave out `--backend genai`")
     runner = load_runner(files, backend, settings, options, stages, trust_remote_code=trust_remote_code)
-    runner = with_prefix(runner, prefix) if prefix else runner
+    if prefix:
+        from llmconv.runtime.prefix import with_prefix  # noqa: PLC0415 - as above
+
+        runner = with_prefix(runner, prefix)
     # tokens of prompt and new text, of which a tuned prefix takes a part
     context = context_length(files.folder)
     lengths = [context - runner.virtual_tokens if context else None, runner.cache_capacity]

@@ -28,30 +28,30 @@ from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsagePr
 from llmconv.files.paths import kind_of, path_of
 from llmconv.files.safe_folder import UNFINISHED, unfinished_folder, user_cache
 from llmconv.files.sources import cached, files_under, is_hub_id, local_path
-from llmconv.generation.genai import GenaiEngine
-from llmconv.generation.images import ImageEncoder
 from llmconv.memory import available_memory
 from llmconv.not_a_model_folder import refused_model
-from llmconv.output.manifest import MANIFEST, graph_entries, read_manifest, single_pass_entries
+from llmconv.output.manifest import MANIFEST, VISION, graph_entries, read_manifest, single_pass_entries
 from llmconv.progress import say, warn_all
 from llmconv.runtime.extra_inputs import ExtraInput
-from llmconv.runtime.images.families import family_in
-from llmconv.runtime.onnxruntime.graph import VISION, VisionGraph, has_vision
+from llmconv.runtime.onnxruntime.graph import VisionGraph, has_vision
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, load_guarded, nodes
-from llmconv.runtime.onnxruntime.lora_names import SUFFIX, read_adapter, without_inputs
 from llmconv.runtime.onnxruntime.packed_cache import is_packed
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import (
     CPU,
     HALF_PRECISION,
     SessionSettings,
+    StageAddresses,
     half_precision,
     provider_name,
 )
 from llmconv.runtime.runner import Runner
-from llmconv.runtime.stages.staged_runner import StageAddresses, StagedRunner
 from llmconv.tensors import LazyTensor
 from llmconv.version import __version__
+
+if TYPE_CHECKING:
+    from llmconv.generation.images import ImageEncoder
+    from llmconv.runtime.eager.torch_runner import GivenModel
 
 
 @dataclass(frozen=True)
@@ -169,10 +169,6 @@ REFUSALS = {
 }
 
 
-if TYPE_CHECKING:
-    from llmconv.runtime.eager.torch_runner import GivenModel
-
-
 def load_runner(
     files: ModelFiles,
     backend: str,
@@ -203,8 +199,12 @@ def load_runner(
         named = MANIFEST if stages else "genai_config.json"
         raise UsageProblem(f"{what} single graphs", hint=f"give the folder that has {named}")
     if stages:
+        from llmconv.runtime.stages.staged_runner import StagedRunner  # noqa: PLC0415 - most models run here
+
         runner = StagedRunner.open(files.folder, stages, settings)
     elif backend == "genai":
+        from llmconv.generation.genai import GenaiEngine  # noqa: PLC0415 - one backend of three
+
         runner = GenaiEngine.load(files.folder, settings)
     elif backend == "onnx":
         settings = replace(settings or SessionSettings(), extra_inputs=partial(_extra_inputs, files.folder))
@@ -259,6 +259,12 @@ def with_lora(runner: Runner, folder: Path, adapter: str | Path) -> OrtRunner:
     base in `folder`. Raises InputRefused if it does not fit the graphs' inputs, or they have none; UnsupportedInput for
     another kind of adapter.
     """
+    from llmconv.runtime.onnxruntime.lora_names import (  # noqa: PLC0415 - most models have no such inputs
+        SUFFIX,
+        read_adapter,
+        without_inputs,
+    )
+
     if not isinstance(runner, OrtRunner) or not runner.lora_inputs:
         raise without_inputs("give `--backend torch`, or merge the adapter: `llmconv merge-lora BASE ADAPTER -o OUT`")
     path = local_path(adapter)
@@ -289,8 +295,14 @@ def load_images(
     """Prepares prompts with images by the vision graph (`onnx`) or the eager tower; opened lazily; None: no images."""
     if files.prefill or backend not in ("onnx", "torch"):
         return None
+    if backend == "onnx" and not has_vision(files.folder):
+        return None
+    from llmconv.generation.images import ImageEncoder  # noqa: PLC0415 - most models take none
+
     if backend == "onnx":
-        if not has_vision(files.folder) or not (graph_family := family_in(files.folder)):
+        from llmconv.runtime.images.families import family_in  # noqa: PLC0415 - as above
+
+        if not (graph_family := family_in(files.folder)):
             return None
         tower = cache(lambda: partial(graph_family.features, VisionGraph(files.folder / VISION, settings).run))
         return ImageEncoder(files.folder, graph_family, tower)

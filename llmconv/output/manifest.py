@@ -383,6 +383,7 @@ GRAPH_FILES = {"prefill": "prefill.onnx", "decode": "decode.onnx", "unified": "m
 # files of graphs without a cache, by role
 SINGLE_PASS_FILES = {"scoring": "scoring.onnx", "embed": "model.onnx", "classify": "model.onnx", "rerank": "model.onnx"}
 EMBEDDINGS_ROLE = "embeddings"  # the role in a manifest of a separate embedding graph, see `EmbeddingGraph`
+EMBEDDINGS, VISION = "embeddings.onnx", "vision.onnx"  # their files
 VISION_ROLE = "vision"  # the role in a manifest of the graph of a vision tower, see `VisionGraph`
 
 

@@ -25,7 +25,7 @@ from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, 
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutputFailed, UsageProblem
 from llmconv.files import source_file
 from llmconv.files.copying import copy_file, flush_data
-from llmconv.files.safe_folder import FULL, Link, NewFile
+from llmconv.files.safe_folder import FULL, Link, NewFile, write_fully
 from llmconv.files.safetensors_file import NAME_LIMIT, FileTensor, file_of, holds, safetensors_pieces
 from llmconv.output.manifest import MANIFEST, Manifest, parse_manifest
 from llmconv.tensors import Container, LazyTensor, Piece, as_bytes
@@ -197,7 +197,6 @@ def by_source(tensors: Mapping[str, LazyTensor], files: Mapping[str, str], limit
 
 FLUSH_BYTES = 32 << 20  # written bytes are flushed in steps of this size, so that the last fsync has little left to do
 # bytes per system call: with 4 MB the kernel allocates huge pages in the cache, which takes three times as long
-WRITE_BYTES = 256 << 10
 FALLOC_FL_KEEP_SIZE = 1  # reserves blocks without changing the length of the file (`linux/falloc.h`)
 
 
@@ -281,12 +280,6 @@ def _content(number: int | None, piece: Piece, start: int, stop: int) -> Numbere
     rows = piece.rows(start, stop)
     assert rows.dtype == piece.dtype.numpy and rows.nbytes * piece.num_rows == piece.nbytes * (stop - start)
     return number, as_bytes(rows)
-
-
-def write_fully(fd: int, block: memoryview) -> None:
-    """Writes all of `block`, in several calls if needed."""
-    while block:
-        block = block[os.write(fd, block[:WRITE_BYTES]) :]
 
 
 def check_copy(path: Path, shard: Shard) -> None:

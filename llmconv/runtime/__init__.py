@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmconv.plugins import lazily
+from llmconv.requirements import lazily
 
 if TYPE_CHECKING:  # at run time each is loaded when it is first used: names and tables need no onnxruntime
     from llmconv.runtime.onnxruntime.graph import OrtGraph

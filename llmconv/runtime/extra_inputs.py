@@ -94,6 +94,10 @@ RESERVED = (
 
 # an extra input of this name has several positions for each token, instead of the one that most graphs take
 POSITIONS = "position_ids"
+INPUTS_EMBEDS = "inputs_embeds"
+# input with the index at which new tokens are written, int64 [batch]; named as in `TensorScatter`
+WRITE_INDICES = "write_indices"
+TOKEN_INPUTS = ("input_ids", INPUTS_EMBEDS, "attention_mask", POSITIONS, WRITE_INDICES)
 DOCUMENT = "see docs/adding-a-family.md"
 
 
@@ -407,3 +411,49 @@ def _place(extra: ExtraInput, target: Array, row: int, given: Array, prompt: tup
             later[...] = np.moveaxis(given, at, -1)[..., -1:]
         else:
             later[...] = given.max() + 1 + new + np.arange(later.shape[-1])
+
+
+def is_token_input(name: str, rank: int) -> bool:
+    """Whether an input, by name and rank, has tokens, their mask, one position each, or where they are written."""
+    return name in TOKEN_INPUTS and (name != POSITIONS or rank < 3)
+
+
+PIXEL_VALUES, IMAGE_FEATURES = "pixel_values", "image_features"
+# further features, [tokens, layers * hidden], that are added to the outputs of the first layers of the decoder
+DEEPSTACK_FEATURES = "deepstack_features"
+AXES = 3  # of Qwen2-VL and later: time, row, column
+
+
+def _same_on_all_axes(call: ModelCall) -> Array:
+    """Positions of text, int64 [3, batch, new tokens]."""
+    return np.repeat(call.position_ids[None], AXES, axis=0)
+
+
+# int64 [3, batch, new tokens]; after the prompt all axes count on from the largest position
+ROTARY_AXES = ExtraInput(POSITIONS, (AXES, BATCH, SEQUENCE), default=_same_on_all_axes, counts_on=True)
+
+# number of layers of the decoder that get features of images added to their output, in all released Qwen3-VL
+DEEPSTACK_LAYERS = 3
+# features that are added to the output of each of the first layers, one layer after the other in the last axis
+DEEPSTACK = ExtraInput(
+    "deepstack_embeds",
+    (BATCH, SEQUENCE, lambda config: DEEPSTACK_LAYERS * config.hidden_size),
+    dtype="float32",
+    values=1.0,
+)
+
+
+def embeds_in_layers(config: Any) -> bool:
+    """Whether every layer also embeds the tokens, so that embeddings cannot stand in for them."""
+    return bool(getattr(config.get_text_config(decoder=True), "hidden_size_per_layer_input", None))
+
+
+FACTOR_A, FACTOR_B = ".lora_A.weight", ".lora_B.weight"
+
+
+def factor_names(module: str) -> tuple[str, str]:
+    return f"{module}{FACTOR_A}", f"{module}{FACTOR_B}"
+
+
+def is_factor(name: str) -> bool:
+    return name.endswith((FACTOR_A, FACTOR_B))

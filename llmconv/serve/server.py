@@ -32,7 +32,7 @@ from llmconv.argument_checks import checked
 from llmconv.errors import OutputFailed
 from llmconv.files.sources import remove_downloads
 from llmconv.generation import TextModel
-from llmconv.generation.chat_templates import TOKENIZER
+from llmconv.generation.prompts import TOKENIZER
 from llmconv.progress import warn
 from llmconv.serve.app import AccessRules, make_app
 from llmconv.serve.openai_schema import ApiError

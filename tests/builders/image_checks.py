@@ -10,8 +10,9 @@ import numpy as np
 import onnx
 
 from llmconv.export.families import extra_inputs_of
+from llmconv.output.manifest import VISION
 from llmconv.runtime.images.families import family_in
-from llmconv.runtime.onnxruntime.graph import VISION, OrtGraph, VisionGraph
+from llmconv.runtime.onnxruntime.graph import OrtGraph, VisionGraph
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.verify import Check
 from llmconv.verify.comparison.images import ImageChecks

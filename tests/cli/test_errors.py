@@ -102,7 +102,7 @@ def test_a_bug_has_its_own_exit_code_and_one_line_to_report(monkeypatch: pytest.
 
 @pytest.mark.slow_rows("llmconv.convert.inspection")
 @pytest.mark.parametrize(
-    "module", ["llmconv.interpreters", "click", "llmconv.cli.export", "llmconv.convert.inspection"]
+    "module", ["llmconv.interpreters", "click", "llmconv.cli.inspect", "llmconv.convert.inspection"]
 )
 def test_ctrl_c_is_no_traceback_while_the_program_starts(module: str) -> None:
     code = f"""

@@ -19,7 +19,8 @@ from llmconv.convert.inspection import inspect
 from llmconv.errors import MalformedInput
 from llmconv.files import safetensors_file
 from llmconv.files.source_file import read_into
-from llmconv.runtime.onnxruntime.lora_names import encode_adapter, factor_names
+from llmconv.runtime.extra_inputs import factor_names
+from llmconv.runtime.onnxruntime.lora_names import encode_adapter
 from tests.convert.conftest import FIXTURES
 
 GENUINE: dict[str, tuple[str, int]] = {

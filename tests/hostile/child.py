@@ -9,9 +9,11 @@ What the product may load, torch and transformers included, is loaded before the
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.util
 import json
 import os
+import pkgutil
 import re
 import resource
 import signal
@@ -29,7 +31,6 @@ from llmconv.convert import apply_delta, extract_delta, from_hf, merge_lora, to_
 from llmconv.convert.inspection import inspect
 from llmconv.convert.models.meta_model import meta_model
 from llmconv.errors import LlmconvError
-from llmconv.quantized_weights.quantized_checkpoint import methods
 
 MEMORY = 1536 << 20
 SECONDS = 30
@@ -59,7 +60,9 @@ FOREIGN = {"fallocate", "mallopt", "renameat2"}
 PARSED = (None, "<unknown>")
 """What `compile` calls a tree that was read before, and source that `ast.parse` only reads; `exec` shows either."""
 
-methods()  # llmconv's own modules, imported when the first quantized model asks for them
+for package in ("convert", "files", "output", "quantized_weights"):  # llmconv's own modules, loaded where they are used
+    for found in pkgutil.walk_packages([str(Path(__file__).parents[2] / "llmconv" / package)], f"llmconv.{package}."):
+        importlib.import_module(found.name)
 meta_model({"model_type": "llama", "hidden_size": 4, "num_attention_heads": 1, "num_hidden_layers": 1})
 """torch and transformers, which build a model of shapes where the names of a model in memory are asked for."""
 

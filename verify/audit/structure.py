@@ -10,10 +10,18 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from llmconv.runtime.extra_inputs import MAX_LENGTH, POSITIONS, ExtraInput, is_recurrent, is_state, past_of
+from llmconv.runtime.extra_inputs import (
+    INPUTS_EMBEDS,
+    MAX_LENGTH,
+    POSITIONS,
+    WRITE_INDICES,
+    ExtraInput,
+    is_recurrent,
+    is_state,
+    past_of,
+)
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.guard import nodes
-from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS, WRITE_INDICES
 from llmconv.verify.results import Check, audited
 
 Axes = dict[str, list[str | int | None]]  # expected axes by name of an input or output; None for any

@@ -25,11 +25,9 @@ import transformers
 from llmconv.checkpoint import open_weights
 from llmconv.errors import InputRefused
 from llmconv.files.safetensors_file import FileTensor, read_exactly, read_header
-from llmconv.output.manifest import MANIFEST, GraphEntry, read_manifest, single_pass_entries
-from llmconv.runtime.onnxruntime.graph import VISION
+from llmconv.output.manifest import EMBEDDINGS, MANIFEST, VISION, GraphEntry, read_manifest, single_pass_entries
+from llmconv.runtime.extra_inputs import is_factor
 from llmconv.runtime.onnxruntime.guard import external_fields, inner_tensors, is_external
-from llmconv.runtime.onnxruntime.lora_names import is_factor
-from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
 from llmconv.tensors import Array, LazyTensor, lists_by_key
 from llmconv.verify.results import Check
 

@@ -30,8 +30,7 @@ import numpy as np
 import onnx
 
 from llmconv.errors import OutputFailed, UsageProblem, first_line
-from llmconv.files.safe_folder import Folder, WritableContent, parents_made, require_parents
-from llmconv.output.plan import write_fully
+from llmconv.files.safe_folder import Folder, WritableContent, parents_made, require_parents, write_fully
 from llmconv.runtime.extra_inputs import is_state, layer_of
 from llmconv.runtime.onnxruntime.guard import values_read_by
 from llmconv.tensors import Array, lists_by_key

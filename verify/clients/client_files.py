@@ -26,11 +26,9 @@ from typing_extensions import TypeIs
 from llmconv.causal_lm import language_config
 from llmconv.checkpoint import read_json
 from llmconv.errors import MalformedInput, listing
-from llmconv.output.manifest import EMBEDDINGS_ROLE, MANIFEST, VISION_ROLE, read_manifest
-from llmconv.runtime.onnxruntime.graph import VISION
+from llmconv.output.manifest import EMBEDDINGS, EMBEDDINGS_ROLE, MANIFEST, VISION, VISION_ROLE, read_manifest
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
 from llmconv.runtime.onnxruntime.session_file import CONFIG, named_files, read_genai_config
-from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.results import Check, audited
 

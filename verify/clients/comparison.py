@@ -22,9 +22,9 @@ from llmconv.causal_lm import context_length, language_config
 from llmconv.checkpoint import open_weights, read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.interpreters import child_environment, parse_interpreters, script_command
+from llmconv.output.manifest import VISION
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.low_memory.runner import StreamedRunner
-from llmconv.runtime.onnxruntime.graph import VISION
 from llmconv.runtime.onnxruntime.session_file import CONFIG, read_genai_config
 from llmconv.runtime.runner import Runner, Step, default_positions
 from llmconv.runtime.tokenizer import random_prompts, usable_tokens

@@ -9,11 +9,19 @@ from functools import cached_property
 import numpy as np
 
 from llmconv.errors import LlmconvError
+from llmconv.output.manifest import VISION
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.torch_runner import image_features, positions_after_images, prefill_images
-from llmconv.runtime.extra_inputs import POSITIONS, ExtraInput, GivenInputs, batch_values
-from llmconv.runtime.images.family import DEEPSTACK_FEATURES, IMAGE_FEATURES, Features, Given, ImageFamily
-from llmconv.runtime.onnxruntime.graph import VISION, OrtGraph, VisionGraph
+from llmconv.runtime.extra_inputs import (
+    DEEPSTACK_FEATURES,
+    IMAGE_FEATURES,
+    POSITIONS,
+    ExtraInput,
+    GivenInputs,
+    batch_values,
+)
+from llmconv.runtime.images.family import Features, Given, ImageFamily
+from llmconv.runtime.onnxruntime.graph import OrtGraph, VisionGraph
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.runner import Extras, PlacedEmbeddings, Runner, Step, default_positions
 from llmconv.tensors import Array

@@ -13,12 +13,12 @@ import onnx
 
 from llmconv.checkpoint import read_json
 from llmconv.errors import LlmconvError, UnsupportedInput
-from llmconv.output.manifest import GraphEntry
+from llmconv.output.manifest import EMBEDDINGS, VISION, GraphEntry
+from llmconv.runtime.extra_inputs import INPUTS_EMBEDS
 from llmconv.runtime.images.families import family_in
-from llmconv.runtime.onnxruntime.graph import VISION, EmbeddingGraph, OrtGraph, VisionGraph
+from llmconv.runtime.onnxruntime.graph import EmbeddingGraph, OrtGraph, VisionGraph
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION, SessionSettings
-from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS, INPUTS_EMBEDS
 from llmconv.runtime.runner import PlacedEmbeddings, default_positions
 from llmconv.tensors import BY_NAME
 from llmconv.verify.audit.structure import check_structure, check_tower_norms, name_problems

@@ -47,17 +47,19 @@ from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_num
 from llmconv.runtime.eager.limit_margins import Float64Casts, LimitMargins
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, require_loaded, stored_tensors
 from llmconv.runtime.extra_inputs import (
+    DEEPSTACK,
+    DEEPSTACK_LAYERS,
     PAST,
     ExtraInput,
     ExtraValues,
     ModelCall,
+    embeds_in_layers,
     require_parameters,
     resolved_inputs,
     with_past,
 )
 from llmconv.runtime.images.families import IMAGE_FAMILIES
-from llmconv.runtime.images.family import as_embedded, embeds_in_layers
-from llmconv.runtime.images.qwen_vl import DEEPSTACK, DEEPSTACK_LAYERS
+from llmconv.runtime.images.family import as_embedded
 from llmconv.runtime.library_patches import (
     cache_parameter,
     continues_recurrent_state,

@@ -19,10 +19,9 @@ from llmconv.files.paths import kind_of
 from llmconv.runtime.eager.cache import EagerCache, to_numpy
 from llmconv.runtime.eager.limit_margins import LimitMargins
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.runtime.extra_inputs import ExtraInput, ExtraValues, ModelCall
+from llmconv.runtime.extra_inputs import AXES, DEEPSTACK_FEATURES, ExtraInput, ExtraValues, ModelCall
 from llmconv.runtime.images.families import image_family
-from llmconv.runtime.images.family import DEEPSTACK_FEATURES, Features, Given, ImageFamily
-from llmconv.runtime.images.qwen_vl import AXES
+from llmconv.runtime.images.family import Features, Given, ImageFamily
 from llmconv.runtime.library_patches import reset_dynamic_rope
 from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Step, default_positions
 from llmconv.tensors import FLOATS, Array, LazyTensor

@@ -16,15 +16,8 @@ from typing import Any
 import numpy as np
 
 from llmconv.errors import InputRefused, MalformedInput, first_line
-from llmconv.runtime.images.family import (
-    CONTRASTS,
-    IMAGE_FEATURES,
-    PIXEL_VALUES,
-    Features,
-    Given,
-    ImageFamily,
-    embeds_in_layers,
-)
+from llmconv.runtime.extra_inputs import IMAGE_FEATURES, PIXEL_VALUES, embeds_in_layers
+from llmconv.runtime.images.family import CONTRASTS, Features, Given, ImageFamily
 from llmconv.runtime.images.qwen_vl import DeepstackedQwenImages, QwenImages, WindowedQwenImages
 from llmconv.runtime.tokenizer import require_small_template
 from llmconv.tensors import Array

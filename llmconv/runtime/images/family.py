@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import read_json
+from llmconv.runtime.extra_inputs import IMAGE_FEATURES, PIXEL_VALUES
 from llmconv.runtime.tokenizer import require_small_template
 from llmconv.tensors import Array
 
-PIXEL_VALUES, IMAGE_FEATURES = "pixel_values", "image_features"
-# further features, [tokens, layers * hidden], that are added to the outputs of the first layers of the decoder
-DEEPSTACK_FEATURES = "deepstack_features"
 Given = Mapping[str, Array]
 """Arrays by name: what the model's processor makes of the images of one prompt, or the inputs or outputs of the vision
 graph in one run."""
@@ -158,11 +156,6 @@ def without_videos(kind: Any) -> Any:
 
 # by `model_type`: fields of the config with the tokens that are embedded as padding until features replace them
 EMBEDDED_AS_PADDING = {"gemma4": ("image_token_id", "video_token_id", "audio_token_id")}
-
-
-def embeds_in_layers(config: Any) -> bool:
-    """Whether every layer also embeds the tokens, so that embeddings cannot stand in for them."""
-    return bool(getattr(config.get_text_config(decoder=True), "hidden_size_per_layer_input", None))
 
 
 def placeholders(config: Any) -> tuple[int, ...]:

@@ -9,8 +9,14 @@ from typing import Any
 import numpy as np
 
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.runtime.extra_inputs import BATCH, POSITIONS, SEQUENCE, ExtraInput, ModelCall
-from llmconv.runtime.images.family import DEEPSTACK_FEATURES, PIXEL_VALUES, Features, Given, ImageFamily
+from llmconv.runtime.extra_inputs import (
+    AXES,
+    DEEPSTACK,
+    DEEPSTACK_FEATURES,
+    PIXEL_VALUES,
+    POSITIONS,
+)
+from llmconv.runtime.images.family import Features, Given, ImageFamily
 from llmconv.tensors import Array
 
 GRIDS, PATCH_POSITIONS, WINDOW_IDS = "image_grid_thw", "patch_positions", "window_ids"
@@ -143,17 +149,7 @@ def _taps(size: int, side: int) -> tuple[Array, Array]:
     return np.clip(near, 0, side - 1).astype(np.int64), weights
 
 
-AXES = 3
 Grid = tuple[int, int]  # rows and columns of the features of an image
-
-
-def _same_on_all_axes(call: ModelCall) -> Array:
-    """Positions of text, int64 [3, batch, new tokens]."""
-    return np.repeat(call.position_ids[None], AXES, axis=0)
-
-
-# int64 [3, batch, new tokens]; after the prompt all axes count on from the largest position
-ROTARY_AXES = ExtraInput(POSITIONS, (AXES, BATCH, SEQUENCE), default=_same_on_all_axes, counts_on=True)
 
 
 def positions_on_axes(where: Array, grids: Sequence[Grid]) -> Array:
@@ -185,14 +181,3 @@ def _of_features(grid: Grid) -> Iterator[Array]:
     yield np.zeros(rows * columns, dtype=np.int64)
     yield np.repeat(np.arange(rows), columns)
     yield np.tile(np.arange(columns), rows)
-
-
-# number of layers of the decoder that get features of images added to their output, in all released Qwen3-VL
-DEEPSTACK_LAYERS = 3
-# features that are added to the output of each of the first layers, one layer after the other in the last axis
-DEEPSTACK = ExtraInput(
-    "deepstack_embeds",
-    (BATCH, SEQUENCE, lambda config: DEEPSTACK_LAYERS * config.hidden_size),
-    dtype="float32",
-    values=1.0,
-)

@@ -15,20 +15,22 @@ import onnxruntime as ort
 
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, first_line
 from llmconv.memory import raise_if_out_of_memory
-from llmconv.output.manifest import VISION_ROLE, GraphEntry, read_manifest
+from llmconv.output.manifest import EMBEDDINGS, VISION, VISION_ROLE, GraphEntry, read_manifest
 from llmconv.runtime.extra_inputs import (
-    POSITIONS,
+    IMAGE_FEATURES,
+    INPUTS_EMBEDS,
+    PIXEL_VALUES,
     SYMBOLS,
     ExtraInput,
     ExtraValues,
     ModelCall,
+    is_factor,
     is_past,
     is_present,
     is_state,
+    is_token_input,
 )
-from llmconv.runtime.images.family import IMAGE_FEATURES, PIXEL_VALUES, Given
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes, weight_bytes
-from llmconv.runtime.onnxruntime.lora_names import is_factor
 from llmconv.runtime.onnxruntime.packed_cache import (
     discard,
     is_packed,
@@ -47,7 +49,7 @@ from llmconv.runtime.onnxruntime.session_settings import (
     as_array,
     for_concurrent_use,
 )
-from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS, INPUTS_EMBEDS, BufferedSession, FixedSizes, as_input
+from llmconv.runtime.onnxruntime.shared_buffers import BufferedSession, FixedSizes, as_input
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG, LimitedSession, TimeLimit
 from llmconv.runtime.runner import Cache, Choices, Extras, PlacedEmbeddings, Step, default_positions
 from llmconv.tensors import BY_NAME, Array
@@ -392,14 +394,8 @@ def open_graph(folder: Path, entry: GraphEntry, settings: SessionSettings | None
     return OrtGraph(folder / entry.files[0], settings, entry=entry)
 
 
-TOKEN_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "write_indices")
 UNKNOWN = 1 << 31  # number of valid values where only the config class knows it; the graph itself refuses larger ones
 INSTALL = "install the package whose input map declares it, or call `register_input_map`"
-
-
-def is_token_input(name: str, rank: int) -> bool:
-    """Whether an input, by name and rank, has tokens, their mask, one position each, or where they are written."""
-    return name in TOKEN_INPUTS and (name != POSITIONS or rank < 3)
 
 
 def extra_names(shapes: Mapping[str, Sequence[int | str]]) -> list[str]:
@@ -481,9 +477,6 @@ class SinglePassGraph:
         return {name: as_array(value) for name, value in zip(self.outputs, values, strict=True)}
 
 
-VISION = "vision.onnx"
-
-
 def has_vision(folder: Path) -> bool:
     """Whether the manifest of a folder lists the graph of a vision tower, or the folder has one and no manifest."""
     listed = read_manifest(folder).graphs
@@ -510,7 +503,7 @@ class VisionGraph:
         self.tokens = int(declared[1]) if len(declared) == 3 and isinstance(declared[1], int) else 0
         self._name, self._results = path.name, list(outputs)
 
-    def run(self, given: Given) -> dict[str, Array]:
+    def run(self, given: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name, floats cast to the graph's dtype; InputRefused for other shapes, MalformedInput."""
         if given.keys() != self._inputs.keys():
             problem = f"`{self._name}` takes {', '.join(self._inputs)}, and not {', '.join(given)}"

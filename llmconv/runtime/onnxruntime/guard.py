@@ -24,6 +24,7 @@ from onnx import helper, numpy_helper
 
 from llmconv.errors import MalformedInput
 
+EXACT = "llmconv.exact"  # metadata of a half-precision constant: the number of which it is the rounding
 KEYS = {"location", "offset", "length", "checksum"}
 MICROSOFT = "com.microsoft"
 DOMAINS = {"", "ai.onnx", MICROSOFT}

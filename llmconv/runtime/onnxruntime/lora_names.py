@@ -27,17 +27,8 @@ import onnx
 
 from llmconv.errors import InputRefused, MalformedInput, listing
 from llmconv.not_a_model_folder import ONNX_ADAPTER
+from llmconv.runtime.extra_inputs import FACTOR_A, FACTOR_B, factor_names, is_factor
 from llmconv.tensors import Array
-
-FACTOR_A, FACTOR_B = ".lora_A.weight", ".lora_B.weight"
-
-
-def factor_names(module: str) -> tuple[str, str]:
-    return f"{module}{FACTOR_A}", f"{module}{FACTOR_B}"
-
-
-def is_factor(name: str) -> bool:
-    return name.endswith((FACTOR_A, FACTOR_B))
 
 
 def require_factors(factors: Mapping[str, Array], inputs: Mapping[str, Sequence[int | str]]) -> None:

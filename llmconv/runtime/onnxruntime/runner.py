@@ -14,7 +14,6 @@ from llmconv.files.sources import snapshot_home
 from llmconv.output.manifest import GraphEntry, graph_entries, single_pass_entries
 from llmconv.runtime.extra_inputs import ExtraInput, ModelCall
 from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
-from llmconv.runtime.onnxruntime.lora_names import require_factors
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, WidenedWeights, for_concurrent_use
 from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step
 from llmconv.tensors import Array
@@ -70,6 +69,8 @@ class OrtRunner(Runner):
         `factors` are A [rank, in] and B [out, rank] by input name, see `lora_names`; others keep the base model's.
         Raises InputRefused if the graphs have no such inputs, or inputs of other shapes.
         """
+        from llmconv.runtime.onnxruntime.lora_names import require_factors  # noqa: PLC0415 - most models have none
+
         require_factors(factors, self.lora_inputs)
         prefill = self._prompt_graph.with_factors(factors)
         is_one = self._step_graph is self._prompt_graph

@@ -30,11 +30,10 @@ from onnx import TensorProto, helper, numpy_helper
 from llmconv.argument_checks import require_threads
 from llmconv.errors import UsageProblem, first_line
 from llmconv.runtime.extra_inputs import ExtraInput
-from llmconv.runtime.onnxruntime.guard import attributes, external_fields, graphs, is_external, refill
+from llmconv.runtime.onnxruntime.guard import EXACT, attributes, external_fields, graphs, is_external, refill
 from llmconv.tensors import BLOCK_BYTES, Array
 
 HALF_PRECISION: Mapping[str, int] = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
-EXACT = "llmconv.exact"  # metadata of a half-precision constant: the number of which it is the rounding
 # attributes that contain an element type
 TYPE_ATTRIBUTES = {"to", "dtype", "stash_type", "output_dtype", "softmax_precision"}
 
@@ -186,6 +185,23 @@ LEVELS = {
     "basic": "ORT_ENABLE_BASIC",
     "disable": "ORT_DISABLE_ALL",
 }
+
+
+REMOTE_SILENCE = 20.0  # default seconds without a heartbeat after which a stage is lost
+
+
+@dataclass(frozen=True)
+class StageAddresses:
+    """Where the stages of a model run that do not run in this process.
+
+    Attributes:
+        addresses: HOST:PORT or N=HOST:PORT of each, see `llmconv serve-stage`; with `ray`, all others run in actors
+            of a Ray cluster.
+        timeout: seconds without a heartbeat after which a stage is lost.
+    """
+
+    addresses: Sequence[str]
+    timeout: float = REMOTE_SILENCE
 
 
 @dataclass(frozen=True)

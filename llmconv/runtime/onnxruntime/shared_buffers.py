@@ -15,7 +15,17 @@ import numpy as np
 import onnxruntime as ort
 
 from llmconv.errors import InputRefused
-from llmconv.runtime.extra_inputs import BATCH, SEQUENCE, TOTAL, ExtraInput, ExtraValues, ModelCall, grown
+from llmconv.runtime.extra_inputs import (
+    BATCH,
+    INPUTS_EMBEDS,
+    SEQUENCE,
+    TOTAL,
+    WRITE_INDICES,
+    ExtraInput,
+    ExtraValues,
+    ModelCall,
+    grown,
+)
 from llmconv.runtime.onnxruntime.session_settings import INPUT_DTYPES, TENSOR_DTYPES, Device, as_array, host_value
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession
 from llmconv.runtime.runner import Cache, PlacedEmbeddings
@@ -84,8 +94,6 @@ def input_dtype(array: Array) -> Any:
     return np.int64 if array.dtype.kind in "iub" else array.dtype
 
 
-# input with the index at which new tokens are written, int64 [batch]; named as in `TensorScatter`
-WRITE_INDICES = "write_indices"
 GARBAGE, GARBAGE_CODE = 1e4, 127
 ROUNDING = 64
 """Buffer lengths are multiples of this, at least twice the length of the replaced buffer. They have room for one more
@@ -306,7 +314,3 @@ def padded(array: Array, rows: int, columns: int) -> Array:
     result[: array.shape[0], : array.shape[1]] = array
     result[array.shape[0] :] = result[:1]
     return result
-
-
-EMBEDDINGS = "embeddings.onnx"
-INPUTS_EMBEDS = "inputs_embeds"

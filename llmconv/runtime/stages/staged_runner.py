@@ -30,13 +30,12 @@ from llmconv.progress import say, warn
 from llmconv.ray_connection import connected
 from llmconv.runtime.extra_inputs import ExtraValues, ModelCall
 from llmconv.runtime.onnxruntime.graph import extra_names, step_of
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings, short_provider
+from llmconv.runtime.onnxruntime.session_settings import REMOTE_SILENCE, SessionSettings, StageAddresses, short_provider
 from llmconv.runtime.runner import Cache, CacheEdit, Extras, PlacedEmbeddings, RemoteCache, Runner, Step, refuse_placed
 from llmconv.runtime.stages.connection import TOKEN, Address, BadMessage, Connection, Message, introduce, token
 from llmconv.runtime.stages.stage_server import LocalStage, StagedExport, StageServer, StageStep, is_cuttable
 from llmconv.tensors import Array
 
-REMOTE_SILENCE = 20.0  # default seconds without a heartbeat after which a stage is lost
 RESTART = "start it again with `llmconv serve-stage`, then repeat the request"
 
 
@@ -155,20 +154,6 @@ class RemoteStage:
 
 
 OPTION = "--stage-at"
-
-
-@dataclass(frozen=True)
-class StageAddresses:
-    """Where the stages of a model run that do not run in this process.
-
-    Attributes:
-        addresses: HOST:PORT or N=HOST:PORT of each, see `llmconv serve-stage`; with `ray`, all others run in actors
-            of a Ray cluster.
-        timeout: seconds without a heartbeat after which a stage is lost.
-    """
-
-    addresses: Sequence[str]
-    timeout: float = REMOTE_SILENCE
 
 
 @dataclass(frozen=True)

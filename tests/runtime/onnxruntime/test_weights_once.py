@@ -16,8 +16,9 @@ from llmconv.files.safetensors_file import read_header
 from llmconv.generation import TextModel, runners
 from llmconv.generation.runners import WeightMemory
 from llmconv.runtime.onnxruntime import session_settings
+from llmconv.runtime.onnxruntime.guard import EXACT
 from llmconv.runtime.onnxruntime.runner import OrtRunner
-from llmconv.runtime.onnxruntime.session_settings import EXACT, SessionSettings, exact_number
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings, exact_number
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
 from tests.builders.talking import save_letters

@@ -13,7 +13,7 @@ import pytest
 
 from llmconv.errors import StageFailed
 from llmconv.generation import TextModel
-from llmconv.runtime.stages.staged_runner import StageAddresses
+from llmconv.runtime.onnxruntime.session_settings import StageAddresses
 from tests.builders.slow_relay import slow_relay
 from tests.builders.stage_process import serving_stage
 from tests.generation.test_graph_kinds import START, prompts, tokens_of

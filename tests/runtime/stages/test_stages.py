@@ -21,10 +21,10 @@ from safetensors.numpy import load_file, save_file
 from llmconv.errors import InputRefused, MalformedInput, StageFailed, UsageProblem
 from llmconv.export.exporter import export
 from llmconv.generation import Conversation, SharedPrefix, TextModel
+from llmconv.runtime.onnxruntime.session_settings import StageAddresses
 from llmconv.runtime.runner import Runner, default_positions
 from llmconv.runtime.stages.connection import MAGIC, PREFIX, Address, Connection, Message, introduce
 from llmconv.runtime.stages.stage_server import MAX_CLIENTS, StagedExport
-from llmconv.runtime.stages.staged_runner import StageAddresses
 from tests.builders.prefix_models import save_adapter
 from tests.builders.stage_process import ALONE, ServedStage, serving_stage, serving_stages
 from tests.builders.talking import save_letters

@@ -10,7 +10,7 @@ import pytest
 
 from llmconv.export import export
 from llmconv.export.export_options import ExportOptions
-from llmconv.runtime.onnxruntime.graph import VISION
+from llmconv.output.manifest import VISION
 from llmconv.verify import verify
 from llmconv.verify.reference.eager import Eager
 from tests.builders.image_checks import Change, judged, mutant, no_positions, node_of, swapped_weight

@@ -14,9 +14,11 @@ import pytest
 from llmconv.errors import UnsupportedInput
 from llmconv.export import export
 from llmconv.export.families import extra_inputs_of
+from llmconv.output.manifest import VISION
+from llmconv.runtime.extra_inputs import DEEPSTACK
 from llmconv.runtime.images.families import family_in
-from llmconv.runtime.images.qwen_vl import CELLS, DEEPSTACK, PATCH_POSITIONS, WINDOW_IDS
-from llmconv.runtime.onnxruntime.graph import VISION, OrtGraph, VisionGraph
+from llmconv.runtime.images.qwen_vl import CELLS, PATCH_POSITIONS, WINDOW_IDS
+from llmconv.runtime.onnxruntime.graph import OrtGraph, VisionGraph
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.verify import verify
 from llmconv.verify.comparison.images import ImageChecks

@@ -12,9 +12,10 @@ import onnx
 import pytest
 
 from llmconv.export import export
+from llmconv.output.manifest import VISION
 from llmconv.runtime.images import families
 from llmconv.runtime.images.families import family_in
-from llmconv.runtime.onnxruntime.graph import VISION, OrtGraph, VisionGraph
+from llmconv.runtime.onnxruntime.graph import OrtGraph, VisionGraph
 from llmconv.tensors import Array
 from llmconv.verify import verify
 from llmconv.verify.comparison.images import ImageChecks

@@ -1,0 +1,81 @@
+"""The quantization of an export: weights of floats become codes, and codes that a model has stay as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from tempfile import gettempdir
+
+from llmconv.checkpoint import Checkpoint
+from llmconv.errors import UsageProblem
+from llmconv.export.calibration import measure_ranges, require_one_input
+from llmconv.export.export_options import (
+    ExportOptions,
+)
+from llmconv.export.folders import OutputFolder
+from llmconv.export.quantization.activation_aware import measure_activation_aware
+from llmconv.export.quantization.block_rounding import ColumnFormat
+from llmconv.export.quantization.calibration import TextRun, column_importance
+from llmconv.export.quantization.products import grouped
+from llmconv.export.quantization.quantized_tensor import Scratch
+from llmconv.export.quantization.selection import QuantizedWeight, StoredFormats, select
+from llmconv.export.quantization.sequential_rounding import round_sequentially
+from llmconv.export.quantization.settings import QuantizationSettings
+from llmconv.export.quantization.smoothing import Graphs, Smoothing, coded, measure_smoothing
+from llmconv.files.paths import local_only
+from llmconv.progress import warn
+from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
+
+
+def with_plain_weights(
+    checkpoint: Checkpoint, settings: QuantizationSettings | None
+) -> tuple[Checkpoint, QuantizationSettings | StoredFormats | None]:
+    """A quantized checkpoint with plain weights, and the formats of its codes; any other as it is."""
+    if (found := quantized_checkpoint(checkpoint)) is None:
+        return checkpoint, settings
+    formats = StoredFormats.of(found)
+    if settings and len(formats.without_operator) < len(formats.weights):
+        raise UsageProblem(
+            f"the weights are quantized already ({formats.method})",
+            hint="leave out `--quant`: the graphs read the codes that the model has",
+        )
+    if again := formats.without_operator:
+        bits = f"as `--quant {settings.preset}` says" if settings else "to 8 bits, in blocks of 32"
+        warn(
+            f"onnxruntime has no operator for the codes of {len(again)} weights ({formats.method}): they are quantized "
+            f"again, {bits}; `llmconv verify` measures what that costs"
+        )
+    return found.plain, settings or formats
+
+
+def quantize(
+    pairs: Graphs,
+    formats: QuantizationSettings | StoredFormats,
+    calibration: TextRun | None,
+    folder: OutputFolder,
+    given: ExportOptions,
+) -> tuple[dict[str, QuantizedWeight], OutputFolder]:
+    """The weights that become codes, by name, and the folder with codes in their place.
+
+    `calibration` is a text that ran through the graphs; None without one. Raises UnsupportedInput: a matrix whose
+    activations have no single range; InputRefused: activations are not finite, or codes that graphs cannot map.
+    """
+    quantized = grouped(pairs, select(pairs, formats))
+    if calibration is None or not isinstance(formats, QuantizationSettings) or not formats.text:
+        return quantized, folder.quantized(quantized, {}, Smoothing())
+    if given["static_activations"]:
+        require_one_input(calibration, coded(quantized, ColumnFormat))
+    importance = column_importance(calibration) if any(one.is_searched for one in quantized.values()) else {}
+    if given["method"] == "awq":
+        smoothing = measure_activation_aware(pairs, quantized, importance, calibration)
+    else:
+        smoothing = measure_smoothing(pairs, quantized, calibration)
+    if given["static_activations"]:
+        ranges = measure_ranges(calibration, coded(quantized, ColumnFormat), smoothing)
+        quantized = {name: replace(weight, activation=ranges.get(name)) for name, weight in quantized.items()}
+    if given["method"] == "gptq" and not given["dry_run"]:
+        home = local_only(folder.place) or Path(gettempdir(), folder.place.name)
+        with Scratch.beside(home) as scratch:  # the codes stay mapped after the file is closed
+            codes = round_sequentially(calibration, quantized, scratch)
+        quantized = {name: replace(weight, rounded=codes.get(name)) for name, weight in quantized.items()}
+    return quantized, folder.quantized(quantized, importance, smoothing)
