@@ -35,15 +35,4 @@ __all__ = [
     "to_hf",
 ]
 
-_DELTA = ("Applied", "Extracted", "apply_delta", "extract_delta")
-_PLACES = {
-    **dict.fromkeys(("AdapterFile", "onnx_adapter"), "llmconv.convert.adapter_file"),
-    **dict.fromkeys(_DELTA, "llmconv.convert.delta"),
-    "from_hf": "llmconv.convert.from_hugging_face",
-    **dict.fromkeys(("Inspection", "inspect"), "llmconv.convert.inspection"),
-    **dict.fromkeys(("Merge", "merge_lora"), "llmconv.convert.merge"),
-    "to_hf": "llmconv.convert.to_hugging_face",
-    "Plan": "llmconv.output.plan",
-}
-
-__getattr__, __dir__ = lazily(__name__, _PLACES)
+__getattr__, __dir__ = lazily(__name__)

@@ -31,14 +31,4 @@ __all__ = [
     "register_input_map",
 ]
 
-_EXTRA = ("BATCH", "PAST", "SEQUENCE", "TOTAL", "ExtraInput", "ModelCall")
-_PLACES = {
-    "Exported": "llmconv.export.exported",
-    "export": "llmconv.export.exporter",
-    "INPUT_MAPS": "llmconv.export.families",
-    "register_input_map": "llmconv.export.families",
-    "InputMap": "llmconv.export.input_map",
-    **dict.fromkeys(_EXTRA, "llmconv.runtime.extra_inputs"),
-}
-
-__getattr__, __dir__ = lazily(__name__, _PLACES)
+__getattr__, __dir__ = lazily(__name__)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
 from typing import Any
 
@@ -86,12 +87,19 @@ def _install() -> str:
     return f"`pip install 'transformers>={oldest},<{newest}'`"
 
 
-def lazily(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package whose names are loaded from their modules when they are first used."""
+def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a package whose names are loaded from their modules when they are first used.
+
+    The names are those that its `if TYPE_CHECKING` block imports, which type checkers read.
+    """
+    source = getattr(sys.modules[package].__loader__, "get_source")(package)  # noqa: B009 - of the loaders of files
+    blocks = [node for node in ast.parse(source).body if isinstance(node, ast.If)]
+    imports = [line for block in blocks for line in block.body if isinstance(line, ast.ImportFrom)]
+    places = {one.name: str(line.module) for line in imports for one in line.names}
 
     def get(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module `{package}` has no attribute `{name}`")
         return getattr(importlib.import_module(places[name]), name)
 
-    return get, lambda: list(places)
+    return get, lambda: sorted(places)

@@ -18,13 +18,4 @@ if TYPE_CHECKING:  # at run time each is loaded when it is first used: an early 
 
 __all__ = ["Check", "PortMap", "Report", "register_port_map", "verify", "verify_graphs"]
 
-_PLACES = {
-    "Check": "llmconv.verify.results",
-    "PortMap": "llmconv.verify.other_exporters.port_map",
-    "Report": "llmconv.verify.results",
-    "register_port_map": "llmconv.verify.other_exporters.port_map",
-    "verify": "llmconv.verify.run",
-    "verify_graphs": "llmconv.verify.other_exporters.run",
-}
-
-__getattr__, __dir__ = lazily(__name__, _PLACES)
+__getattr__, __dir__ = lazily(__name__)

@@ -13,7 +13,7 @@ import onnx
 from onnx import numpy_helper
 
 from llmconv.argument_checks import checked
-from llmconv.convert.lora_factors import lora_factors
+from llmconv.convert.adapter_file import lora_factors
 from llmconv.convert.opening_adapters import is_for_peft
 from llmconv.errors import InputRefused, LlmconvError, UsageProblem, listing
 from llmconv.files.paths import Written

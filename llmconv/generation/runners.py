@@ -271,7 +271,7 @@ def with_lora(runner: Runner, folder: Path, adapter: str | Path) -> OrtRunner:
     if path.is_file() and path.suffix == SUFFIX:
         factors = read_adapter(path)
     else:
-        from llmconv.convert.lora_factors import lora_factors  # noqa: PLC0415 - imports every format
+        from llmconv.convert.adapter_file import lora_factors  # noqa: PLC0415 - imports every format
 
         factors = lora_factors(folder, path)
     if not factors:

@@ -14,11 +14,4 @@ if TYPE_CHECKING:  # at run time each is loaded when it is first used: names and
 
 __all__ = ["Cache", "OrtGraph", "OrtRunner", "Runner", "SessionSettings", "Step", "default_positions"]
 
-_PLACES = {
-    "OrtGraph": "llmconv.runtime.onnxruntime.graph",
-    "OrtRunner": "llmconv.runtime.onnxruntime.runner",
-    "SessionSettings": "llmconv.runtime.onnxruntime.session_settings",
-    **dict.fromkeys(("Cache", "Runner", "Step", "default_positions"), "llmconv.runtime.runner"),
-}
-
-__getattr__, __dir__ = lazily(__name__, _PLACES)
+__getattr__, __dir__ = lazily(__name__)

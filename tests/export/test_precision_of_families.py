@@ -32,6 +32,7 @@ IDS = np.random.default_rng(0).integers(3, 90, (2, 12))
 MASK = np.ones_like(IDS)
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "dtype"), CASES)
 def test_types_are_strict_weights_are_mapped_and_logits_are_the_models(

@@ -50,6 +50,7 @@ def prompt(rows: int, tokens: int) -> tuple[Array, Array, Array]:
     return np.random.default_rng(0).integers(0, 96, mask.shape), mask, default_positions(mask, tokens)
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_scenario_that_fits_equals_the_eager_model(model_type: str, static: Tiny) -> None:

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from llmconv.cli import main
 from llmconv.convert import merge_lora, onnx_adapter
-from llmconv.convert.lora_factors import lora_factors
+from llmconv.convert.adapter_file import lora_factors
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.export import export
 from llmconv.generation import TextModel

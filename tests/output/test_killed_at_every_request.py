@@ -61,6 +61,7 @@ def test_a_killed_run_is_invisible_or_complete(late: bool, bucket: Bucket, tmp_p
     assert visible >= 4, "the last requests delete the journal"
 
 
+@pytest.mark.one_row_in(2)
 @LATE
 def test_resume_completes_a_killed_run_and_reads_no_recorded_shard(late: bool, bucket: Bucket, tmp_path: Path) -> None:
     write(large(), tmp_path / "out")
@@ -112,6 +113,7 @@ def test_clean_leaves_nothing_of_a_killed_run(late: bool, bucket: Bucket) -> Non
         assert not folder.uploads()
 
 
+@pytest.mark.one_row_in(2)
 @LATE
 def test_resume_leaves_nothing_of_the_output_that_a_killed_run_was_to_replace(
     late: bool, bucket: Bucket, tmp_path: Path

@@ -64,6 +64,7 @@ def completed(process: subprocess.Popen[str]) -> None:
     assert process.returncode == 0, stderr
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 def test_a_killed_run_with_workers_is_completed_by_resume(
     late: bool, model: Path, expected: dict[str, bytes], bucket: Bucket

@@ -25,6 +25,7 @@ def triggered(trigger: Trigger, exported: Path, eager: Eager, folder: Path) -> R
     return verify(target, reference=exported, eager=eager, scenario=[trigger.met_by])
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("trigger", TRIGGERS, ids=lambda trigger: trigger.name)

@@ -50,6 +50,7 @@ def checks(path: Path, eager: Eager) -> ImageChecks:
     return ImageChecks(VisionGraph(path), family, eager, GATES["float32"])
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 def test_a_correct_tower_passes_up_to_the_logits(seen: Seen) -> None:
     found = checks(seen.folder / VISION, seen.eager)
@@ -124,6 +125,7 @@ PARTICULAR = {
 }
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 def test_a_wrong_tower_fails(seen: Seen, tmp_path: Path) -> None:
     graph = OrtGraph(seen.folder / "decode.onnx")
@@ -170,6 +172,7 @@ def test_verify_judges_the_tower_and_prompts_with_images(seen: Seen) -> None:
     assert {"features of images", "prompts with images"} <= {check.name for check in report.checks}
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.slow
 def test_half_precision_passes(seen: Seen, tmp_path: Path) -> None:
     made = export(seen.folder, tmp_path / "half", precision="float16", incremental=True)
