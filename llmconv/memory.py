@@ -6,7 +6,6 @@ import ctypes
 import errno
 import mmap
 import platform
-import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -177,5 +176,7 @@ def huge_pages(size: int) -> Iterator[None]:
 
 def peak_memory() -> int:
     """Peak resident memory of the process in bytes; `getrusage(2)` counts KiB, on macOS bytes."""
+    import resource  # noqa: PLC0415 - Windows, which is refused later, has none
+
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

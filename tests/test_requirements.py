@@ -54,11 +54,15 @@ def test_windows_is_refused_on_the_first_line(command: str, tmp_path: Path) -> N
     assert "Subsystem for Linux" in done.stderr
 
 
+NEEDING = {"onnxruntime": ["generate", "--prompt", "x"]}
+"""A command that needs the package, where `export` does not."""
+
+
 @pytest.mark.quick_rows("onnxruntime")
 @pytest.mark.parametrize("module", ["torch", "onnxruntime", "onnx_ir"])
 def test_a_missing_package_is_named_and_is_no_bug(tmp_path: Path, module: str, tiny: Callable[[str], Path]) -> None:
     hidden = f"import sys; sys.modules[{module!r}] = None; from llmconv.cli import main"
-    done = python(f"{hidden}; main(['export', {str(tiny('llama'))!r}])", tmp_path)
+    done = python(f"{hidden}; main({[*NEEDING.get(module, ['export']), str(tiny('llama'))]!r})", tmp_path)
     assert done.stderr.splitlines()[0] == f"error: llmconv needs {module}, which is not installed"
     assert done.returncode == 3
 
@@ -94,7 +98,8 @@ def broken(module: str, code: str, folder: Path, command: str) -> subprocess.Com
 def test_a_package_that_does_not_load_is_named_and_is_no_bug(
     tmp_path: Path, module: str, code: str, problem: str, tiny: Callable[[str], Path]
 ) -> None:
-    done = broken(module, code, tmp_path, f"export {tiny('llama')} -o {tmp_path / 'out'}")
+    words = NEEDING.get(module, ["export", "-o", str(tmp_path / "out")])
+    done = broken(module, code, tmp_path, " ".join([*words, str(tiny("llama"))]))
     assert done.stderr.splitlines()[0] == f"error: llmconv cannot use the installed {module}: {problem}"
     assert done.stderr.splitlines()[-1] == "hint: `llmconv doctor` shows what is missing"
     assert done.returncode == 3

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import click
+from click import group, version_option
 
 from llmconv.cli.help_page import SECTIONS, Group
 from llmconv.cli.options import VERBOSE, refuse_empty_paths
@@ -361,8 +362,8 @@ def hint_for_value(message: str) -> str:
     return next((f"here it is {ours}" for value, ours in VALUES.items() if f": `{value}` is not" in message), "")
 
 
-@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, "-V", "--version", prog_name="llmconv")
+@group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@version_option(__version__, "-V", "--version", prog_name="llmconv")
 def main() -> None:
     """From a training checkpoint to verified ONNX graphs.
 

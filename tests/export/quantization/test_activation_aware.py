@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from llmconv.checkpoint import open_weights
 from llmconv.errors import UsageProblem
-from llmconv.export import checkpoint_export, export
+from llmconv.export import export, quantize
 from llmconv.export.export_options import DEFAULTS
 from llmconv.export.quantization.activation_aware import SampledMatrix, least_error, measure_activation_aware
 from llmconv.export.quantization.block_rounding import NONE, BlockFormat
@@ -164,7 +164,7 @@ def test_factors_that_do_not_cancel_fail_in_the_scenarios(
 ) -> None:
     """The file is consistent in itself: codes, norms and recorded factors agree."""
     measured = partial(measure_activation_aware)
-    monkeypatch.setattr(checkpoint_export, "measure_activation_aware", lambda *given: fault(measured(*given)))
+    monkeypatch.setattr(quantize, "measure_activation_aware", lambda *given: fault(measured(*given)))
     report = verify(exported(model, tmp_path / "out"), reference=model, scenario=FIRST)
     assert not failures(report)
     assert any(check.verdict == "fail" and check.name.startswith(FIRST) for check in report.checks)
@@ -185,7 +185,7 @@ def test_factors_that_cancel_but_cost_more_than_plain_rounding_fail(
 ) -> None:
     """Plain rounding, by which 4 bits are judged, has no factors."""
     measured = partial(measure_activation_aware)
-    monkeypatch.setattr(checkpoint_export, "measure_activation_aware", lambda *given: far_apart(measured(*given)))
+    monkeypatch.setattr(quantize, "measure_activation_aware", lambda *given: far_apart(measured(*given)))
     report = verify(exported(model, tmp_path / "out"), reference=model, scenario=FIRST)
     assert [check.name for check in report.checks if check.verdict == "fail"] == ["cost of quantization"]
 

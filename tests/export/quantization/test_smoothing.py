@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from llmconv.checkpoint import SINGLE, open_weights
 from llmconv.convert import to_hf
-from llmconv.export import checkpoint_export, export
+from llmconv.export import export, quantize
 from llmconv.export.quantization.smoothing import Smoothing, measure_smoothing
 from llmconv.runtime.tokenizer import load_tokenizer
 from llmconv.sample_texts import calibration_text
@@ -236,7 +236,7 @@ def test_factors_that_do_not_cancel_fail_in_the_scenarios(
     fault: Callable[[Smoothing], Smoothing], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is consistent in itself: codes, norms and recorded factors agree."""
-    monkeypatch.setattr(checkpoint_export, "measure_smoothing", lambda *given: fault(measure_smoothing(*given)))
+    monkeypatch.setattr(quantize, "measure_smoothing", lambda *given: fault(measure_smoothing(*given)))
     report = verify(exported(model, tmp_path / "out"), reference=model, scenario=FIRST)
     assert not failures(report)
     assert any(check.verdict == "fail" and check.name.startswith(FIRST) for check in report.checks)
