@@ -343,47 +343,59 @@ def _is_float32(name: str, constants: Constants) -> bool:
     return found is not None and bool(found[0] == np.float32)
 
 
-def _float_product_of_codes(node: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """The product with weights that onnxruntime computes once: `(code - zero point) * scale`."""
-    fields, out, nodes = attributes(node), node.output[0], list[onnx.NodeProto]()
-    rows, columns, block = (fields[name] for name in ("N", "K", "block_size"))
-    blocks, bits = -(-columns // block), fields.get("bits", 4)
+PART = 1 << 25
+"""Weights that are dequantized at a time; a matrix of no more is dequantized once, when the session opens."""
 
-    def add(operator: str, *inputs: str | list[int] | float, **options: Any) -> str:
+
+def _float_product_of_codes(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """The product with `(code - zero point) * scale` in float32: `GatherBlockQuantized` gathers all rows of the codes.
+
+    Of a large matrix it gathers some rows at a time, in every run: indices that depend on an input are not folded.
+    """
+    fields, out, made = {"bits": 4, **attributes(node)}, node.output[0], list[onnx.NodeProto]()
+    rows, columns, block, bits = (fields[name] for name in ("N", "K", "block_size", "bits"))
+    blocks, bias = -(-columns // block), input_name(node, BIAS)
+
+    def add(operator: str, *inputs: str | Array, domain: str = "", **options: Any) -> str:
         names = []
         for given in inputs:
-            if isinstance(given, list | float):
-                kind = np.float32 if isinstance(given, float) else np.int64
-                value = onnx.numpy_helper.from_array(np.array(given, dtype=kind))
-                nodes.append(helper.make_node("Constant", [], [f"{out}:{len(nodes)}"], value=value))
-                given = nodes[-1].output[0]
+            if not isinstance(given, str):
+                value = onnx.numpy_helper.from_array(given)
+                made.append(helper.make_node("Constant", [], [f"{out}:{len(made)}"], value=value))
+                given = made[-1].output[0]
             names.append(given)
-        nodes.append(helper.make_node(operator, names, [f"{out}:{len(nodes)}"], **options))
-        return str(nodes[-1].output[0])
+        made.append(helper.make_node(operator, names, [f"{out}:{len(made)}"], domain=domain, **options))
+        return str(made[-1].output[0])
 
-    def unpack(packed: str, width: int, shape: list[int]) -> str:
-        raw = add("Cast", packed, to=onnx.TensorProto.FLOAT)
-        if bits == 8:
-            return add("Reshape", raw, shape)
-        raw = add("Reshape", raw, [rows, -1, 1])
-        high = add("Floor", add("Mul", raw, 1 / 16))
-        pairs = add("Concat", add("Sub", raw, add("Mul", high, 16.0)), high, axis=2)
-        if width % 2:
-            pairs = add("Slice", add("Reshape", pairs, [rows, -1]), [0], [width], [1])
-        return add("Reshape", pairs, shape)
+    def shaped(name: str, *shape: int) -> str:
+        return add("Reshape", name, np.array(shape))
 
-    # each of these nodes is a copy of the matrix in memory when onnxruntime folds constants
-    codes = unpack(node.input[CODES], blocks * block, [rows, blocks, block])
-    packed, scales = input_name(node, ZEROS), add("Reshape", node.input[SCALES], [rows, blocks, 1])
-    zeros = unpack(packed, blocks, [rows, blocks, 1]) if packed else float(1 << (bits - 1))
-    weights = add("Reshape", add("Mul", add("Sub", codes, zeros), scales), [rows, blocks * block])
-    if columns < blocks * block:
-        weights = add("Slice", weights, [0], [columns], [1])
-    weights = add("Transpose", weights, perm=[1, 0])
-    bias = input_name(node, BIAS)
-    product = helper.make_node("MatMul", [node.input[0], weights], [f"{out}:product" if bias else out], name=node.name)
-    end = [helper.make_node("Add", [product.output[0], bias], [out])] if bias else []
-    return [*nodes, product, *end]
+    # codes stay [N, blocks, bytes], as they are mapped; one scale and one zero point per row and block
+    scales, zeros = shaped(node.input[SCALES], rows, blocks, 1), input_name(node, ZEROS)
+    if zeros and bits == 4:  # two in a byte, the first in the low bits
+        half = np.array(4, np.uint8)
+        low = add("BitShift", add("BitShift", zeros, half, direction="LEFT"), half, direction="RIGHT")
+        pair = [low, add("BitShift", zeros, half, direction="RIGHT")]
+        both = add("Concat", *(shaped(one, rows, -1, 1) for one in pair), axis=2)
+        zeros = add("Slice", shaped(both, rows, -1), np.array([0]), np.array([blocks]), np.array([1]))
+    given = [scales, shaped(zeros, rows, blocks, 1)] if zeros else [scales]
+    layout = {"bits": bits, "block_size": block, "gather_axis": 0, "quantize_axis": 2}
+    step = max(PART // (blocks * block), 1)
+    nothing = add("Mul", add("Size", node.input[0]), np.array(0)) if rows > step else ""
+    products = []
+    for start in range(0, rows, step):
+        places = np.arange(start, min(start + step, rows))
+        indices = add("Add", places, nothing) if nothing else add("Identity", places)
+        found = add("GatherBlockQuantized", node.input[CODES], indices, *given, domain="com.microsoft", **layout)
+        weights = shaped(found, len(places), blocks * block)
+        if columns < blocks * block:
+            weights = add("Slice", weights, np.array([0]), np.array([columns]), np.array([1]))
+        products.append(add("MatMul", node.input[0], add("Transpose", weights, perm=[1, 0])))
+    whole = add("Concat", *products, axis=-1) if len(products) > 1 else products[0]
+    return [
+        *made,
+        helper.make_node("Add" if bias else "Identity", [whole, *([bias] if bias else [])], [out], name=node.name),
+    ]
 
 
 MATMUL_NBITS = QuantizationScheme(frozenset({"MatMulNBits"}), _product_of_codes, {"MatMulNBits": _unrounded_product})
