@@ -75,8 +75,14 @@ class QuantizedBase(QuantizedCheckpoint):
         return replace(merged, tensors=tensors, config={**merged.config, FIELD: self.stored.config[FIELD]}), changed
 
     def retention(self, merged: Checkpoint, changed: Mapping[str, PackedWeight]) -> Retention:
-        """How much of the update the changed weights keep; reads each once."""
-        return measure(self.plain, merged, changed)
+        """How much of the update the `changed` weights keep, each read once; sums do not depend on threads."""
+        found = {}
+        for name, weight in changed.items():
+            rows = with_recent_rows(merged[name])
+            spans = rows.blocks(TILE_ELEMENTS * rows.dtype.itemsize)
+            changes = (partial(_change, self.plain[name], rows, weight.plain, *span) for span in spans)
+            found[name] = _sum(prefetch(changes))
+        return Retention(found)
 
     def changed_parts(self, changed: Mapping[str, PackedWeight]) -> dict[str, str]:
         """Names of the changed tensors in the files, with the plain name of their weight."""
@@ -177,22 +183,6 @@ class Retention:
         if poor:
             lines.append(f"{len(poor)} weights keep less than {ENOUGH} of their update, least `{poor[0][1]}`")
         return tuple(lines)
-
-
-def measure(
-    before: Mapping[str, LazyTensor], merged: Mapping[str, LazyTensor], after: Mapping[str, PackedWeight]
-) -> Retention:
-    """Reads every weight of `after` once; the sums do not depend on the number of threads.
-
-    `before` and `merged` are the plain weights (float32) of the base and of the result before quantization; `after` are
-    the changed weights of the result.
-    """
-    found = {}
-    for name, weight in after.items():
-        rows = with_recent_rows(merged[name])
-        spans = rows.blocks(TILE_ELEMENTS * rows.dtype.itemsize)
-        found[name] = _sum(prefetch(partial(_change, before[name], rows, weight.plain, *span) for span in spans))
-    return Retention(found)
 
 
 def _change(before: LazyTensor, merged: LazyTensor, after: LazyTensor, start: int, stop: int) -> UpdateSums:

@@ -385,11 +385,7 @@ def base_in_memory(base: Checkpoint, tensors: Tensors, adapters: Sequence[Adapte
         return None
     if not may_be_built(base.tensors, base.config):
         return None
-    from llmconv.convert.models.meta_model import (  # noqa: PLC0415
-        NamesInMemory,
-        NotBuildable,
-        classes,
-    )
+    from llmconv.convert.models.meta_model import NamesInMemory, NotBuildable, classes  # noqa: PLC0415
 
     shapes = {name: tensor.shape for name, tensor in base.items()}
     for class_name in classes(base.config, [adapter.config.base_class for adapter in adapters]):

@@ -7,12 +7,13 @@ import os
 import re
 import signal
 import sys
+import tomllib
 import traceback
 from collections import UserDict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import partial
-from importlib import import_module
+from functools import cache, partial
+from importlib import import_module, resources
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -174,8 +175,10 @@ class CommandGroup(Group):
                 message, hint = f"no such option `{error.option_name}`", f"{known}; {hint}"
         elif isinstance(error, click.BadParameter) and (known := hint_for_value(message)):
             hint = f"{known}; {hint}"
-        elif (found := NO_COMMAND.match(message)) and MEANT.get(found[1]) in getattr(command, "commands", {}):
-            message, hint = found[0], f"did you mean `{path} {MEANT[found[1]]}`? {hint}"
+        elif found := NO_COMMAND.match(message):
+            meant = _words()["commands"].get(found[1])
+            if meant in getattr(command, "commands", {}):
+                message, hint = found[0], f"did you mean `{path} {meant}`? {hint}"
         problem = UsageProblem(message, hint=hint)
         self._fail(error.ctx, problem.message, problem.hint, problem.exit_code)
 
@@ -208,158 +211,37 @@ def _bug(ctx: click.Context, error: Exception) -> tuple[str, str]:
 
 
 NO_COMMAND = re.compile("no such command `([^`]*)`")
-# what somebody means who does not know the commands
-MEANT = {"convert": "to-hf", "merge": "merge-lora", "quantize": "export", "list": "formats", "upload": "push"}
-
-EMBED_TEXTS = "texts are arguments: `llmconv embed FOLDER TEXT…`, or lines of `--text-file FILE`"
-SOURCE = "the checkpoint is an argument: `llmconv to-hf SOURCE -o OUT`"
-ANY_SIZE = "leave it out: graphs take any batch and length; fixed ones are"
-QUANT = "`llmconv export MODEL --quant int8` (or `int4`, `a8w8`) quantizes; graphs know by themselves what they are"
-IN_A_FILE = "settings are options or in generation_config.json; `llmconv run FILE` takes a whole job with its texts"
-# how other programs call the model
-NAMES = "--model_name_or_path --name_or_path --pretrained_path --load_checkpoint --model_dir"
-TALKING = "generate chat serve"
-
-STAGES = (
-    "`llmconv export --stages N` divides the graphs, and `--stage-at` and `[stage N]` of `--session-config` place them"
-)
-DEVICES = "--n_gpus --model_parallel_size --tensor_parallel_degree --tensor_parallel_size --device_num"
-DEVICES += " --use_parallel --rank_id --local_rank --dist_on_itp --master_port"
-OF_MODEL = "leave it out: what the model is stands in its folder, for a checkpoint see `llmconv to-hf`"
-KINDS = "--llama_config --llama_type --model_name --model_type --auto_trans_ckpt"
-GRAPHS = "--prefill_model_path --increment_model_path --full_model_path"
-TEXT_LENGTHS = "--max_seq_len --seq_length --predict_length --total_max_length"
-ATTENTION = "--block_attn --append_attn --use_flash_attention --attn_impl --use_cache --paged_attention"
-IN_GENERATION_CONFIG = "--no_repeat_ngram_size --eos_token_id --pad_token_id"
-FOUND = "--prefix --world_size --pre_name --mixtral --device"
 
 
-# command and option to the hint
-HINTS = {
-    (name, option): hint.replace("{name}", name)
-    for names, hint, options in (
-        ("embed", EMBED_TEXTS, "--prompt --text --texts --input"),
-        ("embed", "`--text-file FILE` reads one text per line", "--prompt-file"),
-        ("embed", "`--output-file FILE` writes a .npy array, or JSON lines", "-o --output"),
-        ("generate", "`--prompt TEXT`", "--text"),
-        ("generate", "`--prompt-file FILE`", "--text-file"),
-        ("generate", "`--image FILE`, once per image", "--images"),
-        ("generate", "`--output-file FILE` writes JSON lines", "-o --output"),
-        ("to-hf", SOURCE, "--composer_path --load_checkpoint --model_name_or_path --src_ckpt"),
-        ("to-hf", "`-o OUT`", "--hf_output_path --hf_path --output_path --dst_ckpt"),
-        ("to-hf", "`--dtype float32`, `float16` or `bfloat16`", "--output_precision"),
-        ("to-hf", "leave it out: a remote checkpoint is read where it is", "--local_checkpoint_save_location"),
-        ("to-hf", "`llmconv push OUT ORG/NAME` uploads it", "--hf_repo_for_upload --push_to_hub"),
-        ("to-hf", "`llmconv generate OUT --backend torch --prompt TEXT` runs it", "--test_uploaded_model"),
-        ("export", "FOLDER is an argument: `llmconv export FOLDER`", f"--pretrained_model_name_or_path {NAMES}"),
-        ("export", f"{ANY_SIZE} `--shapes static --batch-size N`", "--export_batch_size"),
-        ("export", "`--verify`", "--verify_export"),
-        ("export", "`-o OUT` writes a new folder", "--output_folder --output_path --inference_model_dir"),
-        (f"export {TALKING}", QUANT, "--quant_type --quantization --weight_only_quant_bits"),
-        (TALKING, QUANT, "--quant --cachekv_int8 --cachekv_int8_type"),
-        (TALKING, "MODEL is an argument: `llmconv {name} MODEL`", f"{NAMES} --pretrained_type"),
-        (TALKING, "`llmconv generate PREFILL --decode DECODE` takes the two graphs", GRAPHS),
-        (TALKING, IN_A_FILE, "--config --config_path --run_mode --mode --inference_model --dynamic"),
-        (TALKING, OF_MODEL, KINDS),
-        ("generate", "`--prompt TEXT`, once per prompt, or arguments after FOLDER", "--prompts --predict_data"),
-        ("generate", "`--prompt-file FILE`", "--data_file --input_file --predict_file"),
-        ("generate", "`--image FILE`, once per image", "--image_path"),
-        ("generate", "`--batch-size N`", "--predict_batch_size --max_batch_size"),
-        ("generate", "leave it out; `llmconv bench MODEL` measures", "--warmup --generated_time"),
-        (TALKING, "`--prefix-tuning PATH`", "--prefix_path --export_precache"),
-        (TALKING, "`--adapter PATH`", "--lora_path --adapter_path"),
-        (TALKING, "`--tokenizer PATH`", "--tokenizer_path --tokenizer_name_or_path"),
-        ("generate chat", "`--max-length N`, prompt included, or `--max-new-tokens N`", TEXT_LENGTHS),
-        ("serve", "`--max-new-tokens N`; a request has `max_tokens`", TEXT_LENGTHS),
-        (TALKING, "`--max-new-tokens N`", "--max_gen_len"),
-        (TALKING, "`--device cuda:N` for torch, `--provider cuda` for graphs", "--device_id --device_map"),
-        (TALKING, STAGES, DEVICES),
-        (TALKING, "`--dtype` with `--backend torch`", "--model_dtype --precision --autocast_dtype"),
-        (TALKING, "leave it out: the graphs of `llmconv export` have attention and a cache that fit", ATTENTION),
-        (TALKING, "`generation_config.json` in the model's folder has it", IN_GENERATION_CONFIG),
-        (TALKING, "`--template NAME`", "--chat_template"),
-        (TALKING, "`hf://ORG/NAME@REVISION`", "--revision"),
-        (TALKING, "log in with `hf auth login`, or set HF_TOKEN", "--use_auth_token"),
-        (TALKING, "`llmconv export --postprocess topk:K` makes such graphs", "--is_sample_acceleration"),
-        (TALKING, "`--session-config FILE` gives options of onnxruntime", "--ge_config_path"),
-        ("generate chat", "`--temperature 0` is greedy, any other samples", "--decode_strategy --do_sample"),
-        (TALKING, "`--system TEXT`", "--system_prompt"),
-        ("generate chat", "`--stop TEXT`", "--stop_tokens"),
-        ("serve", "MODEL is an argument: `llmconv serve MODEL`", "--model"),
-        ("serve", "`--name NAME`", "--served_model_name"),
-        ("serve", "`--port N`", "--flask_port --base_port --server_port"),
-        ("generate", "`llmconv serve MODEL --port N`", "--server_port"),
-        ("to-hf", SOURCE, "--model --input_path --torch_ckpt_dir --src_checkpoint --src_weights_path"),
-        ("to-hf", "`-o OUT`", "--mindspore_ckpt_path --mindspore_path --dst_checkpoint --dst_weights_path"),
-        ("to-hf", "`llmconv from-hf MODEL --to mindformers -o OUT` is the other way", "--reversed"),
-        ("to-hf", "`--strategy PATH`", "--src_strategy --dst_strategy"),
-        ("to-hf", "`--config FILE`", "--src_config_path --dst_config_path --train_yaml"),
-        ("to-hf", "`--tokenizer PATH`", "--tokenizer_path --tokenizer_name_or_path"),
-        ("to-hf", "`--adapter merge` (the default) or `split`", "--is_peft"),
-        ("to-hf", "leave it out: all files of a checkpoint are found by their content", FOUND),
-        ("export", IN_A_FILE, "--config --run_mode"),
-        ("export", f"{ANY_SIZE} `--shapes static --max-seq-len N`", "--seq_length"),
-        (
-            "export",
-            "leave it out: a folder without weights of safetensors is named with its `to-hf` command",
-            "--from_pretrained",
-        ),
-        ("export", "`-o OUT` writes a new folder", "--inference_model"),
-        ("export", "`llmconv merge-lora` before, or `--lora-inputs NAMES`", "--lora_path"),
-        ("export", "`--prefix PATH`", "--prefix_path --export_precache"),
-        ("export", "`--stages N` divides the graphs", DEVICES),
-        (
-            "merge-lora",
-            "BASE is an argument: `llmconv merge-lora BASE ADAPTER -o OUT`",
-            f"{NAMES} --base_model --base_ckpt_path --src_ckpt_path_or_dir",
-        ),
-        (
-            "merge-lora",
-            "ADAPTER is an argument: `llmconv merge-lora BASE ADAPTER -o OUT`",
-            "--lora_path --adapter_name_or_path --lora_model --lora_ckpt_path",
-        ),
-        (
-            "merge-lora",
-            "`-o OUT`",
-            "--output_path --merge_lora_model_path --merge_model_path --export_dir --dst_ckpt_path --dst_ckpt_dir",
-        ),
-        (
-            "merge-lora",
-            "convert the base first: `llmconv to-hf BASE --strategy PATH`",
-            "--src_ckpt_strategy --dst_ckpt_strategy",
-        ),
-        ("merge-lora", "leave it out: a merge runs on the CPU, in little memory", "--device --low_gpu_mem"),
-        ("merge-lora", "leave it out: OUT has safetensors", "--safe_serialization --src_postfix"),
-        ("merge-lora", "`--max-shard-size SIZE`", "--export_size"),
-        ("merge-lora", "leave it out: it is read from the adapter", "--finetuning_type --llama_type --template"),
-        ("merge-lora", "`--alpha A`, where the adapter does not say it: the scale is A / rank", "--lora_scaling"),
-    )
-    for name in names.split()
-    for option in options.split()
-}
-# values that other programs have, and ours
-VALUES = {
-    "weight_only_int8": "`int8`",
-    "weight_only_int4": "`int4`",
-    "wint8": "`int8`",
-    "wint4": "`int4`",
-    "a8w8c8": "`a8w8` with `--kv-cache int8`",
-    "ptq": "`a8w8` with `--calibrate FILE`",
-    "nf4": "`int4`, whose codes are integers",
-}
+@cache
+def _words() -> dict[str, Any]:
+    """Names of commands, values and options in other programs, and ours."""
+    return tomllib.loads((resources.files(__package__) / "other_programs.toml").read_text("utf-8"))
+
+
+@cache
+def hints() -> dict[tuple[str, str], str]:
+    """Command and option of another program to the hint."""
+    return {
+        (name, option): hint.replace("{name}", name)
+        for names, options, hint in _words()["options"]
+        for name in names.split()
+        for option in options.split()
+    }
 
 
 def hint_for(command: str, option: str, known: Iterable[str] = ()) -> str:
     """The hint for an `option` that a command does not have, next to its `known` ones; empty for the help alone."""
     dashed, under = option.replace("_", "-"), "--" + option.removeprefix("--").replace("-", "_")
     if dashed != option and dashed in {*known}:
-        return HINTS.get((command, option), f"`{dashed}`")
-    return HINTS.get((command, option)) or HINTS.get((command, under), "")
+        return hints().get((command, option), f"`{dashed}`")
+    return hints().get((command, option)) or hints().get((command, under), "")
 
 
 def hint_for_value(message: str) -> str:
     """The hint for a refused option value (in backticks in `message`) that another program accepts; empty if none."""
-    return next((f"here it is {ours}" for value, ours in VALUES.items() if f": `{value}` is not" in message), "")
+    values = _words()["values"].items()
+    return next((f"here it is {ours}" for value, ours in values if f": `{value}` is not" in message), "")
 
 
 @group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})

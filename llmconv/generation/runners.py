@@ -259,17 +259,15 @@ def with_lora(runner: Runner, folder: Path, adapter: str | Path) -> OrtRunner:
     base in `folder`. Raises InputRefused if it does not fit the graphs' inputs, or they have none; UnsupportedInput for
     another kind of adapter.
     """
-    from llmconv.runtime.onnxruntime.lora_names import (  # noqa: PLC0415 - most models have no such inputs
-        SUFFIX,
-        read_adapter,
-        without_inputs,
-    )
+    from llmconv.runtime.onnxruntime import lora_names  # noqa: PLC0415 - most models have no such inputs
 
     if not isinstance(runner, OrtRunner) or not runner.lora_inputs:
-        raise without_inputs("give `--backend torch`, or merge the adapter: `llmconv merge-lora BASE ADAPTER -o OUT`")
+        raise lora_names.without_inputs(
+            "give `--backend torch`, or merge the adapter: `llmconv merge-lora BASE ADAPTER -o OUT`"
+        )
     path = local_path(adapter)
-    if path.is_file() and path.suffix == SUFFIX:
-        factors = read_adapter(path)
+    if path.is_file() and path.suffix == lora_names.SUFFIX:
+        factors = lora_names.read_adapter(path)
     else:
         from llmconv.convert.adapter_file import lora_factors  # noqa: PLC0415 - imports every format
 
@@ -307,10 +305,7 @@ def load_images(
         tower = cache(lambda: partial(graph_family.features, VisionGraph(files.folder / VISION, settings).run))
         return ImageEncoder(files.folder, graph_family, tower)
     from llmconv.runtime.eager.runner import EagerRunner  # noqa: PLC0415
-    from llmconv.runtime.eager.torch_runner import (  # noqa: PLC0415 - imports torch
-        family_of,
-        image_features,
-    )
+    from llmconv.runtime.eager.torch_runner import family_of, image_features  # noqa: PLC0415 - imports torch
 
     if not isinstance(runner, EagerRunner) or not (family := family_of(runner)):
         return None

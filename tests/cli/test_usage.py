@@ -16,7 +16,7 @@ import llmconv.export
 import llmconv.generation
 import llmconv.push
 import llmconv.verify
-from llmconv.cli.command_group import HINTS, hint_for
+from llmconv.cli.command_group import hint_for, hints
 from llmconv.errors import UsageProblem
 from tests.cli.commands import CHECKPOINT, LEAVES, command
 
@@ -147,7 +147,7 @@ def test_every_option_of_other_programs_is_answered_with_an_option_that_the_comm
 
 def test_options_in_hints_exist() -> None:
     """Those between backticks are of that command, or of the one that the hint names."""
-    for (name, _), hint in HINTS.items():
+    for (name, _), hint in hints().items():
         for quoted in re.findall(r"`([^`]+)`", hint):
             words = quoted.removeprefix("llmconv ").split()
             owner = words[0] if quoted.startswith("llmconv ") else name
@@ -157,7 +157,7 @@ def test_options_in_hints_exist() -> None:
 
 
 def test_spellings_of_other_commands_are_not_options() -> None:
-    for name, option in HINTS:
+    for name, option in hints():
         assert option not in {spelling for one in command(name).params for spelling in one.opts}
 
 
