@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import NameFixPass
 
@@ -109,9 +110,14 @@ class QuantizedProducts:
         codes = _part(match, CODES, values)
         table = values.stored(codes, (codes.stored[0], codes.stored[1] * codes.stored[2]))
         inputs = [table, node.inputs[1], values.value(_part(match, SCALES, values), weight.dtype)]
-        if not weight.form.symmetric:
-            inputs.append(values.stored(_part(match, ZEROS, values)))
         editor = NodeEditor(graph, node, (node.name or "").rpartition("/")[0], module_of=node)
+        if weight.form.symmetric:
+            # without zero points some releases of CUDA's kernel take 0 for the middle code (onnxruntime issue 31692)
+            size = weight.form.zero_bytes(codes.stored[1] * weight.form.size)
+            middle = ir.tensor(np.array([MIDDLE[weight.form.bits]], np.uint8))
+            inputs.append(editor.one("ConstantOfShape", [integers(graph, codes.stored[0], size)], {"value": middle}))
+        else:
+            inputs.append(values.stored(_part(match, ZEROS, values)))
         axes = {"gather_axis": 0, "quantize_axis": 1, "block_size": weight.form.size, "bits": weight.form.bits}
         replace_value(node.outputs[0], editor.one("GatherBlockQuantized", inputs, axes, domain=MICROSOFT))
 
@@ -128,6 +134,7 @@ def _part(rows: StoredRows, suffix: str, values: StoredValues) -> StoredRows:
     return replace(rows, name=name, stored=values.shape(name))
 
 
+MIDDLE = {4: 0x88, 8: 0x80}  # the middle code, of 4 bits twice in a byte
 LEFT, BIAS = 0, 5  # indices of inputs of `MatMulNBits`; between them are codes, scales and zero points
 
 Stored = TypeVar("Stored")

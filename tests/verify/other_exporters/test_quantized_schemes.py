@@ -110,6 +110,23 @@ def test_a_quantized_embedding_looks_up_these_floats(dtype: str, zeros: bool) ->
     assert stored.looked_up and not stored.multiplied
 
 
+@pytest.mark.parametrize(("bits", "value"), [(4, 0x88), (8, 0x80), (4, 0x77), (8, 0)])
+def test_zero_points_of_one_number_count_as_none_if_it_is_the_middle_code(bits: int, value: int) -> None:
+    tensors: dict[str, Array | TensorProto] = {
+        "d": RNG.integers(0, 256, (ROWS, 4 * bits), dtype=np.uint8),
+        "s": RNG.random((ROWS, 2), dtype=np.float32) + 0.1,
+        "size": np.array([ROWS, bits // 4]),
+    }
+    fields: dict[str, Any] = {"block_size": 16, "bits": bits, "quantize_axis": 1, "gather_axis": 0}
+    node = helper.make_node("GatherBlockQuantized", ["d", "x", "s", "z"], ["y"], domain="com.microsoft", **fields)
+    model = graph_of(node, tensors, TensorProto.INT64)
+    number = numpy_helper.from_array(np.array([value], np.uint8))
+    model.graph.node.insert(0, helper.make_node("ConstantOfShape", ["size"], ["z"], value=number))
+    stored = read(model)
+    np.testing.assert_array_equal(stored.read(), run(model, x=np.arange(ROWS)))
+    assert stored.symmetric == (value in (0x88, 0x80))
+
+
 def _packed(codes: Array) -> Array:
     low, high = codes[:, ::2], codes[:, 1::2]
     both: Array = (low | (high << 4)).astype(np.uint8)

@@ -32,6 +32,7 @@ SUB_BYTE = {  # element types of less than a byte: number of bits, and whether t
 RESHAPING = {"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}  # operators that keep the order of elements
 HALF = {TensorProto.FLOAT16, TensorProto.BFLOAT16}
 DEPTH = 8
+FILLED_LIMIT = 1 << 28  # elements of a constant that a graph has as one number
 
 
 class Constants:
@@ -71,7 +72,17 @@ class Constants:
         if maker is not None and maker.op_type == "Constant":
             value = next((attribute.t for attribute in maker.attribute if attribute.name == "value"), None)
             return None if value is None else numpy_helper.to_array(value)
-        return None
+        shape, number = self.filled(name)
+        return np.full(shape, number) if 0 < prod(shape) < FILLED_LIMIT else None
+
+    def filled(self, name: str) -> tuple[tuple[int, ...], Array]:
+        """The shape of a `ConstantOfShape` of a constant shape, and its value; shape (0,) for another node."""
+        maker = self.makers.get(name)
+        shape = self.array(maker.input[0]) if maker is not None and maker.op_type == "ConstantOfShape" else None
+        if maker is None or shape is None:
+            return (0,), np.zeros(1, np.float32)
+        value = next((numpy_helper.to_array(one.t) for one in maker.attribute if one.name == "value"), None)
+        return tuple(map(int, shape)), np.zeros(1, np.float32) if value is None else value
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[self.initializer(name)].dims)

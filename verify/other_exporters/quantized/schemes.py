@@ -130,6 +130,9 @@ def _gathered_blocks(node: onnx.NodeProto, constants: Constants) -> QuantizedMat
     fields = {**DEFAULTS, **attributes(node)}
     data, scales = constants.kind(node.input[0]), constants.kind(node.input[2])
     block, bits = fields["block_size"], fields["bits"]
+    zeros, middle = input_name(node, 3), sum(1 << bits - 1 << at for at in range(0, 8, bits))
+    if zeros and data is not None and data[0] == np.uint8 and constants.filled(zeros)[1].tolist() == [middle]:
+        zeros = ""  # as without them
     if data is None or scales is None or not data[1] or not constants.initializer(node.input[0]):
         raise unreadable(node, "gathers rows that are not constant")
     if fields["gather_axis"] or fields["quantize_axis"] not in (1, -1) or not block:
@@ -148,7 +151,8 @@ def _gathered_blocks(node: onnx.NodeProto, constants: Constants) -> QuantizedMat
     def read() -> tuple[Array, Array]:
         found = constants.array(node.input[2])
         assert found is not None
-        return found.reshape(rows, -1), _zeros(node, constants, bits, packed or bits == 8, (rows, blocks // rows))
+        shape = rows, blocks // rows
+        return found.reshape(rows, -1), _zeros(zeros, constants, bits, shape, raw=packed or bits == 8)
 
     return QuantizedMatrix(
         name=constants.initializer(node.input[0]),
@@ -161,13 +165,12 @@ def _gathered_blocks(node: onnx.NodeProto, constants: Constants) -> QuantizedMat
         looked_up=True,
         multiplied=False,
         largest=(1 << bits) - 1 if packed or dtype == np.uint8 else None,
-        symmetric=not input_name(node, 3),
-        origin=_origin(constants, (node.input[0], node.input[2], input_name(node, 3)), bits, block),
+        symmetric=not zeros,
+        origin=_origin(constants, (node.input[0], node.input[2], zeros), bits, block),
     )
 
 
-def _zeros(node: onnx.NodeProto, constants: Constants, bits: int, raw: bool, shape: tuple[int, int]) -> Array:
-    name = input_name(node, 3)
+def _zeros(name: str, constants: Constants, bits: int, shape: tuple[int, int], *, raw: bool) -> Array:
     zeros = constants.array(name) if name else None
     if zeros is None:
         return np.full(shape, 1 << (bits - 1) if raw else 0, dtype=np.float32)
@@ -284,7 +287,7 @@ def _product_of_codes(node: onnx.NodeProto, constants: Constants) -> QuantizedMa
     def grids_of() -> tuple[Array, Array]:
         scale = constants.array(node.input[SCALES])
         assert scale is not None
-        return scale.reshape(rows, blocks), _zeros(node, constants, bits, True, (rows, blocks))
+        return scale.reshape(rows, blocks), _zeros(input_name(node, ZEROS), constants, bits, (rows, blocks), raw=True)
 
     return QuantizedMatrix(
         name=constants.initializer(node.input[CODES]),
@@ -372,12 +375,14 @@ def _float_product_of_codes(node: onnx.NodeProto) -> list[onnx.NodeProto]:
 
     # codes stay [N, blocks, bytes], as they are mapped; one scale and one zero point per row and block
     scales, zeros = shaped(node.input[SCALES], rows, blocks, 1), input_name(node, ZEROS)
-    if zeros and bits == 4:  # two in a byte, the first in the low bits
-        half = np.array(4, np.uint8)
-        low = add("BitShift", add("BitShift", zeros, half, direction="LEFT"), half, direction="RIGHT")
-        pair = [low, add("BitShift", zeros, half, direction="RIGHT")]
-        both = add("Concat", *(shaped(one, rows, -1, 1) for one in pair), axis=2)
-        zeros = add("Slice", shaped(both, rows, -1), np.array([0]), np.array([blocks]), np.array([1]))
+    if zeros and bits < 8:  # several in a byte, the first in the low bits
+        sizes = [(np.array(8 - bits - at, np.uint8), np.array(8 - bits, np.uint8)) for at in range(0, 8, bits)]
+        parts = [
+            add("BitShift", add("BitShift", zeros, left, direction="LEFT"), right, direction="RIGHT")
+            for left, right in sizes
+        ]
+        whole = add("Concat", *(shaped(part, rows, -1, 1) for part in parts), axis=2)
+        zeros = add("Slice", shaped(whole, rows, -1), np.array([0]), np.array([blocks]), np.array([1]))
     given = [scales, shaped(zeros, rows, blocks, 1)] if zeros else [scales]
     layout = {"bits": bits, "block_size": block, "gather_axis": 0, "quantize_axis": 2}
     step = max(PART // (blocks * block), 1)
