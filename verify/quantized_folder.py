@@ -334,7 +334,7 @@ class QuantizedModel:
         prefix = next((entry.prefix for entry in verified.entries if entry.prefix), None)
         if any(entry.postprocess for entry in verified.entries):
             self.report.notes.append("the cost is that of the logits from which the graphs choose tokens")
-        shipped = shipped_runner(replace(verified, settings=self.settings))
+        shipped = shipped_runner(replace(verified, settings=self.settings), steps=False)
         start = trained_start(verified.path, prefix) if prefix else None
 
         elements = sum(prod(tensor.shape) for tensor in self.model.tensors.values())
@@ -463,12 +463,18 @@ def scaler_of(verified: VerifiedFolder, graphs: ExternalGraphs) -> Scaler:
     return Scaler(next(filter(None, reasons), ""), scaled)
 
 
-def shipped_runner(verified: VerifiedFolder) -> tuple[str, OrtRunner]:
-    """Name and runner of the graphs as shipped, with logits; MalformedInput if onnxruntime cannot open one."""
+def shipped_runner(verified: VerifiedFolder, *, steps: bool = True) -> tuple[str, OrtRunner]:
+    """Name and runner of the graphs as shipped, with logits; MalformedInput if onnxruntime cannot open one.
+
+    Without `steps` the decode graph, whose packed codes are held a second time, is opened only if the logits of whole
+    prompts need it.
+    """
     verified = with_logits(verified)
     roles = {entry.role: entry for entry in verified.entries}
     pair = [roles[role] for role in ("prefill", "decode") if role in roles]
     entries = pair if len(pair) > 1 else [verified.entries[-1]]
+    if not steps and not entries[0].last_logits:
+        entries = entries[:1]
     graphs = [open_graph(verified.path, entry, verified.settings) for entry in entries]
     return "+".join(graph.name for graph in graphs), OrtRunner(graphs[0], graphs[-1])
 

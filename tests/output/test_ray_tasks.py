@@ -120,7 +120,8 @@ def test_a_source_that_is_refused_is_tried_once_and_leaves_nothing(
 
 @pytest.mark.slow
 def test_a_folder_that_only_the_driver_sees_is_named(cluster: RayCluster, tmp_path: Path, bucket: Bucket) -> None:
-    model = save_model(tmp_path / "model", LLAMA, {})
+    model = save_model(tmp_path / "model", DEEP, {})
+    bucket.set_faults(delay=0.05)  # or all shards may be done before the files are gone
     with start(cluster, model, f"{bucket}/out") as process:
         wait_for_shards(bucket, 1, process)
         for file in model.iterdir():

@@ -65,11 +65,18 @@ def test_reordered_groups_are_dequantized() -> None:
 def test_a_lookup_in_a_reshaped_initializer_is_copied() -> None:
     shape = np.array([16, 32])
     reshape = helper.make_node("Reshape", ["codes", "shape"], ["table"])
-    lookup = helper.make_node("GatherBlockQuantized", ["table", "ids", "scales"], ["y"], domain="com.microsoft")
-    (note,) = notes([reshape, lookup], codes=CODES, scales=SCALES, shape=shape)
+    lookup = helper.make_node(
+        "GatherBlockQuantized", ["table", "ids", "scales", "zeros"], ["y"], domain="com.microsoft"
+    )
+    zeros: Array = np.full((16, 1), 0x88, np.uint8)
+    (note,) = notes([reshape, lookup], codes=CODES, scales=SCALES, shape=shape, zeros=zeros)
     assert "GatherBlockQuantized read a reshaped initializer" in note
-    direct = helper.make_node("GatherBlockQuantized", ["codes", "ids", "scales"], ["y"], domain="com.microsoft")
-    assert notes([direct], codes=CODES.reshape(16, 32), scales=SCALES) == []
+    lookup.input[0] = "codes"
+    assert notes([lookup], codes=CODES.reshape(16, 32), scales=SCALES, zeros=zeros) == []
+    (note,) = notes(
+        [helper.make_node("GatherBlockQuantized", ["codes", "ids", "scales"], ["y"])], codes=CODES, scales=SCALES
+    )
+    assert "kernels of CUDA took 0" in note
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,9 @@ def _notes(node: onnx.NodeProto, constants: Constants) -> Iterator[str]:
         maker = constants.makers.get(node.input[0])
         if maker is not None and maker.op_type == "Reshape":
             yield "GatherBlockQuantized read a reshaped initializer, of which onnxruntime makes a copy in memory"
+        kind = constants.kind(node.input[0])
+        if kind and kind[0] == np.uint8 and not input_name(node, 3):
+            yield "GatherBlockQuantized have no zero points, for which kernels of CUDA took 0 (onnxruntime issue 31692)"
     elif node.op_type == "DequantizeLinear" and not _is_fused(node, constants):
         yield (
             f"DequantizeLinear are in a layout that onnxruntime does not fuse with the product, {EVERY_CALL}; "
