@@ -38,6 +38,7 @@ from llmconv.verify.comparison.half_precision import (
 from llmconv.verify.comparison.layer_by_layer import Scaler, StreamedEager, open_in_pieces, why_not_layered
 from llmconv.verify.comparison.run import FolderComparison, GraphOpener, open_graphs, takes_embeddings
 from llmconv.verify.layers.graph_index import NotLayered
+from llmconv.verify.layers.graph_layers import add_before_norms, adds_in_norms
 from llmconv.verify.layers.induction import Induction, LayerChoice
 from llmconv.verify.layers.layer_checks import PART_BYTES, Drift, SingleLayerChecks, statements, unseen_of
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose, distinct_files
@@ -72,7 +73,8 @@ class FloatFolder:
         """
         verified, report = self.verified, self.report
         source = WeightSource.of(verified.path, self.reference)
-        plan = planned(method, verified, ComputedModel(self.reference), source, self.session, low_memory, self.code)
+        cut = with_cuts(verified)
+        plan = planned(method, cut, ComputedModel(self.reference), source, self.session, low_memory, self.code)
         report.method = plan.method
         report.notes += [plan.note] if plan.note else []
         if plan.method == STRUCTURE:
@@ -87,7 +89,7 @@ class FloatFolder:
         else:
             layered, audits = bool(low_memory) if eager else self._is_layered(low_memory), self._audits()
         options = self.report, self.session.selection, self.code
-        compared = Compared(self.verified, model, *options, layered=layered, induction=induction)
+        compared = Compared(cut if induction else verified, model, *options, layered=layered, induction=induction)
         return (yield from compared.in_order(audits, self._compared(compared, eager)))
 
     def recorded_files(self, *, hashes: bool = True) -> Checks:
@@ -430,6 +432,12 @@ def planned(
     time = f"the whole model would take {estimate.minutes}"
     note = f"by induction over layers: {time}; `--method whole` runs it"
     return Plan(STRUCTURE if method.name == STRUCTURE else INDUCTION, induction, note if method.name == AUTO else "")
+
+
+def with_cuts(verified: VerifiedFolder) -> VerifiedFolder:
+    """The folder with graphs that are cut at one value, also if the norms after the cuts add two."""
+    fused = any(map(adds_in_norms, verified.models.values()))
+    return verified.changed(add_before_norms, verified.named) if fused else verified
 
 
 def _without(method: str, why_not: str) -> Plan:

@@ -42,6 +42,7 @@ from llmconv.verify.float_folder import (
     planned,
     rounds_every_value,
     structure_checks,
+    with_cuts,
 )
 from llmconv.verify.layers.graph_index import NUMBERED
 from llmconv.verify.layers.induction import Induction
@@ -142,7 +143,8 @@ class QuantizedFolder:
             why = error.message
         source = WeightSource(verified.path, {}, tensors, in_place=False)
         session, code = self.session, options.code
-        plan = planned(method, unrounded, model, source, session, low_memory, code, quantized=True)
+        cut = with_cuts(unrounded)
+        plan = planned(method, cut, model, source, session, low_memory, code, quantized=True)
         report.method = plan.method
         report.notes += [plan.note] if plan.note else []
         for name, graph in self.verified.models.items():
@@ -173,6 +175,7 @@ class QuantizedFolder:
         if why:
             yield [Check("structure", graphs.files[0].name, "", verdict="skip", detail=why)]
             return eager, verified
+        unrounded = cut if plan.induction else unrounded
         compared = quantized.compared(unrounded, sorted(rounded), eager, layered=layered, induction=plan.induction)
         half = half_of(graphs.files)
         return (yield from compared.in_order((), compared.run(None, quantized.dtype, is_half=bool(half)), opens=False))

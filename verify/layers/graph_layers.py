@@ -23,7 +23,7 @@ import onnx
 from onnx import numpy_helper
 
 from llmconv.runtime.extra_inputs import is_past, is_present, layer_of
-from llmconv.runtime.onnxruntime.guard import external_fields, is_external
+from llmconv.runtime.onnxruntime.guard import external_fields, is_external, refill
 from llmconv.verify.layers.graph_index import NO_LAYER, NUMBERED, GraphIndex, NotLayered
 
 EMBEDS = "inputs_embeds"
@@ -324,6 +324,27 @@ def _part_name(part: int, count: int) -> str:
     if part == NO_LAYER:
         return "the part before the layers"
     return f"layer {part}" if part < count else "the part after the layers"
+
+
+SUMMING = {"SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}
+"""onnxruntime's norms of a sum (docs/ContribOperators.md): the next layer reads both terms, its residual and output."""
+
+
+def adds_in_norms(model: onnx.ModelProto) -> bool:
+    return any(node.op_type in SUMMING for node in model.graph.node)
+
+
+def add_before_norms(model: onnx.ModelProto) -> None:
+    """Adds the two terms before every norm of a sum, which then adds zeros, once, in place: for one value per cut."""
+    nodes = []
+    for node in model.graph.node:
+        total, nothing = (f"{node.output[0]}:{name}" for name in ("total", "nothing"))
+        if node.op_type in SUMMING and node.input[1] != nothing:
+            nodes.append(onnx.helper.make_node("Add", node.input[:2], [total], name=total))
+            nodes.append(onnx.helper.make_node("Sub", [total, total], [nothing], name=nothing))
+            node.input[0], node.input[1] = total, nothing
+        nodes.append(node)
+    refill(model.graph.node, nodes)
 
 
 def require_composed(layers: GraphLayers) -> None:

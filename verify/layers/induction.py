@@ -26,7 +26,7 @@ from llmconv.tensors import lists_by_key
 from llmconv.verify.audit.weights import WeightSource, tensors_of
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.layers.graph_index import NUMBERED, Kind, NotLayered, layer_kinds, layer_names
-from llmconv.verify.layers.graph_layers import GraphLayers, Layer, forms_of
+from llmconv.verify.layers.graph_layers import GraphLayers, Layer, add_before_norms, forms_of
 from llmconv.verify.reference.eager import ComputedModel
 from llmconv.verify.results import Check, audited
 
@@ -217,6 +217,7 @@ def keep_layers(model: onnx.ModelProto, kept: Collection[int], tensors: Mapping[
     `tensors` as for `GraphLayers.of`. Raises NotLayered: the graph does not fall into layers, or reads the length of a
     cache that no kept layer has.
     """
+    add_before_norms(model)
     layers = GraphLayers.of(model, tensors)
     removed = {at for layer in layers.layers if layer.number not in kept for at in layer.nodes}
     renamed = {**_bypassed(layers, kept), **_lengths(layers, kept)}

@@ -445,6 +445,7 @@ class PartRunner:
         self._model, self._folder, self._limit = model, folder, limit
         self._settings = replace(settings, arena=False)
         self._nodes = list(model.graph.node)
+        self._constants = {node.output[0]: node for node in self._nodes if node.op_type == "Constant"}
         declared = [DeclaredValue.of(port) for port in model.graph.input]
         self._types: ValueTypes = {port.name: (port.type, port.shape) for port in declared}
         self._values: dict[str, ort.OrtValue] = {}
@@ -479,6 +480,8 @@ class PartRunner:
         model.functions.extend(self._model.functions)
         chosen = [self._nodes[at] for at in sorted(nodes)]
         read = {name for node in chosen for name in values_read_by(node)}
+        own = {node.output[0] for node in chosen}  # constants that stand elsewhere are part of it: no value crosses
+        model.graph.node.extend(self._constants[name] for name in sorted(self._constants.keys() & read - own))
         model.graph.node.extend(chosen)
         model.graph.initializer.extend(tensor for tensor in self._model.graph.initializer if tensor.name in read)
         model.graph.input.extend(port for port in self._model.graph.input if port.name in read)

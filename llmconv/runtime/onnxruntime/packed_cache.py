@@ -293,7 +293,7 @@ def _size(axis: str, count: int) -> int:
 
 def _values(name: str, kind: str, shape: list[int]) -> Array:
     """Tokens and positions 0, 1, …, a mask of ones, an empty past, and numbers of about 1 for states."""
-    dtype: Any = np.uint8 if kind == "tensor(uint8)" else INPUT_DTYPES[kind]
+    dtype: Any = INPUT_DTYPES[kind]
     if name == "attention_mask":
         return np.ones(shape, dtype)
     if name.startswith("past"):

@@ -119,7 +119,8 @@ TENSOR_DTYPES = {
     "tensor(int8)": np.int8,
 }
 # the same for inputs
-INPUT_DTYPES = {**TENSOR_DTYPES, "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_}
+INPUT_DTYPES = {**TENSOR_DTYPES, "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(uint8)": np.uint8}
+INPUT_DTYPES |= {"tensor(bool)": np.bool_}
 
 
 @dataclass(frozen=True)

@@ -207,10 +207,10 @@ def interrupted(*_: Any) -> None:
 def test_a_terminated_run_leaves_nothing(bucket: Bucket, tmp_path: Path, temporary: Path, number: int) -> None:
     uri = put(bucket, CHECKPOINT)
     program = (
-        "import signal, sys, time, llmconv.convert; from llmconv.cli import main\n"
+        "import signal, sys, time, llmconv.convert.to_hugging_face; from llmconv.cli import main\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it\n"
         "def waiting(*_, **__): print('waiting', flush=True); time.sleep(60)\n"
-        "sys.modules['llmconv.convert.to_hf'].plan_checkpoint = waiting\n"
+        "sys.modules['llmconv.convert.to_hugging_face'].plan_checkpoint = waiting\n"
         f"main(['to-hf', {uri!r}, '-o', {str(tmp_path / 'out')!r}])"
     )
     command = [sys.executable, "-c", program]
