@@ -26,6 +26,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "float16": {"quant": "int4", "quant_block": 16, "precision": "float16"},
     "bfloat16": {"quant": "int4", "quant_block": 16, "precision": "bfloat16"},
     "symmetric": {"quant": "int4", "quant_block": 16, "symmetric": True},
+    "ort-cpu": {"quant": "int4", "quant_block": 16, "target": "ort-cpu"},
 }
 Made = Callable[..., tuple[Path, Path]]
 
@@ -75,10 +76,14 @@ def test_a_clean_folder_passes(preset: str, made: Made) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize(
+    ("model_type", "preset"), [*((name, "int4") for name in FAMILIES), ("llama", "ort-cpu"), ("gpt2", "ort-cpu")]
+)
 @pytest.mark.parametrize("mutant", FOLDER_MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_fails_in_its_layer(mutant: FolderMutant, model_type: str, made: Made, tmp_path: Path) -> None:
-    model, folder = made(model_type)
+def test_a_mutant_fails_in_its_layer(
+    mutant: FolderMutant, model_type: str, preset: str, made: Made, tmp_path: Path
+) -> None:
+    model, folder = made(model_type, preset)
     if not mutant.apply(folder, tmp_path / "mutant"):
         pytest.skip("no place for it in this family")
     report = by_induction(tmp_path / "mutant", model)
@@ -96,11 +101,12 @@ def test_codes_that_are_read_under_another_name_fail(made: Made, tmp_path: Path)
     assert by_induction(tmp_path / "mutant", model, layers="classes").verdict == "fail"
 
 
-@pytest.mark.slow
-def test_a_bfloat16_graph_of_floats_passes(made: Made, tmp_path: Path) -> None:
-    """onnxruntime's CPU provider has no bfloat16 kernels, which does not make the graph wrong."""
+@pytest.mark.slow_rows("bfloat16")
+@pytest.mark.parametrize("options", [{"precision": "bfloat16"}, {"target": "ort-cpu"}], ids=["bfloat16", "ort-cpu"])
+def test_graphs_of_floats_pass(options: dict[str, Any], made: Made, tmp_path: Path) -> None:
+    """onnxruntime's CPU provider has no bfloat16 kernels; norms that add read two values of the layer before."""
     model, _ = made("llama")
-    export(model, tmp_path / "out", prefill=False, incremental=True, precision="bfloat16")
+    export(model, tmp_path / "out", prefill=False, incremental=True, **options)
     report = by_induction(tmp_path / "out", model)
     assert report.verdict == "pass" and report.method == "induction", report.lines()
 
