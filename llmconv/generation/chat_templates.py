@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import resource
-import select
+import selectors
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -284,14 +284,16 @@ def _read(reader: int) -> bytes:
     """The output of the child; empty if it is too large or too late."""
     parts: list[bytes] = []
     size, end = 0, time.monotonic() + WAIT
-    while select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
-        part = os.read(reader, 1 << 20)
-        if not part:
-            return b"".join(parts)
-        parts.append(part)
-        size += len(part)
-        if size > CHARACTERS:
-            break
+    with selectors.DefaultSelector() as waiting:  # `select.select` refuses descriptors from 1024 on, which a server has
+        waiting.register(reader, selectors.EVENT_READ)
+        while waiting.select(max(0.0, end - time.monotonic())):
+            part = os.read(reader, 1 << 20)
+            if not part:
+                return b"".join(parts)
+            parts.append(part)
+            size += len(part)
+            if size > CHARACTERS:
+                break
     return b""
 
 

@@ -211,6 +211,8 @@ def terminal(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[byt
         os.write(ours, text.encode())
 
     waiting = [""]
+    shown = select.poll()
+    shown.register(ours, select.POLLIN)
 
     def read_until(text: str, again: Callable[[], object] = lambda: None) -> None:
         end = time.monotonic() + 120
@@ -220,7 +222,7 @@ def terminal(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[byt
             if time.monotonic() > asked + 5:
                 again()
                 asked = time.monotonic()
-            if select.select([ours], [], [], 0.2)[0]:
+            if shown.poll(200):
                 waiting[0] += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", os.read(ours, 65536).decode(errors="replace"))
         waiting[0] = waiting[0].partition(text)[2]
 

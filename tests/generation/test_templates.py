@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,19 @@ def tokenizer(tmp_path: Path) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(save_letters(tmp_path))
     tokenizer.bos_token = "~"
     return tokenizer
+
+
+def test_a_template_is_rendered_where_a_thousand_files_are_open(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = OWN
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], min(before[1], 4096)), before[1]))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert render_chat(tokenizer, HI) == "~[user]Hi"
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
