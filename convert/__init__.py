@@ -19,20 +19,7 @@ if TYPE_CHECKING:  # at run time each is loaded when it is first used: a command
     from llmconv.convert.to_hugging_face import to_hf
     from llmconv.output.plan import Plan
 
-__all__ = [
-    "AdapterFile",
-    "Applied",
-    "Extracted",
-    "Inspection",
-    "Merge",
-    "Plan",
-    "apply_delta",
-    "extract_delta",
-    "from_hf",
-    "inspect",
-    "merge_lora",
-    "onnx_adapter",
-    "to_hf",
-]
+__all__ = ["AdapterFile", "Applied", "Extracted", "Inspection", "Merge", "Plan", "apply_delta"]
+__all__ += ["extract_delta", "from_hf", "inspect", "merge_lora", "onnx_adapter", "to_hf"]
 
 __getattr__, __dir__ = lazily(__name__)

@@ -17,18 +17,7 @@ if TYPE_CHECKING:  # at run time each is loaded when it is first used: an early 
     from llmconv.export.input_map import InputMap
     from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL, ExtraInput, ModelCall
 
-__all__ = [
-    "BATCH",
-    "INPUT_MAPS",
-    "PAST",
-    "SEQUENCE",
-    "TOTAL",
-    "Exported",
-    "ExtraInput",
-    "InputMap",
-    "ModelCall",
-    "export",
-    "register_input_map",
-]
+__all__ = ["BATCH", "INPUT_MAPS", "PAST", "SEQUENCE", "TOTAL", "Exported"]
+__all__ += ["ExtraInput", "InputMap", "ModelCall", "export", "register_input_map"]
 
 __getattr__, __dir__ = lazily(__name__)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
+from functools import cache
+from importlib import resources
+
 import click
 
 MANY = 15  # number of options from which on they are shown under headings
@@ -50,126 +54,6 @@ OWN: dict[str, dict[str, str]] = {
     "generate": RUNNING,
     "chat": RUNNING,
     "serve": {**RUNNING, "max_new_tokens": "Server", "system": "Server", "template": "Server"},
-}
-# lines to copy, by command, each with a note
-EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
-    "inspect": (
-        ("llmconv inspect model", "a folder"),
-        ("llmconv inspect ep0-ba2-rank0.pt --json", "one file, for a program"),
-        ("llmconv inspect hf://org/name", "a model of the Hub: headers only"),
-    ),
-    "to-hf": (
-        ("llmconv to-hf ep0-ba2-rank0.pt -o base", "a Composer checkpoint"),
-        ("llmconv to-hf llama-2-13b -o base --dry-run", "a folder of consolidated.NN.pth"),
-        ("llmconv to-hf epoch3 -o tuned --base llama-2", "trained by LLaMA2-Accessory"),
-        ("llmconv to-hf llama.ckpt -o base --config run.yaml", "a MindFormers checkpoint"),
-        ("llmconv to-hf latest-rank0.pt -o tuned --base llama-2", "a LoRA run with only the adapter"),
-        ("llmconv to-hf saved -o model --config config.json", "written by accelerate's save_state or save_model"),
-        ("llmconv to-hf model -o half --dtype bfloat16", "a Hugging Face folder in another element type"),
-        (
-            "llmconv to-hf run.pt -o own --code baichuan-13b --trust-remote-code",
-            "a model that only its own code computes",
-        ),
-    ),
-    "from-hf": (
-        ("llmconv from-hf base -o llama --to meta --shards 2", "a folder of consolidated.NN.pth"),
-        ("llmconv from-hf base -o run --to mindformers", "a folder of MindFormers"),
-        ("llmconv from-hf base -o run --to paddle --dry-run", "what would be written"),
-    ),
-    "merge-lora": (
-        ("llmconv merge-lora base adapter -o merged", ""),
-        ("llmconv merge-lora base style facts -o merged --weight 0.7 --weight 1", "two adapters, weighted"),
-        ("llmconv merge-lora base style facts -o merged --combine ties --density 0.4 --check", ""),
-        ("llmconv merge-lora base-nf4 adapter -o merged --base-quant dequantize", "a quantized base"),
-    ),
-    "delta apply": (
-        ("llmconv delta apply llama-7b vicuna-7b-delta-v1.1 -o vicuna-7b", ""),
-        ("llmconv delta apply llama-2-13b accessory-diff -o tuned", "consolidated.NN.pth and ….model-diff.pth"),
-        ("llmconv delta apply base delta -o tuned --dry-run", "names and sizes only"),
-    ),
-    "delta extract": (
-        ("llmconv delta extract llama-2-7b tuned -o tuned-delta", ""),
-        ("llmconv delta extract llama-2-7b tuned -o tuned-lora --rank 64", "a LoRA adapter that is close to it"),
-        ("llmconv delta extract llama-2-7b tuned -o tuned-delta --to fastchat", ""),
-    ),
-    "export": (
-        ("llmconv export model", "graphs next to the weights, which are not copied"),
-        ("llmconv export model -o int4 --quant int4 --verify", "a new folder of a quarter of the size"),
-        ("llmconv export model -o app --layout genai --precision float16", "for ONNX Runtime GenAI"),
-        ("llmconv export model --shapes static --max-seq-len 2048", "fixed axes, as NPUs need them"),
-    ),
-    "onnx-adapter": (
-        ("llmconv onnx-adapter base style -o style.onnx_adapter", "base: `export --lora-inputs all-linear`"),
-        ("llmconv onnx-adapter base style -o style.onnx_adapter --alpha 16", "files without lora_alpha"),
-        ("llmconv onnx-adapter base style -o style.onnx_adapter --dry-run", "names and shapes only"),
-    ),
-    "verify": (
-        ("llmconv verify model", "a folder that `export` wrote"),
-        ("llmconv verify int4 --reference model --report report", "quantized weights; report.html shows it"),
-        ("llmconv verify model --suite full --bisect", "all scenarios; the first node that differs"),
-        ("llmconv verify --graph decoder_model.onnx --reference model", "a graph of another exporter"),
-    ),
-    "push": (
-        ("llmconv push merged me/merged --private", ""),
-        ("llmconv push merged me/merged --revision v2 --verify-upload", "another branch, compared afterwards"),
-        ("llmconv push merged me/merged --dry-run", "what would be uploaded"),
-    ),
-    "run": (
-        ("llmconv run model.yaml --dry-run", "what is to be done, and why"),
-        ("llmconv run model.yaml --set adapter=runs/lora-2 --set verify.suite=full", "other values"),
-        ("llmconv run --schema", "for editors"),
-    ),
-    "generate": (
-        ('llmconv generate model --prompt "Once upon a time"', ""),
-        ('llmconv generate model "What is ONNX?" --chat --stream --max-new-tokens 200', "an answer, as it comes"),
-        ("llmconv generate model --prompt-file prompts.jsonl --output-file out.jsonl", "many prompts"),
-        ('llmconv generate model --prompt "Once" --backend torch', "the eager model, without graphs"),
-    ),
-    "embed": (
-        ('llmconv embed model "a text" "another text"', "model has the graph of `export --task embed`"),
-        ("llmconv embed model --text-file texts.txt --output-file rows.npy", "a row per line"),
-        ('llmconv embed model "a question" --prompt-name query', "with the model's own prompt in front"),
-    ),
-    "chat": (
-        ("llmconv chat model", ""),
-        ('llmconv chat model --system "Answer in one sentence." --temperature 0', ""),
-        ("llmconv chat model --backend torch --device cuda", "the eager model"),
-    ),
-    "serve": (
-        ("llmconv serve model", "http://127.0.0.1:8000: a chat page, and OpenAI's API under /v1"),
-        ("llmconv serve model --port 9000 --name my-model --parallel 8", ""),
-        ("llmconv serve model --host 0.0.0.0 --allow-host gpu-box", "with a key in LLMCONV_API_KEY"),
-    ),
-    "serve-stage": (
-        ("llmconv serve-stage model --stage 2", "of graphs of `export --stages 2`"),
-        ("llmconv serve-stage model --stage 2 --listen 10.0.0.2:7700", "for another host of a private network"),
-        ("llmconv serve-stage model --stage 2 --provider cuda --json", "on a GPU; the address as JSON"),
-    ),
-    "bench": (
-        ("llmconv bench model", ""),
-        ("llmconv bench model --against torch --lengths 128,512 --repeat 5", "graphs and the eager model"),
-        ("llmconv bench int4 --against model --csv speed.csv --plot speed.png", "two folders"),
-    ),
-    "clean": (
-        ("llmconv clean s3://bucket/models/base", ""),
-        ("llmconv clean s3://bucket/models/base --dry-run", "what would be deleted"),
-        ("llmconv clean gs://bucket/models/base --json", ""),
-    ),
-    "formats": (
-        ("llmconv formats", ""),
-        ("llmconv formats --json", "for a program"),
-        ("llmconv formats -q", "without messages"),
-    ),
-    "families": (
-        ("llmconv families", ""),
-        ("llmconv families --json", "also the types that are not exported, and why"),
-        ("llmconv families -q", "without messages"),
-    ),
-    "doctor": (
-        ("llmconv doctor", ""),
-        ("llmconv doctor --json", "for a report of a bug"),
-        ("llmconv doctor -q", "without messages"),
-    ),
 }
 # the commands, in the order of the work
 SECTIONS: dict[str, tuple[str, ...]] = {
@@ -237,14 +121,24 @@ class Group(click.Group):
                 formatter.write_dl([(name, " ".join(text.split()).removesuffix(".")) for name, text in first.items()])
 
 
+@cache
+def examples() -> dict[str, list[tuple[str, str]]]:
+    """Lines to copy, by command, each with a note; empty for none."""
+    texts = tomllib.loads((resources.files(__package__) / "examples.toml").read_text("utf-8"))
+    return {
+        name: [(line, note) for line, _, note in (row.partition("  # ") for row in text.splitlines())]
+        for name, text in texts.items()
+    }
+
+
 def _write_examples(command: str, formatter: click.HelpFormatter) -> None:
-    if not (examples := EXAMPLES.get(command)):
+    if not (lines := examples().get(command)):
         return
-    width = max((len(line) for line, note in examples if note), default=0)
+    width = max((len(line) for line, note in lines if note), default=0)
     with formatter.section("Examples"):
         indent = " " * formatter.current_indent
-        fits = all(len(indent) + width + 4 + len(note) <= formatter.width for _, note in examples)
-        for line, note in examples:
+        fits = all(len(indent) + width + 4 + len(note) <= formatter.width for _, note in lines)
+        for line, note in lines:
             if not note:
                 formatter.write(f"{indent}{line}\n")
             else:

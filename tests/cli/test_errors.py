@@ -14,7 +14,7 @@ import llmconv.cli
 import llmconv.convert
 import llmconv.embedding
 import llmconv.export
-import llmconv.generation
+import llmconv.generation.chat_templates
 import llmconv.push
 import llmconv.runtime.tokenizer
 import llmconv.steps.run_file

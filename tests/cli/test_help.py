@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 import llmconv.cli
-from llmconv.cli.help_page import COMMON, EXAMPLES, MANY, OTHER, OWN, SECTIONS, heading_of
+from llmconv.cli.help_page import COMMON, MANY, OTHER, OWN, SECTIONS, examples, heading_of
 from tests.cli.commands import LEAVES, command
 
 
@@ -71,7 +71,7 @@ def test_headings_name_parameters_that_exist() -> None:
 
 @pytest.mark.parametrize("name", LEAVES)
 def test_every_command_has_three_examples_that_parse(name: str) -> None:
-    lines = [line for line, _ in EXAMPLES[name]]
+    lines = [line for line, _ in examples()[name]]
     assert len(set(lines)) == len(lines) >= 3
     text = page(*name.split())
     for line in lines:

@@ -41,7 +41,12 @@ FIRST = ("prefill, 33 tokens",)
 """Scenarios that run first; a fault that they leave open runs all. What one scenario finds, all of them find, too, and
 the layer is named by the weights, the nodes and the layers by themselves, which do not depend on the scenarios."""
 
-EQUIVALENT: dict[tuple[str, str], str] = {}
+EQUIVALENT: dict[tuple[str, str], str] = {
+    (
+        "gemma2",
+        "mask of -10,000",
+    ): "its softcap keeps scores within 50, so that 10,000 hides what any mask hides"
+}
 """By family and mutant, why the mutant computes the same function."""
 
 
