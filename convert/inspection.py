@@ -39,6 +39,7 @@ from llmconv.model_code import code_of
 from llmconv.not_a_model_folder import ONNX_ADAPTER, SINGLE, described, is_quantized_export
 from llmconv.output.manifest import Manifest, RecordedVerdict, parse_verdict, read_manifest
 from llmconv.quantized_weights.quantized_checkpoint import method_name, quantized_checkpoint
+from llmconv.runtime.extra_inputs import FACTOR_A, is_factor
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -323,7 +324,6 @@ ADAPTER_FIELDS = {
 
 def factors_summary(tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
     """The `inspect` fields of an adapter from `factor_tensors`: kind, ranks, kinds and number of modules."""
-    from llmconv.runtime.extra_inputs import FACTOR_A, is_factor  # noqa: PLC0415 - imports onnx
     from llmconv.runtime.onnxruntime.lora_names import module_of  # noqa: PLC0415 - imports onnx
 
     modules = {module_of(name) for name in tensors if is_factor(name)}

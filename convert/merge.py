@@ -33,7 +33,6 @@ from llmconv.tensors import cast
 if TYPE_CHECKING:
     from llmconv.convert.quantized_bases import QuantizedBase, Retention
 
-PLAIN_TYPE = "bfloat16"  # of a dequantized weight
 PLAIN = ("safetensors", "torch")  # formats of which `open_checkpoint` says itself what is missing
 
 
@@ -245,7 +244,7 @@ def _stored(base: QuantizedBase, result: Checkpoint, merge: Merge, recipe: Recip
     """The merge of a quantized base, with its plan by `--base-quant`; reads the weights if they are requantized."""
     if recipe.base_quant == "dequantize":
         plan = plan_checkpoint(base.dequantized(result, recipe.dtype), recipe.max_shard_size)
-        kind = PLAIN_TYPE if recipe.dtype == "keep" else recipe.dtype
+        kind = base.plain_type(recipe.dtype)
         note = f"{len(base.weights)} quantized weights ({base.method.name}) become plain {kind}"
         return replace(merge, plan=plan, warnings=(*merge.warnings, note))
     checkpoint, changed = base.requantized(result)

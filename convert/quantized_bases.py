@@ -38,6 +38,10 @@ class QuantizedBase(QuantizedCheckpoint):
         }
         return replace(merged, tensors=tensors, config=with_dtype(merged.config, tensors))
 
+    def plain_type(self, dtype: str) -> str:
+        """Element type of quantized weights that `dequantized` makes plain."""
+        return PLAIN_TYPE.name if dtype == "keep" else dtype
+
     def _was_quantized(self, name: str) -> bool:
         """Whether a merged tensor comes from a quantized weight, also as a copy of a layer."""
         if name in self.plain:

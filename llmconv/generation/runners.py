@@ -269,7 +269,7 @@ def with_lora(runner: Runner, folder: Path, adapter: str | Path) -> OrtRunner:
     if path.is_file() and path.suffix == lora_names.SUFFIX:
         factors = lora_names.read_adapter(path)
     else:
-        from llmconv.convert.adapter_file import lora_factors  # noqa: PLC0415 - imports every format
+        from llmconv.convert.adapter_file import lora_factors  # noqa: PLC0415 - as above
 
         factors = lora_factors(folder, path)
     if not factors:
@@ -281,7 +281,7 @@ def _tuned(folder: Path, adapter: str | Path | None) -> dict[str, Any]:
     """What an adapter adds to the eager model: PEFT's layers around its own, or merged weights."""
     if adapter is None:
         return {}
-    from llmconv.convert.opening_adapters import is_for_peft  # noqa: PLC0415 - imports every format
+    from llmconv.convert.opening_adapters import is_for_peft  # noqa: PLC0415 - most models have no adapter
 
     path = local_path(adapter)
     return {"adapter": path} if is_for_peft(path) else {"tensors": merged_weights(folder, path)}
