@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from llmconv.errors import InputRefused, LlmconvError
@@ -288,9 +289,9 @@ class Job(Generic[Item]):
 
 
 class _Call:
-    """A call in the thread of prompts; `run` delivers the result of its function, `refuse` an error in its place."""
+    """A call in the thread of prompts; `run` gives what delivers the result of its function, `refuse` an error."""
 
-    def __init__(self, run: Callable[[], None], refuse: Callable[[ApiError], None]) -> None:
+    def __init__(self, run: Callable[[], Callable[[], None]], refuse: Callable[[ApiError], None]) -> None:
         self.run, self.refuse, self.canceled = run, refuse, False
 
 
@@ -350,11 +351,11 @@ class Scheduler:
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(settle, result, error)
 
-        def run() -> None:
+        def run() -> Callable[[], None]:
             try:
-                deliver(function(), None)
+                return partial(deliver, function(), None)
             except Exception as caught:
-                deliver(None, caught)
+                return partial(deliver, None, caught)
 
         call = _Call(run, lambda error: deliver(None, error))
         with self._change:
@@ -398,14 +399,16 @@ class Scheduler:
         """The thread of prompts."""
         while True:
             with self._change:
-                self._call = None
                 while not (self._calls or self._ended):
                     self._change.wait()
                 if self._ended:
                     break
                 self._call = call = self._calls.popleft()
-            if not call.canceled:
-                call.run()
+            deliver = call.run() if not call.canceled else None
+            with self._change:  # before its client can send the next request
+                self._call = None
+            if deliver:
+                deliver()
         for call in self._calls:
             call.refuse(ShuttingDown())
 
@@ -444,16 +447,17 @@ class Scheduler:
     def _turn(self, job: Job[Any]) -> None:
         """Runs one step of a job, which then goes to the end of the queue."""
         going = False
+        last: Exception | None = None
         try:
             if not job.canceled:
                 job.deliver(next(job.steps))
                 going = True
         except StopIteration:
-            job.deliver(None)
+            pass
         except Exception as error:
             if not isinstance(error, ApiError | LlmconvError):
                 log.exception("an answer failed")
-            job.deliver(error)
+            last = error
         if not going:
             _close(job)
         with self._change:
@@ -462,6 +466,8 @@ class Scheduler:
                 self._active.append(job)
             else:
                 self._mean_seconds += (time.monotonic() - job.started - self._mean_seconds) / 4
+        if not going:  # after its place is free: its client can send the next request at once
+            job.deliver(last)
 
     def _require_room(self) -> None:
         """Refuses a further request if the queue is full, or the server is shutting down; with the lock held."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -126,6 +127,24 @@ def test_a_call_gives_its_result_or_its_error_between_steps() -> None:
                 await scheduler.call(lambda: 1 // 0)
 
     asyncio.run(call())
+
+
+def test_the_place_of_an_answer_is_free_when_its_client_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def one_after_another() -> None:
+        loop = asyncio.get_running_loop()
+        deliver = loop.call_soon_threadsafe
+
+        def deliver_and_pause(*arguments: Any) -> None:  # so the client is always faster than the thread
+            deliver(*arguments)
+            time.sleep(0.01)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", deliver_and_pause)
+        async with running(active=1, waiting=0) as scheduler:
+            for number in range(3):
+                assert await scheduler.call(lambda: "a prompt") == "a prompt"
+                assert await drained(scheduler.submit(iter([number]))) == [number]
+
+    asyncio.run(one_after_another())
 
 
 def test_calls_wait_in_the_queue_and_those_of_clients_that_left_are_not_made() -> None:
