@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,9 @@ from onnx import numpy_helper
 from llmconv.checkpoint import INDEX, SINGLE, open_weights, read_json
 from llmconv.errors import UsageProblem, first_line
 from llmconv.memory import raise_if_out_of_memory
+from llmconv.output.manifest import GraphEntry
 from llmconv.runtime.onnxruntime.graph import open_graph
-from llmconv.runtime.onnxruntime.guard import is_external, refill
+from llmconv.runtime.onnxruntime.guard import is_external, load_guarded, refill
 from llmconv.runtime.onnxruntime.session_settings import (
     CPU,
     HALF_PRECISION,
@@ -26,7 +27,7 @@ from llmconv.runtime.onnxruntime.session_settings import (
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 from llmconv.verify.audit.decisions import audit_decisions, read_config
 from llmconv.verify.audit.weights import WeightSource, audit_files, audit_graph_files, audit_weights, odd_weights
-from llmconv.verify.bisect.replay import VerifiedFolder
+from llmconv.verify.bisect.replay import JoinedStages, VerifiedFolder
 from llmconv.verify.comparison.half_precision import (
     IN_FLOAT32,
     ROUNDED,
@@ -38,8 +39,8 @@ from llmconv.verify.comparison.half_precision import (
 from llmconv.verify.comparison.layer_by_layer import Scaler, StreamedEager, open_in_pieces, why_not_layered
 from llmconv.verify.comparison.run import FolderComparison, GraphOpener, open_graphs, takes_embeddings
 from llmconv.verify.layers.graph_index import NotLayered
-from llmconv.verify.layers.graph_layers import add_before_norms, adds_in_norms
-from llmconv.verify.layers.induction import Induction, LayerChoice
+from llmconv.verify.layers.graph_layers import add_before_norms, adds_in_norms, described
+from llmconv.verify.layers.induction import Induction, LayerChoice, join_parts
 from llmconv.verify.layers.layer_checks import PART_BYTES, Drift, SingleLayerChecks, statements, unseen_of
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose, distinct_files
 from llmconv.verify.reference.eager import ComputedModel, Eager, StartOf, trained_start
@@ -73,7 +74,7 @@ class FloatFolder:
         """
         verified, report = self.verified, self.report
         source = WeightSource.of(verified.path, self.reference)
-        cut = with_cuts(verified)
+        cut = with_cuts(verified.joined(join_parts))
         plan = planned(method, cut, ComputedModel(self.reference), source, self.session, low_memory, self.code)
         report.method = plan.method
         report.notes += [plan.note] if plan.note else []
@@ -235,7 +236,7 @@ class Compared:
         assert self.induction is not None
         verified = self.verified
         settings = replace(verified.settings, change=None)  # the models are changed already
-        files = verified.path, verified.models, self.reference
+        files = verified.path, with_logits(verified).models, self.reference
         return SingleLayerChecks(self.induction, *files, dtype, settings, self.code, verified.named, self.drift)
 
     def changed(self, change: Callable[[onnx.ModelProto], None], named: str) -> Compared:
@@ -297,7 +298,24 @@ def opened_checks(verified: VerifiedFolder, settings: SessionSettings) -> list[C
     if rounds_every_value(verified):
         verified = verified.changed(in_float32_steps, verified.named)
     problems = {name: why_not_opened(model, settings) for name, model in verified.models.items()}
+    for entry in verified.entries:
+        files = entry.stages if isinstance(entry, JoinedStages) else entry.files
+        stages = {name: load_guarded(verified.path / name) for name in files if len(files) > 1}
+        problems |= {name: why_not_opened(model, settings) for name, model in stages.items()}
+        problems |= {name: text for name, text in odd_ports(stages).items() if not problems[name]}
     return [Check("structure", name, "", verdict="fail", detail=text) for name, text in problems.items() if text]
+
+
+def odd_ports(stages: Mapping[str, onnx.ModelProto]) -> dict[str, str]:
+    """By name of a stage, what it takes from stages before it in another type than they give it."""
+    given: dict[str, onnx.ValueInfoProto] = {}
+    found: dict[str, str] = {}
+    for name, model in stages.items():
+        for port in model.graph.input:
+            if port.name in given and described(port) != described(given[port.name]):
+                found[name] = f"it takes `{port.name[:200]}` in another type than the stage before gives it"
+        given |= {port.name: port for port in model.graph.output}
+    return found
 
 
 def structure_checks(
@@ -440,6 +458,29 @@ def with_cuts(verified: VerifiedFolder) -> VerifiedFolder:
     return verified.changed(add_before_norms, verified.named) if fused else verified
 
 
+CHOSEN = {"tokens", "scores"}
+INNER, LOGITS = "postprocess/logits", "logits"
+"""Names of the logits before the choice, in these graphs and in those without `--postprocess`."""
+
+
+def restore_logits(model: onnx.ModelProto) -> None:
+    """Returns the logits in place of tokens and scores, in place; other graphs stay as they are."""
+    made = {name for node in model.graph.node for name in node.output}
+    if INNER not in made or LOGITS in made:
+        return
+    model.graph.node.append(onnx.helper.make_node("Identity", [INNER], [LOGITS], name=f"{INNER}/restored"))
+    kept = [port for port in model.graph.output if port.name not in CHOSEN]
+    refill(model.graph.output, [onnx.ValueInfoProto(name=LOGITS), *kept])
+
+
+def with_logits(verified: VerifiedFolder) -> VerifiedFolder:
+    """The folder with graphs that are changed in memory; the same one if all of them return logits."""
+    if not any(entry.postprocess for entry in verified.entries):
+        return verified
+    entries: list[GraphEntry] = [replace(entry, postprocess="") for entry in verified.entries]
+    return replace(verified.changed(restore_logits, verified.named), entries=entries)
+
+
 def _without(method: str, why_not: str) -> Plan:
     if method == STRUCTURE:
         return Plan(STRUCTURE, None, f"not shown: {why_not}")
@@ -448,14 +489,10 @@ def _without(method: str, why_not: str) -> Plan:
 
 def _why_not(verified: VerifiedFolder, session: Session, method: str) -> str:
     """Why layers cannot be cut out; empty if they can."""
-    if any(len(entry.files) > 1 for entry in verified.entries) and method != STRUCTURE:
-        return "the graphs are in stages"
     if any(entry.prefix for entry in verified.entries):
         return "a graph has a prefix"
     if method == STRUCTURE:
         return ""
-    if any(entry.postprocess for entry in verified.entries):
-        return "a graph chooses tokens"
     if fixed := why_not_layered(verified.entries, verified.models):
         return fixed
     if session.bisect or session.minimized or session.selection.repeat > 1:

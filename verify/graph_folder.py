@@ -10,6 +10,7 @@ from pathlib import Path
 import onnx
 
 from llmconv.causal_lm import require_causal_folder
+from llmconv.errors import MalformedInput
 from llmconv.output.manifest import EMBEDDINGS, VISION, GraphEntry, graph_entries, single_pass_entries
 from llmconv.runtime.onnxruntime.graph import has_vision
 from llmconv.runtime.onnxruntime.guard import is_external, load_guarded, refill, rename
@@ -107,11 +108,26 @@ def joined_stages(parts: Sequence[onnx.ModelProto]) -> onnx.ModelProto:
         whole.graph.initializer.extend(graph.initializer)
         whole.graph.input.extend(graph.input)
         whole.graph.output.extend(graph.output)
+        _add_definitions(part, whole)
     taken = {port.name for part in parts for port in part.graph.input}
     made = {port.name for part in parts for port in part.graph.output}
     for ports, handed_on in ((whole.graph.input, made), (whole.graph.output, taken)):
         refill(ports, {port.name: port for port in ports if port.name not in handed_on}.values())
     return whole
+
+
+def _add_definitions(part: onnx.ModelProto, whole: onnx.ModelProto) -> None:
+    """The functions and versions of operators of a part; MalformedInput if the parts define one of them differently."""
+    known = {(one.domain, one.name): one for one in whole.functions}
+    versions = {one.domain: one for one in whole.opset_import}
+    new = [one for one in part.functions if known.get((one.domain, one.name)) != one]
+    imported = [one for one in part.opset_import if versions.get(one.domain) != one]
+    twice = [one.name for one in new if (one.domain, one.name) in known]
+    twice += [f"opset {one.domain}" for one in imported if one.domain in versions]
+    if twice:
+        raise MalformedInput(f"the stages of a graph define `{twice[0][:100]}` differently", hint="export them again")
+    whole.functions.extend(new)
+    whole.opset_import.extend(imported)
 
 
 def _distinct(part: onnx.GraphProto, before: onnx.GraphProto, mark: str) -> onnx.GraphProto:

@@ -53,6 +53,7 @@ from llmconv.verify.comparison.cache_copies import (
     to_rounded_floats,
 )
 from llmconv.verify.comparison.candidates import GraphProbe
+from llmconv.verify.float_folder import with_logits
 from llmconv.verify.other_exporters.quantized.accuracy import (
     CACHE,
     CHECK,
@@ -64,7 +65,6 @@ from llmconv.verify.other_exporters.quantized.accuracy import (
     token_sample,
 )
 from llmconv.verify.other_exporters.quantized_verdict import QuantizationOptions
-from llmconv.verify.quantized_folder import with_logits
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.reference.other_roundings import run_chain
 from llmconv.verify.results import Check, Checks, Quantization, Report, audited, problem_of

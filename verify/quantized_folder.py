@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,12 +16,13 @@ from llmconv.causal_lm import context_length
 from llmconv.checkpoint import read_json
 from llmconv.errors import UnsupportedInput
 from llmconv.files.safetensors_file import FileTensor, read_header
-from llmconv.output.manifest import MANIFEST, GraphEntry, PrefixEntry, read_manifest
+from llmconv.output.manifest import MANIFEST, PrefixEntry, read_manifest
 from llmconv.quantized_weights.quantized_checkpoint import FIELD
 from llmconv.runtime.eager.runner import EagerRunner
+from llmconv.runtime.low_memory.pieced_graph import PiecedRunner
 from llmconv.runtime.low_memory.runner import EmptyRunner, StreamedRunner
 from llmconv.runtime.onnxruntime.graph import open_graph
-from llmconv.runtime.onnxruntime.guard import attributes, external_fields, nodes, refill
+from llmconv.runtime.onnxruntime.guard import attributes, external_fields, nodes
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.runner import Runner
@@ -30,7 +31,7 @@ from llmconv.verify.audit.decisions import audit_foreign_decisions, read_config
 from llmconv.verify.audit.weights import NAME as GRAPH_FILE
 from llmconv.verify.audit.weights import WeightSource
 from llmconv.verify.bisect.replay import VerifiedFolder
-from llmconv.verify.comparison.layer_by_layer import Scaler, why_not_layered
+from llmconv.verify.comparison.layer_by_layer import Scaler, open_in_pieces, why_not_layered
 from llmconv.verify.comparison.run import distinct_entries, open_graphs, with_copies
 from llmconv.verify.float_folder import (
     STRUCTURE,
@@ -39,13 +40,16 @@ from llmconv.verify.float_folder import (
     Plan,
     holds_one_layer,
     in_float32_steps,
+    opened_checks,
     planned,
     rounds_every_value,
     structure_checks,
     with_cuts,
+    with_logits,
 )
 from llmconv.verify.layers.graph_index import NUMBERED
-from llmconv.verify.layers.induction import Induction
+from llmconv.verify.layers.induction import Induction, join_parts
+from llmconv.verify.layers.layer_checks import PART_BYTES
 from llmconv.verify.other_exporters.comparison import scaled_settings, why_not_scalable
 from llmconv.verify.other_exporters.external_graph import GraphFile, ModelSizes
 from llmconv.verify.other_exporters.port_map import LLMCONV as MAP
@@ -134,16 +138,10 @@ class QuantizedFolder:
             return known, verified
         tensors = options.smoothing.applied(tensors)
         graphs = ExternalGraphs(audited_files(verified), ModelSizes({}), verified.settings, tensors)
-        if rounds_every_value(verified):
-            verified = verified.changed(in_float32_steps, "")
-        rounded, unrounded, why = set[str](), verified, ""
-        try:
-            unrounded = verified.changed(partial(_without_rounding, verified.path, rounded, options), "")
-        except UnsupportedInput as error:
-            why = error.message
+        copies = _Copies.of(verified, options)
+        verified, cut = copies.shipped, copies.cut
         source = WeightSource(verified.path, {}, tensors, in_place=False)
         session, code = self.session, options.code
-        cut = with_cuts(unrounded)
         plan = planned(method, cut, model, source, session, low_memory, code, quantized=True)
         report.method = plan.method
         report.notes += [plan.note] if plan.note else []
@@ -166,17 +164,15 @@ class QuantizedFolder:
             eager = known if known and shipped.weights is None else quantized.eager()
             half = half_of(graphs.files)
             eager = (eager.in_dtype(half) if half else eager).with_defaults()
-        opened = yield from open_graphs(open_graph, verified.path, verified.entries, quantized.settings)
-        if len(opened) < len(verified.entries):
+        if not (yield from quantized.opens(layered=layered)):
             return eager, verified
-        del opened
-        yield from quantized.cost(eager)
+        yield from quantized.cost(eager, layered=layered)
         yield quantized.ranges(eager)
-        if why:
-            yield [Check("structure", graphs.files[0].name, "", verdict="skip", detail=why)]
+        if copies.why_rounded:
+            yield [Check("structure", graphs.files[0].name, "", verdict="skip", detail=copies.why_rounded)]
             return eager, verified
-        unrounded = cut if plan.induction else unrounded
-        compared = quantized.compared(unrounded, sorted(rounded), eager, layered=layered, induction=plan.induction)
+        run = cut if plan.induction else copies.unrounded
+        compared = quantized.compared(run, copies.rounded, eager, layered=layered, induction=plan.induction)
         half = half_of(graphs.files)
         return (yield from compared.in_order((), compared.run(None, quantized.dtype, is_half=bool(half)), opens=False))
 
@@ -331,13 +327,25 @@ class QuantizedModel:
         tie = tied_head(empty.model, tensors)
         return QuantizedWeights(self.model.folder, tensors, weights, tie, self.options.smoothing, self.stack)
 
-    def cost(self, eager: Eager | None) -> Checks:
-        """The loss of accuracy; without an open model on fewer tokens, layer by layer."""
+    def opens(self, *, layered: bool) -> Generator[list[Check], None, bool]:
+        """Whether onnxruntime opens the graphs, without weights if `layered`; a failed check of each other graph."""
+        verified = self.verified
+        if layered:
+            yield (refused := opened_checks(verified, self.settings))
+            return not refused
+        opened = yield from open_graphs(open_graph, verified.path, verified.entries, self.settings)
+        return len(opened) == len(verified.entries)
+
+    def cost(self, eager: Eager | None, *, layered: bool) -> Checks:
+        """The loss of accuracy; without an open model on fewer tokens, layer by layer.
+
+        `layered`: the graph runs in pieces.
+        """
         verified, suite = self.verified, self.session.selection.suite
         prefix = next((entry.prefix for entry in verified.entries if entry.prefix), None)
         if any(entry.postprocess for entry in verified.entries):
             self.report.notes.append("the cost is that of the logits from which the graphs choose tokens")
-        shipped = shipped_runner(replace(verified, settings=self.settings), steps=False)
+        shipped = shipped_runner(replace(verified, settings=self.settings), steps=False, layered=layered)
         start = trained_start(verified.path, prefix) if prefix else None
 
         elements = sum(prod(tensor.shape) for tensor in self.model.tensors.values())
@@ -353,6 +361,8 @@ class QuantizedModel:
         if eager is None:
             model = StreamedRunner(self.model.folder, **self.model.options(self.options.code))
             most = max(LEAST_TOKENS, int(COST_WORK / elements))
+            if isinstance(shipped[1], PiecedRunner) and shipped[1].last_logits:
+                most = LEAST_TOKENS  # a call for each token, whose caches are held
             facts = ModelFacts(model.vocab_size, max_positions=context_length(self.model.folder))
         else:
             measured, most = eager.with_prefix(prefix, start) if prefix and start else eager, 1 << 30
@@ -422,6 +432,35 @@ class QuantizedModel:
         return of
 
 
+@dataclass(frozen=True)
+class _Copies:
+    """The folder with graphs that are changed in memory.
+
+    `shipped` computes what the files do, `unrounded` without the rounding of activations (by the operators `rounded`),
+    `cut` also with one value at every cut between layers. `why_rounded`: why the rounding could not be removed.
+    """
+
+    shipped: VerifiedFolder
+    unrounded: VerifiedFolder
+    cut: VerifiedFolder
+    rounded: list[str]
+    why_rounded: str
+
+    @classmethod
+    def of(cls, verified: VerifiedFolder, options: QuantizationOptions) -> _Copies:
+        whole = verified.joined(join_parts)
+        folders = [verified] if whole is verified else [verified, whole]
+        if rounds_every_value(verified):
+            folders = [one.changed(in_float32_steps, "") for one in folders]
+        shipped, rounded, why = folders[0], set[str](), ""
+        try:
+            change = partial(_without_rounding, verified.path, rounded, options)
+            folders = [one.changed(change, "") for one in folders]
+        except UnsupportedInput as error:
+            why = error.message
+        return cls(shipped, folders[0], with_cuts(folders[-1]), sorted(rounded), why)
+
+
 def _without_rounding(folder: Path, rounded: set[str], options: QuantizationOptions, model: onnx.ModelProto) -> None:
     """Removes the rounding of activations in place, and adds the operators that did it."""
     constants = Constants(model, folder)
@@ -466,11 +505,11 @@ def scaler_of(verified: VerifiedFolder, graphs: ExternalGraphs) -> Scaler:
     return Scaler(next(filter(None, reasons), ""), scaled)
 
 
-def shipped_runner(verified: VerifiedFolder, *, steps: bool = True) -> tuple[str, OrtRunner]:
+def shipped_runner(verified: VerifiedFolder, *, steps: bool = True, layered: bool = False) -> tuple[str, OrtRunner]:
     """Name and runner of the graphs as shipped, with logits; MalformedInput if onnxruntime cannot open one.
 
     Without `steps` the decode graph, whose packed codes are held a second time, is opened only if the logits of whole
-    prompts need it.
+    prompts need it. `layered`: one graph that runs in pieces, of which one is open at a time.
     """
     verified = with_logits(verified)
     roles = {entry.role: entry for entry in verified.entries}
@@ -478,28 +517,8 @@ def shipped_runner(verified: VerifiedFolder, *, steps: bool = True) -> tuple[str
     entries = pair if len(pair) > 1 else [verified.entries[-1]]
     if not steps and not entries[0].last_logits:
         entries = entries[:1]
+    if layered:
+        graph = open_in_pieces(verified.path, entries[0], verified.settings, PART_BYTES)
+        return graph.name, PiecedRunner(graph)
     graphs = [open_graph(verified.path, entry, verified.settings) for entry in entries]
     return "+".join(graph.name for graph in graphs), OrtRunner(graphs[0], graphs[-1])
-
-
-CHOSEN = {"tokens", "scores"}
-INNER, LOGITS = "postprocess/logits", "logits"
-"""Names of the logits before the choice, in these graphs and in those without `--postprocess`."""
-
-
-def restore_logits(model: onnx.ModelProto) -> None:
-    """Returns the logits in place of tokens and scores, in place; other graphs stay as they are."""
-    made = {name for node in model.graph.node for name in node.output}
-    if INNER not in made or LOGITS in made:
-        return
-    model.graph.node.append(onnx.helper.make_node("Identity", [INNER], [LOGITS], name=f"{INNER}/restored"))
-    kept = [port for port in model.graph.output if port.name not in CHOSEN]
-    refill(model.graph.output, [onnx.ValueInfoProto(name=LOGITS), *kept])
-
-
-def with_logits(verified: VerifiedFolder) -> VerifiedFolder:
-    """The folder with graphs that are changed in memory; the same one if all of them return logits."""
-    if not any(entry.postprocess for entry in verified.entries):
-        return verified
-    entries: list[GraphEntry] = [replace(entry, postprocess="") for entry in verified.entries]
-    return replace(verified.changed(restore_logits, verified.named), entries=entries)

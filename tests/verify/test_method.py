@@ -159,8 +159,6 @@ def test_quantized_folders_take_a_method(llama: Path, tmp_path: Path) -> None:
     [
         ({"shapes": "static", "max_seq_len": 64}, "updates a fixed cache buffer in place"),
         ({"cache": "shared-buffer"}, "updates a fixed cache buffer in place"),
-        ({"postprocess": "argmax"}, "a graph chooses tokens"),
-        ({"stages": 2}, "the graphs are in stages"),
     ],
 )
 def test_graphs_that_do_not_fall_into_layers_are_run_whole(
@@ -174,7 +172,7 @@ def test_graphs_that_do_not_fall_into_layers_are_run_whole(
 def test_stages_that_repeat_names_do_not_fail_by_structure(optioned: Callable[..., Path]) -> None:
     report = verify(optioned("llama", stages=2), method="structure", record=False)
     assert not [check for check in report.checks if check.verdict == "fail"]
-    assert report.verdict == "inconclusive"  # the stages compute the mask again, so that layers share no values
+    assert report.verdict == "pass"  # the stages compute the mask again, and their layers are alike nevertheless
 
 
 @pytest.mark.slow

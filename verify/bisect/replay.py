@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,8 +27,9 @@ from llmconv.output.manifest import GraphEntry
 from llmconv.runtime.eager.cache import to_numpy
 from llmconv.runtime.extra_inputs import is_state, past_of
 from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
+from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.runtime.onnxruntime.runner import OrtRunner
-from llmconv.runtime.onnxruntime.session_settings import TENSOR_DTYPES, SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import TENSOR_DTYPES, GraphTransform, SessionSettings
 from llmconv.runtime.runner import Cache, Runner
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import GraphProbe
@@ -235,6 +236,36 @@ class Replayable(Protocol):
 
 
 @dataclass(frozen=True)
+class _Changes:
+    """Changes of a graph in memory, in order, and then that of the session's settings."""
+
+    made: tuple[GraphTransform, ...]
+    last: GraphTransform | None
+
+    @classmethod
+    def of(cls, settings: SessionSettings) -> _Changes:
+        return settings.change if isinstance(settings.change, cls) else cls((), settings.change)
+
+    def __call__(self, path: Path, model: onnx.ModelProto) -> None:
+        for change in (*self.made, *([self.last] if self.last else [])):
+            change(path, model)
+
+
+@dataclass(frozen=True)
+class JoinedStages(GraphEntry):
+    """A graph in `stages` (files) that is opened as one graph, under the name and the first file of its stages."""
+
+    stages: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return GraphEntry(self.role, self.stages).name
+
+    def content_key(self, folder: Path) -> object:
+        return GraphEntry(self.role, self.stages, self.last_logits, self.postprocess).content_key(folder)
+
+
+@dataclass(frozen=True)
 class VerifiedFolder:
     """A folder of graphs that is verified."""
 
@@ -246,16 +277,38 @@ class VerifiedFolder:
 
     def changed(self, change: Callable[[onnx.ModelProto], None], named: str) -> VerifiedFolder:
         """The same folder with graphs that `change` changes in place, in memory, before the change of the settings."""
-        models, before = _copies(self.models), self.settings.change
+        models, before = _copies(self.models), _Changes.of(self.settings)
         for model in models.values():
             change(model)
+        changes = replace(before, made=(*before.made, lambda path, model: change(model)))
+        return replace(self, models=models, settings=replace(self.settings, change=changes), named=named)
 
-        def both(path: Path, model: onnx.ModelProto) -> None:
-            change(model)
-            if before:
-                before(path, model)
+    def joined(self, join: Callable[[onnx.ModelProto, Collection[str]], None]) -> VerifiedFolder:
+        """The same folder with the stages of each graph as one graph, in memory.
 
-        return replace(self, models=models, settings=replace(self.settings, change=both), named=named)
+        `join` changes it in place, given the names of values that one stage gives another. Only for a folder that is as
+        it was read; without stages it is this one.
+        """
+        whole = {entry.files[0]: entry.name for entry in self.entries if len(entry.files) > 1}
+        if not whole:
+            return self
+        models = _copies(self.models)
+        for entry in self.entries:
+            if entry.files[0] in whole:
+                stages = [load_guarded(path).graph for path in entry.paths(self.path)]
+                made = {port.name for stage in stages for port in stage.output}
+                join(models[entry.name], {port.name for stage in stages for port in stage.input} & made)
+
+        def replaced(path: Path, model: onnx.ModelProto) -> None:
+            if path.name in whole:
+                model.CopyFrom(models[whole[path.name]])
+
+        entries = [
+            JoinedStages(**{**vars(one), "files": one.files[:1]}, stages=one.files) if len(one.files) > 1 else one
+            for one in self.entries
+        ]
+        settings = replace(self.settings, change=_Changes((replaced,), self.settings.change))
+        return replace(self, entries=entries, models=models, settings=settings)
 
     @contextmanager
     def replayed(self, where: Where, eager: Eager) -> Iterator[ReplayedCall | None]:

@@ -177,7 +177,7 @@ def why_not_layered(entries: Sequence[GraphEntry], models: Mapping[str, onnx.Mod
 
 def open_in_pieces(
     folder: Path, entry: GraphEntry, settings: SessionSettings, piece_bytes: int = PIECE_BYTES
-) -> OrtGraph:
+) -> PiecedGraph:
     """A graph of a folder that runs in pieces, whose weights have at most `piece_bytes` in float32."""
     return PiecedGraph(folder / entry.files[0], settings, entry=entry, file=SpillFile(), piece_bytes=piece_bytes)
 

@@ -316,7 +316,7 @@ class _Cutter:
         outputs = [values.get(exit_, ""), *(f"{role(name)} {values.get(name, 'elsewhere')}" for name in cached)]
         declared = declared_caches(self._index, number)  # and the types of values, without the names of axes
         ports = (port for port in self._index.model.graph.value_info if port.name in values)
-        declared += sorted(f"{values[port.name]} {_kind(port)}" for port in ports)
+        declared += sorted(f"{values[port.name]} {described(port)}" for port in ports)
         return LayerForm(tuple(outputs), tuple(sorted(found)), tuple(declared))
 
 
@@ -386,7 +386,7 @@ def declared_caches(index: GraphIndex, number: int) -> list[Form]:
     """The cache inputs and outputs of a layer in the order of the file, with their types."""
     graph = index.model.graph
     ports = [port for port in graph.input if is_past(port.name)] + [p for p in graph.output if is_present(p.name)]
-    return [f"{role(port.name)} {_kind(port)}" for port in ports if layer_of(port.name) == number]
+    return [f"{role(port.name)} {described(port)}" for port in ports if layer_of(port.name) == number]
 
 
 def declaration_problem(index: GraphIndex) -> str:
@@ -415,7 +415,7 @@ def _out_of_order(names: Sequence[str]) -> str:
     return ""
 
 
-def _kind(port: onnx.ValueInfoProto) -> str:
+def described(port: onnx.ValueInfoProto) -> str:
     """Element type and sizes; axes with names are alike."""
     tensor = port.type.tensor_type
     sizes: Iterable[object] = (axis.dim_value if axis.HasField("dim_value") else "?" for axis in tensor.shape.dim)

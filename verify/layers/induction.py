@@ -21,12 +21,12 @@ import onnx
 from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.runtime.extra_inputs import is_past, is_present, layer_of
 from llmconv.runtime.low_memory.runner import EmptyRunner
-from llmconv.runtime.onnxruntime.guard import refill, values_read_by
+from llmconv.runtime.onnxruntime.guard import attributes, refill, values_read_by
 from llmconv.tensors import lists_by_key
 from llmconv.verify.audit.weights import WeightSource, tensors_of
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.layers.graph_index import NUMBERED, Kind, NotLayered, layer_kinds, layer_names
-from llmconv.verify.layers.graph_layers import GraphLayers, Layer, add_before_norms, forms_of
+from llmconv.verify.layers.graph_layers import EMBEDS, GraphLayers, Layer, add_before_norms, forms_of, role, tensor_form
 from llmconv.verify.reference.eager import ComputedModel
 from llmconv.verify.results import Check, audited
 
@@ -238,6 +238,50 @@ def drop_unused(model: onnx.ModelProto) -> None:
     ports = [port for port in model.graph.input if port.name in used or port.name not in defaults]
     refill(model.graph.input, ports)
     refill(model.graph.value_info, [info for info in model.graph.value_info if info.name in used])
+
+
+def join_parts(model: onnx.ModelProto, handed_on: Collection[str]) -> None:
+    """Makes the parts of a graph that were stages share what each computes again, such as the mask, in place.
+
+    `handed_on` are the hidden states between stages [batch, tokens, features]. Their first two sizes are those of the
+    tokens, which the checks of layers show, and sizes of a cache are those of others of its kind and declared type.
+    """
+    ports = {port.name: port for port in model.graph.input}
+    tokens = next((name for name in ("input_ids", EMBEDS) if name in ports), "")
+    first: dict[tuple[str, bytes], str] = {}
+    for name in filter(is_past, ports):
+        first.setdefault((role(name), ports[name].type.SerializeToString(deterministic=True)), name)
+    for node in model.graph.node:
+        if node.op_type != "Shape" or node.domain:
+            continue
+        name, given = node.input[0], attributes(node)
+        if name in handed_on and tokens and given.get("start", 0) >= 0 and 0 < given.get("end", 3) <= 2:
+            node.input[0] = tokens
+        elif name in ports and is_past(name):
+            node.input[0] = first[role(name), ports[name].type.SerializeToString(deterministic=True)]
+    _merge_equal(model)
+
+
+def _merge_equal(model: onnx.ModelProto) -> None:
+    """Drops nodes that compute what an earlier node computes, in place."""
+    known = {tensor.name: tensor_form(tensor) for tensor in model.graph.initializer}
+    _, forms = forms_of(model.graph.node, lambda name: known.get(name, f"`{name}`"))
+    results = {port.name for port in model.graph.output}
+    first: dict[str, Sequence[str]] = {}
+    renamed: dict[str, str] = {}
+    nodes = []
+    for node, form in zip(model.graph.node, forms, strict=True):
+        known_outputs = first.setdefault(form, node.output)
+        if (
+            known_outputs is node.output
+            or results & set(node.output)
+            or list(map(bool, known_outputs)) != list(map(bool, node.output))
+        ):
+            nodes.append(_renamed(node, renamed))
+        else:
+            renamed |= zip(node.output, known_outputs, strict=True)
+    refill(model.graph.node, nodes)
+    drop_unused(model)
 
 
 def _bypassed(layers: GraphLayers, kept: Collection[int]) -> dict[str, str]:

@@ -48,6 +48,7 @@ from llmconv.runtime.onnxruntime.guard import (
 )
 from llmconv.runtime.onnxruntime.lora_names import declared_factors
 from llmconv.runtime.onnxruntime.packed_cache import WEIGHTS_FOLDER, followed
+from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import (
     INPUT_DTYPES,
     TENSOR_DTYPES,
@@ -296,7 +297,7 @@ class PiecedGraph(OrtGraph):
     ) -> None:
         super().__init__(path, replace(settings, arena=False), entry=entry)
         self._folder, self._settings = path.parent, replace(settings, arena=False)
-        self.precomputed = PrecomputedRunner(self.name, self._run_all, file)
+        self.precomputed = PrecomputedRunner(self.name, self.run_all, file)
         for model in self._session.models:
             split_products(model, piece_bytes)
         self._pieces = [piece for model in self._session.models for piece in cut_graph(model, piece_bytes)]
@@ -312,7 +313,7 @@ class PiecedGraph(OrtGraph):
         """As `OrtGraph.run`, for tokens only; returns precomputed results if there are any."""
         return self.precomputed.prefill(*call.arrays, past, extras)
 
-    def _run_all(self, calls: Sequence[PlannedCall]) -> list[Step]:
+    def run_all(self, calls: Sequence[PlannedCall]) -> list[Step]:
         """Runs all calls piece by piece; within a piece, a call runs after the call that it continues."""
         values: list[Values] = [self._inputs(call) for call in calls]
         types: ValueTypes = {name: (self.types[name], shape) for name, shape in self.inputs.items()}
@@ -369,6 +370,14 @@ class PiecedGraph(OrtGraph):
         length = max(lengths, default=call.attention_mask.shape[1])
         present = OrtCache(self.present_names, [values[name] for name in self.present_names], length)
         return step_of(self.result_names, [values[name].numpy() for name in self.result_names], present)
+
+
+class PiecedRunner(OrtRunner):
+    """Prompts and steps on one graph in pieces, several calls in one pass over its weights."""
+
+    def __init__(self, graph: PiecedGraph) -> None:
+        super().__init__(graph, graph)
+        self.run_all, self.last_logits = graph.run_all, graph.entry.last_logits
 
 
 FLOAT_BYTES = 4

@@ -92,17 +92,19 @@ def deep_model(model_type: str, folder: Path, **sizes: Any) -> Path:
     return folder
 
 
-def outcomes(model_type: str, model: Path, target: Path, seed: int = 0) -> Iterator[Outcome | str]:
-    """The verdicts on all mutants of the table; the name of a mutant that has no place in a layer.
+def outcomes(model_type: str, model: Path, target: Path, seed: int = 0, share: int = 1) -> Iterator[Outcome | str]:
+    """The verdicts on mutants of the table; the name of a mutant that has no place in a layer.
 
     Args:
         model_type: of the model.
         model: its folder, with a graph.
         target: a folder for the mutants; what is in it is removed.
         seed: of the layers.
+        share: one mutant in `share` is run, others of the next family, so that `share` families run all.
     """
     graph = WholeGraph.load(model / "decode.onnx")
-    for mutant in (one for one in MUTANTS if (model_type, one.name) not in EQUIVALENT):
+    mine = MUTANTS[[*SIZES].index(model_type) % share :: share]
+    for mutant in (one for one in mine if (model_type, one.name) not in EQUIVALENT):
         yield judged(mutant, graph, drawn_layers(graph, f"{seed} {model_type} {mutant.name}"), model, target)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import onnx
@@ -86,7 +87,7 @@ def test_any_layer_of_126_is_named_without_numbers(deep: Path, tmp_path: Path, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "layer"), ANY)
+@pytest.mark.parametrize(("name", "layer"), [(SCALE, 0), (EPSILON, 62), (NEIGHBOR, 125)])
 def test_any_layer_of_126_is_named_by_induction(deep: Path, tmp_path: Path, name: str, layer: int) -> None:
     found = placed_in(name, layer, deep, tmp_path / "mutant")
     assert found.placed, found
@@ -95,7 +96,8 @@ def test_any_layer_of_126_is_named_by_induction(deep: Path, tmp_path: Path, name
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", SIZES)
 def test_every_mutant_of_one_layer_is_found(model_type: str, tmp_path: Path) -> None:
+    """A third of them each, so that two families run every mutant; `benchmarks/one_layer_mutants.py` runs all."""
     model = deep_model(model_type, tmp_path / model_type)
-    found = [one for one in outcomes(model_type, model, tmp_path / "mutant") if isinstance(one, Outcome)]
-    assert [one for one in found if not one.caught] == []
-    assert sum(one.placed for one in found) >= 0.95 * len(found)
+    given = outcomes(model_type, model, tmp_path / "mutant", share=1 if os.environ.get("ROWS") == "all" else 3)
+    found = [one for one in given if isinstance(one, Outcome)]
+    assert found and [one for one in found if not one.placed] == []

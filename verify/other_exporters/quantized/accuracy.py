@@ -27,6 +27,7 @@ import torch
 
 from llmconv.checkpoint import read_small
 from llmconv.errors import InputRefused, LlmconvError
+from llmconv.runtime.low_memory.pieced_graph import PiecedRunner
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.runtime.low_memory.weights import PlannedCall
 from llmconv.runtime.onnxruntime.guard import nodes
@@ -107,7 +108,8 @@ def difference(one: TokenCosts, other: TokenCosts) -> Estimate:
 def measure_costs(graphs: Sequence[tuple[str, Runner]], model: Runner, sample: TokenSample) -> list[TokenCosts]:
     """Runs the model at full precision and the unchanged graphs on every piece, and compares their logits."""
     costs = [TokenCosts(name, sample.source) for name, _ in graphs]
-    runs = [_each(runner, sample.pieces) for runner in (model, *(runner for _, runner in graphs))]
+    together = _held(model, sample.pieces)
+    runs = [_each(runner, sample.pieces, together) for runner in (model, *(runner for _, runner in graphs))]
     for piece, wanted, *found in zip(sample.pieces, *runs, strict=True):
         for start in range(0, piece.shape[1], ROWS):  # a few rows at a time: a row has the size of the vocabulary
             rows, following = slice(start, start + ROWS), piece[0, start + 1 : start + 1 + ROWS]
@@ -121,19 +123,33 @@ ROWS = 32  # tokens whose log-probabilities are computed at once
 LOGITS = 1 << 27  # bytes of logits that are held at once
 
 
-def _each(runner: Runner, pieces: Sequence[Array]) -> Iterator[Array]:
-    """Logits of each piece, `[tokens, vocabulary]`; of a model that is never held whole for some pieces in one pass."""
-    if not isinstance(runner, StreamedRunner):
+def _held(model: Runner, pieces: Sequence[Array]) -> int:
+    """Number of pieces whose logits are held at once, since a pass over weights that are read again is long."""
+    longest = max(piece.shape[1] for piece in pieces)
+    return max(1, LOGITS // (4 * model.vocab_size * longest)) if isinstance(model, StreamedRunner) else 1
+
+
+def _each(runner: Runner, pieces: Sequence[Array], together: int) -> Iterator[Array]:
+    """Logits of each piece, `[tokens, vocabulary]`; of what is never held whole for `together` pieces in one pass."""
+    if not isinstance(runner, StreamedRunner | PiecedRunner):
         yield from (_logits(runner, piece) for piece in pieces)
         return
-    together = max(1, LOGITS // (4 * runner.vocab_size * max(piece.shape[1] for piece in pieces)))
+    by_token = isinstance(runner, PiecedRunner) and runner.last_logits
     for start in range(0, len(pieces), together):
-        ids = pieces[start : start + together]
-        masks = [np.ones_like(piece) for piece in ids]
-        positions = [default_positions(mask, mask.shape[1]) for mask in masks]
-        steps = runner.run_all([PlannedCall(*call) for call in zip(ids, masks, positions, strict=True)])
-        while steps:
-            yield steps.pop(0).logits[0]
+        calls: list[PlannedCall] = []
+        counts = []
+        for ids in pieces[start : start + together]:
+            counts.append(ids.shape[1] if by_token else 1)
+            width = 1 if by_token else ids.shape[1]
+            for first in range(0, ids.shape[1], width):
+                mask = np.ones_like(ids[:, : first + width])
+                positions = default_positions(mask, width)
+                parent = len(calls) - 1 if first else None
+                calls.append(PlannedCall(ids[:, first : first + width], mask, positions, parent=parent))
+        steps = runner.run_all(calls)
+        for count in counts:
+            logits = [steps.pop(0).logits[0] for _ in range(count)]
+            yield logits[0] if count == 1 else np.concatenate(logits)
 
 
 def _logits(runner: Runner, ids: Array) -> Array:
@@ -372,7 +388,7 @@ def measured_extremes(
     matrices = {module: name for module, name in named.items() if name and len(tensors[name].shape) == 2}
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     hooks = [one.register_forward_pre_hook(watch(name)) for one, name in matrices.items() if one is not embedding]
-    for _ in _each(runner, texts):
+    for _ in _each(runner, texts, _held(runner, texts)):
         pass
     for hook in hooks:
         hook.remove()

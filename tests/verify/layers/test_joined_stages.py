@@ -1,0 +1,141 @@
+"""Graphs in stages, and graphs that choose tokens, by induction: what passes, and faults in one stage alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from llmconv.export.exporter import export
+from llmconv.verify import verify
+from llmconv.verify.float_folder import odd_ports
+from tests.builders.layered_models import LAYERED, save_layered
+
+QUICK = ("prefill, 7 tokens", "second turn")
+SECOND = "model-2-of-2.onnx"
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama of four layers in two stages; do not write into it."""
+    return save_layered("llama", tmp_path_factory.mktemp("staged") / "model", stages=2)
+
+
+def node_of(model: onnx.ModelProto, operator: str, *, reads: str = "") -> onnx.NodeProto:
+    found: onnx.NodeProto = next(n for n in model.graph.node if n.op_type == operator and reads in ["", *n.input])
+    return found
+
+
+def hides_the_token_itself(model: onnx.ModelProto) -> None:
+    node_of(model, "LessOrEqual").op_type = "Less"
+
+
+def counts_texts_in_place_of_tokens(model: onnx.ModelProto) -> None:
+    length = next(
+        n for n in model.graph.node if n.op_type == "Shape" and {a.name: a.i for a in n.attribute}.get("start")
+    )
+    for attribute in length.attribute:
+        attribute.i -= 1
+
+
+def shifts_positions(model: onnx.ModelProto) -> None:
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(1, np.int64), "one more"))
+    unsqueezed = node_of(model, "Unsqueeze", reads="position_ids")
+    model.graph.node.insert(0, onnx.helper.make_node("Add", ["position_ids", "one more"], ["later"], name="later"))
+    next(n for n in model.graph.node if n.name == unsqueezed.name).input[0] = "later"
+
+
+def doubles_the_hidden_state(model: onnx.ModelProto) -> None:
+    for node in model.graph.node:
+        node.input[:] = ["doubled" if name == "hidden_states.2" else name for name in node.input]
+    added = onnx.helper.make_node("Add", ["hidden_states.2", "hidden_states.2"], ["doubled"], name="doubled")
+    model.graph.node.insert(0, added)
+
+
+def takes_half_precision(model: onnx.ModelProto) -> None:
+    port = next(port for port in model.graph.input if port.name == "hidden_states.2")
+    port.type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
+
+
+def returns_the_other_layers_cache(model: onnx.ModelProto) -> None:
+    names = {"present.2.key": "present.3.key", "present.3.key": "present.2.key"}
+    for node in model.graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
+
+
+MUTANTS: list[Callable[[onnx.ModelProto], None]] = [
+    hides_the_token_itself,
+    counts_texts_in_place_of_tokens,
+    shifts_positions,
+    doubles_the_hidden_state,
+    takes_half_precision,
+    returns_the_other_layers_cache,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: str(mutant.__name__))
+@pytest.mark.parametrize("low_memory", [pytest.param(True, marks=pytest.mark.slow), None], ids=["in pieces", "whole"])
+def test_a_fault_of_one_stage_is_found(
+    mutant: Callable[[onnx.ModelProto], None], low_memory: bool | None, staged: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(staged, tmp_path / "copy")
+    model = onnx.load(folder / SECOND, load_external_data=False)
+    mutant(model)
+    onnx.save(model, folder / SECOND)
+    options: dict[str, Any] = {"allow_changed": True, "record": False, "scenario": QUICK, "low_memory": low_memory}
+    report = verify(folder, reference=staged, method="induction", **options)
+    assert report.verdict == "fail", report.lines()
+
+
+def test_stages_are_shown_by_induction_under_their_name(staged: Path) -> None:
+    report = verify(staged, method="induction", scenario=QUICK, record=False)
+    assert (report.method, report.verdict) == ("induction", "pass"), report.lines()
+    assert {check.graph for check in report.checks if check.is_measured} == {"model-*-of-2.onnx"}
+    assert all(statement.shown for statement in report.statements)
+
+
+def test_stages_in_another_order_fail(staged: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(staged, tmp_path / "copy")
+    manifest = json.loads((folder / "llmconv.json").read_text())
+    manifest["graphs"]["unified"]["stages"].reverse()
+    (folder / "llmconv.json").write_text(json.dumps(manifest))
+    report = verify(folder, reference=staged, method="induction", scenario=QUICK, record=False)
+    assert report.verdict == "fail", report.lines()
+
+
+def test_a_value_that_changes_its_type_between_stages_is_named(staged: Path) -> None:
+    stages = {name: onnx.load(staged / name, load_external_data=False) for name in ("model-1-of-2.onnx", SECOND)}
+    assert odd_ports(stages) == {}
+    port = next(port for port in stages[SECOND].graph.input if port.name == "hidden_states.2")
+    port.type.tensor_type.shape.dim[2].dim_value = 8
+    assert odd_ports(stages) == {SECOND: "it takes `hidden_states.2` in another type than the stage before gives it"}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tokens": {"postprocess": "argmax"},
+    "likeliest tokens of the last position": {"postprocess": "topk:3", "last_logits": True},
+    "tokens of three stages": {"postprocess": "argmax", "stages": 3},
+    "codes in stages": {"quant": "int4", "stages": 2},
+    "half precision in stages": {"precision": "float16", "stages": 2},
+    "tokens of codes": {"quant": "int4", "postprocess": "argmax"},
+    "stages for onnxruntime": {"target": "ort-cpu", "stages": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.one_row_in(7)
+@pytest.mark.parametrize("low_memory", [True, None], ids=["in pieces", "whole"])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", [kind for kind in LAYERED if kind not in ("olmo2", "gemma3n_text")])
+def test_every_kind_is_shown_by_induction(kind: str, options: str, low_memory: bool | None, tmp_path: Path) -> None:
+    source = save_layered(kind, tmp_path / "model")
+    export(source, tmp_path / "out", prefill=True, incremental=True, **OPTIONS[options])
+    report = verify(tmp_path / "out", reference=source, method="induction", low_memory=low_memory, record=False)
+    assert (report.method, report.verdict) == ("induction", "pass"), (report.notes, report.lines())
