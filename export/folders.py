@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -57,6 +57,8 @@ class NewFolder:
     codes: Mapping[str, LazyTensor] = field(default_factory=dict)
     # numbers by name of a tensor; those with different numbers are in different files
     parts: Mapping[str, int] = field(default_factory=dict)
+    # names of codes that one product maps, so that they are in one file: all layers then have the same nodes
+    together: Sequence[Collection[str]] = ()
     _flushed: Flushed = field(default_factory=Flushed)
 
     def check(self, plan: GraphPlan) -> None:
@@ -71,7 +73,7 @@ class NewFolder:
         self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array], smoothing: Smoothing
     ) -> NewFolder:
         from llmconv.export.quantization.block_rounding import NONE  # noqa: PLC0415 - most exports are of floats
-        from llmconv.export.quantization.products import side_by_side  # noqa: PLC0415 - as above
+        from llmconv.export.quantization.products import parts_of, side_by_side  # noqa: PLC0415 - as above
 
         tensors, codes, parts = dict[str, LazyTensor](), dict[str, LazyTensor](), dict(self.parts)
         for name, tensor in self.checkpoint.items():
@@ -84,8 +86,9 @@ class NewFolder:
                 made = smoothing.norm(name, tensor)
                 codes |= made
             tensors |= made
-        ordered = side_by_side(tensors, [weight.group for weight in weights.values()])
-        return replace(self, checkpoint=replace(self.checkpoint, tensors=ordered), codes=codes, parts=parts)
+        groups = list(dict.fromkeys(weight.group for weight in weights.values() if weight.group))
+        checkpoint = replace(self.checkpoint, tensors=side_by_side(tensors, groups))
+        return replace(self, checkpoint=checkpoint, codes=codes, parts=parts, together=parts_of(groups))
 
     def weights(self) -> Mapping[str, FileTensor]:
         home = local_only(self.place) or Path(self.place.name)  # of an address only the names of files are used
@@ -111,7 +114,9 @@ class NewFolder:
             kept |= self.codes
             tensors = {name: cast(tensor, dtype, name, self._flushed) for name, tensor in checkpoint.items()} | kept
             checkpoint = replace(checkpoint, tensors=tensors, config={**checkpoint.config, "dtype": self.dtype})
-        return plan_checkpoint(checkpoint, self.max_shard_size, QUANTIZED if self.codes else MODEL, self.parts)
+        return plan_checkpoint(
+            checkpoint, self.max_shard_size, QUANTIZED if self.codes else MODEL, self.parts, self.together
+        )
 
 
 def write_new(

@@ -41,7 +41,7 @@ from llmconv.verify.comparison.run import FolderComparison, GraphOpener, open_gr
 from llmconv.verify.layers.graph_index import NotLayered
 from llmconv.verify.layers.graph_layers import add_before_norms, adds_in_norms, described
 from llmconv.verify.layers.induction import Induction, LayerChoice, join_parts
-from llmconv.verify.layers.layer_checks import PART_BYTES, Drift, SingleLayerChecks, statements, unseen_of
+from llmconv.verify.layers.layer_checks import PART_BYTES, Drift, SingleLayerChecks, statements, too_small, unseen_of
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose, distinct_files
 from llmconv.verify.reference.eager import ComputedModel, Eager, StartOf, trained_start
 from llmconv.verify.reference.other_roundings import SCALED_SCENARIOS
@@ -228,7 +228,7 @@ class Compared:
 
     def _opener(self) -> GraphOpener:
         """Opens graphs whole, or in pieces: smaller ones if few layers run."""
-        if not self.layered:
+        if not self.layered or fixed_buffers(self.verified):
             return open_graph
         return partial(open_in_pieces, piece_bytes=PART_BYTES) if self.induction else open_in_pieces
 
@@ -493,8 +493,8 @@ def _why_not(verified: VerifiedFolder, session: Session, method: str) -> str:
         return "a graph has a prefix"
     if method == STRUCTURE:
         return ""
-    if fixed := why_not_layered(verified.entries, verified.models):
-        return fixed
+    if small := next(filter(None, map(too_small, verified.models.values())), ""):
+        return small
     if session.bisect or session.minimized or session.selection.repeat > 1:
         return "`--repeat`, `--bisect` and `--minimize` run the whole model"
     if provider_name(session.settings.provider) != CPU:
@@ -506,4 +506,9 @@ def holds_one_layer(verified: VerifiedFolder, reference: ComputedModel) -> bool:
     """Whether an induction holds the weights of one layer at a time, because the model is not small."""
     files = [path for entry in verified.entries for path in entry.paths(verified.path)]
     small = CostEstimate.of(reference.tensors, distinct_files(files)).whole <= IN_MEMORY
-    return not small and not why_not_layered(verified.entries, verified.models)
+    return not small and not any(entry.prefix for entry in verified.entries)
+
+
+def fixed_buffers(verified: VerifiedFolder) -> str:
+    """Why graphs cannot run in pieces, as those with fixed cache buffers; empty if they can."""
+    return why_not_layered(verified.entries, verified.models)

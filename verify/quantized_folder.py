@@ -38,6 +38,7 @@ from llmconv.verify.float_folder import (
     Compared,
     Method,
     Plan,
+    fixed_buffers,
     holds_one_layer,
     in_float32_steps,
     opened_checks,
@@ -164,9 +165,10 @@ class QuantizedFolder:
             eager = known if known and shipped.weights is None else quantized.eager()
             half = half_of(graphs.files)
             eager = (eager.in_dtype(half) if half else eager).with_defaults()
-        if not (yield from quantized.opens(layered=layered)):
+        pieces = layered and not fixed_buffers(verified)
+        if not (yield from quantized.opens(pieces=pieces)):
             return eager, verified
-        yield from quantized.cost(eager, layered=layered)
+        yield from quantized.cost(eager, pieces=pieces)
         yield quantized.ranges(eager)
         if copies.why_rounded:
             yield [Check("structure", graphs.files[0].name, "", verdict="skip", detail=copies.why_rounded)]
@@ -327,25 +329,25 @@ class QuantizedModel:
         tie = tied_head(empty.model, tensors)
         return QuantizedWeights(self.model.folder, tensors, weights, tie, self.options.smoothing, self.stack)
 
-    def opens(self, *, layered: bool) -> Generator[list[Check], None, bool]:
-        """Whether onnxruntime opens the graphs, without weights if `layered`; a failed check of each other graph."""
+    def opens(self, *, pieces: bool) -> Generator[list[Check], None, bool]:
+        """Whether onnxruntime opens the graphs, without weights if `pieces`; a failed check of each other graph."""
         verified = self.verified
-        if layered:
+        if pieces:
             yield (refused := opened_checks(verified, self.settings))
             return not refused
         opened = yield from open_graphs(open_graph, verified.path, verified.entries, self.settings)
         return len(opened) == len(verified.entries)
 
-    def cost(self, eager: Eager | None, *, layered: bool) -> Checks:
+    def cost(self, eager: Eager | None, *, pieces: bool) -> Checks:
         """The loss of accuracy; without an open model on fewer tokens, layer by layer.
 
-        `layered`: the graph runs in pieces.
+        `pieces`: the graph runs in pieces.
         """
         verified, suite = self.verified, self.session.selection.suite
         prefix = next((entry.prefix for entry in verified.entries if entry.prefix), None)
         if any(entry.postprocess for entry in verified.entries):
             self.report.notes.append("the cost is that of the logits from which the graphs choose tokens")
-        shipped = shipped_runner(replace(verified, settings=self.settings), steps=False, layered=layered)
+        shipped = shipped_runner(replace(verified, settings=self.settings), steps=False, pieces=pieces)
         start = trained_start(verified.path, prefix) if prefix else None
 
         elements = sum(prod(tensor.shape) for tensor in self.model.tensors.values())
@@ -505,11 +507,11 @@ def scaler_of(verified: VerifiedFolder, graphs: ExternalGraphs) -> Scaler:
     return Scaler(next(filter(None, reasons), ""), scaled)
 
 
-def shipped_runner(verified: VerifiedFolder, *, steps: bool = True, layered: bool = False) -> tuple[str, OrtRunner]:
+def shipped_runner(verified: VerifiedFolder, *, steps: bool = True, pieces: bool = False) -> tuple[str, OrtRunner]:
     """Name and runner of the graphs as shipped, with logits; MalformedInput if onnxruntime cannot open one.
 
     Without `steps` the decode graph, whose packed codes are held a second time, is opened only if the logits of whole
-    prompts need it. `layered`: one graph that runs in pieces, of which one is open at a time.
+    prompts need it. `pieces`: one graph that runs in pieces, of which one is open at a time.
     """
     verified = with_logits(verified)
     roles = {entry.role: entry for entry in verified.entries}
@@ -517,7 +519,7 @@ def shipped_runner(verified: VerifiedFolder, *, steps: bool = True, layered: boo
     entries = pair if len(pair) > 1 else [verified.entries[-1]]
     if not steps and not entries[0].last_logits:
         entries = entries[:1]
-    if layered:
+    if pieces:
         graph = open_in_pieces(verified.path, entries[0], verified.settings, PART_BYTES)
         return graph.name, PiecedRunner(graph)
     graphs = [open_graph(verified.path, entry, verified.settings) for entry in entries]

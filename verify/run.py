@@ -43,7 +43,7 @@ from llmconv.verify.clients.comparison import Client, ClientChecks, EagerLogits,
 from llmconv.verify.comparison.cache_copies import has_codes
 from llmconv.verify.comparison.half_precision import most_precise
 from llmconv.verify.comparison.images import FEATURES
-from llmconv.verify.float_folder import AUTO, FloatFolder, Method
+from llmconv.verify.float_folder import AUTO, STRUCTURE, FloatFolder, Method
 from llmconv.verify.graph_folder import GraphFolder
 from llmconv.verify.other_exporters.quantized.accuracy import AccuracyLimits, rounds_activations
 from llmconv.verify.other_exporters.quantized.dequantized_reference import StoredSmoothing
@@ -317,7 +317,7 @@ def _coded_checks(coded: CodedFolder, folder: FloatFolder, eager: Eager | None, 
 
 
 def _quantized_checks(folder: FloatFolder, choices: Choices, cost: QuantizationOptions) -> Checking:
-    yield from folder.recorded_files()
+    yield from folder.recorded_files(hashes=choices.method.name != STRUCTURE)
     quantized = QuantizedFolder(folder.verified, folder.reference, folder.report, folder.session, cost)
     return (yield from quantized.checks(choices.method, choices.eager, choices.low_memory))
 

@@ -145,10 +145,14 @@ def side_by_side(tensors: Mapping[str, Stored], groups: Sequence[Sequence[str]])
 
     A group is the names of weights that are multiplied with one activation.
     """
-    blocks = [[name + suffix for suffix in (CODES, ZEROS, SCALES) for name in group] for group in groups]
-    block_of = {name: [one for one in block if one in tensors] for block in blocks for name in block}
+    block_of = {name: [one for one in block if one in tensors] for block in parts_of(groups) for name in block}
     order = dict.fromkeys(one for name in tensors for one in block_of.get(name, [name]))
     return {name: tensors[name] for name in order}
+
+
+def parts_of(groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The names of codes, zero points and scales of each group, in the order of the file."""
+    return [[name + suffix for suffix in (CODES, ZEROS, SCALES) for name in group] for group in groups]
 
 
 def join_products(graph: ir.Graph) -> None:

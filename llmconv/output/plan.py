@@ -80,12 +80,14 @@ def plan_checkpoint(
     max_shard_size: str | int = DEFAULT_SIZE,
     stem: str = MODEL,
     parts: Mapping[str, int] | None = None,
+    together: Sequence[Collection[str]] = (),
 ) -> Plan:
     """Plans a Hugging Face folder of the tensors, in order; a shard of unchanged tensors as a copy of their file.
 
     `max_shard_size` (a larger tensor gets its own) is in bytes or as `5GB` (else UsageProblem); `keep` keeps the shards
     of a Hugging Face folder, and means `5GB` for other sources. Names of files begin with `stem`; tensors of different
-    numbers in `parts` (0 if in none) are not in one file. Raises InputRefused for no tensors, or a name that cannot be
+    numbers in `parts` (0 if in none) are not in one file; tensors of one of the groups `together`, which are new and
+    adjacent, are. Raises InputRefused for no tensors, or a name that cannot be
     written.
     """
     if not checkpoint and not checkpoint.adapter:
@@ -102,7 +104,10 @@ def plan_checkpoint(
     groups = []
     for part in sorted({*numbers.values()}):
         tensors = {name: checkpoint[name] for name, number in numbers.items() if number == part}
-        groups += by_source(tensors, checkpoint.files, limit) if kept else by_size(tensors, limit)
+        if kept:
+            groups += by_source(tensors, checkpoint.files, limit, together)
+        else:
+            groups += by_size(tensors, limit, together)
     names = [f"{stem}-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
     names = [f"{stem}.safetensors"] if len(names) == 1 else names
     shards = tuple(Shard(name, group, copy_of=file_of(group)) for name, group in zip(names, groups, strict=True))
@@ -159,21 +164,38 @@ KEEP = "keep"  # instead of a size: keep the files of the source
 Group = dict[str, LazyTensor]
 
 
-def by_size(tensors: Mapping[str, LazyTensor], limit: int) -> list[Group]:
+def by_size(tensors: Mapping[str, LazyTensor], limit: int, together: Sequence[Collection[str]] = ()) -> list[Group]:
     """Groups tensors in order into files of at most `limit` bytes; a larger tensor gets its own."""
     groups: list[Group] = []
     size = 0
-    for name, tensor in tensors.items():
-        if not groups or size + tensor.nbytes > limit:
+    for unit in _units(tensors, together, limit):
+        more = sum(tensor.nbytes for tensor in unit.values())
+        if not groups or size + more > limit:
             groups.append({})
             size = 0
-        groups[-1][name] = tensor
-        size += tensor.nbytes
+        groups[-1] |= unit
+        size += more
     return groups
 
 
-def by_source(tensors: Mapping[str, LazyTensor], files: Mapping[str, str], limit: int) -> list[Group]:
-    """Groups tensors in order by their source files; a new tensor joins the previous one's file if it fits.
+def _units(tensors: Mapping[str, LazyTensor], together: Sequence[Collection[str]], limit: int) -> list[Group]:
+    """The tensors in order, those of one group of at most `limit` bytes as one unit."""
+    sizes = [sum(tensors[name].nbytes for name in names if name in tensors) for names in together]
+    groups = [(at, names) for at, (names, size) in enumerate(zip(together, sizes, strict=True)) if size <= limit]
+    group_of = {name: at for at, names in groups for name in names}
+    units: dict[int | str, Group] = {}
+    for name, tensor in tensors.items():
+        units.setdefault(group_of.get(name, name), {})[name] = tensor
+    return list(units.values())
+
+
+def by_source(
+    tensors: Mapping[str, LazyTensor],
+    files: Mapping[str, str],
+    limit: int,
+    together: Sequence[Collection[str]] = (),
+) -> list[Group]:
+    """Groups tensors in order by their source files; a new tensor, or group, joins the previous one's file if it fits.
 
     `files` maps tensors to their file in the source; `limit`, in bytes, is at least the size of the largest source
     file.
@@ -185,13 +207,14 @@ def by_source(tensors: Mapping[str, LazyTensor], files: Mapping[str, str], limit
     room = max([limit, *sizes.values()])
     groups: dict[str, Group] = {}
     home = next(iter(sizes), "")
-    for name, tensor in tensors.items():
+    for unit in _units(tensors, together, limit):
+        name, size = next(iter(unit)), sum(tensor.nbytes for tensor in unit.values())
         home = files.get(name, home)
         if name not in files:
-            while sizes.get(home) and sizes[home] + tensor.nbytes > room:
+            while sizes.get(home) and sizes[home] + size > room:
                 home += "+"
-            sizes[home] = sizes.get(home, 0) + tensor.nbytes
-        groups.setdefault(home, {})[name] = tensor
+            sizes[home] = sizes.get(home, 0) + size
+        groups.setdefault(home, {}).update(unit)
     return list(groups.values())
 
 

@@ -55,6 +55,12 @@ def test_a_file_of_which_nothing_is_left_is_gone() -> None:
 def test_every_tensor_lies_in_one_file_with_those_it_came_with(
     tensors: dict[str, int], files: dict[str, str], limit: int
 ) -> None:
+    together = ["ah", "gb"]
+    unit = [{*names} & {*tensors} for names in together]
+    for groups in (by_source(sized(**tensors), {}, limit, together), by_size(sized(**tensors), limit, together)):
+        assert sorted("".join(names(groups))) == sorted(tensors) and all(groups)
+        small = [one for one in unit if sum(tensors[name] for name in one) <= limit]
+        assert all(sum(bool(one & {*group}) for group in groups) <= 1 for one in small)
     for groups in (by_source(sized(**tensors), files, limit), by_size(sized(**tensors), limit)):
         assert sorted("".join(names(groups))) == sorted(tensors) and all(groups)
         assert all(list(group) == [name for name in tensors if name in group] for group in groups)

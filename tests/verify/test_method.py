@@ -157,8 +157,8 @@ def test_quantized_folders_take_a_method(llama: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "why_not"),
     [
-        ({"shapes": "static", "max_seq_len": 64}, "updates a fixed cache buffer in place"),
-        ({"cache": "shared-buffer"}, "updates a fixed cache buffer in place"),
+        ({"prefix": "PrefixTuning"}, "a graph has a prefix"),
+        ({"shapes": "static", "max_seq_len": 3}, "the graph's cache has room for 3 tokens, not 4"),
     ],
 )
 def test_graphs_that_do_not_fall_into_layers_are_run_whole(

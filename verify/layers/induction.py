@@ -221,7 +221,7 @@ def keep_layers(model: onnx.ModelProto, kept: Collection[int], tensors: Mapping[
     layers = GraphLayers.of(model, tensors)
     removed = {at for layer in layers.layers if layer.number not in kept for at in layer.nodes}
     renamed = {**_bypassed(layers, kept), **_lengths(layers, kept)}
-    nodes = [_renamed(node, renamed) for at, node in enumerate(layers.index.nodes) if at not in removed]
+    nodes = [with_names(node, renamed) for at, node in enumerate(layers.index.nodes) if at not in removed]
     graph = model.graph
     refill(graph.node, nodes)
     refill(graph.input, [port for port in graph.input if not is_past(port.name) or layer_of(port.name) in kept])
@@ -277,7 +277,7 @@ def _merge_equal(model: onnx.ModelProto) -> None:
             or results & set(node.output)
             or list(map(bool, known_outputs)) != list(map(bool, node.output))
         ):
-            nodes.append(_renamed(node, renamed))
+            nodes.append(with_names(node, renamed))
         else:
             renamed |= zip(node.output, known_outputs, strict=True)
     refill(model.graph.node, nodes)
@@ -312,7 +312,7 @@ def _lengths(layers: GraphLayers, kept: Collection[int]) -> dict[str, str]:
     return found
 
 
-def _renamed(node: onnx.NodeProto, names: dict[str, str]) -> onnx.NodeProto:
+def with_names(node: onnx.NodeProto, names: dict[str, str]) -> onnx.NodeProto:
     """A copy of a node that reads other values, also in its subgraphs."""
     copy = onnx.NodeProto()
     copy.CopyFrom(node)
@@ -321,6 +321,6 @@ def _renamed(node: onnx.NodeProto, names: dict[str, str]) -> onnx.NodeProto:
     for attribute in copy.attribute:
         for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
             own = {name for one in graph.node for name in one.output}
-            inner = [_renamed(one, {old: new for old, new in names.items() if old not in own}) for one in graph.node]
+            inner = [with_names(one, {old: new for old, new in names.items() if old not in own}) for one in graph.node]
             refill(graph.node, inner)
     return copy

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +26,21 @@ import torch
 from llmconv.errors import LlmconvError, UnsupportedInput
 from llmconv.memory import trim
 from llmconv.progress import status
-from llmconv.runtime.extra_inputs import ExtraInput, ExtraValues, is_past, is_present, is_state, layer_of, present_of
+from llmconv.runtime.extra_inputs import (
+    BATCH,
+    SEQUENCE,
+    ExtraInput,
+    ExtraValues,
+    ModelCall,
+    is_past,
+    is_present,
+    is_state,
+    layer_of,
+    present_of,
+)
 from llmconv.runtime.low_memory.pieced_graph import (
     DeclaredValue,
+    GraphPiece,
     ValueTypes,
     cut_graph,
     open_piece,
@@ -35,14 +48,15 @@ from llmconv.runtime.low_memory.pieced_graph import (
 )
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.runtime.onnxruntime.graph import refusing
-from llmconv.runtime.onnxruntime.guard import values_read_by
+from llmconv.runtime.onnxruntime.guard import nodes, values_read_by
 from llmconv.runtime.onnxruntime.session_settings import INPUT_DTYPES, SessionSettings
-from llmconv.runtime.onnxruntime.shared_buffers import as_input
+from llmconv.runtime.onnxruntime.shared_buffers import BufferedSession, FixedSizes, as_input
+from llmconv.runtime.onnxruntime.time_limit import LimitedSession
 from llmconv.runtime.runner import Step, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import fold
 from llmconv.verify.layers.graph_layers import GraphLayers
-from llmconv.verify.layers.induction import LAYERS, PARTS, Induction
+from llmconv.verify.layers.induction import LAYERS, PARTS, Induction, with_names
 from llmconv.verify.reference.eager import ComputedModel
 from llmconv.verify.reference.other_roundings import rows_of, valid_rows
 from llmconv.verify.results import Check, Checks, Report, Statement, Where, problem_of
@@ -93,21 +107,26 @@ class SingleLayerChecks:
         numbers = self.induction.run
         names = {number: self.induction.classes.names[number] for number in numbers}
         skipped = self.induction.left_out(numbers)
-        runs: LayerRuns | None = None
+        runs: dict[int, LayerRuns] = {}  # by the number of past tokens
         extras: Mapping[str, ExtraInput] = {}
         for graph, model in self.distinct().items():
             layers = GraphLayers.of(model, self.induction.tensors)
+            sizes = fixed_sizes(model)
+            past = 0 if sizes and sizes.refusal(1, PAST, NEW) else PAST
             options: dict[str, Any] = {"code": self.code, "weights": self.reference.weights}
             options |= {"skipped": skipped, "extra_inputs": extra_inputs_of(self.reference.folder)}
             opened: Callable[[str], StreamedRunner] = partial(StreamedRunner, self.reference.folder, **options)
             try:
-                if runs is None:
+                if past not in runs:
                     first = opened("float32")
                     extras = {n: one for n, one in first.extra_inputs.items() if n in layers.index.inputs}
-                    call = made_up_call(layers, first.vocab_size, extras)
-                    runs = run_eager(opened, call, list(names.values()), self.dtype)
+                    call = made_up_call(layers, first.vocab_size, extras, past)
+                    runs[past] = run_eager(opened, call, list(names.values()), self.dtype)
                 runner = PartRunner(graph, model, self.folder, self.settings, PART_BYTES)
-                yield from self._of_graph(graph, GraphRun(layers, runner, runs, names, extras))
+                run = GraphRun(layers, runner, runs[past], names, extras)
+                if sizes:
+                    run = BufferedGraphRun(layers, runner, runs[past], names, extras, sizes)
+                yield from self._of_graph(graph, run)
             except UnsupportedInput:
                 raise
             except LlmconvError as error:
@@ -264,19 +283,19 @@ class LayerRuns:
     last: torch.Tensor  # the input of the part after the layers, float64
 
 
-def made_up_call(graph: GraphLayers, vocab_size: int, extras: Mapping[str, ExtraInput]) -> Call:
-    """The call that all layers run; models with states get no past, and so no padding."""
+def made_up_call(graph: GraphLayers, vocab_size: int, extras: Mapping[str, ExtraInput], length: int = PAST) -> Call:
+    """The call that all layers run, after a past of `length`; models with states get no past, and so no padding."""
     ports = {name: port for name, port in graph.index.inputs.items() if is_past(name)}
     shapes = {present_of(name): _sizes(port) for name, port in ports.items()}
-    has_states = any(is_state(name) for name in shapes)
-    mask = np.ones((3, NEW + (0 if has_states else PAST)), dtype=np.int64)
+    length = 0 if any(is_state(name) for name in shapes) else length
+    mask = np.ones((3, NEW + length), dtype=np.int64)
     rng = np.random.default_rng(SEED)
     ids = rng.integers(0, vocab_size, (3, NEW))
     past = None
-    if not has_states:
-        mask[PADDED, :PAST] = 0
-        past = SyntheticPast(shapes, 3, PAST, (0, 1), SEED)
-    call = Call(ids, mask, default_positions(mask, NEW), start=past, known=PAST if past else 0)
+    if length:
+        mask[PADDED, :length] = 0
+        past = SyntheticPast(shapes, 3, length, (0, 1), SEED)
+    call = Call(ids, mask, default_positions(mask, NEW), start=past, known=length)
     return drawn([call], extras, rng, both_ways=True)[0]
 
 
@@ -434,6 +453,91 @@ class GraphRun:
         return {name for at in nodes for name in self.graph.index.reads[at]}
 
 
+def too_small(model: onnx.ModelProto) -> str:
+    """Why a graph has no room for the call of single layers; empty if it has."""
+    sizes = fixed_sizes(model)
+    return sizes.refusal(1, 0, NEW) if sizes else ""
+
+
+def fixed_sizes(model: onnx.ModelProto) -> FixedSizes | None:
+    """The sizes of a graph that updates fixed cache buffers in place; None for one whose cache grows."""
+    sides = ([DeclaredValue.of(port) for port in side] for side in (model.graph.input, model.graph.output))
+    inputs, outputs = ({port.name: port.shape for port in side} for side in sides)
+    single = any(node.op_type == "GroupQueryAttention" for node in nodes(model))
+    return FixedSizes.of(inputs, outputs, single)
+
+
+@dataclass(frozen=True)
+class RowsOfPast:
+    """Some rows of a past of one layer."""
+
+    given: Mapping[str, Array]
+    length: int
+
+    def arrays(self) -> dict[str, Array]:
+        return dict(self.given)
+
+
+@dataclass(frozen=True)
+class BufferedGraphRun(GraphRun):
+    """The parts of a graph with fixed cache buffers, run as its runner runs the whole: in calls of its sizes."""
+
+    sizes: FixedSizes
+
+    def start(self) -> dict[str, Array]:
+        first = self.graph.layers[0].entry
+        if first in self.graph.index.inputs:
+            return {}
+        return {first: self._run(self.graph.prologue, first)[first]}
+
+    def layer(self, number: int) -> dict[str, Array]:
+        layer = self.graph.layers[number]
+        hidden = self.runs.exact.given[self.names[number]].numpy()
+        found = self._run(layer.nodes, layer.exit, layer.entry, hidden)
+        return {"hidden": found.pop(layer.exit), **found}
+
+    def end(self) -> Array:
+        exit_, last = self.graph.layers[-1].exit, self.runs.last.numpy()
+        return self._run(self.graph.epilogue, "logits", exit_, last)["logits"]
+
+    def _run(
+        self, numbers: Collection[int], result: str, entry: str = "", hidden: Array | None = None
+    ) -> dict[str, Array]:
+        """The result of a part [rows, tokens, features], and its caches of past and new tokens, by name."""
+        part = self.runner.part_of(numbers, result, entry)
+        call = self.runs.call
+        extras, given = dict(self.extras), dict(call.extras or {})
+        if hidden is not None:
+            extras[ENTRY] = ExtraInput(ENTRY, (BATCH, SEQUENCE, hidden.shape[-1]), "float32", values=1.0)
+            with np.errstate(over="ignore"):  # after a layer that overflows, the hidden state is infinite
+                given[ENTRY] = hidden.astype(np.float32)
+        session = self.runner.open(part, {ENTRY: hidden.shape[-1]} if hidden is not None else {})
+        run = BufferedSession(session, self.sizes, [result], lambda ids, placed: {"input_ids": ids}, garbage=True)
+        names = [present_of(name) for name in part.inputs if is_past(name)]
+        past = call.start.arrays() if call.start else {}
+        # `GroupQueryAttention` reads several tokens after a past in a batch of one only
+        rows = 1 if self.sizes.single else self.sizes.rows or len(call.input_ids)
+        found: list[dict[str, Array]] = []
+        for first in range(0, len(call.input_ids), rows):
+            at = slice(first, first + rows)
+            tokens = ModelCall(call.input_ids[at], call.attention_mask[at], call.position_ids[at])
+            cut = {name: _rows_of(extras[name], array, at) for name, array in given.items()}
+            start = RowsOfPast({name: past[name][at] for name in names}, call.known) if past else None
+            with self.runner.refusing():
+                results, cache = run.run(tokens, ExtraValues(extras, cut), start)
+            found.append({result: results[0], **(cache.arrays() if names else {})})
+        trim()
+        return {name: np.concatenate([one[name] for one in found]) for name in found[0]}
+
+
+ENTRY = "entering_hidden_state"  # the name of the hidden state that a part of a graph reads
+
+
+def _rows_of(extra: ExtraInput, array: Array, at: slice) -> Array:
+    axis = extra.axes.index(BATCH) if BATCH in extra.axes else None
+    return array if axis is None else array[(slice(None),) * axis + (at,)]
+
+
 class PartRunner:
     """Runs parts of a graph on values that are given or that other parts computed.
 
@@ -448,6 +552,7 @@ class PartRunner:
         self._constants = {node.output[0]: node for node in self._nodes if node.op_type == "Constant"}
         declared = [DeclaredValue.of(port) for port in model.graph.input]
         self._types: ValueTypes = {port.name: (port.type, port.shape) for port in declared}
+        self._hidden = "tensor(float)"  # the type of hidden states, after the part before the layers has run
         self._values: dict[str, ort.OrtValue] = {}
 
     def feed(self, given: Mapping[str, Array], like: str = "") -> None:
@@ -465,7 +570,7 @@ class PartRunner:
         part = self._part(nodes, outputs)
         split_products(part, self._limit)
         for piece in cut_graph(part, self._limit):
-            with refusing(self._name, "run `llmconv verify --method whole`"):
+            with self.refusing():
                 session = open_piece(piece, self._types, self._folder, self._settings, self._limit)
                 self._types |= {arg.name: (arg.type, arg.shape) for arg in session.get_outputs()}
                 feeds = {name: self._values[name] for name in piece.inputs}
@@ -473,6 +578,45 @@ class PartRunner:
                 del session
             trim()
         return {name: self._values[name].numpy() for name in outputs}
+
+    def refusing(self) -> AbstractContextManager[None]:
+        """Turns errors of onnxruntime into MalformedInput."""
+        return refusing(self._name, "run `llmconv verify --method whole`")
+
+    def part_of(self, numbers: Collection[int], result: str, entry: str) -> GraphPiece:
+        """A part with what it reads of other parts but the hidden state `entry`, which is its input `ENTRY`.
+
+        Its outputs are `result` and its caches.
+        """
+        producers = {name: at for at, node in enumerate(self._nodes) for name in node.output if name and name != entry}
+        known, open_numbers = set(numbers), list(numbers)
+        while open_numbers:
+            read = {producers[name] for name in values_read_by(self._nodes[open_numbers.pop()]) if name in producers}
+            open_numbers += read - known
+            known |= read
+        chosen = [with_names(self._nodes[at], {entry: ENTRY} if entry else {}) for at in sorted(known)]
+        values = {name for node in chosen for name in values_read_by(node)}
+        made = {name for node in chosen for name in node.output}
+        inputs = [port.name for port in self._model.graph.input if port.name in values and port.name != entry]
+        outputs = [result, *(port.name for port in self._model.graph.output if is_present(port.name))]
+        return GraphPiece(
+            self._model,
+            tuple(chosen),
+            (*inputs, *([ENTRY] if ENTRY in values else [])),
+            tuple(name for name in outputs if name in made),
+            weight_bytes=0,
+            shapes_only=frozenset(),
+        )
+
+    def open(self, part: GraphPiece, features: Mapping[str, int]) -> LimitedSession:
+        """A session of a part; `features` is the size of the hidden state by name. MalformedInput if that fails."""
+        tokens = next(shape for name, (_, shape) in self._types.items() if name in ("input_ids", "inputs_embeds"))
+        hidden = {name: (self._hidden, [*tokens[:2], size]) for name, size in features.items()}
+        with self.refusing():
+            session = open_piece(part, {**self._types, **hidden}, self._folder, self._settings, self._limit)
+        if not features:
+            self._hidden = session.get_outputs()[0].type
+        return session
 
     def _part(self, nodes: Collection[int], outputs: Sequence[str]) -> onnx.ModelProto:
         """The nodes as a graph of their own, which reads the values that other nodes computed."""

@@ -106,11 +106,10 @@ DeclaredShapes = Mapping[str, Sequence[int | str]]
 class CacheBuffers:
     """The memory of a batch's cache: copies of `arrays` [batch, kv_heads, capacity, head_dim]; `filled` tokens."""
 
-    def __init__(self, arrays: Sequence[Array], filled: int = 0, device: Device | None = None) -> None:
+    def __init__(self, arrays: Sequence[Array], capacity: int, filled: int = 0, device: Device | None = None) -> None:
         self._device = device or Device()
         self.values = [self._device.place(array) for array in arrays]
-        self.filled = filled
-        self.capacity = int(self.values[0].shape()[2])
+        self.capacity, self.filled = capacity, filled
         self._bound: dict[tuple[LimitedSession, int], BoundSession] = {}
 
     def bound(
@@ -269,7 +268,7 @@ class BufferedSession:
                 array[:rows, :, : content[index].shape[2]] = content[index]
                 array[rows:] = array[:1]
             arrays.append(array)
-        return CacheBuffers(arrays, past.length if past else 0, self._device)
+        return CacheBuffers(arrays, capacity, past.length if past else 0, self._device)
 
     def _run(
         self,

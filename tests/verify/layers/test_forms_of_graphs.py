@@ -1,4 +1,4 @@
-"""Graphs in stages, and graphs that choose tokens, by induction: what passes, and faults in one stage alone."""
+"""Graphs in stages, with fixed buffers, and that choose tokens, by induction: what passes, and which faults fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 from llmconv.export.exporter import export
 from llmconv.verify import verify
 from llmconv.verify.float_folder import odd_ports
-from tests.builders.layered_models import LAYERED, save_layered
+from llmconv.verify.layers.layer_checks import NAME
+from tests.builders.layered_models import save_layered
 
 QUICK = ("prefill, 7 tokens", "second turn")
 SECOND = "model-2-of-2.onnx"
@@ -118,7 +119,44 @@ def test_a_value_that_changes_its_type_between_stages_is_named(staged: Path) -> 
     assert odd_ports(stages) == {SECOND: "it takes `hidden_states.2` in another type than the stage before gives it"}
 
 
+BUFFERED: dict[str, dict[str, Any]] = {
+    "shared buffers": {"cache": "shared-buffer"},
+    "shared buffers for onnxruntime": {"cache": "shared-buffer", "target": "ort-cpu"},
+    "static": {"shapes": "static", "max_seq_len": 64},
+}
+
+
+def changes_the_attention(model: onnx.ModelProto, layer: int) -> None:
+    (node,) = (
+        n for n in model.graph.node if n.op_type in ("Attention", "GroupQueryAttention") and f".{layer}." in n.name
+    )
+    if node.op_type == "GroupQueryAttention":
+        next(a for a in node.attribute if a.name == "scale").f *= 1.1
+        return
+    node.attribute.append(onnx.helper.make_attribute("softcap", 0.5))
+
+
+@pytest.mark.quick_rows("shared buffers for onnxruntime")
+@pytest.mark.parametrize("options", BUFFERED)
+def test_a_fault_of_a_layer_with_fixed_buffers_is_seen_in_that_layer_alone(options: str, tmp_path: Path) -> None:
+    source = save_layered("llama", tmp_path / "model")
+    export(source, tmp_path / "out", prefill=True, incremental=True, **BUFFERED[options])
+    for name in ("prefill.onnx", "decode.onnx"):
+        model = onnx.load(tmp_path / "out" / name, load_external_data=False)
+        changes_the_attention(model, 2)
+        onnx.save(model, tmp_path / "out" / name)
+    given: dict[str, Any] = {"allow_changed": True, "record": False, "scenario": QUICK}
+    report = verify(tmp_path / "out", reference=source, method="induction", **given)
+    failed = {check.output for check in report.checks if check.name == NAME and check.verdict == "fail"}
+    assert failed == {"hidden state after layer 2"}, report.lines()
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
+    **BUFFERED,
+    "static batch": {"shapes": "static", "max_seq_len": 64, "batch_size": 2},
+    "codes in shared buffers": {"cache": "shared-buffer", "target": "ort-cpu", "quant": "int4"},
+    "half precision in shared buffers": {"cache": "shared-buffer", "precision": "float16"},
+    "static codes and tokens": {"shapes": "static", "max_seq_len": 64, "quant": "int8", "postprocess": "argmax"},
     "tokens": {"postprocess": "argmax"},
     "likeliest tokens of the last position": {"postprocess": "topk:3", "last_logits": True},
     "tokens of three stages": {"postprocess": "argmax", "stages": 3},
@@ -129,11 +167,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+STATES = ("mamba", "lfm2")  # which no fixed buffer holds
+KINDS = ("llama", "gpt2", "gemma3_text", *STATES)
+ROWS = [
+    (kind, name)
+    for kind in KINDS
+    for name, options in OPTIONS.items()
+    if kind not in STATES or not {"cache", "shapes"} & options.keys()
+]
+
+
 @pytest.mark.slow
-@pytest.mark.one_row_in(7)
 @pytest.mark.parametrize("low_memory", [True, None], ids=["in pieces", "whole"])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", [kind for kind in LAYERED if kind not in ("olmo2", "gemma3n_text")])
+@pytest.mark.parametrize(("kind", "options"), ROWS)
 def test_every_kind_is_shown_by_induction(kind: str, options: str, low_memory: bool | None, tmp_path: Path) -> None:
     source = save_layered(kind, tmp_path / "model")
     export(source, tmp_path / "out", prefill=True, incremental=True, **OPTIONS[options])
