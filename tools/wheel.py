@@ -39,7 +39,7 @@ def names(wheel: Path) -> set[str]:
 def modules() -> set[str]:
     """What the wheel should hold: the page, and every module as it is imported; a compiled one has a stub."""
     page = {str(path) for kind in ("html", "css", "js") for path in Path("llmconv/serve").glob(f"*.{kind}")}
-    texts = {str(path) for path in Path("llmconv/sample_texts").glob("*.txt")}
+    texts = {str(path) for kind in ("sample_texts/*.txt", "cli/*.toml") for path in Path("llmconv").glob(kind)}
     front = {str(path) for path in Path("llmconv").rglob("*.py")} | {"llmconv/py.typed"} | page | texts
     stubs = [path for room in ROOMS for path in Path(room).rglob("*.pyi")]
     compiled = [path.with_suffix(".abi3.so") for path in stubs]

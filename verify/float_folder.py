@@ -228,7 +228,7 @@ class Compared:
 
     def _opener(self) -> GraphOpener:
         """Opens graphs whole, or in pieces: smaller ones if few layers run."""
-        if not self.layered or fixed_buffers(self.verified):
+        if not self.layered or (self.induction and fixed_buffers(self.verified)):
             return open_graph
         return partial(open_in_pieces, piece_bytes=PART_BYTES) if self.induction else open_in_pieces
 

@@ -165,7 +165,7 @@ class QuantizedFolder:
             eager = known if known and shipped.weights is None else quantized.eager()
             half = half_of(graphs.files)
             eager = (eager.in_dtype(half) if half else eager).with_defaults()
-        pieces = layered and not fixed_buffers(verified)
+        pieces = layered and not (plan.induction and fixed_buffers(verified))
         if not (yield from quantized.opens(pieces=pieces)):
             return eager, verified
         yield from quantized.cost(eager, pieces=pieces)

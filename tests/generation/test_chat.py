@@ -202,8 +202,15 @@ def terminal(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[byt
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "llmconv", "chat", str(folder), *options]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200"}
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    process = subprocess.Popen(  # in the background a shell ignores SIGINT
+        command,
+        cwd=ROOT,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     os.close(theirs)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import torch
 
 from llmconv.errors import LlmconvError, UnsupportedInput
@@ -51,11 +49,10 @@ from llmconv.runtime.onnxruntime.graph import refusing
 from llmconv.runtime.onnxruntime.guard import nodes, values_read_by
 from llmconv.runtime.onnxruntime.session_settings import INPUT_DTYPES, SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import BufferedSession, FixedSizes, as_input
-from llmconv.runtime.onnxruntime.time_limit import LimitedSession
 from llmconv.runtime.runner import Step, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import fold
-from llmconv.verify.layers.graph_layers import GraphLayers
+from llmconv.verify.layers.graph_layers import EMBEDS, GraphLayers
 from llmconv.verify.layers.induction import LAYERS, PARTS, Induction, with_names
 from llmconv.verify.reference.eager import ComputedModel
 from llmconv.verify.reference.other_roundings import rows_of, valid_rows
@@ -122,11 +119,8 @@ class SingleLayerChecks:
                     extras = {n: one for n, one in first.extra_inputs.items() if n in layers.index.inputs}
                     call = made_up_call(layers, first.vocab_size, extras, past)
                     runs[past] = run_eager(opened, call, list(names.values()), self.dtype)
-                runner = PartRunner(graph, model, self.folder, self.settings, PART_BYTES)
-                run = GraphRun(layers, runner, runs[past], names, extras)
-                if sizes:
-                    run = BufferedGraphRun(layers, runner, runs[past], names, extras, sizes)
-                yield from self._of_graph(graph, run)
+                opened_by = layers, self.folder, self.settings
+                yield from self._of_graph(graph, GraphRun(graph, *opened_by, runs[past], names, extras))
             except UnsupportedInput:
                 raise
             except LlmconvError as error:
@@ -279,7 +273,7 @@ class LayerRuns:
     call: Call  # tokens, mask, positions and past
     exact: HiddenStates  # hidden states in float64
     rounded: HiddenStates  # in the graph's dtype, from the same inputs
-    steps: tuple[Step, Step]
+    steps: tuple[Step, ...]
     last: torch.Tensor  # the input of the part after the layers, float64
 
 
@@ -410,47 +404,150 @@ def feeds_of(call: Call, graph: GraphLayers, extras: Mapping[str, ExtraInput]) -
             if not is_state(name):
                 empty[2] = 0
             given[name] = past.get(present_of(name), np.zeros(empty, np.float32))
-    return {name: array for name, array in given.items() if name in graph.index.inputs}
+    return given
 
 
-@dataclass(frozen=True)
 class GraphRun:
-    """The parts of a graph, run on the call, with the hidden states of the eager runs as inputs of the layers."""
+    """The parts of a graph, each run on the call, with the hidden states of the eager runs as inputs of the layers.
 
-    graph: GraphLayers
-    runner: PartRunner
-    runs: LayerRuns
-    names: Mapping[int, str]
-    extras: Mapping[str, ExtraInput]
+    At most `PART_BYTES` of weights are in memory; of a graph with fixed cache buffers those of a layer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        graph: GraphLayers,
+        folder: Path,
+        settings: SessionSettings,
+        runs: LayerRuns,
+        names: Mapping[int, str],
+        extras: Mapping[str, ExtraInput],
+    ) -> None:
+        self.runs, self.names = runs, names
+        self._name, self._graph, self._folder, self._extras = name, graph, folder, extras
+        self._settings, self._sizes = replace(settings, arena=False), fixed_sizes(graph.index.model)
+        declared = [DeclaredValue.of(port) for port in graph.index.inputs.values()]
+        self._types: ValueTypes = {port.name: (port.type, port.shape) for port in declared}
+        self._hidden = ""  # the type of hidden states, once the part before the layers has run
 
     def start(self) -> dict[str, Array]:
         """Runs the part before the layers; returns the hidden state that it makes, unless that is an input."""
-        graph, call = self.graph, self.runs.call
-        first = graph.layers[0].entry
-        wanted = {name for layer in graph.layers if layer.number in self.names for name in self._read(layer.nodes)}
-        wanted |= self._read(graph.epilogue) | {first}
-        made = {name for node in graph.nodes_of(graph.prologue) for name in node.output}
-        self.runner.feed(feeds_of(call, graph, self.extras))
-        found = self.runner.run(graph.prologue, sorted(wanted & made))
-        return {name: array for name, array in found.items() if name == first}
+        first = self._graph.layers[0].entry
+        if first in self._types:
+            self._hidden = self._types[first][0]
+            return {}
+        return self.run(self._graph.prologue, first)
 
     def layer(self, number: int) -> dict[str, Array]:
         """Runs one layer; returns the hidden state after it as `hidden`, and its cache outputs."""
-        layer = self.graph.layers[number]
-        given = {layer.entry: self.runs.exact.given[self.names[number]].numpy()}
-        self.runner.feed(given, like=self.graph.layers[0].exit)  # the layer before may not have run
-        cached = [name for name in self.graph.index.outputs if is_present(name) and layer_of(name) == number]
-        found = self.runner.run(layer.nodes, [layer.exit, *cached])
-        return {"hidden": found[layer.exit], **{name: found[name] for name in cached}}
+        layer = self._graph.layers[number]
+        found = self.run(layer.nodes, layer.exit, layer.entry, self.runs.exact.given[self.names[number]].numpy())
+        return {"hidden": found.pop(layer.exit), **found}
 
     def end(self) -> Array:
         """Runs the part after the layers; returns the logits."""
-        last = {self.graph.layers[-1].exit: self.runs.last.numpy()}
-        self.runner.feed(last, like=self.graph.layers[0].exit)
-        return self.runner.run(self.graph.epilogue, ["logits"])["logits"]
+        return self.run(self._graph.epilogue, "logits", self._graph.layers[-1].exit, self.runs.last.numpy())["logits"]
 
-    def _read(self, nodes: Collection[int]) -> set[str]:
-        return {name for at in nodes for name in self.graph.index.reads[at]}
+    def run(
+        self, numbers: Collection[int], result: str, entry: str = "", hidden: Array | None = None
+    ) -> dict[str, Array]:
+        """The value `result` of some nodes, and their caches; `hidden` [rows, tokens, features] replaces `entry`."""
+        part, types = self._part(numbers, result, entry), dict(self._types)
+        extras, given = dict(self._extras), dict(self.runs.call.extras or {})
+        if hidden is not None:
+            tokens = next(types[name][1] for name in ("input_ids", EMBEDS) if name in types)
+            types[ENTRY] = self._hidden, [*tokens[:2], hidden.shape[-1]]
+            extras[ENTRY] = ExtraInput(ENTRY, (BATCH, SEQUENCE, hidden.shape[-1]), "float32", values=1.0)
+            with np.errstate(over="ignore"):  # after a layer that overflows, the hidden state is infinite
+                given[ENTRY] = hidden.astype(np.float32)
+        with refusing(self._name, "run `llmconv verify --method whole`"), np.errstate(over="ignore"):
+            if self._sizes:
+                found = self._run_buffered(self._sizes, part, types, extras, given)
+            else:
+                found = self._run_growing(part, types, extras, given)
+        trim()
+        self._hidden = self._hidden or types[result][0]
+        return found
+
+    def _run_growing(
+        self, part: GraphPiece, types: ValueTypes, extras: Mapping[str, ExtraInput], given: Mapping[str, Array]
+    ) -> dict[str, Array]:
+        feeds = feeds_of(replace(self.runs.call, extras=given), self._graph, extras)
+        values = {name: as_input(feeds[name], INPUT_DTYPES.get(types[name][0])) for name in part.inputs}
+        model = part.build(types)
+        split_products(model, PART_BYTES)
+        for piece in cut_graph(model, PART_BYTES):
+            session = open_piece(piece, types, self._folder, self._settings, PART_BYTES)
+            types |= {arg.name: (arg.type, arg.shape) for arg in session.get_outputs()}
+            read = {name: values[name] for name in piece.inputs}
+            values |= zip(piece.outputs, session.run_with_ort_values(piece.outputs, read), strict=True)
+            del session
+            trim()
+        return {name: values[name].numpy() for name in part.outputs}
+
+    def _run_buffered(
+        self,
+        sizes: FixedSizes,
+        part: GraphPiece,
+        types: ValueTypes,
+        extras: Mapping[str, ExtraInput],
+        given: Mapping[str, Array],
+    ) -> dict[str, Array]:
+        """As the graph's runner runs the whole: in calls of its sizes, with the cache in buffers."""
+        call, result = self.runs.call, part.outputs[0]
+        session = open_piece(part, types, self._folder, self._settings, PART_BYTES)
+        types |= {arg.name: (arg.type, arg.shape) for arg in session.get_outputs()}
+        run = BufferedSession(session, sizes, [result], lambda ids, placed: {"input_ids": ids}, garbage=True)
+        past = call.start.arrays() if call.start else {}
+        mine = {present_of(name): past[present_of(name)] for name in part.inputs if is_past(name) and past}
+        # `GroupQueryAttention` reads several tokens after a past in a batch of one only
+        rows = 1 if sizes.single else sizes.rows or len(call.input_ids)
+        found: list[dict[str, Array]] = []
+        for first in range(0, len(call.input_ids), rows):
+            at = slice(first, first + rows)
+            tokens = ModelCall(call.input_ids[at], call.attention_mask[at], call.position_ids[at])
+            cut = {name: _rows_of(extras[name], array, at) for name, array in given.items()}
+            start = RowsOfPast({name: array[at] for name, array in mine.items()}, call.known) if past else None
+            results, cache = run.run(tokens, ExtraValues(extras, cut), start)
+            found.append({result: results[0], **(cache.arrays() if part.outputs[1:] else {})})
+        return {name: np.concatenate([one[name] for one in found]) for name in found[0]}
+
+    def _part(self, numbers: Collection[int], result: str, entry: str) -> GraphPiece:
+        """Nodes with what they read of other parts but the hidden state `entry`, which is the input `ENTRY`.
+
+        The first output is `result`, the others are caches.
+        """
+        index = self._graph.index
+        known, left = set(numbers), list(numbers)
+        while left:
+            read = {index.producers[name] for name in index.reads[left.pop()] - {entry} if name in index.producers}
+            left += read - known
+            known |= read
+        chosen = [with_names(index.nodes[at], {entry: ENTRY} if entry else {}) for at in sorted(known)]
+        values = {name for node in chosen for name in values_read_by(node)}
+        made = {name for node in chosen for name in node.output}
+        inputs = [name for name in (*self._types, ENTRY) if name in values and name != entry]
+        outputs = [result, *(name for name in index.outputs if is_present(name) and name in made)]
+        return GraphPiece(index.model, tuple(chosen), tuple(inputs), tuple(outputs), 0, frozenset())
+
+
+ENTRY = "entering_hidden_state"  # the name of the hidden state that a part of a graph reads
+
+
+@dataclass(frozen=True)
+class RowsOfPast:
+    """Some rows of a past of one layer."""
+
+    given: Mapping[str, Array]
+    length: int
+
+    def arrays(self) -> dict[str, Array]:
+        return dict(self.given)
+
+
+def _rows_of(extra: ExtraInput, array: Array, at: slice) -> Array:
+    axis = extra.axes.index(BATCH) if BATCH in extra.axes else None
+    return array if axis is None else array[(slice(None),) * axis + (at,)]
 
 
 def too_small(model: onnx.ModelProto) -> str:
@@ -465,169 +562,3 @@ def fixed_sizes(model: onnx.ModelProto) -> FixedSizes | None:
     inputs, outputs = ({port.name: port.shape for port in side} for side in sides)
     single = any(node.op_type == "GroupQueryAttention" for node in nodes(model))
     return FixedSizes.of(inputs, outputs, single)
-
-
-@dataclass(frozen=True)
-class RowsOfPast:
-    """Some rows of a past of one layer."""
-
-    given: Mapping[str, Array]
-    length: int
-
-    def arrays(self) -> dict[str, Array]:
-        return dict(self.given)
-
-
-@dataclass(frozen=True)
-class BufferedGraphRun(GraphRun):
-    """The parts of a graph with fixed cache buffers, run as its runner runs the whole: in calls of its sizes."""
-
-    sizes: FixedSizes
-
-    def start(self) -> dict[str, Array]:
-        first = self.graph.layers[0].entry
-        if first in self.graph.index.inputs:
-            return {}
-        return {first: self._run(self.graph.prologue, first)[first]}
-
-    def layer(self, number: int) -> dict[str, Array]:
-        layer = self.graph.layers[number]
-        hidden = self.runs.exact.given[self.names[number]].numpy()
-        found = self._run(layer.nodes, layer.exit, layer.entry, hidden)
-        return {"hidden": found.pop(layer.exit), **found}
-
-    def end(self) -> Array:
-        exit_, last = self.graph.layers[-1].exit, self.runs.last.numpy()
-        return self._run(self.graph.epilogue, "logits", exit_, last)["logits"]
-
-    def _run(
-        self, numbers: Collection[int], result: str, entry: str = "", hidden: Array | None = None
-    ) -> dict[str, Array]:
-        """The result of a part [rows, tokens, features], and its caches of past and new tokens, by name."""
-        part = self.runner.part_of(numbers, result, entry)
-        call = self.runs.call
-        extras, given = dict(self.extras), dict(call.extras or {})
-        if hidden is not None:
-            extras[ENTRY] = ExtraInput(ENTRY, (BATCH, SEQUENCE, hidden.shape[-1]), "float32", values=1.0)
-            with np.errstate(over="ignore"):  # after a layer that overflows, the hidden state is infinite
-                given[ENTRY] = hidden.astype(np.float32)
-        session = self.runner.open(part, {ENTRY: hidden.shape[-1]} if hidden is not None else {})
-        run = BufferedSession(session, self.sizes, [result], lambda ids, placed: {"input_ids": ids}, garbage=True)
-        names = [present_of(name) for name in part.inputs if is_past(name)]
-        past = call.start.arrays() if call.start else {}
-        # `GroupQueryAttention` reads several tokens after a past in a batch of one only
-        rows = 1 if self.sizes.single else self.sizes.rows or len(call.input_ids)
-        found: list[dict[str, Array]] = []
-        for first in range(0, len(call.input_ids), rows):
-            at = slice(first, first + rows)
-            tokens = ModelCall(call.input_ids[at], call.attention_mask[at], call.position_ids[at])
-            cut = {name: _rows_of(extras[name], array, at) for name, array in given.items()}
-            start = RowsOfPast({name: past[name][at] for name in names}, call.known) if past else None
-            with self.runner.refusing():
-                results, cache = run.run(tokens, ExtraValues(extras, cut), start)
-            found.append({result: results[0], **(cache.arrays() if names else {})})
-        trim()
-        return {name: np.concatenate([one[name] for one in found]) for name in found[0]}
-
-
-ENTRY = "entering_hidden_state"  # the name of the hidden state that a part of a graph reads
-
-
-def _rows_of(extra: ExtraInput, array: Array, at: slice) -> Array:
-    axis = extra.axes.index(BATCH) if BATCH in extra.axes else None
-    return array if axis is None else array[(slice(None),) * axis + (at,)]
-
-
-class PartRunner:
-    """Runs parts of a graph on values that are given or that other parts computed.
-
-    `limit` is the maximum size of the weights in memory, in bytes of float32; a single larger matrix is allowed.
-    """
-
-    def __init__(self, name: str, model: onnx.ModelProto, folder: Path, settings: SessionSettings, limit: int) -> None:
-        self._name = name  # of the graph in messages
-        self._model, self._folder, self._limit = model, folder, limit
-        self._settings = replace(settings, arena=False)
-        self._nodes = list(model.graph.node)
-        self._constants = {node.output[0]: node for node in self._nodes if node.op_type == "Constant"}
-        declared = [DeclaredValue.of(port) for port in model.graph.input]
-        self._types: ValueTypes = {port.name: (port.type, port.shape) for port in declared}
-        self._hidden = "tensor(float)"  # the type of hidden states, after the part before the layers has run
-        self._values: dict[str, ort.OrtValue] = {}
-
-    def feed(self, given: Mapping[str, Array], like: str = "") -> None:
-        """Sets values by name, cast to the dtype of the value, or of `like` where no part has computed it."""
-        for name, array in given.items():
-            if name not in self._types and like in self._types:
-                self._types = {**self._types, name: self._types[like]}
-            kind = self._types[name][0] if name in self._types else ""
-            dtype = INPUT_DTYPES.get(kind, array.dtype)
-            with np.errstate(over="ignore"):  # after a layer that overflows, the hidden state is infinite
-                self._values[name] = as_input(array, dtype)
-
-    def run(self, nodes: Collection[int], outputs: Sequence[str]) -> dict[str, Array]:
-        """Runs the part of these node indices, whose outputs others can read; MalformedInput if that fails."""
-        part = self._part(nodes, outputs)
-        split_products(part, self._limit)
-        for piece in cut_graph(part, self._limit):
-            with self.refusing():
-                session = open_piece(piece, self._types, self._folder, self._settings, self._limit)
-                self._types |= {arg.name: (arg.type, arg.shape) for arg in session.get_outputs()}
-                feeds = {name: self._values[name] for name in piece.inputs}
-                self._values |= zip(piece.outputs, session.run_with_ort_values(piece.outputs, feeds), strict=True)
-                del session
-            trim()
-        return {name: self._values[name].numpy() for name in outputs}
-
-    def refusing(self) -> AbstractContextManager[None]:
-        """Turns errors of onnxruntime into MalformedInput."""
-        return refusing(self._name, "run `llmconv verify --method whole`")
-
-    def part_of(self, numbers: Collection[int], result: str, entry: str) -> GraphPiece:
-        """A part with what it reads of other parts but the hidden state `entry`, which is its input `ENTRY`.
-
-        Its outputs are `result` and its caches.
-        """
-        producers = {name: at for at, node in enumerate(self._nodes) for name in node.output if name and name != entry}
-        known, open_numbers = set(numbers), list(numbers)
-        while open_numbers:
-            read = {producers[name] for name in values_read_by(self._nodes[open_numbers.pop()]) if name in producers}
-            open_numbers += read - known
-            known |= read
-        chosen = [with_names(self._nodes[at], {entry: ENTRY} if entry else {}) for at in sorted(known)]
-        values = {name for node in chosen for name in values_read_by(node)}
-        made = {name for node in chosen for name in node.output}
-        inputs = [port.name for port in self._model.graph.input if port.name in values and port.name != entry]
-        outputs = [result, *(port.name for port in self._model.graph.output if is_present(port.name))]
-        return GraphPiece(
-            self._model,
-            tuple(chosen),
-            (*inputs, *([ENTRY] if ENTRY in values else [])),
-            tuple(name for name in outputs if name in made),
-            weight_bytes=0,
-            shapes_only=frozenset(),
-        )
-
-    def open(self, part: GraphPiece, features: Mapping[str, int]) -> LimitedSession:
-        """A session of a part; `features` is the size of the hidden state by name. MalformedInput if that fails."""
-        tokens = next(shape for name, (_, shape) in self._types.items() if name in ("input_ids", "inputs_embeds"))
-        hidden = {name: (self._hidden, [*tokens[:2], size]) for name, size in features.items()}
-        with self.refusing():
-            session = open_piece(part, {**self._types, **hidden}, self._folder, self._settings, self._limit)
-        if not features:
-            self._hidden = session.get_outputs()[0].type
-        return session
-
-    def _part(self, nodes: Collection[int], outputs: Sequence[str]) -> onnx.ModelProto:
-        """The nodes as a graph of their own, which reads the values that other nodes computed."""
-        model = onnx.ModelProto(ir_version=self._model.ir_version, opset_import=self._model.opset_import)
-        model.functions.extend(self._model.functions)
-        chosen = [self._nodes[at] for at in sorted(nodes)]
-        read = {name for node in chosen for name in values_read_by(node)}
-        own = {node.output[0] for node in chosen}  # constants that stand elsewhere are part of it: no value crosses
-        model.graph.node.extend(self._constants[name] for name in sorted(self._constants.keys() & read - own))
-        model.graph.node.extend(chosen)
-        model.graph.initializer.extend(tensor for tensor in self._model.graph.initializer if tensor.name in read)
-        model.graph.input.extend(port for port in self._model.graph.input if port.name in read)
-        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
-        return model

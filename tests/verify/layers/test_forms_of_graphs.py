@@ -151,6 +151,14 @@ def test_a_fault_of_a_layer_with_fixed_buffers_is_seen_in_that_layer_alone(optio
     assert failed == {"hidden state after layer 2"}, report.lines()
 
 
+def test_a_graph_without_room_for_the_call_of_single_layers_is_run_whole(tmp_path: Path) -> None:
+    source = save_layered("llama", tmp_path / "model")
+    export(source, tmp_path / "out", prefill=False, incremental=True, shapes="static", max_seq_len=3)
+    report = verify(tmp_path / "out", reference=source, method="induction", record=False)
+    assert report.method == "whole" and not any(check.verdict == "fail" for check in report.checks), report.lines()
+    assert any("the graph's cache has room for 3 tokens, not 4" in note for note in report.notes), report.notes
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     **BUFFERED,
     "static batch": {"shapes": "static", "max_seq_len": 64, "batch_size": 2},

@@ -12,7 +12,7 @@ from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.verify.layers.graph_index import NotLayered
 from llmconv.verify.layers.graph_layers import GraphLayers
-from llmconv.verify.layers.layer_checks import PartRunner, feeds_of, made_up_call
+from llmconv.verify.layers.layer_checks import GraphRun, HiddenStates, LayerRuns, made_up_call
 from tests.builders.layered_models import CLASSES, change_layer, load, rename, shuffle
 from tests.builders.mutants.surgery import users
 from tests.verify.layers.conftest import Layered, induction
@@ -48,9 +48,10 @@ def test_values_at_the_cuts_are_the_hidden_states_of_the_model(model_type: str, 
     layers, names = GraphLayers.of(load(folder)), induction(folder).classes.names
     call = made_up_call(layers, 96, {})
     whole = range(len(layers.index.nodes))
-    runner = PartRunner("decode.onnx", load(folder), folder, SessionSettings(), 1 << 28)
-    runner.feed(feeds_of(call, layers, {}))
-    found = runner.run(whole, [layers.layers[0].entry, *(layer.exit for layer in layers.layers)])
+    nothing = HiddenStates()
+    runs = LayerRuns(call, nothing, nothing, (), torch.zeros(0))
+    run = GraphRun("decode.onnx", layers, folder, SessionSettings(), runs, {}, {})
+    found = {layer.exit: run.run(whole, layer.exit)[layer.exit] for layer in layers.layers}
     eager, seen = EagerRunner(folder), []
     for name in names:
         eager.model.get_submodule(name).register_forward_hook(lambda *args: seen.append(args[-1]))
