@@ -92,8 +92,8 @@ def main() -> int:
         model.remove()
     body = "\n".join(
         [
-            "Llamas of random weights, in the shapes of TinyLlama 1.1B, Llama 3 8B and Llama 3.1 405B (whose weights and",
-            "codes are holes in files); a prefill and a decode graph, `llmconv verify FOLDER --reference MODEL`, imports",
+            "Llamas of random weights, with the shapes of TinyLlama 1.1B, Llama 3 8B and Llama 3.1 405B (holes in",
+            "files); a prefill and a decode graph, `llmconv verify FOLDER --reference MODEL`, imports",
             "included. By induction: all layers run by themselves, and the cost is measured.",
             "",
             "| model | seconds | peak RSS, private and mapped, MB |",

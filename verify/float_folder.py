@@ -15,6 +15,7 @@ from llmconv.checkpoint import INDEX, SINGLE, open_weights, read_json
 from llmconv.errors import UsageProblem, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.output.manifest import GraphEntry
+from llmconv.runtime.extra_inputs import is_past
 from llmconv.runtime.onnxruntime.graph import open_graph
 from llmconv.runtime.onnxruntime.guard import is_external, load_guarded, refill
 from llmconv.runtime.onnxruntime.session_settings import (
@@ -39,9 +40,17 @@ from llmconv.verify.comparison.half_precision import (
 from llmconv.verify.comparison.layer_by_layer import Scaler, StreamedEager, open_in_pieces, why_not_layered
 from llmconv.verify.comparison.run import FolderComparison, GraphOpener, open_graphs, takes_embeddings
 from llmconv.verify.layers.graph_index import NotLayered
-from llmconv.verify.layers.graph_layers import add_before_norms, adds_in_norms, described
+from llmconv.verify.layers.graph_layers import EMBEDS, GraphLayers, add_before_norms, adds_in_norms, described
 from llmconv.verify.layers.induction import Induction, LayerChoice, join_parts
-from llmconv.verify.layers.layer_checks import PART_BYTES, Drift, SingleLayerChecks, statements, too_small, unseen_of
+from llmconv.verify.layers.layer_checks import (
+    PART_BYTES,
+    Drift,
+    SingleLayerChecks,
+    fixed_sizes,
+    statements,
+    too_small,
+    unseen_of,
+)
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose, distinct_files
 from llmconv.verify.reference.eager import ComputedModel, Eager, StartOf, trained_start
 from llmconv.verify.reference.other_roundings import SCALED_SCENARIOS
@@ -295,26 +304,36 @@ def routes(model: onnx.ModelProto) -> bool:
 
 def opened_checks(verified: VerifiedFolder, settings: SessionSettings) -> list[Check]:
     """A failed check for each graph that onnxruntime does not open; no cut hides what is wrong with the whole."""
-    if rounds_every_value(verified):
+    if in_steps := rounds_every_value(verified):
         verified = verified.changed(in_float32_steps, verified.named)
     problems = {name: why_not_opened(model, settings) for name, model in verified.models.items()}
     for entry in verified.entries:
         files = entry.stages if isinstance(entry, JoinedStages) else entry.files
         stages = {name: load_guarded(verified.path / name) for name in files if len(files) > 1}
+        for model in stages.values() if in_steps else ():
+            in_float32_steps(model)
         problems |= {name: why_not_opened(model, settings) for name, model in stages.items()}
         problems |= {name: text for name, text in odd_ports(stages).items() if not problems[name]}
     return [Check("structure", name, "", verdict="fail", detail=text) for name, text in problems.items() if text]
 
 
 def odd_ports(stages: Mapping[str, onnx.ModelProto]) -> dict[str, str]:
-    """By name of a stage, what it takes from stages before it in another type than they give it."""
-    given: dict[str, onnx.ValueInfoProto] = {}
+    """By name of a stage, what it takes in another type than those before, or of other sizes than the tokens."""
+    given: dict[str, str] = {}
     found: dict[str, str] = {}
+    tokens, made = "", set[str]()  # the sizes of batch and tokens; what stages hand on
     for name, model in stages.items():
         for port in model.graph.input:
-            if port.name in given and described(port) != described(given[port.name]):
-                found[name] = f"it takes `{port.name[:200]}` in another type than the stage before gives it"
-        given |= {port.name: port for port in model.graph.output}
+            kind = described(port)
+            if port.name in ("input_ids", EMBEDS):
+                tokens = ", ".join(kind.partition("[")[2].rstrip("]").split(", ")[:2])
+            if given.get(port.name, kind) != kind:
+                found[name] = f"it takes `{port.name[:200]}` in another type than the stage before"
+            if port.name in made and not kind.partition("[")[2].startswith(tokens):
+                found[name] = f"it takes `{port.name[:200]}` of other sizes than the tokens have"
+            given.setdefault(port.name, kind)
+        given |= {port.name: described(port) for port in model.graph.output}
+        made |= {port.name for port in model.graph.output}
     return found
 
 
@@ -445,11 +464,21 @@ def planned(
         induction = Induction.of(layered, source, reference, code, method.layers)
     except NotLayered as odd:
         return _without(method.name, str(odd))
+    except (KeyError, IndexError, ValueError, StopIteration) as odd:  # not a valid graph; opening it says why
+        return _without(method.name, f"a graph cannot be analyzed: {first_line(odd)}")
+    if method.name != STRUCTURE and any(map(_reads_buffers_before, induction.classes.graphs.values())):
+        return _without(method.name, "the part before the layers reads a cache buffer")
     if induction.is_whole and method.name != STRUCTURE:
         return _without(method.name, "no two of its layers are alike")
     time = f"the whole model would take {estimate.minutes}"
     note = f"by induction over layers: {time}; `--method whole` runs it"
     return Plan(STRUCTURE if method.name == STRUCTURE else INDUCTION, induction, note if method.name == AUTO else "")
+
+
+def _reads_buffers_before(graph: GraphLayers) -> bool:
+    """Whether nodes before the layers of a graph with fixed cache buffers read one, which their calls do not have."""
+    read = {name for at in graph.prologue for name in graph.index.reads[at]}
+    return fixed_sizes(graph.index.model) is not None and any(map(is_past, read & graph.index.inputs.keys()))
 
 
 def with_cuts(verified: VerifiedFolder) -> VerifiedFolder:

@@ -84,6 +84,9 @@ class GraphFolder:
 
 
 def _models(folder: Path, entries: Sequence[GraphEntry]) -> dict[str, onnx.ModelProto]:
+    files = {entry.name: entry.files for entry in entries}
+    if twice := next((one.name for one in entries if files[one.name] != one.files), ""):
+        raise MalformedInput(f"two graphs of the manifest are named `{twice[:100]}`", hint="export them again")
     models = {entry.name: load_whole(folder, entry) for entry in entries}
     if takes_embeddings(models.values()):
         models[EMBEDDINGS] = load_guarded(folder / EMBEDDINGS)
@@ -118,11 +121,11 @@ def joined_stages(parts: Sequence[onnx.ModelProto]) -> onnx.ModelProto:
 
 def _add_definitions(part: onnx.ModelProto, whole: onnx.ModelProto) -> None:
     """The functions and versions of operators of a part; MalformedInput if the parts define one of them differently."""
-    known = {(one.domain, one.name): one for one in whole.functions}
+    known = {(one.domain, one.name, one.overload): one for one in whole.functions}
     versions = {one.domain: one for one in whole.opset_import}
-    new = [one for one in part.functions if known.get((one.domain, one.name)) != one]
+    new = [one for one in part.functions if known.get((one.domain, one.name, one.overload)) != one]
     imported = [one for one in part.opset_import if versions.get(one.domain) != one]
-    twice = [one.name for one in new if (one.domain, one.name) in known]
+    twice = [one.name for one in new if (one.domain, one.name, one.overload) in known]
     twice += [f"opset {one.domain}" for one in imported if one.domain in versions]
     if twice:
         raise MalformedInput(f"the stages of a graph define `{twice[0][:100]}` differently", hint="export them again")
@@ -139,6 +142,9 @@ def _distinct(part: onnx.GraphProto, before: onnx.GraphProto, mark: str) -> onnx
     made = {name for node in graph.node for name in node.output}
     made |= {tensor.name for tensor in graph.initializer if not is_external(tensor)}
     taken = {*stored, *(name for node in before.node for name in node.output)} - {""}
+    every = made | taken | {tensor.name for tensor in graph.initializer} | {port.name for port in graph.input}
+    while any(f"{name}{mark}" in every for name in made & taken):
+        mark += "+"
     rename(graph, {name: f"{name}{mark}" for name in (made & taken) - {port.name for port in graph.output}})
     for node in graph.node:
         node.name += mark if node.name in named else ""

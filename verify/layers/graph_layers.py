@@ -339,7 +339,7 @@ def add_before_norms(model: onnx.ModelProto) -> None:
     nodes = []
     for node in model.graph.node:
         total, nothing = (f"{node.output[0]}:{name}" for name in ("total", "nothing"))
-        if node.op_type in SUMMING and node.input[1] != nothing:
+        if node.op_type in SUMMING and len(node.input) > 1 and node.input[1] != nothing:
             nodes.append(onnx.helper.make_node("Add", node.input[:2], [total], name=total))
             nodes.append(onnx.helper.make_node("Sub", [total, total], [nothing], name=nothing))
             node.input[0], node.input[1] = total, nothing
@@ -393,7 +393,8 @@ def declaration_problem(index: GraphIndex) -> str:
     """Why the declarations are not those of layers in order; empty if they are."""
     graph = index.model.graph
     computed = [name for node in index.nodes for name in node.output if name]
-    names = Counter([*computed, *index.inputs.keys() - index.initializers.keys(), *index.initializers])
+    stored = [tensor.name for tensor in graph.initializer]
+    names = Counter([*computed, *index.inputs.keys() - index.initializers.keys(), *stored])
     if twice := sorted(name for name, count in names.items() if count > 1):
         return f"`{twice[0]}` is computed or declared twice"
     for ports in (graph.input, graph.output):
@@ -454,7 +455,7 @@ def tensor_form(tensor: onnx.TensorProto) -> Form:
 
 
 def _node_form(node: onnx.NodeProto, value: Sources) -> Form:
-    parts = [node.domain or "ai.onnx", node.op_type, str(len(node.output))]
+    parts = [node.domain or "ai.onnx", node.op_type, node.overload, str(len(node.output))]
     parts += [value(name) if name else "-" for name in node.input]
     by_name = sorted(node.attribute, key=lambda attribute: attribute.name)
     parts += [f"{attribute.name}={_attribute_form(attribute, value)}" for attribute in by_name]

@@ -243,11 +243,12 @@ def drop_unused(model: onnx.ModelProto) -> None:
 def join_parts(model: onnx.ModelProto, handed_on: Collection[str]) -> None:
     """Makes the parts of a graph that were stages share what each computes again, such as the mask, in place.
 
-    `handed_on` are the hidden states between stages [batch, tokens, features]. Their first two sizes are those of the
-    tokens, which the checks of layers show, and sizes of a cache are those of others of its kind and declared type.
+    `handed_on` are the hidden states between stages [batch, tokens, features], which layers read. Their first two sizes
+    are those of the tokens, which the checks of layers show, and sizes of a cache those of others of its kind and type.
     """
     ports = {port.name: port for port in model.graph.input}
     tokens = next((name for name in ("input_ids", EMBEDS) if name in ports), "")
+    read = {name for node in model.graph.node if node.op_type != "Shape" for name in node.input}
     first: dict[tuple[str, bytes], str] = {}
     for name in filter(is_past, ports):
         first.setdefault((role(name), ports[name].type.SerializeToString(deterministic=True)), name)
@@ -255,7 +256,13 @@ def join_parts(model: onnx.ModelProto, handed_on: Collection[str]) -> None:
         if node.op_type != "Shape" or node.domain:
             continue
         name, given = node.input[0], attributes(node)
-        if name in handed_on and tokens and given.get("start", 0) >= 0 and 0 < given.get("end", 3) <= 2:
+        if (
+            name in handed_on
+            and name in read
+            and tokens
+            and given.get("start", 0) >= 0
+            and 0 < given.get("end", 3) <= 2
+        ):
             node.input[0] = tokens
         elif name in ports and is_past(name):
             node.input[0] = first[role(name), ports[name].type.SerializeToString(deterministic=True)]

@@ -377,7 +377,8 @@ class PiecedRunner(OrtRunner):
 
     def __init__(self, graph: PiecedGraph) -> None:
         super().__init__(graph, graph)
-        self.run_all, self.last_logits = graph.run_all, graph.entry.last_logits
+        self.run_all, declared = graph.run_all, graph.outputs.get("logits", [0, 0])
+        self.last_logits = bool(graph.entry.last_logits) or declared[1] == 1
 
 
 FLOAT_BYTES = 4

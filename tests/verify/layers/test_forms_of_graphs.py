@@ -12,9 +12,11 @@ import numpy as np
 import onnx
 import pytest
 
+from llmconv.errors import MalformedInput
 from llmconv.export.exporter import export
 from llmconv.verify import verify
 from llmconv.verify.float_folder import odd_ports
+from llmconv.verify.layers.graph_layers import forms_of
 from llmconv.verify.layers.layer_checks import NAME
 from tests.builders.layered_models import save_layered
 
@@ -71,12 +73,27 @@ def returns_the_other_layers_cache(model: onnx.ModelProto) -> None:
         node.output[:] = [names.get(name, name) for name in node.output]
 
 
+def takes_seven_tokens(model: onnx.ModelProto) -> None:
+    port = next(port for port in model.graph.input if port.name == "hidden_states.2")
+    port.type.tensor_type.shape.dim[1].dim_value = 7
+
+
+def has_a_constant_twice(model: onnx.ModelProto) -> None:
+    """The wrong one of two is found under either name."""
+    constant = next(t for t in model.graph.initializer if t.name == "constant")
+    right = onnx.numpy_helper.to_array(constant)
+    constant.CopyFrom(onnx.numpy_helper.from_array(right * np.float32(1.05), "constant"))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(right, "constant:2"))
+
+
 MUTANTS: list[Callable[[onnx.ModelProto], None]] = [
     hides_the_token_itself,
     counts_texts_in_place_of_tokens,
     shifts_positions,
     doubles_the_hidden_state,
     takes_half_precision,
+    takes_seven_tokens,
+    has_a_constant_twice,
     returns_the_other_layers_cache,
 ]
 
@@ -116,7 +133,24 @@ def test_a_value_that_changes_its_type_between_stages_is_named(staged: Path) -> 
     assert odd_ports(stages) == {}
     port = next(port for port in stages[SECOND].graph.input if port.name == "hidden_states.2")
     port.type.tensor_type.shape.dim[2].dim_value = 8
-    assert odd_ports(stages) == {SECOND: "it takes `hidden_states.2` in another type than the stage before gives it"}
+    assert odd_ports(stages) == {SECOND: "it takes `hidden_states.2` in another type than the stage before"}
+
+
+def test_graphs_of_one_name_are_refused(staged: Path, tmp_path: Path) -> None:
+    """Of two entries under one name, one alone would be looked at."""
+    folder = tmp_path / "out"
+    export(staged, folder, prefill=True, incremental=True, stages=2)
+    manifest = json.loads((folder / "llmconv.json").read_text())
+    manifest["graphs"]["prefill"]["stages"][0]["file"] = "decode-1-of-2.onnx"
+    (folder / "llmconv.json").write_text(json.dumps(manifest))
+    with pytest.raises(MalformedInput, match="two graphs of the manifest are named"):
+        verify(folder, reference=staged, record=False)
+
+
+def test_a_layer_that_calls_an_overload_is_a_class_of_its_own() -> None:
+    node = onnx.helper.make_node("F", ["x"], ["y"], domain="own")
+    other = onnx.helper.make_node("F", ["x"], ["y"], domain="own", overload="b")
+    assert forms_of([node], str)[1] != forms_of([other], str)[1]
 
 
 BUFFERED: dict[str, dict[str, Any]] = {
@@ -170,6 +204,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tokens of three stages": {"postprocess": "argmax", "stages": 3},
     "codes in stages": {"quant": "int4", "stages": 2},
     "half precision in stages": {"precision": "float16", "stages": 2},
+    "bfloat16 in stages": {"precision": "bfloat16", "stages": 2},
     "tokens of codes": {"quant": "int4", "postprocess": "argmax"},
     "stages for onnxruntime": {"target": "ort-cpu", "stages": 2},
 }
