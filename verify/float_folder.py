@@ -237,8 +237,8 @@ class Compared:
 
     def _opener(self) -> GraphOpener:
         """Opens graphs whole, or in pieces: smaller ones if few layers run."""
-        if not self.layered or (self.induction and fixed_buffers(self.verified)):
-            return open_graph
+        if not self.layered or (self.induction and why_not_layered(self.verified.entries, self.verified.models)):
+            return open_graph  # with fixed cache buffers
         return partial(open_in_pieces, piece_bytes=PART_BYTES) if self.induction else open_in_pieces
 
     def _single_layers(self, dtype: str) -> SingleLayerChecks:
@@ -329,7 +329,7 @@ def odd_ports(stages: Mapping[str, onnx.ModelProto]) -> dict[str, str]:
                 tokens = ", ".join(kind.partition("[")[2].rstrip("]").split(", ")[:2])
             if given.get(port.name, kind) != kind:
                 found[name] = f"it takes `{port.name[:200]}` in another type than the stage before"
-            if port.name in made and not kind.partition("[")[2].startswith(tokens):
+            if port.name in made and "…" not in kind and not kind.partition("[")[2].startswith(tokens):
                 found[name] = f"it takes `{port.name[:200]}` of other sizes than the tokens have"
             given.setdefault(port.name, kind)
         given |= {port.name: described(port) for port in model.graph.output}
@@ -536,8 +536,3 @@ def holds_one_layer(verified: VerifiedFolder, reference: ComputedModel) -> bool:
     files = [path for entry in verified.entries for path in entry.paths(verified.path)]
     small = CostEstimate.of(reference.tensors, distinct_files(files)).whole <= IN_MEMORY
     return not small and not any(entry.prefix for entry in verified.entries)
-
-
-def fixed_buffers(verified: VerifiedFolder) -> str:
-    """Why graphs cannot run in pieces, as those with fixed cache buffers; empty if they can."""
-    return why_not_layered(verified.entries, verified.models)

@@ -38,7 +38,6 @@ from llmconv.verify.float_folder import (
     Compared,
     Method,
     Plan,
-    fixed_buffers,
     holds_one_layer,
     in_float32_steps,
     opened_checks,
@@ -165,7 +164,7 @@ class QuantizedFolder:
             eager = known if known and shipped.weights is None else quantized.eager()
             half = half_of(graphs.files)
             eager = (eager.in_dtype(half) if half else eager).with_defaults()
-        pieces = layered and not (plan.induction and fixed_buffers(verified))
+        pieces = layered and not (plan.induction and why_not_layered(verified.entries, verified.models))
         if not (yield from quantized.opens(pieces=pieces)):
             return eager, verified
         yield from quantized.cost(eager, pieces=pieces)
@@ -330,10 +329,10 @@ class QuantizedModel:
         return QuantizedWeights(self.model.folder, tensors, weights, tie, self.options.smoothing, self.stack)
 
     def opens(self, *, pieces: bool) -> Generator[list[Check], None, bool]:
-        """Whether onnxruntime opens the graphs, without weights if `pieces`; a failed check of each other graph."""
+        """Whether onnxruntime opens the graphs, without weights and unless `pieces` with them; failed checks if not."""
         verified = self.verified
-        if pieces:
-            yield (refused := opened_checks(verified, self.settings))
+        yield (refused := opened_checks(verified, self.settings))
+        if pieces or refused:
             return not refused
         opened = yield from open_graphs(open_graph, verified.path, verified.entries, self.settings)
         return len(opened) == len(verified.entries)

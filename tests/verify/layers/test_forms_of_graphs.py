@@ -147,6 +147,20 @@ def test_graphs_of_one_name_are_refused(staged: Path, tmp_path: Path) -> None:
         verify(folder, reference=staged, record=False)
 
 
+def test_codes_in_stages_that_declare_a_shared_input_differently_fail(staged: Path, tmp_path: Path) -> None:
+    """One text alone runs in the first stage, and the cost is measured on one at a time."""
+    export(staged, tmp_path / "out", prefill=False, incremental=True, stages=2, quant="int8")
+    path = tmp_path / "out/decode-1-of-2.onnx"
+    model = onnx.load(path, load_external_data=False)
+    mask = next(port for port in model.graph.input if port.name == "attention_mask")
+    mask.type.tensor_type.shape.dim[0].dim_value = 1
+    onnx.save(model, path)
+    given: dict[str, Any] = {"allow_changed": True, "record": False, "scenario": QUICK}
+    report = verify(tmp_path / "out", reference=staged, method="induction", **given)
+    failed = {check.detail for check in report.checks if check.verdict == "fail"}
+    assert failed == {"it takes `attention_mask` in another type than the stage before"}
+
+
 def test_a_layer_that_calls_an_overload_is_a_class_of_its_own() -> None:
     node = onnx.helper.make_node("F", ["x"], ["y"], domain="own")
     other = onnx.helper.make_node("F", ["x"], ["y"], domain="own", overload="b")
