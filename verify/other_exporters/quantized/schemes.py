@@ -27,7 +27,7 @@ the scales' dtype; default `2 ** (bits - 1)`. With accuracy level 4 the other fa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -186,6 +186,7 @@ ROUNDING, INTEGER = "DynamicQuantizeLinear", "MatMulInteger"
 TO_FLOAT, DYNAMIC = "MatMulIntegerToFloat", "DynamicQuantizeMatMul"
 SCALE_AT = {TO_FLOAT: 3, DYNAMIC: 2}
 ZERO_AT = {INTEGER: 3, TO_FLOAT: 5, DYNAMIC: 3}
+ACTIVATION_AT = {INTEGER: {2: 2}, TO_FLOAT: {2: 1, 4: 2}}  # inputs that are outputs of the rounding: its scale and zero
 BIAS_AT = {TO_FLOAT: 6, DYNAMIC: 4}
 PRODUCTS = {INTEGER, TO_FLOAT}
 
@@ -215,20 +216,46 @@ def _integer_product(node: onnx.NodeProto, constants: Constants) -> QuantizedMat
 
 def _scale_after(node: onnx.NodeProto, constants: Constants) -> str:
     """The constant factor of the scale by which the product is multiplied."""
+    for scale in _scales_after(node, constants):
+        constant: list[str] = [name for name in scale.input if constants.initializer(name)]
+        if len(constant) == 1:
+            return constant[0]
+    raise unreadable(node, "is not followed by a multiplication with its scale")
+
+
+def _scales_after(node: onnx.NodeProto, constants: Constants) -> Iterator[onnx.NodeProto]:
+    """Nodes that multiply the scales of both factors of a product of integers."""
     for product in constants.after(node.output[0]):
         for factor in product.input if product.op_type == "Mul" else ():
             maker = constants.makers.get(factor)
             if maker is not None and maker.op_type == "Mul":
-                constant: list[str] = [name for name in maker.input if constants.initializer(name)]
-                if len(constant) == 1:
-                    return constant[0]
-    raise unreadable(node, "is not followed by a multiplication with its scale")
+                yield maker
+
+
+def _is_undone(rounding: onnx.NodeProto, constants: Constants) -> bool:
+    """Whether all products of a rounded activation use its scale and zero point, and no other product does."""
+    values, scale, zero = rounding.output
+    users = [user for name in (values, scale, zero) for user in constants.users.get(name, [])]
+    products = [user for user in users if user.op_type in PRODUCTS]
+    multiplied = [one for user in products if user.op_type == INTEGER for one in _scales_after(user, constants)]
+    own = all(
+        input_name(user, at) == rounding.output[which]
+        for user in products
+        for at, which in {0: 0, **ACTIVATION_AT[user.op_type]}.items()
+    )
+    return (
+        own
+        and all(scale in one.input for one in multiplied)
+        and all(one in multiplied for one in users if one.op_type == "Mul")
+    )
 
 
 def _unrounded_activation(node: onnx.NodeProto, constants: Constants) -> list[onnx.NodeProto] | None:
     values, scale, zero = node.output
     if any(user.op_type not in PRODUCTS for name in (values, zero) for user in constants.users.get(name, [])):
         raise unreadable(node, "rounds an activation for an unsupported operator")
+    if not _is_undone(node, constants):  # numbers of the graph as it is are wrong, and are found so
+        return None
     one = helper.make_tensor(scale, TensorProto.FLOAT, [], [1.0])
     zero_point = helper.make_tensor(zero, TensorProto.UINT8, [], [0])
     return [
@@ -243,6 +270,8 @@ def _float_product(node: onnx.NodeProto, constants: Constants) -> list[onnx.Node
     maker = constants.makers.get(node.input[0])
     if kind in PRODUCTS and (maker is None or maker.op_type != ROUNDING):
         raise unreadable(node, f"multiplies integers that are not from {ROUNDING}")
+    if kind in PRODUCTS and maker is not None and not _is_undone(maker, constants):
+        return None
     nodes = [helper.make_node("Cast", [node.input[1]], [f"{out}:weight"], to=TensorProto.FLOAT)]
     weight = f"{out}:weight"
     if zero := input_name(node, ZERO_AT[kind]):
