@@ -335,12 +335,17 @@ def adds_in_norms(model: onnx.ModelProto) -> bool:
 
 
 def add_before_norms(model: onnx.ModelProto) -> None:
-    """Adds the two terms before every norm of a sum, which then adds zeros, once, in place: for one value per cut."""
+    """Adds the two terms before every norm of a sum, which then adds zeros, once, in place: for one value per cut.
+
+    Terms of different shapes, which the norm refuses and `Add` repeats, cannot be joined, and fail when they run.
+    """
     nodes = []
     for node in model.graph.node:
-        total, nothing = (f"{node.output[0]}:{name}" for name in ("total", "nothing"))
+        total, nothing, both, *terms = (f"{node.output[0]}:{name}" for name in ("total", "nothing", "both", "a", "b"))
         if node.op_type in SUMMING and len(node.input) > 1 and node.input[1] != nothing:
-            nodes.append(onnx.helper.make_node("Add", node.input[:2], [total], name=total))
+            nodes.append(onnx.helper.make_node("Concat", node.input[:2], [both], axis=0, name=both))
+            nodes.append(onnx.helper.make_node("Split", [both], terms, axis=0, num_outputs=2, name=f"{both}:split"))
+            nodes.append(onnx.helper.make_node("Add", terms, [total], name=total))
             nodes.append(onnx.helper.make_node("Sub", [total, total], [nothing], name=nothing))
             node.input[0], node.input[1] = total, nothing
         nodes.append(node)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
+from onnx import TensorProto, helper
 
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.verify.layers.graph_index import NotLayered
-from llmconv.verify.layers.graph_layers import GraphLayers
+from llmconv.verify.layers.graph_layers import GraphLayers, add_before_norms
 from llmconv.verify.layers.layer_checks import GraphRun, HiddenStates, LayerRuns, made_up_call
 from tests.builders.layered_models import CLASSES, change_layer, load, rename, shuffle
 from tests.builders.mutants.surgery import users
@@ -158,3 +161,17 @@ def _exchange(model: onnx.ModelProto, one: str, other: str) -> None:
     for node in model.graph.node:
         if node.op_type != "Shape":
             node.input[:] = [names.get(name, name) for name in node.input]
+
+
+def test_a_norm_of_terms_of_different_shapes_fails_before_it_is_cut() -> None:
+    """onnxruntime refuses such a norm, which an `Add` in its place would compute."""
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "xy")
+    constants = [helper.make_tensor(name, TensorProto.FLOAT, [4], [1.0] * 4) for name in ("skip", "gamma")]
+    norm = helper.make_node("SkipSimplifiedLayerNormalization", ["x", "skip", "gamma"], ["y"], domain="com.microsoft")
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(helper.make_graph([norm], "g", [x], [y], constants), opset_imports=opsets, ir_version=10)
+    ids = np.zeros((1, 3, 4), np.float32)
+    for _ in range(2):  # as it is, and with the terms added before
+        with pytest.raises(Exception, match="skip|Concat"):
+            ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, {"x": ids})
+        add_before_norms(model)
