@@ -336,7 +336,7 @@ def part(extra: ExtraInput, array: Array, call: ModelCall, start: int) -> Array:
 
 
 def grown(extra: ExtraInput, array: Array, sizes: Mapping[str, int]) -> Array:
-    """The value of an input with larger symbolic axes: rows are copies of the first row, other places are 0."""
+    """The value of an input with larger symbolic axes: rows are copies of all rows in turn, other places are 0."""
     shape = [sizes.get(str(axis), size) for axis, size in zip(extra.axes, array.shape, strict=True)]
     if list(array.shape) == shape:
         return array
@@ -344,8 +344,13 @@ def grown(extra: ExtraInput, array: Array, sizes: Mapping[str, int]) -> Array:
     result[tuple(map(slice, array.shape))] = array
     if BATCH in extra.axes:
         rows = np.moveaxis(result, extra.axes.index(BATCH), 0)
-        rows[array.shape[extra.axes.index(BATCH)] :] = rows[:1]
+        rows[:] = copied_rows(rows[: array.shape[extra.axes.index(BATCH)]], len(rows))
     return result
+
+
+def copied_rows(array: Array, rows: int) -> Array:
+    """The rows of an array, repeated in turn up to `rows`."""
+    return array[np.arange(rows) % len(array)]
 
 
 def with_past(inputs: Mapping[str, ExtraInput], values: Mapping[str, Array], past: int) -> dict[str, Array]:

@@ -103,6 +103,41 @@ def test_a_write_one_slot_too_far_is_caught(static: Tiny, tmp_path: Path) -> Non
     assert verify(folder, allow_changed=True).verdict == "fail"
 
 
+@pytest.mark.slow_rows("an attention length")
+@pytest.mark.parametrize("what", ["a slot", "an attention length"])
+def test_what_serves_all_rows_and_is_of_the_first_is_caught(what: str, static: Tiny, tmp_path: Path) -> None:
+    """Such a graph is right while all rows have the same number of tokens, padding included."""
+    folder = Path(shutil.copytree(static("llama"), tmp_path / "mutant"))
+    model = onnx.load(folder / "decode.onnx", load_external_data=False)
+    first = add_constant(model, np.array([0, 0, 0], dtype=np.int64))
+    model.graph.node.insert(0, onnx.helper.make_node("Gather", ["write_indices", first], ["of_the_first"]))
+    if what == "a slot":
+        changed = users(model, "TensorScatter")
+    else:
+        changed = [node for node in model.graph.node if node.op_type == "Add" and "write_indices" in node.input]
+    assert changed
+    for node in changed:
+        at = list(node.input).index("write_indices")
+        node.input[at] = "of_the_first"
+    onnx.save(model, folder / "decode.onnx")
+    report = verify(folder, allow_changed=True, scenario=("left padding",))
+    assert report.verdict == "fail", report.lines()
+
+
+def test_a_fault_in_a_row_that_no_scenario_fills_is_caught(tiny: Tiny, tmp_path: Path) -> None:
+    model_folder, folder = tiny("llama"), tmp_path / "out"
+    export(model_folder, folder, prefill=False, incremental=True, shapes="static", batch_size=8, max_seq_len=64)
+    model = onnx.load(folder / "decode.onnx", load_external_data=False)
+    factors = add_constant(model, np.array([1.0] * 7 + [1.1], dtype=np.float32)[:, None, None])
+    (logits,) = (node for node in model.graph.node if "logits" in node.output)
+    logits.output[list(logits.output).index("logits")] = "before"
+    model.graph.node.append(onnx.helper.make_node("Mul", ["before", factors], ["logits"]))
+    onnx.save(model, folder / "decode.onnx")
+    report = verify(folder, reference=model_folder, allow_changed=True, scenario=("prefill, 3 tokens",))
+    failed = {check.name for check in report.checks if check.verdict == "fail"}
+    assert "prefill, 3 tokens" in failed, report.lines()
+
+
 @pytest.mark.slow
 def test_rows_of_different_lengths_need_no_padding(static: Tiny) -> None:
     """Each row is written at its own index, as a server with one sequence per row does."""

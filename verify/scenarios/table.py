@@ -153,7 +153,7 @@ LONGEST_WITH_STATES = 64
 
 ROWS, COLUMNS, WIDE = 6, 24, 64  # sequences and tokens of a call with spread positions; `WIDE` is for the full suite
 EVERY = 4096  # number of positions in the full suite: all of a shorter context, evenly spaced ones of a longer context
-RAGGED = (3, 9, 1, 7, 5, 2)  # tokens of six prompts; the first is padded, so that its mask cannot serve for all
+RAGGED = (3, 9, 1, 7, 5, 2)  # tokens of six prompts; the first is padded: its mask and length cannot serve for all
 
 
 def packed(lengths: Sequence[int], facts: ModelFacts) -> Iterator[list[int]]:
@@ -379,7 +379,7 @@ def _holes(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
 def _garbage(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     if facts.no_edits:
         return []
-    calls = chain(ragged_mask((9, 3), 2, "left"), [9, 1, 1], facts, rng)
+    calls = chain(ragged_mask((3, 9), 2, "left"), [9, 1, 1], facts, rng)
     return [[calls[0], *(replace(call, edit=CacheEdit(garbage=facts.garbage)) for call in calls[1:])]]
 
 
@@ -439,7 +439,7 @@ SCENARIOS = (
     Scenario(
         "left padding",
         "optimum #1381: ragged batches wrong for lack of position_ids",
-        _calls(ragged_mask((11, 4, 1), 3, "left"), 11, 1, 1, 1),
+        _calls(ragged_mask((4, 11, 1), 3, "left"), 11, 1, 1, 1),
     ),
     Scenario(
         "right padding", "onnxruntime #4330: GPT-2 padding support", _calls(ragged_mask((8, 5, 2), 2, "right"), 8, 1, 1)

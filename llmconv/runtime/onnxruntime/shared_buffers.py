@@ -24,6 +24,7 @@ from llmconv.runtime.extra_inputs import (
     ExtraInput,
     ExtraValues,
     ModelCall,
+    copied_rows,
     grown,
 )
 from llmconv.runtime.onnxruntime.session_settings import INPUT_DTYPES, TENSOR_DTYPES, Device, as_array, host_value
@@ -104,12 +105,24 @@ DeclaredShapes = Mapping[str, Sequence[int | str]]
 
 
 class CacheBuffers:
-    """The memory of a batch's cache: copies of `arrays` [batch, kv_heads, capacity, head_dim]; `filled` tokens."""
+    """The memory of a batch's cache: copies of `arrays` [batch, kv_heads, capacity, head_dim]; `filled` tokens.
 
-    def __init__(self, arrays: Sequence[Array], capacity: int, filled: int = 0, device: Device | None = None) -> None:
+    `starts` [batch] are the numbers of leading tokens of each row that are in no slot: its others begin in slot 0;
+    `before` has these tokens, [batch, kv_heads, at most the tokens, head_dim].
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[Array],
+        capacity: int,
+        filled: int,
+        starts: Array,
+        before: Sequence[Array],
+        device: Device | None = None,
+    ) -> None:
         self._device = device or Device()
         self.values = [self._device.place(array) for array in arrays]
-        self.capacity, self.filled = capacity, filled
+        self.capacity, self.filled, self.starts, self.before, self.runs = capacity, filled, starts, before, 0
         self._bound: dict[tuple[LimitedSession, int], BoundSession] = {}
 
     def bound(
@@ -148,7 +161,15 @@ class BufferCache:
 
     def arrays(self) -> dict[str, Array]:
         named = zip(self.names, self.buffers.arrays(), strict=True)
-        return {name: array[: self.rows, :, : self.length] for name, array in named}
+        arrays = {name: array[: self.rows, :, : self.length] for name, array in named}
+        if not self.buffers.starts.any():
+            return arrays
+        starts = self.buffers.starts[: self.rows]
+        arrays = {name: shifted(array, starts, axis=2) for name, array in arrays.items()}
+        for array, before in zip(arrays.values(), self.buffers.before, strict=True):
+            for row, start in enumerate(starts.tolist()):
+                array[row, :, :start] = before[row, :, :start]
+        return arrays
 
 
 @dataclass(frozen=True)
@@ -195,8 +216,10 @@ class FixedSizes:
 class BufferedSession:
     """Runs a graph with shared cache buffers.
 
-    `embed` returns the token input by name for `input_ids` and placed embeddings. With `garbage`, unwritten parts of
-    the buffers contain large numbers, which reveals a graph that reads them.
+    `embed` returns the token input by name for `input_ids` and placed embeddings. With `garbage`, for verification,
+    unwritten parts of the buffers contain large numbers, which reveals a graph that reads them; rows that begin with
+    padding are written from different slots on, where the graph can; and if the graph's batch is larger, the results of
+    a row are those of its copy that differs most.
     """
 
     def __init__(
@@ -233,7 +256,7 @@ class BufferedSession:
         width = self.sizes.width(rows, filled, new)
         if width < new:
             values.require_whole(width)
-        buffers = self._buffers(past, rows, filled + new)
+        buffers = self._buffers(past, rows, filled + new, self._starts(call, past, values))
         pieces = []
         for start in range(0, new, width):
             at = slice(start, min(start + width, new))
@@ -241,17 +264,27 @@ class BufferedSession:
             piece = ModelCall(call.input_ids[:, at], mask, call.position_ids[:, at])
             embedded = placed.columns(at.start, at.stop) if placed else None
             pieces.append(self._run(buffers, piece, values.of(piece, call, start), values.inputs, embedded))
-            buffers.filled = filled + at.stop
+            buffers.filled, buffers.runs = filled + at.stop, buffers.runs + 1
         is_whole = self._last_only or len(pieces) == 1  # avoids a copy of the logits of a long prompt
         results = pieces[-1] if is_whole else [np.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True)]
         return results, BufferCache(self._present, buffers, rows, filled + new)
 
-    def _buffers(self, past: Cache | None, rows: int, needed: int) -> CacheBuffers:
+    def _starts(self, call: ModelCall, past: Cache | None, values: ExtraValues) -> Array:
+        """Leading tokens of each row of the batch that are not written, see `garbage`; none in the first two runs."""
+        rows, new = call.input_ids.shape
+        batch = self.sizes.rows or rows
+        early = past is None or (isinstance(past, BufferCache) and past.buffers.runs < 2)
+        if early or not (self._fill and self.sizes.indexed) or values.inputs:
+            return np.zeros(batch, np.int64)
+        mask = call.attention_mask[:, : call.attention_mask.shape[1] - new]
+        return copied_rows(np.where(mask.any(axis=1), mask.argmax(axis=1), 0), batch)
+
+    def _buffers(self, past: Cache | None, rows: int, needed: int, starts: Array) -> CacheBuffers:
         """The buffers of the past if they end with it and have room; else larger ones with a copy of it."""
         least = needed + 1
         if isinstance(past, BufferCache):
             held, capacity = past.buffers, past.buffers.capacity
-            fits = needed <= capacity and self.sizes.capacity in (None, capacity)
+            fits = needed <= capacity and self.sizes.capacity in (None, capacity) and (held.starts == starts).all()
             if past.rows == rows and past.length == held.filled and fits:
                 return held
             least = max(least, 2 * capacity)
@@ -265,10 +298,12 @@ class BufferedSession:
             array = np.full(shape, min(self._fill, GARBAGE_CODE) if dtype == np.int8 else self._fill, dtype=dtype)
             if content:
                 _require_codes(name, content[index], dtype)
-                array[:rows, :, : content[index].shape[2]] = content[index]
-                array[rows:] = array[:1]
+                for row, start in enumerate(starts.tolist()):
+                    written = content[index][row % rows, :, start:]
+                    array[row, :, : written.shape[1]] = written
             arrays.append(array)
-        return CacheBuffers(arrays, capacity, past.length if past else 0, self._device)
+        before = [array[:, :, : starts.max()].copy() for array in content] if starts.any() else []
+        return CacheBuffers(arrays, capacity, past.length if past else 0, starts, before, self._device)
 
     def _run(
         self,
@@ -285,17 +320,20 @@ class BufferedSession:
         sizes = {BATCH: batch, SEQUENCE: width, TOTAL: total}
         feeds = {
             **self._embed(padded(call.input_ids, batch, width), placed),
-            "attention_mask": padded(call.attention_mask, batch, total),
+            "attention_mask": shifted(padded(call.attention_mask, batch, total), -buffers.starts, axis=1),
             "position_ids": padded(call.position_ids, batch, width),
             **{name: grown(inputs[name], array, sizes) for name, array in extras.items()},
         }
         if self.sizes.indexed:
-            feeds[WRITE_INDICES] = np.full(batch, buffers.filled)
+            feeds[WRITE_INDICES] = buffers.filled - buffers.starts
         bound = buffers.bound(self._session, self._past, self._results, self._present, self._factors)
         for name, array in feeds.items():
             if name in self._shapes:
                 bound.feed(name, array, self._inputs[name])
-        return [result[:rows, :new] for result in bound.run()]
+        results = bound.run()
+        if self._fill and batch > rows:
+            results = [_most_different(result, rows) for result in results]
+        return [result[:rows, :new] for result in results]
 
 
 def _require_codes(name: str, content: Array, dtype: np.dtype[Any]) -> None:
@@ -306,10 +344,31 @@ def _require_codes(name: str, content: Array, dtype: np.dtype[Any]) -> None:
 
 
 def padded(array: Array, rows: int, columns: int) -> Array:
-    """`array` padded to [rows, columns]: columns with 0, rows with copies of the first row."""
+    """`array` padded to [rows, columns]: columns with 0, rows with copies of all rows in turn."""
     if array.shape == (rows, columns):
         return array
     result = np.zeros((rows, columns), dtype=np.int64)
-    result[: array.shape[0], : array.shape[1]] = array
-    result[array.shape[0] :] = result[:1]
+    result[:, : array.shape[1]] = copied_rows(array, rows)
     return result
+
+
+def shifted(array: Array, by: Array, axis: int) -> Array:
+    """The array with row i moved by `by[i]` places along `axis`; what moves in is 0."""
+    if not by.any():
+        return array
+    result = np.zeros_like(array)
+    for row, places in enumerate(by.tolist()):
+        length = array.shape[axis] - abs(places)
+        target, source = (np.moveaxis(one[row], axis - 1, 0) for one in (result, array))
+        target[max(places, 0) :][:length] = source[max(-places, 0) :][:length]
+    return result
+
+
+def _most_different(result: Array, rows: int) -> Array:
+    """For each of the first `rows` the row among its copies, every `rows` further on, that differs most from it."""
+    found = result[:rows].copy()
+    for row in range(rows):
+        copies = result[row::rows]
+        distances = np.abs(copies.astype(np.float64) - copies[0]).reshape(len(copies), -1).max(axis=1)
+        found[row] = copies[int(np.argmax(np.where(np.isnan(distances), np.inf, distances)))]
+    return found
