@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -22,11 +23,20 @@ from llmconv.export.rewrite.passes import IR_VERSIONS, TokenChoice, choose_token
 from llmconv.export.rewrite.pipeline_stages import require_stages, split
 from llmconv.export.targets.kernels import Fallback, fallbacks, find_signature, has_kernel, typed_nodes
 from llmconv.export.targets.presets import TARGETS
-from llmconv.export.traced_graph import NodeEditor, TracedGraph, ancestors, integers, replace_value, value_named
+from llmconv.export.traced_graph import (
+    NodeEditor,
+    TracedGraph,
+    ancestors,
+    constant,
+    integers,
+    replace_value,
+    value_named,
+)
 from llmconv.export.weights import WeightSource, bind, mapped_bytes
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.output.manifest import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.progress import warn_all
+from llmconv.runtime.extra_inputs import WRITE_INDICES
 from llmconv.tensors import Array, lists_by_key
 
 if TYPE_CHECKING:
@@ -318,8 +328,9 @@ ROWWISE = {"Add", "Cast", "Clip", "Div", "Identity", "Max", "Min", "Mul", "Sub",
 def keep_last_logits(model: ir.Model) -> None:
     """Changes `logits` to `[batch_size, 1, vocab]`, those of the last position, in place.
 
-    With padding on the left the last position is always a real token. Raises UnsupportedInput: the logits are not the
-    rows of a linear layer, scaled or capped.
+    With padding on the left the last position is always a real token. Calls of a static graph are padded on the right,
+    where the last position that the mask has is the one. Raises UnsupportedInput: the logits are not the rows of a
+    linear layer, scaled or capped.
     """
     graph = model.graph
     logits = value_named(graph.outputs, "logits")
@@ -343,8 +354,17 @@ def keep_last_logits(model: ir.Model) -> None:
 
 
 def _last(editor: NodeEditor, hidden: ir.Value) -> ir.Value:
-    ends = [integers(editor.graph, number) for number in (-1, TO_THE_END, 1)]
-    return editor.one("Slice", [hidden, *ends])
+    """The hidden state `[batch, 1, features]` of the last position of `[batch, sequence, features]`."""
+    graph = editor.graph
+    starts, mask = (value_named(graph.inputs, name) for name in (WRITE_INDICES, "attention_mask"))
+    if starts is None or mask is None or graph.inputs[0].shape[1] == 1:  # type: ignore[index]
+        return editor.one("Slice", [hidden, *(integers(graph, number) for number in (-1, TO_THE_END, 1))])
+    one = integers(graph, 1)
+    slots = constant(graph, "int64_slots", np.arange(1, int(mask.shape[1]) + 1))  # type: ignore[index, arg-type]
+    filled = editor.one("ReduceMax", [editor.one("Mul", [mask, slots]), one], {"keepdims": 0})
+    place = editor.one("Sub", [editor.one("Sub", [filled, starts]), one])
+    place = editor.one("Unsqueeze", [editor.one("Max", [place, integers(graph, 0)]), one])
+    return editor.one("Unsqueeze", [editor.one("GatherND", [hidden, place], {"batch_dims": 1}), one])
 
 
 def _head(logits: ir.Value, vocabulary: int) -> ir.Node:

@@ -17,6 +17,7 @@ from llmconv.export.families import INPUT_MAPS
 from llmconv.export.graph_spec import graph_specs
 from llmconv.output.manifest import read_manifest
 from llmconv.runtime import OrtGraph, OrtRunner, default_positions
+from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.tensors import Array
 from llmconv.verify import verify
 from tests.builders.mutants.surgery import add_constant, maker, users
@@ -168,6 +169,20 @@ def test_prompts_longer_than_one_call_and_smaller_batches_give_the_same(static: 
     alone = OrtRunner.from_folder(static("llama")).prefill(ids, mask, positions)
     assert (step.logits.shape[:2], step.present.length) == ((2, 37), 37)
     np.testing.assert_allclose(step.logits[1], alone.logits[0], atol=1e-5)
+
+
+def test_the_last_logits_of_a_padded_call_are_those_of_the_last_token(tiny: Tiny, tmp_path: Path) -> None:
+    sizes = {**SIZES, "last_logits": True}
+    export(tiny("llama"), tmp_path / "out", **sizes)  # type: ignore[arg-type]
+    ids, mask, positions = prompt(3, 21)
+    mask[0, :4], positions[0] = 0, default_positions(mask, 21)[0]
+    last = OrtRunner.from_folder(tmp_path / "out").prefill(ids, mask, positions).logits
+    assert last.shape[1] == 1
+    np.testing.assert_allclose(
+        last[:, 0], EagerRunner(tiny("llama")).prefill(ids, mask, positions).logits[:, -1], atol=1e-5
+    )
+    report = verify(tmp_path / "out", reference=tiny("llama"), scenario=("left padding", "prefill, 33 tokens"))
+    assert report.verdict == "pass", report.lines()
 
 
 @pytest.mark.slow

@@ -98,8 +98,8 @@ def _result_problems(graph: OrtGraph) -> list[str]:
     problems = []
     for name in results_of(graph):
         positions = graph.outputs.get(name, ["", ""])[1]
-        one = positions == 1 and next(iter(graph.inputs.values()))[1] != 1
-        if one != graph.entry.last_logits:
+        single = next(iter(graph.inputs.values()))[1] == 1  # then the last position is all of them
+        if not single and (positions == 1) != graph.entry.last_logits:
             wanted = "1" if graph.entry.last_logits else "sequence_length"
             problems.append(f"shape mismatch for {name}: expected axis {wanted}, got {positions}")
     return problems
