@@ -75,9 +75,13 @@ class _Splitter:
         graph.initializer.extend(tensor for tensor in self._model.graph.initializer if tensor.name in read)
         graph.input.extend(port for name, port in self._ports.items() if name in read)
         graph.input.extend(self._types[name] for name in self._carried if name in read and name not in made)
-        graph.output.extend(port for port in self._model.graph.output if self._made[port.name] == index)
+        returned = {port.name for port in self._model.graph.output if self._made[port.name] == index}
+        graph.output.extend(port for port in self._model.graph.output if port.name in returned)
         graph.output.extend(self._types[name] for name in self._carried if self._made[name] == index)
-        rename(graph, self._carried)
+        rename(graph, {name: passed for name, passed in self._carried.items() if name not in returned})
+        for name in sorted(returned & self._carried.keys()):  # a cache that layers of a later stage read, too
+            graph.node.append(onnx.helper.make_node("Identity", [name], [self._carried[name]], name=f"{name}/passed"))
+            next(port for port in reversed(graph.output) if port.name == name).name = self._carried[name]
         return part
 
     def _assign(self) -> None:
@@ -158,8 +162,8 @@ class _Splitter:
         """Element types and axes of the values that are passed between stages."""
         if not self._carried:
             return {}
-        inferred = onnx.shape_inference.infer_shapes(self._model, data_prop=True).graph.value_info
-        found = {value.name: value for value in inferred if value.name in self._carried}
+        inferred = onnx.shape_inference.infer_shapes(self._model, data_prop=True).graph
+        found = {value.name: value for value in (*inferred.value_info, *inferred.output) if value.name in self._carried}
         return {name: _described(name, found.get(name)) for name in self._carried}
 
     def _with_own_ports(self, node: onnx.NodeProto, stage: int) -> onnx.NodeProto:
