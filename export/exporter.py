@@ -12,13 +12,7 @@ from llmconv.causal_lm import require_task
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
 from llmconv.errors import InputRefused
 from llmconv.export.clients import DEFAULT, Client, find_clients, roles_for
-from llmconv.export.export_options import (
-    DEFAULTS,
-    ExportOptions,
-    check_options,
-    option_that_computes,
-    roles_of_task,
-)
+from llmconv.export.export_options import DEFAULTS, ExportOptions, check_options, option_that_computes, roles_of_task
 from llmconv.export.exported import Exported
 from llmconv.export.families import find_input_map, is_multi_modal
 from llmconv.export.graph_names import existing_files, graph_names

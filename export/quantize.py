@@ -9,9 +9,7 @@ from tempfile import gettempdir
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UsageProblem
 from llmconv.export.calibration import measure_ranges, require_one_input
-from llmconv.export.export_options import (
-    ExportOptions,
-)
+from llmconv.export.export_options import ExportOptions
 from llmconv.export.folders import OutputFolder
 from llmconv.export.quantization.activation_aware import measure_activation_aware
 from llmconv.export.quantization.block_rounding import ColumnFormat

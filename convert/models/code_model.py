@@ -22,15 +22,7 @@ from llmconv.convert.models.blueprint import check_floats, refuse_gaps, refuse_s
 from llmconv.convert.models.completeness import check_complete, is_buffer
 from llmconv.convert.models.config_file import OPTION, TrustedCode, localized, own_fields, without_code
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
-from llmconv.model_code import (
-    AUTO_MAP,
-    REPOSITORY,
-    TOKENIZER_CONFIG,
-    collect_code,
-    holds,
-    model_class,
-    references,
-)
+from llmconv.model_code import AUTO_MAP, REPOSITORY, TOKENIZER_CONFIG, collect_code, holds, model_class, references
 from llmconv.output.plan import json_bytes
 from llmconv.tensors import BY_NAME, Array, LazyTensor
 

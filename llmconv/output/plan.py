@@ -190,10 +190,7 @@ def _units(tensors: Mapping[str, LazyTensor], together: Sequence[Collection[str]
 
 
 def by_source(
-    tensors: Mapping[str, LazyTensor],
-    files: Mapping[str, str],
-    limit: int,
-    together: Sequence[Collection[str]] = (),
+    tensors: Mapping[str, LazyTensor], files: Mapping[str, str], limit: int, together: Sequence[Collection[str]] = ()
 ) -> list[Group]:
     """Groups tensors in order by their source files; a new tensor, or group, joins the previous one's file if it fits.
 

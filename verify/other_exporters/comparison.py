@@ -31,11 +31,7 @@ from llmconv.verify.comparison.run import compare_scaled, not_run, skipped
 from llmconv.verify.other_exporters.external_graph import ExternalCache, ExternalGraph, GraphFile, ModelSizes
 from llmconv.verify.other_exporters.quantized.tensor_matching import InitializerContent, MatchedMatrix, TensorMatch
 from llmconv.verify.reference.eager import Eager, ExpectedOutputs
-from llmconv.verify.reference.other_roundings import (
-    SCALED_SCENARIOS,
-    SCALINGS,
-    WeightScaling,
-)
+from llmconv.verify.reference.other_roundings import SCALED_SCENARIOS, SCALINGS, WeightScaling
 from llmconv.verify.results import Check, Checks, Report
 from llmconv.verify.scenarios.calls import Call, Chain
 from llmconv.verify.scenarios.selection import Selection

@@ -29,12 +29,7 @@ import numpy as np
 from llmconv.checkpoint import INDEX, SINGLE, indexed_shards, require_listed
 from llmconv.convert.algebra import concat, replicated, reshaped
 from llmconv.convert.formats.paddle.names import FAMILIES
-from llmconv.convert.state_dicts.files import (
-    header_of,
-    joined,
-    numbered,
-    open_safetensors,
-)
+from llmconv.convert.state_dicts.files import header_of, joined, numbered, open_safetensors
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickle_machine import STRING_LIMIT, PickleHooks, PickleMachine, Stub, text
 from llmconv.files.pickle_reader import HOOKS, RANK_LIMIT, Global, interpret

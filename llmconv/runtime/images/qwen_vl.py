@@ -9,13 +9,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.runtime.extra_inputs import (
-    AXES,
-    DEEPSTACK,
-    DEEPSTACK_FEATURES,
-    PIXEL_VALUES,
-    POSITIONS,
-)
+from llmconv.runtime.extra_inputs import AXES, DEEPSTACK, DEEPSTACK_FEATURES, PIXEL_VALUES, POSITIONS
 from llmconv.runtime.images.family import Features, Given, ImageFamily
 from llmconv.tensors import Array
 
