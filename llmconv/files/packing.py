@@ -247,9 +247,8 @@ def _unpacked(path: Path, size: int, _changed: int) -> Path | None:
                 if DESCRIPTORS.is_dir():
                     (folder / "unpacked").unlink()
                 _unpack(path.name, file, codec, target)
-                name = path.name
-                if again := find_codec(target, name):
-                    problem = f"the content of `{name}` is compressed again, with {again.name}"
+                if again := find_codec(target, path.name):
+                    problem = f"the content of `{path.name}` is compressed again, with {again.name}"
                     raise UnsupportedInput(problem, hint="unpack it once by hand")
                 if DESCRIPTORS.is_dir():
                     link.symlink_to(DESCRIPTORS / str(os.dup(target.fileno())))
@@ -266,15 +265,14 @@ def _unpack(name: str, file: BinaryIO, codec: Codec | None, target: BinaryIO) ->
     size = os.fstat(file.fileno()).st_size
     space.require(codec.declared(file) if codec else size)
     file.seek(0)
-    stream: BinaryIO = open_stream(codec, file, name) if codec else file
+    stream = io.BufferedReader(_Stream(_unpacked_blocks(codec, file, name)), BLOCK) if codec else file
     head = stream.read(RECORD)
     if is_tar(head):
         size, blocks = TarArchive(head, stream, name).only_file()
         space.require(size)
     else:
         blocks = chain([head], iter(lambda: stream.read(BLOCK), b""))
-    written = read = 0
-    checked = 0
+    written = read = checked = 0
     with bytes_bar(f"unpacking {name}", os.fstat(file.fileno()).st_size) as advance:
         for block in blocks:
             if written + len(block) > max(RATIO_FROM, RATIO_LIMIT * file.tell()):
@@ -465,12 +463,6 @@ def find_codec(file: BinaryIO, name: str) -> Codec | None:
         file.seek(length - len(head), os.SEEK_CUR)
         head = file.read(HEAD)
     return next((codec for codec in CODECS if codec.begins(head)), None)
-
-
-def open_stream(codec: Codec, file: BinaryIO, name: str) -> io.BufferedReader:
-    """The unpacked bytes as a stream; reading raises MalformedInput if the file is damaged."""
-    file.seek(0)
-    return io.BufferedReader(_Stream(_unpacked_blocks(codec, file, name)), BLOCK)
 
 
 def _skippable(head: bytes) -> int | None:

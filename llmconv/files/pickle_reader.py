@@ -159,10 +159,6 @@ def storage_dtype(kind: Global) -> DType | None:
     return BY_NAME.get(STORAGES.get(kind.name, ""))
 
 
-def _ordered_dict(pairs: Any = ()) -> dict[Any, Any]:
-    return make_dict([item for first, second in pairs for item in (first, second)])
-
-
 def _encode(text: str, encoding: str = "utf-8") -> bytes:
     """`_codecs.encode`, the form of bytes in protocol 2."""
     if encoding != "latin1":
@@ -182,7 +178,9 @@ RECORDS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_parameter": _first,
     "torch._utils._rebuild_parameter_with_state": _first,
     "torch._tensor._rebuild_from_type_v2": lambda function, _kind, args, _state=None: _record(function, args),
-    "collections.OrderedDict": _ordered_dict,
+    "collections.OrderedDict": lambda pairs=(): make_dict(
+        [item for first, second in pairs for item in (first, second)]
+    ),
     "torch.Size": lambda sizes=(): tuple(sizes),
     "_codecs.encode": _encode,
     "__builtin__.bytes": lambda: b"",
@@ -300,13 +298,9 @@ class _ReferenceProbe(_TreeWalk):
         return False
 
 
-def _unshared() -> int:
-    probe = _ReferenceProbe([[None]])
-    probe.run()
-    return probe.found
-
-
-_UNSHARED = _unshared()
+_probe = _ReferenceProbe([[None]])
+_probe.run()
+_UNSHARED = _probe.found
 
 
 def check_unfolded(root: Any) -> None:

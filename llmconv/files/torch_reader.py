@@ -120,7 +120,10 @@ def _gather(storage: FileTensor, offset: int, stride: tuple[int, ...], block: Ar
 
 def is_torch_file(path: Path) -> bool:
     """Whether `path` is a zip with a `data.pkl`, or a file of `torch.save` before 1.6; content decides."""
-    return path.is_file() and (is_torch_zip(path) or is_legacy(path))
+    if not path.is_file():
+        return False
+    found = path.stat()
+    return _is_torch_zip(path, found.st_size, found.st_mtime_ns) or is_legacy(path)
 
 
 def open_torch_file(path: Path) -> TorchFile:
@@ -205,12 +208,6 @@ def _slice(file: IO[bytes], start: int, size: int) -> IO[bytes]:
         return len(found)
 
     return io.BufferedReader(BytesReader(read, size), BUFFER)
-
-
-def is_torch_zip(path: Path) -> bool:
-    """Whether the file is a zip with a `data.pkl`; content decides."""
-    found = path.stat()
-    return _is_torch_zip(path, found.st_size, found.st_mtime_ns)
 
 
 @lru_cache(maxsize=32)
