@@ -262,10 +262,8 @@ def _part(part: Any, where: str, images: list[bytes]) -> dict[str, str]:
 
 
 def _prompts(prompt: str | list[Any] | None) -> tuple[str | tuple[int, ...], ...]:
-    if isinstance(prompt, str):
-        return (_text(prompt, "prompt"),)
-    if prompt and all(map(_is_token, prompt)):
-        return (tuple(prompt),)
+    if isinstance(prompt, str) or (prompt and all(map(_is_token, prompt))):
+        return (_prompt(prompt, "prompt"),)
     if not prompt or len(prompt) > MAX_PROMPTS:
         raise ApiError(
             f"`prompt` must be a text, token ids, or a list of one to {MAX_PROMPTS} of either", parameter="prompt"
@@ -327,9 +325,8 @@ class Fields:
         if value is None:
             return None
         words = "an integer" if kind is int else "a number"
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._wrong(name, words)
-        if kind is int and isinstance(value, float) and not value.is_integer():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or (kind is int and isinstance(value, float) and not value.is_integer()):
             raise self._wrong(name, words)
         if (least is not None and value < least) or (most is not None and value > most):
             bounds = f" of at least {least:,}" if most is None else f" from {least:,} to {most:,}"

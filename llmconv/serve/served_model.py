@@ -29,7 +29,6 @@ from llmconv.runtime.runner import PromptEmbeddings
 from llmconv.runtime.tokenizer import TooManyTokens, token_ids
 from llmconv.serve.openai_schema import ApiError, CompletionRequest
 
-FINISH = {"eos": "stop", "stop": "stop", "length": "length"}  # llmconv's reasons why a text ends to OpenAI's
 PROMPT_STEP = 256  # prompt tokens per step; after each step the next answer has its turn
 
 
@@ -151,7 +150,7 @@ class ServedModel:
                 if choice.echo:
                     yield ChoiceDelta(index, choice.echo, 0, "")
                 for piece in pieces:
-                    finish = FINISH[piece.finish] if piece.finish else ""
+                    finish = "stop" if piece.finish == "eos" else piece.finish  # the other reasons have OpenAI's names
                     yield ChoiceDelta(index, piece.text, int(piece.token is not None), finish, cached)
                     cached = 0
             finally:
