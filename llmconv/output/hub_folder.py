@@ -86,7 +86,7 @@ class HubFolder(Destination):
         require_own_weights(self.repository, [CONFIG] if MANIFEST not in state.files and CONFIG in state.files else [])
 
     def require_space(self, plan: Plan) -> None:
-        require_space(uploads_folder(), self.space_needed(plan))
+        require_space(user_cache(UPLOADS), self.space_needed(plan))
 
     def space_needed(self, plan: Plan) -> int:
         """See `Destination`: on this machine, one shard at a time; copies are sent from where they are."""
@@ -170,8 +170,8 @@ class UnfinishedCommit(UnfinishedOutput):
         self.repository.preupload([addition])
         if addition.path_or_fileobj:  # a file that was sent is let go
             self._contents[name] = path.read_bytes()
-            return
-        self._additions[name] = addition
+        else:
+            self._additions[name] = addition
 
     def record(self, name: str, entry: dict[str, Any]) -> None:
         self.finished[name] = entry
@@ -241,19 +241,15 @@ def replaced_files(repository: HubRepository, names: Collection[str]) -> list[st
     return sorted({*old, *inherited} - {*names})
 
 
+UPLOADS = "uploads"  # the folder of journals and shards to send, in the user's cache
 JOURNAL_BYTES = 64 << 20  # largest size, in bytes, of a journal that is read
-
-
-def uploads_folder() -> Path:
-    """The folder of journals and shards to send, `$XDG_CACHE_HOME/llmconv/uploads`; raises as `user_cache`."""
-    return user_cache("uploads")
 
 
 class UploadJournal:
     """The locked journal of an upload (OutputFailed if it is); `resume` keeps entries of a run with the same `key`."""
 
     def __init__(self, key: str, *, resume: bool) -> None:
-        home = uploads_folder()
+        home = user_cache(UPLOADS)
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.jsonl"
         self.folder = Folder.open_own(home)  # also of the shard that is made or sent

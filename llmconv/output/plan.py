@@ -32,7 +32,7 @@ from llmconv.tensors import Container, LazyTensor, Piece, as_bytes
 
 MODEL = "model"  # beginning of the names of weight files in a Hugging Face folder
 DEFAULT_SIZE = "5GB"  # default size of a shard, as in huggingface_hub
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,8 @@ def _is_kept(max_shard_size: str | int) -> bool:
 
 def parse_size(text: str | int) -> int:
     """Bytes of a size such as `5GB`, `500MB` or `1000` in decimal units; raises UsageProblem for another, or zero."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B?)", str(text).strip().upper())
-    size = (
-        int(float(match[1]) * UNITS[match[2] if match[2].endswith("B") or not match[2] else match[2] + "B"])
-        if match
-        else 0
-    )
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", str(text).strip().upper())
+    size = int(float(match[1]) * UNITS[match[2]]) if match else 0
     if size <= 0:
         raise UsageProblem(f"invalid size `{text}`", hint="write it as `5GB` or `500MB`")
     return size
@@ -216,7 +212,6 @@ def by_source(
 
 
 FLUSH_BYTES = 32 << 20  # written bytes are flushed in steps of this size, so that the last fsync has little left to do
-# bytes per system call: with 4 MB the kernel allocates huge pages in the cache, which takes three times as long
 FALLOC_FL_KEEP_SIZE = 1  # reserves blocks without changing the length of the file (`linux/falloc.h`)
 
 

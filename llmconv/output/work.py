@@ -25,12 +25,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import chain
-from queue import SimpleQueue
 from threading import Thread
 from types import FrameType
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -166,21 +165,15 @@ def repeatable(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            with _calling(Call((function.__module__, function.__name__), given)):
+            token = _call.set(Call((function.__module__, function.__name__), given))
+            try:
                 return function(*args, **kwargs)
+            finally:
+                _call.reset(token)
 
         return call
 
     return decorate
-
-
-@contextmanager
-def _calling(call: Call) -> Iterator[None]:
-    token = _call.set(call)
-    try:
-        yield
-    finally:
-        _call.reset(token)
 
 
 COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from llmconv.output.work import main; main()"
@@ -375,8 +368,8 @@ class RepeatedCall:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._asked: SimpleQueue[str | None] = SimpleQueue()
-        self._answers: SimpleQueue[Answer | BaseException] = SimpleQueue()
+        self._asked: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Answer | BaseException] = queue.SimpleQueue()
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
 
