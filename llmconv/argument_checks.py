@@ -116,21 +116,12 @@ def _one_of(value: Any, options: Sequence[Any], name: str) -> Any:
         except UsageProblem as problem:
             problems.append(problem)
     if Path in options:
-        raise path_problem(value, name)
+        path_of(value, name)  # raises: `value` is not a path
     classes = [option for option in options if isinstance(option, type) and option not in (*PLAIN, NoneType)]
     if len(classes) == len(problems) > 1:
         *first, last = (f"`{each.__name__}`" for each in classes)
         _refuse(value, name, f"a {', '.join(first)} or {last}")
     raise problems[-1]
-
-
-def path_problem(value: Any, name: str) -> UsageProblem:
-    """The error of `path_of` for a value that is not a path."""
-    try:
-        path_of(value, name)
-    except UsageProblem as problem:
-        return problem
-    return UsageProblem(f"`{name}` is {kind_of(value)}", hint="give a path")
 
 
 def _several(value: Any, option: Any, name: str) -> tuple[Any, ...]:

@@ -65,11 +65,6 @@ class Finding:
         """Whether llmconv cannot work as it is; a package for one feature alone is none."""
         return self.status in (MISSING, WRONG) and self.group != "optional"
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether a package is installed in a supported version, and does not load."""
-        return self.status == MISSING and bool(self.found)
-
 
 def diagnose() -> list[Finding]:
     return [*_platform(), *_required(), *_compiled(), *_devices(), *_optional(), *_room()]
@@ -79,7 +74,8 @@ def install_command(problems: Sequence[Finding]) -> str:
     """The command that installs all packages among the problems; empty if there are none."""
     wanted = {requirement.name: requirement.specifier for requirement in _requirements("")}
     packages = [one for one in problems if one.group == "required"]
-    again = "--force-reinstall " * any(one.is_broken for one in packages)
+    # of a supported version that does not load
+    again = "--force-reinstall " * any(one.status == MISSING and bool(one.found) for one in packages)
     words = " ".join(f"'{one.name}{wanted.get(one.name, '')}'" for one in packages)
     return f"pip install {again}{words}" if words else ""
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -259,30 +260,30 @@ def completed(names: Callable[[], Iterable[str]], *, paths: bool = False) -> Com
     return complete
 
 
-def _writable_formats() -> list[str]:
+layouts = completed(lambda: LAYOUTS)
+clients = completed(lambda: CLIENTS)
+
+
+@completed
+def formats() -> list[str]:
     from llmconv.convert.formats import formats
 
     return [name for name, one in formats().items() if one.save is not None]
 
 
-def _writable_deltas() -> list[str]:
+@completed
+def deltas() -> list[str]:
     from llmconv.convert.deltas.arithmetic import SCRIPTS
     from llmconv.convert.formats import delta_formats
 
     return [*(name for name, one in delta_formats().items() if one.save is not None), *SCRIPTS]
 
 
-def _templates() -> list[str]:
+@partial(completed, paths=True)
+def templates() -> list[str]:
     from llmconv.generation.chat_templates import TEMPLATES
 
     return [*TEMPLATES]
-
-
-layouts = completed(lambda: LAYOUTS)
-clients = completed(lambda: CLIENTS)
-formats = completed(_writable_formats)
-deltas = completed(_writable_deltas)
-templates = completed(_templates, paths=True)
 
 
 if TYPE_CHECKING:
