@@ -140,10 +140,13 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
     if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
         raise InputRefused("a chat is a list of messages", hint='each has a "role" and a "content"')
     require_contents(messages)
-    _require_input(messages, found.text or tokenizer.chat_template)
+    source = str(found.text or tokenizer.chat_template)
+    if "input" not in source and any(str(message.get("input") or "").strip() for message in messages):
+        problem = "a prompt has an `input`, which the chat template does not use"  # as in Alpaca's data
+        raise InputRefused(problem, hint="give `--template alpaca`, or a Jinja file that uses `message.input`")
     try:
-        fitted = ContentForms(str(found.text or tokenizer.chat_template), partial(_text, tokenizer, template))
-        text = _text(tokenizer, template, fitted.fitted(messages), for_answer=True)
+        fitted = ContentForms(source, partial(_text, tokenizer, template)).fitted(messages)
+        text = _text(tokenizer, template, fitted, for_answer=True)
     except ValueError as error:
         problem = f"the chat template {error}"
         raise InputRefused(problem, hint="check the roles of the messages and their order, or the template") from error
@@ -174,13 +177,6 @@ def _text(tokenizer: Any, template: str, messages: Sequence[Mapping[str, Any]], 
     )
     trusted = template in TEMPLATES and template != TOKENIZER
     return _rendered(render) if trusted else bounded_text(lambda: _rendered(render))
-
-
-def _require_input(messages: Sequence[Mapping[str, Any]], template: Any) -> None:
-    """Refuses an `input`, as in Alpaca's data, that the template would leave out."""
-    if "input" not in str(template) and any(str(message.get("input") or "").strip() for message in messages):
-        problem = "a prompt has an `input`, which the chat template does not use"
-        raise InputRefused(problem, hint="give `--template alpaca`, or a Jinja file that uses `message.input`")
 
 
 def _rendered(render: Callable[[], str]) -> str:

@@ -129,7 +129,9 @@ class GenaiEngine(Runner):
         """Runs the next token of every row; the first call also runs the prompts."""
         try:
             if generator.token_count() == 0:
-                generator.append_tokens(self._padded([row.prompt for row in rows]))
+                longest = max(len(row.prompt) for row in rows)
+                padded = [[*row.prompt, *[self.padding] * (longest - len(row.prompt))] for row in rows]
+                generator.append_tokens(np.array(padded if len(padded) > 1 else padded[0], dtype=np.int32))
             generator.generate_next_token()
         except Exception as error:  # GenAI's exceptions have no common base class
             problem = f"GenAI cannot run the graphs: {first_line(error)}"
@@ -138,11 +140,6 @@ class GenaiEngine(Runner):
         for row, token in zip(rows, generator.get_next_tokens().tolist(), strict=True):
             if not row.finish:
                 yield row.push(token, is_last)
-
-    def _padded(self, prompts: Sequence[Sequence[int]]) -> Any:
-        longest = max(map(len, prompts))
-        rows = [[*prompt, *[self.padding] * (longest - len(prompt))] for prompt in prompts]
-        return np.array(rows if len(rows) > 1 else rows[0], dtype=np.int32)
 
 
 def search_options(settings: GenerationSettings, vocabulary: int) -> dict[str, Any]:

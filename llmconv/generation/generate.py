@@ -190,12 +190,12 @@ def several(
 ) -> list[PlannedText]:
     """The texts to generate: `count` per prompt, each with the number of its sample, or rank in a beam search."""
     found, seen = [], Counter[tuple[str, ...]]()
-    for prompt, (ids, embeddings) in zip(prompts, ((one.ids, one.embeddings) for one in encoded), strict=True):
-        key = (*map(str, ids), f"{prompt.images}{prompt.embeddings}{prompt.inputs or ''}")
+    for prompt, one in zip(prompts, encoded, strict=True):
+        key = (*map(str, one.ids), f"{prompt.images}{prompt.embeddings}{prompt.inputs or ''}")
         first = 0 if settings.num_beams > 1 else seen[key] * count
         seen[key] += 1
-        for at in range(count):
-            found.append(PlannedText(prompt.content, ids, embeddings, 0, at, first + at, inputs=prompt.inputs))
+        given = prompt.content, one.ids, one.embeddings, 0
+        found += [PlannedText(*given, at, first + at, inputs=prompt.inputs) for at in range(count)]
     return found
 
 
@@ -523,7 +523,10 @@ def prepare(
     settings = {name: value for name, value in options.items() if name not in {*OF_RUNNING, *OF_WORDING}}
     GenerationSettings().but(**settings)
     opened = opener(model, cast(RunningOptions, running))()
-    chosen = settings_for(opened, wording, settings)
+    chosen = opened.defaults.but(**settings)
+    if chosen.max_new_tokens is None and chosen.max_length is None:
+        chosen = chosen.but(max_new_tokens=NEW_TOKENS)
+    chosen = chosen.but(stop_strings=tuple(dict.fromkeys((*chosen.stop_strings, *wording.stops))))
     # a path as text, or the kind of an object
     named = {name: running.get(name) or "" for name in ("adapter", "prefix_tuning", "decode", "tokenizer")}
     tuned = {name: str(one) if isinstance(one, str | Path) else kind_of(one) for name, one in named.items()}
@@ -555,11 +558,3 @@ def require_other_file(file: str | Path, output: Any) -> None:
     """Raises UsageProblem if the completions would be written over the prompts; `output` None means no file."""
     if isinstance(output, str | Path) and Path(file).resolve() == Path(output).resolve():
         raise UsageProblem("`--output-file` is the same file as `--prompt-file`", hint="give another one")
-
-
-def settings_for(model: TextModel, wording: Wording, options: Mapping[str, Any]) -> GenerationSettings:
-    """The settings of a run: the model's, replaced by `options`, with the template's stop strings and a length."""
-    settings = model.defaults.but(**options)
-    if settings.max_new_tokens is None and settings.max_length is None:
-        settings = settings.but(max_new_tokens=NEW_TOKENS)
-    return settings.but(stop_strings=tuple(dict.fromkeys((*settings.stop_strings, *wording.stops))))

@@ -128,7 +128,11 @@ class TextModel:
             return cls(**parts_of_object(model, tokenizer, settings, options, **of_files))
         with fetching() as fetched:
             files = ModelFiles.find(model if decode is None else (model, decode))
-            prefix = None if prefix_tuning is None else _open_prefix(local_path(prefix_tuning))
+            prefix = None
+            if prefix_tuning is not None:
+                from llmconv.runtime.prefix import open_prefix  # noqa: PLC0415 - most models have none
+
+                prefix = open_prefix(local_path(prefix_tuning))
             tokenizer = find_tokenizer(tokenizer, files.tokenizer or files.folder, trust_remote_code)
             given: dict[str, Any] = {"stages": stages, "prefix": prefix, "trust_remote_code": trust_remote_code}
             opened = cls(tokenizer, **parts_of_files(files, backend, settings, options, **given))
@@ -267,10 +271,9 @@ class TextModel:
         from llmconv.generation.images import with_images  # noqa: PLC0415 - most models take none
 
         encoder = self.require_images()
-        if template == TOKENIZER:
-            text = render_chat(self.tokenizer, with_images(messages, len(images)), template)
-        else:  # these templates take texts only
-            text = render_chat(self.tokenizer, messages, template)
+        if template == TOKENIZER:  # other templates take texts only
+            messages = with_images(messages, len(images))
+        text = render_chat(self.tokenizer, messages, template)
         require_text(text)
         starts = add_special_tokens and not has_start(self.tokenizer, text, template)
         return encoder.encode(text, images, starts=starts, most=self.longest_prompt)
@@ -429,12 +432,6 @@ def parts_of_object(
         "context_length": runner.context_length,
         "backend": "torch",
     }
-
-
-def _open_prefix(path: Path) -> Prefix:
-    from llmconv.runtime.prefix import open_prefix  # noqa: PLC0415 - as above
-
-    return open_prefix(path)
 
 
 def parts_of_files(

@@ -30,7 +30,7 @@ from llmconv.generation.sampling import GenerationSettings
 from llmconv.runtime.onnxruntime.session_file import SessionOptions, session_settings
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, provider_name
 
-TEXT_GENERATION = "text-generation"
+TASK = "text-generation"
 # called with the model and the keywords of `pipeline`; returns what is called with the inputs
 Opener = Callable[..., Any]
 _TASKS: dict[str, Opener] = {}
@@ -93,7 +93,6 @@ def _spelled(name: str) -> str:
     return name.strip().replace("_", "-")
 
 
-TASK = TEXT_GENERATION
 # defaults of transformers' pipeline, below the call and `generation_config.json`
 DEFAULTS: dict[str, Any] = {"max_new_tokens": 256, "do_sample": True, "temperature": 0.7}
 

@@ -237,7 +237,7 @@ def _of_document(document: Any, text: str, field: str | None) -> list[Prompt]:
     if found_slip:
         line, slip = found_slip
         raise _slipped(f"the value that begins in line {line} of the prompts", slip)
-    if isinstance(document, list) and document and all(map(is_message, document)):
+    if _is_chat(document):
         require_contents(document, "the prompts")
         return [Prompt(document)]
     if isinstance(document, dict) and not {field or "messages", *TEXT_FIELDS} & document.keys():
@@ -256,12 +256,8 @@ def _of_item(name: str, item: Any, field: str | None) -> Prompt:
         require_contents(item, f"{name} of the prompts")
         return Prompt(item)
     # the prompt of a JSON object; `name` is its line or item, for messages
-    value = item
-    given = value if isinstance(value, dict) else {}
-    if field is None:
-        content, used = _content(name, given)
-    else:
-        content, used = _chosen(name, given, field), {field}
+    given = item if isinstance(item, dict) else {}
+    content, used = _content(name, given) if field is None else (_chosen(name, given, field), {field})
     fields = {key: value for key, value in given.items() if key not in used}
     others = {**_embeddings(name, given), "inputs": _inputs(name, given)}
     return Prompt(content, fields, **others, images=_images(name, given))

@@ -380,7 +380,6 @@ Place = tuple[Path, int, int]  # file, offset and length in bytes
 
 
 def _weights(path: Path, model: onnx.ModelProto) -> dict[Place, onnx.TensorProto]:
-    """The external weights of a graph by their place."""
     found = {}
     for tensor in external_tensors(model):
         fields = external_fields(tensor)

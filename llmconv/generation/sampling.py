@@ -148,7 +148,11 @@ class GenerationSettings:
     def but(self, **changes: Any) -> GenerationSettings:
         """A copy with the given fields, but None, replaced; UsageProblem for an unknown, unused or invalid field."""
         require_known(name for name, value in changes.items() if value is not None)
-        require_effect(changes)
+        if (changes.get("num_return_sequences") or 1) != 1:
+            problem = "`num_return_sequences` is not a field of `GenerationSettings`, which are those of one text"
+            raise UsageProblem(problem, hint="give it to `generate` or to the pipeline")
+        if name := next((name for name in RETURNED if changes.get(name)), ""):
+            raise UsageProblem(f"`{name}` has no effect here: only texts and tokens are returned", hint="leave it out")
         return self._changed(changes)
 
     def _changed(self, changes: Mapping[str, Any]) -> GenerationSettings:
@@ -158,7 +162,10 @@ class GenerationSettings:
             given["max_new_tokens"] = None  # the latest setting counts
         values = _values({name: value for name, value in given.items() if name in KINDS})
         explicit = self.explicit | {name for name, value in given.items() if value is not None}
-        return replace(self, **values, extra={**self.extra, **changes_text(given)}, explicit=explicit)
+        # fields that change the text and that llmconv's own loop does not implement
+        others = {name: given[name] for name, neutral in NEUTRAL.items() if given.get(name) not in (None, neutral)}
+        others |= {name: given[name] for name in sorted(NO_NEUTRAL) if given.get(name) is not None}
+        return replace(self, **values, extra={**self.extra, **others}, explicit=explicit)
 
 
 def require_known(names: Iterable[str], others: Iterable[str] = ()) -> None:
@@ -186,16 +193,6 @@ def require_settings(settings: Any) -> GenerationSettings:
     return settings
 
 
-def require_effect(changes: Mapping[str, Any]) -> None:
-    """Raises UsageProblem for fields of `GenerationConfig` that change transformers' results, but do nothing here."""
-    if (changes.get("num_return_sequences") or 1) != 1:
-        problem = "`num_return_sequences` is not a field of `GenerationSettings`, which are those of one text"
-        raise UsageProblem(problem, hint="give it to `generate` or to the pipeline")
-    for name in RETURNED:
-        if changes.get(name):
-            raise UsageProblem(f"`{name}` has no effect here: only texts and tokens are returned", hint="leave it out")
-
-
 # field, minimum and maximum; NaN is outside every range
 RANGES = (
     ("max_new_tokens", 1, 2**40),
@@ -212,6 +209,7 @@ RANGES = (
 
 # fields of `config.json` that are used if `generation_config.json` has none
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# fields of `GenerationConfig` that change what transformers returns, and do nothing here
 RETURNED = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate")
 IN_PROMPT = "give it in a prompt of `generate`: `Prompt(text, %s)`"
 TEXTS = "texts and chats are the argument `prompts` of `generate`, which may be a single one"
@@ -301,12 +299,6 @@ def _values(given: Mapping[str, Any]) -> dict[str, Any]:
             problem = f"invalid value for `{name}`: {value!r:.40} ({kind_of(value)})"
             raise UsageProblem(problem, hint=f"see `{name}` of transformers' `GenerationConfig`") from error
     return values
-
-
-def changes_text(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that change the text and that llmconv's own loop does not implement."""
-    found = {name: fields[name] for name, neutral in NEUTRAL.items() if fields.get(name) not in (None, neutral)}
-    return found | {name: fields[name] for name in sorted(NO_NEUTRAL) if fields.get(name) is not None}
 
 
 SHORT = reprlib.Repr()  # values on a line: of a list that a model folder brings, only the beginning
