@@ -97,7 +97,11 @@ def export_checkpoint(
         past = language_model.input_map.past(language_model.config)
         require_kv_cache(given, checkpoint.config.get("model_type"), fits=_fits_grouped_query(past))
     check_shapes(given)
-    text = _calibration_text(given) if given["kv_cache"] else ""
+    text = ""  # the sha256 of the text that scales of the cache are measured on
+    if given["kv_cache"]:
+        from llmconv.export.calibration import text_of  # noqa: PLC0415 - as above
+
+        text = found.sha256 if (found := text_of(given)) else ""
     rest = given["strict_target"], quantization, text, lora_targets(given["lora_inputs"])
     layouts = [client.name for client in clients if client.name != DEFAULT]
     names = graph_names(given["graph_name"], list(single or roles), layouts)
@@ -190,14 +194,6 @@ def _fits_grouped_query(past: Sequence[Port]) -> bool:
     from llmconv.export.rewrite.grouped_query import fits_grouped_query  # noqa: PLC0415 - of caches of codes and buffers
 
     return fits_grouped_query(past)
-
-
-def _calibration_text(given: ExportOptions) -> str:
-    """The sha256 of the text that scales of the cache are measured on."""
-    from llmconv.export.calibration import text_of  # noqa: PLC0415 - as above
-
-    text = text_of(given)
-    return text.sha256 if text else ""
 
 
 def _sizes(

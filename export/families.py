@@ -32,15 +32,11 @@ from llmconv.runtime.extra_inputs import (
     ExtraInput,
 )
 
-ENTRY_POINTS = "llmconv.input_maps"
-
-
 DECODER = InputMap()
 MASK_ALONE = InputMap(position_ids=False)  # no `position_ids`: the model counts positions itself
 SEGMENTS = ExtraInput("token_type_ids", (BATCH, SEQUENCE), values="type_vocab_size", repeats=True)
 """The segment of each token, as BERT numbers them; a model with one segment has no such input."""
 
-SEGMENTED = InputMap(extras=(SEGMENTS,))
 
 IMAGE_TOKENS = ExtraInput("token_type_ids", (BATCH, SEQUENCE), values=2, both_ways=(FULL, SLIDING))
 """Which tokens stand for features of images, 1 or 0; those of one image attend to each other in both directions."""
@@ -104,7 +100,7 @@ WITH_SEGMENTS = (
 INPUT_MAPS: dict[str, InputMap] = {
     **dict.fromkeys(DECODERS, DECODER),
     **dict.fromkeys(MASKED, MASK_ALONE),
-    **dict.fromkeys(WITH_SEGMENTS, SEGMENTED),
+    **dict.fromkeys(WITH_SEGMENTS, InputMap(extras=(SEGMENTS,))),
     **dict.fromkeys(("fuyu", "gemma4_unified", "phi4_multimodal"), TEXT_MODEL),
     "bailing_hybrid": InputMap(
         cache="channel_delta_rule", note="delta rule with a decay per channel, latent attention, experts"
@@ -185,7 +181,7 @@ def register_input_map(model_type: str, input_map: InputMap) -> None:
 
 @cache
 def _load_entry_points() -> None:
-    for entry in entry_points(group=ENTRY_POINTS):
+    for entry in entry_points(group="llmconv.input_maps"):
         for model_type, input_map in entry.load().items():
             INPUT_MAPS.setdefault(model_type, input_map)
 
@@ -253,14 +249,8 @@ FEATURES = "its decoder also reads features of images or sounds, which graphs of
 NOT_EXPORTED: dict[str, str] = {
     **dict.fromkeys(
         (
-            "axk2",
-            "deepseek_v32",
-            "dots3_note",
-            "dots3_note_text",
-            "glm_moe_dsa",
-            "hy_v4",
-            "qwen4_exp",
-            "qwen4_exp_text",
+            *("axk2", "deepseek_v32", "dots3_note", "dots3_note_text"),
+            *("glm_moe_dsa", "hy_v4", "qwen4_exp", "qwen4_exp_text"),
         ),
         "its sparse attention chooses keys with an indexer, whose own keys are a third kind of cache",
     ),

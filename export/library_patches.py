@@ -110,7 +110,8 @@ def _only_translated(module: torch.fx.GraphModule, translated: set[Any]) -> bool
     known = (translated - TAKEN_APART) | CASTS | UNCHANGED | RENAMED.keys() | {ASSERTED}
     called = {node.target for node in module.graph.nodes if node.op == "call_function"}
     has_parts = any(isinstance(part, torch.fx.GraphModule) for part in module.children())
-    if has_parts or not called <= known or any(_changes_its_inputs(target) for target in called):
+    changes_inputs = any(getattr(getattr(target, "_schema", None), "is_mutable", False) for target in called)
+    if has_parts or not called <= known or changes_inputs:
         return False
     for node in list(module.graph.nodes):
         if node.target in CASTS:
@@ -144,11 +145,6 @@ def _copy_input(node: Any) -> None:
 def _remove(node: Any) -> None:
     node.replace_all_uses_with(node.args[0])
     node.graph.erase_node(node)
-
-
-def _changes_its_inputs(target: Any) -> bool:
-    schema = getattr(target, "_schema", None)
-    return schema is not None and schema.is_mutable
 
 
 def complex_as_pairs() -> AbstractContextManager[None]:

@@ -221,8 +221,8 @@ def keys_and_values(
 def _replace_embedding(graph: ir.Graph, width: int) -> None:
     """Makes the output of the embedding module the input `inputs_embeds`, in place."""
     last = _embedding(graph, width)
-    while (follower := _next_of_module(last)) is not None:
-        last = follower
+    while len(uses := list(last.outputs[0].uses())) == 1 and _module(uses[0].node) == _module(last):
+        last = uses[0].node  # such as the scale of an embedding
     embedded = ir.Value(name=INPUTS_EMBEDS, shape=ir.Shape(["batch_size", "sequence_length", width]))
     embedded.type = ir.TensorType(ir.DataType.FLOAT)
     graph.inputs.append(embedded)
@@ -253,10 +253,5 @@ def _before_reshapes(value: ir.Value | None) -> ir.Value | None:
     return value
 
 
-def _next_of_module(node: ir.Node) -> ir.Node | None:
-    """The only user of a node, if it is of the same module, such as the scale of an embedding."""
-    uses = list(node.outputs[0].uses())
-    scope = (node.name or "").rpartition("/")[0]
-    if len(uses) == 1 and (uses[0].node.name or "").rpartition("/")[0] == scope:
-        return uses[0].node
-    return None
+def _module(node: ir.Node) -> str:
+    return (node.name or "").rpartition("/")[0]

@@ -14,8 +14,6 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from llmconv.export.graph_spec import GraphSpec
 from llmconv.tensors import Array
 
-SCOPES = "pkg.torch.onnx.name_scopes"
-
 
 @dataclass
 class TracedGraph:
@@ -43,7 +41,7 @@ class TracedGraph:
 
 def scopes(node: ir.Node) -> list[str]:
     """Names of the modules around a node, outermost first, in the style of parameters (`model.layers.0.mlp`)."""
-    text = node.metadata_props.get(SCOPES)
+    text = node.metadata_props.get("pkg.torch.onnx.name_scopes")
     names = ast.literal_eval(text)[:-1] if text else []
     return [name.removeprefix("model").removeprefix(".") for name in names]
 

@@ -84,9 +84,6 @@ class VisionTower:
     outputs: tuple[tuple[str, str | int | tuple[str, ...]], ...] = ((IMAGE_FEATURES, IMAGES),)
 
 
-PROJECTOR = "multi_modal_projector"
-
-
 class _Reached(Exception):
     """Leaves the model's code after its projector."""
 
@@ -109,7 +106,7 @@ def projected(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
         found.append(output)
         return _Captured()
 
-    hook = model.model.get_submodule(PROJECTOR).register_forward_hook(capture)
+    hook = model.model.get_submodule("multi_modal_projector").register_forward_hook(capture)
     try:
         with suppress(_Reached):
             model.model.get_image_features(**given)
@@ -147,13 +144,10 @@ class PixtralFeatures(TowerFeatures):
             return squares.permute(0, 1, 3, 5, 2, 4).flatten(1, 3).flatten(2)
 
         code = sys.modules[type(self.model.model.vision_tower).__module__]
-        attention = replaced_attributes(code, {"generate_block_attention_mask": _no_mask})
+        # no mask between images: there is one
+        attention = replaced_attributes(code, {"generate_block_attention_mask": lambda *_: None})
         with attention, replaced_attributes(nn.functional, {"unfold": merged}):
             return projected(self.model, {"pixel_values": pixels, "image_sizes": [size]})
-
-
-def _no_mask(*given: Any) -> None:
-    """Instead of the mask between images: there is one."""
 
 
 def squares_of_one_image(config: Any, precision: str) -> tuple[TowerInput, ...]:

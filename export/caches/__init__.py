@@ -20,9 +20,6 @@ CACHE_KINDS: dict[str, tuple[str, str] | None] = {
 def cache_kind(name: str) -> CacheKind:
     place = CACHE_KINDS[name]
     if place is None:
-        return KEYS_AND_VALUES
+        return CacheKind(mixed=False)
     found: CacheKind = getattr(import_module(f"{__name__}.{place[0]}"), place[1])
     return found
-
-
-KEYS_AND_VALUES = CacheKind(mixed=False)

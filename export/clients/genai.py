@@ -32,7 +32,7 @@ IMAGE_TYPE = "gemma3"  # GenAI's type with one vision graph and nothing else of 
 VISION_GRAPH, EMBEDDING_GRAPH = "genai-vision.graph", "genai-embeddings.graph"
 """Not `.onnx`: llmconv runs the graphs that these are variants of."""
 
-IMAGE_FILES = (VISION_GRAPH, EMBEDDING_GRAPH)
+
 SECTIONS: dict[str, Any] = {  # the sections of `model` besides `decoder`
     "vision": {
         "filename": VISION_GRAPH,
@@ -207,6 +207,6 @@ CLIENT = Client(
     caches=("growing", "shared-buffer"),
     image_models=IMAGE_MODELS,
     check=check,
-    file_names=lambda model: (FILE, *IMAGE_FILES) if model.images else (FILE,),
+    file_names=lambda model: (FILE, VISION_GRAPH, EMBEDDING_GRAPH) if model.images else (FILE,),
     files=files,
 )

@@ -45,7 +45,6 @@ PARTS = {VISION_ROLE: "vision_encoder", EMBEDDINGS_ROLE: "embed_tokens", "unifie
 IMAGE_PROCESSORS = {"LlavaImageProcessor": "CLIPImageProcessor"}
 """Image processors that the client has under another name."""
 
-PROCESSOR_CLASS = "LlavaProcessor"
 TEXT_FIELDS = ("model_type", "num_hidden_layers")
 """Fields of `text_config` from which the client derives the names of the cache; it has no defaults for them."""
 
@@ -71,7 +70,7 @@ def preprocessor(images: ImageModel) -> dict[str, Any]:
     return {
         **fields,
         "image_processor_type": IMAGE_PROCESSORS.get(kind, kind),
-        "processor_class": images.processor.get("processor_class", PROCESSOR_CLASS),
+        "processor_class": images.processor.get("processor_class", "LlavaProcessor"),
     }
 
 
@@ -93,7 +92,6 @@ def edits(images: ImageModel) -> Edits:
     return found
 
 
-GENERATION = "generation_config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GRAPH = "transformersjs.graph"  # not `.onnx`: opened under this name, the graph does not find its data
 DTYPES = {"float32": "fp32", "float16": "fp16"}  # the client's `dtype` by precision, for weights as they are
@@ -123,7 +121,7 @@ def files(model: ClientModel, graphs: EncodedGraphs) -> dict[str, FileContent]:
         made |= {f"onnx/{name}": Link(f"../{target}") for target, name in names.items()}
     if model.generation is None:  # what transformers itself derives from a config
         tokens = {name: token for name in TOKENS if (token := getattr(model.config, name, None)) is not None}
-        made[GENERATION] = json_bytes({"_from_model_config": True, **tokens})
+        made["generation_config.json"] = json_bytes({"_from_model_config": True, **tokens})
     if model.images and (content := preprocessor(model.images)):
         made[PREPROCESSOR] = json_bytes(content)
     return made

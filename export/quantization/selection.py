@@ -317,12 +317,8 @@ class RepackedWeight:
 
     @property
     def _block_groups(self) -> Array:
-        return self._sorted_groups[:: self.form.size]
-
-    @property
-    def _sorted_groups(self) -> Array:
         groups = self.integers.groups
-        return groups if self.order is None else groups[self.order]
+        return (groups if self.order is None else groups[self.order])[:: self.form.size]
 
     def _codes(self, start: int, stop: int) -> Array:
         codes, form = self.integers.codes(start, stop), self.form

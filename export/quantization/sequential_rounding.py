@@ -73,7 +73,13 @@ def round_sequentially(
     """
     observed = text.bound()
     products = _observe(observed.model, text.rows, quantized)
-    _require_tokens(sum(one.size for one in text.texts), products)
+    found = sum(one.size for one in text.texts)
+    least = LEAST * max((one.columns for one in products.values() if not one.rows.single), default=0)
+    if found < least:
+        raise InputRefused(
+            f"the text has {found:,} tokens; `--method gptq` needs {least:,} for {least // LEAST:,} columns",
+            hint="give a longer text to `--calibrate`, or leave out `--method gptq`",
+        )
     run = _SequentialRun(ir.to_proto(observed.model), products, text, scratch)
     run.all_pieces()
     return run.codes
@@ -125,15 +131,6 @@ def _squares(graph: ir.Graph, node: ir.Node, left: ir.Value, number: int) -> lis
     for value, prefix, dtype, rank in ((squares, SQUARES, ir.DataType.FLOAT, 2), (count, COUNT, ir.DataType.INT64, 1)):
         value.name, value.type, value.shape = f"{prefix}{number}", ir.TensorType(dtype), ir.Shape([None] * rank)
     return [squares, count]
-
-
-def _require_tokens(found: int, products: Mapping[str, Product]) -> None:
-    least = LEAST * max((one.columns for one in products.values() if not one.rows.single), default=0)
-    if found < least:
-        raise InputRefused(
-            f"the text has {found:,} tokens; `--method gptq` needs {least:,} for {least // LEAST:,} columns",
-            hint="give a longer text to `--calibrate`, or leave out `--method gptq`",
-        )
 
 
 class _SequentialRun:
@@ -214,15 +211,15 @@ DAMPING = 0.1
 """Share of the mean of the diagonal of H that is added to it; less overfits texts below 100 tokens per column."""
 
 
-def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
-    """The upper Cholesky factor of the inverse of H + damping * mean(diagonal), float32 [K, K].
+def inverse_factor(hessian: Array) -> Array:
+    """The upper Cholesky factor of the inverse of H + DAMPING * mean(diagonal), float32 [K, K].
 
     Computed in float64 by one thread, so that the bits do not depend on the number of threads. `hessian`: X^T X [K, K],
-    finite; a column that is always zero gets the damping alone. `damping`: share of the mean of the diagonal; above 0.
+    finite; a column that is always zero gets the damping alone.
     """
     wide = torch.from_numpy(hessian.astype(np.float64))
     mean = float(wide.diagonal().mean())
-    wide.diagonal().add_(damping * mean if mean > 0 else 1.0)
+    wide.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
     with single_torch_thread():
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(wide))
         factor: Array = torch.linalg.cholesky(inverse, upper=True).float().numpy()

@@ -18,13 +18,13 @@ from llmconv.timed_patterns import MatchTime, PatternProblem, compiled, finds
 INT8 = BlockFormat(bits=8, symmetric=True, search=False)
 """8 bits need no search: its gain is below the rounding of activations to int8."""
 
-DOWN = re.compile(r"(?:^|\.)(?:down_proj|w2|dense_4h_to_h|fc2|fc_out|mlp\.c_proj|linear_2|output_linear)(?:\.|$)")
+VALUES = r"v_proj|qkv_proj|qkv|query_key_value|Wqkv|c_attn|attn_qkv|in_proj_qkv"
+LAST = r"down_proj|w2|dense_4h_to_h|fc2|fc_out|mlp\.c_proj|linear_2|output_linear"
+DOWN = re.compile(rf"(?:^|\.)(?:{LAST})(?:\.|$)")
 """The last projection of an MLP, whose inputs have the largest outliers."""
 
-SENSITIVE = re.compile(  # projections whose rounding costs most: to values, and from the inner size of the MLP back
-    r"(?:^|\.)(?:v_proj|qkv_proj|qkv|query_key_value|Wqkv|c_attn|attn_qkv|in_proj_qkv|"
-    r"down_proj|w2|dense_4h_to_h|fc2|fc_out|mlp\.c_proj|linear_2|output_linear)(?:\.|$)"
-)
+# Projections whose rounding costs most: to values, and from the inner size of the MLP back
+SENSITIVE = re.compile(rf"(?:^|\.)(?:{VALUES}|{LAST})(?:\.|$)")
 
 SMALL, SHARE = 1 << 16, 1e-4
 """A matrix stays as it is if it has fewer elements than both this number and this share of all weights."""

@@ -60,7 +60,9 @@ class _Splitter:
         stages = range(len(starts))
         self._roots = [[node for node in model.graph.node if self._stages.get(node.name) == at] for at in stages]
         self._carried = self._carry()
-        self._types: Mapping[str, onnx.ValueInfoProto] = self._infer()
+        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph if self._carried else model.graph
+        found = {value.name: value for value in (*inferred.value_info, *inferred.output) if value.name in self._carried}
+        self._types = {name: _described(name, found.get(name)) for name in self._carried}
 
     def stage(self, index: int) -> onnx.ModelProto:
         nodes, _ = self._closure(index)
@@ -104,12 +106,9 @@ class _Splitter:
 
     def _layer_of(self, node: onnx.NodeProto) -> int:
         """The layer in the name or an input of a node; 0 if there is none."""
-        for text in (node.name, *node.input):
-            for pattern in (self._layer, CACHE_LAYER):
-                found = pattern.match(text)
-                if found:
-                    return int(found[1])
-        return 0
+        texts = (node.name, *node.input)
+        found = (pattern.match(text) for text in texts for pattern in (self._layer, CACHE_LAYER))
+        return next((int(match[1]) for match in found if match), 0)
 
     def _stage_of(self, layer: int) -> int:
         return max(index for index, start in enumerate(self._starts) if start <= layer)
@@ -157,14 +156,6 @@ class _Splitter:
                 number = counts[border] = counts.get(border, -1) + 1
                 names[name] = f"hidden_states.{border}" + (f".{number}" if number else "")
         return names
-
-    def _infer(self) -> dict[str, onnx.ValueInfoProto]:
-        """Element types and axes of the values that are passed between stages."""
-        if not self._carried:
-            return {}
-        inferred = onnx.shape_inference.infer_shapes(self._model, data_prop=True).graph
-        found = {value.name: value for value in (*inferred.value_info, *inferred.output) if value.name in self._carried}
-        return {name: _described(name, found.get(name)) for name in self._carried}
 
     def _with_own_ports(self, node: onnx.NodeProto, stage: int) -> onnx.NodeProto:
         """A copy of the node; it reads lengths from inputs that the stage has."""

@@ -68,7 +68,8 @@ def find_preset(target: str, given: Preset, stored: str, *, buffers: bool, growi
         growing: whether a growing cache keeps its axes dynamic; with `--shapes static` it does not.
     """
     row = TARGETS[target]
-    precision = given.precision or _precision(row, stored)
+    half = stored if row.half == "stored" else row.half
+    precision = given.precision or (half if stored in (FLOAT16, BFLOAT16) else row.whole)
     if precision not in row.precisions:
         raise UsageProblem(
             f"`--target {target}` has no kernels for `--precision {precision}`", hint="`--precision float16 -o OUT`"
@@ -81,9 +82,3 @@ def find_preset(target: str, given: Preset, stored: str, *, buffers: bool, growi
     cache = given.cache or ("shared-buffer" if shared else "growing")
     opset = given.opset or (row.opset if cache == "growing" and growing else None)
     return Preset(precision, cache, opset)
-
-
-def _precision(row: Target, stored: str) -> str:
-    if stored not in (FLOAT16, BFLOAT16):
-        return row.whole
-    return stored if row.half == "stored" else row.half
