@@ -533,9 +533,7 @@ class VerdictSummary:
         if recorded.only:
             parts.append(f"{len(recorded.only):,} selected scenario{'s' * (len(recorded.only) != 1)}")
         parts += [count, *([f"{skipped:,} skipped"] if skipped else [])]
-        line = ", ".join(
-            [*parts, *(f"{name} {recorded.versions[name]}" for name in SHOWN if name in recorded.versions)]
-        )
+        line = ", ".join([*parts, *(f"{one} {recorded.versions[one]}" for one in SHOWN if one in recorded.versions)])
         return [f"out of date: {'; '.join(stale)}", f"before: {line}"] if stale else [line]
 
     def fields(self) -> dict[str, Any]:

@@ -136,9 +136,7 @@ def is_plainly_peft(path: Path) -> bool:
     if not weights.is_file() or not (path / CONFIG).is_file() or not read_json(path / CONFIG).get("peft_type"):
         return False
     others = (file for file in path.iterdir() if file != weights)
-    return all(file.suffix in SMALL for file in others) and all(
-        name.startswith(PREFIX) for name in read_tensors(weights)
-    )
+    return all(file.suffix in SMALL for file in others) and all(one.startswith(PREFIX) for one in read_tensors(weights))
 
 
 def _other_format(path: Path) -> AdapterFormat | None:

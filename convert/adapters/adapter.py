@@ -169,9 +169,7 @@ def same_values(one: LazyTensor, other: LazyTensor) -> bool:
 
 def changed_originals(originals: Mapping[str, LazyTensor], base: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The originals that differ from the base's tensors."""
-    return {
-        name: tensor for name, tensor in originals.items() if not (name in base and same_values(tensor, base[name]))
-    }
+    return {name: own for name, own in originals.items() if not (name in base and same_values(own, base[name]))}
 
 
 TRAINABLE_HEADS = ("lm_head", "embed_out")

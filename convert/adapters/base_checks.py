@@ -147,7 +147,6 @@ def _layers(names: Iterable[str]) -> dict[str, set[int]]:
 SAMPLE = 16  # maximum number of tensors of each group (changed, replaced, unchanged), evenly spread over the names
 # Distances in representable numbers (ULP) that the histogram counts together
 BINS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, None))
-FLOAT64 = BY_NAME["float64"]
 
 ReadRows = Callable[[int, int], Array]
 
@@ -222,10 +221,8 @@ def _exact(plan: Checkpoint, edits: Edits, name: str, summed: bool) -> ReadRows:
     if name not in edits.changes:
         return plan[name].rows
     if _is_plain(edits, name, summed):
-        return _defined(
-            edits.current(name), [change for change in edits.changes[name] if isinstance(change, LoraProduct)]
-        )
-    return cast(plan[name], FLOAT64).rows
+        return _defined(edits.current(name), [one for one in edits.changes[name] if isinstance(one, LoraProduct)])
+    return cast(plan[name], BY_NAME["float64"]).rows
 
 
 def _is_plain(edits: Edits, name: str, summed: bool) -> bool:

@@ -298,10 +298,8 @@ def _generation_differences(base: Checkpoint, adapter: Adapter) -> list[str]:
     if not path.is_file():
         return []
     try:
-        mine, others = (
-            read_json(own_file(adapter.path, GENERATION)),
-            json_object(base.side_files.get(GENERATION, b"{}")),
-        )
+        mine = read_json(own_file(adapter.path, GENERATION))
+        others = json_object(base.side_files.get(GENERATION, b"{}"))
     except LlmconvError:
         return []
     fields = [name for name, value in mine.items() if name not in NOT_OF_DECODING and value != others.get(name)]
@@ -315,9 +313,7 @@ def _with_ids(base: Mapping[str, bytes], files: SideFiles, config: dict[str, Any
     except MalformedInput:
         return files
     ids = {f"{kind}_id": number for kind, (_, number) in mine.items() if number is not None}
-    ids = {
-        name: number for name, number in ids.items() if others.get(name.removesuffix("_id"), ("", None))[1] != number
-    }
+    ids = {name: own for name, own in ids.items() if others.get(name.removesuffix("_id"), ("", None))[1] != own}
     if not others:  # without a tokenizer the base's ids are those of its config
         ids = {name: number for name, number in ids.items() if config.get(name) is not None}
     for part in (config, config.get("text_config")):

@@ -301,11 +301,9 @@ def join(
         f"the parts of `{name}` in `{path.name}` cannot be joined", "`params.json` belongs to another model"
     ):
         whole = algebra.concat(parts, dim)
-        return (
-            algebra.permute_rows(whole, algebra.rope_order(head_dim))
-            if name.endswith((".wq.weight", ".wk.weight"))
-            else whole
-        )
+        if name.endswith((".wq.weight", ".wk.weight")):
+            return algebra.permute_rows(whole, algebra.rope_order(head_dim))
+        return whole
 
 
 FREQUENCIES: dict[str, str | None] = {  # buffers that models compute
@@ -366,9 +364,7 @@ class MetaTokenizer:
 
 def find_tokenizer(folder: Path) -> Path | None:
     """`tokenizer.model` next to the shards, or one folder up, where Meta's downloads put it."""
-    return next(
-        (place for place in (folder / TOKENIZER, folder.absolute().parent / TOKENIZER) if place.is_file()), None
-    )
+    return next((file for file in (folder / TOKENIZER, folder.absolute().parent / TOKENIZER) if file.is_file()), None)
 
 
 def tokenizer_for(

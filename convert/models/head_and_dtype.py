@@ -124,10 +124,8 @@ def with_head(checkpoint: Checkpoint, embedding: str, *, tied: bool) -> dict[str
 
 def _same_bytes(one: LazyTensor, other: LazyTensor) -> bool:
     """Whether two tensors are one by their place in a file; nothing is read."""
-    if one is other:
-        return True
     if not (isinstance(one, FileTensor) and isinstance(other, FileTensor)):
-        return False
+        return one is other
     return (one.path, one.offset, one.shape, one.dtype) == (other.path, other.offset, other.shape, other.dtype)
 
 
@@ -179,9 +177,7 @@ def kept_in_float32(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
     """
     # the sources of the model and its parts that have tensors in float32 in a model of another type
     kinds = dict.fromkeys(str(part.get("model_type")) for part in _parts(config))
-    folders = (
-        [folder for kind in kinds if (folder := transformers_source.model_folder(kind))] if dtype in NARROW else []
-    )
+    folders = [home for kind in kinds if (home := transformers_source.model_folder(kind))] if dtype in NARROW else []
     files = [folder / f"modeling_{folder.name}.py" for folder in folders]
     files = [file for file in files if file.is_file() and _has_signs(file.read_text())]
     if not files:

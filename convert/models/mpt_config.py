@@ -217,9 +217,7 @@ def _modern(config: Mapping[str, Any]) -> dict[str, Any]:
     attention = {new: config[old] for old, new in OLD_ATTENTION.items() if old in config}
     if config.get("multiquery_attention"):
         attention["attn_type"] = "multiquery_attention"
-    modern = {
-        name: value for name, value in config.items() if name not in OLD_FIELDS and name != "multiquery_attention"
-    }
+    modern = {name: value for name, value in config.items() if name not in {*OLD_FIELDS, "multiquery_attention"}}
     own = config.get("attn_config")
     merged = attention | own if isinstance(own, dict) else own or attention
     return modern | {

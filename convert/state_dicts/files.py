@@ -235,9 +235,7 @@ def open_bin_folder(folder: Path) -> StateFile:
     for name in BINS:
         if (folder / name).is_file():
             return union(folder, [require_state(folder / name)])
-    entries = [
-        (SHARD.fullmatch(entry.name), TORCHTUNE_SHARD.fullmatch(entry.name), entry) for entry in folder.iterdir()
-    ]
+    entries = [(SHARD.fullmatch(one.name), TORCHTUNE_SHARD.fullmatch(one.name), one) for one in folder.iterdir()]
     found = [("", plain[1], int(plain[2]), entry) for plain, _, entry in entries if plain]
     found += [(tuned[2], tuned[1], 0, entry) for _, tuned, entry in entries if tuned]
     if not found:
@@ -402,11 +400,8 @@ def _header(path: Path, _size: int, _changed: int) -> Header:
 def open_safetensors_state(path: Path) -> StateFile:
     """The state dict of a file or folder, including names that share a tensor; errors as in `open_safetensors`."""
     tensors = open_safetensors(path)
-    files = (
-        [path]
-        if path.is_file()
-        else sorted({tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)})
-    )
+    stored = {tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)}
+    files = [path] if path.is_file() else sorted(stored)
     shared = {name: kept for file in files for name, kept in header_of(file).metadata.items() if kept in tensors}
     state = {**{name: tensors[kept] for name, kept in shared.items() if name not in tensors}, **tensors}
     return StateFile(path, state, lambda name, leaf: leaf, shards=len(files))

@@ -297,8 +297,6 @@ def _position_factor(decoder: LlamaLikeConfig) -> float | None:
     return next((value for value in (near, nextafter(near, 0), nextafter(near, inf)) if 1.0 / value == factor), near)
 
 
-NameTable = dict[str, str | None]
-
 FALCON_LINEAR = ("self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 
 INTERNLM = {  # InternLM's names for a Llama's layers; its w2 is the up projection, its w3 the down projection
@@ -317,7 +315,7 @@ ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_pro
 SWITCHES = {"attention_bias": ATTENTION, "mlp_bias": MLP}  # fields of transformers' Llama that give layers biases
 
 
-def table_of(params: AccessoryParams) -> NameTable:
+def table_of(params: AccessoryParams) -> dict[str, str | None]:
     """Accessory's names to Hugging Face's; biases of linear layers are included for Falcon only."""
     if params.family == "falcon":
         newer, parallel = (params.fields.get(name, True) for name in ("new_decoder_architecture", "parallel_attn"))

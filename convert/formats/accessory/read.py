@@ -176,10 +176,8 @@ def plugin_family(folder: Path, names: Iterable[str]) -> str:
     """`llama`, `mixtral`, `internlm` or `falcon` (else UnsupportedInput), from `meta.json` or the tensors' names."""
     if not (folder / "meta.json").is_file():
         # from tensor names, for runs from before November 2023
-        marks, found = (
-            {".mixer.": "internlm", ".self_attention.": "falcon", ".feed_forward.gate.": "mixtral"},
-            set(names),
-        )
+        marks = {".mixer.": "internlm", ".self_attention.": "falcon", ".feed_forward.gate.": "mixtral"}
+        found = set(names)
         return next((family for mark, family in marks.items() if any(mark in name for name in found)), "llama")
     plugin = read_json(folder / "meta.json").get("llama_type")
     if not isinstance(plugin, str) or plugin not in FAMILIES:
@@ -263,9 +261,7 @@ def _renamed(whole: dict[str, LazyTensor], params: AccessoryParams, source: str)
     for target, owner in sorted(renamed.items(), key=lambda pair: file_order(pair[0])):
         parts = _parts(owner, whole, source)
         if order and target.endswith((".q_proj.weight", ".k_proj.weight")):
-            parts = {
-                kind: part if kind == "lora_a" else algebra.permute_rows(part, order) for kind, part in parts.items()
-            }
+            parts = {kind: one if kind == "lora_a" else algebra.permute_rows(one, order) for kind, one in parts.items()}
         tensors[target] = _with_lora(parts, owner, source)
         if "bias" in parts:
             tensors[target.removesuffix("weight") + "bias"] = parts["bias"]

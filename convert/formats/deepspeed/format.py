@@ -98,11 +98,9 @@ def open_model(save: save_folder.Save) -> Checkpoint:
             hint="the first rank writes it; copy it too, it contains names and shapes",
         )
     states = save_folder.ModelStates(file)
-    module, names, release = (
-        states.tensors("module"),
-        states.content.get("buffer_names"),
-        states.content.get("ds_version"),
-    )
+    module = states.tensors("module")
+    names = states.content.get("buffer_names")
+    release = states.content.get("ds_version")
     # the module's persistent buffers; those of 16 bits become float32, as in `zero_to_fp32`
     persistent = {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
     tensors = {name: cast(module[name], BY_NAME["float32"]) for name in module if name in persistent}

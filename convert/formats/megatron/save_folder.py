@@ -20,11 +20,9 @@ from llmconv.errors import InputRefused, LlmconvError, MalformedInput, Unsupport
 from llmconv.files.torch_reader import is_torch_file, open_torch_file
 from llmconv.tensors import LazyTensor
 
-EMBEDDING, POSITIONS, HEAD = (
-    "embedding.word_embeddings.weight",
-    "embedding.position_embeddings.weight",
-    "output_layer.weight",
-)
+EMBEDDING = "embedding.word_embeddings.weight"
+POSITIONS = "embedding.position_embeddings.weight"
+HEAD = "output_layer.weight"
 QKV, PROJECTION = "self_attention.linear_qkv", "self_attention.linear_proj"
 LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.(.+)")
 EXPERT = re.compile(r"(decoder\.layers\.\d{1,9}\.mlp\.experts)\.(\d{1,9})\.(.+)")

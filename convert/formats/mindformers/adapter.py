@@ -48,7 +48,6 @@ from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
 DESCRIPTION = "a LoRA of MindFormers"
-FUSED_GLM = ".self_attention.query_key_value"
 HALF_PRECISION = 2.0**-7  # largest relative difference between two roundings of a number to half precision
 
 
@@ -124,11 +123,9 @@ def _glm(
 ) -> dict[str, ForeignPair]:
     apart: dict[str, ForeignPair] = {}
     for module, own in factors.items():
-        root = module.removesuffix(FUSED_GLM)
+        root = module.removesuffix(".self_attention.query_key_value")
         parts = split_qkv(own.b, sizes, "plain") if root != module else []
-        apart |= {
-            f"{root}.self_attention.w{one}": replace(own, b=rows) for one, rows in zip("qkv", parts, strict=False)
-        }
+        apart |= {f"{root}.self_attention.w{one}": replace(own, b=b) for one, b in zip("qkv", parts, strict=False)}
         apart |= {} if parts else {module: own}
     placed = renamed(apart, table, run.source, DESCRIPTION)
     if run.flag("use_rearrange_rope"):

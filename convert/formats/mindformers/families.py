@@ -371,16 +371,12 @@ def build_gpt2(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel
     """GPT-2, `c_attn` the three matrices side by side, in×out; UnsupportedInput: another activation, norm order."""
     _require_gelu(run, "GPT-2")
     renamed = algebra.renamed(tensors, GPT2, run.source)
-    embedding, positions = (
-        require_embedding(run, renamed.get("transformer.wte.weight")),
-        renamed.get("transformer.wpe.weight"),
-    )
+    embedding = require_embedding(run, renamed.get("transformer.wte.weight"))
+    positions = renamed.get("transformer.wpe.weight")
     check_embedding_sizes(run, embedding)
-    hidden, heads, inner = (
-        embedding.shape[1],
-        run.count("num_heads"),
-        run.count("expand_ratio", default=4) * embedding.shape[1],
-    )
+    hidden = embedding.shape[1]
+    heads = run.count("num_heads")
+    inner = run.count("expand_ratio", default=4) * hidden
     with algebra.fitting(f"the three parts of an attention in `{run.source}` cannot be joined"):
         joined = algebra.fuse(
             renamed,
@@ -413,11 +409,9 @@ def build_bloom(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedMode
     renamed = algebra.renamed(plain, BLOOM, run.source)
     embedding = require_embedding(run, renamed.get("transformer.word_embeddings.weight"))
     check_embedding_sizes(run, embedding)
-    hidden, heads, inner = (
-        embedding.shape[1],
-        run.count("num_heads", default=8),
-        run.count("expand_ratio", default=4) * embedding.shape[1],
-    )
+    hidden = embedding.shape[1]
+    heads = run.count("num_heads", default=8)
+    inner = run.count("expand_ratio", default=4) * hidden
     counts = [max(1, hidden // heads)] * 3
     with algebra.fitting(f"the three parts of an attention in `{run.source}` cannot be joined"):
         names, whole = [f"self_attention.{part}" for part in DENSE], "self_attention.query_key_value"

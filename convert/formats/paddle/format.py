@@ -320,10 +320,8 @@ QUANTIZED = (".quant_weight", ".quant_scale", ".weight_scale", ".activation_quan
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     names = [path.name] if path.is_file() else sorted(entry.name for entry in path.iterdir())
     if found := next((match for name in names if (match := read.ADAPTER_FILES.fullmatch(name))), None):
-        kind, hint = (
-            "a LoRA adapter",
-            "convert its base with `to-hf`, then `llmconv merge-lora BASE ADAPTER_FILES -o OUT`",
-        )
+        kind = "a LoRA adapter"
+        hint = "convert its base with `to-hf`, then `llmconv merge-lora BASE ADAPTER_FILES -o OUT`"
         if found[1] == "prefix":
             kind, hint = "a prefix", "convert the model that it was trained on"
         raise UnsupportedInput(f"`{path.name}` is {kind} (`{found[0]}`), not a model", hint=hint)
