@@ -21,8 +21,6 @@ from llmconv.convert.algebra import LAYER_NUMBER, concat, find_row, permute_rows
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing, nearest
 from llmconv.tensors import Array, DType, LazyTensor
 
-RowTransform = Callable[[LazyTensor], LazyTensor]
-
 PARTS = {"a": "a", "b": "b", "lora_a": "a", "lora_b": "b", "m": "m", "magnitude": "m"}
 """Names of A, of B, and of DoRA's magnitude."""
 
@@ -40,7 +38,7 @@ class ForeignPair:
     def rank(self) -> int:
         return self.b.shape[-1]
 
-    def with_rows(self, rows: RowTransform) -> ForeignPair:
+    def with_rows(self, rows: Callable[[LazyTensor], LazyTensor]) -> ForeignPair:
         """The factors with `rows` applied to B and the magnitude, which have a row per output."""
         return replace(self, b=rows(self.b), magnitude=self.magnitude and rows(self.magnitude))
 

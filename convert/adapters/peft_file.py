@@ -43,7 +43,7 @@ from llmconv.files.safetensors_file import read_header
 from llmconv.tensors import Array, LazyTensor
 
 CONFIG = "adapter_config.json"
-# Path components that trainers place_once around modules
+# Path components that trainers put around modules
 WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.\w+)??(?:\.weight)?")
 TOKENS = re.compile(r"(?P<module>.+?)(?:\.token_adapter)?\.trainable_tokens_delta(?:\.\w+)?")

@@ -281,7 +281,6 @@ def all_rounded(sums: Mapping[str, LazyTensor], kept: Mapping[str, DType], dtype
 
 # Names of the last norm, whose weights are about 1 in a model and about 0 in a delta
 NORM = ("norm.weight", "ln_f.weight")
-GENERATION = "generation_config.json"
 VOCABULARIES = {
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 }
@@ -345,7 +344,7 @@ def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Ch
     files = {
         name: content
         for name, content in base.side_files.items()
-        if name == GENERATION or name.endswith(".py") or not has_tokenizer
+        if name == "generation_config.json" or name.endswith(".py") or not has_tokenizer
     }
     files |= delta.side_files
     tuned = replace(

@@ -120,7 +120,7 @@ def bounded(value: Any) -> Any:
 STANDARD = ("math", "copy", "functools", "itertools", "collections", "dataclasses", "typing", "re", "enum", "numbers")
 # transformers' own modules that hold weights and are small enough to read
 LIBRARY_FILES = ("activations", "pytorch_utils")
-CONSTRUCTORS = ("__init__", "__post_init__")
+
 LEFT_OUT = ("forward", "reset_parameters", "init_weights", "_init_weights", "post_init")
 DECORATORS = ("property", "staticmethod", "classmethod", "cached_property", "setter")
 
@@ -208,7 +208,7 @@ class SourceFile:
             found = {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
             used[function.name] = used.get(function.name, set()) | found
         wanted: set[str] = set()
-        waiting = [*CONSTRUCTORS]
+        waiting = ["__init__", "__post_init__"]
         while waiting:
             name = waiting.pop()
             if name not in wanted and name not in LEFT_OUT:

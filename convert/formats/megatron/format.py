@@ -139,7 +139,6 @@ def _unsupported(source: str, name: str, value: Any) -> UnsupportedInput:
 
 # Names of the argument in Megatron core and in Megatron-LM
 ZERO_CENTERED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
-NEMO_TOKENIZER = "nemo_tokenizer"
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     family = configs.family_of(arguments, given.get("model_type"))
     computed = configs.to_config(arguments, family)
     state = run.state(arguments)
-    folder = run.save.path / save_folder.NEMO2_CONTEXT / NEMO_TOKENIZER
+    folder = run.save.path / save_folder.NEMO2_CONTEXT / "nemo_tokenizer"
     own = read_side_files(folder) if folder.is_dir() else {}
     if not (side_files := read_tokenizer(tokenizer) if tokenizer else own):
         warnings.append("a Megatron checkpoint contains no tokenizer; give one with `--tokenizer` if you need it")
