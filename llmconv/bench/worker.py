@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ Run = Callable[[list[list[int]], int], Answer]
 
 
 def open_onnx(folder: str, threads: int, provider: str, prepack: bool = False) -> Run:
-    """llmconv's own loop over its graphs; decodes every token if there is a tokenizer."""
+    """llmconv's own loop over its graphs, packed with `prepack`; decodes every token if there is a tokenizer."""
     from llmconv.bench.own_loop import open_text_model  # noqa: PLC0415 - other runtimes' environments lack llmconv
     from llmconv.generation import GenerationSettings  # noqa: PLC0415 - as above
 
@@ -47,11 +48,6 @@ def open_onnx(folder: str, threads: int, provider: str, prepack: bool = False) -
         return times, tokens
 
     return run
-
-
-def open_packed(folder: str, threads: int, provider: str) -> Run:
-    """As `open_onnx`, with weights packed by onnxruntime."""
-    return open_onnx(folder, threads, provider, prepack=True)
 
 
 def open_torch(folder: str, threads: int, provider: str) -> Run:
@@ -135,7 +131,7 @@ class Genai:
 # runtime to the function that opens a folder, and the packages whose versions are reported
 KINDS: dict[str, tuple[Callable[[str, int, str], Run], tuple[str, ...]]] = {
     "onnx": (open_onnx, ("llmconv", "onnxruntime")),
-    "packed": (open_packed, ("llmconv", "onnxruntime")),
+    "packed": (partial(open_onnx, prepack=True), ("llmconv", "onnxruntime")),
     "torch": (open_torch, ("transformers", "torch")),
     "optimum": (open_optimum, ("optimum-onnx", "transformers", "onnxruntime")),
     "genai": (Genai, ("onnxruntime-genai", "onnxruntime")),

@@ -51,7 +51,6 @@ def overlap(one: str, other: str, home: Path) -> bool:
     return places[0].startswith(places[1]) or places[1].startswith(places[0])
 
 
-KEYS = {"variables", "steps"}
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 INDENTED_BY_TAB = re.compile(r" *\t")
 VARIABLE = re.compile(r"\$(\$|\{([^}]*)\})")  # `${name}`; `$$` is a dollar sign
@@ -157,7 +156,7 @@ def _listed(path: Path) -> tuple[dict[str, Any], list[Any]]:
     content = _content(path)
     if twice := repeated_key(yaml.compose(path.read_text(encoding="utf-8"), TextLoader)):
         _refuse(path, f"has the duplicate key `{twice}`", "remove one of the two")
-    if unknown := content.keys() - KEYS:
+    if unknown := content.keys() - {"variables", "steps"}:
         _refuse(path, f"has the unknown key `{min(unknown)}`", "its keys are `variables` and `steps`")
     variables, items = content.get("variables") or {}, content.get("steps")
     if not isinstance(variables, dict) or not all(isinstance(name, str) for name in variables):
@@ -303,7 +302,16 @@ def _filled(value: Any, variables: Mapping[str, Any]) -> Any:
         return value
     if (found := VARIABLE.fullmatch(value)) and found[2] is not None:
         return _variable(found[2], variables)
-    return VARIABLE.sub(lambda found: "$" if found[2] is None else _text_of(found[2], variables), value)
+
+    def text(found: re.Match[str]) -> str:
+        if (name := found[2]) is None:
+            return "$"
+        part = _variable(name, variables)
+        if isinstance(part, bool) or not isinstance(part, str | int | float):
+            raise MalformedInput(f"the variable `{name}` in a text is neither text nor number", hint="put it in quotes")
+        return str(part)
+
+    return VARIABLE.sub(text, value)
 
 
 def _variable(name: str, variables: Mapping[str, Any]) -> Any:
@@ -314,13 +322,6 @@ def _variable(name: str, variables: Mapping[str, Any]) -> Any:
         hint = f"write `{name}: VALUE` or `--set {name}=VALUE`"
         raise MalformedInput(f"the variable `{name}` has no value", hint=hint)
     return variables[name]
-
-
-def _text_of(name: str, variables: Mapping[str, Any]) -> str:
-    value = _variable(name, variables)
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise MalformedInput(f"the variable `{name}` in a text is neither text nor number", hint="put it in quotes")
-    return str(value)
 
 
 def _refuse(path: Path, problem: str, hint: str) -> NoReturn:
@@ -376,13 +377,12 @@ def _is_written(name: str, written: list[str], home: Path) -> bool:
     return any(overlap(name, one, home) for one in written)
 
 
-DRAFT = "https://json-schema.org/draft/2020-12/schema"
 VARIABLE_VALUE = {"type": "string", "pattern": r"\$\{"}  # a text with a variable may stand for any value
 
 
 def run_file_schema(group: click.Group) -> dict[str, Any]:
     return {
-        "$schema": DRAFT,
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "llmconv run file",
         "type": "object",
         "additionalProperties": False,

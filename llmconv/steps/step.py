@@ -28,7 +28,6 @@ NOT_IN_A_FILE = {"help", "json", "dry-run", "part", "finish"}
 READ_METAVARS = ("PATH", "FILE", "FOLDER", "FILE|default")
 RUNTIMES = ("onnx", "packed", "torch", "optimum", "genai")  # what `bench` takes before a folder, or alone
 NO_FILES = ("repository", "texts")  # arguments that name nothing to read
-GIVEN = (str, int, float)
 ON, OFF = "true", "false"  # the word of a flag, and of its `--no-` form
 
 
@@ -160,7 +159,7 @@ def _texts(step: str, key: str, value: Any, parameter: click.Parameter) -> Itera
         return
     values = value if isinstance(value, list) and is_several else [value]
     for one in values:
-        if is_flag or isinstance(one, bool) or not isinstance(one, GIVEN):
+        if is_flag or isinstance(one, bool) or not isinstance(one, str | int | float):
             wanted = "true or false" if is_flag else "texts or numbers" if is_several else "a text or a number"
             shown = {bool: str(one).lower(), list: "a list", dict: "a mapping"}.get(type(one), f"`{one}`")
             problem = f"step `{step}`: `{key}` is {shown}, not {wanted}"
