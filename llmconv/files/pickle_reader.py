@@ -178,9 +178,7 @@ RECORDS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_parameter": _first,
     "torch._utils._rebuild_parameter_with_state": _first,
     "torch._tensor._rebuild_from_type_v2": lambda function, _kind, args, _state=None: _record(function, args),
-    "collections.OrderedDict": lambda pairs=(): make_dict(
-        [item for first, second in pairs for item in (first, second)]
-    ),
+    "collections.OrderedDict": lambda pairs=(): make_dict([one for first, second in pairs for one in (first, second)]),
     "torch.Size": lambda sizes=(): tuple(sizes),
     "_codecs.encode": _encode,
     "__builtin__.bytes": lambda: b"",

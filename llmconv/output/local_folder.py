@@ -204,9 +204,7 @@ class StagedFolder(UnfinishedOutput):
         if self._resume:
             # the files whose sha256 is unchanged, of all journals with this key
             lines = [line for path in sorted(self.path.glob(JOURNALS)) for line in self._lines(path.name)]
-            entries = [
-                {n: value for n, value in line.items() if n != SIGNATURE} for line in lines if self._intact(line)
-            ]
+            entries = [{n: one for n, one in line.items() if n != SIGNATURE} for line in lines if self._intact(line)]
             self.finished = {entry.pop("file"): entry for entry in entries}
             if not (self.finished or self._trusted) and (self.path / JOURNAL).is_file():
                 say("nothing to resume: no finished file, or other inputs or options; starting over")

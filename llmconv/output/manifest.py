@@ -240,11 +240,9 @@ def parse_verdict(content: object) -> RecordedVerdict:
 
 def _weight_file(value: dict[str, Any]) -> WeightFile:
     size, header, whole = value.get("bytes"), value.get("header_sha256"), value.get("sha256")
-    if not _is_number(size) or not _is_sha256(header):
+    if not _is_number(size) or not _is_sha256(header) or not (whole is None or _is_sha256(whole)):
         _refuse_verdict("weights")
-    if whole is None:
-        return WeightFile(size, header)
-    return WeightFile(size, header, whole) if _is_sha256(whole) else _refuse_verdict("weights")
+    return WeightFile(size, header, whole or "")
 
 
 def _object(value: object, name: str) -> dict[str, Any]:
@@ -320,8 +318,8 @@ def graph_sha256(path: Path) -> str:
         return ""
 
 
-def weight_file(path: Path, sha256: str = "") -> WeightFile | None:
-    """Identity of a safetensors file, whose sha256 may be known; None if it has no header, or cannot be read."""
+def weight_file(path: Path) -> WeightFile | None:
+    """Identity of a safetensors file; None if it has no header, or cannot be read."""
     try:
         if not path.is_file():
             return None
@@ -331,7 +329,7 @@ def weight_file(path: Path, sha256: str = "") -> WeightFile | None:
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > min(HEADER_LIMIT, size - 8):
                 return None
-            return WeightFile(size, hashlib.sha256(prefix + file.read(length)).hexdigest(), sha256)
+            return WeightFile(size, hashlib.sha256(prefix + file.read(length)).hexdigest())
     except OSError:
         return None
 
