@@ -13,7 +13,6 @@ from llmconv.cli.options import ElementType, option
 from llmconv.errors import UsageProblem
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-BACKENDS = ["onnx", "torch", "genai"]
 
 template = option(
     "--template NAME",
@@ -41,7 +40,7 @@ PICKING = (
     option("--seed", "Random seed for sampling.", click.IntRange(0)),
 )
 BACKEND = (
-    option("--backend", "Runtime to use.", BACKENDS, default="onnx"),
+    option("--backend", "Runtime to use.", ["onnx", "torch", "genai"], default="onnx"),
     option(
         "--export/--no-export first_export",
         "Whether a folder without graphs is exported once, into ~/.cache/llmconv, which links its weights, and a "
@@ -76,7 +75,7 @@ SESSION = (
         "processes share its memory.",
     ),
 )
-RUNNING = (*BACKEND, *SESSION)
+
 STAGES = (
     option(
         "--stage-at [N=]HOST:PORT",
@@ -99,7 +98,7 @@ def picking(command: Command) -> Command:
 
 def running(command: Command) -> Command:
     """Adds the options for backend, session and stages in other processes."""
-    return _with(command, (*RUNNING, *STAGES))
+    return _with(command, (*BACKEND, *SESSION, *STAGES))
 
 
 def session(command: Command) -> Command:

@@ -27,7 +27,6 @@ from llmconv.runtime.extra_inputs import GivenInputs
 from llmconv.runtime.runner import Cache, PromptEmbeddings, Step, default_positions
 from llmconv.tensors import Array
 
-ENTRY_POINTS = "llmconv.input_maps"
 # attention mask and number of new tokens to position ids, as `default_positions`
 PositionRule = Callable[[Array, int], Array]
 
@@ -38,7 +37,7 @@ def positions_of(folder: Path) -> PositionRule:
     All built-in families use the default rule, so the registry (which imports torch) is loaded only where an installed
     package or the calling program may have added a family.
     """
-    if "llmconv.export.families" not in sys.modules and not entry_points(group=ENTRY_POINTS):
+    if "llmconv.export.families" not in sys.modules and not entry_points(group="llmconv.input_maps"):
         return default_positions
     from llmconv.export.families import known_input_maps  # noqa: PLC0415 - imports torch
 
