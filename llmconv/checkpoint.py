@@ -362,7 +362,6 @@ def _columns(tensor: LazyTensor, first: int, last: int) -> Array:
     panel = np.empty((tensor.shape[0], last - first + PADDING_BYTES // size), tensor.dtype.numpy)[:, : last - first]
     if isinstance(tensor, FileTensor) and last - first < tensor.shape[1]:
         # fills `panel` with columns of a matrix in a file, one read per row
-        size = tensor.dtype.itemsize
         raw = panel.view(np.uint8)
         if tensor.record:
             tensor.record.was_touched()

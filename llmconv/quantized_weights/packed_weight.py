@@ -263,11 +263,13 @@ class GroupedWeight(PackedWeight):
     @property
     def integers(self) -> IntegerCodes:
         words, scales = self.parts[self.words], self.parts[self.scales]
-        plain = not self.packing.inputs_first and self.read_zeros is None and words.nbytes * 8 == self._exact_bits
+        bits = self.levels.bit_length() - 1
+        is_exact = words.nbytes * 8 == self.shape[0] * self.shape[1] * bits  # without padding
+        plain = not self.packing.inputs_first and self.read_zeros is None and is_exact
         in_file = (words, scales) if isinstance(words, FileTensor) and isinstance(scales, FileTensor) else None
         return IntegerCodes(
             self.shape,
-            self.levels.bit_length() - 1,
+            bits,
             self.groups,
             self.codes,
             lambda start, stop: bounded(self._finite_scales(start, stop), self.levels - 1, self.name),
@@ -275,11 +277,6 @@ class GroupedWeight(PackedWeight):
             scales.dtype,
             in_file=in_file if plain else None,
         )
-
-    @property
-    def _exact_bits(self) -> int:
-        """Bits of the codes without padding."""
-        return self.shape[0] * self.shape[1] * (self.levels.bit_length() - 1)
 
     def requantized(self, weight: LazyTensor) -> Self:
         """See `PackedWeight`; scales and zero points stay, so values change by whole steps."""

@@ -429,13 +429,13 @@ DEEPSTACK_FEATURES = "deepstack_features"
 AXES = 3  # of Qwen2-VL and later: time, row, column
 
 
-def _same_on_all_axes(call: ModelCall) -> Array:
-    """Positions of text, int64 [3, batch, new tokens]."""
-    return np.repeat(call.position_ids[None], AXES, axis=0)
-
-
-# int64 [3, batch, new tokens]; after the prompt all axes count on from the largest position
-ROTARY_AXES = ExtraInput(POSITIONS, (AXES, BATCH, SEQUENCE), default=_same_on_all_axes, counts_on=True)
+# int64 [3, batch, new tokens], the same on all axes for text; after the prompt all count on from the largest position
+ROTARY_AXES = ExtraInput(
+    POSITIONS,
+    (AXES, BATCH, SEQUENCE),
+    default=lambda call: np.repeat(call.position_ids[None], AXES, axis=0),
+    counts_on=True,
+)
 
 # number of layers of the decoder that get features of images added to their output, in all released Qwen3-VL
 DEEPSTACK_LAYERS = 3

@@ -15,7 +15,6 @@ from llmconv.quantized_weights.quantized_checkpoint import QuantizationMethod
 
 SCALES = ("_scale_inv", "_scale")
 ACTIVATIONS = ("activation_scale", "input_scale", "k_scale", "v_scale", "q_scale", "output_scale")
-FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 def open_fp8(checkpoint: Checkpoint) -> Mapping[str, ScaledWeight]:
@@ -23,7 +22,7 @@ def open_fp8(checkpoint: Checkpoint) -> Mapping[str, ScaledWeight]:
     block = block_size(checkpoint.config["quantization_config"].get("weight_block_size"))
     weights: dict[str, ScaledWeight] = {}
     for name, tensor in checkpoint.items():
-        if tensor.dtype.name in FLOAT8:
+        if tensor.dtype.name in ("float8_e4m3fn", "float8_e5m2"):
             scales = next((name + end for end in SCALES if name + end in checkpoint), name + SCALES[0])
             weights[name] = open_scaled(checkpoint, name, scales, block)
     for name in checkpoint:

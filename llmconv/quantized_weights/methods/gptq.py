@@ -35,7 +35,6 @@ from llmconv.quantized_weights.quantized_checkpoint import QuantizationMethod
 from llmconv.tensors import Array, LazyTensor
 
 WORDS, ZEROS, SCALES, GROUPS = ".qweight", ".qzeros", ".scales", ".g_idx"
-SCALE_TYPES = ("float16", "bfloat16", "float32")
 FORMATS = {"gptq": True, "gptq_v2": False}  # whether the zero points of a `checkpoint_format` are stored less one
 READ = {"pack_dtype": "int32", "adapter": None}  # the only value of a field that is read
 ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
@@ -72,7 +71,7 @@ def _open(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any
     inputs = tensors[stem + GROUPS].num_rows if stem + GROUPS in tensors else words.shape[0] * 32 // bits
     height = scales.shape[0]
     require(words, name, (-(-inputs * bits // 32), outputs), ("int32",))
-    require(scales, stem + SCALES, (height, outputs), SCALE_TYPES)
+    require(scales, stem + SCALES, (height, outputs), ("float16", "bfloat16", "float32"))
     require(zeros, stem + ZEROS, (height, -(-outputs * bits // 32)), ("int32",))
     parts = {each: tensors[each] for each in (*names, stem + GROUPS) if each in tensors}
     groups = _groups(tensors, stem, config, inputs, height)

@@ -451,9 +451,6 @@ def deepstacked(model: Any, features: Tensor | None) -> AbstractContextManager[N
     return nullcontext() if features is None else added_after_layers(model.model.language_model.layers, features)
 
 
-HINT = "run `llmconv verify --method whole`"
-
-
 def skip_layers(layers: Mapping[str, torch.nn.Module], skipped: Collection[str]) -> None:
     """Replaces layers `skipped`, never the first; running raises UnsupportedInput if one returns no hidden state."""
     results: list[Any] = [None]  # what the last layer that is not skipped has returned
@@ -477,4 +474,6 @@ def _forward_skipped(name: str, results: list[Any], *args: Any, **kwargs: Any) -
         return hidden
     if isinstance(hidden, torch.Tensor) and isinstance(last, tuple):
         return (hidden, *last[1:])
-    raise UnsupportedInput(f"`{name}` returns no hidden state, and cannot be skipped", hint=HINT)
+    raise UnsupportedInput(
+        f"`{name}` returns no hidden state, and cannot be skipped", hint="run `llmconv verify --method whole`"
+    )

@@ -84,7 +84,8 @@ class AnyresImages(ImageFamily):
         `given` has `pixel_values`, float [images, tiles, channels, height, width], and `image_sizes`, int [images, 2],
         height and width.
         """
-        for pixels, (height, width) in zip(self._tiles(given), self._grids(given), strict=True):
+        tiles = given[PIXEL_VALUES] if given[PIXEL_VALUES].ndim == 5 else given[PIXEL_VALUES][:, None]
+        for pixels, (height, width) in zip(tiles, self._grids(given), strict=True):
             if len(pixels) < height * width + 1:
                 raise InputRefused(
                     f"the processor makes {len(pixels)} tiles of an image, and the model takes {height * width + 1}",
@@ -142,10 +143,6 @@ class AnyresImages(ImageFamily):
             len(self.packed(blank.repeat(grid[0] * grid[1] + 1, axis=0), newline, size, grid))
             for size, grid in zip(np.asarray(given[ANYRES_SIZES]).tolist(), self._grids(given), strict=True)
         ]
-
-    def _tiles(self, given: Given) -> Array:
-        pixels = given[PIXEL_VALUES]
-        return pixels if pixels.ndim == 5 else pixels[:, None]
 
     def _grids(self, given: Given) -> list[tuple[int, int]]:
         """Rows and columns of tiles of each image."""
@@ -406,9 +403,6 @@ def family_in(folder: Path) -> ImageFamily | None:
     return image_family(config)
 
 
-SOFT_TOKENS = "num_soft_tokens_per_image"
-
-
 @dataclass(frozen=True)
 class PatchProcessor:
     """Expands the placeholder of each image, as in transformers' processing_gemma4.py; `images` makes patches."""
@@ -434,7 +428,7 @@ class PatchProcessor:
         placeholder for each image.
         """
         given = dict(self.images(list(images[0]), return_tensors="np"))
-        counts, token = given.pop(SOFT_TOKENS), self.tokenizer.image_token
+        counts, token = given.pop("num_soft_tokens_per_image"), self.tokenizer.image_token
         first, *others = text[0].split(token)
         if len(others) != len(counts):
             raise ValueError(f"{len(others)} placeholders and {len(counts)} images")

@@ -302,9 +302,7 @@ class StreamedRunner(EmptyRunner):
         """The values of extra inputs that have one for each token, of a cache's tokens and those of earlier calls."""
         values = [ExtraValues(self._extra_inputs, call.extras).of(call.tokens) for call in earlier]
         several = [*(cache.extras for cache in before), *values]
-        axes = {
-            name: extra.axes.index(SEQUENCE) for name, extra in self._extra_inputs.items() if SEQUENCE in extra.axes
-        }
+        axes = {name: one.axes.index(SEQUENCE) for name, one in self._extra_inputs.items() if SEQUENCE in one.axes}
         return {name: np.concatenate([one[name] for one in several], axis=axis) for name, axis in axes.items()}
 
     def _empty_layer(self, batch: int, length: int) -> DynamicLayer:

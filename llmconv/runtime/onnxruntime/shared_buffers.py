@@ -297,7 +297,11 @@ class BufferedSession:
             dtype = np.dtype(self._dtypes[name])
             array = np.full(shape, min(self._fill, GARBAGE_CODE) if dtype == np.int8 else self._fill, dtype=dtype)
             if content:
-                _require_codes(name, content[index], dtype)
+                stored = content[index].dtype
+                if (stored == np.int8) is not (dtype == np.int8):  # only the graph of codes knows their scales
+                    hint = "start without a past, or continue the cache of a graph of the same `--kv-cache`"
+                    problem = f"`{name}` has the dtype {dtype}, and the cache to continue has {stored}"
+                    raise InputRefused(problem, hint=hint)
                 for row, start in enumerate(starts.tolist()):
                     written = content[index][row % rows, :, start:]
                     array[row, :, : written.shape[1]] = written
@@ -334,13 +338,6 @@ class BufferedSession:
         if self._fill and batch > rows:
             results = [_most_different(result, rows) for result in results]
         return [result[:rows, :new] for result in results]
-
-
-def _require_codes(name: str, content: Array, dtype: np.dtype[Any]) -> None:
-    """Refuses numbers for a buffer of integer codes, whose scales only the graph knows, and the reverse."""
-    if (content.dtype == np.int8) is not (dtype == np.int8):
-        hint = "start without a past, or continue the cache of a graph of the same `--kv-cache`"
-        raise InputRefused(f"`{name}` has the dtype {dtype}, and the cache to continue has {content.dtype}", hint=hint)
 
 
 def padded(array: Array, rows: int, columns: int) -> Array:
