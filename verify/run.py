@@ -330,11 +330,8 @@ def _cost_options(verified: VerifiedFolder, choices: Choices, code: Path | None)
             "`--text`, `--max-divergence` and `--min-agreement` apply to quantized weights and caches only",
             hint="leave them out",
         )
-    ranges = (
-        recorded_text(verified.path, choices.calibrated)
-        if any(map(rounds_activations, verified.models.values()))
-        else None
-    )
+    rounds = any(map(rounds_activations, verified.models.values()))
+    ranges = recorded_text(verified.path, choices.calibrated) if rounds else None
     preset = recorded(verified.path, "quant")
     own = bool(preset) or any(verified.path.glob(CODES))
     smoothing = StoredSmoothing.of(verified.path)

@@ -30,8 +30,6 @@ MARKDOWN_ROWS = 200  # maximum number of rows; a CI step summary is limited to 1
 COLUMNS = ("verdict", "scenario", "graph", "output", "sigma", "worst row", "max abs", "detail")
 NAMES = ("report.json", "junit.xml", "summary.md", "report.html")
 
-DATE = "%Y-%m-%dT%H:%M:%SZ"
-
 
 @checked
 def write_report(report: Report, folder: Written, date: str = "") -> None:
@@ -55,7 +53,7 @@ def today(environment: Mapping[str, str] = os.environ) -> str:
     moment = datetime.now(UTC)
     with suppress(ValueError, OverflowError, OSError):
         moment = datetime.fromtimestamp(int(environment.get("SOURCE_DATE_EPOCH", "")), UTC)
-    return moment.strftime(DATE)
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def reporter(folder: str | Path | None) -> Callable[[Report], Report]:

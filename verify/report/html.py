@@ -113,15 +113,14 @@ def _quantization(report: Report) -> list[str]:
         f'<td class="number">{one["relative_error"]:.2e}</td></tr>'
         for one in section.weights[:ROWS]
     )
-    more = (
-        f'<p class="small">and {len(section.weights) - ROWS} more in report.json</p>' if section.weights[ROWS:] else ""
-    )
-    table = (
-        f"<details><summary>All matrices</summary>{_wide(f'<table>{head}{rows}</table>')}{more}</details>"
-        if rows
-        else ""
-    )
-    return [f"<h2>Loss of accuracy by quantization</h2>{lines}{table}"]
+    table = f"{_wide(f'<table>{head}{rows}</table>')}{_more(section.weights)}"
+    details = f"<details><summary>All matrices</summary>{table}</details>" if rows else ""
+    return [f"<h2>Loss of accuracy by quantization</h2>{lines}{details}"]
+
+
+def _more(rows: Sequence[object]) -> str:
+    """How many rows a table leaves out."""
+    return f'<p class="small">and {len(rows) - ROWS} more in report.json</p>' if rows[ROWS:] else ""
 
 
 def _graph(graph: str, checks: Sequence[Check], method: str) -> list[str]:
@@ -162,8 +161,7 @@ def _unmatched(nodes: Sequence[UnmatchedNode]) -> list[str]:
     )
     table = f"<table><tr><th>node</th><th>operator</th><th>module</th></tr>{rows}</table>"
     title = f"{len(nodes)} nodes compute values that the model does not: other code of the exporter, or a fault"
-    more = f'<p class="small">and {len(nodes) - ROWS} more in report.json</p>' if nodes[ROWS:] else ""
-    return [f"<details><summary>{title}</summary>{_wide(table)}{more}</details>"]
+    return [f"<details><summary>{title}</summary>{_wide(table)}{_more(nodes)}</details>"]
 
 
 def _flips(evidence: Evidence) -> str:
@@ -187,9 +185,8 @@ def _flips(evidence: Evidence) -> str:
 def _table(checks: Sequence[Check]) -> str:
     head = "<tr><th>verdict</th><th>scenario</th><th>graph</th><th>output</th>"
     head += "".join(f'<th class="{_column(name)}">{name}</th>' for name in NUMBERS)
-    more = f'<p class="small">and {len(checks) - ROWS} more in report.json</p>' if len(checks) > ROWS else ""
     table = f"<table>{head}<th>detail</th></tr>{''.join(_row(check) for check in checks[:ROWS])}</table>"
-    return f"{_wide(table)}{more}"
+    return f"{_wide(table)}{_more(checks)}"
 
 
 def _column(name: str) -> str:
@@ -277,13 +274,8 @@ def _column_labels(columns: int, width: float) -> str:
 def _cell(check: Check, x: float, y: int, width: float) -> str:
     title = escape(f"{clean(check.name)}, {clean(check.output)}: sigma {sigma_text(check.sigma)}, {check.verdict}")
     ink = "#fff" if check.verdict == "fail" else "#1c2430"
-    figure = (
-        f"{check.sigma:.2f}"
-        if check.sigma < 100
-        else f"{check.sigma:.0f}"
-        if check.sigma < 1e5
-        else f"{check.sigma:.0e}"
-    )
+    form = ".2f" if check.sigma < 100 else ".0f" if check.sigma < 1e5 else ".0e"
+    figure = f"{check.sigma:{form}}"
     label = f'<text x="{x + width / 2:.1f}" y="{y + 13}" text-anchor="middle" fill="{ink}">{figure}</text>'
     return (
         f'<rect x="{x:.1f}" y="{y}" width="{max(1.0, width - 1):.1f}" height="{ROW - 1}" fill="{color(check)}">'
