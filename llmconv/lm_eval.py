@@ -97,7 +97,7 @@ class TextModelLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-
+        """The end token."""
         return int(self.tokenizer.eos_token_id)
 
     @property
@@ -112,7 +112,7 @@ class TextModelLM(TemplateLM):  # type: ignore[misc]
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-
+        """The text of a chat, by the tokenizer's template."""
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
