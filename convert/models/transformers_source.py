@@ -120,7 +120,6 @@ def bounded(value: Any) -> Any:
 STANDARD = ("math", "copy", "functools", "itertools", "collections", "dataclasses", "typing", "re", "enum", "numbers")
 # transformers' own modules that hold weights and are small enough to read
 LIBRARY_FILES = ("activations", "pytorch_utils")
-
 LEFT_OUT = ("forward", "reset_parameters", "init_weights", "_init_weights", "post_init")
 DECORATORS = ("property", "staticmethod", "classmethod", "cached_property", "setter")
 

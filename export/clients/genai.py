@@ -32,7 +32,6 @@ IMAGE_TYPE = "gemma3"  # GenAI's type with one vision graph and nothing else of 
 VISION_GRAPH, EMBEDDING_GRAPH = "genai-vision.graph", "genai-embeddings.graph"
 """Not `.onnx`: llmconv runs the graphs that these are variants of."""
 
-
 SECTIONS: dict[str, Any] = {  # the sections of `model` besides `decoder`
     "vision": {
         "filename": VISION_GRAPH,

@@ -75,7 +75,6 @@ SESSION = (
         "processes share its memory.",
     ),
 )
-
 STAGES = (
     option(
         "--stage-at [N=]HOST:PORT",

@@ -186,7 +186,10 @@ def product_factor(suspect: Suspect) -> Finding | None:
 def attention_scale(suspect: Suspect) -> Finding | None:
     """The factor of the attention scores, as an attribute or a multiplied number."""
     for node, found in (*suspect.attributes("scale"), *_score_factors(suspect)):
-        wanted = _wanted_scale(suspect, node)
+        module = suspect.module(node)
+        wanted, size = _held(module, SCALES), _held(module, ("head_dim",))
+        if wanted is None and size:
+            wanted = size**-0.5
         if wanted is not None and found and differ(found, wanted):
             return Finding(difference("attention scale", found, wanted), node)
     return None
@@ -197,15 +200,6 @@ def _score_factors(suspect: Suspect) -> Iterator[tuple[onnx.NodeProto, float]]:
         makers = [suspect.trace.index.maker.get(name) for name in node.input]
         if any(maker is not None and maker.op_type == "MatMul" for maker in makers) and value:
             yield node, value if node.op_type == "Mul" else 1 / value
-
-
-def _wanted_scale(suspect: Suspect, node: onnx.NodeProto) -> float | None:
-    module = suspect.module(node)
-    held = _held(module, SCALES)
-    if held is not None:
-        return held
-    size = _held(module, ("head_dim",))
-    return size**-0.5 if size else None
 
 
 def attention_softcap(suspect: Suspect) -> Finding | None:
@@ -243,16 +237,13 @@ def sliding_window(suspect: Suspect) -> Finding | None:
     wanted = getattr(suspect.config, "sliding_window", None)
     if not wanted:
         return None
-    counted = [(node, abs(value)) for node, value in suspect.scalars("Sub", "Add") if _is_integer(suspect, node)]
+    values = suspect.trace.values
+    sums = [(node, abs(value), values.get(node.output[0])) for node, value in suspect.scalars("Sub", "Add")]
+    counted = [(node, size) for node, size, total in sums if total is not None and total.dtype.kind == "i"]
     for node, found in (*suspect.attributes("local_window_size"), *counted):
         if found > 1 and found not in (wanted, wanted - 1):
             return Finding(difference("sliding window", found, wanted), node)
     return None
-
-
-def _is_integer(suspect: Suspect, node: onnx.NodeProto) -> bool:
-    value = suspect.trace.values.get(node.output[0])
-    return value is not None and value.dtype.kind == "i"
 
 
 def _held(module: Any, names: tuple[str, ...]) -> float | None:

@@ -88,14 +88,11 @@ def name_node(report: Report, verified: Replayable, eager: Eager | None, minimiz
         report.notes.append(f"no node named: {first_line(error)}")
     if not report.where.node and not report.where.finding:
         report.notes.append("no node named: the values of no module could be compared")
-    if minimize:
-        report.notes.append(_written_text(minimize, written))
-
-
-def _written_text(folder: Path, written: WrittenPiece | None) -> str:
-    if written is None:
-        return f"nothing written to `{folder}`: no piece of the graph fails by itself"
-    return f"{written.nodes} node{'s' * (written.nodes > 1)} with inputs in `{folder}`, {written.difference}"
+    if minimize and written:
+        nodes = f"{written.nodes} node{'s' * (written.nodes > 1)}"
+        report.notes.append(f"{nodes} with inputs in `{minimize}`, {written.difference}")
+    elif minimize:
+        report.notes.append(f"nothing written to `{minimize}`: no piece of the graph fails by itself")
 
 
 @dataclass(frozen=True)

@@ -205,11 +205,6 @@ JS_SUFFIXES = {"fp32": "", "q8": "_quantized"} | {  # end of a graph's name by t
 }
 
 
-def _genai(folder: Path) -> list[Path]:
-    """Every file that `genai_config.json` names, apart from configurations of processors."""
-    return [folder / name for name in named_files(folder)] if (folder / CONFIG).is_file() else []
-
-
 def _optimum(folder: Path) -> list[Path]:
     """`model.onnx`; where there is none, every graph that may be chosen instead."""
     if (folder / STANDARD_NAME).exists():
@@ -241,7 +236,8 @@ def _is_selected(stem: str, dtype: Any) -> bool:
 
 
 OPENED: Mapping[str, Callable[[Path], list[Path]]] = {
-    "genai": _genai,
+    # every file that `genai_config.json` names, apart from configurations of processors
+    "genai": lambda folder: [folder / name for name in named_files(folder)] if (folder / CONFIG).is_file() else [],
     "optimum": _optimum,
     "transformersjs": _transformersjs,
 }

@@ -24,7 +24,6 @@ from llmconv.runtime.onnxruntime.guard import refill, values_read_by, weight_byt
 from llmconv.runtime.onnxruntime.packed_cache import WEIGHTS_FOLDER, followed
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.onnxruntime.shared_buffers import FixedSizes
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 from llmconv.runtime.runner import Choices, Runner, Step
 from llmconv.tensors import Array
@@ -76,11 +75,10 @@ class Candidate:
                 rows, new = call.input_ids.shape
                 past = call.attention_mask.shape[1] - new
                 joined = whole or ExtraValues(graph.extra_inputs, call.extras or {}).both_ways
-                reason = graph.sizes.refusal(rows, past, new) or (
-                    _division(graph.sizes, rows, past, new) if joined else ""
-                )
-                if reason:
+                if reason := graph.sizes.refusal(rows, past, new):
                     return reason
+                if joined and (most := graph.sizes.width(rows, past, new)) < new:
+                    return f"the graph reads {most} tokens at a time, and some attend to later ones"
                 continue
             shape = graph.inputs.get("input_ids", [])
             if any(
@@ -88,12 +86,6 @@ class Candidate:
             ):
                 return f"the graph takes input_ids of shape {shape} only"
         return ""
-
-
-def _division(sizes: FixedSizes, rows: int, past: int, new: int) -> str:
-    """Why a graph cannot run tokens that attend to later ones; empty if it runs all of them together."""
-    most = sizes.width(rows, past, new)
-    return "" if new <= most else f"the graph reads {most} tokens at a time, and some attend to later ones"
 
 
 def candidates(graphs: list[OrtGraph], chains: list[Chain]) -> list[Candidate]:
@@ -141,9 +133,7 @@ def check_scenario(  # noqa: PLR0913 - what runs, what is right, and what receiv
         for number, (call, step, expected) in enumerate(zip(chain, steps, truth, strict=True)):
             rows = rows_of(step, call.known)
             found = _results(candidate, expected["logits"], step, gates)
-            found |= {
-                name: measured_rows(expected[name], rows.get(name), gates) for name in expected if name != "logits"
-            }
+            found |= {one: measured_rows(expected[one], rows.get(one), gates) for one in expected if one != "logits"}
             for name, measured in found.items():
                 measures[name].append(measured)
                 evidence.see_rows(name, measured, call.past_mask.shape[1] if name == "logits" else call.known)

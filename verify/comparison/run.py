@@ -88,9 +88,7 @@ class FolderComparison:
         shapes = self.eager.cache_shapes()
         heeds = any(not graph.takes_positions for graph in opened) and self.eager.heeds_positions()
         extras = self.eager.extra_inputs
-        yield [
-            check_structure(graph, self.models[graph.name], shapes, extras, heeds_positions=heeds) for graph in opened
-        ]
+        yield [check_structure(one, self.models[one.name], shapes, extras, heeds_positions=heeds) for one in opened]
         yield check_own_cache(self.eager, [graph.name for graph in opened])
         graphs, copies = distinct(self.folder, [graph for graph in opened if not name_problems(graph, shapes, extras)])
         self.report.copies |= {name: first for first, names in copies.items() for name in names}

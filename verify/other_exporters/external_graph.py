@@ -234,9 +234,7 @@ class GraphLimits:
         rows, tokens = axes[binding.port_map.tokens]
         grouped = [node for node in nodes(model) if node.op_type == GROUPED]
         biased = all(len(node.input) > BIAS and node.input[BIAS] for node in grouped)
-        in_rings = {
-            port for node in grouped if attributes(node).get("sliding_window_cache") for port in node.input[3:5]
-        }
+        in_rings = {one for node in grouped if attributes(node).get("sliding_window_cache") for one in node.input[3:5]}
         rings = frozenset(name for name, port in binding.past.items() if port in in_rings)
         takes = (binding.takes_mask, binding.takes_positions)
         return cls(rows, tokens, *takes, not biased, bool(grouped), rings, keeps_cache=bool(binding.past))

@@ -177,7 +177,6 @@ BUILT_IN = (
 """
 
 AUTO = "auto"
-ENTRY_POINTS = "llmconv.port_maps"
 
 _registered: dict[str, PortMap] = {}
 
@@ -190,7 +189,7 @@ def register_port_map(port_map: PortMap) -> None:
 
 @cache
 def _built_in() -> dict[str, PortMap]:
-    maps = [*BUILT_IN, *(entry.load() for entry in entry_points(group=ENTRY_POINTS))]
+    maps = [*BUILT_IN, *(entry.load() for entry in entry_points(group="llmconv.port_maps"))]
     return {port_map.name: port_map for port_map in maps}
 
 
