@@ -20,6 +20,9 @@ from llmconv.cli import main
 from llmconv.errors import UsageProblem
 from llmconv.export import export
 from llmconv.output.manifest import read_manifest
+from llmconv.verify import verify
+from tests.builders.layered_models import LAYERED
+from tests.conftest import save_tiny
 
 Deep = Callable[[str], Path]
 
@@ -71,6 +74,20 @@ def test_a_stage_takes_the_hidden_state_and_its_own_cache(llama: Path) -> None:
     assert "input_ids" not in found
     assert {name.split(".")[1] for name in found if name.startswith("past")} == {"4", "5", "6", "7"}
     onnx.checker.check_model(str(llama / "decode-2-of-2.onnx"), full_check=True)
+
+
+def test_a_cache_that_a_later_stage_reads_is_returned_by_its_own_stage(tmp_path: Path) -> None:
+    """The last two layers share the keys and values of the first two."""
+    save_tiny("gemma3n_text", tmp_path / "model", **LAYERED["gemma3n_text"])
+    export(tmp_path / "model", tmp_path / "out", prefill=False, incremental=True, stages=2)
+    first = onnx.load(tmp_path / "out" / "decode-1-of-2.onnx", load_external_data=False).graph
+    returned = [port.name for port in first.output]
+    assert len(set(returned)) == len(returned)
+    assert {name for name in returned if name.startswith("present")} == {
+        f"present.{layer}.{kind}" for layer in (0, 1) for kind in ("key", "value")
+    }
+    report = verify(tmp_path / "out", reference=tmp_path / "model", scenario=("decode chain, 16 steps",))
+    assert report.verdict == "pass", report.lines()
 
 
 @pytest.mark.slow
