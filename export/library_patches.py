@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 aten: Any = torch.ops.aten
 _fx_passes: Any = importlib.import_module("torch.onnx._internal.exporter._fx_passes")
@@ -54,6 +55,24 @@ def transformers_fixes() -> AbstractContextManager[None]:
     """transformers' own patches of torch for its ONNX exporter (5.23), such as floor division of sizes."""
     patches: AbstractContextManager[None] = _exporter_utils.apply_patches("onnx") if _exporter_utils else nullcontext()
     return patches
+
+
+def constant_erfinv() -> AbstractContextManager[None]:
+    """`torch.erfinv` of a constant is a constant: ONNX has no such function (torch 2.10 to 2.13).
+
+    Gemma 3n computes how many deviations above the mean an activation must be.
+    """
+    erfinv = torch.erfinv
+
+    def folded(values: Tensor) -> Tensor:
+        known = getattr(values, "constant", None)
+        if known is None:
+            return erfinv(values)
+        with _disable_current_modes():
+            numbers = erfinv(known).tolist()
+        return torch.tensor(numbers, dtype=values.dtype)
+
+    return replaced_attributes(torch, {"erfinv": folded})
 
 
 def fix_program(graph_module: Any) -> None:

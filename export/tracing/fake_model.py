@@ -127,7 +127,7 @@ def period(config: Any) -> int:
 
 
 def shortened(config: Any, num_layers: int) -> Any:
-    """The config with `num_layers` layers; per-layer lists are cut to match."""
+    """The config with the first `num_layers` layers; per-layer lists are cut to match."""
     decoder = decoder_config(config)
     if decoder is not config:
         whole = copy.deepcopy(config)
@@ -143,6 +143,8 @@ def shortened(config: Any, num_layers: int) -> Any:
             fields[name] = value[:num_layers]
         elif _is_by_layer(value):
             fields[name] = {key: item for key, item in value.items() if int(key) < num_layers}
+    if shared := fields.get("num_kv_shared_layers"):  # counts the last layers, which read caches of others
+        fields["num_kv_shared_layers"] = max(shared - (total - num_layers), 0)
     kept = {name: value for name, value in fields.items() if not _is_computed(config, name)}
     kept.pop("model_type", None)
     return type(config)(**kept)  # not by `model_type`, which an inner text model may lack

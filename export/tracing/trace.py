@@ -40,6 +40,7 @@ from llmconv.export.input_map import InputMap, Port, decoder_config
 from llmconv.export.library_patches import TRANSLATIONS as LIBRARY
 from llmconv.export.library_patches import (
     complex_as_pairs,
+    constant_erfinv,
     decomposed_once,
     exact_constants,
     fix_program,
@@ -210,7 +211,13 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
         model.set_attn_implementation(ATTENTION)
         traceable = input_map.kind.traceable(sys.modules[type(model).__module__])
         arguments, dynamic = (given[: 3 if single else None] for given in example_arguments(inputs))
-        with transformers_fixes(), complex_as_pairs(), traceable, unchanged_buffers(model) as constants:
+        with (
+            transformers_fixes(),
+            complex_as_pairs(),
+            constant_erfinv(),
+            traceable,
+            unchanged_buffers(model) as constants,
+        ):
             if extras:  # first on fake numbers; sizes of different axes differ, so that a wrong axis shows
                 mode: Any = next(model.parameters()).fake_mode
                 with fitting(extras), mode, torch.no_grad():

@@ -22,6 +22,7 @@ PATCHED = [
     ("torch", "polar"),
     ("torch", "view_as_complex"),
     ("torch", "view_as_real"),
+    ("torch", "erfinv"),
     ("torch.nn", "Module.register_parameter"),
     ("torch.onnx._internal.exporter._fx_passes", "decompose_with_registry"),
     ("transformers.exporters.exporter_onnx", "_ONNX_TRANSLATION_TABLE"),
@@ -43,7 +44,15 @@ def test_the_library_still_has_what_is_patched_or_used(module: str, path: str) -
 
 
 @pytest.mark.parametrize(
-    "patch", ["exact_constants", "complex_as_pairs", "decomposed_once", "fake_parameters", "transformers_fixes"]
+    "patch",
+    [
+        "exact_constants",
+        "complex_as_pairs",
+        "constant_erfinv",
+        "decomposed_once",
+        "fake_parameters",
+        "transformers_fixes",
+    ],
 )
 def test_a_patch_ends_with_its_context(patch: str) -> None:
     before = [lookup(module, path) for module, path in PATCHED] + [torch.Tensor.expand, torch.where]
@@ -76,6 +85,21 @@ def test_complex_numbers_are_pairs_only_with_the_patch() -> None:
     with library_patches.complex_as_pairs():
         assert isinstance(torch.polar(torch.ones(2), torch.ones(2)), ComplexPair)
     assert torch.polar(torch.ones(2), torch.ones(2)).is_complex()
+
+
+def test_erfinv_of_a_constant_is_a_constant_only_with_the_patch() -> None:
+    class Quantile(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.distributions.Normal(0, 1).icdf(torch.tensor(0.95))
+
+    def operations() -> set[str]:
+        program = torch.export.export(Quantile(), (torch.ones(2),), strict=False)
+        assert torch.equal(program.module()(torch.ones(2)), Quantile()(torch.ones(2)))
+        return {str(node.target) for node in program.graph.nodes}
+
+    with library_patches.constant_erfinv():
+        assert "aten.erfinv.default" not in operations()
+    assert "aten.erfinv.default" in operations()
 
 
 def test_parameters_are_fake_only_with_the_patch() -> None:

@@ -91,6 +91,17 @@ def test_a_cache_that_a_later_stage_reads_is_returned_by_its_own_stage(tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"precision": "float16"}], ids=["float32", "float16"])
+def test_layers_that_share_caches_and_sparse_activations_are_exported(options: dict[str, Any], tmp_path: Path) -> None:
+    """As in Gemma 3n: the last layers share caches, and the first keep only the largest activations."""
+    config = {**LAYERED["gemma3n_text"], "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]}
+    save_tiny("gemma3n_text", tmp_path / "model", **config)
+    export(tmp_path / "model", tmp_path / "out", prefill=False, incremental=True, **options)
+    report = verify(tmp_path / "out", reference=tmp_path / "model", scenario=("left padding",))
+    assert report.verdict == "pass", report.lines()
+
+
+@pytest.mark.slow
 def test_a_whole_graph_replaces_its_stages(llama: Path) -> None:
     export(llama, incremental=True, stages=2)
     export(llama, incremental=True, overwrite=True)

@@ -154,7 +154,7 @@ def test_the_splits_are_of_one_prompt() -> None:
 def test_padding_is_on_the_side_in_the_name() -> None:
     chains = dict((scenario.name, chains) for scenario, chains in Selection("quick").calls(FACTS))
     left, right = (chains[f"{side} padding"][0][0].attention_mask for side in ("left", "right"))
-    assert left[1, 0] == 0 and left[1, -1] == 1
+    assert left[0, 0] == 0 and left[0, -1] == 1
     assert right[1, 0] == 1 and right[1, -1] == 0
 
 
