@@ -282,8 +282,6 @@ def _sizes(fields: Mapping[str, Any]) -> Iterator[int]:
             yield from (n for n in numbers if isinstance(n, int) and not isinstance(n, bool) and n > 1)
 
 
-BFLOAT16_BITS = np.uint32(0xFFFF0000)
-
 Extras = Mapping[str, ExtraInput]  # resolved extra inputs by name
 
 
@@ -334,7 +332,8 @@ def random_value(extra: ExtraInput, call: ModelCall, rng: np.random.Generator) -
     assert isinstance(extra.values, int | float)
     if extra.dtype == "float32":
         numbers = (rng.standard_normal(shape) * extra.values).astype(np.float32)
-        return (numbers.view(np.uint32) & BFLOAT16_BITS).view(np.float32)
+        return (numbers.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
     values: Array = rng.integers(0, 2 if extra.dtype == "bool" else max(int(extra.values), 1), shape).astype(dtype)
     return values
 

@@ -49,8 +49,6 @@ ROOM = {False: (1 << 24, 1 / 8), True: (1 << 26, 1 / 2)}
 
 BYTES = 8  # bytes per element of the reference, which is float64
 
-RowCounts = Callable[[ModelFacts], Sequence[int]]
-
 
 def crossed_windows(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     """A few tokens across the edge of every window and chunk; the tokens just outside have large values."""
@@ -119,7 +117,7 @@ def fits(length: int, facts: ModelFacts) -> bool:
     return 2 * length * elements_per_token(facts.cache) <= max(least, int(share * facts.parameters))
 
 
-def too_large(wanted: RowCounts) -> Callable[[ModelFacts], str]:
+def too_large(wanted: Callable[[ModelFacts], Sequence[int]]) -> Callable[[ModelFacts], str]:
     """A function that returns why some of the wanted lengths are not run; empty if all are."""
 
     def reason(facts: ModelFacts) -> str:
@@ -135,11 +133,6 @@ def too_large(wanted: RowCounts) -> Callable[[ModelFacts], str]:
         return f"past of {' and '.join(map(str, left))} tokens left out: the cache takes {needed:,} MiB{more}"
 
     return reason
-
-
-windows_left_out = too_large(_windows)
-quick_left_out = too_large(lambda facts: _within(QUICK, facts))
-more_left_out = too_large(lambda facts: _within(_more(facts), facts))
 
 
 MOST_NEW = 48  # the full suite runs every number of new tokens up to this, with and without a past
@@ -235,10 +228,6 @@ def _at(positions: Array, lengths: Sequence[int], facts: ModelFacts, rng: np.ran
     return pieces(ids, mask, np.ascontiguousarray(table), lengths, uniform=uniform)
 
 
-LENGTHS = (33, 1, 2, 3, 7)
-LONG_LENGTHS = (16, 17, 64, 65, 127)
-STEPS = 16
-GREEDY_STEPS = 32
 WINDOW_LIMITS = {False: (64, 512), True: (64, 1024)}
 """By whether the suite is full: largest window crossed in every way, and in one way; synthetic pasts cross all."""
 
@@ -338,11 +327,6 @@ def _original_context(facts: ModelFacts, rng: np.random.Generator) -> list[Chain
     return [*prompts, stepping, far, apart]
 
 
-def _no_token(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
-    mask = ragged_mask((6, 0), 3, "left")
-    return [chain(mask, [6, 1, 2], facts, rng)]
-
-
 def _exchanged(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     """Two exchanges of rows, with padding, as in a beam search."""
     if facts.no_edits:
@@ -387,7 +371,7 @@ def _greedy(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     if facts.greedy is None:
         return []
     prompt = rng.integers(0, facts.vocab_size, (1, 8))
-    ids = facts.greedy(prompt, GREEDY_STEPS)
+    ids = facts.greedy(prompt, 32)
     mask = full_mask(1, ids.shape[1])
     return [pieces(ids, mask, default_positions(mask, ids.shape[1]), [8, *[1] * (ids.shape[1] - 8)])]
 
@@ -418,7 +402,7 @@ SCENARIOS = (
             "pytorch #148886: a dynamic length frozen at trace time",
             _calls(full_mask(1, length), length),
         )
-        for length in LENGTHS
+        for length in (33, 1, 2, 3, 7)
     ),
     Scenario(
         "chunked prefill, pieces of 1 to 48 tokens",
@@ -428,7 +412,7 @@ SCENARIOS = (
     Scenario(
         "decode chain, 16 steps",
         "tinygrad #15949: the causal mask was not offset by the past",
-        _calls(full_mask(1, 5 + STEPS), 5, *[1] * STEPS),
+        _calls(full_mask(1, 21), 5, *[1] * 16),
     ),
     Scenario(
         "one-token prompt",
@@ -456,13 +440,13 @@ SCENARIOS = (
         "window crossed behind a made-up past",
         "mobius #371: the window of 4,096 was missing, which no short test reaches",
         crossed_windows,
-        left_out=windows_left_out,
+        left_out=too_large(_windows),
     ),
     Scenario(
         "pasts of 30 to 1,022 tokens",
         "cascadia #151: fine below 1,024 tokens, degenerate beyond",
         quick_pasts,
-        left_out=quick_left_out,
+        left_out=too_large(lambda facts: _within(QUICK, facts)),
     ),
     Scenario("batch of 6", "genai #1639: the mask was read with the stride of one row", batch_of_six),
     Scenario(
@@ -487,7 +471,11 @@ SCENARIOS = (
         "first and last values of extra inputs", "setfit #446: token_type_ids taken for another input", _extra_values
     ),
     Scenario("first and last token", "genai #2306: head and embedding mixed up", _edge_tokens),
-    Scenario("a row of padding only", "pytorch #159973: NaN where a row sees nothing", _no_token),
+    Scenario(
+        "a row of padding only",
+        "pytorch #159973: NaN where a row sees nothing",
+        _calls(ragged_mask((6, 0), 3, "left"), 6, 1, 2),
+    ),
     Scenario(
         "second turn",
         "transformers #30311: the mask of several tokens after a past was that of a prompt",
@@ -518,7 +506,7 @@ SCENARIOS = (
             _calls(full_mask(1, length), length),
             "full",
         )
-        for length in LONG_LENGTHS
+        for length in (16, 17, 64, 65, 127)
     ),
     Scenario(
         "chunked prefill, every split of 9 tokens",
@@ -544,7 +532,7 @@ SCENARIOS = (
         "cascadia #151: fine below 1,024 tokens, degenerate beyond",
         more_pasts,
         "full",
-        more_left_out,
+        too_large(lambda facts: _within(_more(facts), facts)),
     ),
     Scenario(
         "decode chain, 64 steps",
