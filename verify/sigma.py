@@ -254,16 +254,15 @@ def measure(truth: ExpectedOutput, output: Array, *, tokens: bool = False) -> Me
         ratios=ratio,
         noise=truth.noise,
     )
-    return replace(found, **_of_tokens(truth, output)) if tokens else found
-
-
-def _of_tokens(truth: ExpectedOutput, logits: Array) -> dict[str, Any]:
-    divergence = divergences(truth.exact[truth.valid], logits[truth.valid])
-    return {
-        "flips": int((truth.flipped(logits) & (truth.margins(logits) > truth.near_tie)).sum()),
-        "divergence": float(divergence.max(initial=0.0)),
-        "agreement": 1.0 - float(truth.flipped(logits)[truth.valid].mean()),
-    }
+    if not tokens:
+        return found
+    flipped = truth.flipped(output)
+    return replace(
+        found,
+        flips=int((flipped & (truth.margins(output) > truth.near_tie)).sum()),
+        divergence=float(divergences(truth.exact[truth.valid], output[truth.valid]).max(initial=0.0)),
+        agreement=1.0 - float(flipped[truth.valid].mean()),
+    )
 
 
 def divergences(exact: Array, logits: Array) -> Array:
@@ -390,11 +389,10 @@ class Evidence:
             self.flips.append(Flip(scenario, (int(batch), int(token)), float(margin), float(noise)))
 
     def as_dict(self) -> dict[str, Any]:
-        edges = [float(f"{10 ** (LOWEST + i / PER_DECADE):.3g}") for i in range(BINS + 1)]
         return {
             "rows": self.rows,
             "flipped": self.flipped,
-            "error_edges": edges,
+            "error_edges": [float(f"{10 ** (LOWEST + i / PER_DECADE):.3g}") for i in range(BINS + 1)],
             "error_counts": self.histogram.tolist(),
             "flips": [{**vars(flip), "row": list(flip.row)} for flip in self.flips],
         }

@@ -47,7 +47,6 @@ from llmconv.verify.verification import Session
 
 DTYPE = "float32"
 INPUTS = {"input_ids", "attention_mask"}
-POOLED = {"embed", "classify", "rerank"}  # roles whose graphs join the tokens of a text
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class SinglePassFolder:
             return
         reference = TaskReference(self.reference, entry.role)
         takes_positions = POSITIONS in graph.inputs
-        suite, pools = self.session.selection.suite, entry.role in POOLED
+        suite, pools = self.session.selection.suite, entry.role in {"embed", "classify", "rerank"}
         texts, left = batches(reference.limits, suite, pools=pools, takes_positions=takes_positions)
         self.report.unseen += left
         wanted = reference.expected(texts[0])
@@ -231,15 +230,13 @@ class TaskReference:
 
     def expected(self, texts: Texts) -> dict[str, ExpectedOutput]:
         exact, rounded = self._exact.outputs(texts), self._rounded.outputs(texts)
-        return {name: self._truth(name, exact[name], rounded[name], texts) for name in exact}
-
-    def _truth(self, name: str, exact: Array, rounded: Array, texts: Texts) -> ExpectedOutput:
-        valid = texts.attention_mask != 0
-        if name not in PER_TOKEN.get(self._role, ()):
-            valid = valid.any(axis=1, keepdims=True)
-        truth = self._floor.truth(name, exact.astype(np.float64), rounded, valid)
-        others: list[Callable[[], Array]] = [partial(self._again, texts, name, seed) for seed in SEEDS]
-        return ExpectedOutput(**{**vars(truth), "others": others})
+        is_token = texts.attention_mask != 0
+        found: dict[str, ExpectedOutput] = {}
+        for name in exact:
+            valid = is_token if name in PER_TOKEN.get(self._role, ()) else is_token.any(axis=1, keepdims=True)
+            truth = self._floor.truth(name, exact[name].astype(np.float64), rounded[name], valid)
+            found[name] = replace(truth, others=[partial(self._again, texts, name, seed) for seed in SEEDS])
+        return found
 
     def _again(self, texts: Texts, name: str, seed: int) -> Array:
         with nudged(seed):
@@ -327,30 +324,23 @@ def _modes(config: dict[str, Any]) -> list[str]:
 def _of_text(mode: str, tokens: Array) -> Array:
     """The vector of the tokens [tokens, hidden] of one text."""
     count = len(tokens)
-    if mode == "weightedmean":
-        averaged: Array = np.average(tokens, axis=0, weights=np.arange(1, count + 1))
-        return averaged
     results: dict[str, Callable[[], Any]] = {
         "cls": lambda: tokens[0],
         "lasttoken": lambda: tokens[-1],
         "max": lambda: tokens.max(axis=0),
         "mean": lambda: tokens.mean(axis=0),
         "mean_sqrt_len_tokens": lambda: tokens.sum(axis=0) / np.sqrt(count).astype(tokens.dtype),
+        "weightedmean": lambda: np.average(tokens, axis=0, weights=np.arange(1, count + 1)),
     }
     found: Array = results[mode]()
     return found
-
-
-def _gelu(x: Array) -> Array:
-    both: Array = np.vectorize(erf)(x / np.sqrt(2)) + 1
-    return np.asarray(x * 0.5 * both, dtype=x.dtype)
 
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "Identity": lambda x: x,
     "Tanh": np.tanh,
     "ReLU": lambda x: np.maximum(x, 0),
-    "GELU": _gelu,
+    "GELU": lambda x: np.asarray(x * 0.5 * (np.vectorize(erf)(x / np.sqrt(2)) + 1), dtype=x.dtype),
     "Sigmoid": lambda x: 1 / (1 + np.exp(-x)),
     "SiLU": lambda x: x / (1 + np.exp(-x)),
 }
