@@ -15,7 +15,7 @@ from llmconv.checkpoint import INDEX, SINGLE, open_weights, read_json
 from llmconv.errors import UsageProblem, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.output.manifest import GraphEntry
-from llmconv.runtime.extra_inputs import is_past
+from llmconv.runtime.extra_inputs import INPUTS_EMBEDS, is_past
 from llmconv.runtime.onnxruntime.graph import open_graph
 from llmconv.runtime.onnxruntime.guard import is_external, load_guarded, refill
 from llmconv.runtime.onnxruntime.session_settings import (
@@ -37,20 +37,12 @@ from llmconv.verify.comparison.half_precision import (
     round_every_value,
     widen,
 )
-from llmconv.verify.comparison.layer_by_layer import Scaler, StreamedEager, open_in_pieces, why_not_layered
+from llmconv.verify.comparison.layer_by_layer import Scaler, StreamedEager, fixed_sizes, open_in_pieces, why_not_layered
 from llmconv.verify.comparison.run import FolderComparison, GraphOpener, open_graphs, takes_embeddings
 from llmconv.verify.layers.graph_index import NotLayered
-from llmconv.verify.layers.graph_layers import EMBEDS, GraphLayers, add_before_norms, adds_in_norms, described
+from llmconv.verify.layers.graph_layers import GraphLayers, add_before_norms, adds_in_norms, described
 from llmconv.verify.layers.induction import Induction, LayerChoice, join_parts
-from llmconv.verify.layers.layer_checks import (
-    PART_BYTES,
-    Drift,
-    SingleLayerChecks,
-    fixed_sizes,
-    statements,
-    too_small,
-    unseen_of,
-)
+from llmconv.verify.layers.layer_checks import PART_BYTES, Drift, SingleLayerChecks, statements, too_small, unseen_of
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose, distinct_files
 from llmconv.verify.reference.eager import ComputedModel, Eager, StartOf, trained_start
 from llmconv.verify.reference.other_roundings import SCALED_SCENARIOS
@@ -325,7 +317,7 @@ def odd_ports(stages: Mapping[str, onnx.ModelProto]) -> dict[str, str]:
     for name, model in stages.items():
         for port in model.graph.input:
             kind = described(port)
-            if port.name in ("input_ids", EMBEDS):
+            if port.name in ("input_ids", INPUTS_EMBEDS):
                 tokens = ", ".join(kind.partition("[")[2].rstrip("]").split(", ")[:2])
             if given.get(port.name, kind) != kind:
                 found[name] = f"it takes `{port.name[:200]}` in another type than the stage before"

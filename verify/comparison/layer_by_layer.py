@@ -45,7 +45,7 @@ from llmconv.runtime.low_memory.weights import (
     SpillFile,
 )
 from llmconv.runtime.onnxruntime.graph import OrtGraph
-from llmconv.runtime.onnxruntime.guard import attributes, external_fields, graphs, refill, values_read_by
+from llmconv.runtime.onnxruntime.guard import attributes, external_fields, graphs, nodes, refill, values_read_by
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import FixedSizes
@@ -168,11 +168,17 @@ def why_not_layered(entries: Sequence[GraphEntry], models: Mapping[str, onnx.Mod
     if any(entry.prefix for entry in entries):
         return "a graph has a prefix"
     for name, model in models.items():
-        sides = ([DeclaredValue.of(port) for port in side] for side in (model.graph.input, model.graph.output))
-        inputs, outputs = ({port.name: port.shape for port in side} for side in sides)
-        if FixedSizes.of(inputs, outputs):
+        if fixed_sizes(model):
             return f"`{name}` updates a fixed cache buffer in place"
     return ""
+
+
+def fixed_sizes(model: onnx.ModelProto) -> FixedSizes | None:
+    """The sizes of a graph that updates fixed cache buffers in place; None for one whose cache grows."""
+    sides = ([DeclaredValue.of(port) for port in side] for side in (model.graph.input, model.graph.output))
+    inputs, outputs = ({port.name: port.shape for port in side} for side in sides)
+    single = any(node.op_type == "GroupQueryAttention" for node in nodes(model))
+    return FixedSizes.of(inputs, outputs, single)
 
 
 def open_in_pieces(

@@ -22,11 +22,9 @@ from typing import NamedTuple
 import onnx
 from onnx import numpy_helper
 
-from llmconv.runtime.extra_inputs import is_past, is_present, layer_of
+from llmconv.runtime.extra_inputs import INPUTS_EMBEDS, is_past, is_present, layer_of
 from llmconv.runtime.onnxruntime.guard import external_fields, is_external, refill
 from llmconv.verify.layers.graph_index import NO_LAYER, NUMBERED, GraphIndex, NotLayered
-
-EMBEDS = "inputs_embeds"
 
 TRIED = 64
 """Nodes that are tried as the last before a cut: those after it, such as parts of a norm without weights, are few."""
@@ -176,8 +174,8 @@ class _Cutter:
         index = self._index
         self._move_late(part)
         crossing = self._crossing(part)
-        if part == NO_LAYER and not crossing and {self._part[at] for at in index.readers.get(EMBEDS, ())} == {0}:
-            return EMBEDS
+        if part == NO_LAYER and not crossing and {self._part[at] for at in index.readers.get(INPUTS_EMBEDS, ())} == {0}:
+            return INPUTS_EMBEDS
         nodes = self._nodes(part)
         own = {name for at in nodes for name in index.nodes[at].output}
         own = own & index.token_values if part == NO_LAYER else own
@@ -276,7 +274,8 @@ class _Cutter:
                 after.add(at)
                 computed.update(index.nodes[at].output)
         self._move(after, last + 1)
-        crossing = {name for at in after for name in index.reads[at] if self._is_of(name, last)}
+        read = {name for at in after for name in index.reads[at]}
+        crossing = {name for name in read if index.producers.get(name) in self._members[last]}
         if len(crossing) != 1:
             raise NotLayered(f"the part after the layers reads {len(crossing)} values of layer {last}")
         return crossing.pop()
@@ -305,17 +304,15 @@ class _Cutter:
                 found.add(at)
         return found
 
-    def _is_of(self, name: str, part: int) -> bool:
-        at = self._index.producers.get(name)
-        return at is not None and self._part[at] == part
-
     def _form(self, number: int, entry: str, exit_: str) -> LayerForm:
         nodes = [self._index.nodes[at] for at in self._nodes(number)]
         values, found = forms_of(nodes, self._sources.of(number, entry))
         cached = sorted(name for name in self._index.outputs if layer_of(name) == number)
         outputs = [values.get(exit_, ""), *(f"{role(name)} {values.get(name, 'elsewhere')}" for name in cached)]
-        declared = declared_caches(self._index, number)  # and the types of values, without the names of axes
-        ports = (port for port in self._index.model.graph.value_info if port.name in values)
+        graph = self._index.model.graph
+        caches = [port for port in graph.input if is_past(port.name)] + [p for p in graph.output if is_present(p.name)]
+        declared = [f"{role(port.name)} {described(port)}" for port in caches if layer_of(port.name) == number]
+        ports = (port for port in graph.value_info if port.name in values)
         declared += sorted(f"{values[port.name]} {described(port)}" for port in ports)
         return LayerForm(tuple(outputs), tuple(sorted(found)), tuple(declared))
 
@@ -369,11 +366,11 @@ def require_composed(layers: GraphLayers) -> None:
         for at in nodes:
             if odd := index.reads[at] - own - free - {entry}:
                 raise NotLayered(f"{_part_name(number, len(layers.layers))} reads `{min(odd)}`")
-            if cache := _foreign_caches(index, at, number, len(layers.layers)):
+            if cache := _foreign_caches(index, at, number):
                 raise NotLayered(f"{_part_name(number, len(layers.layers))} reads or computes `{cache}`")
 
 
-def _foreign_caches(index: GraphIndex, at: int, part: int, count: int) -> str:
+def _foreign_caches(index: GraphIndex, at: int, part: int) -> str:
     """A cache of another layer that a node reads (other than its shape) or computes; empty if there is none."""
     node = index.nodes[at]
     read = () if node.op_type == "Shape" and not node.domain else index.reads[at]
@@ -385,13 +382,6 @@ def _foreign_caches(index: GraphIndex, at: int, part: int, count: int) -> str:
 def role(name: str) -> str:
     """A cache input or output without the number of its layer."""
     return ".".join(part for part in name.split(".") if not part.isdigit())
-
-
-def declared_caches(index: GraphIndex, number: int) -> list[Form]:
-    """The cache inputs and outputs of a layer in the order of the file, with their types."""
-    graph = index.model.graph
-    ports = [port for port in graph.input if is_past(port.name)] + [p for p in graph.output if is_present(p.name)]
-    return [f"{role(port.name)} {described(port)}" for port in ports if layer_of(port.name) == number]
 
 
 def declaration_problem(index: GraphIndex) -> str:
@@ -445,9 +435,12 @@ def forms_of(nodes: Iterable[onnx.NodeProto], source: Sources) -> tuple[dict[str
         return values[name] if name in values else source(name)
 
     for node in nodes:
-        form = _node_form(node, value)
-        found.append(form)
-        values |= {name: f"{form}.{at}" for at, name in enumerate(node.output) if name}
+        parts = [node.domain or "ai.onnx", node.op_type, node.overload, str(len(node.output))]
+        parts += [value(name) if name else "-" for name in node.input]
+        by_name = sorted(node.attribute, key=lambda attribute: attribute.name)
+        parts += [f"{attribute.name}={_attribute_form(attribute, value)}" for attribute in by_name]
+        found.append(f"{node.op_type}:{_digest([part.encode() for part in parts])}")
+        values |= {name: f"{found[-1]}.{at}" for at, name in enumerate(node.output) if name}
     return values, found
 
 
@@ -457,14 +450,6 @@ def tensor_form(tensor: onnx.TensorProto) -> Form:
     if is_external(tensor):
         return f"{kind} {sorted(external_fields(tensor).items())}"
     return f"{kind} {_digest([numpy_helper.to_array(tensor).tobytes()])}"
-
-
-def _node_form(node: onnx.NodeProto, value: Sources) -> Form:
-    parts = [node.domain or "ai.onnx", node.op_type, node.overload, str(len(node.output))]
-    parts += [value(name) if name else "-" for name in node.input]
-    by_name = sorted(node.attribute, key=lambda attribute: attribute.name)
-    parts += [f"{attribute.name}={_attribute_form(attribute, value)}" for attribute in by_name]
-    return f"{node.op_type}:{_digest([part.encode() for part in parts])}"
 
 
 def _attribute_form(attribute: onnx.AttributeProto, value: Sources) -> Form:

@@ -19,14 +19,14 @@ from pathlib import Path
 import onnx
 
 from llmconv.errors import LlmconvError, UsageProblem
-from llmconv.runtime.extra_inputs import is_past, is_present, layer_of
+from llmconv.runtime.extra_inputs import INPUTS_EMBEDS, is_past, is_present, layer_of
 from llmconv.runtime.low_memory.runner import EmptyRunner
 from llmconv.runtime.onnxruntime.guard import attributes, refill, values_read_by
 from llmconv.tensors import lists_by_key
 from llmconv.verify.audit.weights import WeightSource, tensors_of
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.layers.graph_index import NUMBERED, Kind, NotLayered, layer_kinds, layer_names
-from llmconv.verify.layers.graph_layers import EMBEDS, GraphLayers, Layer, add_before_norms, forms_of, role, tensor_form
+from llmconv.verify.layers.graph_layers import GraphLayers, Layer, add_before_norms, forms_of, role, tensor_form
 from llmconv.verify.reference.eager import ComputedModel
 from llmconv.verify.results import Check, audited
 
@@ -197,17 +197,12 @@ class LayerClasses:
         parts = self.graphs[graph]
         nodes, known = parts.nodes_of(odd.nodes), Counter(usual.form.nodes)
         _, forms = forms_of(nodes, parts.source_of(odd))
-        first = None
+        what = "it lacks a node, or its outputs or their types are others"
         for node, form in zip(nodes, forms, strict=True):
             if known[form] == 0:
-                first = node
+                what = f"node `{node.name}` ({node.op_type})"
                 break
             known[form] -= 1
-        what = (
-            f"node `{first.name}` ({first.op_type})"
-            if first
-            else "it lacks a node, or its outputs or their types are others"
-        )
         return f"layer {odd.number} differs from the {count} others of its kind: {what}"
 
 
@@ -219,8 +214,11 @@ def keep_layers(model: onnx.ModelProto, kept: Collection[int], tensors: Mapping[
     """
     add_before_norms(model)
     layers = GraphLayers.of(model, tensors)
-    removed = {at for layer in layers.layers if layer.number not in kept for at in layer.nodes}
-    renamed = {**_bypassed(layers, kept), **_lengths(layers, kept)}
+    removed, renamed = set[int](), _lengths(layers, kept)
+    for layer in layers.layers:
+        if layer.number not in kept:
+            removed.update(layer.nodes)
+            renamed[layer.exit] = renamed.get(layer.entry, layer.entry)
     nodes = [with_names(node, renamed) for at, node in enumerate(layers.index.nodes) if at not in removed]
     graph = model.graph
     refill(graph.node, nodes)
@@ -247,7 +245,7 @@ def join_parts(model: onnx.ModelProto, handed_on: Collection[str]) -> None:
     are those of the tokens, which the checks of layers show, and sizes of a cache those of others of its kind and type.
     """
     ports = {port.name: port for port in model.graph.input}
-    tokens = next((name for name in ("input_ids", EMBEDS) if name in ports), "")
+    tokens = next((name for name in ("input_ids", INPUTS_EMBEDS) if name in ports), "")
     read = {name for node in model.graph.node if node.op_type != "Shape" for name in node.input}
     first: dict[tuple[str, bytes], str] = {}
     for name in filter(is_past, ports):
@@ -256,13 +254,8 @@ def join_parts(model: onnx.ModelProto, handed_on: Collection[str]) -> None:
         if node.op_type != "Shape" or node.domain:
             continue
         name, given = node.input[0], attributes(node)
-        if (
-            name in handed_on
-            and name in read
-            and tokens
-            and given.get("start", 0) >= 0
-            and 0 < given.get("end", 3) <= 2
-        ):
+        is_of_tokens = given.get("start", 0) >= 0 and 0 < given.get("end", 3) <= 2
+        if name in handed_on and name in read and tokens and is_of_tokens:
             node.input[0] = tokens
         elif name in ports and is_past(name):
             node.input[0] = first[role(name), ports[name].type.SerializeToString(deterministic=True)]
@@ -279,25 +272,13 @@ def _merge_equal(model: onnx.ModelProto) -> None:
     nodes = []
     for node, form in zip(model.graph.node, forms, strict=True):
         known_outputs = first.setdefault(form, node.output)
-        if (
-            known_outputs is node.output
-            or results & set(node.output)
-            or list(map(bool, known_outputs)) != list(map(bool, node.output))
-        ):
+        differs = list(map(bool, known_outputs)) != list(map(bool, node.output))  # in which outputs it omits
+        if known_outputs is node.output or results & set(node.output) or differs:
             nodes.append(with_names(node, renamed))
         else:
             renamed |= zip(node.output, known_outputs, strict=True)
     refill(model.graph.node, nodes)
     drop_unused(model)
-
-
-def _bypassed(layers: GraphLayers, kept: Collection[int]) -> dict[str, str]:
-    """The hidden state that replaces that of each removed layer."""
-    found: dict[str, str] = {}
-    for layer in layers.layers:
-        if layer.number not in kept:
-            found[layer.exit] = found.get(layer.entry, layer.entry)
-    return found
 
 
 def _lengths(layers: GraphLayers, kept: Collection[int]) -> dict[str, str]:

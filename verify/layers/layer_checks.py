@@ -26,6 +26,7 @@ from llmconv.memory import trim
 from llmconv.progress import status
 from llmconv.runtime.extra_inputs import (
     BATCH,
+    INPUTS_EMBEDS,
     SEQUENCE,
     ExtraInput,
     ExtraValues,
@@ -46,13 +47,14 @@ from llmconv.runtime.low_memory.pieced_graph import (
 )
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.runtime.onnxruntime.graph import refusing
-from llmconv.runtime.onnxruntime.guard import nodes, values_read_by
+from llmconv.runtime.onnxruntime.guard import values_read_by
 from llmconv.runtime.onnxruntime.session_settings import INPUT_DTYPES, SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import BufferedSession, FixedSizes, as_input
-from llmconv.runtime.runner import Step, default_positions
+from llmconv.runtime.runner import ArrayCache, Step, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import fold
-from llmconv.verify.layers.graph_layers import EMBEDS, GraphLayers
+from llmconv.verify.comparison.layer_by_layer import fixed_sizes
+from llmconv.verify.layers.graph_layers import GraphLayers
 from llmconv.verify.layers.induction import LAYERS, PARTS, Induction, with_names
 from llmconv.verify.reference.eager import ComputedModel
 from llmconv.verify.reference.other_roundings import rows_of, valid_rows
@@ -455,7 +457,7 @@ class GraphRun:
         part, types = self._part(numbers, result, entry), dict(self._types)
         extras, given = dict(self._extras), dict(self.runs.call.extras or {})
         if hidden is not None:
-            tokens = next(types[name][1] for name in ("input_ids", EMBEDS) if name in types)
+            tokens = next(types[name][1] for name in ("input_ids", INPUTS_EMBEDS) if name in types)
             types[ENTRY] = self._hidden, [*tokens[:2], hidden.shape[-1]]
             extras[ENTRY] = ExtraInput(ENTRY, (BATCH, SEQUENCE, hidden.shape[-1]), "float32", values=1.0)
             with np.errstate(over="ignore"):  # after a layer that overflows, the hidden state is infinite
@@ -507,7 +509,7 @@ class GraphRun:
             at = slice(first, first + rows)
             tokens = ModelCall(call.input_ids[at], call.attention_mask[at], call.position_ids[at])
             cut = {name: _rows_of(extras[name], array, at) for name, array in given.items()}
-            start = RowsOfPast({name: array[at] for name, array in mine.items()}, call.known) if past else None
+            start = ArrayCache({name: array[at] for name, array in mine.items()}, call.known) if past else None
             results, cache = run.run(tokens, ExtraValues(extras, cut), start)
             found.append({result: results[0], **(cache.arrays() if part.outputs[1:] else {})})
         return {name: np.concatenate([one[name] for one in found]) for name in found[0]}
@@ -534,17 +536,6 @@ class GraphRun:
 ENTRY = "entering_hidden_state"  # the name of the hidden state that a part of a graph reads
 
 
-@dataclass(frozen=True)
-class RowsOfPast:
-    """Some rows of a past of one layer."""
-
-    given: Mapping[str, Array]
-    length: int
-
-    def arrays(self) -> dict[str, Array]:
-        return dict(self.given)
-
-
 def _rows_of(extra: ExtraInput, array: Array, at: slice) -> Array:
     axis = extra.axes.index(BATCH) if BATCH in extra.axes else None
     return array if axis is None else array[(slice(None),) * axis + (at,)]
@@ -554,11 +545,3 @@ def too_small(model: onnx.ModelProto) -> str:
     """Why a graph has no room for the call of single layers; empty if it has."""
     sizes = fixed_sizes(model)
     return sizes.refusal(1, 0, NEW) if sizes else ""
-
-
-def fixed_sizes(model: onnx.ModelProto) -> FixedSizes | None:
-    """The sizes of a graph that updates fixed cache buffers in place; None for one whose cache grows."""
-    sides = ([DeclaredValue.of(port) for port in side] for side in (model.graph.input, model.graph.output))
-    inputs, outputs = ({port.name: port.shape for port in side} for side in sides)
-    single = any(node.op_type == "GroupQueryAttention" for node in nodes(model))
-    return FixedSizes.of(inputs, outputs, single)
