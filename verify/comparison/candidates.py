@@ -32,7 +32,7 @@ from llmconv.verify.reference.other_roundings import rows_of, run_chain
 from llmconv.verify.results import Check, problem_of
 from llmconv.verify.scenarios.calls import Call, Chain
 from llmconv.verify.scenarios.table import Scenario
-from llmconv.verify.sigma import GATES, Evidence, ExpectedOutput, Gates, Measure, calmest_sigma, measure, rms
+from llmconv.verify.sigma import Evidence, ExpectedOutput, Gates, Measure, calmest_sigma, measure, rms
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,9 @@ def check_scenario(  # noqa: PLR0913 - what runs, what is right, and what receiv
         steps = runs[at] if runs else steps_of(candidate, chain, repeat, blank)
         if isinstance(steps, Check):
             return [steps]
-        if problem := lost_past(chain, steps):
-            return [replace(blank, output="present", verdict="fail", detail=problem)]
+        if (past := chain[0].start) and not past.kept_by(steps[-1].present.arrays()):
+            detail = "keys or values of the past differ from those that the graph was given"
+            return [replace(blank, output="present", verdict="fail", detail=detail)]
         for number, (call, step, expected) in enumerate(zip(chain, steps, truth, strict=True)):
             rows = rows_of(step, call.known)
             found = _results(candidate, expected["logits"], step, gates)
@@ -149,13 +150,6 @@ def _refused(blank: Check, reasons: Sequence[str]) -> list[Check]:
         return []
     part = "logits" if len(refused) == len(reasons) else f"{len(refused)} of {len(reasons)} sequences"
     return [replace(blank, output=part, verdict="skip", detail=refused[0])]
-
-
-def lost_past(chain: Chain, steps: Sequence[Step]) -> str:
-    """An error text if a graph changed the synthetic past in its cache; empty if it did not, or there is none."""
-    past = chain[0].start
-    kept = past is None or past.kept_by(steps[-1].present.arrays())
-    return "" if kept else "keys or values of the past differ from those that the graph was given"
 
 
 def steps_of(candidate: Candidate, chain: Chain, repeat: int, blank: Check) -> list[Step] | Check:
@@ -286,22 +280,16 @@ def measure_choices(logits: ExpectedOutput, choices: Choices, count: int) -> dic
     if (ordered[..., 1:] == ordered[..., :-1]).any():
         return _both("a token is chosen twice")
     chosen = np.take_along_axis(logits.exact, tokens, -1)
+    largest = -np.sort(-logits.exact, axis=-1)[..., :count]
+    misplaced = (np.abs(largest - chosen) > logits.near_tie[..., None]).any(axis=-1) & logits.valid
     return {
-        "tokens": Measure(flips=_misplaced(logits, chosen)),
+        "tokens": Measure(flips=int(misplaced.sum())),
         "scores": measure(_expected_scores(logits, chosen), choices.scores),
     }
 
 
 def _both(problem: str) -> dict[str, Measure]:
     return {name: Measure(problem=problem) for name in ("tokens", "scores")}
-
-
-def _misplaced(logits: ExpectedOutput, chosen: Array) -> int:
-    """Number of rows with a token whose logit differs from that of its rank by more than noise."""
-    largest = -np.sort(-logits.exact, axis=-1)[..., : chosen.shape[-1]]
-    near = 2 * np.maximum(logits.max_noise, GATES["float32"].row * logits.noise)[..., None]
-    wrong: Array = (np.abs(largest - chosen) > near).any(axis=-1) & logits.valid
-    return int(wrong.sum())
 
 
 def _expected_scores(logits: ExpectedOutput, chosen: Array) -> ExpectedOutput:
@@ -338,11 +326,20 @@ class GraphProbe:
         return {name: found[name] for name in names if name in found}
 
     def _with_outputs(self, names: Sequence[str]) -> onnx.ModelProto:
+        """A copy of the graph that computes these values alone."""
         model = onnx.ModelProto()
         model.CopyFrom(self.model)
         declared = {port.name: port for port in self.model.graph.output}
         refill(model.graph.output, (declared.get(name) or onnx.ValueInfoProto(name=name) for name in names))
-        return _pruned(model)
+        needed, kept = set(names), []
+        for node in reversed(model.graph.node):
+            if needed.intersection(node.output):
+                kept.append(node)
+                needed.update(values_read_by(node))
+        refill(model.graph.node, reversed(kept))
+        for ports in (model.graph.initializer, model.graph.input):
+            refill(ports, [port for port in ports if port.name in needed])
+        return model
 
     def piece(self, nodes: Sequence[onnx.NodeProto], feeds: Mapping[str, Array], output: str) -> onnx.ModelProto:
         """A graph of these sorted nodes and one output; `feeds` become inputs, other values stay constants."""
@@ -388,19 +385,6 @@ def _run(
             hint="run without `--bisect`",
         ) from error
     return {name: array for name, array in zip(names, arrays, strict=True) if isinstance(array, np.ndarray)}
-
-
-def _pruned(model: onnx.ModelProto) -> onnx.ModelProto:
-    needed = {port.name for port in model.graph.output}
-    kept = []
-    for node in reversed(model.graph.node):
-        if needed.intersection(node.output):
-            kept.append(node)
-            needed.update(values_read_by(node))
-    refill(model.graph.node, reversed(kept))
-    for ports in (model.graph.initializer, model.graph.input):
-        refill(ports, [port for port in ports if port.name in needed])
-    return model
 
 
 def port_of(name: str, array: Array) -> onnx.ValueInfoProto:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,8 +49,6 @@ from llmconv.verify.scenarios.table import Scenario
 from llmconv.verify.sigma import GATES, Evidence, Gates, Measure, NoiseFloor, measure
 
 OTHER_SETTINGS = (("disable", 1), ("basic", 2), ("extended", 1))
-OTHER_SETTINGS_SCENARIO = "left padding"
-OTHER_SETTINGS_BUG = "optimum #978: wrong from one level of optimization on"
 
 LAYERED = "skipped in layer-by-layer verification"
 
@@ -192,18 +190,18 @@ class FolderComparison:
         """One scenario with other graph optimization levels and thread counts of onnxruntime."""
         if self.selection.suite != "full":  # checked first: planning would load a released model again
             return
-        planned = [one for one in self.selection.calls(self.eager.facts()) if one[0].name == OTHER_SETTINGS_SCENARIO]
+        planned = [one for one in self.selection.calls(self.eager.facts()) if one[0].name == "left padding"]
         entries = [graph.entry for graph in originals if not graph.entry.prefix]
         if self.eager.is_layered:
             names = [f"{scenario.name}, other optimization and threads" for scenario, _ in planned]
-            yield _skip(names, entries, LAYERED)
+            yield [Check(name, one.name, "logits", verdict="skip", detail=LAYERED) for name in names for one in entries]
             return
         for scenario, chains in planned:
             variants = [(OtherSettings(scenario, *one), chains) for one in OTHER_SETTINGS]
             for row, _ in (rows := self.selection.paced(variants, reopens=True)):
                 other = replace(self.settings, optimization=row.optimization, threads=row.threads)
                 graphs = yield from open_graphs(self.open_graph, self.folder, entries, other)
-                named = replace(scenario, name=row.name, bug=OTHER_SETTINGS_BUG)
+                named = replace(scenario, name=row.name, bug="optimum #978: wrong from one level of optimization on")
                 yield from self._alone(named, chains, graphs, self.eager.expected_outputs(scenario, chains))
             yield from not_run(rows.left, self.selection.budget, [entry.name for entry in entries])
 
@@ -216,11 +214,6 @@ class FolderComparison:
             seen = Evidence()
             yield check_scenario(scenario, chains, candidate, truths, gates, PrefillDecodeAgreement(gates), seen)
             self.report.evidence.setdefault(f"{graph.name}{self.named}", Evidence()).join_rows(seen)
-
-
-def _skip(names: Iterable[str], entries: Iterable[GraphEntry], why: str) -> list[Check]:
-    graphs = [entry.name for entry in entries]
-    return [Check(name, graph, "logits", verdict="skip", detail=why) for name in names for graph in graphs]
 
 
 def skipped(selection: Selection, eager: Eager, graphs: Sequence[str]) -> list[Check]:
@@ -311,17 +304,6 @@ class OtherSettings:
         return f"{self.scenario.name}, optimization {self.optimization}, {threads}"
 
 
-def scaled_rows(eager: Eager, selection: Selection) -> Iterator[tuple[WeightScaling, list[Chain]]]:
-    """The scalings, each with the calls that are made with it; without a budget, which counts them, with none.
-
-    Later scalings depend on the limits that `eager` reached.
-    """
-    few = replace(selection, only=SCALED_SCENARIOS, budget=None)
-    planned = few.calls(eager.facts()) if selection.budget else []
-    chains = [chain for _, chains in planned for chain in chains]
-    return ((scaling, chains) for scaling in scalings(eager))
-
-
 def compare_scaled(
     eager: Eager,
     selection: Selection,
@@ -343,7 +325,12 @@ def compare_scaled(
         yield [Check(name, graph, "logits", verdict="skip", detail=why_not) for name in names for graph in graphs]
         report.unseen += hidden_faults(SCALINGS, eager.folder)
         return
-    for scaling, _ in (passes := selection.paced(scaled_rows(eager, selection), reopens=True)):
+    few = replace(selection, only=SCALED_SCENARIOS, budget=None)
+    planned = few.calls(eager.facts()) if selection.budget else []  # a budget counts the calls of each scaling
+    chains = [chain for _, chains in planned for chain in chains]
+    # later scalings depend on the limits that `eager` reached
+    passes = selection.paced(((scaling, chains) for scaling in scalings(eager)), reopens=True)
+    for scaling, _ in passes:
         yield from compare(scaling)
     left = [replace(row, name=f"{scaling.scenario(row).name}{named}") for scaling in passes.left for row in rows]
     yield from not_run(left, selection.budget, graphs)
