@@ -19,11 +19,7 @@ import onnx
 
 from llmconv.runtime.onnxruntime.guard import attributes, nodes
 from llmconv.tensors import LazyTensor
-from llmconv.verify.other_exporters.quantized.quantized_matrix import (
-    Constants,
-    input_name,
-    is_zero,
-)
+from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants, input_name, is_zero
 from llmconv.verify.other_exporters.quantized.rounding_error import (
     ANY_ROUNDING,
     ExpectedCodes,
@@ -108,9 +104,6 @@ def _duplicates(quantized: Sequence[MatchedMatrix]) -> list[str]:
     return [f"`{name}` occurs {count} times" for name, count in uses.items() if count > 1]
 
 
-MATRIX = 2
-
-
 def match_zeros(found: Sequence[MatchedMatrix], reference: Mapping[str, LazyTensor]) -> None:
     """Adds matches of tensors of zeros, in place, to rows that have none by their direction."""
     open_ones = [one for one in found if not one.whole]
@@ -133,7 +126,7 @@ def _zero_tensors(
 ) -> dict[str, tuple[int, int]]:
     """Shapes of the tensors of zeros, of those that have as many columns or rows as one of the matrices."""
     sizes = {size for one in open_ones for size in one.stored.shape}
-    matrices = {name: tensor for name, tensor in reference.items() if len(tensor.shape) == MATRIX}
+    matrices = {name: tensor for name, tensor in reference.items() if len(tensor.shape) == 2}
     return {
         name: (tensor.shape[0], tensor.shape[1])
         for name, tensor in matrices.items()

@@ -299,9 +299,6 @@ def plain_model(folder: Path, stack: ExitStack) -> ComputedModel:
     return ComputedModel(copy, dict(found.plain), kept)
 
 
-STACK = 3  # dimensions of a stack of matrices
-
-
 def unstacked(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The tensors, each stack of matrices replaced by its matrices."""
     return {key: part for name, tensor in tensors.items() for key, part in _parts(name, tensor).items()}
@@ -319,7 +316,7 @@ def stack_of(name: str) -> str:
 
 
 def _parts(name: str, tensor: LazyTensor) -> dict[str, LazyTensor]:
-    if len(tensor.shape) != STACK or tensor.shape[1] == 1:  # kernels of convolutions are [channels, 1, width]
+    if len(tensor.shape) != 3 or tensor.shape[1] == 1:  # kernels of convolutions are [channels, 1, width]
         return {name: tensor}
     shape = tensor.shape[1:]
     return {

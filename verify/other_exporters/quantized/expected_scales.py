@@ -29,10 +29,9 @@ import numpy as np
 
 from llmconv.tensors import Array
 from llmconv.verify.other_exporters.quantized.quantized_matrix import TINY, QuantizedMatrix
-from llmconv.verify.other_exporters.quantized.quantized_matrix import TINY as SMALL
 from llmconv.verify.other_exporters.quantized.tensor_matching import TensorMatch
 
-TINY_SCALE = np.float32(SMALL)  # A block with a smaller range is stored as zeros
+TINY_SCALE = np.float32(TINY)  # A block with a smaller range is stored as zeros
 FOUR_BITS = 15  # the largest code of 4 bits
 HALF = np.float32(0.49999997)  # added and truncated, ties go away from zero
 POINT = 0.5 + 1e-3  # maximum distance of a zero point of plain rounding from its quotient
@@ -67,19 +66,13 @@ def searched(blocks: Blocks) -> Array:
     """Where scales and zero points can be those of a search, whatever the importance of columns, [rows, blocks]."""
     empty = np.abs(blocks.extreme) < TINY_SCALE
     share = np.divide(-blocks.scales, blocks.extreme, out=np.zeros_like(blocks.scales), where=~empty)
-    symmetric = blocks.is_middle & np.where(
-        empty, blocks.near(np.zeros(1)), _between(blocks, share, EXTREMES, blocks.extreme)
-    )
-    empty, share, point = (
-        blocks.high - blocks.low < TINY_SCALE,
-        blocks.scales / blocks.extent,
-        -blocks.low / blocks.extent,
-    )
-    first, last, around = POINTS
+    fits = _between(blocks, share, EXTREMES, blocks.extreme)
+    symmetric = blocks.is_middle & np.where(empty, blocks.near(np.zeros(1)), fits)
+    empty = blocks.high - blocks.low < TINY_SCALE
+    point, (first, last, around) = -blocks.low / blocks.extent, POINTS
     fits = (blocks.zeros >= point * first - around) & (blocks.zeros <= point * last + around)
-    ranged: Array = np.where(
-        empty, blocks.near(np.zeros(1)) & blocks.is_middle, fits & _between(blocks, share, RANGES, blocks.extent)
-    )
+    fits &= _between(blocks, blocks.scales / blocks.extent, RANGES, blocks.extent)
+    ranged: Array = np.where(empty, blocks.near(np.zeros(1)) & blocks.is_middle, fits)
     return symmetric | ranged
 
 

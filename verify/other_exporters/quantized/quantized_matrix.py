@@ -203,9 +203,8 @@ class QuantizedMatrix:
             blocks -= self.zero[start:stop, :, None]
             blocks *= self.scale[start:stop, :, None].astype(np.float32)
             return codes
-        values: Array = (codes - self._spread(self.zero, start, stop)) * self._spread(self.scale, start, stop).astype(
-            np.float32
-        )
+        scale = self._spread(self.scale, start, stop).astype(np.float32)
+        values: Array = (codes - self._spread(self.zero, start, stop)) * scale
         return values
 
     def steps(self, start: int, stop: int) -> Array:
@@ -233,7 +232,7 @@ def _grids(stored: QuantizedMatrix) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class QuantizationScheme:
-    """How some operators store quantized weights; one file in `schemes` each."""
+    """How some operators store quantized weights."""
 
     operators: frozenset[str]  # the operators with quantized weights
     # returns the matrix of a node; None if it has no constant one

@@ -28,7 +28,7 @@ the scales' dtype; default `2 ** (bits - 1)`. With accuracy level 4 the other fa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -114,9 +114,6 @@ def _equal(zero: Array | None, other: Array | None) -> bool:
     return bool(np.array_equal(ours, theirs) or not (ours.any() or theirs.any()))
 
 
-DEQUANTIZE_LINEAR = QuantizationScheme(frozenset({"DequantizeLinear"}), _dequantized, {"DequantizeLinear": _unrounded})
-
-
 def _origin(constants: Constants, names: Sequence[str], *layout: object) -> tuple[object, ...] | None:
     """See `QuantizedMatrix.origin`; `names` are the values of codes, scales and zero points, empty for none."""
     places = [constants.place(name) if name else () for name in names]
@@ -148,18 +145,13 @@ def _gathered_blocks(node: onnx.NodeProto, constants: Constants) -> QuantizedMat
     def codes(start: int, stop: int) -> Array:
         return unpacked(raw(start, stop), bits) if packed else raw(start, stop)
 
-    def read() -> tuple[Array, Array]:
-        found = constants.array(node.input[2])
-        assert found is not None
-        shape = rows, blocks // rows
-        return found.reshape(rows, -1), _zeros(zeros, constants, bits, shape, raw=packed or bits == 8)
-
+    raw_zeros, shape = packed or bits == 8, (rows, blocks // rows)
     return QuantizedMatrix(
         name=constants.initializer(node.input[0]),
         kind=f"GatherBlockQuantized, {bits} bits, blocks of {block}",
         shape=(rows, columns),
         codes=codes,
-        grids=read,
+        grids=partial(_block_grids, constants, node.input[2], zeros, bits, shape, raw=raw_zeros),
         repeat=(1, block),
         scales=constants.initializer(node.input[2]),
         looked_up=True,
@@ -170,16 +162,17 @@ def _gathered_blocks(node: onnx.NodeProto, constants: Constants) -> QuantizedMat
     )
 
 
-def _zeros(name: str, constants: Constants, bits: int, shape: tuple[int, int], *, raw: bool) -> Array:
-    zeros = constants.array(name) if name else None
+def _block_grids(
+    constants: Constants, scale: str, zero: str, bits: int, shape: tuple[int, int], *, raw: bool
+) -> tuple[Array, Array]:
+    """Scales and zero points `[rows, blocks]`; without the latter the middle of `raw` codes, or 0."""
+    scales, zeros = constants.array(scale), constants.array(zero) if zero else None
+    assert scales is not None
     if zeros is None:
-        return np.full(shape, 1 << (bits - 1) if raw else 0, dtype=np.float32)
+        return scales.reshape(shape), np.full(shape, 1 << (bits - 1) if raw else 0, dtype=np.float32)
     if zeros.size != shape[0] * shape[1]:
         zeros = unpacked(zeros.reshape(shape[0], -1), bits)[:, : shape[1]]
-    return zeros.astype(np.float32).reshape(shape)
-
-
-GATHER_BLOCK_QUANTIZED = QuantizationScheme(frozenset({"GatherBlockQuantized"}), _gathered_blocks, {})
+    return scales.reshape(shape), zeros.astype(np.float32).reshape(shape)
 
 
 ROUNDING, INTEGER = "DynamicQuantizeLinear", "MatMulInteger"
@@ -287,13 +280,6 @@ def _float_product(node: onnx.NodeProto, constants: Constants) -> list[onnx.Node
     return [*nodes, helper.make_node("Add", [product, bias], [out])] if bias else nodes
 
 
-INTEGER_PRODUCTS = QuantizationScheme(
-    frozenset({INTEGER, TO_FLOAT, DYNAMIC}),
-    _integer_product,
-    {ROUNDING: _unrounded_activation, **dict.fromkeys((INTEGER, TO_FLOAT, DYNAMIC), _float_product)},
-)
-
-
 LEVEL, FLOAT32 = "accuracy_level", 1
 CODES, SCALES, ZEROS, GROUPS, BIAS = 1, 2, 3, 4, 5  # indices of inputs
 
@@ -313,25 +299,19 @@ def _product_of_codes(node: onnx.NodeProto, constants: Constants) -> QuantizedMa
         read = unpacked(raw(start, stop).view(np.uint8), bits)[:, :columns]
         return read if places is None else read[:, places]
 
-    def grids_of() -> tuple[Array, Array]:
-        scale = constants.array(node.input[SCALES])
-        assert scale is not None
-        return scale.reshape(rows, blocks), _zeros(input_name(node, ZEROS), constants, bits, (rows, blocks), raw=True)
-
+    zeros = input_name(node, ZEROS)
     return QuantizedMatrix(
         name=constants.initializer(node.input[CODES]),
         kind=f"MatMulNBits, {bits} bits, blocks of {block}",
         shape=(rows, columns),
         codes=codes,
-        grids=grids_of,
+        grids=partial(_block_grids, constants, node.input[SCALES], zeros, bits, (rows, blocks), raw=True),
         repeat=(1, block),
         scales=constants.initializer(node.input[SCALES]),
         largest=(1 << bits) - 1,
         columns=places,
-        symmetric=not input_name(node, ZEROS),
-        origin=_origin(constants, (*node.input[CODES : SCALES + 1], input_name(node, ZEROS)), bits, block)
-        if places is None
-        else None,
+        symmetric=not zeros,
+        origin=_origin(constants, (*node.input[CODES : SCALES + 1], zeros), bits, block) if places is None else None,
     )
 
 
@@ -432,10 +412,16 @@ def _float_product_of_codes(node: onnx.NodeProto) -> list[onnx.NodeProto]:
     ]
 
 
-MATMUL_NBITS = QuantizationScheme(frozenset({"MatMulNBits"}), _product_of_codes, {"MatMulNBits": _unrounded_product})
-
-
-SCHEMES = (DEQUANTIZE_LINEAR, GATHER_BLOCK_QUANTIZED, INTEGER_PRODUCTS, MATMUL_NBITS)
+SCHEMES = (
+    QuantizationScheme(frozenset({"DequantizeLinear"}), _dequantized, {"DequantizeLinear": _unrounded}),
+    QuantizationScheme(frozenset({"GatherBlockQuantized"}), _gathered_blocks, {}),
+    QuantizationScheme(
+        frozenset({INTEGER, TO_FLOAT, DYNAMIC}),
+        _integer_product,
+        {ROUNDING: _unrounded_activation, **dict.fromkeys((INTEGER, TO_FLOAT, DYNAMIC), _float_product)},
+    ),
+    QuantizationScheme(frozenset({"MatMulNBits"}), _product_of_codes, {"MatMulNBits": _unrounded_product}),
+)
 
 UNSUPPORTED = {"MatMulBnb4", "QMoE", "MoE", "QLinearMatMul", "QGemm", "QAttention", "ConvInteger", "QLinearConv"}
 """Operators with quantized weights in layouts that are not supported."""

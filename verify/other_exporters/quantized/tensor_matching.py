@@ -297,12 +297,14 @@ def _find(stored: QuantizedMatrix, samples: list[_SampledRows], reference: Mappi
 
 
 def _whole(stored: QuantizedMatrix, samples: list[_SampledRows], swapped_pairs: bool = False) -> TensorMatch | None:
-    """The match with the most similar tensor of the same shape."""
+    """The match with the most similar tensor of the same shape; with `swapped_pairs` of columns exchanged in pairs."""
     known: dict[bytes, Array] = {}
 
     def rows_at(at: Array) -> Array:
         if at.tobytes() not in known:
-            known[at.tobytes()] = _stored_rows(stored, at, swapped_pairs=swapped_pairs)
+            mine = np.concatenate([stored.rows(row, row + 1) for row in at])
+            pairs = np.minimum(np.arange(mine.shape[1]) ^ 1, mine.shape[1] - 1)
+            known[at.tobytes()] = _normalized(mine[:, pairs] if swapped_pairs else mine)
         return known[at.tobytes()]
 
     same = [sample for sample in samples if sample.shape == stored.shape]
@@ -311,13 +313,6 @@ def _whole(stored: QuantizedMatrix, samples: list[_SampledRows], swapped_pairs: 
         return None
     best = same[int(np.argmax(scores))]
     return TensorMatch(best.name, best.transposed, range(stored.shape[0]), range(stored.shape[1]))
-
-
-def _stored_rows(stored: QuantizedMatrix, at: Array, *, swapped_pairs: bool) -> Array:
-    """Some rows, normalized, with each pair of columns exchanged if `swapped_pairs`."""
-    mine = np.concatenate([stored.rows(row, row + 1) for row in at])
-    pairs = np.arange(mine.shape[1]) ^ 1
-    return _normalized(mine[:, np.minimum(pairs, mine.shape[1] - 1)] if swapped_pairs else mine)
 
 
 def _parts(
