@@ -136,11 +136,6 @@ LENGTHS = re.compile(  # config fields whose numbers may be compared with length
 TOKENS = re.compile(r"vocab|(pad|image|audio|video|vision|boi|eoi|boa|eoa|mask)\w*token|(pad|image|audio|video)\w*_id")
 """Config fields whose numbers may be compared with token ids."""
 
-POOLING = re.compile(r"pooling_kernel_size")
-"""Config field; its square divides numbers of patches (transformers modeling_gemma4.py)."""
-
-JITTER = re.compile(r"router_jitter")
-"""Config field; twice its value is a threshold for scores of experts (transformers modeling_phimoe.py)."""
 
 SIZES = re.compile(r"theta|vocab|position|token|hidden_size|intermediate_size|initializer")
 """Config fields whose numbers never limit a value of the model."""
@@ -176,10 +171,12 @@ class ConfigNumbers:
         """
         found = list(_numbers("", config))
         lengths = {number for name, number in found if LENGTHS.search(name)} | {float(size) for size in sizes}
-        lengths |= {float(number**power) for name, number in found if POOLING.search(name) for power in (1, 2)}
+        # its square divides numbers of patches (transformers modeling_gemma4.py)
+        lengths |= {number**power for name, number in found if "pooling_kernel_size" in name for power in (1, 2)}
         tokens = {number for name, number in found if TOKENS.search(name)}
         data = {abs(number) for name, number in found if not SIZES.search(name)}
-        data |= {2 * number for name, number in found if JITTER.search(name)}
+        # twice this is a threshold for scores of experts (transformers modeling_phimoe.py)
+        data |= {2 * number for name, number in found if "router_jitter" in name}
         if half:
             with np.errstate(over="ignore"):
                 kind = BY_NAME[half].numpy

@@ -357,7 +357,8 @@ def audit_graph_files(
                 Check(NAME, graph, "", verdict="fail", detail=f"graph changed: {_names_text(changed)}; {WAY_OUT}")
             )
         elif not unknown:
-            checks.append(Check(NAME, graph, "", detail="sha256 as in the manifest"))
+            checks.append(Check(NAME, graph, "", detail=AS_RECORDED))
+
     return [*checks, *skipped], notes
 
 
@@ -367,10 +368,8 @@ def _other_version(steps: Sequence[Mapping[str, Any]]) -> list[str]:
     traced = next((str(found.get("transformers") or "") for found in options[::-1] if isinstance(found, dict)), "")
     if traced in ("", transformers.__version__):
         return []
-    here = f"the eager model is that of {transformers.__version__}"
-    return [
-        f"the graphs were traced from transformers {traced}, and {here}: the two may compute this model differently"
-    ]
+    here = f"the eager model is that of {transformers.__version__}: the two may compute this model differently"
+    return [f"the graphs were traced from transformers {traced}, and {here}"]
 
 
 def _is_changed(path: Path, recorded: Mapping[str, Mapping[str, Any]]) -> bool:
