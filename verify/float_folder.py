@@ -479,7 +479,6 @@ def with_cuts(verified: VerifiedFolder) -> VerifiedFolder:
     return verified.changed(add_before_norms, verified.named) if fused else verified
 
 
-CHOSEN = {"tokens", "scores"}
 INNER, LOGITS = "postprocess/logits", "logits"
 """Names of the logits before the choice, in these graphs and in those without `--postprocess`."""
 
@@ -490,7 +489,7 @@ def restore_logits(model: onnx.ModelProto) -> None:
     if INNER not in made or LOGITS in made:
         return
     model.graph.node.append(onnx.helper.make_node("Identity", [INNER], [LOGITS], name=f"{INNER}/restored"))
-    kept = [port for port in model.graph.output if port.name not in CHOSEN]
+    kept = [port for port in model.graph.output if port.name not in ("tokens", "scores")]
     refill(model.graph.output, [onnx.ValueInfoProto(name=LOGITS), *kept])
 
 

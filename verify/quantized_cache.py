@@ -68,7 +68,7 @@ from llmconv.verify.other_exporters.quantized_verdict import QuantizationOptions
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.reference.other_roundings import run_chain
 from llmconv.verify.results import Check, Checks, Quantization, Report, audited, problem_of
-from llmconv.verify.scenarios.calls import Call, ModelFacts
+from llmconv.verify.scenarios.calls import Call, ModelFacts, pieces
 from llmconv.verify.verification import Session
 
 AS_FLOATS = ", cache in float32"  # suffix of the scenarios of the copies
@@ -258,12 +258,7 @@ def chains(facts: ModelFacts) -> list[list[Call]]:
 def _chain(ids: Array, widths: list[int], padding: int = 0) -> list[Call]:
     mask = np.ones_like(ids)
     mask[1:, :padding] = 0
-    calls, end = [], 0
-    for width in widths:
-        start, end = end, end + width
-        seen = mask[:, :end]
-        calls.append(Call(ids[:, start:end], seen, default_positions(seen, width)))
-    return calls
+    return pieces(ids, mask, default_positions(mask, ids.shape[1]), widths)
 
 
 def _feeds(nodes: AttentionNodes, call: Call, past: Mapping[str, Array]) -> dict[str, Array]:
