@@ -52,8 +52,7 @@ from llmconv.verify.layers.induction import Induction, join_parts
 from llmconv.verify.layers.layer_checks import PART_BYTES
 from llmconv.verify.other_exporters.comparison import scaled_settings, why_not_scalable
 from llmconv.verify.other_exporters.external_graph import GraphFile, ModelSizes
-from llmconv.verify.other_exporters.port_map import LLMCONV as MAP
-from llmconv.verify.other_exporters.port_map import Binding, input_names
+from llmconv.verify.other_exporters.port_map import LLMCONV, Binding, input_names
 from llmconv.verify.other_exporters.quantized.accuracy import check_ranges, measured_extremes
 from llmconv.verify.other_exporters.quantized.audit import INT8, LEVEL
 from llmconv.verify.other_exporters.quantized.dequantized_reference import (
@@ -381,16 +380,9 @@ class QuantizedModel:
         folder, tensors = self.model.folder, self.graphs.tensors
         given = text.tokens(folder, context_length(folder), trust_remote_code=code is not None)
         runner = eager.eager_runners[1] if eager else StreamedRunner(folder, **self.model.options(code))
-        extremes = measured_extremes(runner.model, runner, tensors, given)
+        known = measured_extremes(runner.model, runner, tensors, given), self.options.smoothing.factors
         return [
-            check_ranges(
-                file.name,
-                file.model,
-                Constants(file.model, file.path.parent),
-                file.quantized_weights,
-                extremes,
-                self.options.smoothing.factors,
-            )
+            check_ranges(file.name, file.model, Constants(file.model, file.path.parent), file.quantized_weights, *known)
             for file in self.graphs.files
         ]
 
@@ -454,35 +446,28 @@ class _Copies:
         if rounds_every_value(verified):
             folders = [one.changed(in_float32_steps, "") for one in folders]
         shipped, rounded, why = folders[0], set[str](), ""
+
+        def without_rounding(model: onnx.ModelProto) -> None:
+            constants = Constants(model, verified.path)
+            rounded.update(remove_rounding(model, constants, options.removable(model, constants)))
+
         try:
-            change = partial(_without_rounding, verified.path, rounded, options)
-            folders = [one.changed(change, "") for one in folders]
+            folders = [one.changed(without_rounding, "") for one in folders]
         except UnsupportedInput as error:
             why = error.message
         return cls(shipped, folders[0], with_cuts(folders[-1]), sorted(rounded), why)
-
-
-def _without_rounding(folder: Path, rounded: set[str], options: QuantizationOptions, model: onnx.ModelProto) -> None:
-    """Removes the rounding of activations in place, and adds the operators that did it."""
-    constants = Constants(model, folder)
-    rounded.update(remove_rounding(model, constants, options.removable(model, constants)))
 
 
 def audited_files(verified: VerifiedFolder) -> list[GraphFile]:
     """A file for each graph of the folder, and one for its embedding table; `path` is that of the first stage."""
     entries = {entry.name: entry for entry in verified.entries}
     firsts = {name: entries[name].files[0] if name in entries else name for name in verified.models}
-    return [_file(verified.path / firsts[name], name, model) for name, model in verified.models.items()]
-
-
-def _file(path: Path, name: str, model: onnx.ModelProto) -> GraphFile:
-    """The binding is incomplete: entries run as `OrtGraph`, which needs none."""
-    past = {MAP.cache_name(MAP.past, port): port for port in input_names(model)}
-    present = {MAP.cache_name(MAP.present, port.name): port.name for port in model.graph.output}
-    past.pop("", None)
-    present.pop("", None)
-    others = frozenset(input_names(model)) - set(past.values())
-    return GraphFile(path, name, model, Binding(MAP, others, past, present))
+    found = []
+    for name, model in verified.models.items():
+        outputs = [port.name for port in model.graph.output]
+        binding = Binding.of(LLMCONV, input_names(model), outputs)  # incomplete: entries run as `OrtGraph` without it
+        found.append(GraphFile(verified.path / firsts[name], name, model, binding))
+    return found
 
 
 def scaler_of(verified: VerifiedFolder, graphs: ExternalGraphs) -> Scaler:

@@ -237,9 +237,6 @@ class ExternalRunner(Runner):
         return self._decode.run(call, past, extras)
 
 
-DETAIL = "positions count padding, as the graph has no input for them"
-
-
 def may_count_padding(graphs: Sequence[ExternalGraph], chains: list[Chain]) -> bool:
     """Whether positions may differ from those of `generate`."""
     padded = any(not chain[-1].attention_mask.all() for chain in chains)
@@ -260,7 +257,8 @@ def checks_with_padding_counted(checks: list[Check], counted: list[Check], chain
         return checks
     left = all((np.diff(chain[-1].attention_mask, axis=1) >= 0).all() for chain in chains)
     kept = {check.output: check for check in checks if left and check.output == "logits"}
-    return [kept.get(check.output, replace(check, detail=check.detail or DETAIL)) for check in counted]
+    detail = "positions count padding, as the graph has no input for them"
+    return [kept.get(check.output, replace(check, detail=check.detail or detail)) for check in counted]
 
 
 def why_not_scalable(
@@ -326,23 +324,16 @@ def scaled_settings(
     def apply(path: Path, model: onnx.ModelProto) -> None:
         for tensor in model.graph.initializer:
             if tensor.name in scales:
-                values = np.array(initializer_values(tensor, path.parent))
-                grid = _scaled_grid(values, scales[tensor.name], reference, change)
-                tensor.CopyFrom(numpy_helper.from_array(grid, tensor.name))
+                values, one = np.array(initializer_values(tensor, path.parent)), scales[tensor.name]
+                grid = values.reshape(one.stored.scale.shape)
+                for match in one.matches:
+                    factor = change.factor_of(match.name, reference[match.name].shape)
+                    grid[_window(one, match)] *= values.dtype.type(factor)
+                tensor.CopyFrom(numpy_helper.from_array(grid.reshape(values.shape), tensor.name))
         factors = {name: _factor(content, reference, change) for name, content in file.contents.items()}
         scale(model, factors, at_weights=at_weights)
 
     return replace(settings, change=apply)
-
-
-def _scaled_grid(
-    values: Array, one: MatchedMatrix, reference: Mapping[str, LazyTensor], change: WeightScaling
-) -> Array:
-    grid = values.reshape(one.stored.scale.shape)
-    for match in one.matches:
-        factor = change.factor_of(match.name, reference[match.name].shape)
-        grid[_window(one, match)] *= values.dtype.type(factor)
-    return grid.reshape(values.shape)
 
 
 def _factor(content: InitializerContent, reference: Mapping[str, LazyTensor], change: WeightScaling) -> float | Array:

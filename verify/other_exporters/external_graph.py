@@ -230,8 +230,9 @@ class GraphLimits:
 
     @classmethod
     def of(cls, model: onnx.ModelProto, binding: Binding) -> GraphLimits:
-        axes = {info.name: _fixed_axes(info) for info in model.graph.input}
-        rows, tokens = axes[binding.port_map.tokens]
+        ids = next(info for info in model.graph.input if info.name == binding.port_map.tokens)
+        shape = [axis.dim_value or None for axis in ids.type.tensor_type.shape.dim]
+        rows, tokens = (*shape, None, None)[:2]
         grouped = [node for node in nodes(model) if node.op_type == GROUPED]
         biased = all(len(node.input) > BIAS and node.input[BIAS] for node in grouped)
         in_rings = {one for node in grouped if attributes(node).get("sliding_window_cache") for one in node.input[3:5]}
@@ -262,11 +263,6 @@ class GraphLimits:
         if self.tokens is not None:
             return self.tokens
         return 1 if self.single and rows > 1 and past else new
-
-
-def _fixed_axes(info: onnx.ValueInfoProto) -> Sequence[int | None]:
-    shape = [axis.dim_value or None for axis in info.type.tensor_type.shape.dim]
-    return (*shape, None, None)[:2]
 
 
 MAX_GRAPHS = 2  # one graph, or a prefill and a decode graph

@@ -89,6 +89,13 @@ class Binding:
     past: Mapping[str, str] = field(default_factory=dict)
     present: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, row: PortMap, inputs: Sequence[str], outputs: Sequence[str]) -> Binding:
+        """The inputs and outputs of a graph by a map, whether or not all of them fit."""
+        past = {name: port for port in inputs if (name := row.cache_name(row.past, port))}
+        present = {name: port for port in outputs if (name := row.cache_name(row.present, port))}
+        return cls(row, frozenset(inputs) - set(past.values()), past, present)
+
     @property
     def takes_mask(self) -> bool:
         return self.port_map.mask in self.inputs
@@ -131,21 +138,17 @@ def _fit(
     row: PortMap, inputs: list[str], outputs: list[str], ranks: Mapping[str, int]
 ) -> tuple[Binding | None, list[str]]:
     """The binding, or None and descriptions of the inputs and outputs that do not fit."""
-    past = {row.cache_name(row.past, port): port for port in inputs}
-    present = {row.cache_name(row.present, port): port for port in outputs}
-    past.pop("", None)
-    present.pop("", None)
-    others = frozenset(inputs) - set(past.values())
+    found = Binding.of(row, inputs, outputs)
     known = {row.tokens, row.mask, row.positions, row.branch}
-    odd = [f"input `{port}`" for port in sorted(others - known) if not row.fits(row.window, port)]
+    odd = [f"input `{port}`" for port in sorted(found.inputs - known) if not row.fits(row.window, port)]
     flat = (row.tokens, row.mask, row.positions)
     odd += [f"input `{port}` with {ranks[port]} axes" for port in flat if ranks.get(port, 0) not in (0, 2)]
-    given = {row.logits, *present.values()}
+    given = {row.logits, *found.present.values()}
     odd += [f"output `{port}`" for port in outputs if port not in given and not row.fits(row.ignored, port)]
     odd += [f"no input `{row.tokens}`"] if row.tokens not in inputs else []
     odd += [f"no output `{row.logits}`"] if row.logits not in outputs else []
-    odd += [f"no output for the past `{name}`" for name in past if name not in present]
-    return (None, odd) if odd else (Binding(row, others, past, present), [])
+    odd += [f"no output for the past `{name}`" for name in found.past if name not in found.present]
+    return (None, odd) if odd else (found, [])
 
 
 def _listed(names: Sequence[Any]) -> str:

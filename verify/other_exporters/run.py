@@ -280,21 +280,15 @@ def _notes(file: GraphFile, graph: ExternalGraph) -> list[str]:
 
 
 def check_cache(graph: ExternalGraph, cache_shapes: CacheShapesByName) -> Check:
-    """Checks that every layer has a key and a value with the model's heads and head size."""
-    problems = [*_missing(graph, cache_shapes), *_sizes(graph, cache_shapes)]
-    return audited("structure", graph.name, problems, f"inputs and outputs named as by {graph.binding.port_map.title}")
-
-
-def _missing(graph: ExternalGraph, cache_shapes: CacheShapesByName) -> list[str]:
-    """Problems of an incomplete cache; no cache at all is allowed."""
+    """Checks that every layer has a key and a value with the model's heads and head size; no cache is allowed, too."""
     problems = []
     for kind, found in (("past", graph.binding.past), ("present", graph.binding.present)):
-        if found and found.keys() != cache_shapes.keys():
-            odd = sorted(found.keys() ^ cache_shapes.keys())
-            problems.append(
-                f"its {kind} has {len(found)} of {len(cache_shapes)} keys and values, first difference: {odd[0]}"
-            )
-    return problems
+        odd = found.keys() ^ cache_shapes.keys()
+        if found and odd:
+            counts = f"{len(found)} of {len(cache_shapes)} keys and values"
+            problems.append(f"its {kind} has {counts}, first difference: {min(odd)}")
+    problems += _sizes(graph, cache_shapes)
+    return audited("structure", graph.name, problems, f"inputs and outputs named as by {graph.binding.port_map.title}")
 
 
 def _sizes(graph: ExternalGraph, cache_shapes: CacheShapesByName) -> list[str]:

@@ -297,7 +297,7 @@ def _find(stored: QuantizedMatrix, samples: list[_SampledRows], reference: Mappi
 
 
 def _whole(stored: QuantizedMatrix, samples: list[_SampledRows], swapped_pairs: bool = False) -> TensorMatch | None:
-    """The match with the most similar tensor of the same shape; with `swapped_pairs` of columns exchanged in pairs."""
+    """The match with the most similar tensor of its shape; `swapped_pairs` exchanges each pair of columns first."""
     known: dict[bytes, Array] = {}
 
     def rows_at(at: Array) -> Array:
