@@ -34,7 +34,6 @@ def eager(folder: Path) -> Eager:
     return Eager(folder, "float32")
 
 
-@pytest.mark.slow
 def test_a_correct_tower_passes_up_to_the_logits(folder: Path, eager: Eager) -> None:
     features, answers = judged(folder, eager)
     made = [features, *answers]

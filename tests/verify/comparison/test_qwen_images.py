@@ -28,8 +28,6 @@ from llmconv.verify.sigma import GATES
 from tests.builders.mutants.surgery import add_constant, initializer, replace_input
 from tests.builders.seeing_qwen import TEXT, save_qwen
 
-pytestmark = pytest.mark.slow
-
 Seeing = Callable[[str], Path]
 
 PREFILL = "prefill.onnx"
@@ -44,6 +42,7 @@ def checks_of(folder: Path) -> list[Check]:
     return [checks.features(), *checks.answers(OrtGraph(folder / PREFILL, settings))]
 
 
+@pytest.mark.quick_rows("qwen2_vl")
 @pytest.mark.parametrize("model_type", TEXT)
 def test_features_and_answers_equal_the_eager_model(seeing_qwen: Seeing, model_type: str) -> None:
     found = checks_of(seeing_qwen(model_type))
@@ -120,6 +119,7 @@ OWN["qwen2_vl"] = ((PREFILL, axes_exchanged_after_a_past),)
 MUTANTS = [(kind, *one) for kind in OWN for one in (*OF_ALL, *OWN[kind])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "graph", "change"), MUTANTS, ids=lambda one: getattr(one, "__name__", one))
 def test_a_wrong_graph_fails(
     seeing_qwen: Seeing, tmp_path: Path, model_type: str, graph: str, change: Callable[[onnx.ModelProto], None]
@@ -132,6 +132,7 @@ def test_a_wrong_graph_fails(
     assert (features.verdict, logits.verdict) == ("fail" if graph == VISION else "pass", "fail")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", TEXT)
 def test_verify_judges_text_and_images(seeing_qwen: Seeing, model_type: str) -> None:
     report = verify(seeing_qwen(model_type))
@@ -139,6 +140,7 @@ def test_verify_judges_text_and_images(seeing_qwen: Seeing, model_type: str) -> 
     assert {"features of images", "prompts with images", "own embeddings"} <= {check.name for check in report.checks}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"precision": "float16"}, {"quant": "int8"}, {"shapes": "static"}], ids=str)
 def test_other_exports_pass(seeing_qwen: Seeing, tmp_path: Path, options: dict[str, str]) -> None:
     sizes = {"max_seq_len": 64, "batch_size": 2} if "shapes" in options else {}
@@ -147,12 +149,14 @@ def test_other_exports_pass(seeing_qwen: Seeing, tmp_path: Path, options: dict[s
     assert report.verdict == "pass", report.closing_lines()
 
 
+@pytest.mark.slow
 def test_tied_embeddings_are_one_matrix(tmp_path: Path) -> None:
     folder = save_qwen(tmp_path / "tied", "qwen2_vl", tie_word_embeddings=True)
     export(folder)
     assert {check.verdict for check in checks_of(folder)} == {"pass"}
 
 
+@pytest.mark.slow
 def test_layer_by_layer_verification_refuses_features_for_layers(seeing_qwen: Seeing) -> None:
     with pytest.raises(UnsupportedInput, match="do not run layer by layer"):
         verify(seeing_qwen("qwen3_vl"), low_memory=True)
