@@ -54,7 +54,6 @@ def test_what_is_equal_is_not_committed_again(client: Client, model: Path) -> No
     assert len(client.hub.puts) == sent and len(client.hub.repositories["me/tiny"].commits) == 2
 
 
-@pytest.mark.slow
 def test_only_what_changed_is_sent_and_files_that_are_gone_are_deleted(
     client: Client, model: Path, tmp_path: Path
 ) -> None:

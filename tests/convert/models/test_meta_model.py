@@ -74,7 +74,7 @@ def test_both_mechanisms_agree_about_every_type(kind: str) -> None:
     assert not (gaps.missing or gaps.unexpected or gaps.mismatched)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_rows("gemma4_text")
 @pytest.mark.parametrize("kind", ["openai-gpt", "gemma4_text"])
 def test_a_model_without_a_blueprint_is_compared_on_the_meta_device(kind: str) -> None:
     config = config_of(kind)
