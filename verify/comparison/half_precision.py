@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import frexp, isfinite, log2, pi, sqrt
+from statistics import NormalDist
 from typing import Any
 
 import ml_dtypes
@@ -227,6 +228,8 @@ def _known_numbers(config: Mapping[str, Any]) -> list[float]:
     if isinstance(width, int) and isinstance(heads, int) and heads and width:
         numbers.append(width / heads)
     found = list(OF_FORMULAS)
+    shares = {share for share in _numbers(config.get("activation_sparsity_pattern")) if 0 < share < 1}
+    found += map(NormalDist().inv_cdf, shares)  # Gemma 3n: deviations above the mean, of a share of the activations
     for value in numbers:
         size = abs(value)
         found += [value, -value, 1 / value, sqrt(size), 1 / sqrt(size), size**0.25, size**-0.25]
