@@ -284,7 +284,9 @@ class BufferedSession:
         least = needed + 1
         if isinstance(past, BufferCache):
             held, capacity = past.buffers, past.buffers.capacity
-            fits = needed <= capacity and self.sizes.capacity in (None, capacity) and (held.starts == starts).all()
+            fits = (
+                needed <= capacity and self.sizes.capacity in (None, capacity) and np.array_equal(held.starts, starts)
+            )
             if past.rows == rows and past.length == held.filled and fits:
                 return held
             least = max(least, 2 * capacity)

@@ -230,7 +230,8 @@ def _is_undone(rounding: onnx.NodeProto, constants: Constants) -> bool:
     values, scale, zero = rounding.output
     users = [user for name in (values, scale, zero) for user in constants.users.get(name, [])]
     products = [user for user in users if user.op_type in PRODUCTS]
-    multiplied = [one for user in products if user.op_type == INTEGER for one in _scales_after(user, constants)]
+    scaled = [list(_scales_after(user, constants)) for user in products if user.op_type == INTEGER]
+    multiplied = [one for each in scaled for one in each]
     own = all(
         input_name(user, at) == rounding.output[which]
         for user in products
@@ -238,6 +239,7 @@ def _is_undone(rounding: onnx.NodeProto, constants: Constants) -> bool:
     )
     return (
         own
+        and all(scaled)
         and all(scale in one.input for one in multiplied)
         and all(one in multiplied for one in users if one.op_type == "Mul")
     )
