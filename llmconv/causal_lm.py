@@ -182,11 +182,16 @@ class LengthSwitch:
     reads_again: bool = False  # a text that outgrows it while it is generated is read again from the start
 
 
+def is_dynamic(kind: object) -> bool:
+    """Whether a `rope_type` has frequencies that follow the length of the text, as transformers recognizes it."""
+    return isinstance(kind, str) and "dynamic" in kind
+
+
 def length_switch(config: Mapping[str, Any]) -> LengthSwitch | None:
     """Where a `longrope` or `dynamic` model changes its frequencies, from a `language_config`; None for others."""
     declared, found = _declared(config), []
     for one, _ in _rotary(config):
-        if "dynamic" in (kind := _kind(one)):
+        if is_dynamic(kind := _kind(one)):
             found.append(declared)
         elif kind in ("longrope", "su") or (kind == "yarn" and config.get("model_type") in LIKE_PHI3):
             found.append(_size(config.get(ORIGINAL)) or _size(one.get(ORIGINAL)) or declared)
@@ -218,7 +223,7 @@ def _reach(rope: Mapping[str, Any], declared: int, is_flat: bool) -> float:
     kind, factor = _kind(rope), rope.get("factor")
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 < factor <= LONGEST:
         return declared
-    if kind == "dynamic":  # by definition a multiple of the declared length
+    if is_dynamic(kind):  # by definition a multiple of the declared length
         return declared * factor
     # Gemma 3 declares the length that `linear` reaches in some of its layers
     if kind == "yarn" or (kind in ("linear", "proportional") and is_flat):

@@ -29,11 +29,7 @@ FAMILIES = ("llama", "gemma2", "gpt2", "bloom")
 ALWAYS = ("prefill, 33 tokens", "decode chain, 16 steps", "left padding")
 """In the core in any case: a prefill, a decode chain and a padded batch."""
 
-PAGE = '''"""The order of scenarios under a budget, by what they found. Written by `python -m tools.scenario_ranks`."""
-
-from __future__ import annotations
-
-CORE = (
+TABLES = '''CORE = (
 {core}
 )
 """The mandatory scenarios: they catch all of the {mutants} mutants that a scenario on the model's own weights catches.
@@ -41,10 +37,9 @@ CORE = (
 Tiny models: {families}.
 """
 
-CORE_STREAMED = (
+CORE_STREAMED = (  # the same without the scenarios that edit a cache or make one up, which do not run layer by layer
 {streamed}
 )
-"""The same without the scenarios that edit a cache or make one up, which do not run layer by layer."""
 
 RANKS = (
 {ranks}
@@ -55,6 +50,7 @@ The mandatory scenarios come first. After them, the first number is counted as i
 whenever all are caught.
 """
 '''
+LAST_LINE = TABLES[-30:]
 
 Caught = Mapping[str, Sequence[str]]
 """By mutant, the scenarios that catch it."""
@@ -116,7 +112,7 @@ def core_of(caught: Caught, tokens: Mapping[str, int]) -> list[Rank]:
 
 
 def write_table(data: Mapping[str, Any], table: Path) -> None:
-    """Writes the tables from the results of families by name, each as `family_rows` returns it."""
+    """Replaces the tables in a module by those of the results of families by name, each as `family_rows` returns it."""
     caught: dict[str, list[str]] = {}
     tokens: dict[str, int] = {}
     streamed: set[str] = set()
@@ -131,14 +127,15 @@ def write_table(data: Mapping[str, Any], table: Path) -> None:
     ranks = [*core, *(rank for one in rest for rank in one)]
     ranks += [(name, 0, 0) for name in every if name not in tokens]
     other = core_of(caught, {name: count for name, count in tokens.items() if name in streamed})
-    page = PAGE.format(
+    tables = TABLES.format(
         mutants=sum(map(bool, caught.values())),
         families=", ".join(data),
         core="\n".join(f'    "{name}",' for name in names),
         streamed="\n".join(f'    "{name}",' for name, _, _ in other),
         ranks="\n".join(f'    ("{name}", {new}, {count}),' for name, new, count in ranks),
     )
-    table.write_text(page)
+    before, after = (table.read_text().split(mark)[at] for mark, at in ((TABLES.split("{")[0], 0), (LAST_LINE, -1)))
+    table.write_text(before + tables + after)
 
 
 def main() -> None:

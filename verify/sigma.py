@@ -40,7 +40,7 @@ class Gates:
     row: float  # of the worst row
     # judge only the calmest tenth of all rows of a scenario, by `aggregate`. In half precision a router may choose
     # other experts for a token than the eager model did, in a correct graph, too; that token and those after it differ
-    # then, while a fault of the graph changes every row.
+    # then. A fault of some rows only is found by the float32 copy of the graph, of which all rows are judged.
     calmest: bool = False
 
 

@@ -41,6 +41,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from llmconv.causal_lm import is_dynamic
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
 from llmconv.export.export_options import CLASSIFY
 from llmconv.export.input_map import decoder_config
@@ -288,7 +289,7 @@ def frequencies_from_positions(model: nn.Module) -> None:
 
 
 def _depends_on_length(kind: Any) -> bool:
-    return isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind)
+    return kind == "longrope" or is_dynamic(kind)
 
 
 class _RotaryForward:

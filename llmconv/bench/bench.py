@@ -40,7 +40,8 @@ class Measurement:
         batch: number of prompts.
         length: tokens of each prompt.
         first: seconds to the first token.
-        step: seconds per step after the first token; a step gives one token of every prompt.
+        step: seconds per new token of each prompt after the first.
+        per_call: new tokens per call of the model, 1 for runtimes that guess none.
         peak: largest resident set of its process, in bytes.
         differs: row and index of the earliest new token that differs from the first candidate's; None if none does.
         error: why there are no figures; empty if there are.
@@ -51,6 +52,7 @@ class Measurement:
     length: int
     first: list[float] = field(default_factory=list)
     step: list[float] = field(default_factory=list)
+    per_call: list[float] = field(default_factory=list)
     peak: int = 0
     differs: tuple[int, int] | None = None
     error: str = ""
@@ -61,6 +63,7 @@ class Measurement:
         self.first.append(times[0])
         if len(times) > 1:
             self.step.append((times[-1] - times[0]) / (len(times) - 1))
+        self.per_call.append(len(times) / (len(times) - answer.get("guessed", 0)))
         self.peak = max(self.peak, answer["peak"])
 
     @property
@@ -83,6 +86,7 @@ class Measurement:
             **_summary("decode_tokens_per_second", self.decode),
             **_summary("time_to_first_token", self.first),
             **_summary("seconds_per_step", self.step),
+            **_summary("tokens_per_call", self.per_call),
             "peak_bytes": self.peak,
             "differs_from_token": self.differs[1] if self.differs else None,
             "error": self.error,
@@ -179,6 +183,8 @@ def _row(result: BenchResult, cell: Measurement) -> tuple[str, ...]:
     first = result.cell(result.candidates[0], cell.batch, cell.length)
     ratio = f"{statistics.median(cell.decode) / statistics.median(first.decode):.2f}" if first.decode else "-"
     tokens = "same" if cell.differs is None else f"differ from {cell.differs[1]} on"
+    if (per_call := statistics.median(cell.per_call)) >= 1.05:
+        tokens += f", {per_call:.1f} per call"
     return (*place, _figures(cell.prefill), _figures(cell.decode), ratio, f"{cell.peak / 1e6:.0f}", tokens)
 
 
@@ -253,6 +259,7 @@ WORKER = Path(__file__).with_name("worker.py")
 RUNTIMES = {
     "onnx": "llmconv's loop over the graphs",
     "packed": "the same, with weights packed by onnxruntime",
+    "lookup": "the same, packed, with guessed tokens",
     "torch": "transformers' generate over the eager model",
     "optimum": "optimum's ORTModelForCausalLM.generate",
     "genai": "ONNX Runtime GenAI",

@@ -20,7 +20,9 @@ class NoTokenizer:
         return ""
 
 
-def open_text_model(folder: str, threads: int, prepack: bool, provider: str = "cpu") -> TextModel:
+def open_text_model(
+    folder: str, threads: int, prepack: bool, provider: str = "cpu", speculate: str = "off"
+) -> TextModel:
     """The model without an end token; every token is decoded if there is a tokenizer."""
     settings = SessionSettings(threads=threads, prepack=prepack, provider=provider)
     path = Path(folder)
@@ -31,4 +33,5 @@ def open_text_model(folder: str, threads: int, prepack: bool, provider: str = "c
         defaults=GenerationSettings(),
         positions=positions_of(path),
         folder=path,
+        speculate=speculate,
     )

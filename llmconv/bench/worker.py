@@ -7,7 +7,8 @@ the same: greedy search without an end token.
     at start    {"ready": {package: version}}
     request     {"prompts": [[token, …], …], "new": n, "expected": [[token, …], …]}, prompts of one length; `expected`
                 are the tokens of the first candidate, among which GenAI's end token must not be
-    answer      {"times": [seconds from the start to each token], "tokens": [[token, …], …], "peak": bytes}
+    answer      {"times": [seconds from the start to each token], "tokens": [[token, …], …], "peak": bytes,
+                "guessed": number of tokens that came from the call of the token before}
     or          {"error": text, "hint": text}, the hint empty if there is none
 """
 
@@ -26,26 +27,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-Answer = tuple[list[float], list[list[int]]]
+Answer = tuple[list[float], list[list[int]]] | tuple[list[float], list[list[int]], int]
 Run = Callable[[list[list[int]], int], Answer]
 
 
-def open_onnx(folder: str, threads: int, provider: str, prepack: bool = False) -> Run:
+def open_onnx(folder: str, threads: int, provider: str, prepack: bool = False, speculate: str = "off") -> Run:
     """llmconv's own loop over its graphs, packed with `prepack`; decodes every token if there is a tokenizer."""
     from llmconv.bench.own_loop import open_text_model  # noqa: PLC0415 - other runtimes' environments lack llmconv
     from llmconv.generation import GenerationSettings  # noqa: PLC0415 - as above
 
-    opened = open_text_model(folder, threads, prepack, provider)
+    opened = open_text_model(folder, threads, prepack, provider, speculate)
 
     def run(prompts: list[list[int]], new: int) -> Answer:
         tokens: list[list[int]] = [[] for _ in prompts]
-        times, started = [], time.perf_counter()
+        times, guessed, started = [], 0, time.perf_counter()
         for piece in opened.stream(prompts, GenerationSettings(max_new_tokens=new)):
             if piece.token is not None:
                 tokens[piece.index].append(piece.token)
-            if piece.index == len(prompts) - 1:
+                guessed += piece.guessed
+            if piece.token is not None and piece.index == len(prompts) - 1:
                 times.append(time.perf_counter() - started)
-        return times, tokens
+        return times, tokens, guessed
 
     return run
 
@@ -132,6 +134,7 @@ class Genai:
 KINDS: dict[str, tuple[Callable[[str, int, str], Run], tuple[str, ...]]] = {
     "onnx": (open_onnx, ("llmconv", "onnxruntime")),
     "packed": (partial(open_onnx, prepack=True), ("llmconv", "onnxruntime")),
+    "lookup": (partial(open_onnx, prepack=True, speculate="lookup"), ("llmconv", "onnxruntime")),
     "torch": (open_torch, ("transformers", "torch")),
     "optimum": (open_optimum, ("optimum-onnx", "transformers", "onnxruntime")),
     "genai": (Genai, ("onnxruntime-genai", "onnxruntime")),
@@ -152,8 +155,8 @@ def serve(kind: str, folder: str, threads: int, provider: str, answer: Callable[
             if hasattr(run, "avoid"):
                 run.avoid({token for row in request["expected"] for token in row})
             _reset_peak()
-            times, tokens = run(request["prompts"], request["new"])
-            answer({"times": times, "tokens": tokens, "peak": _peak()})
+            times, tokens, *guessed = run(request["prompts"], request["new"])
+            answer({"times": times, "tokens": tokens, "peak": _peak(), "guessed": sum(guessed)})
         except Exception as error:
             answer({"error": _first_line(error)})
     return None

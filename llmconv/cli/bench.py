@@ -34,8 +34,8 @@ class IntegerList(click.ParamType):  # type: ignore[type-arg] # generic for the 
 @click.argument("folder")
 @option(
     "--against CANDIDATE",
-    "Compare with FOLDER, with RUNTIME:FOLDER (packed, torch, optimum, genai), or with RUNTIME for the same folder"
-    ". May be repeated.",
+    "Compare with FOLDER, with RUNTIME:FOLDER (packed, lookup, torch, optimum, genai), or with RUNTIME for the same "
+    "folder. May be repeated.",
     multiple=True,
 )
 @option("--lengths", "Prompt lengths. [default: 128,512,2048,8192 that fit]", IntegerList(), default=())

@@ -52,6 +52,12 @@ BACKEND = (
     option("--tokenizer PATH", "Folder of another tokenizer.  [default: the model's]"),
     option("--adapter PATH", "LoRA adapter for graphs of `export --lora-inputs`; any adapter with `--backend torch`."),
     option("--prefix-tuning PATH", "Tuned prefix before every prompt: PEFT adapter, or PaddleNLP's pre_caches.npy."),
+    option(
+        "--speculate",
+        "Whether a call may also run tokens that repeat the prompt or the text so far; the tokens are the same.  "
+        "[default: lookup]",
+        ["lookup", "off"],
+    ),
     option("--device NAME", "Device of torch: cpu, cuda, cuda:1, …, with `--backend torch`."),
     option(
         "--dtype",

@@ -275,6 +275,7 @@ class GenerationCost:
         peak_bytes: largest resident memory of the process so far, including mapped weights that were read.
         decode_seconds: the part of `seconds` in which tokens became text.
         latencies: seconds from the start of its batch to the last token, for each prompt.
+        guessed_tokens: those of `new_tokens` that came from the call of the token before them.
     """
 
     prompts: int
@@ -285,6 +286,7 @@ class GenerationCost:
     peak_bytes: int
     decode_seconds: float = 0.0
     latencies: tuple[float, ...] = ()
+    guessed_tokens: int = 0
 
     @property
     def prompt_rate(self) -> float:
@@ -304,6 +306,12 @@ class GenerationCost:
         """Milliseconds per new token: the inverse of `rate`, of the same tokens and the same time."""
         return 1000 / self.rate if self.rate else 0.0
 
+    @property
+    def tokens_per_call(self) -> float:
+        """New tokens of a sequence per call of the model."""
+        calls = self.new_tokens - self.guessed_tokens
+        return self.new_tokens / calls if calls else 0.0
+
     def latency(self, percent: float) -> float:
         """The latency in seconds that `percent` of the prompts do not exceed, interpolated linearly."""
         return float(np.percentile(self.latencies, percent)) if self.latencies else 0.0
@@ -322,6 +330,7 @@ class GenerationCost:
             "ms_per_token": round(self.ms_per_token, 3),
             "prompt_tokens_per_second": round(self.prompt_rate, 2),
             "tokens_per_second": round(self.rate, 2),
+            "tokens_per_call": round(self.tokens_per_call, 3),
             "peak_bytes": self.peak_bytes,
         }
 
@@ -329,7 +338,8 @@ class GenerationCost:
         """One line for a person; `batches` is the number of batches in the sum."""
         counts = f"{self.prompt_tokens} token{'s' * (self.prompt_tokens != 1)} in, {self.new_tokens} out"
         first = f"{'first token after' if batches == 1 else 'prompts took'} {self.first_seconds:.3f} s"
-        return f"{counts}; {first}, then {self.rate:.1f} tokens/s; peak memory {self.peak_bytes / 1e9:.2f} GB"
+        several = f", {self.tokens_per_call:.1f} per call" if self.tokens_per_call >= 1.05 else ""
+        return f"{counts}; {first}, then {self.rate:.1f} tokens/s{several}; peak memory {self.peak_bytes / 1e9:.2f} GB"
 
     def times(self, encode_seconds: float) -> str:
         """One line for a person on where the time went, `encode_seconds` of it until all prompts became tokens."""
@@ -340,7 +350,10 @@ class GenerationCost:
     @classmethod
     def sum(cls, costs: Sequence[GenerationCost]) -> GenerationCost:
         """The total of batches that ran in sequence."""
-        names = ("prompts", "prompt_tokens", "new_tokens", "first_seconds", "seconds", "decode_seconds")
+        names = (
+            *("prompts", "prompt_tokens", "new_tokens", "first_seconds", "seconds", "decode_seconds"),
+            "guessed_tokens",
+        )
         totals: dict[str, Any] = {name: sum(getattr(cost, name) for cost in costs) for name in names}
         latencies = tuple(latency for cost in costs for latency in cost.latencies)
         return cls(**totals, latencies=latencies, peak_bytes=max((cost.peak_bytes for cost in costs), default=0))
@@ -353,9 +366,11 @@ class Meter:
         self._prompts, self._at_once = prompts, at_once
         self._started, self._first, self._tokens = time.perf_counter(), 0.0, 0
         self._latest = [self._started] * len(prompts)
+        self._guessed = 0
 
-    def count(self, index: int) -> None:
+    def count(self, index: int, *, guessed: bool = False) -> None:
         self._tokens += 1
+        self._guessed += guessed
         self._latest[index] = time.perf_counter()
         self._first = self._first or self._latest[index]
 
@@ -372,6 +387,7 @@ class Meter:
             peak_memory(),
             decode_seconds,
             tuple(latest - self._started for latest in self._latest),
+            self._guessed,
         )
 
 

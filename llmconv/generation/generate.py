@@ -271,7 +271,7 @@ class Batches:
         for piece in self._pieces(fitting, shared, decode):
             growing[places[piece.index]].add(piece)
             if piece.token is not None:
-                meter.count(piece.index)
+                meter.count(piece.index, guessed=piece.guessed)
             on_piece(replace(piece, index=start + places[piece.index]))
         cost = meter.stop(decode.seconds)
         seconds = dict(zip(places, cost.latencies, strict=True))
@@ -421,12 +421,16 @@ class RunningOptions(SessionOptions, total=False):
     device: Any  # torch's name of the device, for `torch`; None for the CPU
     dtype: Any  # `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights
     trust_remote_code: bool  # run the code in the folder: of the tokenizer and, for `torch`, of the model
+    speculate: str  # `lookup` (the default) or `off`, see `TextModel.open`
     stage_at: Sequence[str]  # addresses of stages in other processes, `[N=]HOST:PORT` or `ray`
     stage_timeout: float | None  # seconds without a heartbeat after which a stage is lost (default: 20)
 
 
 # options that are passed to `TextModel.open` unchanged
-PASSED_ON = ("backend", "decode", "tokenizer", "adapter", "prefix_tuning", "device", "dtype", "trust_remote_code")
+PASSED_ON = (
+    *("backend", "decode", "tokenizer", "adapter", "prefix_tuning", "device", "dtype", "trust_remote_code"),
+    "speculate",
+)
 OF_SESSION = ("provider", "session_config", "prepack", "packed_cache")  # options that only onnxruntime has
 
 

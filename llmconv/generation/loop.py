@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from llmconv.generation.lookup import LOOKUP, Lookup
 from llmconv.generation.row import Past, PositionRule, Row, RowStart, TextPiece
 from llmconv.generation.sampling import GenerationSettings
 from llmconv.runtime.extra_inputs import ExtraValues, GivenInputs, ModelCall, batch_values
@@ -22,6 +24,7 @@ from llmconv.runtime.runner import (
     is_lost,
     moved_right,
     rows_of,
+    taken_back,
 )
 from llmconv.tensors import Array
 
@@ -38,9 +41,18 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
 
 
 class Batch:
-    """Rows generated together after the cache `past`; ended rows are removed once they are half of all."""
+    """Rows generated together after the cache `past`; ended rows are removed once they are half of all.
 
-    def __init__(self, runner: Runner, rows: Sequence[Row], positions: PositionRule = default_positions) -> None:
+    A row that is alone runs tokens that `lookup` guesses, if it is given.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        rows: Sequence[Row],
+        positions: PositionRule = default_positions,
+        lookup: Lookup | None = None,
+    ) -> None:
         self._runner, self._position_ids = runner, positions
         self._may_shrink = runner.max_batch_size is None
         self.rows = [row for row in rows if not row.finish]
@@ -50,6 +62,11 @@ class Batch:
         self._ids, self._most = self._mask[:, :0], 0
         self._placed: PlacedEmbeddings | None = None
         self._longest = max((len(row.prompt) for row in self.rows), default=0)
+        self._lookup = None if any(map(self._reads_whole, self.rows)) else lookup
+        self._guess = self._ids[:0].ravel()
+        self._before: Past | None = None  # what the latest call continued
+        self._pending = 1  # last tokens of the row, or of each row, that are not in the cache
+        self._started = 0.0
 
     def start(self, past: Past | None = None, most: int = 0) -> None:
         """Pads the prompts, which `read` then runs after `past`, at most `most` columns per step; 0 for all."""
@@ -103,13 +120,68 @@ class Batch:
             step = self._runner.prefill(*call.arrays, None, self._extras(call), self._placed)
             self.past = Past(step.present, ids.shape[1])
             return step
+        self._started = time.perf_counter()
         ids = np.array([[row.last] for row in self.rows], dtype=np.int64)
-        columns = self.past.tokens + 1
+        if len(self.rows) == 1:
+            new = self.rows[0].all_ids[-self._pending :]
+            self._guess = self._guessed(self.rows[0])
+            ids = np.concatenate([new, self._guess])[None]
+        columns = self.past.tokens + ids.shape[1]
         mask = self._mask[:, :columns]
-        call = ModelCall(ids, mask, self._position_ids(mask, 1))
+        call = ModelCall(ids, mask, self._position_ids(mask, ids.shape[1]))
         step = self._runner.decode(*call.arrays, self.past.cache, self._extras(call))
-        self.past = Past(step.present, columns)
+        self._before, self.past = self.past, Past(step.present, columns)
         return step
+
+    def _guessed(self, row: Row) -> Array:
+        """Tokens to run after those of a row that is alone, in the same call."""
+        if self._lookup is None or self.past is None:
+            return self._guess[:0]
+        guess = self._lookup.guess(row.all_ids, row.room - 1)
+        tokens = self._pending + len(guess)
+        total = self.past.tokens + tokens
+        if not self._runner.reads_in_parts(total) or not self._runner.scores_all(self.past.tokens, tokens):
+            return guess[:0]
+        return guess
+
+    def advance(self, step: Step) -> list[TextPiece]:
+        """The pieces of all rows that have not ended: one each, or those of a row's guessed tokens that are right."""
+        guess, pending = self._guess, self._pending
+        self._guess, self._pending = guess[:0], 1
+        if not len(guess):
+            pieces = [row.advance(step, at) for at, row in enumerate(self.rows) if not row.finish]
+            if self._lookup and self._started and pending == 1:
+                self._lookup.took(1, time.perf_counter() - self._started)
+            return pieces
+        assert self._lookup
+        assert self.past
+        assert self._before
+        row = self.rows[0]
+        pieces = []
+        if step.scored == pending + len(guess):
+            for column, guessed in enumerate((*guess.tolist(), -1), pending - 1):
+                token = row.pick(step, 0, column, rounding=ROUNDING)
+                if token is None:
+                    break
+                pieces.append(replace(row.push(token), guessed=column >= pending))
+                if row.finish or token != guessed:
+                    break
+        else:  # the graph returns those of the last token only
+            self._lookup.is_on = False
+        kept = self._before.tokens + pending - 1 + len(pieces)
+        if kept < self.past.tokens:
+            self.past, self._pending = self._without_wrong(kept)
+        self._lookup.took(pending + len(guess), time.perf_counter() - self._started)
+        return pieces or [TextPiece(row.index, "", None, "")]
+
+    def _without_wrong(self, kept: int) -> tuple[Past, int]:
+        """The cache of the first `kept` columns, and how many tokens of the row the next call runs before others."""
+        assert self.past
+        assert self._before
+        if can_be_cut(self.past.cache):
+            return Past(taken_back(self.past.cache, self._runner.virtual_tokens + kept), kept), 1
+        # states of all tokens cannot be cut: the next call continues the earlier cache
+        return self._before, kept - self._before.tokens + 1
 
     def _extras(self, call: ModelCall) -> dict[str, Array]:
         return batch_values([row.inputs for row in self.rows], call, self._longest, self._runner.extra_inputs)
@@ -125,9 +197,7 @@ def grow(batch: Batch, past: Past | None = None, most: int = 0) -> Iterator[Text
     while (step := batch.read()) is None:
         yield TextPiece(batch.rows[0].index, "", None, "")
     while True:
-        for at, row in enumerate(batch.rows):
-            if not row.finish:
-                yield row.advance(step, at)
+        yield from batch.advance(step)
         if all(row.finish for row in batch.rows):
             return
         step = batch.step()
@@ -202,17 +272,19 @@ def common_length(sequences: Sequence[Sequence[int]], most: int) -> int:
     return same
 
 
+ROUNDING = 2**-9  # relative to the largest logit: more than calls with other numbers of tokens differ by
 PrefixCache = Conversation | SharedPrefix  # a cache of the first columns of a batch, which then do not run again
 Decode = Callable[[Sequence[int]], str]  # tokens to text
 
 
 @dataclass(frozen=True)
 class LoopEngine:
-    """llmconv's own loop: a prefill, then one step per token; room for the last one is needed if `runs_last_token`."""
+    """llmconv's own loop: a prefill, then steps; room for the last token is needed if `runs_last_token`."""
 
     runner: Runner
     positions: PositionRule
     folder: Path  # has `config.json`, read for the size of the logits in a beam search
+    speculate: str = LOOKUP
     runs_last_token = False
 
     def grow(
@@ -232,7 +304,7 @@ class LoopEngine:
             return
         rows = [self._row(index, start, settings, decode) for index, start in enumerate(starts)]
         yield from (TextPiece(row.index, "", None, row.finish) for row in rows if row.finish)
-        batch = Batch(self.runner, rows, self.positions)
+        batch = Batch(self.runner, rows, self.positions, Lookup() if self.speculate == LOOKUP else None)
         if not batch.rows:
             return
         is_whole = False

@@ -21,6 +21,7 @@ from llmconv.generation.encoded_prompt import (
     require_size,
     require_together,
 )
+from llmconv.generation.lookup import LOOKUP, SPECULATIONS
 from llmconv.generation.loop import Decode, LoopEngine, PrefixCache
 from llmconv.generation.prompts import TOKENIZER, token_lists
 from llmconv.generation.row import (
@@ -70,6 +71,7 @@ class TextModel:
         folder: has the configuration.
         images: prepares prompts with images; None for a model that takes none.
         origin: the model that this one shares its graphs with, see `with_adapter`.
+        speculate: `lookup` or `off`, see `open`.
     """
 
     tokenizer: Any
@@ -81,6 +83,7 @@ class TextModel:
     folder: Path = Path()
     images: ImageEncoder | None = None
     origin: TextModel | None = None
+    speculate: str = LOOKUP
 
     @classmethod
     @checked
@@ -98,6 +101,7 @@ class TextModel:
         device: Any = None,
         dtype: Any = None,
         stages: StageAddresses | None = None,
+        speculate: str = LOOKUP,
     ) -> TextModel:
         """Opens a folder, a graph, a pair of graphs (prefill, decode), a name in the Hub's cache, or `ModelFiles`.
 
@@ -115,6 +119,8 @@ class TextModel:
             device: torch's device, for `torch`, or its name or number; None for the CPU.
             dtype: `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights.
             stages: where stages of `export --stages` run that do not run here.
+            speculate: `lookup` runs tokens that the text is likely to repeat in the same call, so that a call may give
+                several; `off` gives one token per call. The tokens are the same.
 
         Raises:
             InputRefused: the folder has no tokenizer, or neither graphs nor weights; or a prefix of another model.
@@ -123,9 +129,12 @@ class TextModel:
             UsageProblem: an unknown backend, device or dtype, or what only `torch` takes for the graphs.
         """
         options = TorchOptions.of(adapter, device, dtype)
+        if speculate not in SPECULATIONS:
+            hint = f"give one of: {', '.join(SPECULATIONS)}"
+            raise UsageProblem(f"`speculate` is {speculate!r:.40}", hint=hint)
         if is_model(model):
             of_files = {"decode": decode, "stages": stages, "prefix_tuning": prefix_tuning}
-            return cls(**parts_of_object(model, tokenizer, settings, options, **of_files))
+            return cls(**parts_of_object(model, tokenizer, settings, options, **of_files), speculate=speculate)
         with fetching() as fetched:
             files = ModelFiles.find(model if decode is None else (model, decode))
             prefix = None
@@ -135,7 +144,8 @@ class TextModel:
                 prefix = open_prefix(local_path(prefix_tuning))
             tokenizer = find_tokenizer(tokenizer, files.tokenizer or files.folder, trust_remote_code)
             given: dict[str, Any] = {"stages": stages, "prefix": prefix, "trust_remote_code": trust_remote_code}
-            opened = cls(tokenizer, **parts_of_files(files, backend, settings, options, **given))
+            parts = parts_of_files(files, backend, settings, options, **given)
+            opened = cls(tokenizer, **parts, speculate=speculate)
             fetched.keep_for(opened)
         return opened
 
@@ -194,7 +204,7 @@ class TextModel:
     def _engine(self) -> GenaiEngine | LoopEngine:
         if self.backend == "genai":
             return cast("GenaiEngine", self.runner)
-        return LoopEngine(self.runner, self.positions, self.folder)
+        return LoopEngine(self.runner, self.positions, self.folder, self.speculate)
 
     def __repr__(self) -> str:
         context = f", context {self.context_length:,}" if self.context_length else ""

@@ -208,12 +208,14 @@ class TextPiece:
         text: new text that is final; empty while a character or a stop string may be incomplete.
         token: the new token, or the end token; None if no token was generated.
         finish: why this is the last piece: `eos`, `length` or `stop`; or `too_long`; empty if it is not.
+        guessed: whether the token came from the call of the token before it, see `lookup`.
     """
 
     index: int
     text: str
     token: int | None
     finish: str
+    guessed: bool = False
 
 
 class Row:
@@ -262,7 +264,9 @@ class Row:
 
     def advance(self, step: Step, at: int) -> TextPiece:
         """Picks the next token from row `at` of the last position of the step."""
-        return self.push(self._pick(step, at))
+        token = self.pick(step, at)
+        assert token is not None
+        return self.push(token)
 
     def push(self, token: int, is_last: bool = False) -> TextPiece:
         """Appends `token`, the last one of the sequence if `is_last`, and returns the text that is final now."""
@@ -289,17 +293,41 @@ class Row:
             return text
         return text + self._stops.close()
 
-    def _pick(self, step: Step, at: int) -> int:
+    def pick(self, step: Step, at: int, column: int = -1, *, rounding: float = 0.0) -> int | None:
+        """The next token after a token of the step, by default the last.
+
+        None where the greedy choice is uncertain: where a score less than `rounding` below the largest one, relative to
+        the largest magnitude, could have been the largest in a call with other tokens.
+        """
         settings, generator = self.settings, self._generator
         if step.choices is not None:
             if self._processor or settings.repetition_penalty != 1:
                 problem = "penalties need all logits, but the graph returns only the tokens that it chose"
                 raise UsageProblem(problem, hint="give `--repetition-penalty 1`, or export without `--postprocess`")
-            return pick_choice(step.choices.tokens[at, -1], step.choices.scores[at, -1], settings, generator)
-        logits = step.logits[at, -1]
+            scores = step.choices.scores[at, column]
+            if rounding and settings.is_greedy and is_close(scores, rounding):
+                return None
+            return pick_choice(step.choices.tokens[at, column], scores, settings, generator)
+        scores = step.logits[at, column]
         if self._processor:
-            return pick_scored(self._processor(self.ids, logits), settings, generator)
-        return pick_token(logits, settings, generator, self.ids if settings.repetition_penalty != 1 else None)
+            scores = self._processor(self.ids, scores)
+        elif settings.repetition_penalty != 1:
+            scores = penalized(scores, self.ids, settings.repetition_penalty)
+        if rounding and settings.is_greedy and is_close(scores, rounding):
+            return None
+        return (pick_scored if self._processor else pick_token)(scores, settings, generator)
+
+
+def is_close(scores: Array, rounding: float) -> bool:
+    """Whether the two largest scores differ by less than `rounding` times the largest magnitude, or are not numbers."""
+    first = int(scores.argmax())
+    largest = float(scores[first])
+    others = np.concatenate([scores[:first], scores[first + 1 :]])
+    if not len(others):
+        return False
+    finite = others[np.isfinite(others)]
+    scale = max(abs(largest), float(np.abs(finite).max(initial=1.0)))
+    return not largest - float(others.max()) >= rounding * scale
 
 
 def _named(special: Mapping[int, str], stops: Sequence[str]) -> dict[int, str]:
@@ -338,10 +366,8 @@ class TokenCandidates:
         return int(self.tokens[np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right")])
 
 
-def pick_token(logits: Array, settings: GenerationSettings, generator: np.random.Generator, seen: Array | None) -> int:
+def pick_token(logits: Array, settings: GenerationSettings, generator: np.random.Generator) -> int:
     """The next token by logits [vocabulary], greedily the lowest id among equals; MalformedInput for NaN."""
-    if seen is not None:
-        logits = penalized(logits, seen, settings.repetition_penalty)
     likeliest = int(logits.argmax())
     if math.isnan(logits[likeliest]):
         raise MalformedInput("the logits of the model are NaN", hint="run `llmconv verify` on the folder")

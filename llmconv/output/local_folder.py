@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,7 +189,7 @@ class StagedFolder(UnfinishedOutput):
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Keeps the folder after an I/O error or an interrupt, removes it after anything else."""
+        """Keeps the folder after an I/O error or an interrupt if a file is finished, else removes it."""
         try:
             resumable = isinstance(error, OSError | OutputFailed | KeyboardInterrupt)
             if not self._left and not (resumable and self.finished) and self._disposable.is_at(self.path):
@@ -215,7 +215,7 @@ class StagedFolder(UnfinishedOutput):
                     item.rmdir()
             elif item not in kept:
                 item.unlink()
-        self._folder.write(JOURNAL, self._encode_journal())
+        self._folder.write(JOURNAL, self._encode_journal(self.finished))
 
     def _lines(self, journal: str) -> list[Any]:
         """The entries of a journal; none if the key differs."""
@@ -238,15 +238,16 @@ class StagedFolder(UnfinishedOutput):
         except (OSError, InputRefused):
             return False
 
-    def _encode_journal(self) -> bytes:
-        lines = [{"key": self._key}] + [{"file": name, **entry} for name, entry in self.finished.items()]
+    def _encode_journal(self, finished: Mapping[str, dict[str, Any]]) -> bytes:
+        lines = [{"key": self._key}] + [{"file": name, **entry} for name, entry in finished.items()]
         return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
     def record(self, name: str, entry: dict[str, Any]) -> None:
         """Records in the journal that the file `name` is complete on the disk."""
-        self.finished[name] = entry
+        finished = {**self.finished, name: entry}
         with failing_safely():
-            self._folder.write(JOURNAL, self._encode_journal())
+            self._folder.write(JOURNAL, self._encode_journal(finished))
+        self.finished[name] = entry
 
     def make_shard(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
         """Copies or streams one file and returns its manifest entry; see `UnfinishedOutput`."""

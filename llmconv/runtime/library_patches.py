@@ -25,6 +25,8 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
+from llmconv.causal_lm import is_dynamic
+
 # recommends to install compiled kernels (transformers 5.16 to 5.23)
 KERNEL_LOGGER = "transformers.integrations.hub_kernels"
 # function of those modeling files whose scan continues a recurrent state (5.23; absent before)
@@ -75,7 +77,7 @@ def reset_dynamic_rope(model: Any) -> None:
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
-            if isinstance(kind, str) and "dynamic" in kind:
+            if is_dynamic(kind):
                 prefix = f"{layer_type}_" if layer_type else ""
                 setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"))
                 setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)

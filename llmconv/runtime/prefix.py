@@ -174,6 +174,9 @@ class PrefixedRunner(Runner):
     def continues_in_one_run(self, batch: int, past: int, new: int) -> bool:
         return self._runner.continues_in_one_run(batch, past + self._length, new)
 
+    def scores_all(self, past: int, new: int) -> bool:
+        return self._runner.scores_all(past + self._length, new)
+
     def _run_prompt(
         self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
     ) -> Step:

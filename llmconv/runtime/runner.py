@@ -102,6 +102,11 @@ class Step:
     present: Cache
     choices: Choices | None = None
 
+    @property
+    def scored(self) -> int:
+        """Number of tokens whose logits, or choices, it has."""
+        return len((self.logits if self.choices is None else self.choices.tokens)[0])
+
 
 class Runner(Protocol):
     """A model that continues a cache by any number of tokens; subclass it to inherit the defaults of the properties.
@@ -140,6 +145,10 @@ class Runner(Protocol):
     def continues_in_one_run(self, batch: int, past: int, new: int) -> bool:
         """Whether `prefill` can continue `past` tokens by `new` per sequence of a batch without several runs."""
         return True
+
+    def scores_all(self, past: int, new: int) -> bool:
+        """Whether one run of `decode` continues `past` tokens by `new`, scores all of them, and keeps the past."""
+        return False
 
     def reads_in_parts(self, tokens: int) -> bool:
         """Whether a sequence gives the same if it runs in parts, after others in one cache, or with others in a batch.
@@ -277,6 +286,19 @@ def rows_of(cache: Cache, rows: Sequence[int]) -> Cache:
 def cut(cache: Cache, length: int) -> Cache:
     """The first `length` tokens of a cache, see `can_be_cut`."""
     return CacheEdit("cut", (int(length),)).applied(cache)
+
+
+@runtime_checkable
+class BufferedCache(Cache, Protocol):
+    """A cache in memory that later calls write on."""
+
+    def taken_back(self, length: int) -> Cache:
+        """As `cut`, in the same memory: the cache must not be used any more."""
+
+
+def taken_back(cache: Cache, length: int) -> Cache:
+    """As `cut`, for a cache that is not used any more, whose memory the result may keep."""
+    return cache.taken_back(length) if isinstance(cache, BufferedCache) else cut(cache, length)
 
 
 def moved_right(cache: Cache, shifts: Sequence[int], virtual: int = 0) -> Cache:

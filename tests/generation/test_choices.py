@@ -68,5 +68,5 @@ def test_a_choice_of_the_graph_equals_that_of_the_logits() -> None:
     logits = rng.normal(size=50)
     tokens = np.argsort(-logits)[:6]
     for seed in range(20):
-        expected = pick_token(logits, settings, np.random.default_rng(seed), None)
+        expected = pick_token(logits, settings, np.random.default_rng(seed))
         assert pick_choice(tokens, logits[tokens] - 7, settings, np.random.default_rng(seed)) == expected

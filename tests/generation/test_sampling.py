@@ -34,7 +34,7 @@ def drawing(**fields: Any) -> GenerationSettings:
 def draws(fields: GenerationSettings, count: int = 4000) -> Array:
     """How often each token comes."""
     generator = np.random.default_rng(fields.seed)
-    tokens = [pick_token(LOGITS, fields, generator, None) for _ in range(count)]
+    tokens = [pick_token(LOGITS, fields, generator) for _ in range(count)]
     return np.bincount(tokens, minlength=5) / count
 
 
@@ -73,8 +73,8 @@ def test_kept_tokens_and_probabilities_are_as_in_transformers(seed: int, vocabul
 
 def test_without_sampling_the_likeliest_token_is_picked() -> None:
     generator = np.random.default_rng(0)
-    assert pick_token(LOGITS, GenerationSettings(temperature=0.5), generator, None) == 1
-    assert pick_token(LOGITS, drawing(temperature=0), generator, None) == 1
+    assert pick_token(LOGITS, GenerationSettings(temperature=0.5), generator) == 1
+    assert pick_token(LOGITS, drawing(temperature=0), generator) == 1
     assert generator.random() == np.random.default_rng(0).random()
 
 
@@ -102,7 +102,7 @@ def test_large_logits_do_not_overflow() -> None:
 
 def test_nan_logits_are_reported() -> None:
     with pytest.raises(MalformedInput, match="NaN"):
-        pick_token(np.array([1.0, np.nan]), GenerationSettings(), np.random.default_rng(0), None)
+        pick_token(np.array([1.0, np.nan]), GenerationSettings(), np.random.default_rng(0))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmconv.causal_lm import LENGTHS
+from llmconv.causal_lm import LENGTHS, is_dynamic
 from llmconv.checkpoint import open_weights
 from llmconv.errors import MalformedInput
 from llmconv.files.safetensors_file import read_header
@@ -383,7 +383,7 @@ def original_context(config: Any) -> int | None:
     """Context length in tokens before rotary scaling; None without rotary scaling."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
-    if any(kind.get("rope_type") == "dynamic" for kind in kinds):
+    if any(is_dynamic(kind.get("rope_type")) for kind in kinds):
         return int(config.max_position_embeddings)
     return next((int(kind[ORIGINAL]) for kind in kinds if kind.get(ORIGINAL)), None)
 

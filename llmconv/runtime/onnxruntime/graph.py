@@ -303,6 +303,15 @@ class OrtGraph:
         return SessionChain(paths, settings)
 
     @property
+    def scores_last(self) -> bool:
+        """Whether it returns logits of the last position only, or one choice without the next likeliest."""
+        return bool(self.entry.last_logits) or ("logits" not in self.outputs and len(self.outputs["tokens"]) < 3)
+
+    @property
+    def is_on_host(self) -> bool:
+        return self._device.memory == HOST
+
+    @property
     def embedding_size(self) -> int | None:
         """Size of `inputs_embeds`; None if the graph takes `input_ids`."""
         return int(self.inputs[INPUTS_EMBEDS][-1]) if self._table else None

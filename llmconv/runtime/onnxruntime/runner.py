@@ -107,6 +107,14 @@ class OrtRunner(Runner):
         fits = not sizes.refusal(batch, past + self.virtual_tokens, new)
         return fits and (new == 1 or sizes.width(batch, past, new) > 1)
 
+    def scores_all(self, past: int, new: int) -> bool:
+        graph = self._step_graph
+        if graph.scores_last or not graph.is_on_host:
+            return False
+        sizes = graph.sizes
+        past += self.virtual_tokens
+        return sizes is None or (not sizes.refusal(1, past, new) and sizes.width(1, past, new) >= new)
+
     def _smallest(self, name: str) -> int | None:
         sizes = [getattr(graph.sizes, name) for graph in (self._prompt_graph, self._step_graph) if graph.sizes]
         return min((size for size in sizes if size is not None), default=None)

@@ -8,7 +8,7 @@ padded, and prompts run in pieces, the last of them padded.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -170,6 +170,11 @@ class BufferCache:
             for row, start in enumerate(starts.tolist()):
                 array[row, :, :start] = before[row, :, :start]
         return arrays
+
+    def taken_back(self, length: int) -> BufferCache:
+        """The first `length` tokens, after which later calls write in the same memory."""
+        self.buffers.filled = length
+        return replace(self, length=length)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,107 @@
+"""Generation with guessed tokens (`--speculate lookup`) against the same loop without: a code edit, and free text."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.measure import FOLDER, Target, llmconv, remove, report, run
+from benchmarks.smollm2 import smollm2
+from llmconv.generation import TextModel
+from llmconv.runtime import SessionSettings
+
+THREADS, ROUNDS = 2, 5
+FORMS = {
+    "default": ((), False),
+    "default, `--prepack`": ((), True),
+    "`--target ort-cpu --cache shared-buffer`, `--prepack`": (
+        ("--target", "ort-cpu", "--cache", "shared-buffer"),
+        True,
+    ),
+    "`--quant int4 --target ort-cpu --cache shared-buffer`": (
+        ("--quant", "int4", "--target", "ort-cpu", "--cache", "shared-buffer"),
+        False,
+    ),
+}
+CODE = Path("benchmarks/llama_cpp.py")
+EDIT, EDIT_TOKENS = "The same file, with `environments` renamed to `places`:", 400
+FREE = ("The history of the town begins", "My grandmother used to say that", "In the summer of 1969, a young")
+FREE_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds per new token after the first, tokens per call, and the tokens."""
+
+    seconds: float
+    per_call: float
+    tokens: Sequence[int]
+
+
+def timed(model: TextModel, prompt: str, new: int) -> Timed:
+    """One greedy text without an end."""
+    tokens, guessed, started = [], 0, 0.0
+    for piece in model.stream([model.encode(prompt)], model.defaults.but(max_new_tokens=new, eos_token_id=())):
+        started = started or time.perf_counter()
+        if piece.token is not None:
+            tokens.append(piece.token)
+            guessed += piece.guessed
+    return Timed((time.perf_counter() - started) / (new - 1), new / (new - guessed), tokens)
+
+
+def measured(folder: Path, prepack: bool, prompts: Sequence[str], new: int) -> tuple[float, float, float]:
+    """Median of the ratio of the times, milliseconds per token with guesses, and tokens per call.
+
+    Raises:
+        SystemExit: the tokens differ.
+    """
+    model = TextModel.open(folder, settings=SessionSettings(threads=THREADS, prepack=prepack))
+    off, ratios, times, calls = replace(model, speculate="off"), [], [], []
+    for prompt in prompts:
+        timed(off, prompt, 8)
+        for number in range(ROUNDS):
+            both = [timed(one, prompt, new) for one in ((off, model) if number % 2 else (model, off))]
+            alone, guessing = both if number % 2 else both[::-1]
+            if alone.tokens != guessing.tokens:
+                sys.exit(f"{folder}: other tokens for {prompt[-60:]!r}")
+            ratios.append(alone.seconds / guessing.seconds)
+            times.append(1000 * guessing.seconds)
+            calls.append(guessing.per_call)
+    return statistics.median(ratios), statistics.median(times), statistics.median(calls)
+
+
+def main() -> int:
+    """Measures, prints the table, and returns 1 if a target is missed."""
+    lines, targets = [], []
+    code = f"```python\n{CODE.read_text()}```\n\n{EDIT}\n\n```python\n"
+    for number, (name, (options, prepack)) in enumerate(FORMS.items()):
+        folder = FOLDER / f"lookup-{number}"
+        if not folder.exists():
+            run(llmconv("export", smollm2(), "-o", folder, *options))
+        edit = measured(folder, prepack, (code,), EDIT_TOKENS)
+        free = measured(folder, prepack, FREE, FREE_TOKENS)
+        for task, (ratio, milliseconds, calls), limit in (("code edit", edit, 2.5), ("free text", free, 0.98)):
+            lines.append(f"| {name} | {task} | {milliseconds:.1f} | {calls:.2f} | {ratio:.2f} |")
+            targets.append(Target(f"{name}, {task}: times as fast as without", ratio, limit, at_least=True))
+        print(*lines[-2:], sep="\n", file=sys.stderr)
+        remove(folder)
+    body = "\n".join(
+        [
+            f"SmolLM2-135M-Instruct, greedy, {THREADS} threads, medians of {ROUNDS} rounds in turn. Code edit: a",
+            f'Python file, then "{EDIT}", {EDIT_TOKENS} new tokens.',
+            f"Free text: {len(FREE)} beginnings, {FREE_TOKENS} new tokens. Guesses changed no token.",
+            "",
+            "| graphs | text | ms per token | tokens per call | times as fast as `--speculate off` |",
+            "| --- | --- | --- | --- | --- |",
+            *lines,
+        ]
+    )
+    return report("lookup", "Several tokens per call", body, targets)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

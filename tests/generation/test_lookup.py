@@ -1,0 +1,268 @@
+"""Guessed tokens change neither tokens nor text, whatever the guesses; and what they save is counted."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from llmconv.cli import main
+from llmconv.errors import UsageProblem
+from llmconv.export.exporter import export
+from llmconv.generation import Conversation, TextModel, generate, loop
+from llmconv.generation.lookup import MOST, Lookup, longest_match
+from llmconv.generation.row import TextPiece, is_close
+from llmconv.runtime.onnxruntime.shared_buffers import BufferCache
+from llmconv.runtime.runner import taken_back
+from llmconv.tensors import Array
+from tests.builders.slow_rows import slow_but
+from tests.builders.talking import save_letters
+from tools.tiny_models import depth, save_tiny
+
+PROMPT = [20, 30, 40, 50, 60, 21, 31, 41]
+NEW = 40
+
+
+class Partly(Lookup):
+    """Guesses tokens that are known to come, in half of the guesses one of them wrong."""
+
+    def __init__(self, coming: list[int], seed: int) -> None:
+        super().__init__()
+        self._coming, self._random = coming, np.random.default_rng(seed)
+
+    def guess(self, ids: Array, most: int) -> Array:
+        count = int(self._random.integers(0, min(most, 9) + 1)) if most else 0
+        guess = np.array(self._coming[len(ids) :][:count], np.int64)
+        if len(guess) and self._random.random() < 0.5:
+            guess[self._random.integers(len(guess))] = self._random.integers(3, 96)
+        return guess
+
+
+def pieces(
+    model: TextModel, prompt: list[int], conversation: Conversation | None = None, **fields: Any
+) -> list[TextPiece]:
+    """Those of the new tokens, empty ones left out."""
+    settings = model.defaults.but(**{"max_new_tokens": NEW, "eos_token_id": (), **fields})
+    return [piece for piece in model.stream([prompt], settings, conversation) if piece.token is not None]
+
+
+def shown(found: list[TextPiece]) -> tuple[list[int | None], list[str], str]:
+    """What a reader sees: tokens, texts, and why it ended."""
+    return [one.token for one in found], [one.text for one in found], found[-1].finish
+
+
+@pytest.fixture
+def guessing(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[int], int], None]:
+    """`guessing(coming, seed)`: from then on rows guess as `Partly` does."""
+
+    def start(coming: list[int], seed: int) -> None:
+        monkeypatch.setattr(loop, "Lookup", lambda: Partly(coming, seed))
+
+    return start
+
+
+FAMILIES = [
+    "llama",
+    "gemma2",
+    "bloom",
+    "gpt2",
+    "mixtral",
+    "deepseek_v3",
+    "gemma3n_text",
+    "lfm2",
+    "mamba2",
+    "qwen3_next",
+]
+
+
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "gemma2", "lfm2"))
+def test_tokens_and_text_do_not_depend_on_the_guesses(
+    tmp_path: Path, guessing: Callable[[list[int], int], None], family: str
+) -> None:
+    folder = tmp_path / family
+    save_tiny(family, folder, depth(family))
+    export(folder, prefill=True, incremental=True)
+    save_letters(folder)
+    alone = pieces(TextModel.open(folder, speculate="off"), PROMPT)
+    coming = [*PROMPT, *(int(one.token or 0) for one in alone)]
+    guessed = 0
+    for seed in range(4):
+        guessing(coming, seed)
+        found = pieces(TextModel.open(folder), PROMPT)
+        assert shown(found) == shown(alone)
+        guessed += sum(one.guessed for one in found)
+    assert guessed > NEW
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"do_sample": True, "top_k": 0, "seed": 3},
+        {"do_sample": True, "temperature": 2.0, "top_p": 0.9},
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
+        {"max_new_tokens": 7},
+    ],
+    ids=str,
+)
+def test_samples_and_penalties_do_not_depend_on_the_guesses(
+    talking: Path, guessing: Callable[[list[int], int], None], fields: dict[str, Any]
+) -> None:
+    alone = pieces(TextModel.open(talking, speculate="off"), PROMPT, **fields)
+    for seed in range(3):
+        guessing([*PROMPT, *(int(one.token or 0) for one in alone)], seed)
+        assert shown(pieces(TextModel.open(talking), PROMPT, **fields)) == shown(alone)
+
+
+def test_a_sequence_ends_within_guessed_tokens(talking: Path, guessing: Callable[[list[int], int], None]) -> None:
+    model = TextModel.open(talking)
+    alone = pieces(TextModel.open(talking, speculate="off"), PROMPT)
+    guessing([*PROMPT, *(int(one.token or 0) for one in alone)], 0)
+    tokens, texts, _ = shown(alone)
+    for at in (3, 5, 8):
+        end = tokens[at]
+        found = shown(pieces(model, PROMPT, eos_token_id=(end,)))
+        assert found[0] == tokens[: tokens.index(end) + 1]
+        assert found[2] == "eos"
+        stop = "".join(texts)[at : at + 3]
+        text, finish = "".join(shown(pieces(model, PROMPT, stop_strings=(stop,)))[1]), "stop"
+        assert (text, finish) == ("".join(texts).partition(stop)[0], "stop")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"cache": "shared-buffer"}, {"target": "ort-cpu", "cache": "shared-buffer"}], ids=str
+)
+def test_a_conversation_goes_on_after_guessed_tokens(
+    tiny: Callable[[str], Path], tmp_path: Path, guessing: Callable[[list[int], int], None], options: dict[str, Any]
+) -> None:
+    folder = save_letters(Path(shutil.copytree(tiny("llama"), tmp_path / "model")))
+    export(folder, prefill=True, incremental=True, **options)
+    alone, model = TextModel.open(folder, speculate="off"), TextModel.open(folder)
+    first = pieces(alone, PROMPT)
+    coming = [*PROMPT, *(int(one.token or 0) for one in first)]
+    second = [*coming, 33, 43]
+    expected = pieces(alone, second)
+    guessing(coming, 1)
+    conversation = Conversation()
+    assert shown(pieces(model, PROMPT, conversation)) == shown(first)
+    assert conversation.ids == coming[:-1]
+    guessing([*second, *(int(one.token or 0) for one in expected)], 2)
+    assert shown(pieces(model, second, conversation)) == shown(expected)
+
+
+def test_a_shared_buffer_keeps_its_memory_when_tokens_are_taken_back(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = save_letters(Path(shutil.copytree(tiny("llama"), tmp_path / "model")))
+    export(folder, prefill=True, incremental=True, cache="shared-buffer")
+    runner = TextModel.open(folder).runner
+    ids, mask = np.array([PROMPT]), np.ones((1, len(PROMPT)), np.int64)
+    cache = runner.prefill(ids, mask, mask.cumsum(1) - 1).present
+    assert isinstance(cache, BufferCache)
+    shorter = taken_back(cache, 5)
+    assert isinstance(shorter, BufferCache)
+    assert shorter.buffers is cache.buffers
+    step = runner.decode(ids[:, 5:], mask, mask.cumsum(1)[:, 5:] - 1, shorter)
+    assert isinstance(step.present, BufferCache)
+    assert step.present.buffers is cache.buffers
+
+
+def test_a_graph_that_scores_only_the_last_token_runs_one_by_one(
+    tiny: Callable[[str], Path], tmp_path: Path, guessing: Callable[[list[int], int], None]
+) -> None:
+    folder = save_letters(Path(shutil.copytree(tiny("llama"), tmp_path / "model")))
+    export(folder, prefill=True, incremental=True, last_logits=True)
+    alone = pieces(TextModel.open(folder, speculate="off"), PROMPT)
+    guessing([*PROMPT, *(int(one.token or 0) for one in alone)], 0)
+    files = folder / "prefill.onnx", folder / "decode.onnx"
+    for model in (TextModel.open(folder), TextModel.open(*files)):
+        found = pieces(model, PROMPT)
+        assert shown(found) == shown(alone)
+        assert not any(one.guessed for one in found)
+    (folder / "llmconv.json").unlink()  # then only the first call tells
+    assert shown(pieces(TextModel.open(*files), PROMPT)) == shown(alone)
+
+
+@pytest.mark.parametrize(
+    ("text", "preferred", "expected"),
+    [
+        ([1, 2, 3, 9, 1, 2, 3], 0, (3, 3)),
+        ([5, 2, 3, 9, 1, 2, 3, 7, 2, 3], 0, (2, 7)),
+        ([5, 2, 3, 9, 1, 2, 3, 7, 2, 3], 3, (2, 3)),  # the passage that went on so far
+        ([1, 2, 3, 4], 0, (0, 0)),
+        ([1, 2, 3, 4], 2, (1, 2)),  # the passage goes on after one other token
+        ([7, 7, 7, 7], 0, (3, 3)),
+        ([4], 0, (0, 0)),
+        ([4], 1, (0, 0)),
+    ],
+)
+def test_the_longest_match_is_found(text: list[int], preferred: int, expected: tuple[int, int]) -> None:
+    assert longest_match(np.array(text), preferred) == expected
+
+
+def times(lookup: Lookup, one: float, more: float) -> None:
+    """Notes calls of one token, and of 2 to 16 with the time of the others per token."""
+    for width in (1, 2, 4, 8, 16):
+        for _ in range(20):
+            lookup.took(width, one + more * (width - 1))
+
+
+def test_the_number_of_guesses_follows_what_calls_cost_and_how_guesses_fare() -> None:
+    passage = np.array([*range(20, 60), *range(20, 40)])
+    cheap, dear = Lookup(), Lookup()
+    assert not len(cheap.guess(passage, 99))  # the time of a call is unknown yet
+    times(cheap, 1.0, 0.05)
+    times(dear, 1.0, 1.2)
+    assert cheap.guess(passage, 99).tolist() == list(range(40, 40 + MOST))
+    assert cheap.guess(passage, 3).tolist() == [40, 41, 42]
+    assert not len(dear.guess(passage, 99))
+    assert not len(cheap.guess(passage, 0))
+    random = np.random.default_rng(0)
+    text = passage
+    for _ in range(60):  # the passage never goes on: guesses stop
+        text = np.concatenate([text, random.integers(100, 1000, 1), passage[:20]])
+        cheap.guess(text, 99)
+    assert not len(cheap.guess(np.concatenate([text, [7], passage[:20]]), 99))
+
+
+def test_near_ties_are_left_to_a_call_of_one_token() -> None:
+    assert is_close(np.array([1.0, 1.0009, 0.2]), 2**-9)
+    assert not is_close(np.array([1.0, 1.1, 0.2]), 2**-9)
+    assert is_close(np.array([-40.0, 1.0, 1.05]), 2**-9)  # rounding is relative to the largest magnitude
+    assert not is_close(np.array([-np.inf, 1.0, -np.inf]), 2**-9)
+    assert is_close(np.array([np.nan, 1.0]), 2**-9)
+
+
+def test_ties_run_again_one_by_one(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = pieces(TextModel.open(talking, speculate="off"), PROMPT)
+    coming = [*PROMPT, *(int(one.token or 0) for one in alone)]
+    monkeypatch.setattr(loop, "Lookup", lambda: Partly(coming, 0))
+    monkeypatch.setattr(loop, "ROUNDING", 0.05)
+    some = pieces(TextModel.open(talking), PROMPT)
+    assert shown(some) == shown(alone)
+    monkeypatch.setattr(loop, "ROUNDING", 10.0)  # everything is a tie
+    found = pieces(TextModel.open(talking), PROMPT)
+    assert shown(found) == shown(alone)
+    assert not any(one.guessed for one in found)
+
+
+def test_what_was_saved_is_reported(talking: Path, guessing: Callable[[list[int], int], None]) -> None:
+    options: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": ()}
+    alone = generate(talking, "abcabc", speculate="off", **options)
+    assert alone.as_dict()["tokens_per_call"] == 1
+    model = TextModel.open(talking)
+    guessing([*model.encode("abcabc"), *alone.completions[0].tokens], 0)
+    found = generate(talking, "abcabc", **options)
+    assert found.completions[0].text == alone.completions[0].text
+    assert found.as_dict()["tokens_per_call"] > 1.05
+    assert " per call" in found.total.summary()
+    with pytest.raises(UsageProblem, match="`speculate` is 'of'"):
+        TextModel.open(talking, speculate="of")
+    refused = CliRunner().invoke(main, ["generate", str(talking), "abc", "--speculate", "no"])
+    assert refused.exit_code == 2
+    assert "one of `lookup`, `off`" in refused.stderr
