@@ -21,6 +21,8 @@ PRIOR = {1: 0.2, 2: 0.35, 3: 0.6, 4: 0.8, 5: 0.9}
 GAIN = 1.05  # least expected gain in tokens per second
 RATE, SECONDS_RATE = 0.1, 0.3  # weights of the latest guess and of the latest call in the averages
 FORGET = 0.998  # factor per call of the time of other widths, so that a slow call is tried again
+# time that wrong guesses may cost, in calls of one token: at first, per call of one token, and at most
+CREDIT, ALLOWED, MOST_CREDIT = 1.0, 0.01, 8.0
 
 
 class Lookup:
@@ -32,7 +34,7 @@ class Lookup:
 
     def __init__(self) -> None:
         self.is_on = True
-        self._hits, self._seconds = dict(PRIOR), dict[int, float]()
+        self._hits, self._seconds, self._credit = dict(PRIOR), dict[int, float](), CREDIT
         self._source = 0  # place in the text of the token that comes next if an earlier passage goes on
         self._guess, self._level, self._length = np.empty(0, np.int64), 0, 0
 
@@ -47,12 +49,14 @@ class Lookup:
         self._guess = np.resize(ids[self._source :], MOST)  # a passage that reaches the end repeats itself
         return self._guess[: self._count(self._hits[self._level], most)]
 
-    def took(self, tokens: int, seconds: float) -> None:
-        """Notes the time of a call with so many tokens."""
+    def took(self, tokens: int, seconds: float, kept: int = 1) -> None:
+        """Notes the time of a call with so many tokens, after which so many new ones are `kept`."""
         width = next((width for width in WIDTHS if width >= tokens), WIDTHS[-1])
         self._seconds = {known: FORGET * value for known, value in self._seconds.items()}
         before = self._seconds.get(width, seconds)
         self._seconds[width] = before + SECONDS_RATE * (seconds - before)
+        saved = ALLOWED if tokens == 1 else kept - seconds / self._seconds.get(1, seconds)
+        self._credit = min(self._credit + saved, MOST_CREDIT)
 
     def _learn(self, ids: Array) -> None:
         """Compares the latest guess with the tokens that came, also where they were not run."""
@@ -74,7 +78,7 @@ class Lookup:
             cost = known / self._seconds[1] if known else 1.1 * cost  # an unknown width is tried
             guesses = min(width - 1, most)
             gain = sum(hit**place for place in range(guesses + 1)) / cost
-            if guesses > 0 and gain > best:
+            if guesses > 0 and gain > best and cost - 1 <= self._credit:
                 best, count = gain, guesses
         return count
 

@@ -171,7 +171,7 @@ class Batch:
         kept = self._before.tokens + pending - 1 + len(pieces)
         if kept < self.past.tokens:
             self.past, self._pending = self._without_wrong(kept)
-        self._lookup.took(pending + len(guess), time.perf_counter() - self._started)
+        self._lookup.took(pending + len(guess), time.perf_counter() - self._started, len(pieces))
         return pieces or [TextPiece(row.index, "", None, "")]
 
     def _without_wrong(self, kept: int) -> tuple[Past, int]:
