@@ -209,7 +209,7 @@ def times(lookup: Lookup, one: float, more: float) -> None:
     """Notes calls of one token, and of 2 to 16 with the time of the others per token."""
     for width in (1, 2, 4, 8, 16):
         for _ in range(20):
-            lookup.took(width, one + more * (width - 1))
+            lookup.took(width, one + more * (width - 1), width)
 
 
 def test_the_number_of_guesses_follows_what_calls_cost_and_how_guesses_fare() -> None:
@@ -228,6 +228,19 @@ def test_the_number_of_guesses_follows_what_calls_cost_and_how_guesses_fare() ->
         text = np.concatenate([text, random.integers(100, 1000, 1), passage[:20]])
         cheap.guess(text, 99)
     assert not len(cheap.guess(np.concatenate([text, [7], passage[:20]]), 99))
+
+
+@pytest.mark.parametrize("cost", [0.02, 0.3, 1.0, 3.0])
+def test_wrong_guesses_cost_no_more_than_a_call_and_a_hundredth_of_the_calls(cost: float) -> None:
+    lookup, random, seconds, calls = Lookup(), np.random.default_rng(0), 0.0, 0
+    text = np.array([*range(20, 60), *range(20, 40)])
+    for _ in range(1000):  # a passage that seems to go on, and never does
+        guess = lookup.guess(text, 99)
+        spent = 1 + cost * len(guess)
+        lookup.took(1 + len(guess), spent)
+        seconds, calls = seconds + spent, calls + 1
+        text = np.concatenate([text, random.integers(100, 1000, 1), text[:20]])
+    assert seconds <= 1.01 * calls + 1 + cost * MOST  # the first call of a width is of unknown time
 
 
 def test_near_ties_are_left_to_a_call_of_one_token() -> None:
