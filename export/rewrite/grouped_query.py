@@ -26,17 +26,19 @@ from llmconv.export.traced_graph import (
     constant,
     integers,
     producer,
+    rank,
     remove_unused,
     replace_value,
 )
 from llmconv.runtime.extra_inputs import PAST
 
+TOKEN_AXES = (2, -2)
 HEAD_MULTIPLE = 8  # onnxruntime's kernels take head sizes that are a multiple of this
 SWAP_HEADS = [0, 2, 1, 3]  # exchanges the axes of heads and tokens, in both directions
 
 
 def use_grouped_query_attention(traced: TracedGraph) -> None:
-    """Rewrites every attention node that reads its own layer's shared buffer, in place."""
+    """Rewrites every attention node that reads its own layer's cache, a shared buffer or a growing one, in place."""
     graph = traced.model.graph
     found = []
     for node in (node for node in graph if node.op_type == "Attention"):
@@ -75,6 +77,11 @@ class _BufferUpdate:
 
 def _update(read: ir.Value | None) -> _BufferUpdate | None:
     """The update of the buffer that attention reads; None if it reads something else."""
+    joined = producer(read, "Concat")
+    if read is not None and joined and len(joined.inputs) == 2 and joined.attributes.get_int("axis") in TOKEN_AXES:
+        past, added = joined.inputs
+        grows = past is not None and past.is_graph_input() and read.is_graph_output() and rank(past) == CACHE_RANK
+        return _BufferUpdate(past, added, read) if past is not None and added is not None and grows else None
     cut = producer(read, "Slice")
     written = cut.inputs[0] if cut else None
     scatter = producer(written, "TensorScatter")

@@ -58,6 +58,12 @@ BACKEND = (
         "[default: lookup]",
         ["lookup", "off"],
     ),
+    option(
+        "--form",
+        "auto: run graphs in the form that is fastest on the CPU, made in memory, with packed weights if memory allows; "
+        "mapped: without a copy of weights; file: as they are.  [default: auto]",
+        ["auto", "mapped", "file"],
+    ),
     option("--device NAME", "Device of torch: cpu, cuda, cuda:1, …, with `--backend torch`."),
     option(
         "--dtype",

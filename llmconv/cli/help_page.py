@@ -39,7 +39,7 @@ COMMON = {
     "Report": "report github bisect minimize record",
     "Other clients": "clients pythons",
     "Model": "backend first_export decode prefix_tuning device trust_remote_code",
-    "Runtime": "provider threads session_config timeout prepack packed_cache",
+    "Runtime": "provider threads session_config timeout prepack packed_cache form speculate",
     "Stages on other hosts": "stage_at stage_timeout",
     MESSAGES: "as_json quiet verbose help",
 }

@@ -297,6 +297,7 @@ class Batches:
 
 
 BATCH_SIZE = 8
+WORTH_PACKING = 512  # new tokens of all texts, from which on packing weights saves time
 NEW_TOKENS = 64  # maximum number of new tokens, unless an option or `generation_config.json` gives another
 # files whose size and time show whether a model is still the one that an output file was begun with
 MODEL_FILES = ("*.onnx", "*.safetensors", "tokenizer.json")
@@ -422,6 +423,7 @@ class RunningOptions(SessionOptions, total=False):
     dtype: Any  # `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights
     trust_remote_code: bool  # run the code in the folder: of the tokenizer and, for `torch`, of the model
     speculate: str  # `lookup` (the default) or `off`, see `TextModel.open`
+    form: str  # `auto` (the default), `mapped` or `file`, see `TextModel.open`
     stage_at: Sequence[str]  # addresses of stages in other processes, `[N=]HOST:PORT` or `ray`
     stage_timeout: float | None  # seconds without a heartbeat after which a stage is lost (default: 20)
 
@@ -429,7 +431,7 @@ class RunningOptions(SessionOptions, total=False):
 # options that are passed to `TextModel.open` unchanged
 PASSED_ON = (
     *("backend", "decode", "tokenizer", "adapter", "prefix_tuning", "device", "dtype", "trust_remote_code"),
-    "speculate",
+    *("speculate", "form"),
 )
 OF_SESSION = ("provider", "session_config", "prepack", "packed_cache")  # options that only onnxruntime has
 
@@ -525,7 +527,11 @@ def prepare(
     running = options_of(RunningOptions, options)
     wording = Wording(**options_of(Wording, options))
     settings = {name: value for name, value in options.items() if name not in {*OF_RUNNING, *OF_WORDING}}
-    GenerationSettings().but(**settings)
+    tokens = GenerationSettings().but(**settings).max_new_tokens or NEW_TOKENS
+    if not isinstance(model, TextModel) and running.get("form") in (None, "auto"):
+        # one graph of standard operators continues several rows that share a prefix; a short text pays for no copy
+        is_short = len(prompts) * num_return_sequences * tokens < WORTH_PACKING
+        running["form"] = "file" if wording.prompt_prefix and batch_size > 1 else "mapped" if is_short else "auto"
     opened = opener(model, cast(RunningOptions, running))()
     chosen = opened.defaults.but(**settings)
     if chosen.max_new_tokens is None and chosen.max_length is None:

@@ -37,6 +37,7 @@ from llmconv.generation.row import (
     row_starts,
 )
 from llmconv.generation.runners import (
+    FORMS,
     ModelFiles,
     TorchOptions,
     is_model,
@@ -102,6 +103,7 @@ class TextModel:
         dtype: Any = None,
         stages: StageAddresses | None = None,
         speculate: str = LOOKUP,
+        form: str = FORMS[0],
     ) -> TextModel:
         """Opens a folder, a graph, a pair of graphs (prefill, decode), a name in the Hub's cache, or `ModelFiles`.
 
@@ -121,6 +123,9 @@ class TextModel:
             stages: where stages of `export --stages` run that do not run here.
             speculate: `lookup` runs tokens that the text is likely to repeat in the same call, so that a call may give
                 several; `off` gives one token per call. The tokens are the same.
+            form: `auto` rewrites graphs in memory to the form that is fastest on the CPU, with packed weights if these
+                take no more than a quarter of the free memory; `mapped` does so without a copy of the weights; `file`
+                runs graphs as they are.
 
         Raises:
             InputRefused: the folder has no tokenizer, or neither graphs nor weights; or a prefix of another model.
@@ -144,6 +149,7 @@ class TextModel:
                 prefix = open_prefix(local_path(prefix_tuning))
             tokenizer = find_tokenizer(tokenizer, files.tokenizer or files.folder, trust_remote_code)
             given: dict[str, Any] = {"stages": stages, "prefix": prefix, "trust_remote_code": trust_remote_code}
+            given["form"] = form
             parts = parts_of_files(files, backend, settings, options, **given)
             opened = cls(tokenizer, **parts, speculate=speculate)
             fetched.keep_for(opened)
@@ -453,11 +459,12 @@ def parts_of_files(
     stages: StageAddresses | None,
     prefix: Prefix | None,
     trust_remote_code: bool,
+    form: str,
 ) -> dict[str, Any]:
     """The fields of a `TextModel` for files, except for the tokenizer; raises as `TextModel.open`."""
     if prefix and backend == "genai":
         raise UsageProblem("`--prefix-tuning`: GenAI begins with an empty cache", hint="leave out `--backend genai`")
-    runner = load_runner(files, backend, settings, options, stages, trust_remote_code=trust_remote_code)
+    runner = load_runner(files, backend, settings, options, stages, trust_remote_code=trust_remote_code, form=form)
     if prefix:
         from llmconv.runtime.prefix import with_prefix  # noqa: PLC0415 - as above
 

@@ -11,7 +11,7 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
@@ -169,6 +169,12 @@ REFUSALS = {
 }
 
 
+FORMS = ("auto", "mapped", "file")
+"""How graphs run on the CPU: rewritten in memory to the form that is fastest there, with weights packed if they take no
+more than `PACKED` of the free memory; the same with mapped weights; or as they are in the file."""
+PACKED = 0.25
+
+
 def load_runner(
     files: ModelFiles,
     backend: str,
@@ -177,13 +183,15 @@ def load_runner(
     stages: StageAddresses | None = None,
     *,
     trust_remote_code: bool = False,
+    form: str = "file",
 ) -> Runner:
     """The graphs, or the eager model (torch is imported only for that); `backend` is `onnx`, `genai` or `torch`.
 
     Of `settings`, `torch` takes the number of threads; `options` are of the eager model, their adapter also for `onnx`;
-    `stages` tells where stages run that do not run here; `trust_remote_code` runs the model code in the folder. Raises
-    InputRefused if the folder has no graphs, or transformers cannot load it; StageFailed if no stage of this model
-    answers; UsageProblem for an unknown backend, device or dtype, or what only `torch` takes.
+    `stages` tells where stages run that do not run here; `trust_remote_code` runs the model code in the folder; `form`
+    is one of `FORMS`. Raises InputRefused if the folder has no graphs, or transformers cannot load it; StageFailed if
+    no stage of this model answers; UsageProblem for an unknown backend, device, dtype or form, or what only `torch`
+    takes.
     """
     options = options or TorchOptions()
     runner: Runner
@@ -208,6 +216,7 @@ def load_runner(
         runner = GenaiEngine.load(files.folder, settings)
     elif backend == "onnx":
         settings = replace(settings or SessionSettings(), extra_inputs=partial(_extra_inputs, files.folder))
+        settings = in_form(settings, form, _graph_files(files))
         WeightMemory.of(_graph_files(files), settings).announce()
         if files.prefill:
             runner = OrtRunner.from_files(files.prefill, files.decode, settings)
@@ -230,6 +239,22 @@ def load_runner(
         )
     runner.length_switch = length_switch(language_config(files.folder))
     return runner
+
+
+def in_form(settings: SessionSettings, form: str, graphs: Sequence[Path]) -> SessionSettings:
+    """The settings with which graphs run in one of `FORMS`; UsageProblem for another one."""
+    if form not in FORMS:
+        raise UsageProblem(f"`form` is {form!r:.40}", hint=f"give one of: {', '.join(FORMS)}")
+    own = settings.change or settings.free_dimensions or settings.stages or provider_name(settings.provider) != CPU
+    if form == "file" or own:
+        return settings
+    from llmconv.export.rewrite.running_form import to_running_form  # noqa: PLC0415 - of the CPU alone
+
+    settings = replace(settings, change=to_running_form)
+    packs, have = replace(settings, prepack=True), available_memory()
+    if form == "mapped" or settings.packed_cache or have is None:
+        return settings
+    return packs if WeightMemory.of(graphs, packs).copied <= PACKED * have else settings
 
 
 def _extra_inputs(folder: Path) -> tuple[ExtraInput, ...]:

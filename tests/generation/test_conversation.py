@@ -36,7 +36,7 @@ class Counting:
 
 def counting(folder: Path, backend: str) -> TextModel:
     """The model with a counting runner."""
-    model = TextModel.open(folder, backend=backend)
+    model = TextModel.open(folder, backend=backend, form="file")  # which continues several rows at once
     return TextModel(model.tokenizer, Counting(model.runner), model.defaults, model.context_length, backend)
 
 

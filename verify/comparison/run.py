@@ -13,12 +13,13 @@ import onnx
 
 from llmconv.checkpoint import read_json
 from llmconv.errors import LlmconvError, UnsupportedInput
+from llmconv.export.rewrite.running_form import to_running_form
 from llmconv.output.manifest import EMBEDDINGS, VISION, GraphEntry
 from llmconv.runtime.extra_inputs import INPUTS_EMBEDS
 from llmconv.runtime.images.families import family_in
 from llmconv.runtime.onnxruntime.graph import EmbeddingGraph, OrtGraph, VisionGraph
 from llmconv.runtime.onnxruntime.runner import OrtRunner
-from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION, SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import CPU, HALF_PRECISION, SessionSettings
 from llmconv.runtime.runner import PlacedEmbeddings, default_positions
 from llmconv.tensors import BY_NAME
 from llmconv.verify.audit.structure import check_structure, check_tower_norms, name_problems
@@ -52,6 +53,7 @@ OTHER_SETTINGS = (("disable", 1), ("basic", 2), ("extended", 1))
 
 LAYERED = "skipped in layer-by-layer verification"
 
+AS_RUN = ", as run"  # suffix of the name of a graph in the form that `generate` runs
 GraphOpener = Callable[[Path, GraphEntry, SessionSettings], OrtGraph]
 
 
@@ -139,6 +141,7 @@ class FolderComparison:
             pair = PrefillDecodeAgreement(gates)  # a graph after a prefix agrees with none without it
             truth = self.eager.with_prefix(prefix, self.start(self.folder, prefix)) if prefix else self.eager
             of_prefix = [graph for graph in graphs if graph.entry.prefix == prefix]
+            forms = self._forms(of_prefix)
             planned = self.selection.calls(truth.facts())
             precompute(of_prefix, self.selection.chosen(planned))
             yield skipped(self.selection, truth, [graph.name for graph in of_prefix])
@@ -151,10 +154,26 @@ class FolderComparison:
                     yield check_scenario(
                         scenario, chains, candidate, truths, gates, pair, evidence, self.selection.repeat
                     )
+                for one in forms if found else ():
+                    yield check_scenario(scenario, chains, one, truths, gates, PrefillDecodeAgreement(gates))
             yield from not_run(rows.left, self.selection.budget, [graph.name for graph in of_prefix])
             yield pair.checks()
         if self.eager.facts().no_edits:
             self.report.unseen.append("faults of caches that are changed between two calls")
+
+    def _forms(self, graphs: list[OrtGraph]) -> list[Candidate]:
+        """The graphs in the form that `generate` runs on the CPU, see `running_form`; those that have one."""
+        settings = self.settings
+        if settings.change or settings.free_dimensions or settings.provider != CPU or self.eager.is_layered:
+            return []
+        found = []
+        for graph in graphs:
+            if type(graph) is OrtGraph and graph.sizes is None and len(graph.entry.files) == 1:
+                changed = replace(settings, change=to_running_form, garbage=True)
+                form = self.open_graph(self.folder, graph.entry, changed)
+                if form.sizes:
+                    found.append(Candidate(f"{graph.name}{AS_RUN}", OrtRunner(form, form), (form,)))
+        return found
 
     def _compare_scaled(self, originals: list[OrtGraph]) -> Checks:
         """A few scenarios on scaled weights; skipped checks where the weights cannot be scaled."""

@@ -174,7 +174,7 @@ def packed_graph(path: Path, model: onnx.ModelProto, settings: SessionSettings, 
         raise UsageProblem(problem, hint="leave out the provider or `--packed-cache`")
     entry = cache / _digest(str(path.resolve())) / _key(path, model, settings)
     try:
-        _make_private(cache)
+        make_private(cache)
         if not (entry / GRAPH).is_file():
             with _replacing(entry, cache) as folder:
                 _save(folder, path, model, settings, limit)
@@ -197,7 +197,7 @@ def discard(graph: Path) -> None:
     shutil.rmtree(graph.parent, ignore_errors=True)
 
 
-def _make_private(folder: Path) -> None:
+def make_private(folder: Path) -> None:
     """Makes a folder that only its owner can change: graphs in it are run unseen."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = folder.stat()

@@ -1,0 +1,184 @@
+"""The form of a portable graph that onnxruntime's CPU runs fastest, made in memory when the graph is opened.
+
+    Attention(q, Concat(past, new), …, mask)  ->  GroupQueryAttention(q, new, …, past, …, bias=mask)
+
+and then the passes of `--target ort-cpu`. Past and present share one buffer, so a step does not copy the past. A graph
+stays as it is if one part of its cache is used in another way: states, windows, keys of an earlier layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx
+from onnx.shape_inference import infer_shapes
+
+from llmconv.errors import LlmconvError
+from llmconv.files.safe_folder import replace_file, user_cache
+from llmconv.runtime.extra_inputs import MAX_LENGTH, is_past, is_present
+from llmconv.runtime.onnxruntime.packed_cache import make_private
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+LENGTH_AXIS = 2
+FUSED = {"GroupQueryAttention", "TensorScatter"}  # a graph with one of these has a form of its own
+CODES = "MatMulNBits"  # product with codes, whose shape onnx does not know
+ROUNDS = 4  # of inference: a size may follow from another that was open
+OPSET = 23  # the first with `Attention`
+
+
+def to_running_form(path: Path, model: onnx.ModelProto) -> None:
+    """Rewrites the graph of `path`, without its weights, in place; leaves one as it is that has no such form.
+
+    The result is kept in the user's cache, where there is one that only the user can change.
+    """
+    operators = {node.op_type for node in model.graph.node}
+    opset = next((one.version for one in model.opset_import if not one.domain), 0)
+    names = {port.name for port in (*model.graph.input[:2], *model.graph.output[:1])}
+    whole = "attention_mask" in names and names & {"input_ids", "inputs_embeds"} and names & {"logits", "tokens"}
+    if model.functions or opset < OPSET or not whole or "Attention" not in operators or operators & FUSED:
+        return
+    try:
+        kept = _place(model)
+        make_private(kept.parent)
+        made = onnx.load_model_from_string(kept.read_bytes()) if kept.is_file() else None
+    except (LlmconvError, OSError):
+        kept, made = None, None
+    if made is None:
+        made = rewritten(model)
+        if kept:
+            with suppress(LlmconvError, OSError):
+                replace_file(kept, made.SerializeToString(deterministic=True))
+    model.CopyFrom(made)
+
+
+def _place(model: onnx.ModelProto) -> Path:
+    """The file of a graph's form, named after the graph and the code that rewrites it."""
+    code = [Path(__file__), *(Path(__file__).with_name(f"{name}.py") for name in ("grouped_query", "fused_operators"))]
+    content = [model.SerializeToString(deterministic=True), *(one.read_bytes() for one in code)]
+    digest = hashlib.sha256(b"".join(content)).hexdigest()[:32]
+    return user_cache("forms") / f"{digest}.onnx"
+
+
+def rewritten(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The form of a graph that runs prompts and steps; the graph itself if it has none."""
+    shapes = _inferred(model)
+    if shapes is None:
+        return model
+    import onnx_ir as ir  # noqa: PLC0415 - half a second, for a graph that is not in the cache
+
+    from llmconv.export.graph_spec import CACHE_RANK, GraphSpec  # noqa: PLC0415 - as above
+    from llmconv.export.rewrite.fused_operators import fuse_for_target  # noqa: PLC0415 - as above
+    from llmconv.export.rewrite.grouped_query import use_grouped_query_attention  # noqa: PLC0415 - as above
+    from llmconv.export.traced_graph import MICROSOFT, TracedGraph  # noqa: PLC0415 - as above
+
+    found = ir.from_proto(shapes)
+    graph = found.graph
+    past = [value for value in graph.inputs if is_past(value.name or "")]
+    if any(len(value.shape or ()) != CACHE_RANK or value.dtype != ir.DataType.FLOAT for value in past):
+        return model
+    traced = TracedGraph(found, {}, "", 0, {}, "", [], {}, (), GraphSpec(cache="shared-buffer", target="ort-cpu"))
+    _count_by_mask(graph, past)
+    use_grouped_query_attention(traced)
+    if not past or not all(_is_buffer(value) for value in past):
+        return model
+    fuse_for_target(traced)
+    for value in (*past, *(value for value in graph.outputs if is_present(value.name or ""))):
+        assert value.shape is not None
+        value.shape = ir.Shape([*value.shape[:LENGTH_AXIS], MAX_LENGTH, *value.shape[LENGTH_AXIS + 1 :]])
+    found.opset_imports[MICROSOFT] = 1
+    for number, node in enumerate(graph):
+        node.name = node.name or f"running/{node.op_type}_{number}"
+        for index, value in enumerate(node.outputs):
+            value.name = value.name or f"{node.name}:{index}"
+    made: onnx.ModelProto = ir.to_proto(found)
+    del made.graph.value_info[:]
+    return made
+
+
+def _inferred(model: onnx.ModelProto) -> onnx.ModelProto | None:
+    """A copy with the shapes of all values; None if onnx cannot infer them."""
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    codes = [node for node in made.graph.node if node.op_type == CODES]
+    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in codes]
+    for number, node in enumerate(codes):  # a product of floats has the same shape
+        sizes = {one.name: one.i for one in node.attribute}
+        weight = onnx.helper.make_tensor_value_info(f"codes/{number}", onnx.TensorProto.FLOAT, [sizes["K"], sizes["N"]])
+        made.graph.input.append(weight)
+        product = onnx.helper.make_node("MatMul", [node.input[0], weight.name], node.output, node.name)
+        node.CopyFrom(product)
+    try:
+        made = _with_shapes(made)
+    except Exception:  # onnx raises its own errors for graphs that it does not know
+        return None
+    places = [node for node in made.graph.node if node.op_type == "MatMul" and node.input[1].startswith("codes/")]
+    for node, original in zip(places, kept, strict=True):
+        node.CopyFrom(original)
+    del made.graph.input[len(model.graph.input) :]
+    return made
+
+
+def _with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Adds all shapes to a graph; onnx leaves one axis open where a `Reshape` says -1, as for heads."""
+    for _ in range(ROUNDS):
+        made = infer_shapes(model, data_prop=True)
+        known = {one.name: one.type.tensor_type for one in (*made.graph.value_info, *made.graph.input)}
+        solved = []
+        for node in made.graph.node:
+            if node.op_type == "Reshape" and {node.input[0], node.output[0]} <= known.keys():
+                before, after = (_axes(known[name]) for name in (node.input[0], node.output[0]))
+                if (shape := _closed(before, after)) is not None:
+                    kind = known[node.input[0]].elem_type
+                    solved.append(onnx.helper.make_tensor_value_info(node.output[0], kind, shape))
+        if not solved:
+            break
+        model.graph.value_info.extend(solved)
+    return made
+
+
+def _axes(declared: onnx.TypeProto.Tensor) -> list[int | str]:
+    return [axis.dim_value or axis.dim_param for axis in declared.shape.dim]
+
+
+def _closed(before: list[int | str], after: list[int | str]) -> list[int | str] | None:
+    """The shape `after` a reshape with its one unknown axis computed from the others; None for another number."""
+    open_axes = [at for at, axis in enumerate(after) if isinstance(axis, str) and axis not in before]
+    others = [axis for axis in after if isinstance(axis, str)]
+    symbols = [axis for axis in before if isinstance(axis, str)]
+    if len(open_axes) != 1 or sorted(symbols) != sorted(axis for axis in others if axis != after[open_axes[0]]):
+        return None
+    sizes = [prod(axis for axis in axes if isinstance(axis, int)) for axes in (before, after)]
+    return [sizes[0] // sizes[1] if at == open_axes[0] else axis for at, axis in enumerate(after)]
+
+
+def _count_by_mask(graph: ir.Graph, past: list[ir.Value]) -> None:
+    """Computes the number of past tokens from mask and tokens, where nodes read it from the shape of the past."""
+    from llmconv.export.traced_graph import NodeEditor  # noqa: PLC0415 - as above
+
+    edit, length = NodeEditor(graph, graph[0]), None
+    for node in [use.node for value in past for use in value.uses() if use.node.op_type == "Shape"]:
+        if (node.attributes.get_int("start", 0), node.attributes.get_int("end", -1)) != (LENGTH_AXIS, LENGTH_AXIS + 1):
+            continue
+        if length is None:
+            tokens, mask = graph.inputs[:2]
+            total, new = (edit.one("Shape", [value], {"start": 1, "end": 2}) for value in (mask, tokens))
+            length = edit.one("Sub", [total, new])
+        node.outputs[0].replace_all_uses_with(length)
+
+
+def _is_buffer(value: ir.Value) -> bool:
+    """Whether one `GroupQueryAttention` alone reads the past, and returns it with the new tokens."""
+    uses = [use.node for use in value.uses() if not _is_other_axis(use.node)]
+    return len(uses) == 1 and uses[0].op_type == "GroupQueryAttention"
+
+
+def _is_other_axis(node: ir.Node) -> bool:
+    """Whether a node returns a size of the past other than the number of tokens."""
+    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", -1)
+    return node.op_type == "Shape" and (0 <= start <= end <= LENGTH_AXIS or start > LENGTH_AXIS)
