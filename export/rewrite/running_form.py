@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import onnx
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx.shape_inference import infer_shapes
 
 from llmconv.errors import LlmconvError
@@ -46,15 +47,15 @@ def to_running_form(path: Path, model: onnx.ModelProto) -> None:
     try:
         kept = _place(model)
         make_private(kept.parent)
-        made = onnx.load_model_from_string(kept.read_bytes()) if kept.is_file() else None
-    except (LlmconvError, OSError):
-        kept, made = None, None
-    if made is None:
-        made = rewritten(model)
-        if kept:
-            with suppress(LlmconvError, OSError):
-                replace_file(kept, made.SerializeToString(deterministic=True))
-    model.CopyFrom(made)
+    except (LlmconvError, OSError):  # no home folder, or a read-only disk
+        model.CopyFrom(rewritten(model))
+        return
+    with suppress(OSError, DecodeError):
+        model.CopyFrom(onnx.load_model_from_string(kept.read_bytes()))
+        return
+    model.CopyFrom(rewritten(model))
+    with suppress(LlmconvError, OSError):
+        replace_file(kept, model.SerializeToString(deterministic=True))
 
 
 def _place(model: onnx.ModelProto) -> Path:

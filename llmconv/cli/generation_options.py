@@ -60,7 +60,7 @@ BACKEND = (
     ),
     option(
         "--form",
-        "auto: run graphs in the form that is fastest on the CPU, made in memory, with packed weights if memory allows; "
+        "auto: run graphs in the form that is fastest on the CPU, made in memory, weights packed if memory allows; "
         "mapped: without a copy of weights; file: as they are.  [default: auto]",
         ["auto", "mapped", "file"],
     ),

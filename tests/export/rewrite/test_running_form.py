@@ -1,0 +1,171 @@
+"""The form in which graphs run: the same tokens, the operators of onnxruntime, kept in the user's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from llmconv.errors import UsageProblem
+from llmconv.export.exporter import export
+from llmconv.export.rewrite import running_form
+from llmconv.export.rewrite.running_form import rewritten, to_running_form
+from llmconv.files.safe_folder import user_cache
+from llmconv.generation import TextModel, generate
+from llmconv.generation.runners import in_form
+from llmconv.runtime import SessionSettings
+from llmconv.verify import verify
+from llmconv.verify.comparison import run
+from tests.builders.slow_rows import slow_but
+from tests.builders.talking import save_letters
+from tools.tiny_models import depth, save_tiny
+
+AS_FILED = ("falcon", "bloom", "deepseek_v3", "lfm2", "mamba2")
+FAMILIES = [
+    "llama",
+    "gemma2",
+    "gpt2",
+    "qwen3",
+    "mixtral",
+    "phi3",
+    "olmo2",
+    "gpt_neox",
+    "opt",
+    "starcoder2",
+    "gemma3n_text",
+    *AS_FILED,
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def graph_of(path: Path) -> onnx.ModelProto:
+    """A graph without its weights."""
+    return onnx.load(path, load_external_data=False)
+
+
+def operators(model: onnx.ModelProto) -> set[str]:
+    """The names of its operators."""
+    return {node.op_type for node in model.graph.node}
+
+
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "llama", "gemma2", "lfm2"))
+def test_verify_judges_the_form_of_each_family(tmp_path: Path, family: str) -> None:
+    folder = tmp_path / family
+    save_tiny(family, folder, depth(family))
+    export(folder, prefill=True, incremental=True)
+    report = verify(folder, method="whole", record=False)
+    assert report
+    judged = any(check.graph.endswith(run.AS_RUN) for check in report.checks)
+    assert judged is (family not in AS_FILED)
+    assert judged is ("GroupQueryAttention" in operators(rewritten(graph_of(folder / "decode.onnx"))))
+
+
+def test_verify_fails_a_wrong_form(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(path: Path, model: onnx.ModelProto) -> None:
+        to_running_form(path, model)
+        for node in model.graph.node:
+            for field in node.attribute:
+                if (node.op_type, field.name) == ("GroupQueryAttention", "scale"):
+                    field.f *= 1.01
+
+    monkeypatch.setattr(run, "to_running_form", wrong)
+    report = verify(talking, method="whole", scenario=["decode chain, 16 steps"], record=False)
+    assert {check.graph for check in report.checks if check.verdict == "fail"} == {f"prefill.onnx{run.AS_RUN}"}
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"quant": "int4"},
+    {"last_logits": True},
+    {"embeds": True},
+    {"unified": True, "prefill": False, "incremental": False},
+    {"lora_inputs": "all-linear"},
+    {"postprocess": "topk:5"},
+    {"precision": "float16"},
+    {"stages": 2},
+    {"shapes": "static", "max_seq_len": 64, "prompt_len": 8},
+    {"target": "ort-cpu", "cache": "shared-buffer"},
+]
+IN_FILE = ("float16", "stages", "static", "ort-cpu")
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_tokens_are_those_of_the_file(tiny: Callable[[str], Path], tmp_path: Path, options: dict[str, Any]) -> None:
+    folder, out = tiny("llama"), tmp_path / "out"
+    export(folder, output=out, **{"prefill": True, "incremental": True, **options})
+    save_letters(out)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 96, size=size).tolist() for size in (5, 9, 3)]
+    found = {}
+    for form in ("file", "auto", "mapped"):
+        model = TextModel.open(out, form=form)
+        settings = model.defaults.but(max_new_tokens=12, eos_token_id=())
+        batches = [prompts[:1]] if "shapes" in options else [prompts, prompts[:1]]
+        pieces = [piece for batch in batches for piece in model.stream(batch, settings)]
+        found[form] = [(piece.index, piece.token) for piece in pieces if piece.token is not None]
+    assert found["file"] == found["auto"] == found["mapped"]
+    stays = any(word in f"{options}" for word in IN_FILE)
+    graphs = [graph_of(path) for path in out.glob("*.onnx") if path.name != "embeddings.onnx"]
+    for graph in graphs:
+        before = operators(graph)
+        to_running_form(out, graph)
+        assert (operators(graph) != before) is not stays
+
+
+def test_a_form_is_made_once_and_damaged_ones_again(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[int]()
+
+    def counted(model: onnx.ModelProto) -> onnx.ModelProto:
+        made.append(1)
+        return rewritten(model)
+
+    monkeypatch.setattr(running_form, "rewritten", counted)
+    first, second, third, fourth = (graph_of(talking / "decode.onnx") for _ in range(4))
+    to_running_form(talking, first)
+    to_running_form(talking, second)
+    assert len(made) == 1
+    assert first == second
+    (kept,) = (user_cache("forms")).iterdir()
+    kept.write_bytes(b"\xff no graph")
+    to_running_form(talking, third)
+    assert len(made) == 2
+    assert third == first
+    kept.parent.chmod(0o777)  # others could put a graph there
+    to_running_form(talking, fourth)
+    assert len(made) == 3
+    kept.parent.chmod(0o700)
+
+
+def test_settings_that_change_a_graph_run_it_as_it_is(talking: Path) -> None:
+    graphs = [talking / "decode.onnx"]
+    assert in_form(SessionSettings(), "auto", graphs).change is to_running_form
+    assert in_form(SessionSettings(), "auto", graphs).prepack
+    assert not in_form(SessionSettings(), "mapped", graphs).prepack
+    for own in (SessionSettings(free_dimensions={"past_sequence_length": 4}), SessionSettings(change=lambda *_: None)):
+        assert in_form(own, "auto", graphs) is own
+    with pytest.raises(UsageProblem, match="`form` is 'fast'"):
+        TextModel.open(talking, form="fast")
+
+
+def test_short_texts_copy_no_weights(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = list[str]()
+    opened = TextModel.open
+
+    def noted(*given: Any, **options: Any) -> TextModel:
+        forms.append(options["form"])
+        return opened(*given, **options)
+
+    monkeypatch.setattr(TextModel, "open", noted)
+    generate(talking, "abc", max_new_tokens=3)
+    generate(talking, ["abc"] * 200, max_new_tokens=3)
+    generate(talking, ["abc", "ab"], max_new_tokens=3, prompt_prefix="cc")
+    generate(talking, "abc", max_new_tokens=3, form="file")
+    assert forms == ["mapped", "auto", "file", "file"]
