@@ -16,6 +16,7 @@ from llmconv.argument_checks import checked
 from llmconv.convert.adapter_file import lora_factors
 from llmconv.convert.opening_adapters import is_for_peft
 from llmconv.errors import InputRefused, LlmconvError, UsageProblem, listing
+from llmconv.export.rewrite.running_form import may_change
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, is_remote, local_path, source_name
 from llmconv.output.manifest import (
@@ -43,6 +44,7 @@ from llmconv.verify.clients.comparison import Client, ClientChecks, EagerLogits,
 from llmconv.verify.comparison.cache_copies import has_codes
 from llmconv.verify.comparison.half_precision import most_precise
 from llmconv.verify.comparison.images import FEATURES
+from llmconv.verify.comparison.run import AS_RUN
 from llmconv.verify.float_folder import AUTO, STRUCTURE, FloatFolder, Method
 from llmconv.verify.graph_folder import GraphFolder
 from llmconv.verify.other_exporters.quantized.accuracy import AccuracyLimits, rounds_activations
@@ -238,6 +240,9 @@ def _in_turn(
         yield fields
     if rest:
         yield from rest.checks(alone=False)
+    judged = any(check.graph.endswith(AS_RUN) for check in folder.report.checks)
+    if not judged and any(map(may_change, verified.models.values())):
+        folder.report.unseen.append("faults of the form in which `generate` runs the graphs (`--form file` does not)")
     return found
 
 

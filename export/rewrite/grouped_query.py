@@ -33,6 +33,8 @@ from llmconv.export.traced_graph import (
 from llmconv.runtime.extra_inputs import PAST
 
 TOKEN_AXES = (2, -2)
+MASK = 3  # index of the input of `Attention`
+KEPT = {"scale", "softcap"}  # attributes of `Attention` that the operator has, too
 HEAD_MULTIPLE = 8  # onnxruntime's kernels take head sizes that are a multiple of this
 SWAP_HEADS = [0, 2, 1, 3]  # exchanges the axes of heads and tokens, in both directions
 
@@ -43,7 +45,9 @@ def use_grouped_query_attention(traced: TracedGraph) -> None:
     found = []
     for node in (node for node in graph if node.op_type == "Attention"):
         keys, values = _update(node.inputs[1]), _update(node.inputs[2])
-        if keys and values and keys.sizes == values.sizes and keys.sizes[1] % HEAD_MULTIPLE == 0:
+        if not keys or not values or keys.sizes != values.sizes or not _is_plain(node):
+            continue
+        if all(isinstance(size, int) for size in keys.sizes) and keys.sizes[1] % HEAD_MULTIPLE == 0:
             found.append((node, keys, values))
     if found:
         lengths = _lengths(graph)
@@ -51,6 +55,14 @@ def use_grouped_query_attention(traced: TracedGraph) -> None:
             _rewrite(graph, attention, keys, values, lengths)
         traced.model.opset_imports[MICROSOFT] = 1
         remove_unused(traced.model)
+
+
+def _is_plain(attention: ir.Node) -> bool:
+    """Whether heads are an axis, their number is known, and a mask of numbers alone says what is attended to."""
+    query, mask = attention.inputs[0], attention.inputs[MASK] if len(attention.inputs) > MASK else None
+    if query is None or mask is None or query.shape is None or attention.attributes.keys() - KEPT:
+        return False
+    return rank(query) == CACHE_RANK and isinstance(query.shape[1], int) and mask.dtype == query.dtype
 
 
 def fits_grouped_query(past: Sequence[Port]) -> bool:
@@ -101,7 +113,7 @@ def _rewrite(
     heads, (kv_heads, size) = int(query.shape[1]), keys.sizes  # type: ignore[arg-type]
     editor = NodeEditor(graph, attention, module_of=attention)
     flat = [_flat(editor, value) for value in (query, keys.new, values.new)]
-    kept = {name: attention.attributes[name].value for name in ("scale", "softcap") if name in attention.attributes}
+    kept = {name: attention.attributes[name].value for name in KEPT if name in attention.attributes}
     output, *presents = editor.add(
         "GroupQueryAttention",
         [*flat, keys.buffer, values.buffer, *lengths, None, None, None, mask],

@@ -30,6 +30,7 @@ LENGTH_AXIS = 2
 FUSED = {"GroupQueryAttention", "TensorScatter"}  # a graph with one of these has a form of its own
 CODES = "MatMulNBits"  # product with codes, whose shape onnx does not know
 ROUNDS = 4  # of inference: a size may follow from another that was open
+TOKEN_INPUTS = ("input_ids", "inputs_embeds")
 OPSET = 23  # the first with `Attention`
 
 
@@ -38,11 +39,7 @@ def to_running_form(path: Path, model: onnx.ModelProto) -> None:
 
     The result is kept in the user's cache, where there is one that only the user can change.
     """
-    operators = {node.op_type for node in model.graph.node}
-    opset = next((one.version for one in model.opset_import if not one.domain), 0)
-    names = {port.name for port in (*model.graph.input[:2], *model.graph.output[:1])}
-    whole = "attention_mask" in names and names & {"input_ids", "inputs_embeds"} and names & {"logits", "tokens"}
-    if model.functions or opset < OPSET or not whole or "Attention" not in operators or operators & FUSED:
+    if not may_change(model):
         return
     try:
         kept = _place(model)
@@ -56,6 +53,24 @@ def to_running_form(path: Path, model: onnx.ModelProto) -> None:
     model.CopyFrom(rewritten(model))
     with suppress(LlmconvError, OSError):
         replace_file(kept, model.SerializeToString(deterministic=True))
+
+
+def may_change(model: onnx.ModelProto) -> bool:
+    """Whether a graph may have another form: a whole decoder of standard operators, with a cache of floats."""
+    operators = {node.op_type for node in model.graph.node}
+    opset = next((one.version for one in model.opset_import if not one.domain), 0)
+    names = [port.name for port in (*model.graph.input[:2], *model.graph.output[:1])]
+    whole = names in [[tokens, "attention_mask", out] for tokens in TOKEN_INPUTS for out in ("logits", "tokens")]
+    past = [port.type.tensor_type.elem_type for port in model.graph.input if is_past(port.name)]
+    is_float = bool(past) and set(past) == {onnx.TensorProto.FLOAT}
+    return (
+        whole
+        and is_float
+        and opset >= OPSET
+        and "Attention" in operators
+        and not operators & FUSED
+        and not model.functions
+    )
 
 
 def _place(model: onnx.ModelProto) -> Path:
@@ -81,7 +96,7 @@ def rewritten(model: onnx.ModelProto) -> onnx.ModelProto:
     found = ir.from_proto(shapes)
     graph = found.graph
     past = [value for value in graph.inputs if is_past(value.name or "")]
-    if any(len(value.shape or ()) != CACHE_RANK or value.dtype != ir.DataType.FLOAT for value in past):
+    if any(len(value.shape or ()) != CACHE_RANK for value in past):
         return model
     traced = TracedGraph(found, {}, "", 0, {}, "", [], {}, (), GraphSpec(cache="shared-buffer", target="ort-cpu"))
     _count_by_mask(graph, past)

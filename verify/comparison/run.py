@@ -163,14 +163,19 @@ class FolderComparison:
 
     def _forms(self, graphs: list[OrtGraph]) -> list[Candidate]:
         """The graphs in the form that `generate` runs on the CPU, see `running_form`; those that have one."""
-        settings = self.settings
-        if settings.change or settings.free_dimensions or settings.provider != CPU or self.eager.is_layered:
+        settings, change = self.settings, self.settings.change
+        if self.named or settings.free_dimensions or settings.provider != CPU or self.eager.is_layered:
             return []
+
+        def changed(path: Path, model: onnx.ModelProto) -> None:
+            if change:
+                change(path, model)
+            to_running_form(path, model)
+
         found = []
         for graph in graphs:
             if type(graph) is OrtGraph and graph.sizes is None and len(graph.entry.files) == 1:
-                changed = replace(settings, change=to_running_form, garbage=True)
-                form = self.open_graph(self.folder, graph.entry, changed)
+                form = self.open_graph(self.folder, graph.entry, replace(settings, change=changed, garbage=True))
                 if form.sizes:
                     found.append(Candidate(f"{graph.name}{AS_RUN}", OrtRunner(form, form), (form,)))
         return found

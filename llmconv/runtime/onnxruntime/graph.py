@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +285,10 @@ class OrtGraph:
         self._buffered = None
         if self.sizes:
             memory = self._garbage, self._device, self._factors
-            self._buffered = BufferedSession(self._session.last, self.sizes, self.result_names, self.embed, *memory)
+            embed = partial(
+                _token_input, self._table
+            )  # not a method: sessions are freed with the graph, without a cycle
+            self._buffered = BufferedSession(self._session.last, self.sizes, self.result_names, embed, *memory)
 
     def under(self, entry: GraphEntry) -> OrtGraph:
         """The same sessions, and so the same memory, as the graph of another entry with the same content."""
@@ -318,10 +322,7 @@ class OrtGraph:
 
     def embed(self, input_ids: Array, placed: PlacedEmbeddings | None = None) -> dict[str, Array]:
         """`input_ids`, int64 [batch, tokens], or `inputs_embeds` with the `placed` ones, by name of the input."""
-        if self._table is None:
-            return {"input_ids": input_ids}
-        embedded = self._table.run(input_ids)
-        return {INPUTS_EMBEDS: placed.into(embedded) if placed else embedded}
+        return _token_input(self._table, input_ids, placed)
 
     def run(
         self,
@@ -388,6 +389,13 @@ class OrtGraph:
         shape = [axis if isinstance(axis, int) else int(at != LENGTH_AXIS) for at, axis in enumerate(declared)]
         dtype = TENSOR_DTYPES.get(self.types[name], np.float32)
         return self._session.device_of(name).place(np.zeros([batch, *shape[1:]], dtype))
+
+
+def _token_input(table: EmbeddingGraph | None, input_ids: Array, placed: PlacedEmbeddings | None) -> dict[str, Array]:
+    if table is None:
+        return {"input_ids": input_ids}
+    embedded = table.run(input_ids)
+    return {INPUTS_EMBEDS: placed.into(embedded) if placed else embedded}
 
 
 def step_of(names: Sequence[str], results: Sequence[Array], present: Cache) -> Step:
