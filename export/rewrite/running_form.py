@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 LENGTH_AXIS = 2
 FUSED = {"GroupQueryAttention", "TensorScatter"}  # a graph with one of these has a form of its own
 CODES = "MatMulNBits"  # product with codes, whose shape onnx does not know
+MASK = 3  # index of the input of `Attention`
+# operators of a mask that grows narrower with each condition: with an `Or`, a token might see later ones
+MASKING = {
+    *("Add", "And", "Cast", "Concat", "Constant", "Expand", "Gather", "Greater", "Identity", "LessOrEqual", "Range"),
+    *("Reshape", "Shape", "Slice", "Squeeze", "Sub", "Unsqueeze", "Where"),
+}
 ROUNDS = 4  # of inference: a size may follow from another that was open
 TOKEN_INPUTS = ("input_ids", "inputs_embeds")
 OPSET = 23  # the first with `Attention`
@@ -97,6 +103,9 @@ def rewritten(model: onnx.ModelProto) -> onnx.ModelProto:
     graph = found.graph
     past = [value for value in graph.inputs if is_past(value.name or "")]
     if any(len(value.shape or ()) != CACHE_RANK for value in past):
+        return model
+    masks = [node.inputs[MASK] for node in graph if node.op_type == "Attention" and len(node.inputs) > MASK]
+    if not all(mask is not None and _is_causal(mask) for mask in masks):
         return model
     traced = TracedGraph(found, {}, "", 0, {}, "", [], {}, (), GraphSpec(cache="shared-buffer", target="ort-cpu"))
     _count_by_mask(graph, past)
@@ -186,6 +195,14 @@ def _count_by_mask(graph: ir.Graph, past: list[ir.Value]) -> None:
             total, new = (edit.one("Shape", [value], {"start": 1, "end": 2}) for value in (mask, tokens))
             length = edit.one("Sub", [total, new])
         node.outputs[0].replace_all_uses_with(length)
+
+
+def _is_causal(mask: ir.Value) -> bool:
+    """Whether a mask leaves out later tokens, as the operator does: conditions on positions, all of which must hold."""
+    from llmconv.export.traced_graph import ancestors  # noqa: PLC0415 - as above
+
+    made_by = {node.op_type for value in ancestors(mask) if (node := value.producer()) is not None}
+    return "LessOrEqual" in made_by and made_by <= MASKING
 
 
 def _is_buffer(value: ir.Value) -> bool:

@@ -24,7 +24,7 @@ from tests.builders.slow_rows import slow_but
 from tests.builders.talking import save_letters
 from tools.tiny_models import depth, save_tiny
 
-AS_FILED = ("falcon", "bloom", "deepseek_v3", "lfm2", "mamba2")
+AS_FILED = ("falcon", "bloom", "deepseek_v3", "lfm2", "mamba2", "gemma3")
 FAMILIES = [
     "llama",
     "gemma2",
