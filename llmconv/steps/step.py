@@ -26,7 +26,7 @@ TEXTS = {"generate": ("texts", "prompt", "prompt-file"), "embed": ("texts", "tex
 NOT_IN_A_FILE = {"help", "json", "dry-run", "part", "finish"}
 # metavars of options that name something to read; those that are written have a type with `is_written`
 READ_METAVARS = ("PATH", "FILE", "FOLDER", "FILE|default")
-RUNTIMES = ("onnx", "packed", "torch", "optimum", "genai")  # what `bench` takes before a folder, or alone
+RUNTIMES = ("onnx", "packed", "lookup", "torch", "optimum", "genai")  # what `bench` takes before a folder, or alone
 NO_FILES = ("repository", "texts")  # arguments that name nothing to read
 ON, OFF = "true", "false"  # the word of a flag, and of its `--no-` form
 
