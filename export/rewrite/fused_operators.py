@@ -230,7 +230,9 @@ def fuse_linear_layers(traced: TracedGraph) -> None:
 def _between_reshapes(gemm: ir.Node) -> tuple[ir.Value, ir.Node, ir.Node] | None:
     """The left operand before it is flattened, the `Gemm`, and the `Reshape` that restores the axes of the product."""
     before = producer(gemm.inputs[0], "Reshape") if gemm.op_type == "Gemm" else None
-    if before is None or gemm.attributes.get_int("transB", 0) != 1:
+    if before is None or gemm.attributes.get_int("transB", 0) != 1 or gemm.attributes.get_int("transA", 0) != 0:
+        return None
+    if any(gemm.attributes.get_float(name, 1.0) != 1.0 for name in ("alpha", "beta")):
         return None
     source, uses = before.inputs[0], list(gemm.outputs[0].uses())
     if source is None or len(uses) != 1 or uses[0].node.op_type != "Reshape":
@@ -246,11 +248,11 @@ def fuse_sums_before_norms(traced: TracedGraph) -> None:
     """Replaces every norm of a sum of whole hidden states by one node, which also returns the sum, in place."""
     graph = traced.model.graph
     norms = [(node, producer(node.inputs[0], "Add")) for node in graph if node.op_type == "RMSNormalization"]
-    found = [(norm, add) for norm, add in norms if add and all(rank(value) == 3 for value in add.inputs)]
+    found = [(norm, add) for norm, add in norms if add and _same_shape(add)]
     for norm, add in found:
         editor, (x, weight) = NodeEditor(graph, norm, module_of=norm), norm.inputs[:2]
         assert x is not None
-        attributes = {"epsilon": norm.attributes.get_float("epsilon", 0.0)}
+        attributes = {"epsilon": norm.attributes.get_float("epsilon", 1e-5)}
         inputs = [*add.inputs, weight]
         outputs = editor.add("SkipSimplifiedLayerNormalization", inputs, attributes, SUM + 1, MICROSOFT)
         replace_value(norm.outputs[0], outputs[0])
@@ -264,6 +266,12 @@ def fuse_sums_before_norms(traced: TracedGraph) -> None:
     if found:
         traced.model.opset_imports[MICROSOFT] = 1
         remove_unused(traced.model)
+
+
+def _same_shape(add: ir.Node) -> bool:
+    """Whether both terms are whole hidden states."""
+    one, other = add.inputs
+    return one is not None and other is not None and rank(one) == rank(other) == 3 and one.shape == other.shape
 
 
 TOTAL, TABLES, BIAS = 6, 7, 10

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 LENGTH_AXIS = 2
 FUSED = {"GroupQueryAttention", "TensorScatter"}  # a graph with one of these has a form of its own
 CODES = "MatMulNBits"  # product with codes, whose shape onnx does not know
+PAST_INPUTS, MASK_RANK = (3, 4), 4  # indices of keys and values among the operator's inputs; axes of the mask
 MASK = 3  # index of the input of `Attention`
 # operators of a mask that grows narrower with each condition: with an `Or`, a token might see later ones
 MASKING = {
@@ -54,8 +55,10 @@ def to_running_form(path: Path, model: onnx.ModelProto) -> None:
         model.CopyFrom(rewritten(model))
         return
     with suppress(OSError, DecodeError):
-        model.CopyFrom(onnx.load_model_from_string(kept.read_bytes()))
-        return
+        found = onnx.load_model_from_string(kept.read_bytes())
+        if _ports(found) == _ports(model):  # else it is damaged
+            model.CopyFrom(found)
+            return
     model.CopyFrom(rewritten(model))
     with suppress(LlmconvError, OSError):
         replace_file(kept, model.SerializeToString(deterministic=True))
@@ -77,6 +80,10 @@ def may_change(model: onnx.ModelProto) -> bool:
         and not operators & FUSED
         and not model.functions
     )
+
+
+def _ports(model: onnx.ModelProto) -> tuple[list[str], list[str]]:
+    return [port.name for port in model.graph.input], [port.name for port in model.graph.output]
 
 
 def _place(model: onnx.ModelProto) -> Path:
@@ -104,13 +111,15 @@ def rewritten(model: onnx.ModelProto) -> onnx.ModelProto:
     past = [value for value in graph.inputs if is_past(value.name or "")]
     if any(len(value.shape or ()) != CACHE_RANK for value in past):
         return model
-    masks = [node.inputs[MASK] for node in graph if node.op_type == "Attention" and len(node.inputs) > MASK]
-    if not all(mask is not None and _is_causal(mask) for mask in masks):
+    attentions = [node for node in graph if node.op_type == "Attention"]
+    if not all(_is_causal(node) for node in attentions):
         return model
     traced = TracedGraph(found, {}, "", 0, {}, "", [], {}, (), GraphSpec(cache="shared-buffer", target="ort-cpu"))
     _count_by_mask(graph, past)
     use_grouped_query_attention(traced)
     if not past or not all(_is_buffer(value) for value in past):
+        return model
+    if any(value.uses() for value in graph.outputs if is_present(value.name or "")):  # nodes would see a whole buffer
         return model
     fuse_for_target(traced)
     for value in (*past, *(value for value in graph.outputs if is_present(value.name or ""))):
@@ -197,18 +206,27 @@ def _count_by_mask(graph: ir.Graph, past: list[ir.Value]) -> None:
         node.outputs[0].replace_all_uses_with(length)
 
 
-def _is_causal(mask: ir.Value) -> bool:
-    """Whether a mask leaves out later tokens, as the operator does: conditions on positions, all of which must hold."""
-    from llmconv.export.traced_graph import ancestors  # noqa: PLC0415 - as above
+def _is_causal(attention: ir.Node) -> bool:
+    """Whether only a mask says what is attended to, and leaves out later tokens, as the operator does.
 
+    It consists of conditions on positions, all of which must hold.
+    """
+    from llmconv.export.traced_graph import ancestors, rank  # noqa: PLC0415 - as above
+
+    mask = attention.inputs[MASK] if len(attention.inputs) > MASK else None
+    if mask is None or rank(mask) != MASK_RANK or any(attention.inputs[MASK + 1 :]) or len(attention.outputs) > 1:
+        return False
     made_by = {node.op_type for value in ancestors(mask) if (node := value.producer()) is not None}
     return "LessOrEqual" in made_by and made_by <= MASKING
 
 
 def _is_buffer(value: ir.Value) -> bool:
-    """Whether one `GroupQueryAttention` alone reads the past, and returns it with the new tokens."""
-    uses = [use.node for use in value.uses() if not _is_other_axis(use.node)]
-    return len(uses) == 1 and uses[0].op_type == "GroupQueryAttention"
+    """Whether one `GroupQueryAttention` alone reads the past, and returns it, under the same name, with new tokens."""
+    uses = [use for use in value.uses() if not _is_other_axis(use.node)]
+    if len(uses) != 1 or uses[0].node.op_type != "GroupQueryAttention" or uses[0].idx not in PAST_INPUTS:
+        return False
+    present = uses[0].node.outputs[1 + uses[0].idx - PAST_INPUTS[0]].name or ""
+    return present.partition(".")[2] == (value.name or "").partition(".")[2]
 
 
 def _is_other_axis(node: ir.Node) -> bool:

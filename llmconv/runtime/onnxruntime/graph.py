@@ -217,6 +217,10 @@ class OrtCache:
         return {name: as_array(value) for name, value in zip(self.names, self.values, strict=True)}
 
 
+COARSE = {  # operators that round activations to integers
+    *("MatMulNBits", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeLinear", "DynamicQuantizeMatMul"),
+    *("QuantizeLinear", "QLinearMatMul", "QMoE"),
+}
 LENGTH_AXIS = 2  # the token axis of keys and values
 INT8 = "tensor(int8)"  # onnxruntime's type of codes, of which a cache may consist
 
@@ -310,6 +314,11 @@ class OrtGraph:
     def scores_last(self) -> bool:
         """Whether it returns logits of the last position only, or one choice without the next likeliest."""
         return bool(self.entry.last_logits) or ("logits" not in self.outputs and len(self.outputs["tokens"]) < 3)
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether it computes in less than float32, so that the last bit of a value may become a much larger step."""
+        return self.dtype != np.float32 or bool(self._session.op_types & COARSE)
 
     @property
     def is_on_host(self) -> bool:

@@ -109,7 +109,7 @@ class OrtRunner(Runner):
 
     def scores_all(self, past: int, new: int) -> bool:
         graph = self._step_graph
-        if graph.scores_last or not graph.is_on_host:
+        if graph.scores_last or graph.rounds_activations or not graph.is_on_host:
             return False
         sizes = graph.sizes
         past += self.virtual_tokens
