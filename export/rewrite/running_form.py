@@ -31,7 +31,9 @@ FUSED = {"GroupQueryAttention", "TensorScatter"}  # a graph with one of these ha
 CODES = "MatMulNBits"  # product with codes, whose shape onnx does not know
 PAST_INPUTS, MASK_RANK = (3, 4), 4  # indices of keys and values among the operator's inputs; axes of the mask
 MASK = 3  # index of the input of `Attention`
-# operators of a mask that grows narrower with each condition: with an `Or`, a token might see later ones
+HIDDEN = -1e30  # a mask has no more for what is hidden, and 0 for what is seen
+RESHAPING = {"Cast", "Expand", "Identity", "Reshape", "Slice", "Unsqueeze"}
+# operators of a condition that grows narrower with each condition: with an `Or`, a token might see later ones
 MASKING = {
     *("Add", "And", "Cast", "Concat", "Constant", "Expand", "Gather", "Greater", "Identity", "LessOrEqual", "Range"),
     *("Reshape", "Shape", "Slice", "Squeeze", "Sub", "Unsqueeze", "Where"),
@@ -211,13 +213,19 @@ def _is_causal(attention: ir.Node) -> bool:
 
     It consists of conditions on positions, all of which must hold.
     """
-    from llmconv.export.traced_graph import ancestors, rank  # noqa: PLC0415 - as above
+    from llmconv.export.traced_graph import ancestors, number_of, producer, rank  # noqa: PLC0415 - as above
 
     mask = attention.inputs[MASK] if len(attention.inputs) > MASK else None
     if mask is None or rank(mask) != MASK_RANK or any(attention.inputs[MASK + 1 :]) or len(attention.outputs) > 1:
         return False
-    made_by = {node.op_type for value in ancestors(mask) if (node := value.producer()) is not None}
-    return "LessOrEqual" in made_by and made_by <= MASKING
+    chosen = producer(mask)
+    while chosen is not None and chosen.op_type in RESHAPING:
+        chosen = producer(chosen.inputs[0])
+    if chosen is None or chosen.op_type != "Where" or chosen.inputs[0] is None:
+        return False
+    seen, hidden = (number_of(value) for value in chosen.inputs[1:])
+    made_by = {node.op_type for value in ancestors(chosen.inputs[0]) if (node := value.producer()) is not None}
+    return seen == 0 and hidden is not None and hidden <= HIDDEN and "LessOrEqual" in made_by and made_by <= MASKING
 
 
 def _is_buffer(value: ir.Value) -> bool:

@@ -188,6 +188,20 @@ def test_a_graph_that_scores_only_the_last_token_runs_one_by_one(
     assert shown(pieces(TextModel.open(*files), PROMPT)) == shown(alone)
 
 
+@pytest.mark.parametrize("options", [{"quant": "int4"}, {"quant": "int8"}, {"precision": "float16"}], ids=str)
+def test_graphs_that_round_activations_run_one_token_per_call(
+    tiny: Callable[[str], Path], tmp_path: Path, guessing: Callable[[list[int], int], None], options: dict[str, Any]
+) -> None:
+    out = tmp_path / "out"
+    export(tiny("llama"), output=out, prefill=True, incremental=True, **options)
+    save_letters(out)
+    alone = pieces(TextModel.open(out, speculate="off"), PROMPT, max_new_tokens=200)
+    guessing([*PROMPT, *(int(one.token or 0) for one in alone)], 0)
+    found = pieces(TextModel.open(out), PROMPT, max_new_tokens=200)
+    assert shown(found) == shown(alone)
+    assert not any(one.guessed for one in found)
+
+
 @pytest.mark.parametrize(
     ("text", "preferred", "expected"),
     [

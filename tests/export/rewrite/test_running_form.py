@@ -120,6 +120,91 @@ def test_tokens_are_those_of_the_file(tiny: Callable[[str], Path], tmp_path: Pat
         assert (operators(graph) != before) is not stays
 
 
+def attentions(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """The nodes that attend."""
+    return [node for node in model.graph.node if node.op_type == "Attention"]
+
+
+def causal_by_attribute(model: onnx.ModelProto) -> None:
+    for node in attentions(model):
+        node.attribute.append(onnx.helper.make_attribute("is_causal", 1))
+
+
+def without_mask(model: onnx.ModelProto) -> None:
+    for node in attentions(model):
+        del node.input[3:]
+
+
+def with_filled_lengths(model: onnx.ModelProto) -> None:
+    for node in attentions(model):
+        node.input.extend(["", "", "attention_mask"])
+
+
+def seen_by_all(model: onnx.ModelProto) -> None:
+    first = attentions(model)[0]
+    place = list(model.graph.node).index(first)
+    model.graph.node.insert(place, onnx.helper.make_node("Sub", [first.input[3]] * 2, ["free"]))
+    for node in attentions(model):
+        node.input[3] = "free"
+
+
+def reader_of_the_present(model: onnx.ModelProto) -> None:
+    model.graph.node.append(onnx.helper.make_node("Shape", [model.graph.output[1].name], ["size"], start=2, end=3))
+    model.graph.output.append(onnx.helper.make_tensor_value_info("size", onnx.TensorProto.INT64, [1]))
+
+
+def exchanged(model: onnx.ModelProto) -> None:
+    names = {"present.0.key": "present.1.key", "present.1.key": "present.0.key"}
+    for node in model.graph.node:
+        for names_of in (node.input, node.output):
+            names_of[:] = [names.get(name, name) for name in names_of]
+
+
+def other_order(model: onnx.ModelProto) -> None:
+    ports = list(model.graph.input)
+    del model.graph.input[:]
+    model.graph.input.extend([ports[1], ports[0], *ports[2:]])
+
+
+EDITS = [
+    causal_by_attribute,
+    without_mask,
+    with_filled_lengths,
+    seen_by_all,
+    reader_of_the_present,
+    exchanged,
+    other_order,
+]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_graphs_that_compute_something_else_stay_as_they_are(
+    talking: Path, edit: Callable[[onnx.ModelProto], None]
+) -> None:
+    graph = graph_of(talking / "decode.onnx")
+    assert "GroupQueryAttention" in operators(rewritten(graph))
+    edit(graph)
+    before = graph.SerializeToString()
+    to_running_form(talking, graph)
+    assert graph.SerializeToString() == before
+
+
+def test_numbers_of_the_fused_nodes_are_kept(talking: Path) -> None:
+    graph = graph_of(talking / "decode.onnx")
+    for node in graph.graph.node:
+        if node.op_type == "Gemm":
+            node.attribute.append(onnx.helper.make_attribute("alpha", 0.5))
+        elif node.op_type == "RMSNormalization":  # the default of the operator is 1e-5
+            refilled = [field for field in node.attribute if field.name != "epsilon"]
+            del node.attribute[:]
+            node.attribute.extend(refilled)
+    made = rewritten(graph)
+    assert "FusedMatMul" not in operators(made)
+    fused = [node for node in made.graph.node if node.op_type == "SkipSimplifiedLayerNormalization"]
+    epsilons = [field.f for node in fused for field in node.attribute if field.name == "epsilon"]
+    assert epsilons == pytest.approx([1e-5] * len(fused))
+
+
 def test_a_form_is_made_once_and_damaged_ones_again(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[int]()
 
@@ -134,7 +219,7 @@ def test_a_form_is_made_once_and_damaged_ones_again(talking: Path, monkeypatch: 
     assert len(made) == 1
     assert first == second
     (kept,) = (user_cache("forms")).iterdir()
-    kept.write_bytes(b"\xff no graph")
+    kept.write_bytes(b"")
     to_running_form(talking, third)
     assert len(made) == 2
     assert third == first
