@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,7 +215,7 @@ class StagedFolder(UnfinishedOutput):
                     item.rmdir()
             elif item not in kept:
                 item.unlink()
-        self._folder.write(JOURNAL, self._encode_journal(self.finished))
+        self._folder.write(JOURNAL, self._encode_journal())
 
     def _lines(self, journal: str) -> list[Any]:
         """The entries of a journal; none if the key differs."""
@@ -238,16 +238,15 @@ class StagedFolder(UnfinishedOutput):
         except (OSError, InputRefused):
             return False
 
-    def _encode_journal(self, finished: Mapping[str, dict[str, Any]]) -> bytes:
-        lines = [{"key": self._key}] + [{"file": name, **entry} for name, entry in finished.items()]
+    def _encode_journal(self) -> bytes:
+        lines = [{"key": self._key}] + [{"file": name, **entry} for name, entry in self.finished.items()]
         return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
     def record(self, name: str, entry: dict[str, Any]) -> None:
         """Records in the journal that the file `name` is complete on the disk."""
-        finished = {**self.finished, name: entry}
+        self.finished[name] = entry  # also keeps the folder if the journal cannot be written
         with failing_safely():
-            self._folder.write(JOURNAL, self._encode_journal(finished))
-        self.finished[name] = entry
+            self._folder.write(JOURNAL, self._encode_journal())
 
     def make_shard(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
         """Copies or streams one file and returns its manifest entry; see `UnfinishedOutput`."""

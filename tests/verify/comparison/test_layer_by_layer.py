@@ -74,7 +74,7 @@ def test_scenarios_that_edit_or_replace_a_cache_are_skipped_and_counted(exported
     assert {check.verdict for check in report.checks if check.name in EDITING} == {"skip"}
     assert {check.name for check in report.checks if check.verdict == "skip"} == set(EDITING)
     assert report.verdict == "pass"
-    assert report.summary().endswith("caches that are changed between two calls")
+    assert "caches that are changed between two calls" in report.summary()
 
 
 @pytest.mark.slow
