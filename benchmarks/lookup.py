@@ -20,18 +20,12 @@ from llmconv.generation.row import Row, RowStart
 from llmconv.runtime import SessionSettings
 from llmconv.tensors import Array
 
-THREADS, ROUNDS = 2, 5
-FORMS = {
-    "default": ((), False),
-    "default, `--prepack`": ((), True),
-    "`--target ort-cpu --cache shared-buffer`, `--prepack`": (
-        ("--target", "ort-cpu", "--cache", "shared-buffer"),
-        True,
-    ),
-    "`--quant int4 --target ort-cpu --cache shared-buffer`": (
-        ("--quant", "int4", "--target", "ort-cpu", "--cache", "shared-buffer"),
-        False,
-    ),
+THREADS, ROUNDS = 2, 3
+FORMS = {  # options of `export`, and `--form`
+    "default": ((), "auto"),
+    "default, `--form mapped`": ((), "mapped"),
+    "default, `--form file`": ((), "file"),
+    "`--quant int4`": (("--quant", "int4"), "auto"),
 }
 CODE = Path("benchmarks/llama_cpp.py")
 RENAMED = "environments", "places"
@@ -95,11 +89,11 @@ def main() -> int:
     lines, targets = [], []
     source = CODE.read_text()
     prompt = f"```python\n{source}```\n\nThe same file, with `{RENAMED[0]}` renamed to `{RENAMED[1]}`:\n\n```python\n"
-    for number, (name, (options, prepack)) in enumerate(FORMS.items()):
+    for number, (name, (options, form)) in enumerate(FORMS.items()):
         folder = FOLDER / f"lookup-{number}"
         if not folder.exists():
             run(llmconv("export", smollm2(), "-o", folder, *options))
-        model = TextModel.open(folder, settings=SessionSettings(threads=THREADS, prepack=prepack))
+        model = TextModel.open(folder, settings=SessionSettings(threads=THREADS), form=form)
         edited = model.encode(source.replace(*RENAMED))
         edit = measured(model, (prompt,), min(EDIT_TOKENS, len(edited)), edited)
         free = measured(model, FREE, FREE_TOKENS)

@@ -242,7 +242,9 @@ def _in_turn(
         yield from rest.checks(alone=False)
     judged = any(check.graph.endswith(AS_RUN) for check in folder.report.checks)
     if not judged and any(map(may_change, verified.models.values())):
-        folder.report.unseen.append("faults of the form in which `generate` runs the graphs (`--form file` does not)")
+        folder.report.unseen.append(
+            "faults of the form in which `generate` runs the graphs (`generate --form file` avoids it)"
+        )
     return found
 
 

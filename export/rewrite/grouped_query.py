@@ -23,8 +23,10 @@ from llmconv.export.traced_graph import (
     MICROSOFT,
     NodeEditor,
     TracedGraph,
+    ancestors,
     constant,
     integers,
+    number_of,
     producer,
     rank,
     remove_unused,
@@ -34,6 +36,13 @@ from llmconv.runtime.extra_inputs import PAST
 
 TOKEN_AXES = (2, -2)
 MASK = 3  # index of the input of `Attention`
+HIDDEN = -1e30  # a mask has no more for what is hidden, and 0 for what is seen
+RESHAPING = {"Cast", "Expand", "Identity", "Reshape", "Slice", "Unsqueeze"}
+# operators of a condition that grows narrower with each condition: with an `Or`, a token might see later ones
+MASKING = {
+    *("Add", "And", "Cast", "Concat", "Constant", "Expand", "Gather", "Greater", "Identity", "LessOrEqual", "Range"),
+    *("Reshape", "Shape", "Slice", "Squeeze", "Sub", "Unsqueeze", "Where"),
+}
 KEPT = {"scale", "softcap"}  # attributes of `Attention` that the operator has, too
 HEAD_MULTIPLE = 8  # onnxruntime's kernels take head sizes that are a multiple of this
 SWAP_HEADS = [0, 2, 1, 3]  # exchanges the axes of heads and tokens, in both directions
@@ -63,6 +72,24 @@ def _is_plain(attention: ir.Node) -> bool:
     if query is None or mask is None or query.shape is None or attention.attributes.keys() - KEPT:
         return False
     return rank(query) == CACHE_RANK and isinstance(query.shape[1], int) and mask.dtype == query.dtype
+
+
+def is_causal(attention: ir.Node) -> bool:
+    """Whether only a mask says what is attended to, and leaves out later tokens, as the operator does.
+
+    It consists of conditions on positions, all of which must hold.
+    """
+    mask = attention.inputs[MASK] if len(attention.inputs) > MASK else None
+    if mask is None or rank(mask) != CACHE_RANK or any(attention.inputs[MASK + 1 :]) or len(attention.outputs) > 1:
+        return False
+    chosen = producer(mask)
+    while chosen is not None and chosen.op_type in RESHAPING:
+        chosen = producer(chosen.inputs[0])
+    if chosen is None or chosen.op_type != "Where" or chosen.inputs[0] is None:
+        return False
+    seen, hidden = (number_of(value) for value in chosen.inputs[1:])
+    made_by = {node.op_type for value in ancestors(chosen.inputs[0]) if (node := value.producer()) is not None}
+    return seen == 0 and hidden is not None and hidden <= HIDDEN and "LessOrEqual" in made_by and made_by <= MASKING
 
 
 def fits_grouped_query(past: Sequence[Port]) -> bool:

@@ -3,7 +3,8 @@
     Attention(q, Concat(past, new), …, mask)  ->  GroupQueryAttention(q, new, …, past, …, bias=mask)
 
 and then the passes of `--target ort-cpu`. Past and present share one buffer, so a step does not copy the past. A graph
-stays as it is if one part of its cache is used in another way: states, windows, keys of an earlier layer.
+stays as it is if a part of its cache is no such buffer (states, keys and values of different sizes), or a token may
+attend to later ones.
 """
 
 from __future__ import annotations
@@ -29,15 +30,7 @@ if TYPE_CHECKING:
 LENGTH_AXIS = 2
 FUSED = {"GroupQueryAttention", "TensorScatter"}  # a graph with one of these has a form of its own
 CODES = "MatMulNBits"  # product with codes, whose shape onnx does not know
-PAST_INPUTS, MASK_RANK = (3, 4), 4  # indices of keys and values among the operator's inputs; axes of the mask
-MASK = 3  # index of the input of `Attention`
-HIDDEN = -1e30  # a mask has no more for what is hidden, and 0 for what is seen
-RESHAPING = {"Cast", "Expand", "Identity", "Reshape", "Slice", "Unsqueeze"}
-# operators of a condition that grows narrower with each condition: with an `Or`, a token might see later ones
-MASKING = {
-    *("Add", "And", "Cast", "Concat", "Constant", "Expand", "Gather", "Greater", "Identity", "LessOrEqual", "Range"),
-    *("Reshape", "Shape", "Slice", "Squeeze", "Sub", "Unsqueeze", "Where"),
-}
+PAST_INPUTS = 3, 4  # indices of keys and values among the inputs of `GroupQueryAttention`
 ROUNDS = 4  # of inference: a size may follow from another that was open
 TOKEN_INPUTS = ("input_ids", "inputs_embeds")
 OPSET = 23  # the first with `Attention`
@@ -105,7 +98,7 @@ def rewritten(model: onnx.ModelProto) -> onnx.ModelProto:
 
     from llmconv.export.graph_spec import CACHE_RANK, GraphSpec  # noqa: PLC0415 - as above
     from llmconv.export.rewrite.fused_operators import fuse_for_target  # noqa: PLC0415 - as above
-    from llmconv.export.rewrite.grouped_query import use_grouped_query_attention  # noqa: PLC0415 - as above
+    from llmconv.export.rewrite.grouped_query import is_causal, use_grouped_query_attention  # noqa: PLC0415 - as above
     from llmconv.export.traced_graph import MICROSOFT, TracedGraph  # noqa: PLC0415 - as above
 
     found = ir.from_proto(shapes)
@@ -114,7 +107,7 @@ def rewritten(model: onnx.ModelProto) -> onnx.ModelProto:
     if any(len(value.shape or ()) != CACHE_RANK for value in past):
         return model
     attentions = [node for node in graph if node.op_type == "Attention"]
-    if not all(_is_causal(node) for node in attentions):
+    if not all(is_causal(node) for node in attentions):
         return model
     traced = TracedGraph(found, {}, "", 0, {}, "", [], {}, (), GraphSpec(cache="shared-buffer", target="ort-cpu"))
     _count_by_mask(graph, past)
@@ -206,26 +199,6 @@ def _count_by_mask(graph: ir.Graph, past: list[ir.Value]) -> None:
             total, new = (edit.one("Shape", [value], {"start": 1, "end": 2}) for value in (mask, tokens))
             length = edit.one("Sub", [total, new])
         node.outputs[0].replace_all_uses_with(length)
-
-
-def _is_causal(attention: ir.Node) -> bool:
-    """Whether only a mask says what is attended to, and leaves out later tokens, as the operator does.
-
-    It consists of conditions on positions, all of which must hold.
-    """
-    from llmconv.export.traced_graph import ancestors, number_of, producer, rank  # noqa: PLC0415 - as above
-
-    mask = attention.inputs[MASK] if len(attention.inputs) > MASK else None
-    if mask is None or rank(mask) != MASK_RANK or any(attention.inputs[MASK + 1 :]) or len(attention.outputs) > 1:
-        return False
-    chosen = producer(mask)
-    while chosen is not None and chosen.op_type in RESHAPING:
-        chosen = producer(chosen.inputs[0])
-    if chosen is None or chosen.op_type != "Where" or chosen.inputs[0] is None:
-        return False
-    seen, hidden = (number_of(value) for value in chosen.inputs[1:])
-    made_by = {node.op_type for value in ancestors(chosen.inputs[0]) if (node := value.producer()) is not None}
-    return seen == 0 and hidden is not None and hidden <= HIDDEN and "LessOrEqual" in made_by and made_by <= MASKING
 
 
 def _is_buffer(value: ir.Value) -> bool:

@@ -29,7 +29,7 @@ def open_text_model(
     has_tokenizer = any((path / name).is_file() for name in TOKENIZER_FILES)
     return TextModel(
         tokenizer=load_tokenizer(path) if has_tokenizer else NoTokenizer(),
-        runner=load_runner(ModelFiles.find(path), "onnx", settings, form="auto"),
+        runner=load_runner(ModelFiles.find(path), "onnx", settings, form="auto" if prepack else "mapped"),
         defaults=GenerationSettings(),
         positions=positions_of(path),
         folder=path,

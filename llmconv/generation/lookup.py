@@ -50,7 +50,7 @@ class Lookup:
         return self._guess[: self._count(self._hits[self._level], most)]
 
     def took(self, tokens: int, seconds: float, kept: int = 1) -> None:
-        """Notes the time of a call with so many tokens, after which so many new ones are `kept`."""
+        """Notes the seconds of a call that ran `tokens` tokens and gave `kept` new ones."""
         width = next((width for width in WIDTHS if width >= tokens), WIDTHS[-1])
         self._seconds = {known: FORGET * value for known, value in self._seconds.items()}
         before = self._seconds.get(width, seconds)

@@ -289,9 +289,7 @@ class OrtGraph:
         self._buffered = None
         if self.sizes:
             memory = self._garbage, self._device, self._factors
-            embed = partial(
-                _token_input, self._table
-            )  # not a method: sessions are freed with the graph, without a cycle
+            embed = partial(_token_input, self._table)  # a method would keep the sessions in a cycle
             self._buffered = BufferedSession(self._session.last, self.sizes, self.result_names, embed, *memory)
 
     def under(self, entry: GraphEntry) -> OrtGraph:

@@ -187,7 +187,7 @@ class StagedRunner(Runner):
     def __init__(
         self, stages: Sequence[LocalStage | RemoteStage], export: StagedExport, opened: ExitStack | None = None
     ) -> None:
-        self._stages, self._export, self._opened = stages, export, opened or ExitStack()
+        self._stages, self._opened = stages, opened or ExitStack()
         self._prefix = export.entries["prefill"].prefix
         last = export.outputs("decode", export.count)
         self._result_names = ["logits"] if "logits" in last else ["tokens", "scores"]
@@ -228,9 +228,6 @@ class StagedRunner(Runner):
     @property
     def virtual_tokens(self) -> int:
         return self._prefix.length if self._prefix else 0
-
-    def scores_all(self, past: int, new: int) -> bool:
-        return not self._export.entries["decode"].last_logits
 
     def _run_prompt(
         self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
