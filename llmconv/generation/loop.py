@@ -137,6 +137,8 @@ class Batch:
         """Tokens to run after those of a row that is alone, in the same call."""
         if self._lookup is None or self.past is None:
             return self._guess[:0]
+        if not self._runner.scores_all(self.past.tokens, self._pending + 1):  # none is looked for in vain
+            return self._guess[:0]
         guess = self._lookup.guess(row.all_ids, row.room - 1)
         tokens = self._pending + len(guess)
         total = self.past.tokens + tokens
