@@ -153,7 +153,7 @@ MOVING = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Split", "Slice", "Ide
 def key_rotations(traced: TracedGraph) -> dict[str, KeyRotation]:
     """The rotation of every layer's keys by the name of their cache input, in a graph with a growing cache."""
     fused = traced.copy()
-    fuse_rotary(fused)
+    fuse_rotary(fused.model)
     outputs = [value for value in fused.model.graph.outputs if (value.name or "").endswith(".key")]
     return {past_of(value.name or ""): _rotation(value) for value in outputs}
 

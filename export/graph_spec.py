@@ -20,6 +20,7 @@ from llmconv.export.input_map import Port
 from llmconv.progress import say
 from llmconv.runtime.extra_inputs import (
     BATCH,
+    CACHE_RANK,
     INPUTS_EMBEDS,
     MAX_LENGTH,
     PAST,
@@ -35,7 +36,6 @@ from llmconv.runtime.extra_inputs import (
 if TYPE_CHECKING:
     from llmconv.export.sentence_modules import SentenceHead, TokenScore
 
-CACHE_RANK = 4
 NO_CACHE, FLOAT32 = "none", "float32"
 
 

@@ -218,8 +218,8 @@ def _rewrite(traced: TracedGraph, *, causal: bool) -> None:
     if traced.spec.cache == "shared-buffer" and causal:  # as the fused operator is
         from llmconv.export.rewrite.grouped_query import use_grouped_query_attention  # noqa: PLC0415 - of buffers alone
 
-        use_grouped_query_attention(traced)
-    fuse_for_target(traced)
+        use_grouped_query_attention(traced.model)
+    fuse_for_target(traced.model, traced.spec.target, steps=traced.spec.steps)
 
 
 NONPAD = 6  # index of the input of `Attention`: after query, key, value, mask, past key and past value

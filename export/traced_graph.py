@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from llmconv.export.graph_spec import GraphSpec
 from llmconv.tensors import Array
+
+if TYPE_CHECKING:
+    from llmconv.export.graph_spec import GraphSpec
 
 
 @dataclass

@@ -6,7 +6,6 @@ The current folder may be a downloaded model, so no Python that llmconv starts i
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -18,23 +17,6 @@ START = (
 )
 """Unlike `python FILE`, it keeps the file's folder off `sys.path`, and unlike `-c` alone the current one: their modules
 could shadow others. The option `-P` does so only from Python 3.11 on."""
-
-
-def leave_current_folder() -> None:
-    """Takes the current folder off the front of this program's `sys.path`.
-
-    `python -m llmconv` puts it there, and so does an empty element of PYTHONPATH (as in `export PYTHONPATH=$OLD:/mine`
-    where OLD is not set). An element that names the folder stays, and so does what follows the standard library.
-    """
-    try:
-        current = os.path.realpath(os.getcwd())
-    except OSError:  # it is deleted
-        return
-    named = {os.path.realpath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path}
-    library = os.path.dirname(os.__file__)
-    front = sys.path[: sys.path.index(library) if library in sys.path else 1]
-    kept = [path for path in front if os.path.realpath(path) != current or current in named]
-    sys.path[: len(front)] = kept
 
 
 def child_environment(**variables: str) -> dict[str, str]:

@@ -27,7 +27,6 @@ import onnx_ir as ir
 from llmconv.export.traced_graph import (
     MICROSOFT,
     NodeEditor,
-    TracedGraph,
     constant,
     integers,
     number_of,
@@ -41,8 +40,8 @@ ELEMENTWISE = {"Cos", "Sin", "Cast", "Identity"}  # operators of one input that 
 ROTARY_RANK = 4  # queries and keys: `[batch, heads, sequence, head_dim]`
 
 
-def fuse_rotary(traced: TracedGraph) -> None:
-    graph = traced.model.graph
+def fuse_rotary(model: ir.Model) -> None:
+    graph = model.graph
     rotations = [rotation for node in list(graph) if (rotation := _rotated(node)) is not None]
     halves: dict[ir.Value, ir.Value] = {}
     for rotation in rotations:
@@ -50,7 +49,7 @@ def fuse_rotary(traced: TracedGraph) -> None:
         editor = NodeEditor(graph, rotation.last, module_of=rotation.last)
         replace_value(rotation.last.outputs[0], editor.one("RotaryEmbedding", [rotation.x, cos, sin]))
     if rotations:
-        remove_unused(traced.model)
+        remove_unused(model)
 
 
 @dataclass(frozen=True)
@@ -150,9 +149,9 @@ SWAP = [0, 2, 1, 3]
 RANK = 3
 
 
-def flatten_heads(traced: TracedGraph) -> None:
+def flatten_heads(model: ir.Model) -> None:
     """Removes the transposes and reshapes around every `GroupQueryAttention`, in place."""
-    graph = traced.model.graph
+    graph = model.graph
     nodes = [node for node in graph if node.op_type == "GroupQueryAttention"]
     for node in nodes:
         heads = node.attributes.get_int("num_heads"), *[node.attributes.get_int("kv_num_heads")] * 2
@@ -163,7 +162,7 @@ def flatten_heads(traced: TracedGraph) -> None:
                 node.replace_input_with(at, flat)
         _flatten_output(node.outputs[0])
     if nodes:
-        remove_unused(traced.model)
+        remove_unused(model)
 
 
 def _flat_input(editor: NodeEditor, value: ir.Value | None, heads: int) -> ir.Value | None:
@@ -211,20 +210,20 @@ def _flatten_output(output: ir.Value) -> None:
                         output.shape, output.type = result.shape, result.type
 
 
-def fuse_linear_layers(traced: TracedGraph) -> None:
-    """Rewrites every `Gemm` between two reshapes, in place; on CUDA, where a bias costs a kernel, those without one."""
-    nodes = [node for node in traced.model.graph if traced.spec.target == "ort-cpu" or len(node.inputs) == 2]
+def fuse_linear_layers(model: ir.Model, *, biases: bool = True) -> None:
+    """Rewrites every `Gemm` between two reshapes, in place; without `biases` those without one."""
+    nodes = [node for node in model.graph if biases or len(node.inputs) == 2]
     found = [match for node in nodes if (match := _between_reshapes(node)) is not None]
     for source, gemm, last in found:
-        editor = NodeEditor(traced.model.graph, last, module_of=gemm)
+        editor = NodeEditor(model.graph, last, module_of=gemm)
         attributes = {"transA": 0, "transB": 1, "alpha": 1.0}
         result = editor.one("FusedMatMul", [source, gemm.inputs[1]], attributes, domain=MICROSOFT)
         if len(gemm.inputs) > 2:
             result = editor.one("Add", [result, gemm.inputs[2]])
         replace_value(last.outputs[0], result)
     if found:
-        traced.model.opset_imports[MICROSOFT] = 1
-        remove_unused(traced.model)
+        model.opset_imports[MICROSOFT] = 1
+        remove_unused(model)
 
 
 def _between_reshapes(gemm: ir.Node) -> tuple[ir.Value, ir.Node, ir.Node] | None:
@@ -244,9 +243,9 @@ def _between_reshapes(gemm: ir.Node) -> tuple[ir.Value, ir.Node, ir.Node] | None
 SUM = 3  # index of the sum among the outputs of `SkipSimplifiedLayerNormalization`, after an unused mean and variance
 
 
-def fuse_sums_before_norms(traced: TracedGraph) -> None:
+def fuse_sums_before_norms(model: ir.Model) -> None:
     """Replaces every norm of a sum of whole hidden states by one node, which also returns the sum, in place."""
-    graph = traced.model.graph
+    graph = model.graph
     norms = [(node, producer(node.inputs[0], "Add")) for node in graph if node.op_type == "RMSNormalization"]
     found = [(norm, add) for norm, add in norms if add and _same_shape(add)]
     for norm, add in found:
@@ -264,8 +263,8 @@ def fuse_sums_before_norms(traced: TracedGraph) -> None:
         for index, value in enumerate(inputs[:2]):
             fused.replace_input_with(index, value)
     if found:
-        traced.model.opset_imports[MICROSOFT] = 1
-        remove_unused(traced.model)
+        model.opset_imports[MICROSOFT] = 1
+        remove_unused(model)
 
 
 def _same_shape(add: ir.Node) -> bool:
@@ -279,11 +278,9 @@ TOTAL, TABLES, BIAS = 6, 7, 10
 HEAD_MULTIPLE = 16  # onnxruntime rotates head sizes that are a multiple of this
 
 
-def rotate_in_attention(traced: TracedGraph) -> None:
-    """Moves every `RotaryEmbedding` into the attention that reads it, in place; only in a graph for single steps."""
-    if not traced.spec.steps:
-        return
-    graph = traced.model.graph
+def rotate_in_attention(model: ir.Model) -> None:
+    """Moves every `RotaryEmbedding` into the attention that reads it, in place; for a graph of single steps."""
+    graph = model.graph
     found = [
         (node, *rotation)
         for node in graph
@@ -296,7 +293,7 @@ def rotate_in_attention(traced: TracedGraph) -> None:
             for at, value in [*enumerate(unrotated), *enumerate(shared.tables(angles), TABLES), *inputs.items()]:
                 attention.replace_input_with(at, value)
             attention.attributes["do_rotary"] = ir.AttrInt64("do_rotary", 1)
-        remove_unused(traced.model)
+        remove_unused(model)
 
 
 @dataclass(frozen=True)
@@ -373,11 +370,16 @@ class _SharedInputs:
         return self._edit.one(op_type, inputs, attributes)
 
 
-ON_GPU = (fuse_rotary, flatten_heads, fuse_linear_layers, fuse_sums_before_norms)
-PASSES = {"ort-cpu": (fuse_rotary, flatten_heads, rotate_in_attention, *ON_GPU[2:]), "ort-cuda": ON_GPU}
-"""By target, in order: a rotation becomes one node, then heads are flattened around it, then attention includes it."""
+def fuse_for_target(model: ir.Model, target: str | None, *, steps: bool = False) -> None:
+    """Rewrites a graph for a target, a key of `TARGETS`, in place; `steps`: it takes one new token per row.
 
-
-def fuse_for_target(traced: TracedGraph) -> None:
-    for rewrite in PASSES.get(traced.spec.target or "", ()):
-        rewrite(traced)
+    First a rotation becomes one node, then heads are flattened around it, then attention includes it.
+    """
+    if target not in ("ort-cpu", "ort-cuda"):
+        return
+    fuse_rotary(model)
+    flatten_heads(model)
+    if target == "ort-cpu" and steps:
+        rotate_in_attention(model)
+    fuse_linear_layers(model, biases=target == "ort-cpu")  # on CUDA a bias costs a kernel of its own
+    fuse_sums_before_norms(model)

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 
-from llmconv.export.graph_spec import CACHE_RANK
-from llmconv.export.input_map import Port
 from llmconv.export.traced_graph import (
     MICROSOFT,
     NodeEditor,
-    TracedGraph,
     ancestors,
     constant,
     integers,
@@ -32,7 +29,10 @@ from llmconv.export.traced_graph import (
     remove_unused,
     replace_value,
 )
-from llmconv.runtime.extra_inputs import PAST
+from llmconv.runtime.extra_inputs import CACHE_RANK, PAST
+
+if TYPE_CHECKING:
+    from llmconv.export.input_map import Port
 
 TOKEN_AXES = (2, -2)
 MASK = 3  # index of the input of `Attention`
@@ -48,9 +48,9 @@ HEAD_MULTIPLE = 8  # onnxruntime's kernels take head sizes that are a multiple o
 SWAP_HEADS = [0, 2, 1, 3]  # exchanges the axes of heads and tokens, in both directions
 
 
-def use_grouped_query_attention(traced: TracedGraph) -> None:
+def use_grouped_query_attention(model: ir.Model) -> None:
     """Rewrites every attention node that reads its own layer's cache, a shared buffer or a growing one, in place."""
-    graph = traced.model.graph
+    graph = model.graph
     found = []
     for node in (node for node in graph if node.op_type == "Attention"):
         keys, values = _update(node.inputs[1]), _update(node.inputs[2])
@@ -62,8 +62,8 @@ def use_grouped_query_attention(traced: TracedGraph) -> None:
         lengths = _lengths(graph)
         for attention, keys, values in found:
             _rewrite(graph, attention, keys, values, lengths)
-        traced.model.opset_imports[MICROSOFT] = 1
-        remove_unused(traced.model)
+        model.opset_imports[MICROSOFT] = 1
+        remove_unused(model)
 
 
 def _is_plain(attention: ir.Node) -> bool:

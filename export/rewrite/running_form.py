@@ -21,7 +21,7 @@ from onnx.shape_inference import infer_shapes
 
 from llmconv.errors import LlmconvError
 from llmconv.files.safe_folder import replace_file, user_cache
-from llmconv.runtime.extra_inputs import MAX_LENGTH, is_past, is_present
+from llmconv.runtime.extra_inputs import CACHE_RANK, MAX_LENGTH, is_past, is_present
 from llmconv.runtime.onnxruntime.packed_cache import make_private
 
 if TYPE_CHECKING:
@@ -96,10 +96,9 @@ def rewritten(model: onnx.ModelProto) -> onnx.ModelProto:
         return model
     import onnx_ir as ir  # noqa: PLC0415 - half a second, for a graph that is not in the cache
 
-    from llmconv.export.graph_spec import CACHE_RANK, GraphSpec  # noqa: PLC0415 - as above
     from llmconv.export.rewrite.fused_operators import fuse_for_target  # noqa: PLC0415 - as above
     from llmconv.export.rewrite.grouped_query import is_causal, use_grouped_query_attention  # noqa: PLC0415 - as above
-    from llmconv.export.traced_graph import MICROSOFT, TracedGraph  # noqa: PLC0415 - as above
+    from llmconv.export.traced_graph import MICROSOFT  # noqa: PLC0415 - as above
 
     found = ir.from_proto(shapes)
     graph = found.graph
@@ -109,14 +108,13 @@ def rewritten(model: onnx.ModelProto) -> onnx.ModelProto:
     attentions = [node for node in graph if node.op_type == "Attention"]
     if not all(is_causal(node) for node in attentions):
         return model
-    traced = TracedGraph(found, {}, "", 0, {}, "", [], {}, (), GraphSpec(cache="shared-buffer", target="ort-cpu"))
     _count_by_mask(graph, past)
-    use_grouped_query_attention(traced)
+    use_grouped_query_attention(found)
     if not past or not all(_is_buffer(value) for value in past):
         return model
     if any(value.uses() for value in graph.outputs if is_present(value.name or "")):  # nodes would see a whole buffer
         return model
-    fuse_for_target(traced)
+    fuse_for_target(found, "ort-cpu")
     for value in (*past, *(value for value in graph.outputs if is_present(value.name or ""))):
         assert value.shape is not None
         value.shape = ir.Shape([*value.shape[:LENGTH_AXIS], MAX_LENGTH, *value.shape[LENGTH_AXIS + 1 :]])

@@ -32,6 +32,7 @@ CACHE_NAME = re.compile(
 )
 _PREFIXES = {"past_key_values": "present", "past_conv": "present_conv", "past_recurrent": "present_recurrent"}
 _ORDER = ["present", "present_conv", "present_recurrent"]
+CACHE_RANK = 4  # keys and values: `[batch, heads, tokens, size]`
 # symbol of the length of a shared buffer, in past and present; the caller chooses it
 MAX_LENGTH = "max_sequence_length"
 

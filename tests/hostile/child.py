@@ -33,8 +33,10 @@ from llmconv.convert.models.meta_model import meta_model
 from llmconv.errors import LlmconvError
 
 MEMORY = 1536 << 20
-SECONDS = 30
+SECONDS = 90
 """Seconds of wall time after which a hang ends."""
+WORK_SECONDS = 0.03
+"""Processor time of `slowness` on a fast idle core: limits are in seconds of such a core."""
 
 LIBRARIES = tuple({sys.prefix, sys.base_prefix, os.path.realpath(sys.prefix), str(Path(__file__).parents[2])})
 MODELS = os.path.join(*importlib.util.find_spec("transformers").submodule_search_locations)  # type: ignore[union-attr,misc]
@@ -186,6 +188,19 @@ def _inspect(source: Path) -> str:
     return json.dumps(found.summary())
 
 
+def slowness() -> float:
+    """How many times as long as on a fast idle core Python takes at this moment; at least 1."""
+    began = time.process_time()
+    for number in range(300_000):
+        str(number).encode()
+    return max(1.0, (time.process_time() - began) / WORK_SECONDS)
+
+
+def standard_seconds(seconds: float) -> float:
+    """Processor time of a run that has just ended, in seconds of a fast idle core; a short one is not converted."""
+    return seconds / slowness() if seconds > 1 else seconds
+
+
 def _left_temporary(folder: str) -> list[str]:
     """What lies in TMPDIR but links to files that have no name; those go with the process, however it ends."""
     files = [path for path in Path(folder).rglob("*") if not path.is_dir() or path.is_symlink()]
@@ -209,7 +224,7 @@ def _one(run: Callable[[], Any], watch: Watch, source: Path, output: Path) -> di
     watch.active = False
     signal.alarm(0)
     left = sorted(str(path.relative_to(output.parent)) for path in output.parent.rglob("*"))
-    seconds, temporary = time.process_time() - began, _left_temporary(watch.temporary)
+    seconds, temporary = standard_seconds(time.process_time() - began), _left_temporary(watch.temporary)
     return {**result, "seconds": seconds, "events": watch.seen, "left": left, "temporary": temporary}
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import LlmconvError
-from tests.hostile.child import COMMANDS, _inspect
+from tests.hostile.child import COMMANDS, _inspect, standard_seconds
 
-SECONDS = 20
+SECONDS = 120
 """Of processor time, before a process is ended."""
 
 MEMORY = 4 << 30
@@ -49,7 +49,7 @@ def _runs(job: dict[str, Any], kind: str) -> dict[str, Callable[[], Any]]:
 
 
 def _outcome(run: Callable[[], Any]) -> dict[str, Any]:
-    """What became of it, and what it cost: processor seconds, and MiB of memory above those at the start."""
+    """What became of it, and its cost: seconds of a fast idle core, and MiB of memory above those at the start."""
     before, began = _resident(), time.process_time()
     try:
         run()
@@ -59,7 +59,7 @@ def _outcome(run: Callable[[], Any]) -> dict[str, Any]:
     except BaseException as error:
         result = {"outcome": "crashed", "message": "".join(traceback.format_exception(error)[-3:])[-1500:]}
     seconds, peak = time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {**result, "seconds": seconds, "mebibytes": (peak - before) >> 10}
+    return {**result, "seconds": standard_seconds(seconds), "mebibytes": (peak - before) >> 10}
 
 
 def _resident() -> int:
