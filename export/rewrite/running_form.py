@@ -10,6 +10,7 @@ attend to later ones.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -74,7 +75,25 @@ def may_change(model: onnx.ModelProto) -> bool:
         and "Attention" in operators
         and not operators & FUSED
         and not model.functions
+        and not any(graph.sparse_initializer for graph in _graphs(model.graph))  # which a rewritten graph would lack
+        and _runs_in_parts(model.graph.input)
     )
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """A graph and those in the branches and loops of its nodes."""
+    yield graph
+    for attribute in (attribute for node in graph.node for attribute in node.attribute):
+        for inner in (attribute.g, *attribute.graphs):
+            if inner.node:
+                yield from _graphs(inner)
+
+
+def _runs_in_parts(inputs: Sequence[onnx.ValueInfoProto]) -> bool:
+    """Whether further inputs belong to new tokens: with buffers one call may become several, see `GraphSpec`."""
+    new, total = (_axes(port.type.tensor_type)[1:2] for port in inputs[:2])
+    others = [set(_axes(port.type.tensor_type)) for port in inputs[2:] if not is_past(port.name)]
+    return all({*new} <= axes and not {*total} & axes for axes in others)
 
 
 def _ports(model: onnx.ModelProto) -> tuple[list[str], list[str]]:

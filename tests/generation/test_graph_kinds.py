@@ -38,7 +38,7 @@ def tokens_of(model: TextModel, ids: list[list[int]], cache: Any = None, **field
     found: list[list[int]] = [[] for _ in ids]
     settings = model.defaults.but(**{"max_new_tokens": 24, "eos_token_id": (15, 10, 64, 2), **fields})
     for piece in model.stream(ids, settings, cache):
-        found[piece.index].append(-1 if piece.token is None else piece.token)
+        found[piece.index] += [] if piece.token is None else [piece.token]
     return found
 
 

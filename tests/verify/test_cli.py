@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from llmconv.cli import main
+from llmconv.verify.comparison.run import AS_RUN
 from tests.builders.mutants.mutants import MUTANTS
 from tests.verify.conftest import decode_only
 
@@ -27,7 +28,7 @@ def test_a_correct_folder_exits_0_and_writes_the_report(exported: Callable[[str]
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert [
-        line for line in lines if "decode chain" in line and line.startswith("PASSED | decode chain, 16 steps | 18 o")
+        line for line in lines if "decode chain" in line and line.startswith("PASSED | decode chain, 16 steps | 27 o")
     ]
     assert len(lines) == len({line.split(" | ")[1] for line in lines[:-1]}) + 1, "a line per scenario"
     assert lines[-1].startswith("PASS: ")
@@ -64,7 +65,9 @@ def test_verbose_is_a_line_per_graph_and_kind_of_output(exported: Callable[[str]
     lines = run(exported("llama"), *ONE, "-v").stdout.splitlines()
     found = [line for line in lines if line.startswith("PASSED | left padding | ")]
     assert [line.split(" | ")[2] for line in found] == [
-        f"{graph}.onnx {what}" for graph in ("prefill", "decode") for what in ("logits", "present, 8 outputs")
+        f"{graph} {what}"
+        for graph in ("prefill.onnx", "decode.onnx", f"prefill.onnx{AS_RUN}")
+        for what in ("logits", "present, 8 outputs")
     ]
 
 

@@ -528,7 +528,8 @@ class GraphRun:
         chosen = [with_names(index.nodes[at], {entry: ENTRY} if entry else {}) for at in sorted(known)]
         values = {name for node in chosen for name in values_read_by(node)}
         made = {name for node in chosen for name in node.output}
-        inputs = [name for name in (*self._types, ENTRY) if name in values and name != entry]
+        defaults = {tensor.name for tensor in index.model.graph.initializer}
+        inputs = [name for name in (*self._types, ENTRY) if name in values - defaults and name != entry]
         outputs = [result, *(name for name in index.outputs if is_present(name) and name in made)]
         return GraphPiece(index.model, tuple(chosen), tuple(inputs), tuple(outputs), 0, frozenset())
 

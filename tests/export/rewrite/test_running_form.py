@@ -166,7 +166,30 @@ def other_order(model: onnx.ModelProto) -> None:
     model.graph.input.extend([ports[1], ports[0], *ports[2:]])
 
 
+def with_a_sparse_initializer(model: onnx.ModelProto) -> None:
+    values, places = (onnx.numpy_helper.from_array(np.ones(1, dtype)) for dtype in (np.float32, np.int64))
+    values.name = "sparse"
+    model.graph.sparse_initializer.append(onnx.helper.make_sparse_tensor(values, places, [2]))
+
+
+def _with_an_input(model: onnx.ModelProto, axes: list[str]) -> None:
+    model.graph.input.append(onnx.helper.make_tensor_value_info("extra", onnx.TensorProto.INT64, axes))
+    model.graph.node.append(onnx.helper.make_node("Shape", ["extra"], ["size"]))
+    model.graph.output.append(onnx.helper.make_tensor_value_info("size", onnx.TensorProto.INT64, [len(axes)]))
+
+
+def with_an_input_of_all_tokens(model: onnx.ModelProto) -> None:
+    _with_an_input(model, ["batch_size", "total_sequence_length"])
+
+
+def with_an_input_of_rows(model: onnx.ModelProto) -> None:
+    _with_an_input(model, ["batch_size"])
+
+
 EDITS = [
+    with_a_sparse_initializer,
+    with_an_input_of_all_tokens,
+    with_an_input_of_rows,
     causal_by_attribute,
     without_mask,
     with_filled_lengths,
