@@ -115,8 +115,8 @@ class ExportOptions(TypedDict, total=False):
     trust_remote_code: bool
 
 
-OTHERS = {"graph_name": (), "layout": (), "stages": 1, "lora_inputs": "", "shapes": "dynamic", "task": GENERATE}
-OTHERS |= {
+NOT_NONE = {"graph_name": (), "layout": (), "stages": 1, "lora_inputs": "", "shapes": "dynamic", "task": GENERATE}
+NOT_NONE |= {
     "logits_dtype": FLOAT32,
     "dtype": "keep",
     "quant_exclude": (),
@@ -125,12 +125,12 @@ OTHERS |= {
 }
 DEFAULTS = cast(  # the options that a call leaves out: a flag is off, and others are None, or in this table
     ExportOptions,
-    {name: OTHERS.get(name, False if kind is bool else None) for name, kind in get_type_hints(ExportOptions).items()},
+    {name: NOT_NONE.get(name, False if kind is bool else None) for name, kind in get_type_hints(ExportOptions).items()},
 )
 
 TASKS = (GENERATE, EMBED, CLASSIFY, RERANK)  # values of the option `task`
 PRECISIONS = (FLOAT32, "float16", "bfloat16")  # values of the option `precision`: the dtype that a graph computes in
-FITTING = {
+WITHOUT_CACHE = {
     *("task", "no_cache", "opset", "strict_target", "dtype", "max_shard_size", "graphs_only", "overwrite", "resume"),
     *("dry_run", "logits_dtype", "trust_remote_code"),
 }
@@ -176,7 +176,7 @@ def _require_fitting(given: ExportOptions, task: str) -> None:
         raise UsageProblem(f"graphs of `--task {task}` keep no cache anyway", hint="leave out `--no-cache`")
     option = "--no-cache" if given["no_cache"] else f"--task {task}"
     for name, value in given.items():
-        if name not in FITTING and value != DEFAULTS[name]:  # type: ignore[literal-required]
+        if name not in WITHOUT_CACHE and value != DEFAULTS[name]:  # type: ignore[literal-required]
             raise UsageProblem(
                 f"`--{name.replace('_', '-')}` is not supported with `{option}`", hint="leave one of the two out"
             )

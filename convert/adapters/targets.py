@@ -455,12 +455,12 @@ class DoraUpdate:
     columns: list[Array] = field(default_factory=list, compare=False)  # cache of m/‖V‖ for weights stored in×out
 
     def update(self, base: LazyTensor, start: int, stop: int) -> Array:
-        old = _magnitude_rows(base, start, stop)
+        old = _matrix_rows(base, start, stop)
         new = self._adapted(base, old, start, stop)
         if self.changes[0].transposed:
             new *= self._column_factors(base)
         else:
-            new *= _factors(self._magnitudes[start:stop], np.square(new).sum(axis=1))[:, None]
+            new *= _scales(self._magnitudes[start:stop], np.square(new).sum(axis=1))[:, None]
         return self.weight * (new - old)
 
     def _adapted(self, base: LazyTensor, old: Array, start: int, stop: int) -> Array:
@@ -478,16 +478,16 @@ class DoraUpdate:
         if not self.columns:
             squares = np.zeros(base.shape[1])
             for start, stop in base.blocks():
-                squares += np.square(self._adapted(base, _magnitude_rows(base, start, stop), start, stop)).sum(axis=0)
-            self.columns.append(_factors(self._magnitudes, squares))
+                squares += np.square(self._adapted(base, _matrix_rows(base, start, stop), start, stop)).sum(axis=0)
+            self.columns.append(_scales(self._magnitudes, squares))
         return self.columns[0]
 
 
-def _magnitude_rows(tensor: LazyTensor, start: int, stop: int) -> Array:
+def _matrix_rows(tensor: LazyTensor, start: int, stop: int) -> Array:
     return tensor.rows(start, stop).reshape(stop - start, -1).astype(np.float64)
 
 
-def _factors(magnitudes: Array, squares: Array) -> Array:
+def _scales(magnitudes: Array, squares: Array) -> Array:
     """m/‖V‖; 0 for outputs with zero weights."""
     norms = np.sqrt(squares)
     return np.divide(magnitudes, norms, out=np.zeros_like(norms), where=norms > 0)

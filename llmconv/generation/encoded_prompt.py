@@ -29,13 +29,13 @@ class EncodedPrompt:
 
 
 def with_embeddings(prompt: Prompt, ids: list[int], tokenizer: Any, name: str = "the prompt") -> EncodedPrompt:
-    """A prompt with its own embeddings, placed among the tokens `ids` of its text; raises as `rows_of` and `placed`."""
+    """A prompt with its own embeddings, placed among the tokens `ids`; raises as `embeddings_of` and `placed`."""
     token = token_of(tokenizer, prompt.placeholder) if prompt.placeholder else None
-    tokens = placed(ids, rows_of(prompt.embeddings), token, name)[0]
-    return EncodedPrompt(tokens, lambda: placed(ids, rows_of(prompt.embeddings), token, name)[1])
+    tokens = placed(ids, embeddings_of(prompt.embeddings), token, name)[0]
+    return EncodedPrompt(tokens, lambda: placed(ids, embeddings_of(prompt.embeddings), token, name)[1])
 
 
-def rows_of(embeddings: Any) -> Any:
+def embeddings_of(embeddings: Any) -> Any:
     """Embeddings, float32 [tokens, hidden], from an array, a torch tensor, or a file; raises as `read_embeddings`."""
     return read_embeddings(Path(embeddings)) if isinstance(embeddings, str | Path) else as_embeddings(embeddings)
 

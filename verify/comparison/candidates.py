@@ -28,7 +28,7 @@ from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 from llmconv.runtime.runner import Choices, Runner, Step
 from llmconv.tensors import Array
 from llmconv.verify.reference.eager import ExpectedOutputs
-from llmconv.verify.reference.other_roundings import rows_of, run_chain
+from llmconv.verify.reference.other_roundings import outputs_of, run_chain
 from llmconv.verify.results import Check, problem_of
 from llmconv.verify.scenarios.calls import Call, Chain
 from llmconv.verify.scenarios.table import Scenario
@@ -132,7 +132,7 @@ def check_scenario(  # noqa: PLR0913 - what runs, what is right, and what receiv
             detail = "keys or values of the past differ from those that the graph was given"
             return [replace(blank, output="present", verdict="fail", detail=detail)]
         for number, (call, step, expected) in enumerate(zip(chain, steps, truth, strict=True)):
-            rows = rows_of(step, call.known)
+            rows = outputs_of(step, call.known)
             found = _results(candidate, expected["logits"], step, gates)
             found |= {one: measured_rows(expected[one], rows.get(one), gates) for one in expected if one != "logits"}
             for name, measured in found.items():
@@ -164,7 +164,7 @@ def steps_of(candidate: Candidate, chain: Chain, repeat: int, blank: Check) -> l
 
 
 def _equal(steps: list[Step], others: list[Step]) -> bool:
-    pairs = [(rows_of(a), rows_of(b)) for a, b in zip(steps, others, strict=True)]
+    pairs = [(outputs_of(a), outputs_of(b)) for a, b in zip(steps, others, strict=True)]
     return all(np.array_equal(a[name], b[name], equal_nan=True) for a, b in pairs for name in a)
 
 

@@ -27,7 +27,7 @@ from llmconv.runtime.runner import Extras, PlacedEmbeddings, Runner, Step, defau
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import Candidate, fold, measured_rows
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.reference.other_roundings import rows_of
+from llmconv.verify.reference.other_roundings import outputs_of
 from llmconv.verify.results import Check, problem_of
 from llmconv.verify.scenarios.calls import Call
 from llmconv.verify.sigma import GATES, ExpectedOutput, Gates, Measure, NoiseFloor, measure
@@ -110,7 +110,7 @@ class ImageChecks:
         return {**truths, "logits": truths["logits"].last(part.input_ids.shape[1])}
 
     def _measured(self, truths: dict[str, ExpectedOutput], made: Step, *, last: bool) -> dict[str, Measure]:
-        rows = rows_of(made)
+        rows = outputs_of(made)
         expected = {**truths, "logits": truths["logits"].last()} if last else truths
         return {name: measured_rows(truth, rows.get(name), self.gates) for name, truth in expected.items()}
 

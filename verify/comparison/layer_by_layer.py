@@ -56,7 +56,7 @@ from llmconv.verify.comparison.candidates import Candidate
 from llmconv.verify.reference.cost_estimate import largest_layer, suite_seconds
 from llmconv.verify.reference.eager import Eager, own_cache_chains
 from llmconv.verify.reference.other_roundings import SCALED_SCENARIOS, WeightScaling, edited
-from llmconv.verify.scenarios.calls import CacheEdit, Call, Chain, ModelFacts
+from llmconv.verify.scenarios.calls import Call, Chain, ModelFacts, PastEdit
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.scenarios.table import Scenario
 
@@ -236,7 +236,7 @@ def precompute_chains(first: PrecomputedRunner, then: PrecomputedRunner, chains:
 def _until_edit(rest: _Rest, *, together: bool) -> Chain:
     """The next calls that continue each other without an edit; one call if they do not run together."""
     stop = 1
-    while together and stop < len(rest.calls) and rest.calls[stop].edit == CacheEdit():
+    while together and stop < len(rest.calls) and rest.calls[stop].edit == PastEdit():
         stop += 1
     return rest.calls[:stop]
 

@@ -39,7 +39,7 @@ from llmconv.verify.reference.other_roundings import (
     SCALINGS,
     WeightScaling,
     hidden_faults,
-    rows_of,
+    outputs_of,
     scalings,
     unreached_checks,
 )
@@ -290,7 +290,7 @@ def check_own_embeddings(graph: OrtGraph, eager: Eager, gates: Gates) -> list[Ch
         step = candidate.runner.prefill(*given, placed=placed)
     except LlmconvError as error:
         return [replace(blank, output="logits", verdict="fail", detail=problem_of(error))]
-    rows = rows_of(step)
+    rows = outputs_of(step)
     if step.choices is not None:
         rows.pop("logits")
     expected = {name: truth for name, truth in truths.items() if name in rows or step.choices is None}

@@ -57,7 +57,7 @@ from llmconv.verify.comparison.layer_by_layer import fixed_sizes
 from llmconv.verify.layers.graph_layers import GraphLayers
 from llmconv.verify.layers.induction import LAYERS, PARTS, Induction, with_names
 from llmconv.verify.reference.eager import ComputedModel
-from llmconv.verify.reference.other_roundings import rows_of, valid_rows
+from llmconv.verify.reference.other_roundings import outputs_of, valid_rows
 from llmconv.verify.results import Check, Checks, Report, Statement, Where, problem_of
 from llmconv.verify.scenarios.calls import Call, SyntheticPast, drawn
 from llmconv.verify.sigma import GATES, ExpectedOutput, Measure, NoiseFloor, cache_rows, measure, state_rows
@@ -378,7 +378,7 @@ class ExpectedLayers:
 
     def __init__(self, runs: LayerRuns, dtype: str) -> None:
         self._runs, self._floor = runs, NoiseFloor(dtype, runs.last.shape[-1])
-        self._cached = [rows_of(step, runs.call.known) for step in runs.steps]
+        self._cached = [outputs_of(step, runs.call.known) for step in runs.steps]
 
     def hidden(self, name: str, *, before: bool = False) -> ExpectedOutput:
         sides = [states.before if before else states.after for states in (self._runs.exact, self._runs.rounded)]

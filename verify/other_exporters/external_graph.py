@@ -25,7 +25,7 @@ from llmconv.verify.other_exporters.port_map import AXES, Binding, bind, find_po
 from llmconv.verify.other_exporters.quantized.schemes import quantized_operators
 from llmconv.verify.other_exporters.quantized.tensor_matching import InitializerContent, MatchedMatrix
 from llmconv.verify.results import Check, problem_of
-from llmconv.verify.scenarios.calls import CacheEdit, Call, SyntheticPast
+from llmconv.verify.scenarios.calls import Call, PastEdit, SyntheticPast
 
 DTYPES = {
     "tensor(float)": "float32",
@@ -182,8 +182,8 @@ class ExternalCache:
         """See `Cache.arrays`; tokens that a layer no longer keeps are zeros."""
         return {name: _padded_left(array, self.length) for name, array in self.kept.items()}
 
-    def edited(self, edit: CacheEdit, mask: Array) -> ExternalCache:
-        """See `CacheEdit.apply`; in ring buffers only the order of the rows changes."""
+    def edited(self, edit: PastEdit, mask: Array) -> ExternalCache:
+        """See `PastEdit.apply`; in ring buffers only the order of the rows changes."""
         rows = list(edit.rows) if edit.rows is not None else slice(None)
         end = self.length - edit.drop
         ids, positions = self.input_ids[rows, :end], self.position_ids[rows, :end]

@@ -36,7 +36,7 @@ from llmconv.verify.reference.other_roundings import (
     is_another,
     merged_steps,
     other_roundings,
-    rows_of,
+    outputs_of,
     run_chain,
     valid_rows,
 )
@@ -266,7 +266,7 @@ class Eager:
 
     def outputs_of(self, call: Call, run: Callable[[EagerRunner], Step]) -> dict[str, ExpectedOutput]:
         """Every output of a call, which `run` makes on a model; `call` determines which rows are padding."""
-        exact, rounded = (rows_of(run(model)) for model in self.eager_runners)
+        exact, rounded = (outputs_of(run(model)) for model in self.eager_runners)
         return {
             name: self._floor.truth(name, rows, rounded[name], self._valid(call, name)) for name, rows in exact.items()
         }
@@ -346,7 +346,7 @@ class Eager:
         runs = zip(steps, rounded_steps, strict=True)
         found = []
         for at, (call, (exact, rounded)) in enumerate(zip(chain, runs, strict=True)):
-            pairs = zip(rows_of(exact, call.known).items(), rows_of(rounded, call.known).values(), strict=True)
+            pairs = zip(outputs_of(exact, call.known).items(), outputs_of(rounded, call.known).values(), strict=True)
             truths = {name: self._floor.truth(name, a, b, self._valid(call, name)) for (name, a), b in pairs}
             found.append(self._with_others(truths, chain[: at + 1]))
         return found

@@ -31,7 +31,7 @@ from llmconv.runtime.runner import ArrayCache, Cache, Runner, Step
 from llmconv.tensors import Array
 from llmconv.verify.library_patches import TorchDispatchMode
 from llmconv.verify.results import Check
-from llmconv.verify.scenarios.calls import CacheEdit, Call, Chain
+from llmconv.verify.scenarios.calls import Call, Chain, PastEdit
 from llmconv.verify.scenarios.table import Scenario
 from llmconv.verify.sigma import ULPS, ExpectedOutput, cache_rows, state_rows
 
@@ -62,12 +62,12 @@ def other_roundings(model: EagerRunner, runner: Runner, calls: Chain) -> tuple[l
     @cache
     def in_another_order() -> Rows:
         assert order
-        return rows_of(joined(run_chain(runner, order)), order[0].known)
+        return outputs_of(joined(run_chain(runner, order)), order[0].known)
 
     @cache
     def after_a_nudge(seed: int) -> Rows:
         with nudged(seed):
-            return rows_of(run_chain(runner, calls)[-1], calls[-1].known)
+            return outputs_of(run_chain(runner, calls)[-1], calls[-1].known)
 
     def rows(run: Callable[[], Rows], name: str) -> Array:
         return run()[name][:, -new:] if name == "logits" else run()[name]
@@ -132,7 +132,7 @@ def one_call(calls: Sequence[Call], inputs: Inputs) -> Call | None:
     start = calls[0].start
     if (
         len(calls) < 2
-        or any(call.edit != CacheEdit() for call in calls)
+        or any(call.edit != PastEdit() for call in calls)
         or (start and any(map(is_state, start.shapes)))
         or not all(_divides(extra, calls) for extra in inputs.values())
     ):
@@ -235,7 +235,7 @@ def edited(past: Cache | None, call: Call) -> Cache | None:
     return call.start or (call.edit.apply(past, call.past_mask) if past else None)
 
 
-def rows_of(step: Step, known: int = 0) -> dict[str, Array]:
+def outputs_of(step: Step, known: int = 0) -> dict[str, Array]:
     """Every output as rows [batch, tokens, features], by name; keys and values without the first `known` tokens."""
     arrays = step.present.arrays().items()
     cached = {name: state_rows(a) if is_state(name) else cache_rows(a[:, :, known:]) for name, a in arrays}

@@ -55,7 +55,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class CacheEdit:
+class PastEdit:
     """A change that a client makes to a cache between two calls."""
 
     rows: tuple[int, ...] | None = None  # the sequence that each row continues, as in a beam search; None for no change
@@ -67,7 +67,7 @@ class CacheEdit:
 
         `mask` is of its remaining tokens, [batch, tokens]; a prefix before them is never masked.
         """
-        if self == CacheEdit():
+        if self == PastEdit():
             return cache
         if isinstance(cache, EditableCache):
             return cache.edited(self, mask)
@@ -89,8 +89,8 @@ class CacheEdit:
 class EditableCache(Protocol):
     """A cache that edits itself, because its arrays do not describe it completely."""
 
-    def edited(self, edit: CacheEdit, mask: Array) -> Cache:
-        """See `CacheEdit.apply`."""
+    def edited(self, edit: PastEdit, mask: Array) -> Cache:
+        """See `PastEdit.apply`."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Call:
     attention_mask: Array  # of past and new tokens
     position_ids: Array  # of the new tokens
     uniform: bool = True  # the positions follow from the mask, so that a graph without `position_ids` can run the call
-    edit: CacheEdit = field(default_factory=CacheEdit)  # applied to the cache before the call
+    edit: PastEdit = field(default_factory=PastEdit)  # applied to the cache before the call
     start: SyntheticPast | None = None  # the synthetic past of a chain's first call; None for an empty cache
     known: int = 0  # tokens of the synthetic past, in every call of the chain; their cache is not compared
     # values of extra inputs by name, the others have their defaults; None before they are drawn
@@ -317,7 +317,7 @@ def _continued(extra: ExtraInput, before: Array | None, call: Call, rng: np.rand
     return np.concatenate([kept, later], axis=at)
 
 
-def _edited(extra: ExtraInput, array: Array, edit: CacheEdit) -> Array:
+def _edited(extra: ExtraInput, array: Array, edit: PastEdit) -> Array:
     if edit.rows is not None and BATCH in extra.axes:
         array = np.take(array, edit.rows, axis=extra.axes.index(BATCH))
     if edit.drop and TOTAL in extra.axes:

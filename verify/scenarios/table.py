@@ -17,10 +17,10 @@ from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
 from llmconv.verify.scenarios.calls import (
     MIB,
-    CacheEdit,
     Call,
     Chain,
     ModelFacts,
+    PastEdit,
     SyntheticPast,
     at_limits,
     chain,
@@ -336,7 +336,7 @@ def _exchanged(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     kept = np.arange(3)
     for at, rows in ((1, (2, 0, 0)), (3, (1, 2, 0))):
         kept = kept[list(rows)]
-        calls[at] = replace(calls[at], edit=CacheEdit(rows=rows))
+        calls[at] = replace(calls[at], edit=PastEdit(rows=rows))
         for later in range(at, len(calls)):
             positions = default_positions(mask[kept], mask.shape[1])[:, 6 + later : 7 + later]
             width = calls[later].attention_mask.shape[1]
@@ -350,7 +350,7 @@ def _taken_back(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
         return []
     first = chain(full_mask(2, 10), [6, 4], facts, rng)
     second = chain(full_mask(2, 10), [7, 1, 2], facts, rng)[1:]
-    return [[*first, replace(second[0], edit=CacheEdit(drop=3)), second[1]]]
+    return [[*first, replace(second[0], edit=PastEdit(drop=3)), second[1]]]
 
 
 def _holes(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
@@ -364,7 +364,7 @@ def _garbage(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     if facts.no_edits:
         return []
     calls = chain(ragged_mask((3, 9), 2, "left"), [9, 1, 1], facts, rng)
-    return [[calls[0], *(replace(call, edit=CacheEdit(garbage=facts.garbage)) for call in calls[1:])]]
+    return [[calls[0], *(replace(call, edit=PastEdit(garbage=facts.garbage)) for call in calls[1:])]]
 
 
 def _greedy(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:

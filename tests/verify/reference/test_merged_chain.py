@@ -16,7 +16,7 @@ from llmconv.verify.reference.other_roundings import (
     MergedPrefix,
     are_merged,
     merged_steps,
-    rows_of,
+    outputs_of,
     run_chain,
     valid_rows,
 )
@@ -63,7 +63,7 @@ def largest_difference(eager: Eager, name: str, chains: list[Chain]) -> float:
         assert merged and are_merged(merged)
         rounded = run_chain(eager.runners[1], chain)
         for call, *steps in zip(chain, merged, single, rounded, strict=True):
-            ours, theirs, low = (rows_of(step, call.known) for step in steps)
+            ours, theirs, low = (outputs_of(step, call.known) for step in steps)
             for output in theirs:
                 valid = valid_rows(call, output)
                 a, b, c = (rows[output][valid] for rows in (ours, theirs, low))

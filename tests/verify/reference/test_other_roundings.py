@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.verify.reference.other_roundings import SEEDS, nudged, other_roundings, rows_of, run_chain
+from llmconv.verify.reference.other_roundings import SEEDS, nudged, other_roundings, outputs_of, run_chain
 from llmconv.verify.scenarios.calls import Call
 from tests.conftest import save_tiny
 
@@ -19,8 +19,8 @@ CALL = Call(IDS, np.ones_like(IDS), np.arange(7)[None])
 @pytest.mark.slow
 def test_a_single_prompt_has_runs_with_other_errors_of_the_same_size(tmp_path: Path) -> None:
     model, exact = (EagerRunner(save_tiny("llama", tmp_path), dtype) for dtype in ("float32", "float64"))
-    truth = rows_of(run_chain(exact, [CALL])[0])["logits"]
-    first = np.abs(rows_of(run_chain(model, [CALL])[0])["logits"] - truth).mean()
+    truth = outputs_of(run_chain(exact, [CALL])[0])["logits"]
+    first = np.abs(outputs_of(run_chain(model, [CALL])[0])["logits"] - truth).mean()
     orders, nudges = other_roundings(model, model, [CALL])
     others = [np.abs(run("logits") - truth).mean() for run in nudges]
     assert not orders

@@ -112,7 +112,7 @@ class Constants:
         if place is None or place[2] not in (0, size * dtype.itemsize):  # inline, or codes of less than a byte
             array = self.array(name)
             assert array is not None
-            return rows_of(array, (count, -1))
+            return weight_rows(array, (count, -1))
         width, (path, offset, _) = size // count, place
 
         def read(start: int, stop: int) -> Array:
@@ -250,7 +250,7 @@ def input_name(node: onnx.NodeProto, index: int) -> str:
     return node.input[index] if index < len(node.input) else ""
 
 
-def rows_of(codes: Array, shape: Sequence[int]) -> Callable[[int, int], Array]:
+def weight_rows(codes: Array, shape: Sequence[int]) -> Callable[[int, int], Array]:
     """`QuantizedMatrix.codes` of an array with one element per code."""
     matrix = codes.reshape(shape)
     return lambda start, stop: matrix[start:stop]
