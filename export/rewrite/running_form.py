@@ -10,8 +10,9 @@ attend to later ones.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
+from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ PAST_INPUTS = 3, 4  # indices of keys and values among the inputs of `GroupQuery
 ROUNDS = 4  # of inference: a size may follow from another that was open
 TOKEN_INPUTS = ("input_ids", "inputs_embeds")
 OPSET = 23  # the first with `Attention`
+CODE = (0, "running_form.py"), (0, "grouped_query.py"), (0, "fused_operators.py"), (1, "traced_graph.py")
 
 
 def to_running_form(path: Path, model: onnx.ModelProto) -> None:
@@ -76,7 +78,7 @@ def may_change(model: onnx.ModelProto) -> bool:
         and not operators & FUSED
         and not model.functions
         and not any(graph.sparse_initializer for graph in _graphs(model.graph))  # which a rewritten graph would lack
-        and _runs_in_parts(model.graph.input)
+        and _runs_in_parts(model.graph)
     )
 
 
@@ -89,10 +91,12 @@ def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
                 yield from _graphs(inner)
 
 
-def _runs_in_parts(inputs: Sequence[onnx.ValueInfoProto]) -> bool:
+def _runs_in_parts(graph: onnx.GraphProto) -> bool:
     """Whether further inputs belong to new tokens: with buffers one call may become several, see `GraphSpec`."""
-    new, total = (_axes(port.type.tensor_type)[1:2] for port in inputs[:2])
-    others = [set(_axes(port.type.tensor_type)) for port in inputs[2:] if not is_past(port.name)]
+    new, total = (_axes(port.type.tensor_type)[1:2] for port in graph.input[:2])
+    defaults = {tensor.name for tensor in graph.initializer}  # of LoRA factors, which are those of all calls
+    given = [port for port in graph.input[2:] if not is_past(port.name) and port.name not in defaults]
+    others = [set(_axes(port.type.tensor_type)) for port in given]
     return all({*new} <= axes and not {*total} & axes for axes in others)
 
 
@@ -101,9 +105,10 @@ def _ports(model: onnx.ModelProto) -> tuple[list[str], list[str]]:
 
 
 def _place(model: onnx.ModelProto) -> Path:
-    """The file of a graph's form, named after the graph and the code that rewrites it."""
-    code = [Path(__file__), *(Path(__file__).with_name(f"{name}.py") for name in ("grouped_query", "fused_operators"))]
-    content = [model.SerializeToString(deterministic=True), *(one.read_bytes() for one in code)]
+    """The file of a graph's form, named after the graph, the code that rewrites it, and its libraries."""
+    code = [Path(__file__).parents[at] / name for at, name in CODE]
+    versions = [version(name).encode() for name in ("onnx", "onnx-ir")]
+    content = [model.SerializeToString(deterministic=True), *(one.read_bytes() for one in code), *versions]
     digest = hashlib.sha256(b"".join(content)).hexdigest()[:32]
     return user_cache("forms") / f"{digest}.onnx"
 

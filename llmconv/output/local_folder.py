@@ -90,7 +90,8 @@ class LocalFolder(Destination):
             raise InputRefused(f"`{output}` already exists", hint=f"choose another `-o`{ways}")
         if problem := _why_kept(output, sources):
             what = f"`{output}` {problem}, so it is not overwritten"
-            raise InputRefused(what, hint="choose another `-o`, or remove it yourself")
+            is_input = problem == CONTAINS_INPUT
+            raise InputRefused(what, hint="choose another `-o`" + ("" if is_input else ", or remove it yourself"))
 
     def require_space(self, plan: Plan) -> None:
         """See `Destination`; what an interrupted run wrote is kept or freed."""
@@ -354,6 +355,9 @@ def partial_folder(output: Path) -> Path:
     return output.absolute().parent / f".{output.absolute().name}{PARTIAL}"
 
 
+CONTAINS_INPUT = "contains an input"
+
+
 def _why_kept(output: Path, inputs: Sequence[Path]) -> str:
     """The reason not to replace a folder, empty if there is none."""
     if output.is_symlink():
@@ -361,7 +365,7 @@ def _why_kept(output: Path, inputs: Sequence[Path]) -> str:
     if not output.is_dir():
         return "is not a folder"
     if any(path.is_relative_to(output.resolve()) for path in inputs):
-        return "contains an input"
+        return CONTAINS_INPUT
     entries = [path for path in output.rglob("*") if not path.is_dir()]
     if entries and not (output / MANIFEST).is_file():
         return "was not made by llmconv"

@@ -350,8 +350,9 @@ def test_overwrite_keeps_a_folder_with_a_file_that_llmconv_did_not_make(tmp_path
 
 def test_overwrite_keeps_a_folder_that_contains_an_input(tmp_path: Path) -> None:
     write(tmp_path / "out")
-    with pytest.raises(InputRefused, match="contains an input"):
+    with pytest.raises(InputRefused, match="contains an input") as caught:
         LocalFolder(tmp_path / "out").require_free(True, [tmp_path / "out/model-00001-of-00003.safetensors"])
+    assert caught.value.hint == "choose another `-o`"
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "folder of something else"])

@@ -254,8 +254,8 @@ class Selection:
         names = [scenario.name for scenario in SCENARIOS]
         if unknown := set(self.only).difference(names):
             near = get_close_matches(min(unknown), names, n=3, cutoff=0.3)
-            listed = "docs/verification-scenarios.md lists them, such as `left padding`"
-            hint = "one of: " + ", ".join(f"`{name}`" for name in near) if near else listed
+            similar = "similar: " + ", ".join(f"`{name}`" for name in near) if near else "one is `left padding`"
+            hint = f"{similar}; docs/verification-scenarios.md lists all"
             raise UsageProblem(f"unknown scenario `{min(unknown)}`", hint=hint)
 
     def scenarios(self) -> list[Scenario]:

@@ -197,7 +197,7 @@ def test_an_unknown_scenario_gets_similar_names_as_hint() -> None:
     assert "left padding" in caught.value.hint
     with pytest.raises(UsageProblem, match="unknown scenario `qqq`") as caught:
         Selection("quick", ["qqq"])
-    assert caught.value.hint == "docs/verification-scenarios.md lists them, such as `left padding`"
+    assert caught.value.hint == "one is `left padding`; docs/verification-scenarios.md lists all"
 
 
 def test_the_page_lists_every_scenario_with_its_bug() -> None:
