@@ -45,7 +45,11 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     (
         "gemma2",
         "mask of -10,000",
-    ): "its softcap keeps scores within 50, so that 10,000 hides what any mask hides"
+    ): "its softcap keeps scores within 50, so that 10,000 hides what any mask hides",
+    (
+        "gemma3_text",
+        "mask of -10,000",
+    ): "its norms of queries and keys keep scores below head size * weights * scale, here 2",
 }
 """By family and mutant, why the mutant computes the same function."""
 
