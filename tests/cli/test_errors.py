@@ -101,9 +101,7 @@ def test_a_bug_has_its_own_exit_code_and_one_line_to_report(monkeypatch: pytest.
 
 
 @pytest.mark.slow_rows("llmconv.convert.inspection")
-@pytest.mark.parametrize(
-    "module", ["llmconv.interpreters", "click", "llmconv.cli.inspect", "llmconv.convert.inspection"]
-)
+@pytest.mark.parametrize("module", ["llmconv.cli", "click", "llmconv.cli.inspect", "llmconv.convert.inspection"])
 def test_ctrl_c_is_no_traceback_while_the_program_starts(module: str) -> None:
     code = f"""
 import os, signal, sys
