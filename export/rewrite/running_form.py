@@ -3,8 +3,8 @@
     Attention(q, Concat(past, new), …, mask)  ->  GroupQueryAttention(q, new, …, past, …, bias=mask)
 
 and then the passes of `--target ort-cpu`. Past and present share one buffer, so a step does not copy the past. A graph
-stays as it is if a part of its cache is no such buffer (states, keys and values of different sizes), or a token may
-attend to later ones.
+is left unchanged if part of its cache cannot be such a buffer (states, keys and values of different sizes), if a token
+may attend to later ones, or if an input belongs to all tokens or to whole rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAST_INPUTS = 3, 4  # indices of keys and values among the inputs of `GroupQuery
 ROUNDS = 4  # of inference: a size may follow from another that was open
 TOKEN_INPUTS = ("input_ids", "inputs_embeds")
 OPSET = 23  # the first with `Attention`
-CODE = (0, "running_form.py"), (0, "grouped_query.py"), (0, "fused_operators.py"), (1, "traced_graph.py")
+CODE = "rewrite/running_form.py", "rewrite/grouped_query.py", "rewrite/fused_operators.py", "traced_graph.py"
 
 
 def to_running_form(path: Path, model: onnx.ModelProto) -> None:
@@ -106,7 +106,7 @@ def _ports(model: onnx.ModelProto) -> tuple[list[str], list[str]]:
 
 def _place(model: onnx.ModelProto) -> Path:
     """The file of a graph's form, named after the graph, the code that rewrites it, and its libraries."""
-    code = [Path(__file__).parents[at] / name for at, name in CODE]
+    code = [Path(__file__).parents[1] / name for name in CODE]
     versions = [version(name).encode() for name in ("onnx", "onnx-ir")]
     content = [model.SerializeToString(deterministic=True), *(one.read_bytes() for one in code), *versions]
     digest = hashlib.sha256(b"".join(content)).hexdigest()[:32]

@@ -35,7 +35,7 @@ from llmconv.errors import LlmconvError
 MEMORY = 1536 << 20
 SECONDS = 90
 """Seconds of wall time after which a hang ends."""
-WORK_SECONDS = 0.03
+WORK_SECONDS = 0.04
 """Processor time of `slowness` on a fast idle core: limits are in seconds of such a core."""
 
 LIBRARIES = tuple({sys.prefix, sys.base_prefix, os.path.realpath(sys.prefix), str(Path(__file__).parents[2])})
@@ -189,11 +189,13 @@ def _inspect(source: Path) -> str:
 
 
 def slowness() -> float:
-    """How many times as long as on a fast idle core Python takes at this moment; at least 1."""
+    """How many times as long as on a fast idle core Python takes to make objects at this moment; at least 1."""
+    gc.disable()  # its time depends on what the process holds
     began = time.process_time()
-    for number in range(300_000):
-        str(number).encode()
-    return max(1.0, (time.process_time() - began) / WORK_SECONDS)
+    _ = {str(number): (number, str(number)) for number in range(100_000)}
+    seconds = time.process_time() - began
+    gc.enable()
+    return max(1.0, seconds / WORK_SECONDS)
 
 
 def standard_seconds(seconds: float) -> float:

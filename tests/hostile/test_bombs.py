@@ -16,8 +16,8 @@ import pytest
 from tests.hostile import bombs
 from tests.hostile.test_hostile import HONEST, ROOT, job
 
-SECONDS, MEBIBYTES = 20, 500
-"""Of a fast idle core; most need 3, a million pieces of a tokenizer 7, a cost that grows with the square hours."""
+SECONDS, MEBIBYTES = 10, 500
+"""Of a fast idle core; most need 3."""
 
 QUICK = re.compile(
     r"name: |yaml: (anchors|a deep flow)|sentencepiece: a long|tiktoken: a long"

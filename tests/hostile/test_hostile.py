@@ -39,7 +39,7 @@ from tests.hostile.case import CANARY, Case
 from tests.hostile.honest import composer, meta, mindspore, paddle, save
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 12
+SECONDS = 8
 """Of a fast idle core, that any input may cost; the bombs that run into a limit cost the most."""
 
 HONEST: dict[str, Case] = {

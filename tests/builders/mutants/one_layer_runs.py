@@ -49,7 +49,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     (
         "gemma3_text",
         "mask of -10,000",
-    ): "its norms of queries and keys keep scores below head size * weights * scale, here 2",
+    ): "its norms of queries and keys keep scores below head size * weights * scale, here 6",
 }
 """By family and mutant, why the mutant computes the same function."""
 

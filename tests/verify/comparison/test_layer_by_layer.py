@@ -42,7 +42,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def by_output(report: Report) -> dict[tuple[str, str, str], Check]:
-    """Checks by scenario, graph and output; the form that `generate` runs is no graph in pieces."""
+    """Checks by scenario, graph and output, without those of the running form, which is never run in pieces."""
     found = {(check.name, check.graph, check.output): check for check in report.checks}
     return {key: check for key, check in found.items() if not key[1].endswith(AS_RUN)}
 
