@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmconv.addresses import HUB_NAME, HubAddress, hub_address
 from llmconv.argument_checks import checked
@@ -29,9 +29,6 @@ from llmconv.output.manifest import MANIFEST, Manifest, read_manifest
 from llmconv.progress import bytes_bar, say, warn
 
 __all__ = ["Push", "push"]
-
-if TYPE_CHECKING:
-    pass
 
 Contents = Mapping[str, Path | bytes]  # files to upload, by path in the repository
 

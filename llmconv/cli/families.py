@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from llmconv.cli import options
 from llmconv.cli.help_page import Command
 from llmconv.progress import say
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command("families", cls=Command)
