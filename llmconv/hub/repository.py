@@ -122,11 +122,13 @@ class HubRepository:
 
     @cached_property
     def api(self) -> HfApi:
-        """The client; it takes its token from HF_TOKEN or the login."""
-        from huggingface_hub import HfApi  # noqa: PLC0415 - 0.3 s that other commands do not pay
+        """The client; it takes its token from HF_TOKEN or the login (InputRefused for one that cannot be)."""
+        from huggingface_hub import HfApi, get_token  # noqa: PLC0415 - 0.3 s that other commands do not pay
         from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415
 
-        require_sound_token()
+        if not TOKEN.fullmatch(get_token() or "none"):  # the library's own error would quote it
+            problem = "the token of the Hugging Face Hub contains characters that no token has"
+            raise InputRefused(problem, hint="set HF_TOKEN again, or log in again with `hf auth login`")
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings contain signed URLs
         if not self._show_progress:
             disable_progress_bars()
@@ -177,7 +179,12 @@ class HubRepository:
 
     def create(self, *, private: bool | None) -> None:
         """Makes the repository unless it exists; InputRefused without access, or if it is public and may not be."""
-        require_token()
+        from huggingface_hub import get_token  # noqa: PLC0415 - as above
+
+        if not get_token():
+            problem = "not logged in to the Hugging Face Hub, which writing requires"
+            hint = "log in with `hf auth login`, or set HF_TOKEN to a token with write access"
+            raise InputRefused(problem, hint=hint)
         if self.state.exists:
             if private and not self.state.private:
                 problem = f"`{self.address.repository}` exists and is public"
@@ -276,24 +283,6 @@ TOKEN = re.compile(r"[!-~]+")  # characters that a header can contain
 CLIENTS = ("httpx", "httpcore", "requests", "urllib3")  # libraries whose errors mean that there was no answer
 NO_ANSWER = (ConnectionError, TimeoutError)
 AGAIN = "run the same command again; files that the Hub has already are not sent again"
-
-
-def require_token() -> None:
-    """Raises InputRefused without a token in HF_TOKEN or of the login."""
-    from huggingface_hub import get_token  # noqa: PLC0415 - 0.3 s that other commands do not pay
-
-    if not get_token():
-        problem = "not logged in to the Hugging Face Hub, which writing requires"
-        raise InputRefused(problem, hint="log in with `hf auth login`, or set HF_TOKEN to a token with write access")
-
-
-def require_sound_token() -> None:
-    """Raises InputRefused for a token that no header can contain: the library's own error would quote it."""
-    from huggingface_hub import get_token  # noqa: PLC0415
-
-    if not TOKEN.fullmatch(get_token() or "none"):
-        problem = "the token of the Hugging Face Hub contains characters that no token has"
-        raise InputRefused(problem, hint="set HF_TOKEN again, or log in again with `hf auth login`")
 
 
 def hub_refusal(error: BaseException, address: HubAddress) -> InputRefused | None:
