@@ -276,9 +276,7 @@ class NewFile(NewEntry):
         super().__exit__(kind, error, trace)
 
     def write(self, content: bytes) -> None:
-        rest = memoryview(content)
-        while rest:
-            rest = rest[os.write(self.file.fileno(), rest) :]
+        write_fully(self.file.fileno(), memoryview(content))
 
     def sync(self) -> None:
         """Writes the content to the disk; call it before `place`."""
