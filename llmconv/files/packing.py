@@ -533,13 +533,9 @@ def _frame(codec: Codec, file: BinaryIO, data: bytes, name: str) -> Generator[by
 
 
 def _without_padding(file: BinaryIO, data: bytes) -> bytes:
-    while True:
-        rest = data.lstrip(b"\0")
-        if rest:
-            return rest
-        data = file.read(BLOCK)
-        if not data:
-            return b""
+    while not (rest := data.lstrip(b"\0")) and (data := file.read(BLOCK)):
+        continue
+    return rest
 
 
 def _damaged(name: str, codec: Codec, problem: str) -> MalformedInput:
