@@ -56,7 +56,7 @@ def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
     weights: dict[str, PackedWeight] = {}
     for name, weight in method.open(checkpoint).items():  # in the orientation of the plain model
         turned = len(weight.shape) == 2 and is_conv1d(checkpoint.config, weight.name)
-        weights[name] = transposed_weight(weight) if turned else weight
+        weights[name] = TransposedWeight(weight.name, weight.parts, weight.shape[::-1], weight) if turned else weight
     if not weights:
         problem = f"the model's config has `{method.name}`, but no weight in its files is quantized"
         raise MalformedInput(problem, hint=f"take `{FIELD}` out of `config.json` if the weights are plain")
@@ -111,7 +111,3 @@ class TransposedWeight(PackedWeight):
     def requantized(self, weight: LazyTensor) -> Self:
         stored = self.stored.requantized(transposed(weight))
         return replace(self, parts=stored.parts, stored=stored)
-
-
-def transposed_weight(weight: PackedWeight) -> PackedWeight:
-    return TransposedWeight(weight.name, weight.parts, weight.shape[::-1], weight)
