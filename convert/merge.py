@@ -244,7 +244,7 @@ def _stored(base: QuantizedBase, result: Checkpoint, merge: Merge, recipe: Recip
     """The merge of a quantized base, with its plan by `--base-quant`; reads the weights if they are requantized."""
     if recipe.base_quant == "dequantize":
         plan = plan_checkpoint(base.dequantized(result, recipe.dtype), recipe.max_shard_size)
-        kind = base.plain_type(recipe.dtype)
+        kind = "bfloat16" if recipe.dtype == "keep" else recipe.dtype
         note = f"{len(base.weights)} quantized weights ({base.method.name}) become plain {kind}"
         return replace(merge, plan=plan, warnings=(*merge.warnings, note))
     checkpoint, changed = base.requantized(result)

@@ -38,10 +38,6 @@ class QuantizedBase(QuantizedCheckpoint):
         }
         return replace(merged, tensors=tensors, config=with_dtype(merged.config, tensors))
 
-    def plain_type(self, dtype: str) -> str:
-        """Element type of quantized weights that `dequantized` makes plain."""
-        return PLAIN_TYPE.name if dtype == "keep" else dtype
-
     def _was_quantized(self, name: str) -> bool:
         """Whether a merged tensor comes from a quantized weight, also as a copy of a layer."""
         if name in self.plain:
@@ -104,29 +100,23 @@ def open_quantized(base: Checkpoint, recipe: Recipe) -> QuantizedBase | None:
     Raises MalformedInput for missing or mismatched parts, UnsupportedInput for an unknown method or without
     `--base-quant`, UsageProblem for options that contradict it.
     """
-    found = quantized_checkpoint(base)
-    quantized = QuantizedBase(found.stored, found.method, found.weights, found.plain) if found else None
-    check_choice(recipe.base_quant, quantized, recipe.dtype)
-    return quantized
-
-
-def check_choice(choice: str | None, base: QuantizedBase | None, dtype: str) -> None:
-    """Raises UnsupportedInput for a quantized base without `--base-quant` (`choice`), UsageProblem for conflicts."""
+    found, choice = quantized_checkpoint(base), recipe.base_quant
     if choice is not None and choice not in CHOICES:
         raise UsageProblem(f"invalid `--base-quant {choice}`", hint=f"one of: {', '.join(CHOICES)}")
-    if base is None and choice is not None:
+    if found is None and choice is not None:
         raise UsageProblem(f"`--base-quant {choice}` is given, but the base is not quantized", hint="leave it out")
-    if base is not None and choice is None:
+    if found is not None and choice is None:
         raise UnsupportedInput(
-            f"the base is quantized ({base.method.name})",
+            f"the base is quantized ({found.method.name})",
             hint="give `--base-quant dequantize` for plain bfloat16 weights, or `--base-quant requantize` to store the "
             "result as the base is, where enough of the update survives; better: merge into the unquantized model",
         )
-    if choice == "requantize" and dtype != "keep":
+    if choice == "requantize" and recipe.dtype != "keep":
         raise UsageProblem(
-            f"`--dtype {dtype}` is given with `--base-quant requantize`, which keeps the types of the base",
+            f"`--dtype {recipe.dtype}` is given with `--base-quant requantize`, which keeps the types of the base",
             hint="leave `--dtype` out, or give `--base-quant dequantize`",
         )
+    return QuantizedBase(found.stored, found.method, found.weights, found.plain) if found else None
 
 
 ENOUGH = 0.5
