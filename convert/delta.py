@@ -144,7 +144,6 @@ def _tuned(
     for name, delta_format in delta_formats().items():
         if delta_format.detect(path):
             return name, delta_format.apply(base, path, dtype), None
-    arithmetic.require_difference(path)
     return "difference", *arithmetic.plus_difference(base, arithmetic.open_difference(path), dtype)
 
 

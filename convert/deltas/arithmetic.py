@@ -287,7 +287,13 @@ VOCABULARIES = {
 
 
 def open_difference(folder: Path) -> Checkpoint:
-    """A folder of tuned − base; InputRefused without weights."""
+    """A folder of tuned − base; InputRefused, which describes the expected files, for a delta of no kind."""
+    if not folder.is_dir() or not (is_bin_folder(folder) or list(folder.glob("*.safetensors"))):
+        raise InputRefused(
+            f"`{folder}` is not a delta",
+            hint="give a folder that `llmconv delta extract` made, one of FastChat's (a Hugging Face folder), "
+            "or one of LLaMA2-Accessory's (`consolidated.NN-of-MM.model-diff.pth`)",
+        )
     tensors = open_bin_folder(folder).tensors() if is_bin_folder(folder) else open_weights(folder)
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     return Checkpoint(folder, "delta", tensors, config, read_side_files(folder))
@@ -391,17 +397,6 @@ def _require_delta(below: NamedTensors, above: NamedTensors, delta: Checkpoint) 
             f"`{name}` of `{delta.path.absolute().name}` nearly equals the base's: it is a whole model, not a delta",
             hint="give the published delta; `llmconv delta extract BASE TUNED` makes one of two models",
         )
-
-
-def require_difference(folder: Path) -> None:
-    """Raises InputRefused, which describes the expected files, for a path that is not a delta of any kind."""
-    if folder.is_dir() and (is_bin_folder(folder) or list(folder.glob("*.safetensors"))):
-        return
-    raise InputRefused(
-        f"`{folder}` is not a delta",
-        hint="give a folder that `llmconv delta extract` made, one of FastChat's (a Hugging Face folder), "
-        "or one of LLaMA2-Accessory's (`consolidated.NN-of-MM.model-diff.pth`)",
-    )
 
 
 WITHOUT = "extract an exact delta, without `--to`"
