@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -287,13 +288,6 @@ class Job(Generic[Item]):
             yield item
 
 
-class _Call:
-    """A call in the thread of prompts; `run` gives what delivers the result of its function, `refuse` an error."""
-
-    def __init__(self, run: Callable[[], Callable[[], None]], refuse: Callable[[ApiError], None]) -> None:
-        self.run, self.refuse, self.canceled = run, refuse, False
-
-
 class Scheduler:
     """Runs a limited number of jobs in turn, and lets a limited number wait; calls that prepare them wait, too.
 
@@ -305,8 +299,8 @@ class Scheduler:
         self._most_active, self._most_waiting = active, waiting
         self._active: deque[Job[Any]] = deque()
         self._waiting: deque[Job[Any]] = deque()
-        self._calls: deque[_Call] = deque()
-        self._call: _Call | None = None  # that runs
+        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._is_preparing = False  # a call runs
         self._change = threading.Condition()
         self._deadline: float | None = None
         self._ended = False
@@ -335,36 +329,12 @@ class Scheduler:
 
         A call that is canceled while it waits is not made. Raises what the function raises, and as `submit`.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Result] = loop.create_future()
-
-        def settle(result: Result | None, error: BaseException | None) -> None:
-            if future.done():
-                return
-            if error is None:
-                future.set_result(result)  # type: ignore[arg-type]
-            else:
-                future.set_exception(error)
-
-        def deliver(result: Result | None, error: BaseException | None) -> None:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(settle, result, error)
-
-        def run() -> Callable[[], None]:
-            try:
-                return partial(deliver, function(), None)
-            except Exception as caught:
-                return partial(deliver, None, caught)
-
-        call = _Call(run, lambda error: deliver(None, error))
+        future: Future[Result] = Future()
         with self._change:
             self._require_room()
-            self._calls.append(call)
+            self._calls.append((future, function))
             self._change.notify_all()
-        try:
-            return await future
-        finally:
-            call.canceled = True
+        return await asyncio.wrap_future(future)
 
     def load(self) -> dict[str, int]:
         """The number of active and of waiting requests."""
@@ -402,14 +372,20 @@ class Scheduler:
                     self._change.wait()
                 if self._ended:
                     break
-                self._call = call = self._calls.popleft()
-            deliver = call.run() if not call.canceled else None
+                future, function = self._calls.popleft()
+                self._is_preparing = is_wanted = future.set_running_or_notify_cancel()
+            if not is_wanted:
+                continue
+            try:
+                deliver = partial(future.set_result, function())
+            except Exception as caught:
+                deliver = partial(future.set_exception, caught)
             with self._change:  # before its client can send the next request
-                self._call = None
-            if deliver:
-                deliver()
-        for call in self._calls:
-            call.refuse(ShuttingDown())
+                self._is_preparing = False
+            deliver()
+        for future, _ in self._calls:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(ShuttingDown())
 
     def _work(self) -> None:
         while True:
@@ -481,8 +457,8 @@ class Scheduler:
     def _count_waiting(self) -> int:
         """Number of jobs and calls that wait or are prepared, without those whose clients left; with the lock held."""
         self._waiting = deque(job for job in self._waiting if not job.canceled)
-        self._calls = deque(call for call in self._calls if not call.canceled)
-        return len(self._waiting) + len(self._calls) + (self._call is not None)
+        self._calls = deque(call for call in self._calls if not call[0].cancelled())
+        return len(self._waiting) + len(self._calls) + self._is_preparing
 
 
 def _close(job: Job[Any]) -> None:
