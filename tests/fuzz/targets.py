@@ -163,7 +163,7 @@ TARGETS: dict[str, Target] = {
     "paddle": Target(
         "model_state.pdparams",
         lambda: [built(honest.paddle, "model_state.pdparams")],
-        lambda path: open_pdparams(path).tensors,
+        lambda path: open_pdparams(path),
         words=OPCODES,
     ),
     "sentencepiece": Target("tokenizer.model", sentencepiece, lambda path: _sentencepiece(path.read_bytes())),

@@ -62,14 +62,6 @@ class BytesAt:
     encoded: bool
 
 
-@dataclass(frozen=True)
-class PaddleFile:
-    """The content of a `.pdparams` file: its tensors, in file order, and the names of other values."""
-
-    tensors: dict[str, LazyTensor]
-    others: tuple[str, ...]
-
-
 class _FilePickleMachine(PickleMachine):
     """A pickle machine over a mapped file that skips long values."""
 
@@ -94,8 +86,8 @@ def is_pdparams(path: Path) -> bool:
     return is_pickle and not head.startswith(TORCH_MAGIC) and any(mark in head for mark in MARKS)
 
 
-def open_pdparams(path: Path) -> PaddleFile:
-    """The tensors of a file that `paddle.save` wrote; reads no tensor data.
+def open_pdparams(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of a file that `paddle.save` wrote, in file order, without its other values; reads no tensor data.
 
     Raises MalformedInput if it is truncated, hostile or contradictory, UnsupportedInput for an element type or byte
     order that safetensors does not have.
@@ -109,16 +101,13 @@ def open_pdparams(path: Path) -> PaddleFile:
             f"`{path.name}` is not a state dict", hint="save the model's `state_dict()` with `paddle.save`"
         )
     tensors: dict[str, LazyTensor] = {}
-    others: list[str] = []
     for key, value in content.items():
         name = key if isinstance(key, str) else f"({type(key).__name__})"
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
             value = value[1]  # (name, array), as in nested objects
         if _made_by(value) in (*RECONSTRUCT, *FROM_BUFFER):
             tensors[name] = _tensor(path, name, value)
-        elif name not in (PARAMETER_NAMES, SPLIT_ARRAYS):
-            others.append(name)
-    return PaddleFile(_joined(path, tensors, content.get(SPLIT_ARRAYS, {})), tuple(others))
+    return _joined(path, tensors, content.get(SPLIT_ARRAYS, {}))
 
 
 def _name(module: str, name: str) -> Any:
@@ -357,7 +346,7 @@ def peek(path: Path) -> Mapping[str, LazyTensor]:
     """The tensors of every file under their own names; InputRefused if a file is malformed."""
     files = weight_files(path)
     read = {file.name: read_header(file).tensors for file in files if file.suffix == ".safetensors"}
-    return joined({**read, **{file.name: open_pdparams(file).tensors for file in files if file.name not in read}})
+    return joined({**read, **{file.name: open_pdparams(file) for file in files if file.name not in read}})
 
 
 def names_paddle(path: Path) -> bool:
@@ -448,7 +437,7 @@ def _state(file: Path) -> Mapping[str, LazyTensor]:
             f"`{file.name}` contains no arrays as `paddle.save` writes them",
             hint="copy it again from where it was saved",
         )
-    tensors = open_pdparams(file).tensors
+    tensors = open_pdparams(file)
     if any(name.endswith(("_moment1_0", "_moment2_0", "_pow_acc_0")) for name in tensors):
         raise UnsupportedInput(f"`{file.name}` is the state of an optimizer", hint=f"give the model's `{WHOLE}`")
     return tensors

@@ -49,26 +49,26 @@ def test_arrays_of_any_protocol_read_as_numpy_has_them(
 ) -> None:
     path = write(tmp_path_factory.mktemp("x") / "x", arrays, protocol)
     assert is_pdparams(path)
-    tensors = open_pdparams(path).tensors
+    tensors = open_pdparams(path)
     assert {name: (tensor.shape, tensor.read().tobytes()) for name, tensor in tensors.items()} == {
         name: (array.shape, array.tobytes()) for name, array in arrays.items()
     }
 
 
 def test_genuine_files_hold_three_float_types() -> None:
-    tensors = open_pdparams(FIXTURES / "tiny_262.pdparams").tensors
+    tensors = open_pdparams(FIXTURES / "tiny_262.pdparams")
     assert {tensor.dtype.name for tensor in tensors.values()} == {"float16", "bfloat16", "float32"}
 
 
 def test_a_tensor_in_a_nested_object_is_found() -> None:
-    file = open_pdparams(FIXTURES / "nest_322.pdparams")
-    assert file.tensors["a"].read().tolist() == [1.0, 2.0]
-    assert file.others == ("n", "i", "l")
+    tensors = open_pdparams(FIXTURES / "nest_322.pdparams")
+    assert tensors["a"].read().tolist() == [1.0, 2.0]
+    assert [*tensors] == ["a"]  # without the values `n`, `i` and `l`
 
 
 def test_large_arrays_stay_in_the_file(tmp_path: Path) -> None:
     path = write(tmp_path / "x", {"w": np.arange(4000, dtype="f4").reshape(40, 100)})
-    tensor = open_pdparams(path).tensors["w"]
+    tensor = open_pdparams(path)["w"]
     data = path.read_bytes()
     place = data.index(np.arange(4000, dtype="f4").tobytes())
     path.write_bytes(data[:place] + np.full(4000, 7, "f4").tobytes() + data[place + 16000 :])
@@ -78,7 +78,7 @@ def test_large_arrays_stay_in_the_file(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_any_range_of_an_array_spelled_as_text_is_read(tmp_path: Path) -> None:
     array = np.random.default_rng(0).integers(0, 256, (700_001, 3), np.uint8)
-    tensor = open_pdparams(write(tmp_path / "x", {"w": array}, 2)).tensors["w"]
+    tensor = open_pdparams(write(tmp_path / "x", {"w": array}, 2))["w"]
     edges = [0, 1, 233_000, 233_017, 349_525, 466_033, 699_999, 700_001]
     for start in edges:
         for stop in edges[edges.index(start) :]:
@@ -93,7 +93,7 @@ def test_an_array_that_was_cut_is_whole_again(tmp_path: Path) -> None:
         "w@@.1": flat[1234:],
         "UnpackBigParamInfor@@": {"w": {"OriginShape": (30, 100), "slices": ["w@@.0", "w@@.1"]}},
     }
-    tensors = open_pdparams(write(tmp_path / "x", content, 2)).tensors
+    tensors = open_pdparams(write(tmp_path / "x", content, 2))
     assert list(tensors) == ["w"]
     assert np.array_equal(tensors["w"].read(), array)
     assert np.array_equal(tensors["w"].rows(11, 14), array[11:14])
@@ -101,7 +101,7 @@ def test_an_array_that_was_cut_is_whole_again(tmp_path: Path) -> None:
 
 def test_a_static_tensor_is_read_without_eval(tmp_path: Path) -> None:
     content = {"w": Call(eval, "data", {"data": np.ones(3, "f4")})}
-    assert open_pdparams(write(tmp_path / "x", content)).tensors["w"].read().tolist() == [1, 1, 1]
+    assert open_pdparams(write(tmp_path / "x", content))["w"].read().tolist() == [1, 1, 1]
 
 
 def test_only_pickles_with_arrays_are_claimed(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_text_that_does_not_spell_bytes_is_refused_when_read(tmp_path: Path) -> 
     path = write(tmp_path / "x", {"w": np.full(2000, 0x41, np.uint8)}, 2)
     path.write_bytes(path.read_bytes().replace(b"A" * 2000, ("€" + "A" * 1997).encode()))
     with pytest.raises(MalformedInput, match="does not decode to the bytes"):
-        open_pdparams(path).tensors["w"].read()
+        open_pdparams(path)["w"].read()
 
 
 def test_every_truncation_is_refused(tmp_path: Path) -> None:
@@ -210,4 +210,4 @@ def test_flipped_bytes_never_escape_as_another_error(
     path = tmp_path_factory.mktemp("x") / "x"
     path.write_bytes(content)
     with contextlib.suppress(InputRefused):
-        assert all(tensor.read().shape == tensor.shape for tensor in open_pdparams(path).tensors.values())
+        assert all(tensor.read().shape == tensor.shape for tensor in open_pdparams(path).values())

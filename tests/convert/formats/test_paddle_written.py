@@ -185,7 +185,7 @@ def test_a_file_of_any_element_type_and_shape_reads_as_with_numpy(tmp_path: Path
     (tmp_path / "x.pdparams").write_bytes(b"".join(piece for piece in pieces if isinstance(piece, bytes)))
     read = unpickled(tmp_path / "x.pdparams")
     assert all(read[name].dtype == array.dtype and np.array_equal(read[name], array) for name, array in arrays.items())
-    assert contents(open_pdparams(tmp_path / "x.pdparams").tensors) == contents(tensors)
+    assert contents(open_pdparams(tmp_path / "x.pdparams")) == contents(tensors)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "uint16"])
