@@ -63,15 +63,6 @@ class MatrixChange:
         return np.asarray(after - before)
 
 
-@dataclass(frozen=True)
-class SingularVectors:
-    """The vectors of the largest singular values of D, the largest first."""
-
-    vectors: Array  # on the smaller side of D, orthonormal columns
-    images: Array  # D · `vectors`, or Dᵀ · `vectors` if D is wider than high; their norms are the singular values
-    total: float  # the squared norm of D
-
-
 MatrixProduct = Callable[[Array], Array]
 
 
@@ -80,8 +71,8 @@ def not_finite(name: str) -> UnsupportedInput:
     return UnsupportedInput(f"the change of `{name}` is not finite", hint="extract an exact delta, without `--rank`")
 
 
-def largest_vectors(name: str, change: MatrixChange, rank: int) -> SingularVectors:
-    """The `rank` largest singular values and vectors, in float64; UnsupportedInput if the change is not finite."""
+def _iterated(name: str, change: MatrixChange, rank: int) -> tuple[Array, Array, float]:
+    """As `_dense`, with a Q from the iteration; UnsupportedInput if the change is not finite."""
     matrix = _Matrix(name, change)
     both: tuple[MatrixProduct, MatrixProduct] = matrix.times, matrix.transposed_times
     ahead, back = both if change.shape[0] >= change.shape[1] else both[::-1]
@@ -91,7 +82,10 @@ def largest_vectors(name: str, change: MatrixChange, rank: int) -> SingularVecto
     # One more step in float64 restores the precision of float32 products for changes of low rank.
     basis = np.linalg.qr(ahead(best))[0]
     left, values, right = np.linalg.svd(back(basis), full_matrices=False)
-    return SingularVectors(left, product(basis, right.T * values * matrix.scale), matrix.total)
+    images = product(basis, right.T * values * matrix.scale)  # of the singular vectors `left`, under D or Dᵀ
+    if change.shape[0] >= change.shape[1]:
+        return images, left.T, matrix.total
+    return left, images.T, matrix.total
 
 
 def _krylov(block: Array, ahead: MatrixProduct, back: MatrixProduct, rank: int) -> tuple[Array, Array]:
@@ -426,12 +420,8 @@ class FactoredChanges:
 def factored(name: str, change: MatrixChange, rank: int) -> tuple[Array, Array, tuple[float, float]]:
     """left, right and the norms of their product and the change; see `FactoredChanges.of`."""
     rows, columns = change.shape
-    if rows * columns > DENSE and min(rows, columns) > THIN and SPARSE * rank <= min(rows, columns):
-        found = largest_vectors(name, change, rank)
-        pair = (found.images, found.vectors.T) if rows >= columns else (found.vectors, found.images.T)
-        left, right, total = *pair, found.total
-    else:
-        left, right, total = _dense(name, change, rank)
+    is_large = rows * columns > DENSE and min(rows, columns) > THIN and SPARSE * rank <= min(rows, columns)
+    left, right, total = (_iterated if is_large else _dense)(name, change, rank)
     # One side is orthonormal, the other as long as the singular values; √σ for each.
     values = np.linalg.norm(left, axis=0) * np.linalg.norm(right, axis=1)
     share = float(np.square(values).sum()), total
