@@ -35,7 +35,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
-from llmconv.checkpoint import own_file, parse_object, read_json
+from llmconv.checkpoint import JSON_BYTES, own_file, parse_object, read_small
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.safe_folder import Folder, is_inner
 from llmconv.files.safetensors_file import HEADER_LIMIT
@@ -57,7 +57,6 @@ class Manifest:
     graphs: dict[str, dict[str, Any]] = field(default_factory=dict)
     manifest_version: int = 1
     found: bool = False  # the folder was complete before the run, which wrote nothing; not stored in the file
-    unfinished: bool = False  # only a part was written, and nothing is published; not stored in the file
     verified: Any = None  # the recorded verdict as it is in the file, unchecked; None without one
 
     def encode(self) -> bytes:
@@ -76,16 +75,13 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of `folder`, empty if there is none; raises MalformedInput for other forms, or a file outside."""
     if not (folder / MANIFEST).is_file():
         return Manifest()
-    return _checked(read_json(own_file(folder, MANIFEST)))
+    return parse_manifest(read_small(own_file(folder, MANIFEST), JSON_BYTES))
 
 
 def parse_manifest(content: bytes) -> Manifest:
     """The manifest with this content; raises MalformedInput as `read_manifest`."""
-    return _checked(parse_object(content, MANIFEST))
-
-
-def _checked(content: dict[str, Any]) -> Manifest:
-    steps, files, graphs = (content.get(name, empty) for name, empty in (("steps", []), ("files", {}), ("graphs", {})))
+    fields = parse_object(content, MANIFEST)
+    steps, files, graphs = (fields.get(name, empty) for name, empty in (("steps", []), ("files", {}), ("graphs", {})))
     if not isinstance(steps, list) or not all(isinstance(done, dict) for done in steps):
         _refuse("`steps` is not a list of objects")
     for name, entries in (("files", files), ("graphs", graphs)):
@@ -101,7 +97,7 @@ def _checked(content: dict[str, Any]) -> Manifest:
         parts = [*(stages if isinstance(stages, list) else [None]), entry.get("prefix", {})]
         if not all(isinstance(part, dict) and _is_plain(part.get("file", "x")) for part in parts):
             _refuse("`graphs` does not name plain files")
-    return Manifest(steps, files, graphs, verified=content.get(VERIFIED))
+    return Manifest(steps, files, graphs, verified=fields.get(VERIFIED))
 
 
 FIELDS: tuple[tuple[str, type, Any], ...] = (

@@ -215,7 +215,7 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
             part = replace(plan, shards=tuple(shard for shard in plan.shards if shard.name in chosen))
             with _noting_what_stays(target.share(key, files, chosen)) as folder:
                 _write_shards(part, folder, target.name, stats)
-        return replace(manifest, unfinished=True)
+        return manifest  # only a part was written, and nothing is published
     if isinstance(work, Workers | Ray):
         _write_elsewhere(plan, target, key, files, work, overwrite=overwrite, resume=resume)
     if work:
