@@ -285,15 +285,11 @@ def added_token(index: int, text: str, *, special: bool) -> dict[str, Any]:
 
 def bos_template(bos: str, index: int) -> dict[str, Any]:
     """The post-processor that begins each sequence with `bos`."""
+    single = [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     return {
         "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [
-            {"SpecialToken": {"id": bos, "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-            {"SpecialToken": {"id": bos, "type_id": 1}},
-            {"Sequence": {"id": "B", "type_id": 1}},
-        ],
+        "single": single,
+        "pair": [*single, {"SpecialToken": {"id": bos, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {bos: {"id": bos, "ids": [index], "tokens": [bos]}},
     }
 
