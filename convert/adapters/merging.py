@@ -21,7 +21,7 @@ from llmconv.convert.models.transformers_source import auto_classes
 from llmconv.convert.tokenizers import added_tokens, known_tokens, read_tokenizer, special_tokens
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.output.plan import json_bytes
-from llmconv.tensors import FLOATS, LazyTensor
+from llmconv.tensors import FLOATS, LazyTensor, lists_by_key
 
 
 def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None = None) -> tuple[Checkpoint, Edits]:
@@ -122,9 +122,7 @@ def _restacked(
             hint="repair `adapter_config.json`, or copy the adapter again",
         )
     order = [layer for start, stop in ranges for layer in range(start, stop)]
-    homes: dict[int, list[int]] = {}
-    for new, old in enumerate(order):
-        homes.setdefault(old, []).append(new)
+    homes = lists_by_key((old, new) for new, old in enumerate(order))
     result: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         if match := layers.get(name):

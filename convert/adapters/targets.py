@@ -32,7 +32,7 @@ from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products, add
 from llmconv.convert.adapters.tensor_names import AS_STORED, Naming, match_names
 from llmconv.convert.algebra import slice_columns, slice_rows
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.tensors import Array, DType, LazyTensor
+from llmconv.tensors import Array, DType, LazyTensor, lists_by_key
 
 PARTS = {  # name of a fused tensor to the separate tensors that it stacks by rows, under each naming convention
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
@@ -107,9 +107,7 @@ def separate_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, ExpertRows]
 
 def add_to_experts(base: LazyTensor, products: Sequence[ExpertProduct], dtype: DType) -> LazyTensor:
     """A fused tensor [E, rows, columns] plus the summed updates of its experts, rounded once; see `add_products`."""
-    by_expert: dict[int, list[ExpertProduct]] = {}
-    for product in products:
-        by_expert.setdefault(product.expert, []).append(product)
+    by_expert = lists_by_key((product.expert, product) for product in products)
 
     def load(start: int, stop: int) -> Array:
         rows = base.rows(start, stop)
@@ -377,9 +375,7 @@ def _whole(tensor: LazyTensor) -> Array:
 
 def parameter_names(modules: Sequence[str], config: LoraConfig, names: Sequence[str]) -> dict[str, str]:
     """Wrapper of adapted parameters to its tensor among `names`; UnsupportedInput if the order is ambiguous."""
-    wrapped: dict[str, list[str]] = {}
-    for module in modules:
-        wrapped.setdefault(module.replace(WRAPPER, ""), []).append(module)
+    wrapped = lists_by_key((module.replace(WRAPPER, ""), module) for module in modules)
     result: dict[str, str] = {}
     for module, levels in wrapped.items():
         if not (own := _parameters(module, config.parameters, len(levels), names)):
