@@ -34,9 +34,6 @@ QUANTIZED = re.compile(  # parts of a quantized matrix: GPTQ, AWQ, bitsandbytes,
     r"\.(?:qweight|qzeros|SCB|weight_format|absmax|quant_map|quant_state\b.*|_packed_params\b.*|weight_scale(?:_inv)?)$"
 )
 
-OBJECT = ("is an object, not a plain tensor", "save a full (unsharded, unquantized) state dict of plain tensors")
-
-
 Leaf = TensorRef | LazyTensor
 """A tensor of a state dict: a reference into a torch file, or a tensor that is already lazy."""
 
@@ -110,7 +107,8 @@ def refuse_quantized(names: Mapping[str, Any], source: str) -> None:
 def refuse_objects(state: Mapping[str, Any], source: str) -> None:
     """Raises UnsupportedInput for the first object (`ShardedTensor`, `NF4Tensor` and the like) among the tensors."""
     if (name := next((name for name, leaf in state.items() if isinstance(leaf, Stub)), None)) is not None:
-        raise UnsupportedInput(f"`{name}` in `{source}` {OBJECT[0]}", hint=OBJECT[1])
+        hint = "save a full (unsharded, unquantized) state dict of plain tensors"
+        raise UnsupportedInput(f"`{name}` in `{source}` is an object, not a plain tensor", hint=hint)
 
 
 def open_state(path: Path) -> StateFile | None:

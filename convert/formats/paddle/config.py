@@ -283,10 +283,7 @@ CONVERTERS: dict[Any, Callable[[Fields, list[str]], dict[str, Any]]] = {
 
 
 FILE = "generation_config.json"
-SHARED_FIELDS = (
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
-    *("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty"),
-)
+SHARED_FIELDS = (*TOKENS, "max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty")
 STRATEGY, SAMPLING, GREEDY = "decode_strategy", "sampling", "greedy_search"
 
 

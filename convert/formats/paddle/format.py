@@ -93,7 +93,6 @@ DECODER = (*SAME, "intermediate_size", "num_key_value_heads", "max_position_embe
 def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
     """Paddle's `config.json`, and what `to-hf` makes of it; UnsupportedInput, listing fields; MalformedInput."""
     settings, source = settings_of(checkpoint, WRITERS), checkpoint.path.name
-
     kind, architecture, write = WRITERS[settings["model_type"]]
     kept = {name: checkpoint.config[name] for name in configs.KEPT if name in checkpoint.config}
     config = {
