@@ -474,19 +474,13 @@ def rotations(learned: ModuleTensors) -> Array:
     if settings.flag("use_cayley_neumann", default=True):
         # the series with n terms: I + 2Q + … + 2Qⁿ⁻² + Qⁿ⁻¹; with three, PEFT computes I + 2Q + 2Q² + Q³
         terms = int(settings.number("num_cayley_neumann_terms", default=5))
-        identity: Array = np.broadcast_to(np.eye(skew.shape[-1]), skew.shape)
-        if terms < 2:
-            return identity
-        total: Array = identity + 2 * skew
-        if terms == 2:
-            return total
-        power = skew @ skew
-        total = total + 2 * power
-        for _ in range(3, terms - 1):
+        last = max(terms, 4) - 1 if terms > 2 else terms - 1
+        power: Array = np.broadcast_to(np.eye(size), skew.shape)
+        total = power
+        for number in range(1, last + 1):
             power = power @ skew
-            total = total + 2 * power
-        last: Array = power @ skew
-        return total + last
+            total = total + (power if number == last > 2 else 2 * power)
+        return total
     return cayley(skew)
 
 
