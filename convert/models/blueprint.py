@@ -394,9 +394,7 @@ def check_rules(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], mo
     inner = any(end in part for rests in layers.values() for part in rests for end in FINAL_NORM)
     if inner and not any(end in name for name in outside for end in FINAL_NORM):
         raise MalformedInput(f"`{source}` has no norm after its last layer", hint=PARTIAL)
-    if config.get("tie_word_embeddings") is False and not any(
-        head in tensors for head in tuple(dict.fromkeys((*HEADS, *([model.head] if model.head else []))))
-    ):
+    if config.get("tie_word_embeddings") is False and not any(head in tensors for head in (*HEADS, model.head)):
         raise MalformedInput(
             f"`{source}` has no output head, and its configuration does not tie it to the embedding",
             hint="give a configuration with `tie_word_embeddings` true, if that is how it was trained",
@@ -423,7 +421,7 @@ def _check_embedding(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any
     if embedding is not None and vocabulary is not None and embedding.shape[:1] != (vocabulary,):
         raise MalformedInput(
             f"the embedding in `{source}` has {list(embedding.shape)[:1]} rows, `vocab_size` is {vocabulary}",
-            hint="the configuration is of another model; give the right one with `--config`",
+            hint=ANOTHER,
         )
     width = next((config[field] for field in WIDTHS if type(config.get(field)) is int), None)
     if any(config.get(field) for field in OTHER_WIDTHS) or embedding is None or width is None:
@@ -431,5 +429,5 @@ def _check_embedding(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any
     if embedding.shape[1:] != (width,):
         raise MalformedInput(
             f"the embedding in `{source}` has the shape {list(embedding.shape)}, the model's width is {width}",
-            hint="the configuration is of another model; give the right one with `--config`",
+            hint=ANOTHER,
         )

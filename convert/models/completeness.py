@@ -34,8 +34,8 @@ BUFFERS: tuple[tuple[str, re.Pattern[str], tuple[int, ...]], ...] = (
     ("rotary tables", re.compile(r"\.rotary_emb\.(?:inv_freq|(?:cos|sin)_cached)$|\.embed_positions$"), (1, 2, 3, 4)),
     ("position numbers", re.compile(r"(?:^|\.)position_ids$"), (1, 2)),
 )
-# Fields that count what a model is built of, and a number that no real model reaches
-# Fields that say how many parts are built; a size in such a part, as `vocab_size_per_layer_input` of Gemma 3n, is none
+# Fields that say how many parts are built, and a number that no real model reaches; a size in such a part, as
+# `vocab_size_per_layer_input` of Gemma 3n, is none
 COUNTS, COUNT_LIMIT = re.compile(r"^(?!.*(?:size|dim|vocab|length)).*(?:layer|depth|blocks|experts)"), 4096
 EXPERT_LIMIT = 1 << 14  # of Doge, whose experts are rows of an embedding
 # Parts of a module that PEFT wrapped: its weight before training, and the factors of the update
