@@ -218,7 +218,7 @@ def open_four_bit(tensors: Mapping[str, LazyTensor], name: str, state_name: str)
     shape = state.get("shape")
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and 0 < n < 1 << 31 for n in shape):
         refuse(state_name, "has a `shape` that is not a matrix")
-    block = _size(state, "blocksize", state_name, BLOCK_SIZES)
+    block = _block_size(state, "blocksize", state_name)
     codes = part(tensors, name, name)
     if codes.nbytes != -(-prod(shape) // (2 * codes.dtype.itemsize)) * codes.dtype.itemsize:
         refuse(name, f"has {codes.nbytes} bytes, its state says shape {list(shape)} of 4 bits each")
@@ -238,13 +238,13 @@ def _nested(state: Mapping[str, Any], name: str, source: str) -> NestedScales:
     offset = state.get("nested_offset")
     if not isinstance(offset, int | float) or not -LARGE < offset < LARGE:
         refuse(source, "has a `nested_offset` that is not a number")
-    block = _size(state, "nested_blocksize", source, BLOCK_SIZES)
+    block = _block_size(state, "nested_blocksize", source)
     return NestedScales(f"{name}.nested_absmax", f"{name}.nested_quant_map", float(offset), block)
 
 
-def _size(state: Mapping[str, Any], field_name: str, name: str, known: tuple[int, ...]) -> int:
+def _block_size(state: Mapping[str, Any], field_name: str, name: str) -> int:
     size = state.get(field_name)
-    if type(size) is not int or size not in known:
+    if type(size) is not int or size not in BLOCK_SIZES:
         refuse(name, f"has a `{field_name}` of {str(size)[:40]}")
     return size
 
