@@ -33,8 +33,9 @@ SAFETENSORS = re.compile(r"model(?:-\d+-of-\d+)?\.safetensors(?:\.index\.json)?"
 ADAPTER = re.compile(r"adapter_(?:model\.(?:safetensors|bin)|config\.json)")
 # files by which a model in the cache is found
 MARKS = ("config.json", "adapter_config.json", "llmconv.json", "params.json")
-# files that may contain weights
-WEIGHTS = re.compile(r".*\.(?:safetensors|bin|pth?|ckpt|pdparams|distcp|npz|tar|t?gz|zip|zst|msgpack|gguf)")
+# ends of files that may contain weights, and of archives of them
+SUFFIXES, ARCHIVES = "safetensors|bin|pth?|ckpt|pdparams|distcp|npz|msgpack|gguf", "tar|t?gz|zip|zst"
+WEIGHTS = re.compile(rf".*\.(?:{SUFFIXES}|{ARCHIVES})")
 SECONDS = 10  # timeout of the hub, after which the cache is used
 # configuration, tokenizer and code at the top of a repository
 SMALL = re.compile(r"[^/]+\.(?:json|jinja|txt|model|py|yaml|yml|md)")
@@ -230,9 +231,7 @@ HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 HUB_FOLDER = re.compile(rf"{HUB_ID.pattern}(?:/[\w.-]+)+")
 
 # bare names that are clearly files, not models of the hub
-FILE_NAME = re.compile(
-    r".*\.(?:pth?|bin|ckpt|safetensors|pdparams|onnx|gguf|npz?|json|ya?ml|jinja|txt|tar|t?gz|zip|zst|h5|msgpack|distcp)"
-)
+FILE_NAME = re.compile(rf".*\.(?:{SUFFIXES}|{ARCHIVES}|onnx|h5|np|json|ya?ml|jinja|txt)")
 
 
 def local_path(name: str | Path, *, in_parts: bool = False, headers: bool = False) -> Path:

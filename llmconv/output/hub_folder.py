@@ -31,6 +31,7 @@ from llmconv.addresses import HubAddress
 from llmconv.checkpoint import ADAPTER_CONFIG, parse_object
 from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput, printable
 from llmconv.files.safe_folder import Folder, Link, is_inner, user_cache
+from llmconv.files.sources import SUFFIXES
 from llmconv.hub.repository import FileDigest, HubRepository, digest_of, file_digest, sent
 from llmconv.output.local_folder import require_space
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, is_file_entry, parse_manifest
@@ -205,9 +206,7 @@ class UnfinishedCommit(UnfinishedOutput):
 
 # files about a repository, not of its model: they are kept, or replaced by those that the user wrote
 PAGES = re.compile(r"(?:README|LICEN[CS]E|NOTICE|USE_POLICY|CITATION)[^/]*|\.git(?:attributes|ignore)", re.IGNORECASE)
-WEIGHTS = re.compile(
-    r".*\.(?:safetensors|bin|pth?|ckpt|onnx|onnx[._]data|gguf|h5|msgpack|npz|distcp|pdparams)(?:\.index\.json)?"
-)
+WEIGHTS = re.compile(rf".*\.(?:{SUFFIXES}|onnx(?:[._]data)?|h5)(?:\.index\.json)?")
 
 
 def manifest_of(repository: HubRepository) -> Manifest:
