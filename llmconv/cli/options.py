@@ -164,13 +164,10 @@ def talk(
 ) -> Command:
     """Adds `-q` and `-v`, with these help texts, to the function of a command."""
 
-    def quieten(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-        set_quiet(value)
-
     def explain(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         ctx.meta[VERBOSE] = value
 
-    quieted = option("-q --quiet", quiet, expose_value=False, callback=quieten)
+    quieted = option("-q --quiet", quiet, expose_value=False, callback=lambda ctx, param, value: set_quiet(value))
     explained = option("-v --verbose", verbose, expose_value=False, callback=explain)
     return quieted(explained(command))
 
