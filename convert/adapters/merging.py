@@ -18,7 +18,7 @@ from llmconv.convert.adapters.edits import Edits, base_in_memory
 from llmconv.convert.adapters.tensor_names import AS_STORED
 from llmconv.convert.models import head_and_dtype
 from llmconv.convert.models.transformers_source import auto_classes
-from llmconv.convert.tokenizers import added_tokens, known_tokens, read_tokenizer, special_tokens
+from llmconv.convert.tokenizers import VOCABULARIES, added_tokens, known_tokens, read_tokenizer, special_tokens
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.output.plan import json_bytes
 from llmconv.tensors import FLOATS, LazyTensor, lists_by_key
@@ -231,7 +231,6 @@ def follow_task(edits: Edits, adapters: Sequence[Adapter], head: str, config: di
 
 # Prefixes of the names of tokenizer files
 TOKENIZER = ("tokenizer", "special_", "added_", "vocab", "merges", "spiece", "sentencepiece", "chat_template")
-VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 GENERATION = "generation_config.json"
 # Fields of `generation_config.json` without a meaning for decoding
 NOT_OF_DECODING = ("transformers_version", "_from_model_config")
@@ -257,7 +256,7 @@ def side_files_of(
     adapter, files = own[0]
     if resized:
         return _with_ids(base.side_files, others | files, config), []
-    if not any(name in base.side_files for name in VOCABULARY) and any(name in files for name in VOCABULARY):
+    if not base.side_files.keys() & VOCABULARIES and files.keys() & VOCABULARIES:
         note = f"the base has no tokenizer; it is taken from the adapter `{adapter.name}`"
         return _with_ids(base.side_files, others | files, config), [note]
     kept, notes = _with_template(base, own)

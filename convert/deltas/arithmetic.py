@@ -39,6 +39,7 @@ from llmconv.convert.models.head_and_dtype import (
 )
 from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.convert.state_dicts.files import is_bin_folder, open_bin_folder
+from llmconv.convert.tokenizers import VOCABULARIES
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.torch_writer import torch_pieces
 from llmconv.model_code import AUTO_MAP
@@ -281,9 +282,6 @@ def all_rounded(sums: Mapping[str, LazyTensor], kept: Mapping[str, DType], dtype
 
 # Names of the last norm, whose weights are about 1 in a model and about 0 in a delta
 NORM = ("norm.weight", "ln_f.weight")
-VOCABULARIES = {
-    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
-}
 
 
 def open_difference(folder: Path) -> Checkpoint:
