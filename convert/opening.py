@@ -17,7 +17,7 @@ from llmconv.convert.formats import Format, adapter_format, by_name, detect, for
 from llmconv.convert.models.code_model import with_code
 from llmconv.convert.models.completeness import check_complete, check_folder, why_incomplete
 from llmconv.convert.models.config_file import CODE_FIELDS, OPTION, merged_configs, own_fields, trusted_code
-from llmconv.convert.state_dicts.files import SUFFIXES, weight_files
+from llmconv.convert.state_dicts.files import weight_files
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.packing import unpacked
 from llmconv.files.pickle_machine import Stub
@@ -26,6 +26,7 @@ from llmconv.files.sources import local_path, reading_safely
 from llmconv.files.torch_reader import explain_no_zip, is_torch_file, open_torch_file
 from llmconv.model_code import AUTO_MAP, has_code
 from llmconv.not_a_model_folder import (
+    SUFFIXES_OF_TORCH,
     adapter_or_delta,
     foreign_file,
     is_quantized_export,
@@ -171,7 +172,7 @@ PACKED = re.compile(r"\.(?:(?:pth?|bin|ckpt)\.(?:gz|bz2|xz|lzma|lz4|zst)|tar(?:\
 def checkpoint_files(folder: Path) -> list[Path]:
     """The torch, safetensors and packed files of a folder, in name order; never an optimizer's or a trainer's state."""
     found = {entry for entry in folder.iterdir() if entry.is_file() and not training_file_kind(entry.name)}
-    torch = {entry for entry in found if entry.suffix in SUFFIXES and is_torch_file(entry)}
+    torch = {entry for entry in found if entry.suffix in SUFFIXES_OF_TORCH and is_torch_file(entry)}
     packed = {entry for entry in found if PACKED.search(entry.name)}
     return sorted(torch | packed | {*weight_files(folder)})
 
@@ -230,7 +231,7 @@ def _explain_file(path: Path) -> LlmconvError:
         files = checkpoint_files(path.parent)
         hint = f"give the weights next to it: `{files[0]}`" if files else "give the file or folder with the weights"
         return InputRefused(f"`{path.name}` is {left}, not the model's weights", hint=hint)
-    if path.suffix not in SUFFIXES and is_zip and not is_torch_file(path):
+    if path.suffix not in SUFFIXES_OF_TORCH and is_zip and not is_torch_file(path):
         return known_refusal(path) or _unknown(path)
     if head.startswith(b"PK") or is_torch_file(path):
         try:

@@ -23,12 +23,11 @@ from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.safetensors_file import FileTensor, Header, read_header
 from llmconv.files.torch_reader import is_torch_file, open_torch_file
-from llmconv.not_a_model_folder import training_file_kind
+from llmconv.not_a_model_folder import SUFFIXES_OF_TORCH, training_file_kind
 from llmconv.tensors import LazyTensor
 
 # Keys under which training scripts save the state dict of the model
 UNDER = ("state_dict", "model_state_dict", "model", "module")
-SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 QUANTIZED = re.compile(  # parts of a quantized matrix: GPTQ, AWQ, bitsandbytes, torch's own, float8 with scales
     r"\.(?:qweight|qzeros|SCB|weight_format|absmax|quant_map|quant_state\b.*|_packed_params\b.*|weight_scale(?:_inv)?)$"
@@ -136,7 +135,9 @@ def peek_state(path: Path) -> StateFile | None:
 
 def torch_files(folder: Path) -> Iterator[Path]:
     """The torch files of a folder in name order, detected by suffix and content."""
-    yield from (entry for entry in sorted(folder.iterdir()) if entry.suffix in SUFFIXES and is_torch_file(entry))
+    yield from (
+        entry for entry in sorted(folder.iterdir()) if entry.suffix in SUFFIXES_OF_TORCH and is_torch_file(entry)
+    )
 
 
 def _named(state: Mapping[Any, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from llmconv.files.safe_folder import Folder, Link, is_inner, user_cache
 from llmconv.files.sources import SUFFIXES
 from llmconv.hub.repository import FileDigest, HubRepository, digest_of, file_digest, sent
 from llmconv.output.local_folder import require_space
-from llmconv.output.manifest import MANIFEST, Manifest, file_entry, is_file_entry, parse_manifest
+from llmconv.output.manifest import MANIFEST, VERDICTS, Manifest, file_entry, is_file_entry, parse_manifest
 from llmconv.output.plan import (
     Destination,
     Plan,
@@ -390,7 +390,7 @@ def _verified(report: Path | None) -> str:
         verdict, checks = content["verdict"], [check["verdict"] for check in content["checks"]]
     except (ValueError, LookupError, TypeError, RecursionError):
         return ""
-    if verdict not in ("pass", "fail", "inconclusive"):
+    if verdict not in VERDICTS:
         return ""
     counts = ", ".join(
         f"{checks.count(key)} {word}" for key, word in (("pass", "passed"), ("fail", "differ"), ("skip", "skipped"))
