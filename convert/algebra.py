@@ -299,6 +299,11 @@ def equal(one: LazyTensor, other: LazyTensor, *, sampled: bool = False) -> bool:
     return all(np.array_equal(_bits(one.rows(*block)), _bits(other.rows(*block))) for block in blocks)
 
 
+def all_zero(tensor: LazyTensor) -> bool:
+    """Whether all elements are zero; reads the tensor block by block."""
+    return not any(tensor.rows(*block).any() for block in tensor.blocks())
+
+
 def _bits(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
 

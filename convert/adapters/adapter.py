@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from llmconv.convert.adapters.lora_config import AdapterFields, LoraConfig
-from llmconv.convert.algebra import equal
+from llmconv.convert.algebra import all_zero, equal
 from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import BY_NAME, FLOATS, Array, LazyTensor, cast
@@ -302,13 +302,10 @@ def is_zero(adapter: Adapter) -> bool:
     if adapter.whole or adapter.tokens or adapter.learned or adapter.initial or not adapter.pairs:
         return False
     pairs = adapter.pairs.values()
-    if any(pair.magnitude is not None or (pair.bias is not None and _any(pair.bias)) for pair in pairs):
+    if any(pair.magnitude is not None or (pair.bias is not None and not all_zero(pair.bias)) for pair in pairs):
         return False
-    return not any(_any(pair.b) and (not pair.embedding or _any(pair.a)) for pair in pairs)  # A begins as zeros there
-
-
-def _any(tensor: LazyTensor) -> bool:
-    return any(tensor.rows(*block).any() for block in tensor.blocks())
+    # A begins as zeros in an embedding
+    return all(all_zero(pair.b) or (pair.embedding and all_zero(pair.a)) for pair in pairs)
 
 
 def _require_finite(name: str, tensor: LazyTensor) -> None:

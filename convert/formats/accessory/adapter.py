@@ -16,7 +16,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters import other_tools
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.algebra import LAYER_NUMBER, fitting, rename, reordered, rope_order, zeros
+from llmconv.convert.algebra import LAYER_NUMBER, all_zero, fitting, rename, reordered, rope_order, zeros
 from llmconv.convert.formats import AdapterFormat
 from llmconv.convert.formats.accessory import config as configs
 from llmconv.convert.formats.accessory import read
@@ -94,7 +94,7 @@ def _with_biases(
     """Adds zero biases to layers without one, and returns the config fields that enable biases."""
     biases = {name: tensor for name, tensor in others.items() if name.endswith(".bias")}
     if base.config.get("model_type") != "llama":
-        if trained := [name for name, tensor in biases.items() if name not in base and not read.is_zero(tensor)]:
+        if trained := [name for name, tensor in biases.items() if name not in base and not all_zero(tensor)]:
             raise UnsupportedInput(
                 f"`{source}` holds {len(trained)} trained biases, such as `{trained[0]}`, which are unsupported in a "
                 f"{base.config.get('model_type')}",

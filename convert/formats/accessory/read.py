@@ -58,13 +58,12 @@ def open_shards(folder: Path, kind: re.Pattern[str] = SHARD) -> list[dict[str, L
     MalformedInput if one is missing or superfluous, or two sets are mixed.
     """
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    own = [name for name in names if kind.fullmatch(name)]
     if kind is SHARD and any(DELTA_FILE.fullmatch(name) for name in names):
         raise UnsupportedInput(
             f"`{folder.name}` is a delta, not a model",
             hint=f"add it to its base, such as Meta's folder: `llmconv delta apply BASE {folder.name} -o OUT`",
         )
-    numbers = _numbers(folder, own, kind, [*names])
+    numbers = _numbers(folder, kind, names)
     if not numbers:
         raise InputRefused(
             f"`{folder}` contains no `consolidated.…` shards",
@@ -82,12 +81,12 @@ def open_shards(folder: Path, kind: re.Pattern[str] = SHARD) -> list[dict[str, L
     return [*shards.values()]
 
 
-def _numbers(folder: Path, own: Sequence[str], kind: re.Pattern[str], names: Sequence[str]) -> dict[int, str]:
+def _numbers(folder: Path, kind: re.Pattern[str], names: Sequence[str]) -> dict[int, str]:
     """File names by rank, Meta's if there are none of this kind; MalformedInput for a mixed or incomplete set."""
-    found = [(match, name) for name in own if (match := kind.fullmatch(name))]
+    found = [(match, name) for name in names if (match := kind.fullmatch(name))]
     counts = {int(match[2]) for match, _ in found}
     others: tuple[re.Pattern[str], ...] = (META_SHARD, SHARD) if kind is DELTA_FILE else (META_SHARD,)
-    if not own:
+    if not found:
         found = [(match, name) for name in names if (match := META_SHARD.fullmatch(name))]
         counts, others = {max((int(match[1]) for match, _ in found), default=-1) + 1}, ()
     numbers = {int(match[1]): name for match, name in found}
@@ -194,7 +193,7 @@ def leave_out(whole: dict[str, LazyTensor], family: str, source: str, *, drop: b
     trained = [name for name in whole if TRAINED_PREFIX.match(name)]
     if family == "mixtral":
         biases = {name: whole.pop(name) for name in list(whole) if re.fullmatch(r"layers\..*\.bias", name)}
-        trained += [name for name, bias in biases.items() if not is_zero(bias)]
+        trained += [name for name, bias in biases.items() if not algebra.all_zero(bias)]
     lost = [*vision, *trained]
     if lost and not drop:
         effect = ", which then answers differently" if trained else ""
@@ -218,11 +217,6 @@ def kinds(names: Iterable[str]) -> str:
         re.sub(r"\.\d+(?=\.)", "", name) if name.startswith("layers.") else name.partition(".")[0] for name in names
     )
     return listing(list(dict.fromkeys(shown)))
-
-
-def is_zero(tensor: LazyTensor) -> bool:
-    """Whether all elements are zero; reads the tensor block by block."""
-    return not any(tensor.rows(*block).any() for block in tensor.blocks())
 
 
 def to_hugging_face(whole: dict[str, LazyTensor], params: AccessoryParams, source: str) -> dict[str, LazyTensor]:
