@@ -67,11 +67,9 @@ class Unknown:
 
 MODULE_LIMIT = 100_000  # far more modules than any model has; a configuration may ask for any number of them
 HOOKS = ("_register_load_state_dict_pre_hook", "register_load_state_dict_post_hook", "register_forward_hook")
-SAME_SHAPE = ("to", "float", "half", "clone", "contiguous", "detach", "requires_grad_") + (
-    "normal_",
-    "uniform_",
-    "fill_",
-    "zero_",
+SAME_SHAPE = (
+    *("to", "float", "half", "clone", "contiguous", "detach", "requires_grad_"),
+    *("normal_", "uniform_", "fill_", "zero_"),
 )
 
 
@@ -88,9 +86,6 @@ class Tensor(Unknown):
         if name == "size":
             return lambda: self.shape if self.shape is not None else Unknown(name)
         return Tensor() if name == "data" else super().__getattr__(name)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
 
     def _scaled(self, other: Any = 0) -> Tensor:
         same = isinstance(other, int | float) or (isinstance(other, Tensor) and other.shape == self.shape)

@@ -140,19 +140,6 @@ class PreTrainedModel(Module):
         return cls(config)
 
 
-STAND_INS: dict[str, Any] = {
-    "PreTrainedModel": PreTrainedModel,
-    "PreTrainedConfig": ConfigStandIn,
-    "PretrainedConfig": ConfigStandIn,
-    "GradientCheckpointingLayer": Module,
-    "GenerationMixin": object,
-    "EmbeddingAccessMixin": object,
-    "BackboneMixin": object,
-    "nn": Nn(),
-    "torch": Torch(),
-}
-
-
 USUAL_LAYERS = {"full_attention", "sliding_attention", "linear_attention", "chunked_attention"}
 
 
@@ -169,7 +156,19 @@ def remap_layer_types(layer_types: Any = None, config: Any = None) -> Any:
     return new
 
 
-STAND_INS |= {"remap_legacy_layer_types": remap_layer_types, "resolve_internal_import": lambda *args, **kwargs: None}
+STAND_INS: dict[str, Any] = {
+    "PreTrainedModel": PreTrainedModel,
+    "PreTrainedConfig": ConfigStandIn,
+    "PretrainedConfig": ConfigStandIn,
+    "GradientCheckpointingLayer": Module,
+    "GenerationMixin": object,
+    "EmbeddingAccessMixin": object,
+    "BackboneMixin": object,
+    "nn": Nn(),
+    "torch": Torch(),
+    "remap_legacy_layer_types": remap_layer_types,
+    "resolve_internal_import": lambda *args, **kwargs: None,
+}
 
 
 def transformers_folder() -> Path | None:
