@@ -29,7 +29,7 @@ from llmconv.convert.adapters.other_tools import (
     unplaced,
 )
 from llmconv.convert.adapters.peft_file import CONFIG
-from llmconv.convert.algebra import fitting, interleave_rows
+from llmconv.convert.algebra import find_row, fitting, interleave_rows
 from llmconv.convert.formats import AdapterFormat
 from llmconv.convert.formats.mindformers import families
 from llmconv.convert.formats.mindformers.config import (
@@ -168,9 +168,9 @@ def _home(name: str, family: MindFormersFamily) -> str | None:
     """Name of the base's tensor that equals `name` row by row; None if it is fused or transposed there."""
     if PLACES.get(family.build) is not _llama or any(sign.fullmatch(name) for sign, _ in FUSED):
         return None
-    number = re.search(r"(?<=\.)\d{1,9}(?=\.)", name)
-    target = family.names.get(name.replace(f".{number[0]}.", ".{}.", 1) if number else name)
-    return target.format(number[0]) if target and number else target
+    row, number = find_row(name, family.names)
+    target = family.names[row] if row else None
+    return target and target.format(number)
 
 
 def _require_base(others: Mapping[str, LazyTensor], family: MindFormersFamily, base: Checkpoint, source: str) -> None:

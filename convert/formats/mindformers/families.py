@@ -444,11 +444,8 @@ def store_gpt2(settings: ModelSettings, tensors: dict[str, LazyTensor], source: 
         lambda w: [transposed(part) for part in algebra.split(w, 1, 3)],
         lambda bias: algebra.split(bias, 0, 3),
     )
-    fields = _fields(settings, source) | {
-        "type": "GPT2Config",
-        "max_position_embeddings": settings["max_position_embeddings"],
-    }
-    fields |= {"seq_length": settings["max_position_embeddings"]}
+    length = settings["max_position_embeddings"]
+    fields = _fields(settings, source) | {"type": "GPT2Config", "max_position_embeddings": length, "seq_length": length}
     return MindFormersModel(algebra.renamed(parts, algebra.inverted(GPT2), source), "GPT2LMHeadModel", fields)
 
 
@@ -470,7 +467,7 @@ SplitFunction = Callable[[LazyTensor], Sequence[LazyTensor]]
 def _apart(
     tensors: dict[str, LazyTensor], module: str, weights: SplitFunction, biases: SplitFunction
 ) -> dict[str, LazyTensor]:
-    """Splits `module` of each layer into `dense1`, `dense2`, `dense3`; the reverse of `_with_attention`."""
+    """Splits `module` of each layer into `dense1`, `dense2`, `dense3`."""
     parts: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         root, _, kind = name.rpartition(f".{module}.")

@@ -302,11 +302,10 @@ def _qwen(data: bytes) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _prefix(ids: Mapping[str, int]) -> dict[str, Any]:
     """A post-processor that adds ChatGLM's `[gMASK]sop` before each text."""
-    template = tokenizers.bos_template(GLM_PREFIX[0], ids[GLM_PREFIX[0]])
     marks = [{"SpecialToken": {"id": name, "type_id": 0}} for name in GLM_PREFIX]
     text = {"Sequence": {"id": "A", "type_id": 0}}
     return {
-        **template,
+        "type": "TemplateProcessing",
         "single": [*marks, text],
         "pair": [*marks, text, {"Sequence": {"id": "B", "type_id": 0}}],
         "special_tokens": {name: {"id": name, "ids": [ids[name]], "tokens": [name]} for name in GLM_PREFIX},
