@@ -169,7 +169,7 @@ def _inspect(place: Path) -> Inspection:
         return _inspect_codes(place)
     if (place / DELTA_FILE).is_file():  # the tensors of the tuned model, which cannot be read without the base
         delta = open_exact(place)
-        tensors = {name: one.over(None) for name, one in delta.stored.items()}
+        tensors = {name: one.over(None, delta.other_base) for name, one in delta.stored.items()}
         files = len({one.path for one in delta.stored.values()})
         return Inspection(place, "delta", delta.config, tensors, tuple(sorted(delta.side_files)), shards=files)
     if (place / ADAPTER_CONFIG).is_file():

@@ -374,7 +374,7 @@ class MergeOptions(TypedDict, total=False):
         alpha: `lora_alpha` if an adapter's files do not contain it.
         initial_adapters: one per adapter, as it was before training, if training subtracted it from the base (PiSSA,
             OLoRA, CorDA, LoRA-GA): its product is subtracted. `-` for an adapter without one.
-        combine: how to combine adapters; one of `METHODS` in `adapters.combining.methods`.
+        combine: how to combine adapters; one of `METHODS`.
         densities: share of each adapter's update to keep, for a method that prunes; one, or one per adapter.
         seed: random seed of `dare_*`, used together with the tensor's name and the adapter's content.
         rank: of `svd` (default: the largest rank of the adapters).

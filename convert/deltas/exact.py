@@ -188,12 +188,12 @@ class ExactDelta:
         """The tuned model; InputRefused for keys, shapes, dtypes of another base, whose rows are checked later."""
         sources = self._sources()
         if missing := [name for name in sources if name not in base]:
-            raise self._other_base(f"{len(missing)} missing keys: {listing(missing)}")
+            raise self.other_base(f"{len(missing)} missing keys: {listing(missing)}")
         kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in base.items()}
         if odd := [name for name, source in sources.items() if kinds[name] != (source.dtype, source.shape)]:
-            raise self._other_base(f"{len(odd)} tensors have another shape or dtype: {listing(odd)}")
+            raise self.other_base(f"{len(odd)} tensors have another shape or dtype: {listing(odd)}")
         tensors = {
-            name: one.over(base[one.base.name] if one.base else None, self._other_base)
+            name: one.over(base[one.base.name] if one.base else None, self.other_base)
             for name, one in self.stored.items()
         }
         code = without_code(self.config)[1]
@@ -213,14 +213,13 @@ class ExactDelta:
         # the names of the base's tensors with another sha256
         digests = prefetch(partial(_sha256, base[name]) for name in sources)
         if different := [name for name, digest in zip(sources, digests, strict=True) if digest != sources[name].sha256]:
-            raise self._other_base(
-                f"{len(different)} of {len(sources)} tensors have other values: {listing(different)}"
-            )
+            raise self.other_base(f"{len(different)} of {len(sources)} tensors have other values: {listing(different)}")
 
     def _sources(self) -> dict[str, BaseTensor]:
         return {one.base.name: one.base for one in self.stored.values() if one.base}
 
-    def _other_base(self, problem: str) -> InputRefused:
+    def other_base(self, problem: str) -> InputRefused:
+        """The error for a base that is not the delta's."""
         return InputRefused(
             f"the base is not the one that `{self.path.absolute().name}` was made from: {problem}",
             hint=f"give the model that the delta was extracted from (its folder was called `{self.base_name}`)",
@@ -350,13 +349,6 @@ SKIPPED = struct.Struct("<II")
 OtherBase = Callable[[str], InputRefused]
 
 
-def _other_base(problem: str) -> InputRefused:
-    return InputRefused(
-        f"the base is not the one that the delta was made from: {problem}",
-        hint="give the model that it was extracted from",
-    )
-
-
 @dataclass(frozen=True)
 class BaseTensor:
     """The base's tensor that a difference is taken from: its name, and its expected dtype, shape and sha256."""
@@ -388,7 +380,7 @@ class DeltaTensor:
     blocks: tuple[RowBlock, ...]
     base: BaseTensor | None
 
-    def over(self, base: LazyTensor | None, other_base: OtherBase | None = None) -> LazyTensor:
+    def over(self, base: LazyTensor | None, other_base: OtherBase) -> LazyTensor:
         """The tuned tensor; if no row changed, the base's own tensor with its expected checksum.
 
         `base` is the base's tensor `self.base.name`; `other_base` makes the error for a wrong base from a description.
@@ -397,12 +389,11 @@ class DeltaTensor:
             InputRefused: the base is not the one that the delta was made from.
             MalformedInput: a damaged frame, or a wrong checksum of the tuned rows.
         """
-        refuse = other_base or _other_base
         if self.base and isinstance(base, FileTensor) and not base.record and self._keeps(base):
-            refusal = partial(refuse, f"`{self.base.name}` has other values")
+            refusal = partial(other_base, f"`{self.base.name}` has other values")
             record = ChecksummedRange(base.path, self.base.name, base.offset, base.nbytes, self._base_crc(), refusal)
             return FileTensor(base.path, base.offset, base.dtype, base.shape, record)
-        return LazyTensor(self.dtype, self.shape, partial(self._load, base, refuse))
+        return LazyTensor(self.dtype, self.shape, partial(self._load, base, other_base))
 
     def _keeps(self, base: LazyTensor) -> bool:
         """Whether there are rows, and all of them equal the base's."""
