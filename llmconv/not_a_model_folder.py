@@ -207,7 +207,8 @@ def adapter_or_delta(folder: Path) -> InputRefused | None:
         base = adapter_base(folder)
         of = f" of `{base}`" if base else ""
         problem = f"`{folder}` is an adapter{of}, not a model"
-        return UnsupportedInput(problem, hint=f"merge it first: `llmconv merge-lora {base or 'BASE'} {folder} -o OUT`")
+        base = base if "/" in base else "BASE"  # a bare name is seldom a folder here, nor one of the Hub
+        return UnsupportedInput(problem, hint=f"merge it first: `llmconv merge-lora {base} {folder} -o OUT`")
     return None
 
 

@@ -162,10 +162,10 @@ REFUSALS = {
         "leave out `--backend genai` or `--stage-at`; or merge it: `llmconv merge-lora BASE ADAPTER -o OUT`",
     ),
     "device": (
-        "`device` is for `--backend torch`",
-        'for graphs give `--provider cuda`, in Python `SessionSettings(provider="cuda")`',
+        "`--device` is for `--backend torch`",
+        "for graphs give `--provider`, such as `--provider cuda`",
     ),
-    "dtype": ("`dtype` is for `--backend torch`", "graphs compute in the type of `llmconv export --precision`"),
+    "dtype": ("`--dtype` is for `--backend torch`", "graphs compute in the type of `llmconv export --precision`"),
 }
 
 

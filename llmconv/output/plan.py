@@ -145,7 +145,7 @@ def parse_size(text: str | int) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", str(text).strip().upper())
     size = int(float(match[1]) * UNITS[match[2]]) if match else 0
     if size <= 0:
-        raise UsageProblem(f"invalid size `{text}`", hint="write it as `5GB` or `500MB`")
+        raise UsageProblem(f"invalid size `{text}` of a file", hint="write `--max-shard-size` as `5GB` or `500MB`")
     return size
 
 

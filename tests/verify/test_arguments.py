@@ -31,7 +31,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "problem", "hint"),
     [
         ("delta", "is a delta, not a model", "llmconv delta apply BASE {0} -o OUT"),
-        ("lora", "is an adapter of `base`, not a model", "llmconv merge-lora base {0} -o OUT"),
+        ("lora", "is an adapter of `base`, not a model", "llmconv merge-lora BASE {0} -o OUT"),
         ("meta", "contains a torch checkpoint", "llmconv to-hf {0} -o OUT"),
     ],
 )

@@ -38,7 +38,7 @@ def test_a_device_that_torch_does_not_have_is_refused(talking: Path, device: str
 @pytest.mark.parametrize(("option", "value"), [("device", "cuda"), ("dtype", "float16")])
 def test_graphs_refuse_options_of_torch(talking: Path, option: str, value: str) -> None:
     options: Any = {option: value}
-    with pytest.raises(UsageProblem, match=f"`{option}` is for `--backend torch`"):
+    with pytest.raises(UsageProblem, match=f"`--{option}` is for `--backend torch`"):
         TextModel.open(talking, **options)
 
 
