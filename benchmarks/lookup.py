@@ -14,9 +14,9 @@ import numpy as np
 from benchmarks.measure import FOLDER, Target, llmconv, remove, report, run
 from benchmarks.smollm2 import smollm2
 from llmconv.generation import TextModel
-from llmconv.generation.lookup import LOOKUP, Lookup
 from llmconv.generation.loop import Batch, grow
 from llmconv.generation.row import Row, RowStart
+from llmconv.generation.speculation import LOOKUP, Lookup
 from llmconv.runtime import SessionSettings
 from llmconv.tensors import Array
 

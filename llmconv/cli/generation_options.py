@@ -53,10 +53,9 @@ BACKEND = (
     option("--adapter PATH", "LoRA adapter for graphs of `export --lora-inputs`; any adapter with `--backend torch`."),
     option("--prefix-tuning PATH", "Tuned prefix before every prompt: PEFT adapter, or PaddleNLP's pre_caches.npy."),
     option(
-        "--speculate",
-        "Whether a call may also run tokens that repeat the prompt or the text so far; the tokens are the same.  "
-        "[default: lookup]",
-        ["lookup", "off"],
+        "--speculate MODEL",
+        "Guessed tokens that a call may run too: lookup (the text repeats itself), off, or the folder of a smaller "
+        "model with the same vocabulary, which guesses. The text is the same.  [default: lookup]",
     ),
     option(
         "--form",
@@ -145,8 +144,13 @@ def without_running(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_graphs(model: str, given: dict[str, Any]) -> str:
-    """The model, or the folder in the cache with its graphs; takes `first_export` out of the options."""
+    """The model, or the folder in the cache with its graphs; takes `first_export` out of the options.
+
+    The same for the smaller model of `speculate`.
+    """
     wanted = given.pop("first_export")
+    if (smaller := given.get("speculate")) not in (None, "lookup", "off") and given["backend"] == "onnx":
+        given["speculate"] = with_graphs(smaller, {**given, "first_export": wanted, "speculate": None})
     others = ("decode", "adapter", "prefix_tuning", "stage_at", "trust_remote_code")
     if not wanted or given["backend"] != "onnx" or any(given[name] for name in others) or not Path(model).exists():
         return model

@@ -422,7 +422,7 @@ class RunningOptions(SessionOptions, total=False):
     device: Any  # torch's name of the device, for `torch`; None for the CPU
     dtype: Any  # `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights
     trust_remote_code: bool  # run the code in the folder: of the tokenizer and, for `torch`, of the model
-    speculate: str  # `lookup` (the default) or `off`, see `TextModel.open`
+    speculate: Any  # `lookup` (the default), `off`, or a smaller model, see `TextModel.open`
     form: str  # `auto` (the default), `mapped` or `file`, see `TextModel.open`
     stage_at: Sequence[str]  # addresses of stages in other processes, `[N=]HOST:PORT` or `ray`
     stage_timeout: float | None  # seconds without a heartbeat after which a stage is lost (default: 20)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from llmconv.generation.lookup import LOOKUP, Lookup
 from llmconv.generation.row import Past, PositionRule, Row, RowStart, TextPiece
 from llmconv.generation.sampling import GenerationSettings
+from llmconv.generation.speculation import Guesser
 from llmconv.runtime.extra_inputs import ExtraValues, GivenInputs, ModelCall, batch_values
 from llmconv.runtime.runner import (
     Cache,
@@ -43,7 +43,7 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
 class Batch:
     """Rows generated together after the cache `past`; ended rows are removed once they are half of all.
 
-    A row that is alone runs tokens that `lookup` guesses, if it is given.
+    A row that is alone runs tokens that `guesser` guesses, if it is given.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Batch:
         runner: Runner,
         rows: Sequence[Row],
         positions: PositionRule = default_positions,
-        lookup: Lookup | None = None,
+        guesser: Guesser | None = None,
     ) -> None:
         self._runner, self._position_ids = runner, positions
         self._may_shrink = runner.max_batch_size is None
@@ -62,7 +62,7 @@ class Batch:
         self._ids, self._most = self._mask[:, :0], 0
         self._placed: PlacedEmbeddings | None = None
         self._longest = max((len(row.prompt) for row in self.rows), default=0)
-        self._lookup = None if any(map(self._reads_whole, self.rows)) else lookup
+        self._guesser = None if any(map(self._reads_whole, self.rows)) else guesser
         self._guess = self._ids[:0].ravel()
         self._before: Past | None = None  # what the latest call continued
         self._pending = 1  # last tokens of the row, or of each row, that are not in the cache
@@ -135,11 +135,11 @@ class Batch:
 
     def _guessed(self, row: Row) -> Array:
         """Tokens to run after those of a row that is alone, in the same call."""
-        if self._lookup is None or self.past is None:
+        if self._guesser is None or self.past is None:
             return self._guess[:0]
         if not self._runner.scores_all(self.past.tokens, self._pending + 1):  # none is looked for in vain
             return self._guess[:0]
-        guess = self._lookup.guess(row.all_ids, row.room - 1)
+        guess = self._guesser.guess(row.all_ids, row.room - 1)
         tokens = self._pending + len(guess)
         total = self.past.tokens + tokens
         if not self._runner.reads_in_parts(total) or not self._runner.scores_all(self.past.tokens, tokens):
@@ -152,10 +152,10 @@ class Batch:
         self._guess, self._pending = guess[:0], 1
         if not len(guess):
             pieces = [row.advance(step, at) for at, row in enumerate(self.rows) if not row.finish]
-            if self._lookup and self._started and pending == 1:
-                self._lookup.took(1, time.perf_counter() - self._started)
+            if self._guesser and self._started and pending == 1:
+                self._guesser.took(1, time.perf_counter() - self._started)
             return pieces
-        assert self._lookup
+        assert self._guesser
         assert self.past
         assert self._before
         row = self.rows[0]
@@ -169,11 +169,11 @@ class Batch:
                 if row.finish or token != guessed:
                     break
         else:  # the graph returns those of the last token only
-            self._lookup.is_on = False
+            self._guesser.is_on = False
         kept = self._before.tokens + pending - 1 + len(pieces)
         if kept < self.past.tokens:
             self.past, self._pending = self._without_wrong(kept)
-        self._lookup.took(pending + len(guess), time.perf_counter() - self._started, len(pieces))
+        self._guesser.took(pending + len(guess), time.perf_counter() - self._started, len(pieces))
         return pieces or [TextPiece(row.index, "", None, "")]
 
     def _without_wrong(self, kept: int) -> tuple[Past, int]:
@@ -286,7 +286,7 @@ class LoopEngine:
     runner: Runner
     positions: PositionRule
     folder: Path  # has `config.json`, read for the size of the logits in a beam search
-    speculate: str = LOOKUP
+    guesser: Callable[[], Guesser] | None = None  # a new one for each text
     runs_last_token = False
 
     def grow(
@@ -306,7 +306,7 @@ class LoopEngine:
             return
         rows = [self._row(index, start, settings, decode) for index, start in enumerate(starts)]
         yield from (TextPiece(row.index, "", None, row.finish) for row in rows if row.finish)
-        batch = Batch(self.runner, rows, self.positions, Lookup() if self.speculate == LOOKUP else None)
+        batch = Batch(self.runner, rows, self.positions, self.guesser() if self.guesser else None)
         if not batch.rows:
             return
         is_whole = False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +22,6 @@ from llmconv.generation.encoded_prompt import (
     require_size,
     require_together,
 )
-from llmconv.generation.lookup import LOOKUP, SPECULATIONS
 from llmconv.generation.loop import Decode, LoopEngine, PrefixCache
 from llmconv.generation.prompts import TOKENIZER, token_lists
 from llmconv.generation.row import (
@@ -47,6 +47,8 @@ from llmconv.generation.runners import (
     with_lora,
 )
 from llmconv.generation.sampling import GenerationSettings, require_settings
+from llmconv.generation.speculation import LOOKUP, OFF, Draft, Guesser, Lookup, shared_vocabulary
+from llmconv.progress import warn
 from llmconv.runtime.extra_inputs import GivenInputs
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, StageAddresses
 from llmconv.runtime.runner import TOKENS_ONLY, PromptEmbeddings, Runner, default_positions
@@ -72,7 +74,7 @@ class TextModel:
         folder: has the configuration.
         images: prepares prompts with images; None for a model that takes none.
         origin: the model that this one shares its graphs with, see `with_adapter`.
-        speculate: `lookup` or `off`, see `open`.
+        speculate: `lookup` or `off`, or the smaller model that guesses, see `open`.
     """
 
     tokenizer: Any
@@ -84,7 +86,7 @@ class TextModel:
     folder: Path = Path()
     images: ImageEncoder | None = None
     origin: TextModel | None = None
-    speculate: str = LOOKUP
+    speculate: str | TextModel = LOOKUP
 
     @classmethod
     @checked
@@ -102,7 +104,7 @@ class TextModel:
         device: Any = None,
         dtype: Any = None,
         stages: StageAddresses | None = None,
-        speculate: str = LOOKUP,
+        speculate: Any = LOOKUP,
         form: str = FORMS[0],
     ) -> TextModel:
         """Opens a folder, a graph, a pair of graphs (prefill, decode), a name in the Hub's cache, or `ModelFiles`.
@@ -122,7 +124,9 @@ class TextModel:
             dtype: `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights.
             stages: where stages of `export --stages` run that do not run here.
             speculate: `lookup` runs tokens that the text is likely to repeat in the same call, so that a call may give
-                several; `off` gives one token per call. The tokens are the same.
+                several; `off` gives one token per call. Anything else is a smaller model of the same vocabulary that
+                guesses these tokens: a `TextModel`, or what is opened as one, with the same backend and settings. The
+                tokens are the same.
             form: `auto` rewrites graphs in memory to the form that is fastest on the CPU, with packed weights if these
                 take no more than a quarter of the free memory; `mapped` does so without a copy of the weights; `file`
                 runs graphs as they are.
@@ -130,16 +134,18 @@ class TextModel:
         Raises:
             InputRefused: the folder has no tokenizer, or neither graphs nor weights; or a prefix of another model.
             OutOfMemory, StageFailed: the device has too little memory; no stage of this model answers at an address.
-            UnsupportedInput: a prefix for a model that caches more than keys and values.
+            UnsupportedInput: a prefix for a model that caches more than keys and values; a smaller model with another
+                vocabulary.
             UsageProblem: an unknown backend, device or dtype, or what only `torch` takes for the graphs.
         """
         options = TorchOptions.of(adapter, device, dtype)
-        if speculate not in SPECULATIONS:
-            hint = f"give one of: {', '.join(SPECULATIONS)}"
-            raise UsageProblem(f"`speculate` is {speculate!r:.40}", hint=hint)
+        if not isinstance(speculate, TextModel) and not (isinstance(speculate, str) and speculate in (LOOKUP, OFF)):
+            smaller = {"backend": backend, "settings": settings, "device": device, "dtype": dtype, "form": form}
+            speculate = cls.open(speculate, **smaller, trust_remote_code=trust_remote_code, speculate=OFF)
         if is_model(model):
             of_files = {"decode": decode, "stages": stages, "prefix_tuning": prefix_tuning}
-            return cls(**parts_of_object(model, tokenizer, settings, options, **of_files), speculate=speculate)
+            opened = cls(**parts_of_object(model, tokenizer, settings, options, **of_files))
+            return opened._with_guesses(speculate)
         with fetching() as fetched:
             files = ModelFiles.find(model if decode is None else (model, decode))
             prefix = None
@@ -151,9 +157,18 @@ class TextModel:
             given: dict[str, Any] = {"stages": stages, "prefix": prefix, "trust_remote_code": trust_remote_code}
             given["form"] = form
             parts = parts_of_files(files, backend, settings, options, **given)
-            opened = cls(tokenizer, **parts, speculate=speculate)
+            opened = cls(tokenizer, **parts)
+            opened = opened._with_guesses(speculate)
             fetched.keep_for(opened)
         return opened
+
+    def _with_guesses(self, speculate: str | TextModel) -> TextModel:
+        """This model with guesses as `open` has them; UnsupportedInput for a smaller model with another vocabulary."""
+        if isinstance(speculate, TextModel):
+            shared_vocabulary(self.tokenizer, speculate.tokenizer)
+            if self.backend != "onnx" or not self.runner.scores_all(1, 2):
+                warn("this model runs one token per call, so the smaller model of `--speculate` is not used")
+        return replace(self, speculate=speculate)
 
     def with_adapter(self, adapter: str | Path) -> TextModel:
         """This model with a LoRA adapter (see `open`) in place of any that it has; both share graphs and weights.
@@ -210,7 +225,11 @@ class TextModel:
     def _engine(self) -> GenaiEngine | LoopEngine:
         if self.backend == "genai":
             return cast("GenaiEngine", self.runner)
-        return LoopEngine(self.runner, self.positions, self.folder, self.speculate)
+        guesser: Callable[[], Guesser] | None = Lookup if self.speculate == LOOKUP else None
+        if isinstance(draft := self.speculate, TextModel):
+            vocabulary = shared_vocabulary(self.tokenizer, draft.tokenizer)
+            guesser = partial(Draft, draft.runner, draft.positions, vocabulary, draft.context_length)
+        return LoopEngine(self.runner, self.positions, self.folder, guesser)
 
     def __repr__(self) -> str:
         context = f", context {self.context_length:,}" if self.context_length else ""

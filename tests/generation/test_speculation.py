@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,13 @@ import pytest
 from click.testing import CliRunner
 
 from llmconv.cli import main
-from llmconv.errors import UsageProblem
 from llmconv.export.exporter import export
 from llmconv.generation import Conversation, TextModel, generate, loop
-from llmconv.generation.lookup import MOST, Lookup, longest_match
+from llmconv.generation import model as text_model
 from llmconv.generation.row import TextPiece, is_close
+from llmconv.generation.speculation import MOST, Draft, Lookup, longest_match
 from llmconv.runtime.onnxruntime.shared_buffers import BufferCache
-from llmconv.runtime.runner import taken_back
+from llmconv.runtime.runner import default_positions, taken_back
 from llmconv.tensors import Array
 from tests.builders.slow_rows import slow_but
 from tests.builders.talking import save_letters
@@ -61,7 +62,7 @@ def guessing(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[int], int], None
     """`guessing(coming, seed)`: from then on rows guess as `Partly` does."""
 
     def start(coming: list[int], seed: int) -> None:
-        monkeypatch.setattr(loop, "Lookup", lambda: Partly(coming, seed))
+        monkeypatch.setattr(text_model, "Lookup", lambda: Partly(coming, seed))
 
     return start
 
@@ -268,7 +269,7 @@ def test_near_ties_are_left_to_a_call_of_one_token() -> None:
 def test_ties_run_again_one_by_one(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = pieces(TextModel.open(talking, speculate="off"), PROMPT)
     coming = [*PROMPT, *(int(one.token or 0) for one in alone)]
-    monkeypatch.setattr(loop, "Lookup", lambda: Partly(coming, 0))
+    monkeypatch.setattr(text_model, "Lookup", lambda: Partly(coming, 0))
     monkeypatch.setattr(loop, "ROUNDING", 0.05)
     some = pieces(TextModel.open(talking), PROMPT)
     assert shown(some) == shown(alone)
@@ -288,8 +289,84 @@ def test_what_was_saved_is_reported(talking: Path, guessing: Callable[[list[int]
     assert found.completions[0].text == alone.completions[0].text
     assert found.as_dict()["tokens_per_call"] > 1.05
     assert " per call" in found.total.summary()
-    with pytest.raises(UsageProblem, match="`speculate` is 'of'"):
-        TextModel.open(talking, speculate="of")
-    refused = CliRunner().invoke(main, ["generate", str(talking), "abc", "--speculate", "no"])
-    assert refused.exit_code == 2
-    assert "one of `lookup`, `off`" in refused.stderr
+
+
+@pytest.fixture
+def drafting(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`drafting(seed)`: from then on a draft model guesses as often and as much as random numbers say."""
+
+    def start(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        monkeypatch.setattr(Draft, "_count", lambda _, hit, most: int(random.integers(0, min(most, 6) + 1)))
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", {}), ("llama", {"cache": "shared-buffer"}), ("lfm2", {}), ("llama", {"postprocess": "argmax"})],
+    ids=str,
+)
+def test_a_draft_model_changes_no_token_and_guesses_what_it_finds_likeliest(
+    talking: Path, tmp_path: Path, drafting: Callable[[int], None], family: str, options: dict[str, Any]
+) -> None:
+    draft = tmp_path / "draft"
+    save_tiny(family, draft, depth(family))
+    save_letters(draft)
+    export(draft, prefill=True, incremental=True, **options)
+    save_letters(draft)
+    large = TextModel.open(talking, speculate="off")
+    cases: list[dict[str, Any]] = [{}, {"do_sample": True, "seed": 3}, {"max_new_tokens": 3}]
+    for seed, fields in enumerate(cases):
+        drafting(seed)
+        alone = pieces(large, PROMPT, **fields)
+        assert shown(pieces(TextModel.open(talking, speculate=draft), PROMPT, **fields)) == shown(alone)
+    drafting(0)
+    itself = TextModel.open(draft, speculate="off")
+    text = np.array([*PROMPT, *(int(one.token or 0) for one in pieces(itself, PROMPT))])
+    guesser, random = Draft(itself.runner, itself.positions, 1000), np.random.default_rng(0)
+    at, guessed = len(PROMPT), 0
+    while at < len(text):
+        guess = guesser.guess(text[:at], len(text) - at)
+        assert guess.tolist() == text[at:][: len(guess)].tolist()
+        at, guessed = at + 1 + int(random.integers(0, len(guess) + 1)), guessed + len(guess)
+    assert guessed > NEW / 2
+    wrong = np.array([*text[:20], 33, 43])  # other tokens came than those guessed
+    again = Draft(itself.runner, itself.positions, 1000).guess(wrong, 6)
+    least = min(len(again), len(guess := guesser.guess(wrong, 6)))
+    assert again[:least].tolist() == guess[:least].tolist()
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused_and_a_useless_one_named(
+    talking: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Path(shutil.copytree(talking, tmp_path / "other"))
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    refused = CliRunner().invoke(main, ["generate", str(talking), "abc", "--speculate", str(other)])
+    assert refused.exit_code == 3
+    assert "has another vocabulary: 'a' is token " in refused.stderr
+    missing = CliRunner().invoke(main, ["generate", str(talking), "abc", "--speculate", "of"])
+    assert (missing.exit_code, "`of`" in missing.stderr) == (3, True)
+    TextModel.open(talking, backend="torch", speculate=talking)
+    assert "the smaller model of `--speculate` is not used" in capsys.readouterr().err
+
+
+def test_a_draft_model_guesses_less_where_it_is_wrong_or_slow(talking: Path) -> None:
+    runner = TextModel.open(talking).runner
+    counts = {}
+    for hit in (0.0, 0.9):
+        draft = Draft(runner, default_positions, 96)
+        draft._hit, draft._seconds, draft._guess_seconds = hit, {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3, 16: 1.5}, 0.1
+        counts[hit] = draft._count(draft._hit, 99)
+        draft._guess_seconds = 2.0
+        assert draft._count(draft._hit, 99) == 0
+    assert counts[0.0] == 0
+    assert counts[0.9] >= 7
+    short = Draft(runner, default_positions, 96, context_length=9)
+    short._seconds = {1: 1.0}
+    assert len(short.guess(np.array(PROMPT), 99)) == 1  # its context has one token left
+    assert not len(short.guess(np.array([*PROMPT, 5]), 99))
+    assert not len(short.guess(np.array([99] * 4), 99))  # no token of it
