@@ -231,7 +231,7 @@ HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 HUB_FOLDER = re.compile(rf"{HUB_ID.pattern}(?:/[\w.-]+)+")
 
 # bare names that are clearly files, not models of the hub
-FILE_NAME = re.compile(rf".*\.(?:{SUFFIXES}|{ARCHIVES}|onnx|h5|np|json|ya?ml|jinja|txt)")
+FILE_NAME = re.compile(rf".*\.(?:{SUFFIXES}|{ARCHIVES}|onnx|h5|np[yz]|json|ya?ml|jinja|txt)")
 
 
 def local_path(name: str | Path, *, in_parts: bool = False, headers: bool = False) -> Path:
