@@ -1,6 +1,6 @@
-"""Internals of transformers that running a model depends on, each with the versions it was checked with.
+"""Internals of transformers and torch that running a model depends on, each with the versions it was checked with.
 
-transformers promises none of these names; `tests/runtime/test_library_patches.py` fails when one of them moves.
+They promise none of these names; `tests/runtime/test_library_patches.py` fails when one of them moves.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch 2.2 to 2.13
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -32,6 +33,7 @@ KERNEL_LOGGER = "transformers.integrations.hub_kernels"
 # function of those modeling files whose scan continues a recurrent state (5.23; absent before)
 CONTINUED_SCAN = "mamba2_chunk_scan"
 WITHOUT_ATTENTION = {"linear_attention", "conv"}  # layer types that keep a state alone (5.16 to 5.24)
+without_dispatch_modes = _disable_current_modes  # context in which no such mode sees an operator (torch 2.2 to 2.13)
 # environment variable: weights are loaded in the calling thread (5.16 to 5.23)
 SYNCHRONOUS_LOADING = "HF_DEACTIVATE_ASYNC_LOAD"
 

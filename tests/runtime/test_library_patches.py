@@ -1,10 +1,11 @@
-"""The internals of transformers that the runtime depends on are where it looks for them."""
+"""The internals of transformers and torch that the runtime depends on are where it looks for them."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.library_patches import (
     KERNEL_LOGGER,
     SYNCHRONOUS_LOADING,
+    TorchDispatchMode,
     continues_recurrent_state,
     load_tensors,
     loaded_names,
     reset_dynamic_rope,
     use_eager_experts,
+    without_dispatch_modes,
 )
 from llmconv.runtime.runner import Step
 from tests.conftest import DECODER, save_tiny
@@ -96,3 +99,31 @@ def test_experts_of_a_checkpoint_are_joined_and_other_tensors_are_renamed_at_mos
     joined = next(name for name in sources if "experts" in name)
     assert (sorted(sources[joined]), joined in model.state_dict()) == (stored, True)
     assert renamed == {"model.norm.weight": "model.norm.weight"}
+
+
+class Names(TorchDispatchMode):
+    """Records the names of operators, and copies each result without being called for it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.seen.append(str(func))
+        with without_dispatch_modes():
+            result.clone()
+        return result
+
+
+def test_a_dispatch_mode_sees_every_operator_once_and_nothing_while_it_is_disabled() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    with torch.no_grad(), Names() as names:
+        torch.relu(weight.t() + 1)
+    assert names.seen == ["aten.t.default", "aten.add.Tensor", "aten.relu.default"]
+
+
+def test_operators_declare_whether_they_return_views() -> None:
+    assert torch.ops.aten.t.default.is_view and not torch.ops.aten.relu.default.is_view

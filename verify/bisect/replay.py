@@ -26,6 +26,7 @@ import torch
 from llmconv.output.manifest import GraphEntry
 from llmconv.runtime.eager.cache import to_numpy
 from llmconv.runtime.extra_inputs import is_state, past_of
+from llmconv.runtime.library_patches import TorchDispatchMode, without_dispatch_modes
 from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
 from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.runtime.onnxruntime.runner import OrtRunner
@@ -34,7 +35,6 @@ from llmconv.runtime.runner import Cache, Runner
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import GraphProbe
 from llmconv.verify.comparison.layer_by_layer import scaled_settings
-from llmconv.verify.library_patches import TorchDispatchMode, without_dispatch_modes
 from llmconv.verify.reference.eager import Eager, stored_start, trained_start
 from llmconv.verify.reference.other_roundings import WeightScaling, edited, run_chain, scaling_of
 from llmconv.verify.results import Where
@@ -129,15 +129,6 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         return [result]
     return [item for item in result if isinstance(item, torch.Tensor)] if isinstance(result, tuple | list) else []
-
-
-def paired(exact: Mapping[RecordKey, Array], rounded: Mapping[RecordKey, Array]) -> list[RecordedValue]:
-    """The values of both runs, in the order of the float64 run."""
-    return [
-        RecordedValue(key[0], key[1], array, rounded[key], order)
-        for order, (key, array) in enumerate(exact.items())
-        if key in rounded
-    ]
 
 
 def rounded_to(record: RecordedValue, dtype: np.dtype[Any]) -> Array:
@@ -355,10 +346,14 @@ class ReplayedCall:
         return self.eager.models[1]
 
     def record(self, wanted: ScopeFilter) -> list[RecordedValue]:
-        """The values that the eager model computes in the call, in the wanted scopes."""
+        """The values that the eager model computes in both dtypes, in the wanted scopes, in the order of float64."""
         sides = zip(self.eager.runners, self.eager.models, strict=True)
         exact, rounded = (self._recorded(runner, model, wanted).values for runner, model in sides)
-        return paired(exact, rounded)
+        return [
+            RecordedValue(key[0], key[1], array, rounded[key], order)
+            for order, (key, array) in enumerate(exact.items())
+            if key in rounded
+        ]
 
     def outputs(self) -> dict[str, RecordedValue]:
         """The eager model's logits and cache after the call, by output name."""

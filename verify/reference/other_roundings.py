@@ -27,9 +27,9 @@ from llmconv.checkpoint import read_json
 from llmconv.runtime.eager.limit_margins import ModelLimit
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.extra_inputs import SEQUENCE, TOTAL, ExtraInput, is_state, part
+from llmconv.runtime.library_patches import TorchDispatchMode
 from llmconv.runtime.runner import ArrayCache, Cache, Runner, Step
 from llmconv.tensors import Array
-from llmconv.verify.library_patches import TorchDispatchMode
 from llmconv.verify.results import Check
 from llmconv.verify.scenarios.calls import Call, Chain, PastEdit
 from llmconv.verify.scenarios.table import Scenario
@@ -47,8 +47,6 @@ MOVED = {aten.embedding: EMBEDDED, **{getattr(aten, name): COMPUTED for name in 
 """Largest moves of the results of operators, in units in the last place."""
 
 Rows = dict[str, Array]  # outputs as rows, by name
-
-
 Run = Callable[[str], Array]  # from the name of an output to its rows
 
 
@@ -269,8 +267,6 @@ class WeightScaling:
 
 
 INPUTS = r"q_proj|k_proj|c_attn|query_key_value|qkv|gate_proj|up_proj|gate_up|c_fc|fc1|fc_in|dense_h_to_4h"
-
-
 SOFTCAP = "a dropped softcap"
 
 SCALINGS = (
@@ -290,16 +286,9 @@ SCALINGS = (
     ),
 )
 
-
 TARGET_SHARE = 1.5  # the share of a limit that scaled weights should reach
-
-
 SCALED_SCENARIOS = ("prefill, 7 tokens", "batch of 3")  # scenarios that run on scaled weights
-
-
 LOUDEST = f"{INPUTS}|v_proj|w1|w3|Wqkv|lm_head|embed_out"
-
-
 LARGEST_FACTOR = 256.0
 
 
