@@ -29,15 +29,15 @@ class EncodedPrompt:
 
 
 def with_embeddings(prompt: Prompt, ids: list[int], tokenizer: Any, name: str = "the prompt") -> EncodedPrompt:
-    """A prompt with its own embeddings, placed among the tokens `ids`; raises as `embeddings_of` and `placed`."""
+    """A prompt with its own embeddings, placed among the tokens `ids`; raises as `read_embeddings` and `placed`."""
     token = token_of(tokenizer, prompt.placeholder) if prompt.placeholder else None
-    tokens = placed(ids, embeddings_of(prompt.embeddings), token, name)[0]
-    return EncodedPrompt(tokens, lambda: placed(ids, embeddings_of(prompt.embeddings), token, name)[1])
 
+    def found() -> tuple[list[int], PromptEmbeddings]:
+        given = prompt.embeddings
+        rows = read_embeddings(Path(given)) if isinstance(given, str | Path) else as_embeddings(given)
+        return placed(ids, rows, token, name)
 
-def embeddings_of(embeddings: Any) -> Any:
-    """Embeddings, float32 [tokens, hidden], from an array, a torch tensor, or a file; raises as `read_embeddings`."""
-    return read_embeddings(Path(embeddings)) if isinstance(embeddings, str | Path) else as_embeddings(embeddings)
+    return EncodedPrompt(found()[0], lambda: found()[1])
 
 
 FORM = "give an array of floats [tokens, hidden]"
@@ -173,20 +173,6 @@ def _array(input_name: str, value: Any, tokens: int, known: Mapping[str, ExtraIn
         hint = f"the prompt has {tokens} tokens" if extra.by_token else "see docs/adding-a-family.md"
         raise InputRefused(f"{prompt} gives `{input_name}` as {problem}", hint=hint)
     return array
-
-
-def inputs_of_prompts(
-    prompts: Sequence[Sequence[int]], inputs: Sequence[RequestInputs] | None, known: Mapping[str, ExtraInput]
-) -> list[GivenInputs | None]:
-    """The checked values by name of each prompt, None for none; UsageProblem unless there is a mapping per prompt."""
-    if inputs is None:
-        return [None] * len(prompts)
-    count = len(inputs) if isinstance(inputs, Sequence) else kind_of(inputs)
-    if count != len(prompts):
-        raise UsageProblem(f"{len(prompts)} prompts, and inputs for {count}", hint="give one dict for each prompt")
-    several = zip(prompts, inputs, prompt_names(len(prompts)), strict=True)
-    found = [given_inputs(one, len(prompt), known, name) for prompt, one, name in several]
-    return [one if one.values else None for one in found]
 
 
 def require_together(rows: Sequence[GivenInputs], known: Mapping[str, ExtraInput]) -> None:

@@ -17,7 +17,7 @@ from llmconv.files.sources import fetching, local_path
 from llmconv.generation.encoded_prompt import (
     EncodedPrompt,
     RequestInputs,
-    inputs_of_prompts,
+    given_inputs,
     prompt_names,
     require_size,
     require_together,
@@ -32,9 +32,7 @@ from llmconv.generation.row import (
     feed,
     pieces_of,
     positions_of,
-    refuse_shifted,
     require_streamer,
-    row_starts,
 )
 from llmconv.generation.runners import (
     FORMS,
@@ -373,10 +371,14 @@ class TextModel:
         inputs: Sequence[RequestInputs] | None,
     ) -> list[RowStart]:
         """The rows of a batch before the first token; arguments and errors as in `stream`."""
-        refuse_shifted(prompts, self.sequences, self.virtual_tokens)
-        starts = row_starts(
-            prompts, self.limits(prompts, settings), samples, embeddings, self.given_inputs(prompts, inputs)
-        )
+        if len(prompts) > 1 == self.sequences and self.virtual_tokens:
+            problem = "in a batch, padding would shift the window of this model's attention away from the tuned prefix"
+            raise UsageProblem(problem, hint="give one prompt at a time")
+        limits, given = self.limits(prompts, settings), self.given_inputs(prompts, inputs)
+        samples = samples or [0] * len(prompts)
+        if len(samples) != len(prompts):
+            raise UsageProblem(f"{len(samples)} samples for {len(prompts)} prompts", hint="give one number per prompt")
+        starts = list(map(RowStart, prompts, limits, samples, embeddings or [None] * len(prompts), given))
         if any(start.inputs for start in starts):
             require_together([start.inputs or GivenInputs(0) for start in starts], self.runner.extra_inputs)
         for start in starts:
@@ -391,7 +393,15 @@ class TextModel:
 
         Raises InputRefused if a value does not fit an extra input, UsageProblem unless there is one mapping per prompt.
         """
-        return inputs_of_prompts(prompts, inputs, self.runner.extra_inputs)
+        if inputs is None:
+            return [None] * len(prompts)
+        count = len(inputs) if isinstance(inputs, Sequence) else kind_of(inputs)
+        if count != len(prompts):
+            raise UsageProblem(f"{len(prompts)} prompts, and inputs for {count}", hint="give one dict for each prompt")
+        several = zip(prompts, inputs, prompt_names(len(prompts)), strict=True)
+        known = self.runner.extra_inputs
+        found = [given_inputs(one, len(prompt), known, name) for prompt, one, name in several]
+        return [one if one.values else None for one in found]
 
     @property
     def embedding_size(self) -> int | None:

@@ -121,7 +121,6 @@ class StopStrings:
 
 
 def _shown(text: str, flags: bytes) -> str:
-    """The characters whose flag is set."""
     return "".join(compress(text, flags))
 
 
@@ -172,31 +171,6 @@ class RowStart(NamedTuple):
     sample: int = 0
     embeddings: PromptEmbeddings | None = None
     inputs: GivenInputs | None = None
-
-
-def row_starts(
-    prompts: Sequence[Sequence[int]],
-    limits: Sequence[int],
-    samples: Sequence[int],
-    embeddings: Sequence[PromptEmbeddings | None],
-    inputs: Sequence[GivenInputs | None],
-) -> list[RowStart]:
-    """What the rows of a batch begin with; `limits` are the maximum numbers of new tokens.
-
-    `samples` (numbers of random generators) may be empty for 0, else there is one per prompt (UsageProblem);
-    `embeddings` may be empty for none.
-    """
-    samples = samples or [0] * len(prompts)
-    if len(samples) != len(prompts):
-        raise UsageProblem(f"{len(samples)} samples for {len(prompts)} prompts", hint="give one number per prompt")
-    return list(map(RowStart, prompts, limits, samples, embeddings or [None] * len(prompts), inputs))
-
-
-def refuse_shifted(prompts: Sequence[Sequence[int]], most: int | None, virtual_tokens: int) -> None:
-    """Raises UsageProblem for several prompts after a tuned prefix if `most` is 1: padding would shift their window."""
-    if len(prompts) > 1 == most and virtual_tokens:
-        problem = "in a batch, padding would shift the window of this model's attention away from the tuned prefix"
-        raise UsageProblem(problem, hint="give one prompt at a time")
 
 
 @dataclass(frozen=True)
@@ -406,9 +380,12 @@ def pick_scored(scores: Array, settings: GenerationSettings, generator: np.rando
 
 
 def narrowed(candidates: TokenCandidates, settings: GenerationSettings) -> TokenCandidates:
-    """The candidates that top-p and then min-p keep."""
+    """The candidates that top-p keeps, of which min-p keeps those that are likely enough next to the likeliest."""
     candidates = keep_top_p(candidates, settings.top_p)
-    return keep_min_p(candidates, settings.min_p or 0.0)
+    if not settings.min_p:
+        return candidates
+    probabilities = softmax(candidates.scores)
+    return candidates[np.flatnonzero(probabilities >= settings.min_p * probabilities.max())]
 
 
 def penalized(logits: Array, seen: Array, penalty: float) -> Array:
@@ -441,14 +418,6 @@ def keep_top_p(candidates: TokenCandidates, top_p: float) -> TokenCandidates:
     reached = probabilities[inside].cumsum() + (sums[last - 1] if last else 0.0)
     count = int(np.searchsorted(reached, top_p, side="left")) + 1
     return candidates[np.sort(np.concatenate([np.flatnonzero(bins < last), inside[:count]]))]
-
-
-def keep_min_p(candidates: TokenCandidates, min_p: float) -> TokenCandidates:
-    """The tokens that are at least `min_p` times as likely as the likeliest."""
-    if min_p <= 0:
-        return candidates
-    probabilities = softmax(candidates.scores)
-    return candidates[np.flatnonzero(probabilities >= min_p * probabilities.max())]
 
 
 def softmax(scores: Array) -> Array:
