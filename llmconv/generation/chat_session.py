@@ -51,7 +51,11 @@ class Chat:
         """The answer, piece by piece, kept as far as it was read; InputRefused if the chat cannot be encoded."""
         if not isinstance(text, str):
             raise UsageProblem(f"the message is {kind_of(text)}, not a string", hint="give one `str`")
-        ids = self._encode([*self.messages, {"role": "user", "content": text}])
+        asked = {"role": "user", "content": text}
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        messages, most = [*system, *self.messages, asked], self._model.longest_prompt
+        tokens = self._model.without_images(self._model.encode_chat(messages, self._template, most=most))
+        ids = continued(self._ran, tokens, self._model.tokenizer.decode)
         answer: list[str] = []
         self._ran, before = list(ids), self._ran
         begun = False
@@ -66,16 +70,9 @@ class Chat:
                     yield piece
         finally:
             if begun:
-                self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": "".join(answer)}]
+                self.messages += [asked, {"role": "assistant", "content": "".join(answer)}]
             else:
                 self._ran = before
-
-    def _encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """The messages as tokens; they begin with the tokens that have run, if the text is the same."""
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        most = self._model.longest_prompt
-        ids = self._model.without_images(self._model.encode_chat([*system, *messages], self._template, most=most))
-        return continued(self._ran, ids, self._model.tokenizer.decode)
 
 
 def answer_settings(defaults: GenerationSettings, template: str, **given: Any) -> GenerationSettings:

@@ -115,12 +115,23 @@ class GenaiEngine(Runner):
     def _search_for(self, rows: Sequence[Row], settings: GenerationSettings) -> tuple[Any, Sequence[Row]]:
         """A new generator of GenAI, and the rows whose prompts it will run."""
         genai = _library()
-        longest = max(len(row.prompt) for row in rows)
-        room = max(row.room for row in rows)
-        length = longest + room if self.context_length is None else min(longest + room, self.context_length)
-        options = {"max_length": length, "batch_size": len(rows), **search_options(settings, self.vocabulary)}
-        if rows[0].sample and not settings.is_greedy:
-            options["random_seed"] = int(settings.seed_of(rows[0].sample).generate_state(1)[0]) % SEEDS
+        length = max(len(row.prompt) for row in rows) + max(row.room for row in rows)
+        options: dict[str, Any] = {
+            "max_length": length if self.context_length is None else min(length, self.context_length),
+            "batch_size": len(rows),
+            "do_sample": not settings.is_greedy,
+            "repetition_penalty": settings.repetition_penalty,
+            **{name: settings.extra[name] for name in PASSED_ON & settings.extra.keys()},
+        }
+        if not settings.is_greedy:
+            sample = rows[0].sample
+            seed = int(settings.seed_of(sample).generate_state(1)[0]) if sample else settings.seed
+            options |= {
+                "temperature": settings.temperature,
+                "top_k": settings.top_k or self.vocabulary,  # 0 means only the likeliest in GenAI
+                "top_p": settings.top_p,
+                "random_seed": seed % SEEDS,
+            }
         params = genai.GeneratorParams(self.model)
         params.set_search_options(**options)
         return genai.Generator(self.model, params), rows
@@ -140,23 +151,6 @@ class GenaiEngine(Runner):
         for row, token in zip(rows, generator.get_next_tokens().tolist(), strict=True):
             if not row.finish:
                 yield row.push(token, is_last)
-
-
-def search_options(settings: GenerationSettings, vocabulary: int) -> dict[str, Any]:
-    """The settings under GenAI's names. A top-k of 0 means all tokens in llmconv, and only the likeliest in GenAI."""
-    options: dict[str, Any] = {
-        "do_sample": not settings.is_greedy,
-        "repetition_penalty": settings.repetition_penalty,
-        **{name: settings.extra[name] for name in PASSED_ON & settings.extra.keys()},
-    }
-    if not settings.is_greedy:
-        options |= {
-            "temperature": settings.temperature,
-            "top_k": settings.top_k or vocabulary,
-            "top_p": settings.top_p,
-            "random_seed": settings.seed % SEEDS,
-        }
-    return options
 
 
 PASSED_ON = {"no_repeat_ngram_size"}  # fields of `generation_config.json` that have the same name in GenAI

@@ -84,11 +84,6 @@ def register_model(name: str, model: Any) -> None:
         _MODELS[name] = model
 
 
-def registered(model: Any) -> Any:
-    """The model of a registered name; any other value as it is."""
-    return _MODELS.get(model, model) if isinstance(model, str) else model
-
-
 def _spelled(name: str) -> str:
     return name.strip().replace("_", "-")
 
@@ -138,7 +133,8 @@ def pipeline(  # noqa: PLR0913 - one parameter per option
         raise UsageProblem("no model given", hint=f'`pipeline("{name}", model=FOLDER)`')
     given = {"tokenizer": tokenizer, "streamer": streamer, "backend": backend, "device": device}
     given |= {"dtype": dtype, "torch_dtype": torch_dtype, "image_processor": image_processor}
-    return get_task(name)(registered(model), **{key: one for key, one in given.items() if one is not None}, **options)
+    model = _MODELS.get(model, model) if isinstance(model, str) else model
+    return get_task(name)(model, **{key: one for key, one in given.items() if one is not None}, **options)
 
 
 def _text_generation(model: Any, **given: Any) -> TextGeneration:

@@ -206,7 +206,6 @@ RANGES = (
     ("seed", 0, 2**64),
 )
 
-
 # fields of `config.json` that are used if `generation_config.json` has none
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # fields of `GenerationConfig` that change what transformers returns, and do nothing here
