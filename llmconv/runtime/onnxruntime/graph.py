@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -15,7 +16,7 @@ import onnx
 import onnxruntime as ort
 
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, first_line
-from llmconv.memory import raise_if_out_of_memory
+from llmconv.memory import huge_pages, raise_if_out_of_memory
 from llmconv.output.manifest import EMBEDDINGS, VISION, VISION_ROLE, GraphEntry, read_manifest
 from llmconv.runtime.extra_inputs import (
     IMAGE_FEATURES,
@@ -31,14 +32,12 @@ from llmconv.runtime.extra_inputs import (
     is_state,
     is_token_input,
 )
-from llmconv.runtime.onnxruntime.guard import load_guarded, nodes, weight_bytes
+from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, load_guarded, nodes, weight_bytes
 from llmconv.runtime.onnxruntime.packed_cache import (
-    discard,
     is_packed,
     join_projections,
     open_changed,
     open_kept,
-    open_packed,
     packed_graph,
 )
 from llmconv.runtime.onnxruntime.session_settings import (
@@ -178,9 +177,11 @@ def _session(
         try:
             return open_kept(packed, settings, limit)
         except Exception:  # a damaged file; onnxruntime's exceptions share no base class of their own
-            discard(packed)
+            shutil.rmtree(packed.parent, ignore_errors=True)
     if joins:
-        return open_packed(path, model, options, providers, limit)
+        size = sum(int(external_fields(tensor).get("length", 0)) for tensor in external_tensors(model))
+        with huge_pages(size):  # the session packs its own copy of the weights
+            return open_changed(path, model, options, providers, limit)
     if changed:
         return open_changed(path, model, options, providers, limit)
     return LimitedSession(path, options, providers, limit)

@@ -218,7 +218,9 @@ def _check_range(path: Path, tensor: onnx.TensorProto, sizes: dict[str, int]) ->
         if not data.exists():
             problem = f"`{path.name}` maps `{location}`, which is missing"
             raise MalformedInput(problem, hint="copy the weights again, next to the graph")
-        if not data.is_file() or not _may_follow(path, data) or ("/" in location and data.parent.is_symlink()):
+        # in the hub's cache, graph and data are links into one folder of blobs
+        leads_away = data.is_symlink() and not (path.is_symlink() and path.resolve().parent == data.resolve().parent)
+        if not data.is_file() or leads_away or ("/" in location and data.parent.is_symlink()):
             _refuse(path, f"needs `{location}`, which is a link or not a file")
         sizes[location] = data.stat().st_size
     offset, length = fields.get("offset", "0"), fields.get("length", "0")
@@ -237,11 +239,6 @@ def _is_plain(location: object) -> bool:
         and not set(location) & set("/\\*:")
         and location not in {".", ".."}
     )
-
-
-def _may_follow(path: Path, data: Path) -> bool:
-    """Whether a link may be followed: in the hub's cache, graph and data are links into one folder of blobs."""
-    return not data.is_symlink() or (path.is_symlink() and path.resolve().parent == data.resolve().parent)
 
 
 def _refuse(path: Path, problem: str) -> NoReturn:

@@ -16,8 +16,7 @@ import os
 import platform
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ import onnxruntime as ort
 from onnx import helper
 
 from llmconv.errors import UsageProblem, first_line
-from llmconv.files.safe_folder import unfinished_folder, user_cache
-from llmconv.memory import huge_pages, raise_if_out_of_memory
+from llmconv.files.safe_folder import unfinished_folder
+from llmconv.memory import raise_if_out_of_memory
 from llmconv.progress import warn
 from llmconv.runtime.extra_inputs import MAX_LENGTH, is_present
 from llmconv.runtime.onnxruntime.guard import (
@@ -46,15 +45,6 @@ from llmconv.tensors import Array
 
 # option for the weight folder of a model in memory (onnxruntime_session_options_config_keys.h)
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
-
-
-def open_packed(
-    path: Path, model: onnx.ModelProto, options: ort.SessionOptions, providers: Sequence[Any], limit: TimeLimit
-) -> LimitedSession:
-    """A session with its own packed weights; those of `model`, the graph to run, are in the folder of `path`."""
-    size = sum(int(external_fields(tensor).get("length", 0)) for tensor in external_tensors(model))
-    with huge_pages(size):
-        return open_changed(path, model, options, providers, limit)
 
 
 def open_changed(
@@ -155,11 +145,6 @@ LEAST = "256"
 than the scales of a matrix, which it must find with the codes."""
 
 
-def default_folder() -> Path:
-    """The user's folder for packed weights; raises InputRefused if the user has none."""
-    return user_cache("packed")
-
-
 def packed_graph(path: Path, model: onnx.ModelProto, settings: SessionSettings, limit: TimeLimit) -> Path | None:
     """The file of the same graph with packed weights, which is written if it is missing; None if it cannot be.
 
@@ -176,8 +161,13 @@ def packed_graph(path: Path, model: onnx.ModelProto, settings: SessionSettings, 
     try:
         make_private(cache)
         if not (entry / GRAPH).is_file():
-            with _replacing(entry, cache) as folder:
-                _save(folder, path, model, settings, limit)
+            with unfinished_folder(cache) as made:
+                _save(made, path, model, settings, limit)
+                entry.parent.mkdir(exist_ok=True)
+                for old in entry.parent.iterdir():  # of earlier contents of the same graph
+                    shutil.rmtree(old, ignore_errors=True)
+                if not entry.exists():  # another process may have been faster
+                    made.rename(entry)
     except UsageProblem:
         raise
     except Exception as error:  # onnxruntime's exceptions share no base class of their own
@@ -192,11 +182,6 @@ def open_kept(graph: Path, settings: SessionSettings, limit: TimeLimit) -> Limit
     return LimitedSession(graph, replace(settings, optimization="disable").options(), settings.providers(), limit)
 
 
-def discard(graph: Path) -> None:
-    """Removes a graph that `packed_graph` returned and onnxruntime cannot open."""
-    shutil.rmtree(graph.parent, ignore_errors=True)
-
-
 def make_private(folder: Path) -> None:
     """Makes a folder that only its owner can change: graphs in it are run unseen."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -204,18 +189,6 @@ def make_private(folder: Path) -> None:
     if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o022):
         problem = f"other users can change `{folder}`"
         raise UsageProblem(problem, hint=f"give another XDG_CACHE_HOME, or `chmod 700 {folder}`")
-
-
-@contextmanager
-def _replacing(entry: Path, cache: Path) -> Iterator[Path]:
-    """A new folder that becomes `entry`; entries of earlier contents of the same graph are removed."""
-    with unfinished_folder(cache) as made:
-        yield made
-        entry.parent.mkdir(exist_ok=True)
-        for old in entry.parent.iterdir():
-            shutil.rmtree(old, ignore_errors=True)
-        if not entry.exists():  # another process may have been faster
-            made.rename(entry)
 
 
 def _save(folder: Path, path: Path, model: onnx.ModelProto, settings: SessionSettings, limit: TimeLimit) -> None:
@@ -276,16 +249,17 @@ def _bytes(session: LimitedSession, names: Sequence[str], feeds: Mapping[str, or
 
 
 def _feeds(session: LimitedSession, count: int) -> dict[str, ort.OrtValue]:
-    arrays = {value.name: _values(value.name, value.type, _shape(value.shape, count)) for value in session.get_inputs()}
+    """One sequence of `count` tokens, without a past."""
+    arrays = {
+        value.name: _values(value.name, value.type, [_size(axis, count) for axis in value.shape])
+        for value in session.get_inputs()
+    }
     return {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
 
 
-def _shape(declared: Sequence[int | str], count: int) -> list[int]:
-    """One sequence of `count` tokens, without a past."""
-    return [axis if isinstance(axis, int) else _size(axis, count) for axis in declared]
-
-
-def _size(axis: str, count: int) -> int:
+def _size(axis: int | str, count: int) -> int:
+    if isinstance(axis, int):
+        return axis
     if axis == MAX_LENGTH:
         return CAPACITY
     return 1 if "batch" in axis else 0 if "past" in axis else count

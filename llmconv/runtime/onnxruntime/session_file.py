@@ -37,8 +37,8 @@ import onnxruntime as ort
 from llmconv.argument_checks import MOST_THREADS
 from llmconv.checkpoint import own_file, read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.files.safe_folder import user_cache
 from llmconv.runtime.onnxruntime.guard import load_guarded
-from llmconv.runtime.onnxruntime.packed_cache import default_folder
 from llmconv.runtime.onnxruntime.session_settings import (
     CPU,
     LEVELS,
@@ -187,7 +187,6 @@ def _int(path: Path, name: str, value: Any, most: int) -> int:
 
 
 def _entries(path: Path, given: Mapping[str, Any]) -> dict[str, str]:
-    """Session configuration keys."""
     for name, value in given.items():
         if name not in ENTRIES:
             _refuse_file(path, name)
@@ -245,7 +244,7 @@ def session_settings(options: SessionOptions) -> SessionSettings:
     if options.get("prepack"):
         changes["prepack"] = True
     if options.get("packed_cache"):
-        changes["packed_cache"] = default_folder()
+        changes["packed_cache"] = user_cache("packed")
     return replace(found, **changes)
 
 

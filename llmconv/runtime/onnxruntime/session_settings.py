@@ -187,7 +187,6 @@ LEVELS = {
     "disable": "ORT_DISABLE_ALL",
 }
 
-
 REMOTE_SILENCE = 20.0  # default seconds without a heartbeat after which a stage is lost
 
 
