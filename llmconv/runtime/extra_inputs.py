@@ -24,7 +24,7 @@ import numpy as np
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem, first_line
 from llmconv.tensors import BY_NAME, Array
 
-KEY_VALUES, CONVOLUTION, RECURRENT = "key_values", "conv", "recurrent"
+CONVOLUTION, RECURRENT = "conv", "recurrent"
 
 # groups: prefix, layer index
 CACHE_NAME = re.compile(

@@ -135,7 +135,6 @@ class EagerRunner(Runner):
         self._is_small = model.num_parameters() <= SMALL_MODEL
 
     def _loaded(self) -> Any:
-        """The loaded model in its precision."""
         folder, fields = self._folder, self._fields
         load = "float32" if self.dtype == "float64" else self.dtype
         try:
@@ -329,7 +328,10 @@ class EagerRunner(Runner):
         return logits
 
     def deepstacked(self, features: torch.Tensor | None) -> AbstractContextManager[None]:
-        return deepstacked(without_adapter(self.model), features)
+        """Context in which `features` reach the first layers as `added_after_layers`: transformers takes none there."""
+        if features is None:
+            return nullcontext()
+        return added_after_layers(without_adapter(self.model).model.language_model.layers, features)
 
     @contextmanager
     def compute_mode(self) -> Iterator[None]:
@@ -348,7 +350,6 @@ def _class_of(folder: Path) -> Any:
 
 @contextmanager
 def single_torch_thread() -> Iterator[None]:
-    """Context in which torch uses one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -438,17 +439,9 @@ def added_after_layers(layers: Sequence[nn.Module], features: Tensor | None) -> 
             size = features.shape[-1] // DEEPSTACK_LAYERS
             parts = torch.split(features, size, dim=-1)
             for layer, part in zip(layers, parts, strict=False):
-                hooks.callback(layer.register_forward_hook(partial(_add, part)).remove)
+                hook = layer.register_forward_hook(lambda layer, given, output, part=part: output + part)
+                hooks.callback(hook.remove)
         yield
-
-
-def _add(part: Tensor, layer: nn.Module, given: Any, output: Tensor) -> Tensor:
-    return output + part
-
-
-def deepstacked(model: Any, features: Tensor | None) -> AbstractContextManager[None]:
-    """Context in which `features` reach the first layers as `added_after_layers`: transformers takes none there."""
-    return nullcontext() if features is None else added_after_layers(model.model.language_model.layers, features)
 
 
 def skip_layers(layers: Mapping[str, torch.nn.Module], skipped: Collection[str]) -> None:

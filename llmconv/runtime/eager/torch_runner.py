@@ -79,8 +79,11 @@ class TorchRunner(EagerRunner):
             self._fixed = {"logits_to_keep": 1}
 
     def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str) -> Any:
-        known = dtype if dtype != "auto" or self._given is None else _dtype_of(fields, self._given)
-        return super()._load(folder, fields, known)
+        if dtype == "auto" and self._given is not None:  # as transformers finds it, of all its tensors the first float
+            floats = (tensor.dtype.name for tensor in self._given.values() if tensor.dtype.name in FLOATS)
+            named = fields.get("dtype") or fields.get("torch_dtype")
+            dtype = getattr(torch, named if named in FLOATS else next(floats, "float32"))
+        return super()._load(folder, fields, dtype)
 
     def _run_prompt(
         self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
@@ -101,14 +104,6 @@ class TorchRunner(EagerRunner):
             own = placed.columns(start, start + width) if placed else None
             logits = self._forward(piece, cache, values.of(piece, call, start), own)
         return Step(to_numpy(logits[:, -1:]), TorchCache(cache, done + new))
-
-
-def _dtype_of(fields: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> torch.dtype:
-    """The dtype that transformers finds for `auto`: that of `config.json`, else of the first floating-point tensor."""
-    named = fields.get("dtype") or fields.get("torch_dtype")
-    first = next((tensor.dtype.name for tensor in tensors.values() if tensor.dtype.name in FLOATS), "float32")
-    found: torch.dtype = getattr(torch, named if named in FLOATS else first)
-    return found
 
 
 class GivenModel(TorchRunner):

@@ -81,12 +81,12 @@ class QwenImages(ImageFamily):
         }
 
     def examples(self, shape: Sequence[int | str], random: np.random.Generator) -> list[Given]:
-        return [self._example(sizes, int(shape[1]), random, contrast) for sizes, contrast in KINDS]
-
-    def _example(self, sizes: Sequence[Patches], values: int, random: np.random.Generator, contrast: float) -> Given:
-        grids = [(1, rows * self._merged, columns * self._merged) for rows, columns in sizes]
-        count = sum(rows * columns for _, rows, columns in grids)
-        return {PIXEL_VALUES: random.standard_normal((count, values)) * contrast, GRIDS: np.array(grids)}
+        made = []
+        for sizes, contrast in KINDS:
+            grids = [(1, rows * self._merged, columns * self._merged) for rows, columns in sizes]
+            values = random.standard_normal((sum(rows * columns for _, rows, columns in grids), int(shape[1])))
+            made.append({PIXEL_VALUES: values * contrast, GRIDS: np.array(grids)})
+        return made
 
     def features_of(self, given: Given, graph_tokens: int) -> list[int]:
         return [rows * columns // self._merged**2 for rows, columns in self._grids(given)]
@@ -161,17 +161,10 @@ def positions_on_axes(where: Array, grids: Sequence[Grid]) -> Array:
     parts, at, done = [], 0, 0
     for start, stop, grid in zip(starts, stops, grids, strict=True):
         text = start - done
-        parts += [_counted(at, text), at + text + np.stack(list(_of_features(grid)))]
+        parts += [_counted(at, text), at + text + np.indices((1, *grid)).reshape(AXES, -1)]
         at, done = at + text + max(grid), stop
     return np.concatenate([*parts, _counted(at, len(where) - done)], axis=1)
 
 
 def _counted(start: int, count: int) -> Array:
     return np.repeat(np.arange(start, start + count, dtype=np.int64)[None], AXES, axis=0)
-
-
-def _of_features(grid: Grid) -> Iterator[Array]:
-    rows, columns = grid
-    yield np.zeros(rows * columns, dtype=np.int64)
-    yield np.repeat(np.arange(rows), columns)
-    yield np.tile(np.arange(columns), rows)

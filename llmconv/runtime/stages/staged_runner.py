@@ -172,7 +172,6 @@ class StagedCache:
         return all(part.is_cuttable if isinstance(part, RemoteCache) else is_cuttable(part) for part in self.parts)
 
     def edited(self, edit: CacheEdit) -> StagedCache:
-        """The cache with every part changed."""
         length = edit.numbers[0] if edit.kind == "cut" else self.length
         return StagedCache([edit.applied(part) for part in self.parts], length)
 
@@ -335,7 +334,8 @@ class RayStages:
         with ExitStack() as stack:
             self._ray = stack.enter_context(connected(f"--stage-at {ON_RAY}"))
             self._actors = [self._actor(given.of_stage(number)) for number in numbers]
-            stack.callback(self._kill)
+            for actor in self._actors:
+                stack.callback(self._ray.kill, actor)
             folder = str(export.folder.absolute())
             calls = zip(self._actors, numbers, strict=True)
             starting = [actor.serve.remote(folder, number, given.of_stage(number)) for actor, number in calls]
@@ -366,10 +366,6 @@ class RayStages:
             problem = f"the node of stage {number} has no {TOKEN}, so anyone could use the stage"
             raise StageFailed(problem, hint="set it in the environment in which every node of the cluster is started")
         return str(answer["address"])
-
-    def _kill(self) -> None:
-        for actor in self._actors:
-            self._ray.kill(actor)
 
     def close(self) -> None:
         self._open.close()
