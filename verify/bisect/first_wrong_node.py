@@ -75,7 +75,7 @@ def name_node(report: Report, verified: Replayable, eager: Eager | None, minimiz
     if eager is None:
         report.notes.append("no node named: only a graph with a cache that runs is searched")
         return
-    written = None
+    written = ""
     try:
         with verified.replayed(report.where, eager) as replay:
             if replay:
@@ -88,11 +88,8 @@ def name_node(report: Report, verified: Replayable, eager: Eager | None, minimiz
         report.notes.append(f"no node named: {first_line(error)}")
     if not report.where.node and not report.where.finding:
         report.notes.append("no node named: the values of no module could be compared")
-    if minimize and written:
-        nodes = f"{written.nodes} node{'s' * (written.nodes > 1)}"
-        report.notes.append(f"{nodes} with inputs in `{minimize}`, {written.difference}")
-    elif minimize:
-        report.notes.append(f"nothing written to `{minimize}`: no piece of the graph fails by itself")
+    if minimize:
+        report.notes.append(written or f"nothing written to `{minimize}`: no piece of the graph fails by itself")
 
 
 @dataclass(frozen=True)
@@ -129,11 +126,10 @@ class NodeSearch:
         node = (finding.node if finding else None) or (piece.node if piece else None)
         return self._text(finding.text if finding else "", node, trace.scope(node) if node is not None else "")
 
-    def write(self, where: Where, folder: Path | None) -> WrittenPiece | None:
+    def write(self, where: Where, folder: Path | None) -> str:
+        """As `write_piece`; empty also if there is no folder, or no piece was found."""
         trace, piece = self._found or (None, None)
-        if folder is None or trace is None or piece is None:
-            return None
-        return write_piece(folder, piece, trace, self.replay, where)
+        return write_piece(folder, piece, trace, self.replay, where) if folder and trace and piece else ""
 
     def _layer_range(self) -> LayerRange:
         """The layers of the fault, from the compared outputs or by binary search."""
@@ -241,16 +237,14 @@ def list_unmatched(report: Report, verified: Replayable, eager: Eager | None) ->
     for name, where in _calls(report):
         try:
             with verified.replayed(where, eager) as replay, np.errstate(all="ignore"):  # masks overflow when squared
-                text = _listed(report, name, replay) if replay else NOT_LISTED
+                text = NOT_LISTED
+                if replay:
+                    report.unmatched[name] = unmatched_nodes(replay)
+                    text = _unmatched_text(report.unmatched[name], len(replay.probe.model.graph.node))
         except Exception as error:  # an error in the search must not change the verdict
             text = f"nodes without a counterpart in the model are not listed: {first_line(error)}"
         after = ", including those after the fault" if report.where and name in report.where.graph else ""
         report.notes.append(f"`{name}`: {text}{after}")
-
-
-def _listed(report: Report, name: str, replay: ReplayedCall) -> str:
-    report.unmatched[name] = unmatched_nodes(replay)
-    return _unmatched_text(report.unmatched[name], len(replay.probe.model.graph.node))
 
 
 def _calls(report: Report) -> Iterator[tuple[str, Where]]:
@@ -391,14 +385,6 @@ print("sigma", np.sqrt(np.mean(error**2)) / json.loads(Path("piece.json").read_t
 """
 
 
-@dataclass(frozen=True)
-class WrittenPiece:
-    """The written piece: its number of nodes, and a description of the error of its output."""
-
-    nodes: int
-    difference: str
-
-
 def require_new(folder: Path) -> None:
     """Refuses a folder that is not empty.
 
@@ -409,19 +395,17 @@ def require_new(folder: Path) -> None:
         raise UsageProblem(f"`{folder}` is not empty", hint="give a new folder to `--minimize`")
 
 
-def write_piece(
-    folder: Path, piece: FailingPiece, trace: AgreementTrace, replay: ReplayedCall, where: Where
-) -> WrittenPiece | None:
-    """Writes the piece; None if it agrees with the model when it runs by itself.
+def write_piece(folder: Path, piece: FailingPiece, trace: AgreementTrace, replay: ReplayedCall, where: Where) -> str:
+    """Writes the piece, and describes it and its error; empty if it agrees with the model when it runs by itself.
 
     `folder` is new or empty, and renamed into place when it is complete. Raises OutputFailed: a file cannot be written.
     """
     record, values = piece.expected, {**replay.feeds, **trace.values}
     if record is None:
-        return None
+        return ""
     found = replay.probe.run_piece(piece.nodes, values, piece.output)
     if found is None or trace.comparison.agrees(record, found):
-        return None
+        return ""
     made = {name for node in piece.nodes for name in node.output}
     read = {name for node in piece.nodes for name in values_read_by(node)} - made
     inputs = {name: array for name, array in values.items() if name in read}
@@ -430,12 +414,18 @@ def write_piece(
     parts["counts"] = trace.comparison.counted(record)  # the elements that are compared
     arrays = {name: np.ascontiguousarray(array.reshape(found.shape)) for name, array in parts.items()}
     content, sigma = _content(piece, record, arrays, where, replay.dtype)
+    title = where.node or piece.node.name
+    readme = README.format(
+        title=title,
+        count=len(piece.nodes),
+        **{**vars(where), "finding": where.finding or f"the first node that differs is `{title}`"},
+    )
     files = {
         "inputs.npz": archive(inputs),
         "expected.npz": archive({key: arrays[key] for key in ("expected", "counts")}),
         "found.npz": archive({"found": found}),
         "piece.json": (json.dumps(content, indent=2) + "\n").encode(),
-        "README.md": _readme(piece, where).encode(),
+        "README.md": readme.encode(),
     }
     try:
         _write(folder, files, model, replay.probe.folder)
@@ -444,8 +434,8 @@ def write_piece(
             f"cannot write the piece to `{folder}`: {error.strerror}", hint="give another folder to `--minimize`"
         ) from error
     wrong = int((arrays["expected"] != found)[arrays["counts"]].sum())
-    is_float = record.exact.dtype.kind == "f"
-    return WrittenPiece(len(piece.nodes), f"sigma {sigma:.4g}" if is_float else f"{wrong} of {found.size} values wrong")
+    off = f"sigma {sigma:.4g}" if record.exact.dtype.kind == "f" else f"{wrong} of {found.size} values wrong"
+    return f"{len(piece.nodes)} node{'s' * (len(piece.nodes) > 1)} with inputs in `{folder}`, {off}"
 
 
 def _content(
@@ -470,20 +460,6 @@ def _content(
         "where": asdict(where),
     }
     return content, sigma
-
-
-def _readme(piece: FailingPiece, where: Where) -> str:
-    title = where.node or piece.node.name
-    finding = where.finding or f"the first node that differs is `{title}`"
-    return README.format(
-        title=title,
-        graph=where.graph,
-        count=len(piece.nodes),
-        finding=finding,
-        scenario=where.scenario,
-        step=where.step,
-        scope=where.scope,
-    )
 
 
 def archive(arrays: Mapping[str, Array]) -> bytes:

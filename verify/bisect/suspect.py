@@ -382,10 +382,13 @@ def _attempts(
     trace: AgreementTrace, suspects: Sequence[onnx.NodeProto], target: TargetValue
 ) -> Iterator[tuple[str, RecordedValue]]:
     """Wrong values before the target, in order, each with a value that the model may have in its place."""
-    for node in suspects:
-        for output in node.output:
-            if output and output not in trace.good and output != target.value:
-                yield from ((output, record) for record in _candidates(trace, output))
+    for output in (output for node in suspects for output in node.output):
+        if output in trace.good or output == target.value or output not in trace.values:
+            continue
+        is_float = trace.values[output].dtype.kind == "f"
+        for record in trace.places(output):
+            if (record.exact.dtype.kind == "f") is is_float and record.exact.size > 1:
+                yield output, record
 
 
 def _after_identities(trace: AgreementTrace, value: str) -> str:
@@ -395,14 +398,6 @@ def _after_identities(trace: AgreementTrace, value: str) -> str:
         value = users[0].output[0]
         users = trace.index.users[value]
     return value
-
-
-def _candidates(trace: AgreementTrace, output: str) -> Iterator[RecordedValue]:
-    if output in trace.values:
-        array = trace.values[output]
-        for record in trace.places(output):
-            if (record.exact.dtype.kind == "f") == (array.dtype.kind == "f") and record.exact.size > 1:
-                yield record
 
 
 def _first_target(trace: AgreementTrace, last: TargetValue) -> TargetValue:
