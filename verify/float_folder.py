@@ -76,14 +76,14 @@ class FloatFolder:
         verified, report = self.verified, self.report
         source = WeightSource.of(verified.path, self.reference)
         cut = with_cuts(verified.joined(join_parts))
-        plan = planned(method, cut, ComputedModel(self.reference), source, self.session, low_memory, self.code)
+        model = ComputedModel(self.reference)
+        plan = planned(method, cut, model, source, self.session, low_memory, self.code)
         report.method = plan.method
         report.notes += [plan.note] if plan.note else []
         if plan.method == STRUCTURE:
             audits = self._audits(lambda name: False)
             yield from structure_checks(verified, self.session.settings, report, plan.induction, audits)
             return eager, verified
-        model = ComputedModel(self.reference)
         if induction := plan.induction:
             layered = holds_one_layer(self.verified, model) if low_memory is None else low_memory
             audits = self._audits(None if induction.runs_all else induction.runs_weight)
@@ -92,7 +92,12 @@ class FloatFolder:
             layered, audits = bool(low_memory) if eager else self._is_layered(low_memory), self._audits()
         options = self.report, self.session.selection, self.code
         compared = Compared(cut if induction else verified, model, *options, layered=layered, induction=induction)
-        return (yield from compared.in_order(audits, self._compared(compared, eager)))
+        if half := half_precision(next(iter(verified.models.values()))):
+            rounded = compared if eager else replace(compared, reference=ComputedModel(self.rounded_model()))
+            comparing = compare_half_precision(rounded, half, eager)
+        else:
+            comparing = compared.run(eager)
+        return (yield from compared.in_order(audits, comparing))
 
     def recorded_files(self, *, hashes: bool = True) -> Checks:
         """Checks of the recorded files, of weights if `hashes`."""
@@ -133,12 +138,6 @@ class FloatFolder:
         own = self.verified.path
         holds_one = (own / "config.json").is_file() and any((own / name).is_file() for name in (SINGLE, INDEX))
         return own if holds_one else self.reference
-
-    def _compared(self, comparison: Compared, eager: Eager | None) -> Checking:
-        if half := half_precision(next(iter(self.verified.models.values()))):
-            rounded = comparison if eager else replace(comparison, reference=ComputedModel(self.rounded_model()))
-            return (yield from compare_half_precision(rounded, half, eager))
-        return (yield from comparison.run(eager))
 
     def _is_layered(self, wanted: bool | None) -> bool:
         """Whether to go layer by layer because the whole model does not fit; a note in the report states it."""
@@ -224,7 +223,13 @@ class Compared:
         yield from comparison.checks(graphs)
         if self.induction:
             eager.release()
-            yield from self._single_layers(eager.dtype).checks()
+            whole = self.verified
+            settings = replace(whole.settings, change=None)  # the models are changed already
+            graphs_of = whole.path, with_logits(whole).models, self.reference
+            single = SingleLayerChecks(
+                self.induction, *graphs_of, eager.dtype, settings, self.code, whole.named, self.drift
+            )
+            yield from single.checks()
         return eager, verified
 
     def _opener(self) -> GraphOpener:
@@ -232,13 +237,6 @@ class Compared:
         if not self.layered or (self.induction and why_not_layered(self.verified.entries, self.verified.models)):
             return open_graph  # with fixed cache buffers
         return partial(open_in_pieces, piece_bytes=PART_BYTES) if self.induction else open_in_pieces
-
-    def _single_layers(self, dtype: str) -> SingleLayerChecks:
-        assert self.induction is not None
-        verified = self.verified
-        settings = replace(verified.settings, change=None)  # the models are changed already
-        files = verified.path, with_logits(verified).models, self.reference
-        return SingleLayerChecks(self.induction, *files, dtype, settings, self.code, verified.named, self.drift)
 
     def changed(self, change: Callable[[onnx.ModelProto], None], named: str) -> Compared:
         """The same folder with graphs that are changed in memory; arguments as in `VerifiedFolder.changed`."""

@@ -155,13 +155,13 @@ class QuantizedFolder:
         yield from audit_graph_weights(graphs.files, tensors, config, report, options.codes)
         report.unseen += [UNSEARCHED] if every > 1 and options.preset and not options.codes.plain else []
         yield from self._decisions()
+        half = half_of(graphs.files)
         shipped = as_in_graphs(model, graphs.files, tensors)
         quantized = QuantizedModel(verified, graphs, shipped, report, session, options, stack)
         layered = self._is_layered(plan, known, low_memory, model)
         eager = None
         if not layered and not plan.induction:
             eager = known if known and shipped.weights is None else quantized.eager()
-            half = half_of(graphs.files)
             eager = (eager.in_dtype(half) if half else eager).with_defaults()
         pieces = layered and not (plan.induction and why_not_layered(verified.entries, verified.models))
         if not (yield from quantized.opens(pieces=pieces)):
@@ -173,7 +173,6 @@ class QuantizedFolder:
             return eager, verified
         run = cut if plan.induction else copies.unrounded
         compared = quantized.compared(run, copies.rounded, eager, layered=layered, induction=plan.induction)
-        half = half_of(graphs.files)
         return (yield from compared.in_order((), compared.run(None, quantized.dtype, is_half=bool(half)), opens=False))
 
     def _is_layered(self, plan: Plan, known: Eager | None, low_memory: bool | None, model: ComputedModel) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,7 +53,7 @@ from llmconv.verify.other_exporters.quantized.rounding_error import ExpectedCode
 from llmconv.verify.other_exporters.quantized_verdict import QuantizationOptions
 from llmconv.verify.other_exporters.run import require_limits
 from llmconv.verify.quantized_cache import CodedFolder, recorded_text
-from llmconv.verify.quantized_folder import QuantizedFolder, is_quantized
+from llmconv.verify.quantized_folder import QuantizedFolder, is_quantized, shipped_runner
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.report.files import reporter
 from llmconv.verify.results import LINE_LIMIT, WHOLE, Report, clean
@@ -228,11 +228,13 @@ def _in_turn(
     found = yield from checks
     verified, reference = folder.verified, folder.reference
     if clients:
-        source: Callable[[], LogitsSource] = partial(OwnLogits.of, verified)
-        if not has_codes:
+
+        def source() -> LogitsSource:
+            if has_codes:
+                return OwnLogits(shipped_runner(verified)[1])
             half = half_precision(next(iter(verified.models.values())))
-            model = folder.rounded_model() if half else reference
-            source = partial(EagerLogits, model, half or "float32", folder.code)
+            return EagerLogits(folder.rounded_model() if half else reference, half or "float32", folder.code)
+
         files = ClientFiles(verified, reference)
         yield from ClientChecks(clients, verified.path, reference, source, files).checks()
     own = verified.path if (verified.path / "config.json").is_file() else reference
@@ -424,8 +426,12 @@ def recording(
     if not (verified.path / MANIFEST).is_file():
         yield
         return
-    graphs = {path.name: graph_sha256(path) for path in _graph_files(verified)}
-    weights = {name: weight_file(verified.path / name) for name in _weight_files(verified)}
+    parts = [verified.path / name for name in (EMBEDDINGS, VISION) if name in verified.models]
+    paths = [*(path for entry in verified.entries for path in entry.paths(verified.path)), *parts]
+    graphs = {path.name: graph_sha256(path) for path in paths}
+    tensors = (tensor for model in verified.models.values() for tensor in external_tensors(model))
+    names = {external_fields(tensor).get("location", "") for tensor in tensors}
+    weights = {name: weight_file(verified.path / name) for name in names if name.endswith(".safetensors")}
     recorded = {name: str(entry.get("sha256", "")) for name, entry in read_manifest(verified.path).files.items()}
     yield
     unchanged = [one.graph for one in report.checks if one.name == "weights" and one.detail == AS_RECORDED]
@@ -465,15 +471,3 @@ def _verdict(
         graphs,
         weights,
     )
-
-
-def _graph_files(verified: VerifiedFolder) -> list[Path]:
-    """All graph files, also those of stages, of an embedding table and of a vision tower."""
-    parts = [verified.path / name for name in (EMBEDDINGS, VISION) if name in verified.models]
-    return [*(path for entry in verified.entries for path in entry.paths(verified.path)), *parts]
-
-
-def _weight_files(verified: VerifiedFolder) -> set[str]:
-    tensors = (tensor for model in verified.models.values() for tensor in external_tensors(model))
-    names = {external_fields(tensor).get("location", "") for tensor in tensors}
-    return {name for name in names if name.endswith(".safetensors")}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from llmconv.memory import reporting_out_of_memory
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
@@ -55,13 +55,7 @@ class Session:
 
     def new_report(self, name: str) -> Report:
         """An empty report, with the settings needed to reproduce it; `name` is that of the folder or the graphs."""
-        report = Report(name, name, self.selection.suite, versions=library_versions(), settings=self._recorded())
-        report.unseen += ["faults that only other scenarios show"] if self.selection.only else []
-        return report
-
-    def _recorded(self) -> dict[str, Any]:
-        """The settings that a second run must share to give the same report."""
-        return {
+        settings = {
             "threads": self.settings.threads,
             "optimization": self.settings.optimization,
             "repeat": self.selection.repeat,
@@ -69,6 +63,9 @@ class Session:
             "gates": {dtype: asdict(gate) for dtype, gate in GATES.items()},
             "seeds": {scenario.name: scenario.seed for scenario in self.selection.scenarios()},
         }
+        report = Report(name, name, self.selection.suite, versions=library_versions(), settings=settings)
+        report.unseen += ["faults that only other scenarios show"] if self.selection.only else []
+        return report
 
     def run(
         self, report: Report, checking: Checking, decisive: Callable[[list[Check]], list[Check]] | None = None

@@ -29,9 +29,7 @@ from llmconv.runtime.onnxruntime.session_file import CONFIG, read_genai_config
 from llmconv.runtime.runner import Runner, Step, default_positions
 from llmconv.runtime.tokenizer import random_prompts, usable_tokens
 from llmconv.tensors import Array
-from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.clients.client_files import ClientFiles, padding_checks
-from llmconv.verify.quantized_folder import shipped_runner
 from llmconv.verify.reference.cost_estimate import CostEstimate
 from llmconv.verify.results import Check, Checks
 from llmconv.verify.sigma import ExpectedOutput, NoiseFloor
@@ -276,22 +274,14 @@ class Client:
         return Generation(answer["versions"], frozenset(answer["ends"]), answer["rows"])
 
     def _ask(self, folder: str | None, batches: Any, new: int) -> dict[str, Any]:
-        request = json.dumps({"folder": folder, "batches": batches, "new": new})
-        answer = self._answer(request)
-        if "missing" in answer:
-            raise InputRefused(f"the client `{self.name}` is not installed: {answer['missing']}", hint=self._hint())
-        return answer
-
-    def _answer(self, request: str) -> dict[str, Any]:
         worker = WORKERS / self.program.worker
-        is_node = self.program.is_node
         command = ["node", str(worker), *([self.interpreter] * bool(self.interpreter))]
-        if not is_node:
+        if not self.program.is_node:
             command = script_command(self.interpreter, worker)
         try:
             done = subprocess.run(
                 command,
-                input=request,
+                input=json.dumps({"folder": folder, "batches": batches, "new": new}),
                 capture_output=True,
                 text=True,
                 env=child_environment(HF_HUB_OFFLINE="1"),
@@ -302,7 +292,10 @@ class Client:
             raise ClientError(f"`{error.filename or command[0]}`: {error.strerror}") from error
         except subprocess.TimeoutExpired as error:
             raise ClientError(f"no answer after {TIME_LIMIT:.0f} s") from error
-        return _parsed(done)
+        answer = _parsed(done)
+        if "missing" in answer:
+            raise InputRefused(f"the client `{self.name}` is not installed: {answer['missing']}", hint=self._hint())
+        return answer
 
     def _hint(self) -> str:
         program = self.program
@@ -393,10 +386,6 @@ class OwnLogits:
 
     runner: Runner
     title = "llmconv's own loop over the graphs"
-
-    @classmethod
-    def of(cls, verified: VerifiedFolder) -> OwnLogits:
-        return cls(shipped_runner(verified)[1])
 
     def logits(self, batch: PaddedBatch) -> ExpectedOutput:
         first = np.concatenate([self._of_prompt(prompt) for prompt in batch.prompts])

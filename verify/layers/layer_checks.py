@@ -180,7 +180,11 @@ def statements(induction: Induction, report: Report, drift: Drift | None) -> lis
         _shown(report, "composition", PARTS, "the parts are the file, and values cross only at the cuts"),
     ]
     if drift is not None:
-        found += [_base(induction, report), _step(induction, report, drift, count)]
+        ran = len(induction.run)
+        which = f"all {count} layers" if ran == count else f"{ran} of {count} layers"
+        checks = [check for check in report.checks if check.name.startswith(NAME)]
+        step = _of("step", checks, f"{which}, each by itself; {drift.text()}")
+        found += [_base(induction, report), step]
     shown = induction.classes.graphs.keys() <= {check.graph for check in report.checks if check.name == LAYERS}
     return found if shown else [Statement(one.name, False, one.text) for one in found]
 
@@ -202,13 +206,6 @@ def _base(induction: Induction, report: Report) -> Statement:
     which = f"layer{'s' * (len(kept) > 1)} {shown} (one of each class), with the parts before and after"
     found = _of("base", checks, f"{which}, in {len(scenarios)} scenarios")
     return found if induction.classes.graphs.keys() <= compared else Statement(found.name, False, found.text)
-
-
-def _step(induction: Induction, report: Report, drift: Drift, count: int) -> Statement:
-    numbers = induction.run
-    which = f"all {count} layers" if len(numbers) == count else f"{len(numbers)} of {count} layers"
-    checks = [check for check in report.checks if check.name.startswith(NAME)]
-    return _of("step", checks, f"{which}, each by itself; {drift.text()}")
 
 
 def unseen_of(induction: Induction) -> list[str]:
