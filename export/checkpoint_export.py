@@ -48,10 +48,9 @@ from llmconv.runtime.custom_code import uses_custom_code
 
 if TYPE_CHECKING:
     from llmconv.export.clients.image_parts import Edits
-    from llmconv.export.quantization.selection import QuantizedSizes, QuantizedWeight, StoredFormats
+    from llmconv.export.quantization.selection import QuantizedWeight, StoredFormats
     from llmconv.export.quantization.smoothing import Graphs
     from llmconv.export.sentence_modules import SentenceHead, SentenceModules, TokenScore
-    from llmconv.files.safetensors_file import FileTensor
 
 
 def export_checkpoint(
@@ -162,6 +161,11 @@ def _make(
         origin = {"transformers": transformers.__version__, "layers_traced": traced_layers, "parameters": count}
         done = step("export", source, **kept, **origin, **plan.manifest_options())
         sizes = ExportSizes(files.nbytes, files.mapped, folder.write(files, done))
+    kept_sizes = None
+    if given["quant"]:
+        from llmconv.export.quantization.selection import QuantizedSizes  # noqa: PLC0415 - as above
+
+        kept_sizes = QuantizedSizes.of(quantized, checkpoint, weights)
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
     made = {name: len(content) if isinstance(content, bytes) else 0 for name, content in files.files.items()}
     return Exported(
@@ -174,7 +178,7 @@ def _make(
         depth(language_model.config),
         plan.clients.names,
         {**folder.planned(), **made},
-        _sizes(quantized, checkpoint, weights) if given["quant"] else None,
+        kept_sizes,
         folder.missing() if isinstance(folder, GraphsOnly) else {},
     )
 
@@ -194,14 +198,6 @@ def _fits_grouped_query(past: Sequence[Port]) -> bool:
     from llmconv.export.rewrite.grouped_query import fits_grouped_query  # noqa: PLC0415 - of caches of codes and buffers
 
     return fits_grouped_query(past)
-
-
-def _sizes(
-    quantized: Mapping[str, QuantizedWeight], checkpoint: Checkpoint, weights: Mapping[str, FileTensor]
-) -> QuantizedSizes:
-    from llmconv.export.quantization.selection import QuantizedSizes  # noqa: PLC0415 - as above
-
-    return QuantizedSizes.of(quantized, checkpoint, weights)
 
 
 def _client_files(

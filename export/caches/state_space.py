@@ -31,12 +31,10 @@ def convolve(
     return result.to(hidden_states.dtype)
 
 
-def _states(config: Any) -> tuple[CacheState, ...]:
-    return (CacheState(CONVOLUTION, (config.hidden_size, config.conv_L_cache)),)
-
-
 CONVOLVE = {"causal_conv1d_fn": convolve}
-CONVOLUTION_KIND = CacheKind(_states, CONVOLVE)
+CONVOLUTION_KIND = CacheKind(
+    lambda config: (CacheState(CONVOLUTION, (config.hidden_size, config.conv_L_cache)),), CONVOLVE
+)
 
 
 SELECTIVE_SCAN_FUNCTION = """

@@ -73,7 +73,6 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         return columns
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Keeps and returns the new state."""
         self.recurrent_states[state_idx] = recurrent_states
         return recurrent_states
 

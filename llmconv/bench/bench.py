@@ -58,7 +58,6 @@ class Measurement:
     error: str = ""
 
     def take(self, answer: dict[str, Any]) -> None:
-        """Adds the answer of a worker."""
         times = answer["times"]
         self.first.append(times[0])
         if len(times) > 1:
@@ -127,7 +126,6 @@ class BenchResult:
         return next(cell for cell in self.cells if (cell.candidate, cell.batch, cell.length) == place)
 
     def as_dict(self) -> dict[str, Any]:
-        """The result for JSON."""
         return {
             "new_tokens": self.new,
             "repeat": self.repeat,
