@@ -81,7 +81,7 @@ class QwenImages(ImageFamily):
         }
 
     def examples(self, shape: Sequence[int | str], random: np.random.Generator) -> list[Given]:
-        made = []
+        made: list[Given] = []
         for sizes, contrast in KINDS:
             grids = [(1, rows * self._merged, columns * self._merged) for rows, columns in sizes]
             values = random.standard_normal((sum(rows * columns for _, rows, columns in grids), int(shape[1])))
