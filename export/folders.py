@@ -189,16 +189,13 @@ BLOCK = 4096  # block size of most file systems, in bytes; every file takes a mu
 
 @dataclass(frozen=True)
 class InPlace:
-    """The model folder itself: only graphs and the files of clients are written.
-
-    `dtype` is `keep`, or the dtype that its weights must have; `codes` are codes and scales of quantized weights in the
-    model's own files, by name of the weight with a suffix.
-    """
+    """The model folder itself: only graphs and the files of clients are written."""
 
     checkpoint: Checkpoint
-    dtype: str
+    dtype: str  # `keep`, or the dtype that its weights must have
     overwrite: bool = False
     resume: bool = False
+    # codes and scales of quantized weights in the model's own files, by name of the weight with a suffix
     codes: Mapping[str, FileTensor] = field(default_factory=dict)
 
     @property

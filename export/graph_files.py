@@ -84,16 +84,14 @@ PROMPT_ROLES = {"prefill", "unified"}  # graphs that run prompts; afterwards the
 
 @dataclass
 class GraphFiles:
-    """Everything that an export writes besides weights: files by path in the folder, manifest entries by role.
-
-    `config` has fields that clients need in the `config.json` of a new folder, `mapped` is the bytes of weights that
-    the graphs map, each counted once, and `fallback` are nodes without a kernel on the target's provider, by file name.
-    """
+    """Everything that an export writes besides weights: files by path in the folder, manifest entries by role."""
 
     files: dict[str, FileContent] = field(default_factory=dict)
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # fields that clients need in the `config.json` of a new folder
     config: dict[str, Any] = field(default_factory=dict)
-    mapped: int = 0
+    mapped: int = 0  # bytes of weights that the graphs map, each counted once
+    # nodes without a kernel on the target's provider, by file name
     fallback: dict[str, list[Fallback]] = field(default_factory=dict)
 
     @property

@@ -15,13 +15,10 @@ from llmconv.tensors import Array
 
 @dataclass(frozen=True)
 class Port:
-    """One input or output of a graph; axes are symbols (dynamic) or sizes (fixed).
-
-    `dtype` is `int64`, `int32`, `bool` or `float32`.
-    """
+    """One input or output of a graph; axes are symbols (dynamic) or sizes (fixed)."""
 
     name: str
-    dtype: str
+    dtype: str  # `int64`, `int32`, `bool` or `float32`
     axes: tuple[str | int, ...]
 
 

@@ -57,24 +57,18 @@ class Dense:
 
 @dataclass(frozen=True)
 class SentenceHead:
-    """What follows the last hidden state: pooling, then linear layers and normalization in order.
+    """What follows the last hidden state: pooling, then linear layers and normalization in order."""
 
-    The results of the modes in `pooling` are joined in this order; each layer is a `Dense`, or `normalize`.
-    """
-
-    pooling: tuple[str, ...]
-    layers: tuple[Dense | str, ...] = ()
+    pooling: tuple[str, ...]  # modes, whose results are joined in this order
+    layers: tuple[Dense | str, ...] = ()  # each a `Dense`, or `normalize`
 
 
 @dataclass(frozen=True)
 class TokenScore:
-    """The score of a reranker that generates: the logit of one token after the prompt, minus that of another.
-
-    `false_token` is None to take the first logit as it is.
-    """
+    """The score of a reranker that generates: the logit of one token after the prompt, minus that of another."""
 
     true_token: int
-    false_token: int | None
+    false_token: int | None  # None to take the first logit as it is
 
 
 @dataclass(frozen=True)

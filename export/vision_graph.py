@@ -154,14 +154,11 @@ WITHOUT: Mapping[str, Mapping[str, float]] = defaultdict(dict, {"aya_vision": {"
 
 @dataclass(frozen=True)
 class TensorNaming:
-    """The prefixes of the language model's tensors in a multi-modal checkpoint, instead of `model.` and `lm_head.`.
-
-    `seen` is the prefix of a tensor by which a checkpoint with these names is known; default: `body`.
-    """
+    """The prefixes of the language model's tensors in a multi-modal checkpoint, instead of `model.` and `lm_head.`."""
 
     body: str
     head: str = "lm_head."
-    seen: str = ""
+    seen: str = ""  # prefix of a tensor by which a checkpoint with these names is known; empty for `body`
 
     def name(self, own: str) -> str:
         """The name in the checkpoint of the tensor `own` of the language model."""

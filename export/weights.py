@@ -29,16 +29,13 @@ from llmconv.tensors import LazyTensor, as_bytes
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows of a stored tensor, which are adjacent bytes of its file.
-
-    `stored` is its whole shape. A `count` of -1 means all rows; `single` drops the first axis of one row.
-    """
+    """Rows of a stored tensor, which are adjacent bytes of its file."""
 
     name: str
-    stored: tuple[int, ...]
+    stored: tuple[int, ...]  # its whole shape
     first: int = 0
-    count: int = -1
-    single: bool = False
+    count: int = -1  # -1 for all rows
+    single: bool = False  # the first axis of one row is dropped
 
     @property
     def is_whole(self) -> bool:

@@ -55,18 +55,14 @@ WITHOUT_NUMBERS = ("wrong numbers (`--method induction` compares them)", "weight
 
 @dataclass(frozen=True)
 class FloatFolder:
-    """A folder of graphs with weights of floats, and how it is verified.
-
-    With `allow_changed` a graph that was changed after its export is a note instead of a failure. `code` is the
-    reference's folder where its own code is trusted.
-    """
+    """A folder of graphs with weights of floats, and how it is verified."""
 
     verified: VerifiedFolder
     reference: Path
     report: Report
     session: Session
-    code: Path | None
-    allow_changed: bool
+    code: Path | None  # the reference's folder where its own code is trusted
+    allow_changed: bool  # a graph that was changed after its export is a note instead of a failure
 
     def checks(self, method: Method, eager: Eager | None, low_memory: bool | None) -> Checking:
         """All checks; an open reference `eager` is used where the whole model runs.
@@ -419,15 +415,11 @@ class Method:
 
 @dataclass(frozen=True)
 class Plan:
-    """The method that a verification uses: `whole`, `induction` or `structure`.
-
-    `induction` is None where the whole model runs, or no layers were found; `note` says why this method, empty where it
-    was asked for.
-    """
+    """The method that a verification uses: `whole`, `induction` or `structure`."""
 
     method: str
-    induction: Induction | None = None
-    note: str = ""
+    induction: Induction | None = None  # None where the whole model runs, or no layers were found
+    note: str = ""  # why this method; empty where it was asked for
 
 
 def planned(

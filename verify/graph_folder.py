@@ -24,20 +24,16 @@ from llmconv.verify.verification import Session
 
 @dataclass(frozen=True)
 class GraphFolder:
-    """A folder of graphs: `entries` have a cache, `single` none.
-
-    With `allow_changed` a graph that was changed after its export is a note instead of a failure. `code` is the
-    reference's folder where its own code is trusted.
-    """
+    """A folder of graphs, and the model they are compared with."""
 
     path: Path
-    entries: list[GraphEntry]
-    single: list[GraphEntry]
+    entries: list[GraphEntry]  # those with a cache
+    single: list[GraphEntry]  # those without
     reference: Path
     report: Report
     session: Session
-    allow_changed: bool
-    code: Path | None
+    allow_changed: bool  # a graph that was changed after its export is a note instead of a failure
+    code: Path | None  # the reference's folder where its own code is trusted
 
     @classmethod
     def open(

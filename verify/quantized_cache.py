@@ -76,15 +76,12 @@ AS_FLOATS = ", cache in float32"  # suffix of the scenarios of the copies
 
 @dataclass(frozen=True)
 class CodedFolder:
-    """A folder of graphs with codes in their caches; the scales were measured on `text`.
-
-    `prepack`: the weights are quantized, which some kernels support only prepacked.
-    """
+    """A folder of graphs with codes in their caches."""
 
     verified: VerifiedFolder
-    text: CalibrationText
+    text: CalibrationText  # on which the scales were measured
     cost: QuantizationOptions
-    prepack: bool
+    prepack: bool  # the weights are quantized, which some kernels support only prepacked
 
     @classmethod
     def of(
@@ -205,17 +202,13 @@ ROOM, LARGEST_CODE = 8, 127
 
 @dataclass(frozen=True)
 class CodedGraph:
-    """A graph with a cache of codes, and its copies; all run prompts and steps.
-
-    `rounded` is the copy that rounds with standard operators, `exact` the copy that rounds nothing, and `nodes` are its
-    attention nodes.
-    """
+    """A graph with a cache of codes, and its copies; all run prompts and steps."""
 
     name: str
     shipped: Runner
-    rounded: Runner
-    exact: Runner
-    nodes: AttentionNodes
+    rounded: Runner  # the copy that rounds with standard operators
+    exact: Runner  # the copy that rounds nothing
+    nodes: AttentionNodes  # its attention nodes
 
 
 def check_codes(graph: CodedGraph, facts: ModelFacts) -> list[Check]:

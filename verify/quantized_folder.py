@@ -100,13 +100,10 @@ def is_quantized(models: Mapping[str, onnx.ModelProto]) -> bool:
 
 @dataclass(frozen=True)
 class QuantizedFolder:
-    """A folder of graphs with quantized weights, prefill and decode together.
-
-    `reference` is the model before it was quantized, or the quantized model whose codes the graphs have.
-    """
+    """A folder of graphs with quantized weights, prefill and decode together."""
 
     verified: VerifiedFolder
-    reference: Path
+    reference: Path  # the model before it was quantized, or the quantized model whose codes the graphs have
     report: Report
     session: Session
     options: QuantizationOptions
@@ -426,17 +423,13 @@ class QuantizedModel:
 
 @dataclass(frozen=True)
 class _Copies:
-    """The folder with graphs that are changed in memory.
+    """The folder with graphs that are changed in memory."""
 
-    `shipped` computes what the files do, `unrounded` without the rounding of activations (by the operators `rounded`),
-    `cut` also with one value at every cut between layers. `why_rounded`: why the rounding could not be removed.
-    """
-
-    shipped: VerifiedFolder
-    unrounded: VerifiedFolder
-    cut: VerifiedFolder
-    rounded: list[str]
-    why_rounded: str
+    shipped: VerifiedFolder  # computes what the files do
+    unrounded: VerifiedFolder  # the same without the rounding of activations
+    cut: VerifiedFolder  # as `unrounded`, with one value at every cut between layers
+    rounded: list[str]  # operators whose rounding was removed
+    why_rounded: str  # why the rounding could not be removed; empty if it was
 
     @classmethod
     def of(cls, verified: VerifiedFolder, options: QuantizationOptions) -> _Copies:

@@ -109,14 +109,11 @@ class Where:
 
 @dataclass(frozen=True)
 class UnmatchedNode:
-    """A node whose value the eager model does not compute, and its operator, such as `Where`.
-
-    `scope` is its module; empty if the node's name does not contain one.
-    """
+    """A node whose value the eager model does not compute."""
 
     node: str
-    operator: str
-    scope: str
+    operator: str  # such as `Where`
+    scope: str  # its module; empty if its name does not contain one
 
 
 @dataclass(frozen=True)

@@ -323,16 +323,12 @@ FLIPS = 200
 
 @dataclass(frozen=True)
 class Flip:
-    """One row (sequence in the batch, token of the call) with another likeliest token than the exact logits.
-
-    `margin` is the exact logit of the exact likeliest token minus that of the graph's; `noise` the largest margin that
-    rounding explains.
-    """
+    """One row (sequence in the batch, token of the call) with another likeliest token than the exact logits."""
 
     scenario: str
     row: tuple[int, int]
-    margin: float
-    noise: float
+    margin: float  # exact logit of the exact likeliest token minus that of the graph's
+    noise: float  # largest margin that rounding explains
 
 
 @dataclass

@@ -368,15 +368,12 @@ class TextLimits:
 
 @dataclass(frozen=True)
 class Texts:
-    """One batch of a scenario: ids and mask int64 [batch, tokens], 0 for padding.
-
-    `position_ids` has that shape, too; None for positions counted from the mask.
-    """
+    """One batch of a scenario: ids and mask int64 [batch, tokens], 0 for padding."""
 
     name: str
     input_ids: Array
     attention_mask: Array
-    position_ids: Array | None = None
+    position_ids: Array | None = None  # of the same shape; None for positions counted from the mask
 
 
 def batches(limits: TextLimits, suite: str, *, pools: bool, takes_positions: bool) -> tuple[list[Texts], list[str]]:

@@ -18,13 +18,10 @@ STATE_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 
 @dataclass(frozen=True)
 class CacheState:
-    """A tensor that a layer keeps between calls; `axes` are its fixed sizes without the batch axis.
+    """A tensor that a layer keeps between calls."""
 
-    `part` is `conv` (the last columns before a convolution) or `recurrent`.
-    """
-
-    part: str
-    axes: tuple[int, ...]
+    part: str  # `conv` (the last columns before a convolution) or `recurrent`
+    axes: tuple[int, ...]  # its fixed sizes, without the batch axis
 
 
 @dataclass(frozen=True)

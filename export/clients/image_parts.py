@@ -21,14 +21,11 @@ Edits = Mapping[str, Mapping[str, Any]]  # fields that a client needs in JSON fi
 
 @dataclass(frozen=True)
 class ImageModel:
-    """A multimodal model whose vision tower is a graph: its transformers config and the content of its JSON files.
-
-    `processor` is empty if `processor_config.json` is missing.
-    """
+    """A multimodal model whose vision tower is a graph: its transformers config and the content of its JSON files."""
 
     config: Any
     fields: Mapping[str, Any] = field(default_factory=dict)
-    processor: Mapping[str, Any] = field(default_factory=dict)
+    processor: Mapping[str, Any] = field(default_factory=dict)  # empty if `processor_config.json` is missing
     has_preprocessor: bool = True
 
     @classmethod

@@ -40,16 +40,13 @@ ROWS = 128  # rows of a matrix on which alpha is chosen, evenly spaced; the choi
 
 @dataclass(frozen=True)
 class SampledMatrix:
-    """Rows float32 [rows, K] of a matrix, and how it is rounded.
+    """Some rows of a matrix, and how it is rounded."""
 
-    Each row stands for `share` rows of the matrix. `importance` float32 [K] of its columns is empty if all count alike.
-    """
-
-    rows: Array
-    share: float
+    rows: Array  # float32 [rows, K]
+    share: float  # number of rows of the matrix that each of them stands for
     form: BlockFormat
     scale_dtype: DType
-    importance: Array
+    importance: Array  # of its columns, float32 [K]; empty if all count alike
 
     def error(self, factors: Array, products: Array) -> float:
         """Squared error of products with X^T X float32 [K, K], if columns are multiplied with factors [K] first."""

@@ -305,12 +305,9 @@ def _codes(values: Array, scales: Array) -> Array:
 
 @dataclass(frozen=True)
 class RoundedCodes:
-    """The codes of a weight [N, K], or of a stack [experts, N, K].
+    """The codes of a weight [N, K], or of a stack [experts, N, K]."""
 
-    `parts` are arrays by suffix, as in `QuantizedTensor.tensors`, mapped from the scratch file.
-    """
-
-    parts: dict[str, Array]
+    parts: dict[str, Array]  # arrays by suffix, as in `QuantizedTensor.tensors`, mapped from the scratch file
     scale_dtype: DType
 
     def put(self, index: int | None, form: BlockFormat, codes: Array, scales: Array, zeros: Array) -> None:

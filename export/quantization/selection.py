@@ -353,12 +353,10 @@ def zero_points(integers: IntegerCodes) -> Array:
 
 @dataclass(frozen=True)
 class StoredFormats:
-    """The formats, by name, of the weights of a checkpoint quantized by `method`, such as `gptq`.
+    """The formats of the weights of a quantized checkpoint, by name."""
 
-    None for a weight whose codes onnxruntime has no operator for, which is quantized again to 8 bits.
-    """
-
-    method: str
+    method: str  # such as `gptq`
+    # None for codes that onnxruntime has no operator for, which are quantized again to 8 bits
     weights: Mapping[str, RepackedWeight | None]
 
     @classmethod

@@ -29,14 +29,11 @@ LARGEST = 24  # the largest exponent of a factor, positive or negative
 
 @dataclass(frozen=True)
 class Smoothing:
-    """Powers of two by names of stored tensors, float32, which broadcast over them.
+    """Powers of two by names of stored tensors, float32, which broadcast over them."""
 
-    Matrices are multiplied with their factors, [K], or [K, 1] for a matrix that is stored as [K, N], before they are
-    rounded; norms are divided by theirs, [K].
-    """
-
+    # multiply matrices before they are rounded: [K], or [K, 1] for one that is stored as [K, N]
     matrices: Mapping[str, Array] = field(default_factory=dict)
-    norms: Mapping[str, Array] = field(default_factory=dict)
+    norms: Mapping[str, Array] = field(default_factory=dict)  # divide norms: [K]
 
     @classmethod
     def of(cls, found: Iterable[tuple[SmoothingGroup, Array]]) -> Smoothing:
@@ -123,14 +120,10 @@ Graphs = Sequence[tuple[TracedGraph, Mapping[str, WeightSource]]]
 
 @dataclass(frozen=True)
 class SmoothingGroup:
-    """A norm, and all matrices that its result is multiplied with.
+    """A norm, and all matrices that its result is multiplied with."""
 
-    `norms` names the stored vectors [K] of the norm: its weight, and its bias if it has one. `matrices` are names of
-    stored matrices, and whether each is [K, N] and not [N, K].
-    """
-
-    norms: tuple[str, ...]
-    matrices: tuple[tuple[str, bool], ...]
+    norms: tuple[str, ...]  # names of the stored vectors [K] of the norm: its weight, and its bias if it has one
+    matrices: tuple[tuple[str, bool], ...]  # names of stored matrices, and whether each is [K, N] and not [N, K]
 
     @property
     def names(self) -> set[str]:

@@ -25,13 +25,10 @@ TOKENS, SCORES = "tokens", "scores"  # names of the outputs, see `choose_tokens`
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """Number of tokens that the graph chooses at every position: `argmax` or `topk:K`.
-
-    `count` is K, or None for `argmax`, whose outputs have no axis K.
-    """
+    """Number of tokens that the graph chooses at every position: `argmax` or `topk:K`."""
 
     text: str
-    count: int | None
+    count: int | None  # K, or None for `argmax`, whose outputs have no axis K
 
     @classmethod
     def parse(cls, text: str) -> TokenChoice:

@@ -131,15 +131,12 @@ def _own() -> dict[str, tuple[list[str], list[str]]]:
 
 @dataclass(frozen=True)
 class Fallback:
-    """Nodes of one operator and element types that have no kernel: their number, and the name of the first.
+    """Nodes of one operator and element types that have no kernel."""
 
-    `operator` is such as `com.microsoft:GroupQueryAttention`; `types` are those of the inputs, without duplicates.
-    """
-
-    operator: str
-    types: tuple[str, ...]
-    count: int
-    first: str
+    operator: str  # such as `com.microsoft:GroupQueryAttention`
+    types: tuple[str, ...]  # those of the inputs, without duplicates
+    count: int  # number of the nodes
+    first: str  # name of the first
 
     def __str__(self) -> str:
         return f"`{self.operator}` ({', '.join(self.types)})"

@@ -231,18 +231,14 @@ class _GrowingText:
 
 @dataclass(frozen=True)
 class Batches:
-    """Runs texts in batches of at most `size`, fewer if the graphs are smaller.
-
-    `shares`: the prompts have a common start that is run only once. `together` texts, the beams of a prompt, are not
-    divided. With a `streamer` of transformers, texts run one by one.
-    """
+    """Runs texts in batches of at most `size`, fewer if the graphs are smaller."""
 
     model: TextModel
     settings: GenerationSettings
     size: int
-    shares: bool = False
-    together: int = 1
-    streamer: object = None
+    shares: bool = False  # the prompts have a common start, which is run only once
+    together: int = 1  # texts that are not divided: the beams of a prompt
+    streamer: object = None  # of transformers; texts then run one by one
 
     def run(
         self, prompts: Sequence[PlannedText], skip: int = 0, on_piece: OnPiece | None = None

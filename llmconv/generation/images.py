@@ -31,16 +31,12 @@ ImageFeatures = Callable[[Given], Features]  # what the processor makes of the i
 
 @dataclass(frozen=True)
 class ImageEncoder:
-    """Prepares prompts with images.
+    """Prepares prompts with images."""
 
-    `folder` has the processor's files and `config.json`; `open_features` opens the vision tower; `image_processor`, of
-    transformers, replaces the folder's if not None.
-    """
-
-    folder: Path
+    folder: Path  # has the processor's files and `config.json`
     family: ImageFamily
-    open_features: Callable[[], ImageFeatures] = field(repr=False)  # cached by the caller
-    image_processor: Any = None
+    open_features: Callable[[], ImageFeatures] = field(repr=False)  # opens the vision tower; cached by the caller
+    image_processor: Any = None  # of transformers, in place of the folder's
 
     @cached_property
     def processor(self) -> Any:

@@ -160,17 +160,13 @@ class OrderedWriter:
 
 
 class RowStart(NamedTuple):
-    """What a row begins with: token ids, and at most `limit` new ones.
+    """What a row begins with."""
 
-    `sample` is the number of its random generator, or the rank of a beam; `embeddings` replace those of some tokens;
-    `inputs` are values of extra inputs, None for their defaults.
-    """
-
-    prompt: Sequence[int]
-    limit: int
-    sample: int = 0
-    embeddings: PromptEmbeddings | None = None
-    inputs: GivenInputs | None = None
+    prompt: Sequence[int]  # token ids
+    limit: int  # maximum number of new tokens
+    sample: int = 0  # number of its random generator, or the rank of a beam
+    embeddings: PromptEmbeddings | None = None  # in place of those of some tokens
+    inputs: GivenInputs | None = None  # values of extra inputs; None for their defaults
 
 
 @dataclass(frozen=True)

@@ -153,15 +153,11 @@ FEW = 64  # numbers of tokens or sequences up to this are reached by the scenari
 
 @dataclass(frozen=True)
 class ConfigNumbers:
-    """The numbers that a model decides by: windows, chunks, contexts, padding ids. The scenarios cross them.
+    """The numbers that a model decides by: windows, chunks, contexts, padding ids. The scenarios cross them."""
 
-    `lengths` are for lengths, positions and counts of a mask, `tokens` for token ids, and `data`, absolute values, for
-    values that the model computes.
-    """
-
-    lengths: frozenset[float]
-    tokens: frozenset[float]
-    data: frozenset[float]
+    lengths: frozenset[float]  # for lengths, positions and counts of a mask
+    tokens: frozenset[float]  # for token ids
+    data: frozenset[float]  # absolute values, for values that the model computes
 
     @classmethod
     def of(cls, config: Mapping[str, Any], sizes: Iterable[int] = (), half: str = "") -> ConfigNumbers:

@@ -41,18 +41,15 @@ ByteSpan = tuple[str, int, int]  # file name, offset and length in bytes
 
 @dataclass(frozen=True)
 class WeightSource:
-    """The weights that the graphs of a folder may refer to; `reference` and `stored` are tensors by name.
-
-    `spans` and `prefixes` are names, by span in a file, of tensors and of keys and values of prefixes. If
-    `in_place`, the folder is the reference.
-    """
+    """The weights that the graphs of a folder may refer to."""
 
     folder: Path
-    spans: Mapping[ByteSpan, str]
-    reference: Mapping[str, LazyTensor]
-    in_place: bool
+    spans: Mapping[ByteSpan, str]  # names of tensors, by span in a file
+    reference: Mapping[str, LazyTensor]  # tensors of the model by name
+    in_place: bool  # the folder is the reference
+    # names of keys and values of prefixes, by span in a file
     prefixes: Mapping[ByteSpan, str] = field(default_factory=dict)
-    stored: Mapping[str, LazyTensor] = field(default_factory=dict)
+    stored: Mapping[str, LazyTensor] = field(default_factory=dict)  # tensors of the folder by name
 
     @classmethod
     def of(cls, folder: Path, reference: Path, prefixes: Iterable[str] = ()) -> WeightSource:

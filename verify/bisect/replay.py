@@ -327,18 +327,14 @@ def _copies(models: Mapping[str, onnx.ModelProto]) -> dict[str, onnx.ModelProto]
 
 @dataclass(frozen=True)
 class ReplayedCall:
-    """One call, ready to run again.
-
-    `virtual` is the number of prefix tokens in the cache, `dtype` the numpy name of the graph's dtype, and `chain` has
-    the calls before it.
-    """
+    """One call, ready to run again."""
 
     probe: GraphProbe
     feeds: Mapping[str, Array]
     call: Call
-    virtual: int
-    dtype: str
-    chain: Chain
+    virtual: int  # number of prefix tokens in the cache
+    dtype: str  # numpy name of the graph's dtype
+    chain: Chain  # the calls before it
     eager: Eager
 
     @property

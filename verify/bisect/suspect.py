@@ -338,16 +338,12 @@ ATTEMPTS = 80  # maximum number of values that are replaced, one at a time
 
 @dataclass(frozen=True)
 class FailingPiece:
-    """Nodes, in order, that compute a wrong value from correct ones; one of them is the fault.
-
-    `expected` is None if the model has no such value. If `proven`, later values agree with the expected value in place
-    of the output.
-    """
+    """Nodes, in order, that compute a wrong value from correct ones; one of them is the fault."""
 
     nodes: Sequence[onnx.NodeProto]
     output: str
-    expected: RecordedValue | None
-    proven: bool
+    expected: RecordedValue | None  # None if the model has no such value
+    proven: bool  # later values agree with the expected value in place of the output
 
     @property
     def node(self) -> onnx.NodeProto:

@@ -41,16 +41,13 @@ ENDS = "end tokens"
 
 @dataclass
 class ClientChecks:
-    """Runs clients on a folder with graphs and client files, and judges what they generate.
-
-    `source` opens what the tokens are judged by, and is called once. `files` compares the files that a client opens
-    with the verified ones; None to compare none.
-    """
+    """Runs clients on a folder with graphs and client files, and judges what they generate."""
 
     clients: Sequence[Client]
     folder: Path
     model: Path
-    source: Callable[[], LogitsSource]
+    source: Callable[[], LogitsSource]  # opens what the tokens are judged by; called once
+    # compares the files that a client opens with the verified ones; None to compare none
     files: ClientFiles | None = None
 
     @cached_property
@@ -199,15 +196,12 @@ ERROR_LIMIT = 300  # longest quoted error message, in characters
 
 @dataclass(frozen=True)
 class Program:
-    """How a client is started: worker in `workers/`, package of an installer, and command that installs it.
+    """How a client is started."""
 
-    `padding` is the side on which the worker pads prompts, `left` or `right`.
-    """
-
-    worker: str
-    package: str
-    installer: str = "pip install"
-    padding: str = "left"
+    worker: str  # file in `workers/`
+    package: str  # of the installer
+    installer: str = "pip install"  # command that installs it
+    padding: str = "left"  # side on which the worker pads prompts, `left` or `right`
 
     @property
     def is_node(self) -> bool:
@@ -236,13 +230,11 @@ class Generation:
 
 @dataclass(frozen=True)
 class Client:
-    """A client, one of `CLIENTS`, and where it is installed.
-
-    `interpreter` is the path of its Python; of a client of Node, the folder that has `node_modules`, empty for the
-    packages that are installed for all (`npm install --global`).
-    """
+    """A client, one of `CLIENTS`, and where it is installed."""
 
     name: str
+    # path of its Python; of a client of Node, the folder that has `node_modules`, empty for the packages that are
+    # installed for all (`npm install --global`)
     interpreter: str
 
     @property
@@ -433,14 +425,11 @@ def _valid(batch: PaddedBatch) -> Array:
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """A batch of prompts (token ids), padded on one side, and the new tokens after them.
-
-    `side` is `left` or `right`. On the right the padding stays between prompt and new tokens, where a sliding window
-    counts it.
-    """
+    """A batch of prompts (token ids), padded on one side, and the new tokens after them."""
 
     prompts: Sequence[Sequence[int]]
     rows: Sequence[Sequence[int]]
+    # `left` or `right`, where the padding stays between prompt and new tokens, and a sliding window counts it
     side: str
 
     @property

@@ -37,12 +37,9 @@ from llmconv.verify.sigma import Evidence, ExpectedOutput, Gates, Measure, calme
 
 @dataclass(frozen=True)
 class Candidate:
-    """One graph, or two of which the second continues the cache of the first, to be compared with the eager model.
+    """One graph, or two of which the second continues the cache of the first, to be compared with the eager model."""
 
-    `name` is the file name of the graph, or both joined with a plus.
-    """
-
-    name: str
+    name: str  # file name of the graph, or both joined with a plus
     runner: Runner
     graphs: tuple[OrtGraph, ...]
 

@@ -174,13 +174,11 @@ OF_FORMULAS = (  # constants of activation functions
 
 @dataclass(frozen=True)
 class KnownConstants:
-    """Numbers with which a model computes, other than its weights.
+    """Numbers with which a model computes, other than its weights."""
 
-    `numbers` are constants of activation functions, and numbers of its config with their roots and reciprocals;
-    `frequencies` are rotary, float32 `[head_dim / 2]`, each with the factor of cosine and sine.
-    """
-
+    # constants of activation functions, and numbers of its config with their roots and reciprocals
     numbers: Sequence[float] = ()
+    # rotary, float32 `[head_dim / 2]`, each with the factor of cosine and sine
     frequencies: Sequence[tuple[Array, float]] = ()
 
     @classmethod

@@ -163,18 +163,14 @@ BEFORE, BETWEEN, AFTER, SEED = 2, 1, 3, 31
 
 @dataclass(frozen=True)
 class PromptsWithImages:
-    """A batch of two prompts with equally many features, one of them padded on the left, and one more token each.
-
-    `images` are those of each prompt, as a processor returns them; `where` are the placeholders, bool [batch, tokens];
-    `known` are extra inputs of the decoder by name, resolved.
-    """
+    """A batch of two prompts with equally many features, one of them padded on the left, and one more token each."""
 
     family: ImageFamily
-    images: Sequence[Given]
-    where: Array
+    images: Sequence[Given]  # those of each prompt, as a processor returns them
+    where: Array  # the placeholders, bool [batch, tokens]
     prompt: Call
     step: Call
-    known: Mapping[str, ExtraInput]
+    known: Mapping[str, ExtraInput]  # extra inputs of the decoder by name, resolved
 
     @property
     def together(self) -> Given:

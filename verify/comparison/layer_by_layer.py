@@ -262,14 +262,10 @@ def _before(past: KeyedCache | None, call: Call) -> KeyedCache | None:
 
 @dataclass(frozen=True)
 class Scaler:
-    """Opens the graphs of a folder on scaled weights.
+    """Opens the graphs of a folder on scaled weights."""
 
-    `why_not` says why they cannot be scaled; empty if they can. `scaled` returns settings that scale the weights, given
-    settings and a scaling.
-    """
-
-    why_not: str
-    scaled: Callable[[SessionSettings, WeightScaling], SessionSettings]
+    why_not: str  # why they cannot be scaled; empty if they can
+    scaled: Callable[[SessionSettings, WeightScaling], SessionSettings]  # returns settings that scale the weights
 
     @classmethod
     def of(cls, folder: Path, reference: Path, models: Sequence[onnx.ModelProto]) -> Scaler:

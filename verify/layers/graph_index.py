@@ -32,16 +32,12 @@ class NotLayered(Exception):
 
 @dataclass(frozen=True)
 class GraphIndex:
-    """The nodes of a graph, without its weights, by what they compute, read and belong to.
-
-    `layer_list` is the name of the list of layers, such as `model.layers.`. `tensors` has the tensor of the model whose
-    values each initializer has, as far as that is known.
-    """
+    """The nodes of a graph, without its weights, by what they compute, read and belong to."""
 
     model: onnx.ModelProto
-    layer_list: str
+    layer_list: str  # name of the list of layers, such as `model.layers.`
     number_of_layers: int
-    tensors: Mapping[str, str]
+    tensors: Mapping[str, str]  # the tensor of the model whose values each initializer has, as far as that is known
 
     @classmethod
     def of(cls, model: onnx.ModelProto, tensors: Mapping[str, str]) -> GraphIndex:

@@ -40,30 +40,23 @@ class LayerForm(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a graph: indices of its nodes, the hidden states it reads (`entry`) and computes (`exit`).
+    """One layer of a graph."""
 
-    `number` counts from 0. `form` is what it computes, up to the names of its weights and its number.
-    """
-
-    number: int
-    nodes: tuple[int, ...]
-    entry: str
-    exit: str
-    form: LayerForm
+    number: int  # from 0
+    nodes: tuple[int, ...]  # indices of its nodes
+    entry: str  # the hidden state that it reads
+    exit: str  # the one that it computes
+    form: LayerForm  # what it computes, up to the names of its weights and its number
 
 
 @dataclass(frozen=True)
 class GraphLayers:
-    """A graph as parts: indices of nodes before the layers, the layers in order, indices of nodes after them.
+    """A graph as parts, each indices of nodes."""
 
-    The prologue has embedding, mask, positions and shapes, the epilogue last norm and head; `index` is of the whole
-    graph.
-    """
-
-    index: GraphIndex
-    prologue: tuple[int, ...]
-    layers: tuple[Layer, ...]
-    epilogue: tuple[int, ...]
+    index: GraphIndex  # of the whole graph
+    prologue: tuple[int, ...]  # embedding, mask, positions and shapes
+    layers: tuple[Layer, ...]  # in order
+    epilogue: tuple[int, ...]  # last norm and head
 
     @classmethod
     def of(cls, model: onnx.ModelProto, tensors: Mapping[str, str] | None = None) -> GraphLayers:

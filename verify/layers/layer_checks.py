@@ -85,10 +85,7 @@ class Drift:
 
 @dataclass(frozen=True)
 class SingleLayerChecks:
-    """Compares the layers of graphs, each by itself; `drift` receives their errors.
-
-    `code` is the reference's folder where its own code is trusted; `named` is a suffix of the names of the checks.
-    """
+    """Compares the layers of graphs, each by itself."""
 
     induction: Induction
     folder: Path
@@ -96,9 +93,9 @@ class SingleLayerChecks:
     reference: ComputedModel
     dtype: str
     settings: SessionSettings
-    code: Path | None
-    named: str
-    drift: Drift
+    code: Path | None  # the reference's folder where its own code is trusted
+    named: str  # suffix of the names of the checks
+    drift: Drift  # receives the errors of the layers
 
     def checks(self) -> Checks:
         from llmconv.export.families import extra_inputs_of  # noqa: PLC0415 - the table alone

@@ -41,14 +41,11 @@ RING_MARGIN = 512  # new tokens for which a ring buffer has room in addition to 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of the eager model, for graphs with dynamic axes.
+    """Sizes of the eager model, for graphs with dynamic axes."""
 
-    `cache_shapes` are those of keys and values of one token, `[1, heads, 1, head_dim]`, by names as in reports;
-    `window` is the size of the sliding window in tokens, None without one.
-    """
-
+    # of keys and values of one token, `[1, heads, 1, head_dim]`, by names as in reports
     cache_shapes: CacheShapesByName
-    window: int | None = None
+    window: int | None = None  # size of the sliding window in tokens; None without one
 
 
 class ExternalGraph:

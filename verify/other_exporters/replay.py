@@ -27,16 +27,13 @@ from llmconv.verify.scenarios.selection import Selection
 
 @dataclass(frozen=True)
 class ExternalGraphs:
-    """The graphs to verify: one, or a prefill and a decode graph.
-
-    `named` is a suffix of the names of their scenarios; other scenarios belong to other copies of the graphs.
-    """
+    """The graphs to verify: one, or a prefill and a decode graph."""
 
     files: Sequence[GraphFile]
     sizes: ModelSizes
     settings: SessionSettings
     tensors: Mapping[str, LazyTensor]
-    named: str = ""
+    named: str = ""  # suffix of the names of their scenarios; other scenarios belong to other copies of the graphs
 
     @contextmanager
     def replayed(self, where: Where, eager: Eager) -> Iterator[ReplayedCall | None]:

@@ -62,14 +62,11 @@ ExpectedOutputs = list[list[dict[str, ExpectedOutput]]]  # by chain, by call, by
 
 @dataclass(frozen=True)
 class ComputedModel:
-    """A model whose weights are computed when they are read: a folder with its configuration, and the weights by name.
+    """A model whose weights are computed when they are read."""
 
-    `weights` is None where the folder's own are meant. `kept` are weights that were integer codes before, which an
-    export keeps: by name, the dtype of their scales.
-    """
-
-    folder: Path
-    weights: Mapping[str, LazyTensor] | None = None
+    folder: Path  # has its configuration
+    weights: Mapping[str, LazyTensor] | None = None  # by name; None where the folder's own are meant
+    # weights that were integer codes before, which an export keeps: by name, the dtype of their scales
     kept: Mapping[str, DType] = field(default_factory=dict)
 
     @property
@@ -459,14 +456,11 @@ class PrefixStart:
 
 @dataclass(frozen=True)
 class PrefixedRunner(Runner):
-    """A runner that puts the prefix before every sequence; callers see it only in the length of the cache.
-
-    `first_position` is added to all positions.
-    """
+    """A runner that puts the prefix before every sequence; callers see it only in the length of the cache."""
 
     runner: EagerRunner
     start: PrefixStart
-    first_position: int
+    first_position: int  # added to all positions
 
     def _run_prompt(
         self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None

@@ -207,16 +207,12 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class SyntheticPast:
-    """A `Cache` of random keys and values; states are zero, as in an empty past.
+    """A `Cache` of random keys and values; states are zero, as in an empty past."""
 
-    `shapes` are those for one sequence and one token, by output name; `loud` is the first slot with large values, and
-    the slot after the last.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]]  # for one sequence and one token, by output name
     rows: int
     length: int
-    loud: tuple[int, int]
+    loud: tuple[int, int]  # first slot with large values, and the slot after the last
     seed: int
 
     @property

@@ -20,15 +20,12 @@ STATE_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 
 @dataclass(frozen=True)
 class EagerCache:
-    """A DynamicCache without sliding layers: every attention layer keeps every token.
-
-    `input_ids` and `position_ids` are those in the cache, int64 [batch, length]; `extras` are values of the extra
-    inputs, those of all tokens in the cache for inputs with one for each new token.
-    """
+    """A DynamicCache without sliding layers: every attention layer keeps every token."""
 
     cache: Any
-    input_ids: Array
+    input_ids: Array  # of the tokens in the cache, int64 [batch, length], like the next
     position_ids: Array
+    # values of extra inputs, those of all tokens in the cache for inputs with one for each new token
     extras: Mapping[str, Array] = field(default_factory=dict)
 
     def continued(

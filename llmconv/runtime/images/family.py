@@ -25,14 +25,10 @@ CONTRASTS = (1.0, 0.1, 4.0)  # sizes of random pixel values: usual ones have a s
 
 @dataclass(frozen=True)
 class Features:
-    """The features of the images of one prompt.
+    """The features of the images of one prompt."""
 
-    `rows` are float [tokens, hidden], in the order of their placeholder tokens; `outputs` those of the vision graph by
-    name, for each of its runs.
-    """
-
-    rows: Array
-    outputs: Sequence[Given] = ()
+    rows: Array  # float [tokens, hidden], in the order of their placeholder tokens
+    outputs: Sequence[Given] = ()  # those of the vision graph by name, for each of its runs
 
 
 class ImageFamily:

@@ -113,14 +113,11 @@ class KeyedCache(Cache, Protocol):
 
 @dataclass(frozen=True)
 class SpilledCache:
-    """The cache after precomputed calls, kept in a file; `length` counts tokens, padding included.
+    """The cache after precomputed calls, kept in a file."""
 
-    `key` is the hash of the calls and edits that produced it; `spilled` are the arrays by name.
-    """
-
-    key: bytes
-    length: int
-    spilled: Mapping[str, SpilledArray]
+    key: bytes  # hash of the calls and edits that produced it
+    length: int  # number of tokens, padding included
+    spilled: Mapping[str, SpilledArray]  # the arrays by name
 
     def arrays(self) -> dict[str, Array]:
         return {name: array.read() for name, array in self.spilled.items()}

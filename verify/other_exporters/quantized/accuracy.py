@@ -190,13 +190,10 @@ class AccuracyLimits:
 
 @dataclass(frozen=True)
 class AccuracyGate:
-    """The default gate of a preset: maximum mean divergence in nats per token; None without one.
+    """The default gate of a preset."""
 
-    `against_rounding` fails if the mean divergence is above that of plain rounding to nearest, unless negligible.
-    """
-
-    divergence: float | None = None
-    against_rounding: bool = False
+    divergence: float | None = None  # maximum mean in nats per token; None for none
+    against_rounding: bool = False  # fails if the mean is above that of plain rounding to nearest, unless negligible
 
 
 CACHE = "kv-cache int8"
@@ -343,13 +340,10 @@ Extremes = Mapping[str, Array]
 
 @dataclass(frozen=True)
 class ActivationRounding:
-    """How a graph rounds the other factor of a matrix; `scale` and `zero` are None if it does not.
+    """How a graph rounds the other factor of a matrix."""
 
-    `codes` is the name of the initializer with the matrix's codes; `scale` and `zero` are the same for the inverse.
-    """
-
-    codes: str
-    scale: float | None = None
+    codes: str  # name of the initializer with the matrix's codes
+    scale: float | None = None  # None, as `zero` is, if it does not; both are the same for the inverse
     zero: int | None = None
 
 

@@ -172,16 +172,13 @@ BEGINNING = 512  # number of compared elements of a row whose tensor is known by
 
 @dataclass(frozen=True)
 class TensorMatch:
-    """A window (`rows`, `columns`) of a quantized matrix that equals a window of a tensor, or of its transpose.
-
-    `first_row` and `first_column` are the start of the window in the tensor, or in its transpose.
-    """
+    """A window (`rows`, `columns`) of a quantized matrix that equals a window of a tensor, or of its transpose."""
 
     name: str
     transposed: bool
     rows: range
     columns: range
-    first_row: int = 0
+    first_row: int = 0  # start of the window in the tensor, or in its transpose, like the next
     first_column: int = 0
 
 
