@@ -67,15 +67,14 @@ def open_prefix(path: Path) -> Prefix:
     if (path / PRE_CACHES).is_file():
         return _pre_caches(path / PRE_CACHES)
     if (path / ADAPTER_CONFIG).is_file():
-        folder = path
-        found = read_json(folder / ADAPTER_CONFIG).get("peft_type")
+        found = read_json(path / ADAPTER_CONFIG).get("peft_type")
         if found not in KINDS:
             hint = f"a prefix is one of {', '.join(KINDS)}; `llmconv merge-lora` merges the others into the weights"
-            raise UnsupportedInput(f"unsupported prefix: `{folder}` is an adapter of type `{found}`", hint=hint)
-        if not (folder / ADAPTER_WEIGHTS).is_file():
-            problem = f"`{folder}` has no `{ADAPTER_WEIGHTS}`"
+            raise UnsupportedInput(f"unsupported prefix: `{path}` is an adapter of type `{found}`", hint=hint)
+        if not (path / ADAPTER_WEIGHTS).is_file():
+            problem = f"`{path}` has no `{ADAPTER_WEIGHTS}`"
             raise InputRefused(problem, hint="save the adapter with `save_pretrained`, as safetensors")
-        tensors = read_header(folder / ADAPTER_WEIGHTS).tensors
+        tensors = read_header(path / ADAPTER_WEIGHTS).tensors
         if set(tensors) != {EMBEDDINGS}:
             raise MalformedInput(
                 f"`{ADAPTER_WEIGHTS}` contains {', '.join(sorted(tensors)[:3]) or 'nothing'} instead of `{EMBEDDINGS}`",

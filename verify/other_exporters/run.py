@@ -18,7 +18,7 @@ from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, local_path
 from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION, SessionSettings, with_options
-from llmconv.tensors import Array, LazyTensor
+from llmconv.tensors import LazyTensor
 from llmconv.verify.audit.decisions import MASK, POSITION, TOKEN, audit_foreign_decisions, read_config
 from llmconv.verify.audit.structure import dead_inputs
 from llmconv.verify.audit.weights import initializer_values, misplaced_weights, reference_name
@@ -326,10 +326,8 @@ def initializer_contents(
 
 
 def _content(tensor: onnx.TensorProto, folder: Path) -> InitializerContent:
-    def read() -> Array:
-        return np.asarray(initializer_values(tensor, folder))
-
-    return InitializerContent(tuple(tensor.dims), onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type), read)
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    return InitializerContent(tuple(tensor.dims), dtype, lambda: np.asarray(initializer_values(tensor, folder)))
 
 
 def audit_contents(

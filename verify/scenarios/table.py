@@ -274,16 +274,13 @@ def _window(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     every, once = WINDOW_LIMITS[facts.thorough]
     chains = []
     for width in facts.windows:
-        chains += _crossed(width, facts, rng) if width <= every else []
+        if width <= every:
+            lengths, before = (width, width + 1, 2 * width + 3), max(1, width - 2)
+            chains += [chain(full_mask(1, length), [length], facts, rng) for length in lengths]
+            chains.append(chain(full_mask(1, width + 3), [before, *[1] * (width + 3 - before)], facts, rng))
         if width <= once:
             chains.append(chain(ragged_mask((width + 4, 3), 2, "left"), [width + 4, 1, 1], facts, rng))
     return chains
-
-
-def _crossed(width: int, facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
-    across = [chain(full_mask(1, length), [length], facts, rng) for length in (width, width + 1, 2 * width + 3)]
-    before = max(1, width - 2)
-    return [*across, chain(full_mask(1, width + 3), [before, *[1] * (width + 3 - before)], facts, rng)]
 
 
 def _edge_tokens(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
