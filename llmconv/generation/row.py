@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
@@ -209,7 +209,8 @@ class Row:
         self._generator = np.random.default_rng(settings.seed_of(start.sample))
         self._text, self._stops = TextStream(decode), StopStrings(settings.stop_strings)
         # texts of special tokens, which are not in the text, but may be part of a stop string
-        self._special = _named(getattr(decode, "special_texts", {}), settings.stop_strings)
+        stops, special = settings.stop_strings, getattr(decode, "special_texts", {})
+        self._special = {token: text for token, text in special.items() if any(text in stop for stop in stops)}
         self.inputs = start.inputs or GivenInputs(len(self.prompt))
         if self.embeddings and self.embeddings.inputs:
             self.inputs = replace(self.inputs, values={**self.embeddings.inputs, **self.inputs.values})
@@ -298,11 +299,6 @@ def is_close(scores: Array, rounding: float) -> bool:
     finite = others[np.isfinite(others)]
     scale = max(abs(largest), float(np.abs(finite).max(initial=1.0)))
     return not largest - float(others.max()) >= rounding * scale
-
-
-def _named(special: Mapping[int, str], stops: Sequence[str]) -> dict[int, str]:
-    """The special tokens whose whole text is part of a stop string."""
-    return {token: text for token, text in special.items() if any(text in stop for stop in stops)} if stops else {}
 
 
 def pieces_of(row: Row, tokens: Sequence[int]) -> Iterator[TextPiece]:

@@ -429,7 +429,6 @@ PIXEL_VALUES, IMAGE_FEATURES = "pixel_values", "image_features"
 DEEPSTACK_FEATURES = "deepstack_features"
 AXES = 3  # of Qwen2-VL and later: time, row, column
 
-
 # int64 [3, batch, new tokens], the same on all axes for text; after the prompt all count on from the largest position
 ROTARY_AXES = ExtraInput(
     POSITIONS,
