@@ -14,9 +14,8 @@ import numpy as np
 from benchmarks.measure import FOLDER, Target, llmconv, remove, report, run
 from benchmarks.smollm2 import smollm2
 from llmconv.generation import TextModel
-from llmconv.generation.loop import Batch, grow
+from llmconv.generation.loop import LOOKUP, Batch, Lookup, grow
 from llmconv.generation.row import Row, RowStart
-from llmconv.generation.speculation import LOOKUP, Lookup
 from llmconv.runtime import SessionSettings
 from llmconv.tensors import Array
 

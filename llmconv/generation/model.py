@@ -22,7 +22,7 @@ from llmconv.generation.encoded_prompt import (
     require_size,
     require_together,
 )
-from llmconv.generation.loop import Decode, LoopEngine, PrefixCache
+from llmconv.generation.loop import LOOKUP, OFF, Decode, Guesser, Lookup, LoopEngine, PrefixCache
 from llmconv.generation.prompts import TOKENIZER, token_lists
 from llmconv.generation.row import (
     PositionRule,
@@ -45,7 +45,6 @@ from llmconv.generation.runners import (
     with_lora,
 )
 from llmconv.generation.sampling import GenerationSettings, require_settings
-from llmconv.generation.speculation import LOOKUP, OFF, Draft, Guesser, Lookup, shared_vocabulary
 from llmconv.progress import warn
 from llmconv.runtime.extra_inputs import GivenInputs
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, StageAddresses
@@ -163,6 +162,8 @@ class TextModel:
     def _with_guesses(self, speculate: str | TextModel) -> TextModel:
         """This model with guesses as `open` has them; UnsupportedInput for a smaller model with another vocabulary."""
         if isinstance(speculate, TextModel):
+            from llmconv.generation.draft import shared_vocabulary  # noqa: PLC0415 - few models have one
+
             shared_vocabulary(self.tokenizer, speculate.tokenizer)
             if self.backend != "onnx" or not self.runner.scores_all(1, 2):
                 warn("this model runs one token per call, so the smaller model of `--speculate` is not used")
@@ -225,6 +226,8 @@ class TextModel:
             return cast("GenaiEngine", self.runner)
         guesser: Callable[[], Guesser] | None = Lookup if self.speculate == LOOKUP else None
         if isinstance(draft := self.speculate, TextModel):
+            from llmconv.generation.draft import Draft, shared_vocabulary  # noqa: PLC0415 - few models have one
+
             vocabulary = shared_vocabulary(self.tokenizer, draft.tokenizer)
             guesser = partial(Draft, draft.runner, draft.positions, vocabulary, draft.context_length)
         return LoopEngine(self.runner, self.positions, self.folder, guesser)

@@ -16,8 +16,9 @@ from llmconv.cli import main
 from llmconv.export.exporter import export
 from llmconv.generation import Conversation, TextModel, generate, loop
 from llmconv.generation import model as text_model
+from llmconv.generation.draft import Draft
+from llmconv.generation.loop import MOST, Lookup, longest_match
 from llmconv.generation.row import TextPiece, is_close
-from llmconv.generation.speculation import MOST, Draft, Lookup, longest_match
 from llmconv.runtime.onnxruntime.shared_buffers import BufferCache
 from llmconv.runtime.runner import default_positions, taken_back
 from llmconv.tensors import Array
