@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from llmconv.cli import main
 from llmconv.export.exporter import export
 from llmconv.generation import Conversation, TextModel, generate, loop
 from llmconv.generation import model as text_model
-from llmconv.generation.draft import Draft
+from llmconv.generation.draft import Draft, shared_vocabulary
 from llmconv.generation.loop import MOST, Lookup, longest_match
 from llmconv.generation.row import TextPiece, is_close
 from llmconv.runtime.onnxruntime.shared_buffers import BufferCache
@@ -348,7 +349,13 @@ def test_a_draft_model_of_another_vocabulary_is_refused_and_a_useless_one_named(
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     refused = CliRunner().invoke(main, ["generate", str(talking), "abc", "--speculate", str(other)])
     assert refused.exit_code == 3
-    assert "has another vocabulary: 'a' is token " in refused.stderr
+    assert "has another vocabulary: 2 of 96 tokens differ, such as " in refused.stderr
+    names = [f"token {at}" for at in range(900)]
+    base, distilled = (
+        SimpleNamespace(get_vocab=lambda names=names: {name: at for at, name in enumerate(names)})
+        for names in (names, [*names[:-5], "<eos>", "<think>"])
+    )
+    assert shared_vocabulary(base, distilled) == 897
     missing = CliRunner().invoke(main, ["generate", str(talking), "abc", "--speculate", "of"])
     assert (missing.exit_code, "`of`" in missing.stderr) == (3, True)
     TextModel.open(talking, backend="torch", speculate=talking)
