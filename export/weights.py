@@ -156,20 +156,14 @@ def sliced(whole: WeightSource, axis: int, first: int, count: int) -> WeightSour
 
 
 def expressions(
-    shapes: Mapping[str, tuple[int, ...]],
-    stored: Mapping[str, tuple[int, ...]],
-    transforms: Sequence[Any],
-    base_prefix: str,
+    shapes: Mapping[str, tuple[int, ...]],  # of the model's parameters, by name
+    stored: Mapping[str, tuple[int, ...]],  # of the checkpoint's tensors, by name
+    transforms: Sequence[Any],  # transformers' conversion mapping of the model
+    base_prefix: str,  # name of the inner model (`transformer`), which tensor names may lack or have in addition
 ) -> dict[str, WeightSource]:
     """Expressions by parameter name, for every parameter that the mapping or its own name finds.
 
     Raises UnsupportedInput: the mapping contains an unsupported operation.
-
-    Args:
-        shapes: shapes of the model's parameters, by name.
-        stored: shapes of the checkpoint's tensors, by name.
-        transforms: transformers' conversion mapping of the model.
-        base_prefix: name of the inner model (`transformer`), which tensor names may lack or have in addition.
     """
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
@@ -448,20 +442,12 @@ def require_one_copy(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> 
 
 def bind(
     traced: TracedGraph,
-    matches: Mapping[str, WeightSource],
-    tensors: Mapping[str, FileTensor],
-    rounded: Mapping[str, LazyTensor] | None = None,
-    quantized: Quantized | None = None,
+    matches: Mapping[str, WeightSource],  # from `match_weights`
+    tensors: Mapping[str, FileTensor],  # of the checkpoint by name, in files that will be in the folder of the graph
+    rounded: Mapping[str, LazyTensor] | None = None,  # with the dtypes to round values to first, if not as stored
+    quantized: Quantized | None = None,  # multiplies with the tensors that are stored as codes
 ) -> None:
-    """Turns every weight input of the graph into an initializer over the bytes of its tensors, in place.
-
-    Args:
-        traced: the graph.
-        matches: from `match_weights`.
-        tensors: the checkpoint's tensors by name, in files that will be in the folder of the graph.
-        rounded: tensors with the dtypes to round values to first; by default values are used as stored.
-        quantized: multiplies with the tensors that are stored as codes.
-    """
+    """Turns every weight input of the graph into an initializer over the bytes of its tensors, in place."""
     graph = traced.model.graph
     reader = StoredValues(graph, tensors, rounded or tensors)
 

@@ -47,17 +47,6 @@ class TextModelLM(TemplateLM):  # type: ignore[misc]
 
     Tokens, truncation, prefix token and settings are those of the harness's `hf` model, so the scores agree with it.
 
-    Args:
-        pretrained: a folder with graphs, or what else `TextModel.open` takes.
-        batch_size: number of sequences per call; fewer where the graphs or the model's rotary frequencies need it.
-        max_length: number of tokens that a sequence is cut to, from the left; None for the context of the model.
-        max_gen_toks: maximum number of new tokens of a task that names none.
-        add_bos_token: whether the start token precedes every text; None for what the tokenizer does.
-        threads: threads of onnxruntime or torch; None for theirs.
-        device: of onnxruntime only `cpu`, which the harness gives by itself where it sees no GPU.
-        max_batch_size: the largest `batch_size`.
-        options: further options of `TextModel.open`: `adapter`, `prefix_tuning`, `trust_remote_code`.
-
     Raises:
         UnsupportedInput: graphs that return the last logits or chosen tokens only.
         UsageProblem: an invalid option; and what `TextModel.open` raises.
@@ -65,16 +54,16 @@ class TextModelLM(TemplateLM):  # type: ignore[misc]
 
     def __init__(
         self,
-        pretrained: str | Path | TextModel,
+        pretrained: str | Path | TextModel,  # a folder with graphs, or what else `TextModel.open` takes
         *,
-        batch_size: int | str = 1,
-        max_length: int | None = None,
-        max_gen_toks: int = NEW_TOKENS,
-        add_bos_token: bool | None = None,
-        threads: int | None = None,
-        device: str | None = None,
-        max_batch_size: int | None = None,
-        **options: Any,
+        batch_size: int | str = 1,  # sequences per call; fewer where the graphs or the rotary frequencies need it
+        max_length: int | None = None,  # that a sequence is cut to, from the left; None for the context of the model
+        max_gen_toks: int = NEW_TOKENS,  # maximum number of new tokens of a task that names none
+        add_bos_token: bool | None = None,  # whether the start token precedes every text, if not as the tokenizer does
+        threads: int | None = None,  # of onnxruntime or torch
+        device: str | None = None,  # of onnxruntime only `cpu`, which the harness gives by itself where it sees no GPU
+        max_batch_size: int | None = None,  # the largest `batch_size`
+        **options: Any,  # further ones of `TextModel.open`: `adapter`, `prefix_tuning`, `trust_remote_code`
     ) -> None:
         super().__init__()
         if not str(batch_size).isdecimal() or int(batch_size) < 1:

@@ -388,12 +388,7 @@ class AttentionNodes:
 def _code_problem(new: Array, before: Array, codes: Array, scale: Array, past: int) -> str:
     """What is wrong with the codes [rows, kv_heads, tokens, head_dim] of one buffer; empty if nothing is.
 
-    Args:
-        new: the numbers of the new tokens, [rows, tokens, kv_heads * head_dim].
-        before: the codes of the buffer before the call.
-        codes: those after it.
-        scale: of each channel.
-        past: number of tokens before the call.
+    They were `before` the call, of `past` tokens; `new` [rows, tokens, kv_heads * head_dim] are those of new tokens.
     """
     if not np.array_equal(codes[:, :, :past], before[:, :, :past]):
         return "has other codes for earlier tokens"

@@ -81,30 +81,19 @@ def problem_of(error: LlmconvError) -> str:
 
 @dataclass(frozen=True)
 class Where:
-    """The location of a failure.
-
-    Attributes:
-        scenario: the first failing scenario.
-        graph: file name of the graph.
-        step: the first failing step.
-        layer: the first layer whose keys or values differ; None if only the logits do. With a `node`, its layer, or
-            None outside the layers.
-        output: the first output that differs.
-        text: a description of the location.
-        node: the first node that differs; empty if none was searched for or found.
-        scope: the node's module, such as `model.layers.7.self_attn.q_norm`.
-        finding: a description of the fault; empty if it is of an unknown kind.
-    """
+    """The location of a failure: the first scenario, step and output that fail, in words (`text`) too."""
 
     scenario: str
-    graph: str
+    graph: str  # its file name
     step: int
+    # the first layer whose keys or values differ; None if only the logits do. With a `node`, its layer, or None outside
+    # the layers
     layer: int | None
     output: str
     text: str
-    node: str = ""
-    scope: str = ""
-    finding: str = ""
+    node: str = ""  # the first node that differs; empty if none was searched for or found
+    scope: str = ""  # the node's module, such as `model.layers.7.self_attn.q_norm`
+    finding: str = ""  # a description of the fault; empty if it is of an unknown kind
 
 
 @dataclass(frozen=True)
@@ -118,17 +107,11 @@ class UnmatchedNode:
 
 @dataclass(frozen=True)
 class Statement:
-    """A part of the proof that a graph is the model.
+    """A part of the proof that a graph is the model."""
 
-    Attributes:
-        name: `structure`, `weights`, `base`, `step` or `composition`.
-        shown: whether all its checks passed and there were some.
-        text: a description of what was shown.
-    """
-
-    name: str
-    shown: bool
-    text: str
+    name: str  # `structure`, `weights`, `base`, `step` or `composition`
+    shown: bool  # whether all its checks passed and there were some
+    text: str  # a description of what was shown
 
     @property
     def word(self) -> str:
@@ -373,28 +356,17 @@ class Perplexities:
 
 @dataclass(frozen=True)
 class AccuracyCost:
-    """The difference between a graph and the model at full precision over the tokens of some texts.
-
-    Attributes:
-        tokens: number of compared tokens.
-        divergence: KL(model || graph) of the next token in nats: `mean`, `median`, `p99`, `p99_9`, `max`.
-        divergence_error: standard error of the mean.
-        agreement: share of tokens with the same most likely next token.
-        source: `text`, `evaluation text` or `random tokens`.
-        perplexities: None for random tokens.
-        uniform: mean divergence of equal probabilities for all tokens, in nats.
-        vocabulary: number of logits; the perplexity of equal probabilities.
-    """
+    """The difference between a graph and the model at full precision over the tokens of some texts."""
 
     graph: str
-    tokens: int
-    divergence: Mapping[str, float]
-    divergence_error: float
-    agreement: float
-    source: str = RANDOM
-    perplexities: Perplexities | None = None
-    uniform: float = float("inf")
-    vocabulary: int = 0
+    tokens: int  # number of compared tokens
+    divergence: Mapping[str, float]  # KL(model || graph) of the next token in nats: mean, median, p99, p99_9, max
+    divergence_error: float  # standard error of the mean
+    agreement: float  # share of tokens with the same most likely next token
+    source: str = RANDOM  # `text`, `evaluation text` or `random tokens`
+    perplexities: Perplexities | None = None  # None for random tokens
+    uniform: float = float("inf")  # mean divergence of equal probabilities for all tokens, in nats
+    vocabulary: int = 0  # number of logits; the perplexity of equal probabilities
 
     @property
     def text(self) -> str:
@@ -442,25 +414,18 @@ class AccuracyCost:
 
 @dataclass
 class Quantization:
-    """The section of a report.
+    """The section of a report."""
 
-    Attributes:
-        weights: `graph`, `tensor`, `stored` (format) and `relative_error` of every quantized matrix.
-        rounded: operators that round activations at run time; correctness is checked without this rounding.
-        cost: the loss of accuracy; None if it was not measured.
-        rounding: the same with codes of plain rounding to nearest, for a folder of llmconv with 4 bits; else None.
-        excess: mean divergence of the graph less that of plain rounding.
-        preset: the preset of a folder of llmconv; else empty.
-        max_divergence, min_agreement: limits of the loss of accuracy, if any.
-    """
-
+    # `graph`, `tensor`, `stored` (format) and `relative_error` of every quantized matrix
     weights: list[dict[str, Any]] = field(default_factory=list)
+    # operators that round activations at run time; correctness is checked without this rounding
     rounded: list[str] = field(default_factory=list)
-    cost: AccuracyCost | None = None
+    cost: AccuracyCost | None = None  # the loss of accuracy; None if it was not measured
+    # the same with codes of plain rounding to nearest, for a folder of llmconv with 4 bits
     rounding: AccuracyCost | None = None
-    excess: Estimate | None = None
-    preset: str = ""
-    max_divergence: float | None = None
+    excess: Estimate | None = None  # mean divergence of the graph less that of plain rounding
+    preset: str = ""  # of a folder of llmconv
+    max_divergence: float | None = None  # limits of the loss of accuracy, if any
     min_agreement: float | None = None
 
     def lines(self) -> list[str]:

@@ -170,26 +170,18 @@ CHANNEL_FUNCTION = _function("ChannelDeltaRule", DECAY_PER_CHANNEL, 16)
 
 
 def delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
+    query: Tensor,  # [batch, sequence, key_heads, key_dim]
+    key: Tensor,  # [batch, sequence, key_heads, key_dim]
+    value: Tensor,  # [batch, sequence, heads, value_dim]
+    g: Tensor,  # logarithm of the decay, [batch, sequence, heads], with or without a last axis `key_dim`
+    beta: Tensor,  # [batch, sequence, heads]
+    initial_state: Tensor | None = None,  # [batch, heads, key_dim, value_dim]
     use_qk_l2norm_in_kernel: bool = False,
     **unused: Any,
 ) -> tuple[Tensor, Tensor]:
     """transformers' `torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention` as one node.
 
     Returns the output, with the shape of `value` and the dtype of `query`, and the new state, float32.
-
-    Args:
-        query: `[batch, sequence, key_heads, key_dim]`.
-        key: `[batch, sequence, key_heads, key_dim]`.
-        value: `[batch, sequence, heads, value_dim]`.
-        g: logarithm of the decay, `[batch, sequence, heads]`, with or without a last axis `key_dim`.
-        beta: `[batch, sequence, heads]`.
-        initial_state: `[batch, heads, key_dim, value_dim]`.
     """
     assert initial_state is not None
     dtype, query, key = query.dtype, query.float(), key.float()

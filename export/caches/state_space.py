@@ -72,30 +72,20 @@ x, dt, y [b, d, L]; A [d, n]; B, C [b, L, n]; past, present [b, d, n]. arXiv:231
 
 
 def selective_scan(  # noqa: PLR0913 - transformers calls it
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
+    hidden_states: Tensor,  # [batch, channels, sequence]
+    dt: Tensor,  # time step, [batch, channels, sequence]
+    A: Tensor,  # [channels, states]
+    B: Tensor,  # [batch, states, sequence]
+    C: Tensor,  # [batch, states, sequence]
+    D: Tensor | None = None,  # skip connection, [channels]
+    z: Tensor | None = None,  # gate, [batch, channels, sequence]
+    delta_bias: Tensor | None = None,  # bias of the time step, [channels]
     delta_softplus: bool = False,
     **unused: Any,
 ) -> tuple[Tensor, Tensor]:
     """transformers' `mamba_selective_scan` as one node.
 
     Returns the output `[batch, channels, sequence]` and the state `[batch, channels, states]`, both float32.
-
-    Args:
-        hidden_states: `[batch, channels, sequence]`.
-        dt: time step, `[batch, channels, sequence]`.
-        A: `[channels, states]`.
-        B: `[batch, states, sequence]`.
-        C: `[batch, states, sequence]`.
-        D: skip connection, `[channels]`, or None.
-        z: gate, `[batch, channels, sequence]`, or None.
-        delta_bias: bias of the time step, `[channels]`, or None.
     """
     dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
     dt = F.softplus(dt) if delta_softplus else dt
@@ -217,33 +207,23 @@ arXiv:2405.21060, section 6. Decays between two tokens are sums, never differenc
 
 
 def chunk_scan(  # noqa: PLR0913 - transformers calls it
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
+    hidden_states: Tensor,  # [batch, sequence, heads, head_dim]
+    dt: Tensor,  # time step, [batch, sequence, heads]
+    A: Tensor,  # [heads]
+    B: Tensor,  # [batch, sequence, groups, states]
+    C: Tensor,  # [batch, sequence, groups, states]
+    D: Tensor | None = None,  # skip connection, [heads]
+    dt_bias: Tensor | None = None,  # bias of the time step, [heads]
+    initial_states: Tensor | None = None,  # [batch, heads, head_dim, states]
     dt_softplus: bool = False,
+    # limits of the time step; transformers ignores them in a single step after a past
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **unused: Any,
 ) -> tuple[Tensor, Tensor]:
     """transformers' `mamba2_chunk_scan` as one node.
 
-    Args:
-        hidden_states: `[batch, sequence, heads, head_dim]`.
-        dt: time step, `[batch, sequence, heads]`.
-        A: `[heads]`.
-        B: `[batch, sequence, groups, states]`.
-        C: `[batch, sequence, groups, states]`.
-        D: skip connection, `[heads]`, or None.
-        dt_bias: bias of the time step, `[heads]`, or None.
-        initial_states: `[batch, heads, head_dim, states]`.
-        dt_limit: limits of the time step; transformers ignores them in a single step after a past.
-
-    Returns:
-        The output, with the shape of `hidden_states`, and the state, with the shape of `initial_states`, both float32.
+    Returns the output, with the shape of `hidden_states`, and the state, with the shape of `initial_states`, both
+    float32.
     """
     assert initial_states is not None
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)

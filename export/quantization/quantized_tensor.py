@@ -96,24 +96,17 @@ class QuantizedTensor:
 
     Scales are chosen with the codes and kept until they are written, so that nothing is searched twice when a file has
     codes, zero points and scales in this order; in any other order the result is the same.
-
-    Args:
-        weight: [N, K], or a stack [experts, N, K].
-        form: bits, block size, symmetry, search.
-        transposed: its matrices are stored as [K, N].
-        scale_dtype: element type of the scales, to which they are rounded before the codes are.
-        importance: float32 [K], or [experts, K] for a stack; empty if all columns count alike.
     """
 
     def __init__(
         self,
         name: str,
-        weight: LazyTensor,
+        weight: LazyTensor,  # [N, K], or a stack [experts, N, K]
         form: BlockFormat,
         *,
-        transposed: bool = False,
-        scale_dtype: DType = BY_NAME["float32"],
-        importance: Array = NONE,
+        transposed: bool = False,  # its matrices are stored as [K, N]
+        scale_dtype: DType = BY_NAME["float32"],  # of the scales, to which they are rounded before the codes are
+        importance: Array = NONE,  # float32 [K], or [experts, K] for a stack; empty if all columns count alike
     ) -> None:
         self._name, self._weight, self.form = name, weight, form
         self.transposed, self._scale_dtype = transposed, scale_dtype

@@ -56,16 +56,10 @@ class Preset:
 
 
 def find_preset(target: str, given: Preset, stored: str, *, buffers: bool, growing: bool) -> Preset:
-    """The options of an export for a target; those that are given win.
+    """The options of an export for a target; those that are `given` win (the others are empty, or None).
 
-    Raises UsageProblem: a given option that the provider cannot run.
-
-    Args:
-        target: a key of `TARGETS`.
-        given: the given options; `precision` and `cache` are empty, and `opset` is None, where nothing was given.
-        stored: dtype of the weights.
-        buffers: whether the model and the other options allow `--cache shared-buffer`.
-        growing: whether a growing cache keeps its axes dynamic; with `--shapes static` it does not.
+    `stored` is the dtype of the weights; `buffers`: the model and the other options allow `--cache shared-buffer`;
+    `growing`: a growing cache keeps its axes dynamic. Raises UsageProblem: an option that the provider cannot run.
     """
     row = TARGETS[target]
     half = stored if row.half == "stored" else row.half

@@ -27,28 +27,19 @@ ATTENTION = "llmconv"
 
 def onnx_attention(
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    scaling: float | None = None,
-    softcap: float | None = None,
+    query: Tensor,  # [batch, heads, sequence, head_dim]
+    key: Tensor,  # [batch, kv_heads, total, head_dim], past included
+    value: Tensor,  # [batch, kv_heads, total, value_dim], past included
+    attention_mask: Tensor,  # additive, [batch, 1, sequence, total]
+    scaling: float | None = None,  # factor of the scores (default: `head_dim ** -0.5`)
+    softcap: float | None = None,  # limit of the scores
+    # attention sinks, one logit per head [heads], which a query may attend to instead of any key
     s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """One ONNX `Attention` node; it supports grouped-query attention without repeated keys.
 
     Returns the output `[batch, sequence, heads, value_dim]`, and None for the weights.
-
-    Args:
-        module: the calling attention layer.
-        query: `[batch, heads, sequence, head_dim]`.
-        key: `[batch, kv_heads, total, head_dim]`, past included.
-        value: `[batch, kv_heads, total, value_dim]`, past included.
-        attention_mask: additive, `[batch, 1, sequence, total]`.
-        scaling: factor of the scores (default: `head_dim ** -0.5`).
-        softcap: limit of the scores; None for none.
-        s_aux: attention sinks, one logit per head `[heads]`, which a query may attend to instead of any key.
     """
     if s_aux is not None:
         key, value, attention_mask = _with_sink(query, key, value, attention_mask, s_aux)
@@ -80,28 +71,19 @@ def _with_sink(
 
 
 def additive_mask(
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
+    q_length: int,  # number of new tokens
+    kv_length: int,  # number of keys, past included
+    q_offset: int | Tensor = 0,  # index of the first new token, or one index per row, int64 [batch]
+    kv_offset: int = 0,  # index of the first key
     *,
-    mask_function: Callable[..., Tensor],
-    attention_mask: Tensor | None = None,
+    mask_function: Callable[..., Tensor],  # of row, head, query index and key index; returns visibility
+    attention_mask: Tensor | None = None,  # [batch, kv_length], False for padding; None without padding
     dtype: torch.dtype = torch.float32,
     **unused: Any,
 ) -> Tensor:
     """The mask of eager attention `[batch or 1, 1, q_length, kv_length]`: 0 if visible, else the minimum of `dtype`.
 
     A row without visible keys (left padding) then attends evenly, like eager attention, and never becomes NaN.
-
-    Args:
-        q_length: number of new tokens.
-        kv_length: number of keys, past included.
-        q_offset: index of the first new token, or one index per row, int64 `[batch]`.
-        kv_offset: index of the first key.
-        mask_function: transformers' function of row, head, query index and key index that returns visibility.
-        attention_mask: `[batch, kv_length]`, False for padding; None without padding.
-        dtype: floating-point type of the mask.
     """
     by_row = isinstance(q_offset, Tensor)  # rows of a static cache have different lengths
     queries = torch.arange(q_length) + (q_offset[:, None] if isinstance(q_offset, Tensor) else q_offset)

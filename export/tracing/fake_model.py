@@ -355,24 +355,16 @@ class TextWithHead(PreTrainedModel):  # type: ignore[misc]
 
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        input_ids: Tensor | None = None,  # int64 [batch, tokens]; or `inputs_embeds`
+        attention_mask: Tensor | None = None,  # int64 [batch, past + tokens]
+        position_ids: Tensor | None = None,  # int64 [3, batch, tokens]
         past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,  # [batch, tokens, hidden]
         use_cache: bool | None = None,
+        # features of images, added to the outputs of the first layers, [batch, tokens, layers * hidden]
         deepstack_embeds: Tensor | None = None,
     ) -> CausalLMOutputWithPast:
-        """Logits of all tokens, and the cache.
-
-        Args:
-            input_ids: int64 `[batch, tokens]`; or `inputs_embeds`.
-            attention_mask: int64 `[batch, past + tokens]`.
-            position_ids: int64 `[3, batch, tokens]`.
-            inputs_embeds: `[batch, tokens, hidden]`.
-            deepstack_embeds: features of images that are added to the outputs of the first layers,
-                `[batch, tokens, layers * hidden]`; None for none.
-        """
+        """Logits of all tokens, and the cache."""
         from llmconv.runtime.eager.runner import added_after_layers  # noqa: PLC0415 - of models with images
 
         with added_after_layers(self.model.layers, deepstack_embeds):

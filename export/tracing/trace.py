@@ -92,23 +92,14 @@ class CacheAsTensors(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        position_ids: Tensor | None,
-        write_indices: Tensor | None,
-        extras: list[Tensor],
-        past: list[Tensor],
+        input_ids: Tensor,  # int64 [batch, sequence], or embeddings, of the model's dtype, [batch, sequence, hidden]
+        attention_mask: Tensor,  # int64 [batch, total]
+        position_ids: Tensor | None,  # int64 [batch, sequence]; None for families that count tokens themselves
+        write_indices: Tensor | None,  # first slot of the new tokens in a static cache, int64 [batch]; otherwise None
+        extras: list[Tensor],  # values of the extra inputs that are not fixed, in their order
+        past: list[Tensor],  # tensors of the cache
     ) -> tuple[Tensor, list[Tensor]]:
-        """Logits `[batch, sequence, vocab]`, and the cache with the new tokens.
-
-        Args:
-            input_ids: int64 `[batch, sequence]`, or embeddings, of the model's dtype, `[batch, sequence, hidden]`.
-            attention_mask: int64 `[batch, total]`.
-            position_ids: int64 `[batch, sequence]`; None for families that count tokens themselves.
-            write_indices: first slot of the new tokens in a static cache, int64 `[batch]`; otherwise None.
-            extras: values of the extra inputs that are not fixed, in their order.
-            past: tensors of the cache.
-        """
+        """Logits `[batch, sequence, vocab]`, and the cache with the new tokens."""
         cache = self._cache(past, input_ids, attention_mask, write_indices)
         others = self._named(extras, input_ids, attention_mask)
         new, total = (

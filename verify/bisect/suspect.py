@@ -175,17 +175,9 @@ def _is_shape_input(node: onnx.NodeProto, name: str) -> bool:
 
 
 class AgreementTrace:
-    """Determines which values of a graph agree with the model.
+    """Determines which values of a graph agree with the model: the names of those that do are `matched`.
 
-    Args:
-        scopes: finds the module of a node.
-        records: values of the eager model.
-        trusted: names of values that need no comparison.
-        changing: operators that, where they leave a value unchanged, agree only with a matching operator of the model.
-
-    Attributes:
-        matched: names of the values that agree.
-        good: names of the correct values.
+    The names of correct values are `good`, with the `trusted` ones, which need no comparison.
     """
 
     def __init__(
@@ -193,9 +185,10 @@ class AgreementTrace:
         index: GraphIndex,
         scopes: ModuleScopes,
         values: Mapping[str, Array],
-        records: Sequence[RecordedValue],
+        records: Sequence[RecordedValue],  # values of the eager model
         comparison: ValueComparison,
         trusted: Iterable[str],
+        # operators that, where they leave a value unchanged, agree only with a matching operator of the model
         changing: Mapping[str, str] = ARITHMETIC,
     ) -> None:
         self.index, self.scopes, self.values, self.comparison = index, scopes, values, comparison

@@ -101,20 +101,12 @@ def check_scenario(  # noqa: PLR0913 - what runs, what is right, and what receiv
     candidate: Candidate,
     truths: ExpectedOutputs,
     gates: Gates,
-    pair: PrefillDecodeAgreement,
-    evidence: Evidence | None = None,
-    repeat: int = 1,
-    runs: Sequence[list[Step]] = (),
+    pair: PrefillDecodeAgreement,  # receives the outputs, to compare prefill and decode graph
+    evidence: Evidence | None = None,  # receives the data of the report's figures
+    repeat: int = 1,  # number of runs of each call; all must give the same bits
+    runs: Sequence[list[Step]] = (),  # the steps of each chain, if they were made already
 ) -> list[Check]:
-    """One check per output, over all chains and calls of a scenario.
-
-    Args:
-        gates: the largest sigma that passes.
-        pair: receives the outputs, to compare prefill and decode graph.
-        evidence: receives the data of the report's figures; None to discard them.
-        repeat: number of runs of each call; all must give the same bits.
-        runs: the steps of each chain, if they were made already.
-    """
+    """One check per output, over all chains and calls of a scenario."""
     evidence = evidence or Evidence()
     blank = Check(scenario.name, candidate.name, "")
     reasons = [next(filter(None, map(candidate.refuses, chain)), "") for chain in chains]

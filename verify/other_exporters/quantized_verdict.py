@@ -127,24 +127,16 @@ def rounded_runner(weights: QuantizedWeights, code: Path | None, *, whole: bool 
 
 def measure_cost(  # noqa: PLR0913 - two models, and what is measured
     shipped: tuple[str, Runner],
-    plain: Callable[[], Runner | None],
-    model: Runner,
-    folder: Path,
+    plain: Callable[[], Runner | None],  # opens the model with plainly rounded codes
+    model: Runner,  # the model at full precision
+    folder: Path,  # that of its tokenizer
     facts: ModelFacts,
     options: QuantizationOptions,
     report: Report,
     suite: str,
-    most: int = 1 << 30,
+    most: int = 1 << 30,  # maximum number of tokens
 ) -> Checks:
-    """Measures the loss of accuracy, and that of plain rounding if the preset is judged by it.
-
-    Args:
-        shipped: name and runner of the unchanged graphs.
-        plain: opens the model with plainly rounded codes.
-        model, folder, facts: the model at full precision, with the folder of its tokenizer.
-        suite: `quick` or `full`.
-        most: maximum number of tokens.
-    """
+    """Measures the loss of accuracy, and that of plain rounding if the preset is judged by it."""
     section = report.quantization
     assert section is not None
     section.max_divergence, section.min_agreement = options.limits.divergence, options.limits.agreement

@@ -81,36 +81,22 @@ class ComputedModel:
 
 
 class Eager:
-    """The model in float64 and in the graph's dtype, and the rounding noise between the two.
+    """The model in float64 and in the graph's dtype, and the rounding noise between the two."""
 
-    Args:
-        dtype: numpy name of the graphs' dtype.
-        keep: keep all results, to verify several folders with graphs of one model.
-        code: a trusted folder whose own code builds the model; None to run no code of the folder.
-        factors: the factor of each weight, by name and shape; None for the weights as stored.
-        skipped: names of layers that are left out (`runtime.eager.skipped_layers`).
-        fixed_inputs: names of extra inputs that the graphs do not take, because they always have their default.
-        adapter: folder of a PEFT adapter, which PEFT applies to the model without merging.
-        weights: the weights by name; None for those of the folder.
-
-    Attributes:
-        is_layered: the model is never held whole; all calls of a scenario are made layer by layer.
-    """
-
-    is_layered = False
+    is_layered = False  # whether it is never held whole, and all calls of a scenario are made layer by layer
 
     def __init__(  # noqa: PLR0913 - one parameter per property of the model
         self,
         folder: Path,
-        dtype: str,
+        dtype: str,  # numpy name of the graphs' dtype
         *,
-        keep: bool = False,
-        code: Path | None = None,
-        factors: ScaleFactors | None = None,
-        skipped: Collection[str] = (),
-        fixed_inputs: Collection[str] = (),
-        adapter: Path | None = None,
-        weights: Mapping[str, LazyTensor] | None = None,
+        keep: bool = False,  # keep all results, to verify several folders with graphs of one model
+        code: Path | None = None,  # a trusted folder whose own code builds the model
+        factors: ScaleFactors | None = None,  # the factor of each weight, by name and shape, if not as stored
+        skipped: Collection[str] = (),  # names of layers that are left out (`runtime.eager.skipped_layers`)
+        fixed_inputs: Collection[str] = (),  # extra inputs that the graphs lack, because they always have their default
+        adapter: Path | None = None,  # folder of a PEFT adapter, which PEFT applies to the model without merging
+        weights: Mapping[str, LazyTensor] | None = None,  # by name, if not those of the folder
     ) -> None:
         self._adapter, self._weights = adapter, weights
         self.folder, self.dtype, self._code, self._factors = folder, dtype, code, factors

@@ -229,26 +229,8 @@ INT8 = "tensor(int8)"  # onnxruntime's type of codes, of which a cache may consi
 class OrtGraph:
     """One graph in one session, or in one session per stage.
 
-    Attributes:
-        entry: its entry in the manifest.
-        name: its name in reports.
-        inputs, outputs: declared shapes (sizes and symbols) by name, in the graph's order.
-        types: onnxruntime's type names of inputs and outputs.
-        past_names, present_names: the inputs and outputs of the cache.
-        result_names: the other outputs: `logits`, or `tokens` and `scores`.
-        takes_positions: whether it has the input `position_ids`.
-        extra_inputs: its extra inputs by name, as the input map declares them.
-        dtype: float type that it computes in, that of its cache unless that contains integer codes.
-        lora_inputs: declared shapes of the optional inputs for LoRA factors, by name.
-        sizes: the fixed sizes of a graph with shared cache buffers; None if the cache grows.
-
-    Args:
-        path: its file, or the file of its first stage.
-        settings: session settings; onnxruntime's defaults if None.
-        entry: its entry in the manifest, if it has one.
-
-    Raises:
-        MalformedInput: the file is refused, see `guard`, or onnxruntime cannot open it.
+    `path` is its file, or the file of its first stage; `entry` that in the manifest, if it has one. Raises
+    MalformedInput: the file is refused, see `guard`, or onnxruntime cannot open it.
     """
 
     def __init__(self, path: Path, settings: SessionSettings | None = None, *, entry: GraphEntry | None = None) -> None:
@@ -260,6 +242,7 @@ class OrtGraph:
         self._device = settings.device
         self._session = self._connect(entry.paths(path.parent), settings)
         declared, results = self._session.get_inputs(), self._session.get_outputs()
+        # declared shapes (sizes and symbols) by name, in the graph's order
         self.inputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in declared}
         self.outputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in results}
         self.types: dict[str, str] = {arg.name: arg.type for arg in [*declared, *results]}
@@ -270,10 +253,11 @@ class OrtGraph:
         self._grows = [at for at, name in enumerate(self.present_names) if not is_state(name)]
         self.result_names = ["logits"] if "logits" in self.outputs else ["tokens", "scores"]
         self.takes_positions = "position_ids" in self.inputs
+        # as the input map declares them
         self.extra_inputs = declared_extras(self.inputs, self.types, settings.extra_inputs)
         self._dtypes = {name: INPUT_DTYPES.get(self.types[name]) for name in self.inputs}
         kinds = [np.dtype(TENSOR_DTYPES[it]) for it in self.types.values() if it in TENSOR_DTYPES and it != INT8]
-        # the narrowest float type of inputs and outputs
+        # the narrowest float type of inputs and outputs, in which it computes
         self.dtype: np.dtype[Any] = min(kinds, key=lambda kind: kind.itemsize, default=np.dtype(np.float32))
         self._table = None  # the embedding of a graph that takes embeddings
         if INPUTS_EMBEDS in self.inputs:
@@ -286,6 +270,7 @@ class OrtGraph:
         """Sets what depends on the entry in the manifest."""
         self.entry, self.name = entry, entry.name
         single = "GroupQueryAttention" in self._session.op_types
+        # None if the cache grows
         self.sizes = FixedSizes.of(self.inputs, self.outputs, single, steps=entry.role == "decode")
         self._buffered = None
         if self.sizes:

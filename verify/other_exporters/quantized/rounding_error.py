@@ -54,14 +54,10 @@ ANY_ROUNDING = ExpectedCodes()
 
 
 def other_values(values: Array, original: Array, codes: Array, scales: np.dtype, stored: DType, first: int) -> str:
-    """Describes the first value that is not the original one, up to the rounding of its scale.
+    """Describes the first of the graph's `values` that is not the `original` one, up to the rounding of its scale.
 
-    Args:
-        values: of the graph, float32 [rows, columns].
-        original: of the reference.
-        codes: of the graph, minus their zero point.
-        scales: dtype of the graph's scales; others than `stored` are rounded.
-        stored: dtype of the reference's scales.
+    Both are float32 [rows, columns]; `codes` are the graph's, minus their zero point. The graph's `scales` are rounded
+    where their dtype is not that of the reference's, `stored`.
     """
     limits = None if scales in (np.dtype(np.float32), stored.numpy) else ml_dtypes.finfo(scales)
     relative = EXACT if limits is None else float(limits.eps) / 2 + EXACT
