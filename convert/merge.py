@@ -213,7 +213,7 @@ def plan_merge(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe) ->
     merge = Merge(
         plan_checkpoint(result, recipe.max_shard_size),
         merged=tuple(name for name in result if name in edits.changes),
-        replaced=tuple(name for name in result if edits.replaces(name) and name in plain),
+        replaced=tuple(name for name in result if name in {**edits.whole, **edits.tokens} and name in plain),
         added=tuple(name for name in result if name not in plain),
         warnings=(*base.warnings, *edits.warnings, *check_folder(result.tensors, result.config, base.path.name)),
         edits=edits,

@@ -420,14 +420,10 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, tuple[str, int | Non
     return {kind: (text, ids.get(text)) for kind, text in texts.items()}
 
 
-def added_tokens(files: Mapping[str, bytes]) -> frozenset[str]:
-    """The tokens beyond a tokenizer's own vocabulary; MalformedInput if a file is not JSON."""
-    return frozenset(_added(files))
-
-
-def known_tokens(files: Mapping[str, bytes]) -> frozenset[str]:
-    """The tokens of `tokenizer.json` or `vocab.json`; MalformedInput if a file is not JSON."""
-    return frozenset({*_ids(_object(files, "tokenizer.json")), *_object(files, "vocab.json")})
+def added_tokens(files: Mapping[str, bytes], base: Mapping[str, bytes]) -> list[str]:
+    """The tokens beyond a vocabulary that another tokenizer does not have; MalformedInput if a file is not JSON."""
+    known = {**_added(base), **_ids(_object(base, "tokenizer.json")), **_object(base, "vocab.json")}
+    return sorted(_added(files).keys() - known.keys())
 
 
 def _added(files: Mapping[str, bytes]) -> dict[str, int]:

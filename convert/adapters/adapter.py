@@ -132,14 +132,9 @@ class WholeTensors:
         more = {
             name: tensor
             for name, tensor in self.trained.items()
-            if name.endswith(ends) and not is_saved(name, saved) and name not in self.originals
+            if name.endswith(ends) and not parts_from_saved(name, saved) and name not in self.originals
         }
         return self.originals | more
-
-
-def is_saved(name: str, modules: Collection[str]) -> bool:
-    """Whether the tensor is in `modules_to_save`, or in a module below one of them."""
-    return bool(parts_from_saved(name, modules))
 
 
 def parts_from_saved(name: str, modules: Collection[str]) -> int:
@@ -165,11 +160,6 @@ def same_values(one: LazyTensor, other: LazyTensor) -> bool:
         return False
     wide = all(tensor.dtype.name in FLOATS for tensor in (one, other))
     return equal(cast(one, FLOAT32), cast(other, FLOAT32)) if wide else equal(one, other)
-
-
-def changed_originals(originals: Mapping[str, LazyTensor], base: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The originals that differ from the base's tensors."""
-    return {name: own for name, own in originals.items() if not (name in base and same_values(own, base[name]))}
 
 
 TRAINABLE_HEADS = ("lm_head", "embed_out")

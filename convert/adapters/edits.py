@@ -25,8 +25,6 @@ from llmconv.convert.adapters.adapter import (
     TokenRows,
     Tuner,
     WeightShape,
-    changed_originals,
-    is_saved,
     parts_from_saved,
     same_values,
     with_rows,
@@ -76,9 +74,6 @@ class Edits:
     def touches(self, name: str | None) -> bool:
         return name in self.whole or name in self.changes or name in self.tokens
 
-    def replaces(self, name: str) -> bool:
-        return name in self.whole or name in self.tokens
-
     def same(self, name: str, other: str | None) -> bool:
         """Whether two tied tensors stay equal after their edits."""
         if other is None or (name in self.tokens) != (other in self.tokens):
@@ -108,7 +103,7 @@ class Edits:
     def place(self, adapter: Adapter, weight: float) -> None:
         """Adds one adapter, its updates times `weight`; MalformedInput: another base, UnsupportedInput: a layer."""
         modules = adapter.config.modules_to_save
-        new = {name for name in adapter.whole if name not in self.tensors and is_saved(name, modules)}
+        new = {name for name in adapter.whole if name not in self.tensors and parts_from_saved(name, modules)}
         targets = AdapterTargets(adapter, ChainMap(self.whole, self.tensors), self.config, self.naming)
         homes = targets.homes(adapter.whole.keys() - new)
         homes |= match_saved(new, homes, self.tensors.keys(), adapter.name, self.naming.spelled, modules)
@@ -144,8 +139,9 @@ class Edits:
         for one, other in (self.tied, self.tied[::-1]) if self.tied else ():
             if one in originals and other not in trained:
                 originals.setdefault(other, originals[one])
-        for name, tensor in changed_originals(originals, self.tensors).items():
-            if name not in trained and not (name in self.whole and same_values(tensor, self.whole[name])):
+        for name, tensor in originals.items():
+            there = (known[name] for known in (self.tensors, self.whole) if name in known)
+            if name not in trained and not any(same_values(tensor, one) for one in there):
                 self._replace(adapter.name, name, tensor)
         for name, tensor in trained.items():
             self._replace(adapter.name, name, tensor)

@@ -18,7 +18,7 @@ from llmconv.convert.adapters.edits import Edits, base_in_memory
 from llmconv.convert.adapters.tensor_names import AS_STORED
 from llmconv.convert.models import head_and_dtype
 from llmconv.convert.models.transformers_source import auto_classes
-from llmconv.convert.tokenizers import VOCABULARIES, added_tokens, known_tokens, read_tokenizer, special_tokens
+from llmconv.convert.tokenizers import VOCABULARIES, added_tokens, read_tokenizer, special_tokens
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.output.plan import json_bytes
 from llmconv.tensors import FLOATS, LazyTensor, lists_by_key
@@ -278,7 +278,7 @@ def _token_differences(base: Mapping[str, bytes], files: Mapping[str, bytes]) ->
         return []
     try:
         mine, others = special_tokens(files), special_tokens(base)
-        added = sorted(added_tokens(files) - added_tokens(base) - known_tokens(base))
+        added = added_tokens(files, base)
     except MalformedInput:  # a tokenizer in a form that is not compared
         return []
     changed = [
