@@ -53,8 +53,7 @@ def replaced_attributes(owner: Any, replacements: Mapping[str, Any]) -> Iterator
 
 def transformers_fixes() -> AbstractContextManager[None]:
     """transformers' own patches of torch for its ONNX exporter (5.23), such as floor division of sizes."""
-    patches: AbstractContextManager[None] = _exporter_utils.apply_patches("onnx") if _exporter_utils else nullcontext()
-    return patches
+    return _exporter_utils.apply_patches("onnx") if _exporter_utils else nullcontext()
 
 
 def constant_erfinv() -> AbstractContextManager[None]:

@@ -273,8 +273,7 @@ class Modules:
 
     def _config(self, path: str) -> dict[str, Any]:
         file = self._folder / path / "config.json"
-        content: dict[str, Any] = json.loads(read_small(file)) if path and file.is_file() else {}
-        return content
+        return json.loads(read_small(file)) if path and file.is_file() else {}
 
     def has(self, kind: str) -> bool:
         return any(one == kind for one, _, _ in self.listed)

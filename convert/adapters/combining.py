@@ -346,8 +346,7 @@ def _difference(edits: Edits, name: str) -> LazyTensor:
     result = add_changes(weight, edits.changes[name], FLOAT64)
 
     def load(start: int, stop: int) -> Array:
-        made: Array = result.rows(start, stop) - weight.rows(start, stop).astype(np.float64)
-        return made
+        return result.rows(start, stop) - weight.rows(start, stop).astype(np.float64)
 
     return LazyTensor(FLOAT64, weight.shape, load)
 

@@ -80,8 +80,7 @@ def widen(values: Array) -> Array:
     if values.dtype == BFLOAT16:  # the upper half of float32
         bits = values.view(np.uint16).astype(np.uint32)
         bits <<= 16
-        wide: Array = bits.view(np.float32)
-        return wide
+        return bits.view(np.float32)
     if values.dtype == np.float16 and values.flags.c_contiguous:
         # C-contiguous float16 `values` in float32
         result = np.empty(values.shape, np.float32)

@@ -233,8 +233,7 @@ def _lokr_read(learned: ModuleTensors, number: str) -> Array:
     if number == "2" and "lokr_t2" in learned.tensors:
         made: Array = np.einsum("ijkl,ip,jr->prkl", learned.read("lokr_t2"), a, b, optimize=True)
         return made
-    product: Array = a @ b
-    return product
+    return a @ b
 
 
 LOKR = Tuner(

@@ -113,8 +113,7 @@ def block_values(weights: Array, scales: Array, zeros: Array, form: BlockFormat)
     packed = block_codes(weights, scales, zeros, form)
     codes = packed if form.bits == 8 else np.stack([packed & 15, packed >> 4], axis=-1)
     steps = codes.reshape(len(weights), -1)[:, : form.size].astype(np.float32) - zeros[:, None]
-    values: Array = steps * scales[:, None]
-    return values
+    return steps * scales[:, None]
 
 
 def pack(codes: Array, bits: int) -> Array:
@@ -129,8 +128,7 @@ def pack(codes: Array, bits: int) -> Array:
 def _rounded(values: Array, form: BlockFormat) -> Array:
     """Values float32 rounded to codes, ties away from zero, as float32."""
     inside = np.minimum(np.maximum(values, np.float32(0)), np.float32(form.largest))
-    result: Array = np.trunc(inside + HALF)
-    return result
+    return np.trunc(inside + HALF)
 
 
 class _Search:

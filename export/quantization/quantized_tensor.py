@@ -234,8 +234,7 @@ def multiplied(weight: LazyTensor, factors: Array) -> LazyTensor:
 
     def rows(start: int, stop: int) -> Array:
         mine = factors[start:stop] if factors.ndim > 1 else factors
-        product: Array = widened(weight.rows(start, stop)) * mine
-        return product
+        return widened(weight.rows(start, stop)) * mine
 
     return LazyTensor(FLOAT32, weight.shape, rows)
 

@@ -157,7 +157,7 @@ def buffer_cache(
 
 
 def _scatter(buffer: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
-    scattered: Tensor = torch.onnx.ops.symbolic(
+    return torch.onnx.ops.symbolic(
         "::TensorScatter",
         [buffer, new, write_indices],
         {"axis": -2, "mode": "linear"},
@@ -165,4 +165,3 @@ def _scatter(buffer: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
         shape=buffer.shape,
         version=24,
     )
-    return scattered

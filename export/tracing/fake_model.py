@@ -206,8 +206,7 @@ def _initialized(config: Any, dtype: torch.dtype, task: str) -> PreTrainedModel:
     auto = AutoModelForSequenceClassification if task == CLASSIFY else AutoModelForCausalLM
     is_alone = task != CLASSIFY and getattr(config, "model_type", "") in TEXT_MODELS
     make = TextWithHead._from_config if is_alone else auto.from_config
-    made: PreTrainedModel = make(config, attn_implementation="eager", dtype=dtype)
-    return made
+    return make(config, attn_implementation="eager", dtype=dtype)
 
 
 @contextmanager

@@ -332,8 +332,7 @@ def part(extra: ExtraInput, array: Array, call: ModelCall, start: int) -> Array:
     sizes = call.sizes
     cuts = {SEQUENCE: slice(start, start + sizes[SEQUENCE]), TOTAL: slice(sizes[TOTAL]), PAST: slice(sizes[PAST])}
     every = slice(None)
-    found: Array = array[tuple([cuts.get(str(axis), every) for axis in extra.axes])]
-    return found
+    return array[tuple([cuts.get(str(axis), every) for axis in extra.axes])]
 
 
 def grown(extra: ExtraInput, array: Array, sizes: Mapping[str, int]) -> Array:

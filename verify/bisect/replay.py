@@ -136,8 +136,7 @@ def rounded_to(record: RecordedValue, dtype: np.dtype[Any]) -> Array:
     if record.exact.dtype.kind != "f":
         return record.exact
     largest = float(np.finfo(dtype).max)
-    result: Array = np.clip(record.exact, -largest, largest).astype(dtype)
-    return result
+    return np.clip(record.exact, -largest, largest).astype(dtype)
 
 
 ANYWHERE = "?"  # the scope of a node whose name contains no module

@@ -103,8 +103,7 @@ class ValueComparison:
 
 def _along(mask: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
     """A mask over some axes, reshaped to broadcast to `shape`."""
-    wide: Array = mask.reshape([size if axis in axes else 1 for axis, size in enumerate(shape)])
-    return wide
+    return mask.reshape([size if axis in axes else 1 for axis, size in enumerate(shape)])
 
 
 def _rows(array: Array) -> Array:

@@ -330,8 +330,7 @@ def random_value(extra: ExtraInput, call: ModelCall, rng: np.random.Generator) -
         numbers = (rng.standard_normal(shape) * extra.values).astype(np.float32)
         return (numbers.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
-    values: Array = rng.integers(0, 2 if extra.dtype == "bool" else max(int(extra.values), 1), shape).astype(dtype)
-    return values
+    return rng.integers(0, 2 if extra.dtype == "bool" else max(int(extra.values), 1), shape).astype(dtype)
 
 
 def at_limits(chain: Chain, inputs: Extras, *, last: bool) -> Chain:

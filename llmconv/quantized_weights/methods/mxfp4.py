@@ -76,8 +76,7 @@ class Mxfp4Experts(PackedWeight):
             share = np.ldexp(peaks, -old)
             new = np.ceil(np.log2(np.maximum(peaks, np.float32(1e-37)) / SIZES[-1])).astype(np.int32)
             kept = (share <= SIZES[-1]) & (share > SIZES[-1] / 2) | (peaks == 0)
-            fitting: Array = np.clip(np.where(kept, old, new), -BIAS, BIAS)
-            return fitting
+            return np.clip(np.where(kept, old, new), -BIAS, BIAS)
 
         def new_scales(start: int, stop: int) -> Array:
             return (exponents(start, stop, self._grouped(weight, start, stop)) + BIAS).astype(np.uint8)
@@ -86,8 +85,7 @@ class Mxfp4Experts(PackedWeight):
             values = self._grouped(weight, start, stop)
             shares = np.ldexp(values, -exponents(start, stop, values)[..., np.newaxis])
             codes = np.searchsorted(BOUNDS, np.abs(shares)).astype(np.uint8) | np.signbit(shares).view(np.uint8) << 3
-            packed: Array = codes[..., 0::2] | codes[..., 1::2] << 4
-            return packed
+            return codes[..., 0::2] | codes[..., 1::2] << 4
 
         parts = {
             self.name + BLOCKS: LazyTensor(blocks.dtype, blocks.shape, new_blocks),

@@ -104,5 +104,4 @@ def restore(cache: Any, name: str, tensor: torch.Tensor) -> None:
 
 def to_numpy(tensor: torch.Tensor) -> Array:
     """A numpy view of a tensor, or its copy from a device; bfloat16, which numpy lacks, is converted to float32."""
-    array: Array = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).detach().cpu().numpy()
-    return array
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).detach().cpu().numpy()

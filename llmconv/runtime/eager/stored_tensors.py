@@ -163,5 +163,4 @@ def _module(name: str) -> str:
 def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
     """Pattern of the names of the tensors that `from_pretrained` loads in float32 in a model of another dtype."""
     plan = model._get_dtype_plan(dtype)
-    found: re.Pattern[str] | None = build_glob_alternation(list(plan))[0] if plan else None
-    return found
+    return build_glob_alternation(list(plan))[0] if plan else None

@@ -79,8 +79,7 @@ def searched(blocks: Blocks) -> Array:
 def _between(blocks: Blocks, share: Array, limits: tuple[float, float], size: Array) -> Array:
     rounding = blocks.smallest / np.maximum(np.abs(size), float(TINY_SCALE))
     least, most = (limit * (1 + sign * blocks.relative) for limit, sign in zip(limits, (-1, 1), strict=True))
-    found: Array = (share >= least - rounding) & (share <= most + rounding)
-    return found
+    return (share >= least - rounding) & (share <= most + rounding)
 
 
 def as_searched(blocks: Blocks) -> Array:
@@ -160,8 +159,7 @@ def _rounding(blocks: Blocks, size: Array) -> Array:
 
 
 def _rounded(values: Array, largest: int) -> Array:
-    codes: Array = np.trunc(np.clip(values, np.float32(0), np.float32(largest)) + HALF)
-    return codes
+    return np.trunc(np.clip(values, np.float32(0), np.float32(largest)) + HALF)
 
 
 def scale_problem(blocks: Blocks, first: int, is_plain: bool, *, weighted: bool, every: int = 1) -> str:
@@ -335,8 +333,7 @@ class Blocks:
 
     @cached_property
     def extreme(self) -> Array:
-        extreme: Array = np.where(self.high > -self.low, self.high, self.low).astype(np.float64)
-        return extreme
+        return np.where(self.high > -self.low, self.high, self.low).astype(np.float64)
 
     @property
     def is_middle(self) -> Array:

@@ -204,8 +204,7 @@ class QuantizedMatrix:
             blocks *= self.scale[start:stop, :, None].astype(np.float32)
             return codes
         scale = self._spread(self.scale, start, stop).astype(np.float32)
-        values: Array = (codes - self._spread(self.zero, start, stop)) * scale
-        return values
+        return (codes - self._spread(self.zero, start, stop)) * scale
 
     def steps(self, start: int, stop: int) -> Array:
         """Absolute scales of rows `start:stop`; the median scale replaces 0."""

@@ -383,8 +383,7 @@ def _normalized(rows: Array) -> Array:
     largest = np.abs(rows).max(axis=1, keepdims=True, initial=0)
     rows = rows / np.where(largest > 0, largest, 1)  # squares of small numbers vanish
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
-    directions: Array = rows / np.where(lengths > 0, lengths, 1)
-    return directions
+    return rows / np.where(lengths > 0, lengths, 1)
 
 
 def _similarity(rows: Array, others: Array) -> float:
