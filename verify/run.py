@@ -413,15 +413,12 @@ def recording(
     reference: Path,
     report: Report,
     only: Sequence[str] = (),
-    *,
-    hashed: Mapping[str, str] | None = None,
 ) -> Iterator[None]:
     """Records the verdict in `llmconv.json` when the block ends without an error.
 
     The files are identified before the block, so that one which changes during the run is out of date afterwards. A
     folder without a manifest stays as it is; a manifest that cannot be written is a note in the report, which is
-    complete when the block ends. `hashed` has sha256 of weight files, by name, of which the run read all bytes; it may
-    be filled within the block.
+    complete when the block ends.
     """
     if not (verified.path / MANIFEST).is_file():
         yield
@@ -435,7 +432,7 @@ def recording(
     recorded = {name: str(entry.get("sha256", "")) for name, entry in read_manifest(verified.path).files.items()}
     yield
     unchanged = [one.graph for one in report.checks if one.name == "weights" and one.detail == AS_RECORDED]
-    known = {name: recorded.get(name, "") for name in unchanged} | {**(hashed or {})}
+    known = {name: recorded.get(name, "") for name in unchanged}
     files = {name: WeightFile(f.bytes, f.header_sha256, known.get(name, "")) for name, f in weights.items() if f}
     saw_images = any(check.name == FEATURES and check.verdict != "skip" for check in report.checks)
     judged = {name: sha256 for name, sha256 in graphs.items() if name != VISION or saw_images}

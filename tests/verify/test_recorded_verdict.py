@@ -212,14 +212,12 @@ def test_a_graph_that_changes_during_the_run_is_recorded_as_it_was(folder: Path)
 
 
 @pytest.mark.slow
-def test_the_method_and_hashes_of_the_caller_are_recorded(folder: Path) -> None:
-    hashed: dict[str, str] = {}
+def test_the_method_is_recorded(folder: Path) -> None:
     report = report_of(folder)
     report.method = "induction"
-    with recording(verified_folder(folder), folder, report, hashed=hashed):
-        hashed["model.safetensors"] = "ab" * 32
-    found = parse_verdict(manifest_of(folder)["verified"])
-    assert (found.method, found.weights["model.safetensors"].sha256) == ("induction", "ab" * 32)
+    with recording(verified_folder(folder), folder, report):
+        pass
+    assert parse_verdict(manifest_of(folder)["verified"]).method == "induction"
 
 
 @pytest.mark.slow
