@@ -185,19 +185,19 @@ LARGEST_FILE, MOST_PIXELS = 32 << 20, 64 << 20  # maximum number of bytes of a f
 MOST_RATIO = 200
 
 
-def open_image(source: Any, name: str = "", most: int = MOST_PIXELS) -> Any:
+def open_image(source: Any, most: int = MOST_PIXELS) -> Any:
     """An image as Pillow has it, upright and in RGB; transparent pixels become white, as in transformers' processors.
 
-    `source` is a path, the bytes of a file, or an image of Pillow, of at most `most` pixels; `name` is for messages.
+    `source` is a path, the bytes of a file, or an image of Pillow, of at most `most` pixels.
     Raises InputRefused for an unreadable or too large image, UsageProblem without Pillow or for another source.
     """
     pillow = _pillow()
     if isinstance(source, pillow.Image):
-        return _upright(source.copy(), name or "the image")
+        return _upright(source.copy(), "the image")
     if isinstance(source, str | Path):
-        return _decoded(_content(Path(source)), name or f"`{source}`", most)
+        return _decoded(_content(Path(source)), f"`{source}`", most)
     if isinstance(source, bytes):
-        return _decoded(source, name or "the image", most)
+        return _decoded(source, "the image", most)
     raise UsageProblem(f"an image is {kind_of(source)}", hint="give a path, bytes, or an image of Pillow")
 
 
