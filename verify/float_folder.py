@@ -40,7 +40,7 @@ from llmconv.verify.comparison.half_precision import (
 from llmconv.verify.comparison.layer_by_layer import Scaler, StreamedEager, fixed_sizes, open_in_pieces, why_not_layered
 from llmconv.verify.comparison.run import FolderComparison, GraphOpener, open_graphs, takes_embeddings
 from llmconv.verify.layers.graph_index import NotLayered
-from llmconv.verify.layers.graph_layers import GraphLayers, add_before_norms, adds_in_norms, described
+from llmconv.verify.layers.graph_layers import SUMMING, GraphLayers, add_before_norms, described
 from llmconv.verify.layers.induction import Induction, LayerChoice, join_parts
 from llmconv.verify.layers.layer_checks import PART_BYTES, Drift, SingleLayerChecks, statements, too_small, unseen_of
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose, distinct_files
@@ -465,7 +465,7 @@ def _reads_buffers_before(graph: GraphLayers) -> bool:
 
 def with_cuts(verified: VerifiedFolder) -> VerifiedFolder:
     """The folder with graphs that are cut at one value, also if the norms after the cuts add two."""
-    fused = any(map(adds_in_norms, verified.models.values()))
+    fused = any(node.op_type in SUMMING for model in verified.models.values() for node in model.graph.node)
     return verified.changed(add_before_norms, verified.named) if fused else verified
 
 

@@ -57,14 +57,14 @@ def _detect(path: Path) -> bool:
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     run = open_run(path)
-    if not (model := run.branch("state", "model")):
+    if not (model := branch(run.content, "state", "model")):
         raise InputRefused(
             f"`{path.name}` has no `state.model`, so there are no weights in it",
             hint="it was saved without the model; give another checkpoint of the run",
         )
     warnings: list[str] = []
     given = {name: value for name, value in config.items() if name not in assembly.OPTIONS}
-    huggingface = run.branch("state", "integrations", "huggingface")
+    huggingface = branch(run.content, "state", "integrations", "huggingface")
     embedded: dict[str, Any] = plain(branch(huggingface, "model", "config", "content"), path.name)
     own = own_fields(embedded, given, path.name) is not None
     tensors = select(model, run.tensor, path.name, warnings, prefix="model.", buffers=own)
@@ -109,7 +109,9 @@ FORMAT = Format(
         "as transformers' own computes the same"
     ),
     options=(*assembly.OPTIONS, OPTION),
-    peek=lambda path: select((run := open_run(path)).branch("state", "model"), run.tensor, path.name, [], "model."),
+    peek=lambda path: select(
+        branch((run := open_run(path)).content, "state", "model"), run.tensor, path.name, [], "model."
+    ),
 )
 
 
@@ -124,10 +126,6 @@ class ComposerRun:
     shards: int = 1
     # description to bytes of the parts outside `content`, which are not converted
     other_parts: Mapping[str, int] = field(default_factory=dict)
-
-    def branch(self, *keys: str) -> dict[Any, Any]:
-        """The dict under `keys`, or an empty one."""
-        return branch(self.content, *keys)
 
 
 def branch(value: Any, *keys: str) -> dict[Any, Any]:
@@ -199,9 +197,9 @@ VERSION = re.compile(r"[\w.+-]{1,60}")
 
 def version(run: ComposerRun) -> str:
     """The versions, such as `composer 0.32.1, torch 2.13.0`; empty if unknown."""
-    torch = run.branch("state", "metadata").get("torch_version")
+    torch = branch(run.content, "state", "metadata").get("torch_version")
     versions = {
-        "composer": run.branch("state", "metadata", "composer_env_info").get("composer_version"),
+        "composer": branch(run.content, "state", "metadata", "composer_env_info").get("composer_version"),
         "torch": torch.args[0]
         if isinstance(torch, Stub) and torch.args
         else torch,  # a `TorchVersion`, a class of strings
@@ -213,7 +211,7 @@ def version(run: ComposerRun) -> str:
 
 def dropped(run: ComposerRun) -> tuple[str, ...]:
     """The parts that are not converted, one phrase each, with the size of their tensors; none is read."""
-    parts = {key: value for key, value in run.content.items() if key != "state"} | run.branch("state")
+    parts = {key: value for key, value in run.content.items() if key != "state"} | branch(run.content, "state")
     leaves = {str(key): [*_leaf_sizes(value)] for key, value in parts.items() if key not in KEPT}
     sizes = {PARTS.get(key, f"`{key[:40]}`"): sum(found) for key, found in leaves.items() if found}
     # a sharded run has the same parts under quoted keys

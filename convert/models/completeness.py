@@ -169,10 +169,10 @@ def _loaded(
     if reason := why_not_built(config, class_name):
         return reason
     blueprints.check_sizes(config, source)
-    from llmconv.convert.models.meta_model import NotBuildable, loading_gaps  # noqa: PLC0415 - torch
+    from llmconv.convert.models.meta_model import NotBuildable, gaps_of, meta_model  # noqa: PLC0415 - torch
 
     try:
-        return loading_gaps({name: tensor.shape for name, tensor in tensors.items()}, config, class_name)
+        return gaps_of(meta_model(config, class_name), {name: tensor.shape for name, tensor in tensors.items()})
     except NotBuildable as problem:
         return f"transformers cannot build the model ({problem})"
 

@@ -76,13 +76,8 @@ def code_model(config_class: Any, model_class: Any, config: Mapping[str, Any]) -
         return model_class._from_config(config_class(**fields), attn_implementation="eager", dtype=torch.float32)
 
 
-def loading_gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any], class_name: str = "") -> LoadingGaps:
-    """What transformers would report after loading tensors of these shapes; NotBuildable as `meta_model`."""
-    return gaps_of(meta_model(config, class_name), shapes)
-
-
 def float32_names(config: Mapping[str, Any], class_name: str, names: Iterable[str], dtype: str) -> frozenset[str]:
-    """Stored names of tensors that are float32 in a model loaded in `dtype`; NotBuildable as `loading_gaps`."""
+    """Stored names of tensors that are float32 in a model loaded in `dtype`; NotBuildable as `meta_model`."""
     model = meta_model(config, class_name, dtype)
     pattern, known = kept_in_float32(model, getattr(torch, dtype)), model.state_dict()
     mapping = get_model_conversion_mapping(model)
@@ -256,11 +251,8 @@ class NamesInMemory:
         """The name in memory of what an adapter of another version of transformers calls `name`."""
         if name in self.shapes:
             return name
-        return str(
-            core_model_loading.rename_source_key(name, self._spellings, [], self._model.base_model_prefix, self.shapes)[
-                0
-            ]
-        )
+        prefix = self._model.base_model_prefix
+        return str(core_model_loading.rename_source_key(name, self._spellings, [], prefix, self.shapes)[0])
 
     def stored_name(self, name: str) -> str:
         """The name under which transformers stores a tensor that the files do not have yet."""
@@ -272,12 +264,8 @@ class NamesInMemory:
             return None
         rule, groups = self._rules[key], self._sources[key]
         steps = [(type(each), getattr(each, "dim", None)) for each in rule.operations]
-        if (
-            steps
-            != [(core_model_loading.MergeModulelist, 0), (core_model_loading.Concatenate, 1)][
-                : 1 + (len(rule.source_patterns) > 1)
-            ]
-        ):
+        joined = [(core_model_loading.MergeModulelist, 0), (core_model_loading.Concatenate, 1)]
+        if steps != joined[: 1 + (len(rule.source_patterns) > 1)]:
             return None
         parts = [groups.get(pattern, []) for pattern in rule.source_patterns]
         return tuple(zip(*parts, strict=True)) if len({len(each) for each in parts}) == 1 else None

@@ -320,10 +320,6 @@ SUMMING = {"SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}
 """onnxruntime's norms of a sum (docs/ContribOperators.md): the next layer reads both terms, its residual and output."""
 
 
-def adds_in_norms(model: onnx.ModelProto) -> bool:
-    return any(node.op_type in SUMMING for node in model.graph.node)
-
-
 def add_before_norms(model: onnx.ModelProto) -> None:
     """Adds the two terms before every norm of a sum, which then adds zeros, once, in place: for one value per cut.
 

@@ -188,10 +188,6 @@ class LitConfig:
     rope_local_base_freq: float | None = None
 
     @property
-    def qkv_rows(self) -> int:
-        return (self.n_head + 2 * self.n_query_groups) * self.head_size
-
-    @property
     def is_gemma(self) -> bool:
         """Whether norms add one to the weight, which upstream detects by the name (`Config.norm_class`)."""
         return "Gemma" in self.name

@@ -53,7 +53,7 @@ def to_hugging_face(
         )
     # everything else is compared with the model of the configuration afterwards
     fused = {name: tensor for name, tensor in stored.items() if ".attn.qkv." in _new_name(name)}
-    odd = [name for name, tensor in fused.items() if tensor.num_rows != lit.qkv_rows]
+    odd = [name for name, tensor in fused.items() if tensor.num_rows != lit.n_query_groups * sum(group_counts(lit))]
     if odd:
         raise MalformedInput(
             f"shape mismatch in `{source}` for {len(odd)} fused matrices: {listing(odd)}",
@@ -273,11 +273,8 @@ def open_litgpt_adapter(path: Path, base: Checkpoint, alpha: float | None = None
         weight = base.get(f"{module}.weight")
         if weight is not None and weight.num_rows < own.b.num_rows == lit.padded_vocab_size:
             placed[module] = own.with_rows(partial(slice_rows, start=0, stop=weight.num_rows))
-    fields = {
-        name: hyperparameters[old]
-        for name, old in (("r", "lora_r"), ("lora_alpha", "lora_alpha"))
-        if old in hyperparameters
-    }
+    names = {"r": "lora_r", "lora_alpha": "lora_alpha"}
+    fields = {name: hyperparameters[old] for name, old in names.items() if old in hyperparameters}
     return other_tools.as_adapter([file], settings if settings.is_file() else None, fields, placed, alpha)
 
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, logging
 
 from llmconv.convert.models.blueprint import blueprint
 from llmconv.convert.models.completeness import check_complete
-from llmconv.convert.models.meta_model import loading_gaps, meta_model
+from llmconv.convert.models.meta_model import gaps_of, meta_model
 from llmconv.convert.models.transformers_source import causal_lm_classes
 from llmconv.errors import MalformedInput
 from llmconv.tensors import BY_NAME, LazyTensor
@@ -70,7 +70,7 @@ def test_both_mechanisms_agree_about_every_type(kind: str) -> None:
     assert (plan is None) == (kind in BLUEPRINT_CANNOT_TELL)
     if plan:
         assert {name: shape or state.get(name) for name, shape in plan.shapes.items()} == state
-    gaps = loading_gaps(state, config)
+    gaps = gaps_of(meta_model(config), state)
     assert not (gaps.missing or gaps.unexpected or gaps.mismatched)
 
 
