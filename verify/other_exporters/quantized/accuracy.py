@@ -353,14 +353,9 @@ def rounds_activations(model: onnx.ModelProto) -> bool:
 
 def ranged_activations(model: onnx.ModelProto, constants: Constants) -> frozenset[str]:
     """Rounded activations that only products with dequantized matrices read: those that `check_ranges` checks."""
-    shown = {port.name for port in model.graph.output}
-    products = {id(product) for product, _ in _products(model, constants)}
-    found = {product.input[0] for product, _ in _products(model, constants)} - shown
-    return frozenset(
-        name
-        for name in found
-        if all(id(node) in products and list(node.input).index(name) == 0 for node in constants.users[name])
-    )
+    products = {id(product): product.input[0] for product, _ in _products(model, constants)}
+    found = {*products.values()} - {port.name for port in model.graph.output}
+    return frozenset(name for name in found if all(products.get(id(node)) == name for node in constants.users[name]))
 
 
 def measured_extremes(
