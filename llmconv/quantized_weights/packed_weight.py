@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from math import prod
 from threading import Lock
@@ -241,10 +241,10 @@ class GroupedWeight(PackedWeight):
     groups: Array  # the group of every input
     packing: Packing  # layout of the codes in the words
     levels: int  # number of values of a code
-    by_rows: LazyTensor = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "by_rows", self.packing.by_outputs(self.parts[self.words]))
+    @cached_property
+    def by_rows(self) -> LazyTensor:
+        return self.packing.by_outputs(self.parts[self.words])
 
     def values(self, start: int, stop: int) -> Array:
         """See `PackedWeight`; exact where scales are of 16 bits."""
