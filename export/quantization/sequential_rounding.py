@@ -231,12 +231,8 @@ def rounded_with_feedback(
 ) -> tuple[Array, Array, Array]:
     """Codes uint8 [N, K], scales float32 [N, blocks] and zero points uint8 [N, blocks] of weights float32 [N, K].
 
-    Args:
-        weights: K is a multiple of the block size.
-        factor: [K, K], from `inverse_factor`.
-        importance: float32 [K] for the choice of scales, as in `block_scales`.
-        form: bits, block size, symmetry, search.
-        stored: rounds scales float32 [N] to the values that a file can hold.
+    K is a multiple of the block size; `factor` [K, K] is from `inverse_factor`, `importance` [K] as in `block_scales`.
+    `stored` rounds scales float32 [N] to the values that a file can hold.
     """
     rows, columns = weights.shape
     blocks = form.blocks(columns)

@@ -264,11 +264,8 @@ def grids(
 ) -> tuple[Callable[[], tuple[Array, Array]], tuple[int, int]]:
     """Reads scale and zero point as grids over a matrix; and the repetition of their elements along both axes.
 
-    Args:
-        scale, zero: names of the scales and of the zero points; the latter may be empty.
-        shape: shape of the matrix.
-        axis: axis of a vector of scales, or axis along which blocks are cut.
-        block: size of a block; 0 without blocks.
+    `scale` and `zero` (may be empty) are names, `shape` is that of the matrix; `axis` is that of a vector of scales, or
+    along which blocks of the size `block` (0: none) are cut.
     """
     scales, zeros = constants.kind(scale), constants.kind(zero) if zero else None
     if scales is None or (zero and zeros is None) or len(shape) != 2:
