@@ -163,13 +163,10 @@ class Module:
         if persistent and tensor is not None:
             self._parts[name] = Buffer(tensor)
 
-    def register_parameter(self, name: str, value: Any) -> None:
-        setattr(self, name, value)
-
     def add_module(self, name: str, module: Any) -> None:
         setattr(self, name, module)
 
-    register_module = add_module
+    register_module = register_parameter = add_module
 
     def parameters(self) -> list[Tensor]:
         return [tensor for _, tensor in self.named_tensors()]
@@ -291,12 +288,10 @@ class ModuleDict(Module):
         for name, module in dict(modules).items():
             setattr(self, name, module)
 
-    def __setitem__(self, name: str, module: Any) -> None:
-        setattr(self, name, module)
-
     def __getitem__(self, name: str) -> Any:
         return self._parts[name]
 
+    __setitem__ = Module.add_module
     update = __init__
 
 
