@@ -239,11 +239,8 @@ class Report:
     def closing_lines(self) -> list[str]:
         """Notes, the location of a failure, and the summary."""
         lines = [f"NOTE | {clean(note, LINE_LIMIT)}" for note in [*self.copy_lines(), *self.notes]]
-        lines += (
-            [f"QUANTIZATION | {clean(line, LINE_LIMIT)}" for line in self.quantization.lines()]
-            if self.quantization
-            else []
-        )
+        found = self.quantization.lines() if self.quantization else []
+        lines += [f"QUANTIZATION | {clean(line, LINE_LIMIT)}" for line in found]
         lines += [f"{one.word} | {one.name} | {one.text}" for one in self.statements]
         return [*lines, *self.short_lines()]
 
@@ -311,11 +308,8 @@ def check_line(check: Check, what: str) -> str:
         name += f", step {check.step}"
     parts = [WORDS[check.verdict], name, f"{check.graph} {what}".strip()]
     if check.sigma or check.max_abs:
-        parts += [
-            f"sigma {sigma_text(check.sigma)}",
-            f"worst row {sigma_text(check.row_sigma)}",
-            f"max abs {check.max_abs:.1e}",
-        ]
+        parts += [f"sigma {sigma_text(check.sigma)}", f"worst row {sigma_text(check.row_sigma)}"]
+        parts.append(f"max abs {check.max_abs:.1e}")
     return " | ".join(clean(part) for part in [*parts, check.detail] if part)
 
 

@@ -272,10 +272,8 @@ def check(adapter: Adapter) -> None:
     for module, pair in adapter.pairs.items():
         if not adapter.config.parameters:  # their rank depends on the number of experts, which only the base has
             adapter.config.scale(module, pair.rank)
-        for part, tensor in (
-            *(("lora_A", pair.a), ("lora_B", pair.b), ("lora_B.bias", pair.bias)),
-            ("lora_magnitude_vector", pair.magnitude),
-        ):
+        parts = {"lora_A": pair.a, "lora_B": pair.b, "lora_B.bias": pair.bias, "lora_magnitude_vector": pair.magnitude}
+        for part, tensor in parts.items():
             if tensor is not None:
                 _require_finite(f"{module}.{part}", tensor)
     for name, tensor in adapter.whole.items():

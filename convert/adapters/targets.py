@@ -393,11 +393,8 @@ def parameter_names(modules: Sequence[str], config: LoraConfig, names: Sequence[
 
 def _parameters(module: str, targets: Sequence[str], count: int, names: Sequence[str]) -> list[str]:
     """Names of the adapted parameters of the module; of more targets than wrappers, those that the base has."""
-    found = {
-        target.rpartition(".")[2]
-        for target in targets
-        if f".{module}".endswith(f".{target.rpartition('.')[0]}".rstrip("."))
-    }
+    pairs = [target.rpartition(".")[::2] for target in targets]
+    found = {name for home, name in pairs if f".{module}".endswith(f".{home}".rstrip("."))}
     if len(found) > count:
         found = {name for name in found if any(f".{item}".endswith(f".{module}.{name}") for item in names)}
     return sorted(found)

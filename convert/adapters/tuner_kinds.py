@@ -414,11 +414,8 @@ def _oft_fit(learned: ModuleTensors) -> FittingShape:
     (blocks, elements), settings = learned.shape(name, 2), learned.settings
     size = _oft_size(elements)
     learned.same(f"the width of `{name}`", elements, size * (size - 1) // 2)
-    _ = (
-        settings.number("eps", default=6e-5, least=-LARGEST),
-        settings.flag("use_cayley_neumann"),
-        settings.flag("coft"),
-    )
+    settings.number("eps", default=6e-5, least=-LARGEST)
+    _ = settings.flag("use_cayley_neumann"), settings.flag("coft")
     if (terms := settings.number("num_cayley_neumann_terms", default=5)) not in range(1, MOST_TERMS):
         raise settings.invalid("num_cayley_neumann_terms", terms)
     if settings.flag("block_share"):

@@ -376,10 +376,8 @@ def tokenizer_for(
         if vocabulary in RELEASED_SENTENCEPIECE:
             released = MetaTokenizer(bos=1, eos=2, stops=(2,))
         elif vocabulary == RELEASED_TIKTOKEN:
-            bos, *stops = (
-                vocabulary - tokenizers.NUM_SPECIAL + token
-                for token in (tokenizers.BOS, tokenizers.EOS, tokenizers.EOT)
-            )
+            first = vocabulary - tokenizers.NUM_SPECIAL
+            bos, *stops = (first + token for token in (tokenizers.BOS, tokenizers.EOS, tokenizers.EOT))
             released = MetaTokenizer(bos=bos, eos=stops[0], stops=tuple(stops))
         return released, [f"`{source}` has no tokenizer; give one with `--tokenizer` if you need it"]
     loaded = load_tokenizer(path, since_3_1=since_3_1)

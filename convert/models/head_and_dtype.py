@@ -196,13 +196,9 @@ def kept_in_float32(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
 def _has_signs(text: str) -> bool:
     if KEEPS in text or not IN_FLOAT32.search(text):
         return KEEPS in text
-    makers = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
-    lines = text.splitlines()
-    return any(
-        IN_FLOAT32.search("\n".join(lines[node.lineno - 1 : node.end_lineno]))
-        for node in makers
-        if node.name == "__init__"
-    )
+    functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
+    lines, makers = text.splitlines(), (node for node in functions if node.name == "__init__")
+    return any(IN_FLOAT32.search("\n".join(lines[node.lineno - 1 : node.end_lineno])) for node in makers)
 
 
 def _named_in(files: Sequence[Path], names: Iterable[str], dtype: str) -> frozenset[str]:

@@ -220,10 +220,8 @@ def _modern(config: Mapping[str, Any]) -> dict[str, Any]:
     modern = {name: value for name, value in config.items() if name not in {*OLD_FIELDS, "multiquery_attention"}}
     own = config.get("attn_config")
     merged = attention | own if isinstance(own, dict) else own or attention
-    return modern | {
-        "attn_config": merged,
-        "expansion_ratio": config.get("mlp_ratio", config.get("expansion_ratio", 4)),
-    }
+    ratio = config.get("mlp_ratio", config.get("expansion_ratio", 4))
+    return modern | {"attn_config": merged, "expansion_ratio": ratio}
 
 
 def _fields(config: Mapping[str, Any], source: str) -> Fields:

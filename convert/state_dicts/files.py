@@ -413,9 +413,7 @@ def peek_safetensors_state(path: Path) -> StateFile | None:
         states = [open_safetensors_state(file) for file in files]
     except (LlmconvError, OSError):
         return None
-    merged: dict[str, LazyTensor] = {}
-    for found in states:
-        merged |= found.state
+    merged = {name: leaf for found in states for name, leaf in found.state.items()}
     return StateFile(path, merged, lambda name, leaf: leaf) if merged else None
 
 

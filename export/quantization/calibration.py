@@ -233,11 +233,8 @@ def open_piece(piece: onnx.ModelProto, folder: Path) -> ort.InferenceSession:
 
 
 def start_values(model: onnx.ModelProto, text: Array) -> dict[str, ort.OrtValue]:
-    tokens = {
-        "input_ids": text,
-        "attention_mask": np.ones_like(text),
-        "position_ids": np.arange(text.shape[1], dtype=np.int64)[None],
-    }
+    positions = np.arange(text.shape[1], dtype=np.int64)[None]
+    tokens = {"input_ids": text, "attention_mask": np.ones_like(text), "position_ids": positions}
     made: dict[str, Array] = {}
     for info in model.graph.input:
         axes = info.type.tensor_type.shape.dim

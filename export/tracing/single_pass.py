@@ -77,13 +77,10 @@ class SinglePass(nn.Module):
             return {"use_cache": False}
         TracedCache.is_step = torch.zeros((), dtype=torch.bool)
         batch, half = input_ids.shape[0], self.model.dtype
-        empty = [
-            torch.zeros(
-                [batch, *(0 if size == PAST else int(size) for size in port.axes[1:])],
-                dtype=torch.float32 if is_recurrent(port.name) else half,
-            )
-            for port in self._states
-        ]
+        empty = []
+        for port in self._states:
+            shape = [batch, *(0 if size == PAST else int(size) for size in port.axes[1:])]
+            empty.append(torch.zeros(shape, dtype=torch.float32 if is_recurrent(port.name) else half))
         cache = TracedCache([port.name for port in self._states], empty, depth(self.model.config))
         return {self._cache_name: cache, "use_cache": True}
 

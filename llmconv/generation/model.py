@@ -463,10 +463,8 @@ def parts_of_object(
     tokenizer; UsageProblem without a tokenizer, for `unused` options, which only files have, or for another kind of
     model.
     """
-    own = {
-        "device": str(getattr(model, "device", "")),
-        "dtype": str(getattr(model, "dtype", "")).removeprefix("torch."),
-    }
+    dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
+    own = {"device": str(getattr(model, "device", "")), "dtype": dtype}
     given = {name: value for name, value in vars(options).items() if value != own.get(name)}
     if odd := next((name for name, value in {**given, **unused}.items() if value is not None), None):
         raise UsageProblem(f"`{odd}` has no effect on a model in memory", hint="load the model with it")

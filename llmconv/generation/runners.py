@@ -419,23 +419,16 @@ def _packed_bytes(model: onnx.ModelProto, weights: dict[Place, onnx.TensorProto]
     multiplied = {
         name for node in nodes(model) for at, name in enumerate(node.input) if at or node.op_type not in LOOKUPS
     }
-    return sum(
-        4 * prod(tensor.dims) if tensor.data_type in FLOATS else length
-        for (_, _, length), tensor in weights.items()
-        if tensor.name in multiplied
-    )
+    held = [(length, tensor) for (_, _, length), tensor in weights.items() if tensor.name in multiplied]
+    return sum(4 * prod(tensor.dims) if tensor.data_type in FLOATS else length for length, tensor in held)
 
 
 def _widened(model: onnx.ModelProto, weights: dict[Place, onnx.TensorProto]) -> list[Place]:
     """The weights that the CPU holds in float32: those that a Cast follows, and all of a bfloat16 graph."""
     cast = {node.input[0] for node in model.graph.node if node.op_type == "Cast"}
     is_bfloat16 = half_precision(model) == "bfloat16"
-    halves = {*HALF_PRECISION.values()}
-    return [
-        place
-        for place, tensor in weights.items()
-        if tensor.data_type in halves and (is_bfloat16 or tensor.name in cast)
-    ]
+    halves = {place: tensor.name for place, tensor in weights.items() if tensor.data_type in HALF_PRECISION.values()}
+    return [place for place, name in halves.items() if is_bfloat16 or name in cast]
 
 
 MERGE = "merge it into a new folder: `llmconv merge-lora BASE ADAPTER -o OUT`"

@@ -119,12 +119,8 @@ class _Tasks:
 def write_shard(task: dict[str, Any]) -> Answer:
     """A task, on any node; see `answer_to`."""
     if task["version"] != __version__:
-        return as_fields(
-            UnsupportedInput(
-                f"a node has llmconv {__version__}, not {task['version']} as the driver",
-                hint="install the same version on all nodes",
-            )
-        )
+        problem = f"a node has llmconv {__version__}, not {task['version']} as the driver"
+        return as_fields(UnsupportedInput(problem, hint="install the same version on all nodes"))
     set_quiet(True)
     with suppress(FileNotFoundError):  # needed for relative paths alone, which then do not exist either
         os.chdir(task["folder"])

@@ -52,11 +52,8 @@ def widen(
 ) -> None:
     """Replaces one half-precision dtype by float32 in a graph, in place; the other one would be a fault and stays.
 
-    Args:
-        half: the half-precision element type.
-        known: numbers that constants may be roundings of.
-        weights: inline initializers that are tensors of the model, whose values are exact.
-        masks: masks hide keys with the smallest number of float32.
+    Constants may be roundings of `known` numbers; `weights` are inline initializers that are tensors of the model, whose
+    values are exact. With `masks`, what hides keys is the smallest number of float32.
     """
     kept, hidden = set(weights), _masks(model.graph) if masks else set()
 
@@ -78,15 +75,11 @@ def _masks(graph: onnx.GraphProto) -> set[str]:
     for node in graph.node:
         for name in values_read_by(node):
             users[name].append(node)
-    chosen = {
-        tensor.name: users[tensor.name]
-        for tensor in graph.initializer
-        if users[tensor.name] and tensor.data_type in HALF
-    }
+    halves = {tensor.name for tensor in graph.initializer if tensor.data_type in HALF}
     return {
         name
-        for name, nodes in chosen.items()
-        if all(node.op_type == "Where" and _reaches_scores(node.output[0], users) for node in nodes)
+        for name in halves & users.keys()
+        if all(node.op_type == "Where" and _reaches_scores(node.output[0], users) for node in users[name])
     }
 
 

@@ -284,11 +284,8 @@ def _merge_equal(model: onnx.ModelProto) -> None:
 def _lengths(layers: GraphLayers, kept: Collection[int]) -> dict[str, str]:
     """The cache of a kept layer for each removed one whose shape is read: one with the same declared shape."""
     index, outside = layers.index, {*layers.prologue, *layers.epilogue}
-    past = {
-        name: bytes(port.type.SerializeToString(deterministic=True))
-        for name, port in index.inputs.items()
-        if is_past(name)
-    }
+    ports = {name: port for name, port in index.inputs.items() if is_past(name)}
+    past = {name: bytes(port.type.SerializeToString(deterministic=True)) for name, port in ports.items()}
     alike = {kind: name for name, kind in reversed(past.items()) if layer_of(name) in kept}
     found: dict[str, str] = {}
     for name, kind in past.items():

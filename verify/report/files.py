@@ -131,12 +131,8 @@ def render_markdown(report: Report, date: str = "") -> str:
     lines += [f"* {_cell(note, LINE_LIMIT)}" for note in [*report.copy_lines(), *report.notes]] + [""]
     lines += _statements(report)
     if report.quantization:
-        lines += [
-            "**Quantization:**",
-            "",
-            *(f"* {_cell(line, LINE_LIMIT)}" for line in report.quantization.lines()),
-            "",
-        ]
+        points = [f"* {_cell(line, LINE_LIMIT)}" for line in report.quantization.lines()]
+        lines += ["**Quantization:**", "", *points, ""]
     lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     shown = sorted(report.highlights(), key=lambda check: check.verdict != "fail")
     lines += [_row(check) for check in shown[:MARKDOWN_ROWS]]

@@ -435,10 +435,8 @@ def _split(graph: onnx.GraphProto, product: _Product, limit: int) -> list[onnx.N
             matrix = nodes[-1].output[0]
         nodes.append(_copy(product.node, [product.node.input[0], matrix], f"{product.node.output[0]}:{start}"))
         results.append(nodes[-1].output[0])
-    return [
-        *nodes,
-        helper.make_node("Concat", results, [product.node.output[0]], f"{product.node.name}/Concat", axis=1),
-    ]
+    whole = helper.make_node("Concat", results, [product.node.output[0]], f"{product.node.name}/Concat", axis=1)
+    return [*nodes, whole]
 
 
 def _copy(node: onnx.NodeProto, inputs: list[str], output: str) -> onnx.NodeProto:

@@ -435,12 +435,8 @@ class WidenedWeights:
 
     def _copy(self, folder: Path, tensor: onnx.TensorProto) -> ort.OrtValue:
         fields = external_fields(tensor)
-        place = (
-            (folder / fields["location"]).resolve(),
-            int(fields.get("offset") or 0),
-            tensor.data_type,
-            (*tensor.dims,),
-        )
+        file, offset = (folder / fields["location"]).resolve(), int(fields.get("offset") or 0)
+        place = file, offset, tensor.data_type, (*tensor.dims,)
         if place not in self._values:
             self._values[place] = ort.OrtValue.ortvalue_from_numpy(widened(*place))
         return self._values[place]

@@ -408,10 +408,8 @@ def _float_product_of_codes(node: onnx.NodeProto) -> list[onnx.NodeProto]:
             weights = add("Slice", weights, np.array([0]), np.array([columns]), np.array([1]))
         products.append(add("MatMul", node.input[0], add("Transpose", weights, perm=[1, 0])))
     whole = add("Concat", *products, axis=-1) if len(products) > 1 else products[0]
-    return [
-        *made,
-        helper.make_node("Add" if bias else "Identity", [whole, *([bias] if bias else [])], [out], name=node.name),
-    ]
+    terms = [whole, bias] if bias else [whole]
+    return [*made, helper.make_node("Add" if bias else "Identity", terms, [out], name=node.name)]
 
 
 SCHEMES = (
