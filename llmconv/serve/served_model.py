@@ -457,7 +457,7 @@ class Scheduler:
     def _count_waiting(self) -> int:
         """Number of jobs and calls that wait or are prepared, without those whose clients left; with the lock held."""
         self._waiting = deque(job for job in self._waiting if not job.canceled)
-        self._calls = deque(call for call in self._calls if not call[0].cancelled())
+        self._calls = deque(call for call in self._calls if not call[0].done())
         return len(self._waiting) + len(self._calls) + self._is_preparing
 
 
