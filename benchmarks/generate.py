@@ -170,8 +170,8 @@ def main() -> int:
         [
             f"A 135 M Llama in float32, greedy, {new} new tokens, one prompt, {THREADS} threads, medians of {rounds}",
             "rounds in turn, by `llmconv bench`; MB are the peak of the process. Tokens are compared with the first's.",
-            "Without options `chat` and `serve` pack the weights, `generate` does for 512 new tokens and more; fewer run",
-            "as with `--form mapped`.",
+            "Without options `chat` and `serve` pack the weights, `generate` does for 512 new tokens and more; fewer",
+            "run as with `--form mapped`.",
             *tables,
             "",
             *notes,

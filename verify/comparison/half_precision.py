@@ -52,8 +52,8 @@ def widen(
 ) -> None:
     """Replaces one half-precision dtype by float32 in a graph, in place; the other one would be a fault and stays.
 
-    Constants may be roundings of `known` numbers; `weights` are inline initializers that are tensors of the model, whose
-    values are exact. With `masks`, what hides keys is the smallest number of float32.
+    Constants may be roundings of `known` numbers; `weights` are inline initializers that are tensors of the model, with
+    exact values. With `masks`, what hides keys is the smallest number of float32.
     """
     kept, hidden = set(weights), _masks(model.graph) if masks else set()
 
