@@ -14,6 +14,7 @@ from llmconv.runtime.runner import Cache, Runner, can_be_cut, is_lost, taken_bac
 from llmconv.tensors import Array
 
 PRIOR = 0.6  # how often a guess is right, at first
+FIRST = 2  # most guesses while the time of one is unknown
 MOST_OTHERS = 0.01  # share of tokens that may differ between both vocabularies
 
 
@@ -26,6 +27,8 @@ class Draft(Guesser):
         vocabulary: number of token ids that both models have.
         context_length: tokens that the smaller model was made for; None if unknown.
     """
+
+    least_gain = 1.2  # two models in turn push each other's weights out of the processor's caches
 
     def __init__(
         self, runner: Runner, positions: PositionRule, vocabulary: int, context_length: int | None = None
@@ -47,6 +50,8 @@ class Draft(Guesser):
         self._guess, self._length, self._spent = ids[:0], len(ids), 0.0
         if self._longest is not None:
             most = min(most, self._longest - len(ids))
+        if not self._guess_seconds:
+            most = min(most, FIRST)
         count = self._count(self._hit, most) if self.is_on else 0
         if not count or not self._runner.reads_in_parts(len(ids) + count) or ids.max() >= self._vocabulary:
             self._hit += (1 - FORGET) * (PRIOR - self._hit)  # so that it is tried again

@@ -51,7 +51,6 @@ WIDTHS = (1, 2, 4, 8, 16)  # tokens per call
 LONGEST = 16  # last tokens that are compared
 # how often a guess is right, at first, by the bit length of the number of tokens that it follows
 PRIOR = {1: 0.2, 2: 0.35, 3: 0.6, 4: 0.8, 5: 0.9}
-GAIN = 1.05  # least expected gain in tokens per second
 RATE, SECONDS_RATE = 0.1, 0.3  # weights of the latest guess and of the latest call in the averages
 FORGET = 0.998  # factor per call of the time of other widths, so that a slow call is tried again
 # time that wrong guesses may cost, in calls of one token: at first, per call of one token, and at most
@@ -64,6 +63,8 @@ class Guesser:
     Attributes:
         is_on: whether it guesses at all.
     """
+
+    least_gain = 1.05  # expected gain in tokens per second from which on it guesses
 
     def __init__(self) -> None:
         self.is_on = True
@@ -87,7 +88,7 @@ class Guesser:
         """Number of guesses with the most expected tokens per second, at most `most`; `hit`: how often one is right."""
         if 1 not in self._seconds:
             return 0
-        best, count = GAIN, 0
+        best, count = self.least_gain, 0
         width_cost = 1.0
         for width in WIDTHS[1:]:
             known = self._seconds.get(width)
