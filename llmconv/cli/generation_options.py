@@ -146,12 +146,13 @@ def without_running(given: Mapping[str, Any]) -> dict[str, Any]:
 def with_graphs(model: str, given: dict[str, Any]) -> str:
     """The model, or the folder in the cache with its graphs; takes `first_export` out of the options.
 
-    The same for the smaller model of `speculate`.
+    The smaller model of `speculate` is replaced likewise.
     """
     wanted = given.pop("first_export")
-    if (smaller := given.get("speculate")) not in (None, "lookup", "off") and given["backend"] == "onnx":
-        given["speculate"] = with_graphs(smaller, {**given, "first_export": wanted, "speculate": None})
     others = ("decode", "adapter", "prefix_tuning", "stage_at", "trust_remote_code")
+    if (smaller := given.get("speculate")) not in (None, "", "lookup", "off"):
+        same = {name: given[name] for name in ("backend", "trust_remote_code")}
+        given["speculate"] = with_graphs(smaller, {**dict.fromkeys(others), **same, "first_export": wanted})
     if not wanted or given["backend"] != "onnx" or any(given[name] for name in others) or not Path(model).exists():
         return model
     from llmconv.generation.runners import graphs_in_cache

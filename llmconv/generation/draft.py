@@ -47,7 +47,8 @@ class Draft(Guesser):
             self._hit += RATE * ((guessed == token) - self._hit)
             if guessed != token:
                 break
-        self._guess, self._length, self._spent = ids[:0], len(ids), 0.0
+        self._guess, self._length = ids[:0], len(ids)
+        self._spent = self._reading = 0.0  # a call may have ended without `took`
         if self._longest is not None:
             most = min(most, self._longest - len(ids))
         if not self._guess_seconds:

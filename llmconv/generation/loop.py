@@ -9,6 +9,7 @@ depend on the guesses. `Lookup` guesses that the text repeats itself ("prompt lo
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,7 +58,7 @@ FORGET = 0.998  # factor per call of the time of other widths, so that a slow ca
 CREDIT, ALLOWED, MOST_CREDIT = 1.0, 0.01, 8.0
 
 
-class Guesser:
+class Guesser(ABC):
     """Guesses the next tokens of one sequence; how many depends on earlier guesses, and on the time of earlier calls.
 
     Attributes:
@@ -71,9 +72,9 @@ class Guesser:
         self._seconds, self._credit = dict[int, float](), CREDIT
         self._guess_seconds = 0.0  # time of one guess
 
+    @abstractmethod
     def guess(self, ids: Array, most: int) -> Array:
         """At most `most` tokens that may follow `ids`, int64 [tokens]; none if they would not save time."""
-        raise NotImplementedError
 
     def took(self, tokens: int, seconds: float, kept: int = 1) -> None:
         """Notes the seconds of a call that ran `tokens` tokens and gave `kept` new ones."""

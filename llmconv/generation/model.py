@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from llmconv.argument_checks import checked
-from llmconv.causal_lm import context_length, has_window
+from llmconv.causal_lm import context_length, has_window, language_config
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.files.sources import fetching, local_path
@@ -137,8 +137,8 @@ class TextModel:
         """
         options = TorchOptions.of(adapter, device, dtype)
         if not isinstance(speculate, TextModel) and not (isinstance(speculate, str) and speculate in (LOOKUP, OFF)):
-            smaller = {"backend": backend, "settings": settings, "device": device, "dtype": dtype, "form": form}
-            speculate = cls.open(speculate, **smaller, trust_remote_code=trust_remote_code, speculate=OFF)
+            same: dict[str, Any] = {"backend": backend, "settings": settings, "device": device, "dtype": dtype}
+            speculate = _smaller(speculate, form=form, trust_remote_code=trust_remote_code, **same)
         if is_model(model):
             of_files = {"decode": decode, "stages": stages, "prefix_tuning": prefix_tuning}
             opened = cls(**parts_of_object(model, tokenizer, settings, options, **of_files))
@@ -161,13 +161,13 @@ class TextModel:
 
     def _with_guesses(self, speculate: str | TextModel) -> TextModel:
         """This model with guesses as `open` has them; UnsupportedInput for a smaller model with another vocabulary."""
-        if isinstance(speculate, TextModel):
-            from llmconv.generation.draft import shared_vocabulary  # noqa: PLC0415 - few models have one
-
-            shared_vocabulary(self.tokenizer, speculate.tokenizer)
+        made = replace(self, speculate=speculate)
+        if made._guesser and isinstance(speculate, TextModel):
             if self.backend != "onnx" or not self.runner.scores_all(1, 2):
                 warn("this model runs one token per call, so the smaller model of `--speculate` is not used")
-        return replace(self, speculate=speculate)
+            elif speculate.backend == "genai":
+                raise UsageProblem("GenAI's loop guesses for no other model", hint="open the smaller model without it")
+        return made
 
     def with_adapter(self, adapter: str | Path) -> TextModel:
         """This model with a LoRA adapter (see `open`) in place of any that it has; both share graphs and weights.
@@ -224,13 +224,18 @@ class TextModel:
     def _engine(self) -> GenaiEngine | LoopEngine:
         if self.backend == "genai":
             return cast("GenaiEngine", self.runner)
-        guesser: Callable[[], Guesser] | None = Lookup if self.speculate == LOOKUP else None
-        if isinstance(draft := self.speculate, TextModel):
-            from llmconv.generation.draft import Draft, shared_vocabulary  # noqa: PLC0415 - few models have one
+        return LoopEngine(self.runner, self.positions, self.folder, self._guesser)
 
-            vocabulary = shared_vocabulary(self.tokenizer, draft.tokenizer)
-            guesser = partial(Draft, draft.runner, draft.positions, vocabulary, draft.context_length)
-        return LoopEngine(self.runner, self.positions, self.folder, guesser)
+    @cached_property
+    def _guesser(self) -> Callable[[], Guesser] | None:
+        if not isinstance(draft := self.speculate, TextModel):
+            return Lookup if draft == LOOKUP else None
+        from llmconv.generation.draft import Draft, shared_vocabulary  # noqa: PLC0415 - few models have one
+
+        declared = language_config(draft.folder).get("vocab_size")
+        tokens = shared_vocabulary(self.tokenizer, draft.tokenizer)
+        tokens = min(tokens, declared) if isinstance(declared, int) else tokens
+        return partial(Draft, draft.runner, draft.positions, tokens, draft.context_length)
 
     def __repr__(self) -> str:
         context = f", context {self.context_length:,}" if self.context_length else ""
@@ -478,6 +483,18 @@ def parts_of_object(
         "context_length": runner.context_length,
         "backend": "torch",
     }
+
+
+def _smaller(model: Any, **options: Any) -> TextModel:
+    """The model that guesses for another one; errors name the option, and a bare name is no model of the hub."""
+    is_path = isinstance(model, str | Path) and model != "" and (Path(model).exists() or "/" in str(model))
+    if not is_path and not is_model(model):
+        hint = f"give `{LOOKUP}`, `{OFF}`, or the folder of a smaller model"
+        raise UsageProblem(f"`speculate` is {model!r:.40}", hint=hint)
+    try:
+        return TextModel.open(model, speculate=OFF, **options)
+    except InputRefused as error:
+        raise type(error)(f"the smaller model of `--speculate`: {error.message}", hint=error.hint) from error
 
 
 def parts_of_files(

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from llmconv.cli import main
+from llmconv.errors import UsageProblem
 from llmconv.export.exporter import export
 from llmconv.generation import Conversation, TextModel, generate, loop
 from llmconv.generation import model as text_model
@@ -356,8 +357,13 @@ def test_a_draft_model_of_another_vocabulary_is_refused_and_a_useless_one_named(
         for names in (names, [*names[:-5], "<eos>", "<think>"])
     )
     assert shared_vocabulary(base, distilled) == 897
-    missing = CliRunner().invoke(main, ["generate", str(talking), "abc", "--speculate", "of"])
-    assert (missing.exit_code, "`of`" in missing.stderr) == (3, True)
+    for slip in ("of", "", None, 5, ["lookup"]):
+        with pytest.raises(UsageProblem, match="`speculate` is "):
+            TextModel.open(talking, speculate=slip)
+    typed = CliRunner().invoke(main, ["generate", str(talking), "abc", "--speculate", "of"])
+    assert (typed.exit_code, "give `lookup`, `off`, or the folder" in typed.stderr) == (2, True)
+    missing = CliRunner().invoke(main, ["generate", str(talking), "abc", "--speculate", str(tmp_path / "no")])
+    assert (missing.exit_code, "the smaller model of `--speculate`: `" in missing.stderr) == (3, True)
     TextModel.open(talking, backend="torch", speculate=talking)
     assert "the smaller model of `--speculate` is not used" in capsys.readouterr().err
 

@@ -229,7 +229,7 @@ ODD = {
 def test_graphs_of_every_kind_equal_the_model_of_their_codes(kind: str, tmp_path: Path) -> None:
     save_tiny(kind, tmp_path / "model", depth(kind))
     export(tmp_path / "model", tmp_path / "out", prefill=True, incremental=True, quant="int4", quant_block=16)
-    scenarios = ["prefill, 7 tokens", "one-token prompt", "second turn"]
+    scenarios = ["prefill, 7 tokens", "one-token prompt", "second turn", "left padding"]
     report = verify(tmp_path / "out", reference=tmp_path / "model", scenario=scenarios)
     assert report.verdict == "pass", report.closing_lines()
 

@@ -127,7 +127,7 @@ class NodeSearch:
         return self._text(finding.text if finding else "", node, trace.scope(node) if node is not None else "")
 
     def write(self, where: Where, folder: Path | None) -> str:
-        """As `write_piece`; empty also if there is no folder, or no piece was found."""
+        """Writes and describes the piece, see `write_piece`; empty without a folder, or without a piece."""
         trace, piece = self._found or (None, None)
         return write_piece(folder, piece, trace, self.replay, where) if folder and trace and piece else ""
 
