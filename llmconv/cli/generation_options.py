@@ -144,10 +144,7 @@ def without_running(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_graphs(model: str, given: dict[str, Any]) -> str:
-    """The model, or the folder in the cache with its graphs; takes `first_export` out of the options.
-
-    The smaller model of `speculate` is replaced likewise.
-    """
+    """The model, or the folder in the cache with its graphs, as for `speculate`; takes `first_export` out."""
     wanted = given.pop("first_export")
     others = ("decode", "adapter", "prefix_tuning", "stage_at", "trust_remote_code")
     if (smaller := given.get("speculate")) not in (None, "", "lookup", "off"):

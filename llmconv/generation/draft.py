@@ -11,6 +11,7 @@ from llmconv.errors import UnsupportedInput
 from llmconv.generation.loop import FORGET, RATE, SECONDS_RATE, Guesser
 from llmconv.generation.row import PositionRule
 from llmconv.runtime.runner import Cache, Runner, can_be_cut, is_lost, taken_back
+from llmconv.runtime.tokenizer import UNKNOWN
 from llmconv.tensors import Array
 
 PRIOR = 0.6  # how often a guess is right, at first
@@ -19,13 +20,9 @@ MOST_OTHERS = 0.01  # share of tokens that may differ between both vocabularies
 
 
 class Draft(Guesser):
-    """Guesses the tokens that a smaller model, with the same vocabulary, finds likeliest; it has a cache of its own.
+    """Guesses the tokens that a smaller model, which `runner` runs, finds likeliest; it has a cache of its own.
 
-    Args:
-        runner: runs the smaller model.
-        positions: its rule for position ids.
-        vocabulary: number of token ids that both models have.
-        context_length: tokens that the smaller model was made for; None if unknown.
+    `vocabulary` is the number of token ids that both models have.
     """
 
     least_gain = 1.2  # two models in turn push each other's weights out of the processor's caches
@@ -35,8 +32,7 @@ class Draft(Guesser):
     ) -> None:
         super().__init__()
         self._runner, self._positions, self._vocabulary = runner, positions, vocabulary
-        limits = [limit for limit in (context_length, runner.cache_capacity) if limit is not None]
-        self._longest = min(limits, default=None)
+        self._longest = min(context_length or UNKNOWN, runner.cache_capacity or UNKNOWN)
         self._ids: Array = np.empty(0, np.int64)  # the tokens in the cache
         self._cache: Cache | None = None
         self._guess, self._length, self._hit = self._ids, 0, PRIOR
@@ -49,10 +45,7 @@ class Draft(Guesser):
                 break
         self._guess, self._length = ids[:0], len(ids)
         self._spent = self._reading = 0.0  # a call may have ended without `took`
-        if self._longest is not None:
-            most = min(most, self._longest - len(ids))
-        if not self._guess_seconds:
-            most = min(most, FIRST)
+        most = min(most, self._longest - len(ids), most if self._guess_seconds else FIRST)
         count = self._count(self._hit, most) if self.is_on else 0
         if not count or not self._runner.reads_in_parts(len(ids) + count) or ids.max() >= self._vocabulary:
             self._hit += (1 - FORGET) * (PRIOR - self._hit)  # so that it is tried again
@@ -61,10 +54,9 @@ class Draft(Guesser):
         return self._guess
 
     def took(self, tokens: int, seconds: float, kept: int = 1) -> None:
-        spent, reading = self._spent, self._reading
+        super().took(tokens, seconds - self._spent - self._reading, kept)
+        self._credit -= self._spent / self._seconds.get(1, seconds)
         self._spent = self._reading = 0.0
-        super().took(tokens, seconds - spent - reading, kept)
-        self._credit -= spent / self._seconds.get(1, seconds)
 
     def _continued(self, ids: Array, count: int) -> Array:
         """The `count` likeliest tokens after `ids`, each after those before it."""
@@ -86,8 +78,7 @@ class Draft(Guesser):
                 next_token = step.choices.tokens[0, -1, :1]
             guess, text = np.append(guess, next_token), np.append(text, next_token)
         self._spent = time.perf_counter() - started - self._reading
-        runs = count - bool(self._reading)
-        if runs:
+        if runs := count - bool(self._reading):
             each = self._spent / runs
             self._guess_seconds += (SECONDS_RATE if self._guess_seconds else 1.0) * (each - self._guess_seconds)
         return guess

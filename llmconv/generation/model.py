@@ -141,8 +141,7 @@ class TextModel:
             speculate = _smaller(speculate, form=form, trust_remote_code=trust_remote_code, **same)
         if is_model(model):
             of_files = {"decode": decode, "stages": stages, "prefix_tuning": prefix_tuning}
-            opened = cls(**parts_of_object(model, tokenizer, settings, options, **of_files))
-            return opened._with_guesses(speculate)
+            return cls(**parts_of_object(model, tokenizer, settings, options, **of_files))._with_guesses(speculate)
         with fetching() as fetched:
             files = ModelFiles.find(model if decode is None else (model, decode))
             prefix = None
@@ -154,8 +153,7 @@ class TextModel:
             given: dict[str, Any] = {"stages": stages, "prefix": prefix, "trust_remote_code": trust_remote_code}
             given["form"] = form
             parts = parts_of_files(files, backend, settings, options, **given)
-            opened = cls(tokenizer, **parts)
-            opened = opened._with_guesses(speculate)
+            opened = cls(tokenizer, **parts)._with_guesses(speculate)
             fetched.keep_for(opened)
         return opened
 
@@ -232,9 +230,8 @@ class TextModel:
             return Lookup if draft == LOOKUP else None
         from llmconv.generation.draft import Draft, shared_vocabulary  # noqa: PLC0415 - few models have one
 
-        declared = language_config(draft.folder).get("vocab_size")
-        tokens = shared_vocabulary(self.tokenizer, draft.tokenizer)
-        tokens = min(tokens, declared) if isinstance(declared, int) else tokens
+        sizes = shared_vocabulary(self.tokenizer, draft.tokenizer), language_config(draft.folder).get("vocab_size")
+        tokens = min(size for size in sizes if isinstance(size, int))
         return partial(Draft, draft.runner, draft.positions, tokens, draft.context_length)
 
     def __repr__(self) -> str:
@@ -489,8 +486,9 @@ def _smaller(model: Any, **options: Any) -> TextModel:
     """The model that guesses for another one; errors name the option, and a bare name is no model of the hub."""
     is_path = isinstance(model, str | Path) and model != "" and (Path(model).exists() or "/" in str(model))
     if not is_path and not is_model(model):
-        hint = f"give `{LOOKUP}`, `{OFF}`, or the folder of a smaller model"
-        raise UsageProblem(f"`speculate` is {model!r:.40}", hint=hint)
+        raise UsageProblem(
+            f"`speculate` is {model!r:.40}", hint="give `lookup`, `off`, or the folder of a smaller model"
+        )
     try:
         return TextModel.open(model, speculate=OFF, **options)
     except InputRefused as error:
