@@ -107,11 +107,11 @@ def listing(names: Sequence[str]) -> str:
 
 
 def nearest(names: Sequence[str], known: Collection[str], spelled: Callable[[str], str] = str) -> str:
-    """As `listing`, each name with those of `known` that its `spelled` form is close to."""
-    close = {name: get_close_matches(spelled(name), known, n=2, cutoff=0.5) for name in names[:LISTED]}
-    found = {name: " or ".join(f"`{one}`" for one in close[name]) for name in close}
-    shown = ", ".join(f"`{name[:200]}`" + (f" (close: {like})" if like else "") for name, like in found.items())
-    return shown + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+    """As `listing`, the first name with those of `known` that its `spelled` form is close to."""
+    close = get_close_matches(spelled(names[0]), known, n=2, cutoff=0.5)
+    like = f" (close: {' or '.join(f'`{one}`' for one in close)})" if close else ""
+    shown, first = listing([name[:200] for name in names]), f"`{names[0][:200]}`"
+    return first + like + shown.removeprefix(first)
 
 
 def as_fields(error: LlmconvError) -> dict[str, str]:
