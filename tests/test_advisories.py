@@ -87,6 +87,7 @@ def test_a_chat_template_reaches_no_python(case: str, chatting: Path, tmp_path: 
     assert not text.strip()  # the sandbox's filter finds no such attribute
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("field", FIELDS)
 def test_cve_2026_4372_no_field_of_a_configuration_loads_a_kernel(field: str, talking: Path, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def quantized(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return folder
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "kinds"),

@@ -104,7 +104,7 @@ def test_transformersjs_runs_weights_of_every_kind(
     assert until_end(tokens) == generated(folder, picture)
 
 
-@pytest.mark.one_row_in(2)
+@pytest.mark.one_row_in(6)
 @pytest.mark.parametrize("model_type", sorted(IMAGE_MODELS))
 def test_genai_runs_every_tower(model_type: str, tmp_path: Path) -> None:
     folder = save_tower(model_type, tmp_path / model_type)

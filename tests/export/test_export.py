@@ -23,6 +23,7 @@ from tests.export.conftest import DEPTH, FAMILIES, as_past, eager_logits, run_gr
 GRAPHS = ["prefill.onnx", "decode.onnx", "model.onnx"]
 
 
+@pytest.mark.one_row_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", slow_but(FAMILIES, "llama"))
 def test_a_prompt_and_its_continuation_equal_the_eager_model(deep: Callable[[str], Path], model_type: str) -> None:

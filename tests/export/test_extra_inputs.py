@@ -59,6 +59,7 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: next(iter(form.values())))
 def test_every_form_of_graph_has_them(spice: Path, tmp_path: Path, form: dict[str, Any]) -> None:
@@ -67,6 +68,7 @@ def test_every_form_of_graph_has_them(spice: Path, tmp_path: Path, form: dict[st
     assert report.verdict == "pass", report.lines()
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [{"shapes": "static", "max_seq_len": 64, "batch_size": 3}, {"cache": "shared-buffer"}])
 def test_a_cache_of_fixed_length_feeds_inputs_of_sequences_and_of_tokens(
@@ -78,6 +80,7 @@ def test_a_cache_of_fixed_length_feeds_inputs_of_sequences_and_of_tokens(
     assert report.verdict == "pass", report.lines()
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"low_memory": True}, {"method": "induction"}], ids=["layered", "induction"])
 def test_every_method_of_verification_feeds_them(spice: Path, options: dict[str, Any]) -> None:
@@ -85,6 +88,7 @@ def test_every_method_of_verification_feeds_them(spice: Path, options: dict[str,
     assert verify(spice, record=False, **options).verdict == "pass"
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["language", "features", "weights", "filled"])
 def test_a_graph_that_computes_with_another_value_fails(spice: Path, name: str) -> None:

@@ -20,7 +20,7 @@ def types(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     return {name: str(tensor.dtype) for name, tensor in tensors.items()}
 
 
-@pytest.mark.one_row_in(2)
+@pytest.mark.one_row_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),

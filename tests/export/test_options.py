@@ -90,6 +90,7 @@ def test_a_cache_that_a_later_stage_reads_is_returned_by_its_own_stage(tmp_path:
     assert report.verdict == "pass", report.lines()
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"precision": "float16"}], ids=["float32", "float16"])
 def test_layers_that_share_caches_and_sparse_activations_are_exported(options: dict[str, Any], tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def types(ports: Iterator[onnx.ValueInfoProto]) -> dict[str, int]:
     return {port.name: port.type.tensor_type.elem_type for port in ports}
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_but(KINDS, "float16"))
 @pytest.mark.parametrize("model_type", slow_but(["llama", "gpt2"], "llama"))
@@ -179,6 +180,7 @@ SMALL_GPT_OSS = {
 }
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", KINDS)
 def test_recurrent_states_stay_in_float32(tmp_path: Path, dtype: str) -> None:
@@ -217,6 +219,7 @@ def test_a_prefix_in_half_precision_is_refused(stored: Stored, tmp_path: Path) -
         export(folder, precision="float16", prefix=save_adapter(folder, tmp_path / "adapter", "PrefixTuning"))
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.parametrize(
     "options", slow_but([{"stages": 2}, {"opset": 21}, {"shapes": "static", "max_seq_len": 32}], {"opset": 21})
 )

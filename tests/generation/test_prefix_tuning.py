@@ -123,6 +123,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_graph_continues_the_prefix(talking: Path, adapter: Path, tmp_path: Path, kind: str) -> None:
@@ -133,6 +134,7 @@ def test_every_kind_of_graph_continues_the_prefix(talking: Path, adapter: Path, 
     assert tokens_of(model, PROMPTS, SharedPrefix(START)) == tokens_of(usual, PROMPTS)
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gpt2", "bloom", "gemma2"])
 def test_every_rule_for_positions_counts_the_prefix_as_peft(talking_as: Tiny, tmp_path: Path, model_type: str) -> None:

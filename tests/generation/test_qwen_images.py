@@ -55,7 +55,7 @@ def eager_tokens(folder: Path, text: str, pictures: Sequence[Path]) -> list[int]
     return [int(token) for token in found[0, given["input_ids"].shape[1] :]]
 
 
-@pytest.mark.one_row_in(2)
+@pytest.mark.one_row_in(4)
 @pytest.mark.parametrize("backend", ["onnx", "torch"])
 @pytest.mark.parametrize("model_type", slow_but(TEXT, "qwen2_vl"))
 def test_a_batch_gives_the_texts_of_the_eager_model(

@@ -84,6 +84,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "gemma2", "lfm2"))
 def test_tokens_and_text_do_not_depend_on_the_guesses(
     tmp_path: Path, guessing: Callable[[list[int], int], None], family: str

@@ -136,7 +136,7 @@ def require_no_mark(folder: Path, done: subprocess.CompletedProcess[str]) -> Non
     assert "Traceback" not in done.stderr and done.returncode != 70, done.stderr[-2000:]
 
 
-@pytest.mark.one_row_in(3)
+@pytest.mark.one_row_in(9)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in COMMANDS]

@@ -115,6 +115,7 @@ def test_killed_at_any_step_out_is_old_or_new_and_resume_completes_it(
     assert step > 35
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

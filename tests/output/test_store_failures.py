@@ -117,6 +117,7 @@ def test_credentials_that_are_revoked_while_a_source_is_read_fail_the_run(bucket
     assert "denied" in failed(lambda: store.read_range(head, 5, 10)).message
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("hold", "options"),
@@ -158,6 +159,7 @@ def test_sigterm_ends_a_run_whose_source_hangs_and_leaves_no_temporary_file(
     assert not [*(tmp_path / "tmp").iterdir()]
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--workers", "2")], ids=["alone", "workers"])
 def test_sigterm_in_the_middle_of_an_upload_leaves_none_open(

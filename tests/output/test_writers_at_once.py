@@ -19,7 +19,7 @@ from tests.stores.bucket import Bucket
 
 pytestmark = pytest.mark.slow
 
-ROUNDS = 200 if os.environ.get("ROWS") == "all" else 60
+ROUNDS = 200 if os.environ.get("ROWS") == "all" else 25
 
 DELAY = 0.02
 """Most seconds that the server waits before it carries out a request."""

@@ -44,6 +44,7 @@ def graphs(chatting: Path, tmp_path: Path, kind: str) -> TextModel:
     return TextModel.open(tmp_path / "out")
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["onnx", "torch", "static", "shared-buffer"])
 def test_answers_in_turns_equal_answers_alone(chatting: Path, tmp_path: Path, kind: str) -> None:

@@ -42,6 +42,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "llmconv.json"}
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_killed_merge_goes_on_where_it_was(case: str, tmp_path: Path) -> None:

@@ -152,6 +152,7 @@ def peak_memory(home: Path, size: float, what: str) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "what"), [(30e9, "plan"), (6e9, "convert")])
 def test_memory_follows_a_block_and_not_the_checkpoint(tmp_path: Path, size: float, what: str) -> None:

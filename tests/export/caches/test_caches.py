@@ -46,7 +46,7 @@ def stateful(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.one_row_in(6)
+@pytest.mark.one_row_in(9)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_scenario_passes(stateful: Callable[[str], Path], model_type: str) -> None:
     every = os.environ.get("ROWS") == "all" and model_type not in QUICK
@@ -56,7 +56,7 @@ def test_every_scenario_passes(stateful: Callable[[str], Path], model_type: str)
     assert any(output.startswith("present_") for output in outputs)
 
 
-@pytest.mark.one_row_in(3)
+@pytest.mark.one_row_in(18)
 @pytest.mark.slow_rows("mamba")
 @pytest.mark.parametrize("model_type", [family for family in FAMILIES if family.values[0] != "zamba2"])
 def test_layers_beyond_the_traced_ones_are_replicated(stateful: Callable[[str], Path], model_type: str) -> None:
@@ -64,6 +64,7 @@ def test_layers_beyond_the_traced_ones_are_replicated(stateful: Callable[[str], 
     assert traced < load_config({"model_type": model_type, **STATE_CONFIGS[model_type]}).num_hidden_layers
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", SHOWN)
 @pytest.mark.parametrize("side", ["read", "written"])

@@ -40,6 +40,7 @@ def built(name: str = "llama") -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32).train()
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_folder_is_that_of_save_pretrained_with_graphs(tmp_path: Path, name: str) -> None:

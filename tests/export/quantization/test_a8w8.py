@@ -43,7 +43,7 @@ def operators(folder: Path) -> Counter[str]:
     return Counter(node.op_type for node in onnx.load(folder / "decode.onnx", load_external_data=False).graph.node)
 
 
-@pytest.mark.one_row_in(2)
+@pytest.mark.one_row_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", *OTHERS])
 def test_verify_accepts_it(model_type: str, made: Callable[[str], tuple[Path, Path]]) -> None:

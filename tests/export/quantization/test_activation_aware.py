@@ -92,6 +92,7 @@ def test_verify_accepts_it(model: Path, folder: Path) -> None:
     assert report.verdict == "pass", report.closing_lines()
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gpt2", *OTHERS])
 def test_other_families_have_factors_and_pass(model_type: str, tmp_path: Path) -> None:
@@ -101,6 +102,7 @@ def test_other_families_have_factors_and_pass(model_type: str, tmp_path: Path) -
     assert verify(made, reference=source, scenario=FIRST).verdict == "pass"
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -157,6 +159,7 @@ def with_one_product_less(found: Smoothing) -> Smoothing:
     return replace(found, matrices={name: factors for name, factors in found.matrices.items() if name != QUERY})
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [without_norms, of_the_other_norm, with_one_product_less])
 def test_factors_that_do_not_cancel_fail_in_the_scenarios(

@@ -60,6 +60,7 @@ def observed(folder: Path) -> dict[str, Array]:
     return {name: (total / total.mean()).numpy() for name, total in sums.items()}
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_importance_is_what_hooks_of_torch_see(model_type: str, tmp_path: Path) -> None:

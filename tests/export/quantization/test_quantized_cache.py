@@ -79,6 +79,7 @@ def test_a_scale_is_the_range_of_its_channel_and_keys_of_a_rotary_pair_share_it(
         assert np.allclose(scales[name][0, :, 0], 1.1 * largest / 127, rtol=1e-4), name
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "rotation"),

@@ -71,7 +71,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.one_row_in(2)
+@pytest.mark.one_row_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type",

@@ -63,6 +63,7 @@ def codes(folder: Path) -> dict[str, Array]:
     return load_file(folder / "quantized.safetensors")
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
 def test_graphs_equal_the_model_of_their_codes(

@@ -80,6 +80,7 @@ def test_verify_accepts_it(model: Path, folder: Path) -> None:
     assert report.verdict == "pass", report.closing_lines()
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gpt2", *OTHERS])
 def test_other_families_have_factors_and_pass(model_type: str, tmp_path: Path) -> None:

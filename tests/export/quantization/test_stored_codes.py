@@ -100,6 +100,7 @@ def test_codes_that_are_no_integers_are_quantized_again(base: str) -> None:
     assert all(formats.format_of(name, name, 0, 1).bits == 8 for name in found.weights)  # type: ignore[union-attr]
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["gptq_3bit", "gptq_4bit_sym", "awq_gemm", "ct_pack_4bit", "int8", "fp8_blocks"])
 def test_verify_accepts_graphs_of_a_quantized_model(base: str, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def fallback(folder: Path) -> set[str]:
     return {each["operator"] for each in entry.get("fallback", ())}
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "missing"),
@@ -37,6 +38,7 @@ def test_the_report_names_quantized_operators_without_a_kernel(target: str, miss
     assert fallback(folder) & quantized == missing
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["ort-cuda", "ort-dml"])
 def test_only_directml_gets_products_without_bias(target: str, tmp_path: Path) -> None:

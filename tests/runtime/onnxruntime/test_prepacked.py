@@ -69,6 +69,7 @@ def test_query_key_and_value_of_a_step_are_one_product(folder: Callable[[str], P
     assert [list(node.input[1:3]) for node in graph.node if node.op_type == "GroupQueryAttention"] == [["", ""]] * 4
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.parametrize("model_type", ["llama", *OTHERS])
 def test_joined_products_give_bit_identical_logits(
     folder: Callable[[str], Path], model_type: str, monkeypatch: pytest.MonkeyPatch
@@ -96,6 +97,7 @@ def test_packing_works_from_another_directory(folder: Callable[[str], Path], mon
     assert len(said(Path(home.name), SessionSettings(prepack=True))) == 3
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.parametrize("model_type", OTHERS)
 def test_a_node_between_product_and_attention_prevents_joining(folder: Callable[[str], Path], model_type: str) -> None:
     graph = load_guarded(folder(model_type) / "decode.onnx").graph

@@ -66,6 +66,7 @@ def test_equal_graphs_by_path_share_one_session(talking: Path, opened: list[obje
     assert len(opened) == 1
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])  # onnxruntime folds the 1 + weight of Gemma's norms
 def test_different_graphs_share_float32_copies(
@@ -88,6 +89,7 @@ def test_different_graphs_share_float32_copies(
     assert np.allclose(logits(runner), logits(separate), atol=1e-5)
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_graphs_run_on_the_cpu(tmp_path: Path, dtype: str) -> None:

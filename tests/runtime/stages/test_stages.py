@@ -53,6 +53,7 @@ def logits_of(runner: Runner, steps: int = 6) -> list[Any]:
     return found
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.parametrize(
     ("kind", "count", "remote"),
     [
@@ -92,6 +93,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.one_row_in(4)
 @pytest.mark.parametrize("options", KINDS)
 def test_other_kinds_of_graphs_give_the_tokens_of_one_process(
     staged: Staged, tmp_path: Path, options: dict[str, Any]

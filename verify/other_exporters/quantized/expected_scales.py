@@ -110,9 +110,10 @@ def _least_error(weights: Array, blocks: Blocks) -> tuple[Array, Array]:
         inverse = width / size
         products, squares = np.zeros_like(low), np.zeros_like(low)
         for column in columns:
-            code = _rounded(column * inverse + zero, blocks.largest) - zero
+            code = _rounded(column * inverse + zero, blocks.largest)
+            code -= zero
             products += code * column
-            squares += code * code
+            squares += np.square(code, out=code)
         scale = products / squares
         gain = scale * products
         best.keep((squares > 0) & (gain > best.gain) & (gain < np.inf), gain, scale, zero, width)
@@ -159,7 +160,10 @@ def _rounding(blocks: Blocks, size: Array) -> Array:
 
 
 def _rounded(values: Array, largest: int) -> Array:
-    return np.trunc(np.clip(values, np.float32(0), np.float32(largest)) + HALF)
+    """Codes of float32 `values`, which it replaces."""
+    np.minimum(np.maximum(values, np.float32(0), out=values), np.float32(largest), out=values)
+    values += HALF
+    return np.trunc(values, out=values)
 
 
 def scale_problem(blocks: Blocks, first: int, is_plain: bool, *, weighted: bool, every: int = 1) -> str:

@@ -38,7 +38,7 @@ def made(deep: Tiny, tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-@pytest.mark.one_row_in(2)
+@pytest.mark.one_row_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["growing", pytest.param("shared-buffer", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -47,6 +47,7 @@ def test_every_output_equals_the_eager_model(model_type: str, cache: str, made: 
     assert report.verdict == "pass", report.closing_lines()
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("graph", "rotations"), [("model", 2 * DEPTH), ("decode", 0)])
 def test_a_llama_layer_has_one_fused_operator_per_part(graph: str, rotations: int, made: Callable[..., Path]) -> None:
