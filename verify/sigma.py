@@ -114,7 +114,9 @@ class ExpectedOutput:
         """The last tokens only, for graphs that return logits of the last token, or runs of a part of the prompt."""
         noise, valid = self.noise[:, -count:], self.valid[:, -count:]
         total = max(rms(noise[valid]), 1e-300)
-        others, orders = ([partial(_last_rows, run, count) for run in runs] for runs in (self.others, self.orders))
+        others, orders = (
+            [partial(lambda run: run()[:, -count:], run) for run in runs] for runs in (self.others, self.orders)
+        )
         return ExpectedOutput(self.exact[:, -count:], noise, total, self.max_noise[:, -count:], valid, others, orders)
 
     def is_doubtful(self, found: Measure, gates: Gates) -> bool:
@@ -141,10 +143,6 @@ class ExpectedOutput:
         raised = rms(usual[self.valid & (usual > self.noise)])
         total = max(self.total_noise, raised, rms(noise[self.valid]))
         return replace(self, noise=noise, total_noise=total, max_noise=most, others=(), orders=())
-
-
-def _last_rows(rows: Callable[[], Array], count: int) -> Array:
-    return rows()[:, -count:]
 
 
 @dataclass(frozen=True)

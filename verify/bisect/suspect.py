@@ -149,8 +149,8 @@ class GraphIndex:
     def _shape_nodes(self) -> set[int]:
         found: set[int] = set()
         for node in reversed(self.nodes):
-            used = [(name, user) for name in node.output for user in self.users[name]]
-            laid_out = all(id(user) in found or _is_shape_input(user, name) for name, user in used)
+            used = [(user, user.op_type, name in user.input[:1]) for name in node.output for user in self.users[name]]
+            laid_out = all(id(one) in found or op in SHAPE_OPS or (op in TAKES_SHAPE and not x) for one, op, x in used)
             if used and laid_out and not self.outputs & set(node.output):
                 found.add(id(node))
         return found
@@ -167,10 +167,6 @@ class GraphIndex:
                 found[id(node)] = node
                 waiting += [name for name in values_read_by(node) if name and name not in stop]
         return sorted(found.values(), key=lambda node: self.order[id(node)])
-
-
-def _is_shape_input(node: onnx.NodeProto, name: str) -> bool:
-    return node.op_type in SHAPE_OPS or (node.op_type in TAKES_SHAPE and name not in node.input[:1])
 
 
 class AgreementTrace:
