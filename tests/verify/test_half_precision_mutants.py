@@ -61,7 +61,7 @@ def test_a_correct_export_passes(
     assert report.verdict == "pass", report.closing_lines()
 
 
-@pytest.mark.one_row_in(2)
+@pytest.mark.one_row_in(4)
 @pytest.mark.parametrize(("model_type", "dtype", "mutant"), CASES)
 def test_every_mutant_is_caught(
     model_type: str,

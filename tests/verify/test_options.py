@@ -49,6 +49,7 @@ def title(options: dict[str, Any]) -> str:
     return " ".join(name if value is True else f"{name}={value}" for name, value in options.items())
 
 
+@pytest.mark.one_row_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "options"),
@@ -65,6 +66,7 @@ def test_an_export_with_options_passes(
     assert report.worst and 0.3 < report.worst.sigma < 2.5
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", OPTION_MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_bug_in_an_option_is_caught(

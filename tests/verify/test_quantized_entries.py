@@ -70,6 +70,7 @@ def failed(report: Report) -> set[str]:
     return {check.name for check in report.checks if check.verdict == "fail"}
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.quick_rows("prefix")
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in KINDS])
 def test_codes_scenarios_and_cost_of_every_kind_are_compared(
@@ -81,6 +82,7 @@ def test_codes_scenarios_and_cost_of_every_kind_are_compared(
     assert report.quantization and report.quantization.cost and report.quantization.rounding
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_wrong_code_fails(
@@ -98,6 +100,7 @@ def test_limits_of_the_cost_apply_to_chosen_tokens(model: Callable[[str], Path],
     assert any("logits from which the graphs choose" in note for note in report.notes)
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 @pytest.mark.parametrize("preset", PRESETS)
@@ -109,6 +112,7 @@ def test_all_scenarios_of_a_clean_folder_pass(
     assert report.verdict == "pass", report.lines()
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["static", "stages", "argmax", "prefix"])
 @pytest.mark.parametrize("mutant", STORED_MUTANTS, ids=lambda mutant: mutant.name)

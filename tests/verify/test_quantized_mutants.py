@@ -54,6 +54,7 @@ def four(model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("mutant", FOLDER_MUTANTS, ids=lambda mutant: mutant.name)
@@ -69,6 +70,7 @@ def test_a_mutant_fails(
     assert verify(tmp_path / "mutant", reference=model(model_type), scenario=ONE, allow_changed=True).verdict == "fail"
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("preset", PRESETS)

@@ -99,6 +99,7 @@ def test_verify_accepts_it(model: Path, folder: Path) -> None:
     assert any(check.name == "activation ranges" for check in report.checks)
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gpt2", "phi3", "gemma2", "bloom"])
 def test_verify_accepts_other_families(model_type: str, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_correct_export_passes(
@@ -34,6 +35,7 @@ def test_a_correct_export_passes(
     assert report.worst and 0.3 < report.worst.sigma < 2, "calibration has moved: see docs/verification-sigma.md"
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.quick_rows("llama-last token of the vocabulary unknown")
 @pytest.mark.parametrize(("model_type", "mutant"), PAIRS)
 def test_every_mutant_is_caught(

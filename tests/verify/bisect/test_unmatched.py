@@ -66,7 +66,7 @@ def test_the_nodes_of_a_trigger_are_in_the_list(name: str, listed: Callable[[Tri
     assert added(name, listed)
 
 
-@pytest.mark.one_row_in(3)
+@pytest.mark.one_row_in(9)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(BY_NAME) - {*QUICK}))
 def test_the_nodes_of_any_trigger_are_in_the_list(name: str, listed: Callable[[Trigger | None], Report]) -> None:

@@ -106,6 +106,7 @@ def test_a_mutant_in_pieces_is_caught(
 OPTIONS: list[dict[str, Any]] = [{"stages": 2}, {"postprocess": "topk:3", "last_logits": True}, {"opset": 21}]
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
 def test_a_graph_with_options_passes_in_pieces(

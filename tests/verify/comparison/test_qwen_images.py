@@ -132,6 +132,7 @@ def test_a_wrong_graph_fails(
     assert (features.verdict, logits.verdict) == ("fail" if graph == VISION else "pass", "fail")
 
 
+@pytest.mark.one_row_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", TEXT)
 def test_verify_judges_text_and_images(seeing_qwen: Seeing, model_type: str) -> None:

@@ -98,6 +98,7 @@ MUTANTS: list[Callable[[onnx.ModelProto], None]] = [
 ]
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: str(mutant.__name__))
 @pytest.mark.parametrize("low_memory", [pytest.param(True, marks=pytest.mark.slow), None], ids=["in pieces", "whole"])
 def test_a_fault_of_one_stage_is_found(
@@ -234,6 +235,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.one_row_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("low_memory", [True, None], ids=["in pieces", "whole"])
 @pytest.mark.parametrize(("kind", "options"), ROWS)

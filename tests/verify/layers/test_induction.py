@@ -66,6 +66,7 @@ def test_a_correct_graph_is_shown(shown: Report) -> None:
     assert "rounding errors that grow from layer to layer" in shown.summary()
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gemma3_text", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_other_families_are_shown(model_type: str, layered: Layered) -> None:

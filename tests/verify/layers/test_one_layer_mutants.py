@@ -93,6 +93,7 @@ def test_any_layer_of_126_is_named_by_induction(deep: Path, tmp_path: Path, name
     assert found.placed, found
 
 
+@pytest.mark.one_row_in(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", SIZES)
 def test_every_mutant_of_one_layer_is_found(model_type: str, tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def changed_layers(folder: Path, other: Path) -> set[int | None]:
     return {int(match[1]) if match else None for match in found}
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.quick_rows("int4", "a8w8")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_clean_folder_passes(preset: str, made: Made) -> None:
@@ -75,6 +76,7 @@ def test_a_clean_folder_passes(preset: str, made: Made) -> None:
     assert report.quantization and report.quantization.cost
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "preset"), [*((name, "int4") for name in FAMILIES), ("llama", "ort-cpu"), ("gpt2", "ort-cpu")]

@@ -248,6 +248,7 @@ def test_the_command_takes_a_graph_instead_of_a_folder(graph: Path) -> None:
     assert json.loads(result.stdout)["folder"] == "decode.onnx"
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_both_graphs_of_transformers_pass_alone_and_together(model_type: str, tiny: Tiny, tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ def home(mutant: Mutant) -> str:
 REAL = [mutant for mutant in MUTANTS if mutant.name not in VOID_IN["float16"]]
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", REAL, ids=lambda mutant: mutant.name)
 def test_every_kind_of_mutant_is_caught_in_float16(

@@ -160,6 +160,7 @@ def test_unknown_weights_leave_correctness_open_and_the_cost_known(
     assert report.quantization is not None and report.quantization.cost is not None
 
 
+@pytest.mark.one_row_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2", "gemma2"])
@@ -171,6 +172,7 @@ def test_all_scenarios_pass(
     assert any("louder weights" in check.name for check in report.checks)
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", QUANTIZED_MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_of_weights_fails(
@@ -183,6 +185,7 @@ def test_a_mutant_of_weights_fails(
     assert report.verdict == "fail"
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("quantizer", [FOUR, INT8, "4 bits, QDQ", LEVEL])
 @pytest.mark.parametrize(

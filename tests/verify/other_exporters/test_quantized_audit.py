@@ -33,6 +33,7 @@ def audit(path: Path, folder: Path) -> Check:
     return audit_quantized(path.name, found, tensors)[0]
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2"])

@@ -70,6 +70,7 @@ def resized(model: onnx.ModelProto, window: int, by: int) -> None:
         tensor.CopyFrom(numpy_helper.from_array(value + by, tensor.name))
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_correct_graph_passes(name: str, windowed: Callable[[str], Path]) -> None:
     report = verify(windowed(name), scenario=[CROSSING])
@@ -77,6 +78,7 @@ def test_a_correct_graph_passes(name: str, windowed: Callable[[str], Path]) -> N
     assert not [check for check in report.checks if check.verdict == "skip"]
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.parametrize("fault", OFF)
 @pytest.mark.parametrize("name", MODELS)
 def test_another_window_fails(name: str, fault: str, windowed: Callable[[str], Path], tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def exported_as(folder: Path, wrong: Callable[[Path], object], tmp_path: Path) -
     return changed
 
 
-@pytest.mark.one_row_in(2)
+@pytest.mark.one_row_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",

@@ -206,6 +206,7 @@ LONG = {
 }
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("rope", [DYNAMIC, LONG], ids=["dynamic", "longrope"])
 def test_frequencies_that_stay_those_of_the_original_context_are_found(rope: dict[str, Any], tmp_path: Path) -> None:
