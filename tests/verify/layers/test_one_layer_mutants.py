@@ -97,7 +97,7 @@ def test_any_layer_of_126_is_named_by_induction(deep: Path, tmp_path: Path, name
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", SIZES)
 def test_every_mutant_of_one_layer_is_found(model_type: str, tmp_path: Path) -> None:
-    """A third of them each, so that two families run every mutant; `benchmarks/one_layer_mutants.py` runs all."""
+    """A third of the mutants; `ROWS=all` and `benchmarks/one_layer_mutants.py` run all."""
     model = deep_model(model_type, tmp_path / model_type)
     given = outcomes(model_type, model, tmp_path / "mutant", share=1 if os.environ.get("ROWS") == "all" else 3)
     found = [one for one in given if isinstance(one, Outcome)]
