@@ -29,9 +29,10 @@ from llmconv.export.folders import GraphsOnly, InPlace, NewFolder, OutputFolder,
 from llmconv.export.graph_files import GraphOptions, GraphPlan
 from llmconv.export.graph_names import graph_names
 from llmconv.export.graph_spec import FLOAT32, NO_CACHE, GraphSpec, graph_specs, refuse_option, with_fixed_inputs
-from llmconv.export.input_map import Port, decoder_config
+from llmconv.export.input_map import decoder_config
 from llmconv.export.language_model import LanguageModel, open_language_model
 from llmconv.export.quantization.settings import QuantizationSettings, require_kv_cache, require_used
+from llmconv.export.rewrite.fused_operators import fits_grouped_query
 from llmconv.export.rewrite.lora_inputs import lora_targets
 from llmconv.export.rewrite.passes import TokenChoice, require_grouped_query
 from llmconv.export.rewrite.pipeline_stages import first_layers, graph_parts, require_stages, stage_parts
@@ -94,7 +95,7 @@ def export_checkpoint(
         )
     if given["kv_cache"]:
         past = language_model.input_map.past(language_model.config)
-        require_kv_cache(given, checkpoint.config.get("model_type"), fits=_fits_grouped_query(past))
+        require_kv_cache(given, checkpoint.config.get("model_type"), fits=fits_grouped_query(past))
     check_shapes(given)
     text = ""  # the sha256 of the text that scales of the cache are measured on
     if given["kv_cache"]:
@@ -194,12 +195,6 @@ def _divided(folder: OutputFolder, graphs: Graphs, plan: GraphPlan) -> OutputFol
     return folder
 
 
-def _fits_grouped_query(past: Sequence[Port]) -> bool:
-    from llmconv.export.rewrite.grouped_query import fits_grouped_query  # noqa: PLC0415 - of caches of codes and buffers
-
-    return fits_grouped_query(past)
-
-
 def _client_files(
     clients: Sequence[Client],
     model: LanguageModel,
@@ -270,7 +265,7 @@ def _for_target(
         given["target"],
         Preset(given["precision"] or "", given["cache"] or "", given["opset"]),
         main_dtype(checkpoint),
-        buffers=fits and _fits_grouped_query(model.input_map.past(model.config)),
+        buffers=fits and fits_grouped_query(model.input_map.past(model.config)),
         growing=dynamic,
     )
     return {**given, "precision": preset.precision, "cache": preset.cache, "opset": preset.opset}

@@ -20,7 +20,7 @@ from llmconv.errors import MalformedInput
 from llmconv.export.families import find_input_map, is_multi_modal, known_input_maps
 from llmconv.export.graph_spec import GROWING, GraphSpec
 from llmconv.export.input_map import InputMap
-from llmconv.export.rewrite.fused_operators import fuse_for_target
+from llmconv.export.rewrite.fused_operators import fuse_for_target, use_grouped_query_attention
 from llmconv.export.rewrite.norms import fuse_norms, rewrite_linear_layers
 from llmconv.export.rewrite.replicate import NotIsomorphic, name_everything, replicate, warm_up
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, producer, value_named
@@ -216,8 +216,6 @@ def _rewrite(traced: TracedGraph, *, causal: bool) -> None:
     fuse_norms(traced)
     add_filled_length(traced)
     if traced.spec.cache == "shared-buffer" and causal:  # as the fused operator is
-        from llmconv.export.rewrite.grouped_query import use_grouped_query_attention  # noqa: PLC0415 - of buffers alone
-
         use_grouped_query_attention(traced.model)
     fuse_for_target(traced.model, traced.spec.target, steps=traced.spec.steps)
 

@@ -36,7 +36,7 @@ PAST_INPUTS = 3, 4  # indices of keys and values among the inputs of `GroupQuery
 ROUNDS = 4  # of inference: a size may follow from another that was open
 TOKEN_INPUTS = ("input_ids", "inputs_embeds")
 OPSET = 23  # the first with `Attention`
-CODE = "rewrite/running_form.py", "rewrite/grouped_query.py", "rewrite/fused_operators.py", "traced_graph.py"
+CODE = "rewrite/running_form.py", "rewrite/fused_operators.py", "traced_graph.py"
 
 
 def to_running_form(path: Path, model: onnx.ModelProto) -> None:
@@ -120,8 +120,11 @@ def rewritten(model: onnx.ModelProto) -> onnx.ModelProto:
         return model
     import onnx_ir as ir  # noqa: PLC0415 - half a second, for a graph that is not in the cache
 
-    from llmconv.export.rewrite.fused_operators import fuse_for_target  # noqa: PLC0415 - as above
-    from llmconv.export.rewrite.grouped_query import is_causal, use_grouped_query_attention  # noqa: PLC0415 - as above
+    from llmconv.export.rewrite.fused_operators import (  # noqa: PLC0415 - as above
+        fuse_for_target,
+        is_causal,
+        use_grouped_query_attention,
+    )
     from llmconv.export.traced_graph import MICROSOFT  # noqa: PLC0415 - as above
 
     found = ir.from_proto(shapes)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from llmconv.cli import generation_options, options
-from llmconv.cli.command_group import Terminated
-from llmconv.cli.help_page import Command
+from llmconv.cli.command_group import Command, Terminated
 from llmconv.cli.options import option
 from llmconv.errors import LlmconvError, printable
 from llmconv.progress import say

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from llmconv.cli import options
-from llmconv.cli.help_page import Command
+from llmconv.cli.command_group import Command
 from llmconv.cli.options import option
 
 RULE = "let a lifecycle rule of the bucket abort incomplete multipart uploads after a day"

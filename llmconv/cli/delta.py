@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmconv.cli import options
-from llmconv.cli.help_page import Command, Group
+from llmconv.cli.command_group import Command, Group
 from llmconv.cli.options import option
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import click
 
 from llmconv.cli import options
-from llmconv.cli.help_page import Command
+from llmconv.cli.command_group import Command
 from llmconv.cli.options import option
 from llmconv.cli.verdict import print_report, printer, require_verifiable, say_it_stays, verify_export
 from llmconv.errors import LlmconvError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmconv.cli import generation_options, options
-from llmconv.cli.help_page import Command
+from llmconv.cli.command_group import Command
 from llmconv.cli.options import is_file, option, refuse_file_name
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.progress import say

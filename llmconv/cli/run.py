@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmconv.cli import options
-from llmconv.cli.help_page import Command
+from llmconv.cli.command_group import Command
 from llmconv.cli.options import option
 from llmconv.progress import is_quiet, say, set_quiet
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import click
 
 from llmconv.cli import generation_options, options
-from llmconv.cli.help_page import Command
+from llmconv.cli.command_group import Command
 from llmconv.cli.options import option
 from llmconv.progress import say, warn
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from llmconv.cli import options
-from llmconv.cli.help_page import Command
+from llmconv.cli.command_group import Command
 from llmconv.cli.options import option
 
 

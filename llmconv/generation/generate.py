@@ -13,17 +13,20 @@ from llmconv.argument_checks import OWN, checked, fitted, require_least
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import Written, kind_of
 from llmconv.generation.completions import TOO_LONG, Completion, CompletionFile, Generation, GenerationCost, Meter
-from llmconv.generation.encoded_prompt import EncodedPrompt, prompt_names, token_of, with_embeddings
 from llmconv.generation.loop import SharedPrefix
 from llmconv.generation.model import TextModel
 from llmconv.generation.prompts import (
     TOKENIZER,
+    EncodedPrompt,
     Prompt,
     PromptContent,
     as_chat,
+    prompt_names,
     prompts_of,
     read_prompts,
     shared_start,
+    token_of,
+    with_embeddings,
     with_prefix,
 )
 from llmconv.generation.row import TextPiece, require_streamer

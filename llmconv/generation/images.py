@@ -15,7 +15,7 @@ import numpy as np
 
 from llmconv.errors import InputRefused, UsageProblem, first_line
 from llmconv.files.paths import kind_of
-from llmconv.generation.encoded_prompt import EncodedPrompt
+from llmconv.generation.prompts import EncodedPrompt
 from llmconv.runtime.images.family import PROCESSOR_FILES, Features, Given, ImageFamily
 from llmconv.runtime.runner import PromptEmbeddings
 from llmconv.runtime.tokenizer import token_ids

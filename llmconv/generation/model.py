@@ -14,16 +14,17 @@ from llmconv.causal_lm import context_length, has_window, language_config
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.files.sources import fetching, local_path
-from llmconv.generation.encoded_prompt import (
+from llmconv.generation.loop import LOOKUP, OFF, Decode, Guesser, Lookup, LoopEngine, PrefixCache
+from llmconv.generation.prompts import (
+    TOKENIZER,
     EncodedPrompt,
     RequestInputs,
     given_inputs,
     prompt_names,
     require_size,
     require_together,
+    token_lists,
 )
-from llmconv.generation.loop import LOOKUP, OFF, Decode, Guesser, Lookup, LoopEngine, PrefixCache
-from llmconv.generation.prompts import TOKENIZER, token_lists
 from llmconv.generation.row import (
     PositionRule,
     Row,

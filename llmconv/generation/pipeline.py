@@ -11,7 +11,6 @@ from llmconv.argument_checks import checked, fitted, require_least
 from llmconv.embedding import TextFeatures
 from llmconv.errors import UsageProblem, listing
 from llmconv.files.paths import kind_of, path_of
-from llmconv.generation.encoded_prompt import EncodedPrompt, prompt_names
 from llmconv.generation.generate import (
     BATCH_SIZE,
     Batches,
@@ -23,7 +22,7 @@ from llmconv.generation.generate import (
     several,
 )
 from llmconv.generation.model import TextModel
-from llmconv.generation.prompts import Prompt
+from llmconv.generation.prompts import EncodedPrompt, Prompt, prompt_names
 from llmconv.generation.row import TextPiece, is_streamer, require_streamer
 from llmconv.generation.runners import TorchOptions, is_model
 from llmconv.generation.sampling import GenerationSettings

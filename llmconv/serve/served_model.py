@@ -22,8 +22,7 @@ from llmconv.errors import InputRefused, LlmconvError
 from llmconv.generation import Conversation, GenerationSettings, TextModel
 from llmconv.generation.chat_session import ANSWER_TOKENS
 from llmconv.generation.chat_templates import find_template, require_valid
-from llmconv.generation.encoded_prompt import EncodedPrompt
-from llmconv.generation.prompts import TOKENIZER
+from llmconv.generation.prompts import TOKENIZER, EncodedPrompt
 from llmconv.progress import warn
 from llmconv.runtime import Runner
 from llmconv.runtime.runner import PromptEmbeddings

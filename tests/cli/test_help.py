@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 import llmconv.cli
-from llmconv.cli.help_page import COMMON, MANY, OTHER, OWN, SECTIONS, examples, heading_of
+from llmconv.cli.command_group import COMMON, MANY, OTHER, OWN, SECTIONS, examples, heading_of
 from tests.cli.commands import LEAVES, command
 
 

@@ -24,8 +24,8 @@ from llmconv.files import packing
 from llmconv.files.packing import RECORD, find_codec, is_tar
 from llmconv.files.pickle_reader import read_pickle
 from llmconv.files.safetensors_file import read_header
-from llmconv.generation.encoded_prompt import read_embeddings
 from llmconv.generation.images import open_image
+from llmconv.generation.prompts import read_embeddings
 from llmconv.model_code import collect_code
 from llmconv.output.manifest import graph_entries, read_manifest
 from llmconv.runtime.onnxruntime.guard import load_guarded, weight_bytes

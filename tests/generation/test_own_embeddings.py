@@ -16,8 +16,7 @@ from llmconv.cli import main
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem
 from llmconv.export import export
 from llmconv.generation import Prompt, TextModel, generate
-from llmconv.generation.encoded_prompt import read_embeddings
-from llmconv.generation.prompts import read_prompts
+from llmconv.generation.prompts import read_embeddings, read_prompts
 from tests.builders.talking import save_letters
 from tests.conftest import DECODER, save_tiny
 
