@@ -95,6 +95,7 @@ SIZES: dict[str, ExportOptions] = {
 }
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.parametrize("options", SIZES.values(), ids=list(SIZES))
 def test_transformersjs_runs_weights_of_every_kind(
     options: ExportOptions, llava: Path, picture: Path, tmp_path: Path

@@ -91,7 +91,7 @@ def eager_tokens(seeing: Seeing, prompts: list[Prompt]) -> list[tuple[int, list[
     return found
 
 
-@pytest.mark.one_row_in(2)
+@pytest.mark.one_row_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["onnx", "torch"])
 def test_the_tokens_are_those_of_the_eager_model(seeing: Seeing, pictures: list[Path], backend: str) -> None:

@@ -62,6 +62,7 @@ def _base(folder: Path) -> Path:
 WORKERS = ("--workers", "2")
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "options"),

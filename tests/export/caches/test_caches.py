@@ -46,7 +46,7 @@ def stateful(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.one_row_in(9)
+@pytest.mark.one_row_in(18)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_scenario_passes(stateful: Callable[[str], Path], model_type: str) -> None:
     every = os.environ.get("ROWS") == "all" and model_type not in QUICK

@@ -42,7 +42,7 @@ def graph_of(folder: Path) -> onnx.ModelProto:
     return onnx.load(folder / "model.onnx", load_external_data=False)
 
 
-@pytest.mark.one_row_in(4)
+@pytest.mark.one_row_in(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_scenario_equals_the_eager_model(model_type: str, shared: Tiny) -> None:

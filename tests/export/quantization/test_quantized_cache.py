@@ -174,6 +174,7 @@ def test_layouts_without_a_shared_buffer_are_refused(layout: str, talking: Path,
         export(talking, tmp_path / "out", kv_cache="int8", calibrate=prose, layout=layout)
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gptj", "mamba"])
 def test_families_with_another_attention_are_refused_by_name(model_type: str, prose: Path, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_verify_accepts_a_quantized_folder(
     assert report.verdict == "pass", report.closing_lines()
 
 
-@pytest.mark.one_row_in(2)
+@pytest.mark.one_row_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=repr)
 def test_verify_accepts_every_option(

@@ -156,6 +156,7 @@ def test_another_code_or_scale_is_found(part: str, edit: Callable[[Array], Array
     assert any(DOWN in check.detail and "in the quantized model it is" in check.detail for check in report.checks)
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 def test_scales_may_be_rounded_to_the_precision_of_the_graph(precision: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.conftest import CONFIGS, save_tiny
 from tests.export.conftest import FAMILIES, as_past, eager_logits, run_graph, tokens
 
 
-@pytest.mark.one_row_in(4)
+@pytest.mark.one_row_in(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_replicated_layers_equal_traced_layers_node_by_node(model_type: str) -> None:

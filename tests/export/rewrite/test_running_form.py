@@ -56,7 +56,7 @@ def operators(model: onnx.ModelProto) -> set[str]:
     return {node.op_type for node in model.graph.node}
 
 
-@pytest.mark.one_row_in(4)
+@pytest.mark.one_row_in(8)
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "llama", "gemma2", "lfm2"))
 def test_verify_judges_the_form_of_each_family(tmp_path: Path, family: str) -> None:
     folder = tmp_path / family

@@ -38,7 +38,7 @@ def made(deep: Tiny, tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-@pytest.mark.one_row_in(4)
+@pytest.mark.one_row_in(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["growing", pytest.param("shared-buffer", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model_type", FAMILIES)
