@@ -164,7 +164,7 @@ def test_the_examples_of_the_page_about_python_run(tmp_path: Path) -> None:
 START = sorted((ROOT / "docs/start").glob("*.md"))
 
 
-@pytest.mark.one_row_in(2)
+@pytest.mark.one_row_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("page", START, ids=lambda page: page.stem)
 def test_the_session_of_a_start_page_is_what_happens(page: Path, tmp_path: Path) -> None:

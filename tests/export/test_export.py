@@ -39,6 +39,7 @@ def test_a_prompt_and_its_continuation_equal_the_eager_model(deep: Callable[[str
     np.testing.assert_allclose(decode["logits"], expected[:, 15:], atol=3e-6)
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_layers_beyond_the_traced_ones_are_replicated(deep: Callable[[str], Path], model_type: str) -> None:

@@ -59,7 +59,7 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.one_row_in(2)
+@pytest.mark.one_row_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: next(iter(form.values())))
 def test_every_form_of_graph_has_them(spice: Path, tmp_path: Path, form: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ def test_every_method_of_verification_feeds_them(spice: Path, options: dict[str,
     assert verify(spice, record=False, **options).verdict == "pass"
 
 
-@pytest.mark.one_row_in(2)
+@pytest.mark.one_row_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["language", "features", "weights", "filled"])
 def test_a_graph_that_computes_with_another_value_fails(spice: Path, name: str) -> None:

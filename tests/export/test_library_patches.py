@@ -153,6 +153,7 @@ SHORT_WAY = [compute for second, compute in PROGRAMS.values() if not second]
 PROGRAMS["all that need no second trace"] = (0, lambda x: tuple(compute(x) for compute in SHORT_WAY))
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.quick_rows("all that need no second trace", "in place")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_one_trace_gives_the_graph_of_two(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
