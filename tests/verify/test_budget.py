@@ -139,6 +139,7 @@ def test_selected_scenarios_are_refused(exported: Tiny) -> None:
     assert "`--budget` excludes `--scenario`" in result.stderr and "hint: " in result.stderr
 
 
+@pytest.mark.one_row_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_the_core_catches_all_that_a_scenario_catches(

@@ -51,6 +51,7 @@ def rounded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tu
     return folder
 
 
+@pytest.mark.one_row_in(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_correct_export_passes(
@@ -61,7 +62,7 @@ def test_a_correct_export_passes(
     assert report.verdict == "pass", report.closing_lines()
 
 
-@pytest.mark.one_row_in(4)
+@pytest.mark.one_row_in(8)
 @pytest.mark.parametrize(("model_type", "dtype", "mutant"), CASES)
 def test_every_mutant_is_caught(
     model_type: str,

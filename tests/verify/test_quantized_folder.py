@@ -224,7 +224,7 @@ ODD = {
 }
 
 
-@pytest.mark.one_row_in(3)
+@pytest.mark.one_row_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ODD, ids=lambda kind: f"{kind}: {ODD[kind]}")
 def test_graphs_of_every_kind_equal_the_model_of_their_codes(kind: str, tmp_path: Path) -> None:

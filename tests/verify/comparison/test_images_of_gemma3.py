@@ -146,7 +146,7 @@ OTHERS: list[ExportOptions] = [
 ]
 
 
-@pytest.mark.one_row_in(3)
+@pytest.mark.one_row_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OTHERS, ids=[next(iter(options)) for options in OTHERS])
 def test_other_exports_pass(folder: Path, tmp_path: Path, options: ExportOptions) -> None:

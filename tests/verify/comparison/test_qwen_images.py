@@ -42,6 +42,7 @@ def checks_of(folder: Path) -> list[Check]:
     return [checks.features(), *checks.answers(OrtGraph(folder / PREFILL, settings))]
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.quick_rows("qwen2_vl")
 @pytest.mark.parametrize("model_type", TEXT)
 def test_features_and_answers_equal_the_eager_model(seeing_qwen: Seeing, model_type: str) -> None:
@@ -141,6 +142,7 @@ def test_verify_judges_text_and_images(seeing_qwen: Seeing, model_type: str) -> 
     assert {"features of images", "prompts with images", "own embeddings"} <= {check.name for check in report.checks}
 
 
+@pytest.mark.one_row_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"precision": "float16"}, {"quant": "int8"}, {"shapes": "static"}], ids=str)
 def test_other_exports_pass(seeing_qwen: Seeing, tmp_path: Path, options: dict[str, str]) -> None:

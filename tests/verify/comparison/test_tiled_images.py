@@ -172,7 +172,7 @@ def test_verify_judges_the_tower_and_prompts_with_images(seen: Seen) -> None:
     assert {"features of images", "prompts with images"} <= {check.name for check in report.checks}
 
 
-@pytest.mark.one_row_in(3)
+@pytest.mark.one_row_in(4)
 @pytest.mark.slow
 def test_half_precision_passes(seen: Seen, tmp_path: Path) -> None:
     made = export(seen.folder, tmp_path / "half", precision="float16", incremental=True)
