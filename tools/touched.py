@@ -28,7 +28,7 @@ COMMANDS = {
     "verify": ("graphs",),
 }
 MOST = {"to-hf": 55, "merge-lora": 47, "export": 68, "generate": 45, "verify": 123}
-"""Files that each command may run through; it only falls. `generate` makes a form of the graph the first time: 43 later."""
+"""Files that each command may run through; it only falls. `generate` makes a form of the graph first: 43 later."""
 QUICK = ("to-hf", "merge-lora")
 NO_FUNCTIONS = ("<module>", "<listcomp>", "<genexpr>", "<lambda>")
 
