@@ -1,4 +1,4 @@
-"""`--target ort-cpu` and `ort-cuda`: replaces groups of nodes by single operators of onnxruntime.
+"""Replaces groups of nodes by single operators of onnxruntime: shared buffers, `--target ort-cpu` and `ort-cuda`.
 
 Each pass rewrites the patterns that it recognizes and leaves other nodes unchanged. Operators: onnx docs/Operators.md,
 onnxruntime docs/ContribOperators.md; measurements: docs/benchmarks.md, docs/targets.md.

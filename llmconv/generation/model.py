@@ -484,7 +484,7 @@ def parts_of_object(
 
 
 def _smaller(model: Any, **options: Any) -> TextModel:
-    """The model that guesses for another one; errors name the option, and a bare name is no model of the hub."""
+    """The draft model of `--speculate MODEL`, a folder or an address; errors name the option."""
     is_path = isinstance(model, str | Path) and model != "" and (Path(model).exists() or "/" in str(model))
     if not is_path and not is_model(model):
         raise UsageProblem(

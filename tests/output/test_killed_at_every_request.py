@@ -64,7 +64,7 @@ def test_a_killed_run_is_invisible_or_complete(late: bool, bucket: Bucket, tmp_p
         if "llmconv.json" in found:
             visible += 1
             assert {name: found[name] for name in found if ".llmconv/" not in name} == expected
-    assert visible, "the last requests delete the journal"
+    assert visible >= 4 // REQUESTS.step, "the last requests delete the journal"
 
 
 @pytest.mark.one_row_in(2)

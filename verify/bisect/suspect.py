@@ -150,7 +150,9 @@ class GraphIndex:
         found: set[int] = set()
         for node in reversed(self.nodes):
             used = [(user, user.op_type, name in user.input[:1]) for name in node.output for user in self.users[name]]
-            laid_out = all(id(one) in found or op in SHAPE_OPS or (op in TAKES_SHAPE and not x) for one, op, x in used)
+            laid_out = all(
+                id(one) in found or op in SHAPE_OPS or (op in TAKES_SHAPE and not data) for one, op, data in used
+            )
             if used and laid_out and not self.outputs & set(node.output):
                 found.add(id(node))
         return found
