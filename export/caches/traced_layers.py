@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from llmconv.export.library_patches import EMPTY_LAYER
-from llmconv.runtime.extra_inputs import layer_of
+from llmconv.runtime.extra_inputs import SCAN, layer_of
 
 
 class PastLayer(DynamicLayer):  # type: ignore[misc]
@@ -126,8 +126,7 @@ def _tensors(layer: Any) -> list[Tensor]:
     return [tensor for tensor in found if tensor is not None]
 
 
-DOMAIN = "llmconv.scan"
-HEADER = f'<domain: "{DOMAIN}", opset_import: ["" : 23]>'
+HEADER = f'<domain: "{SCAN}", opset_import: ["" : 23]>'
 
 CHUNKS = """
     zero = Constant <value_ints = [0]> ()
@@ -164,15 +163,15 @@ def call(name: str, inputs: Sequence[Tensor], shapes: Sequence[Sequence[Any]]) -
     """Float32 outputs, with these shapes, of an ONNX function's call in a trace; inputs of any dtype become float32."""
     wide = [tensor.float() for tensor in inputs]
     dtypes = [torch.float32] * len(shapes)
-    return tuple(torch.onnx.ops.symbolic_multi_out(f"{DOMAIN}::{name}", wide, dtypes=dtypes, shapes=shapes, version=1))
+    return tuple(torch.onnx.ops.symbolic_multi_out(f"{SCAN}::{name}", wide, dtypes=dtypes, shapes=shapes, version=1))
 
 
 def define_functions(model: ir.Model, texts: Mapping[str, str]) -> None:
     """Adds the definitions of the functions that nodes in the domain `llmconv.scan` call, in place."""
-    for name in sorted({node.op_type for node in model.graph if node.domain == DOMAIN}):
+    for name in sorted({node.op_type for node in model.graph if node.domain == SCAN}):
         function = ir.serde.deserialize_function(function_proto(texts[name]))
         model.functions[function.identifier()] = function
-        model.opset_imports[DOMAIN] = 1
+        model.opset_imports[SCAN] = 1
 
 
 def function_proto(text: str) -> onnx.FunctionProto:

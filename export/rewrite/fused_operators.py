@@ -19,6 +19,8 @@ onnxruntime docs/ContribOperators.md; measurements: docs/benchmarks.md, docs/tar
   the angles of the new tokens, then zeros, so any rope scaling and any positions work as traced. With an empty cache
   such a graph counts one key too many: onnxruntime treats equal lengths as a first prompt, and counts the rows of all
   prompts of a batch from the first (1.31, contrib_ops/cpu/bert/group_query_attention.cc).
+- A call of the functions `DeltaRule` and `ChannelDeltaRule` (export/caches/delta_rule.py) -> `com.microsoft.
+  LinearAttention` with the rule `gated_delta`: one kernel in place of about 150 nodes.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from llmconv.export.traced_graph import (
     remove_unused,
     replace_value,
 )
-from llmconv.runtime.extra_inputs import CACHE_RANK, PAST
+from llmconv.runtime.extra_inputs import CACHE_RANK, PAST, SCAN
 
 if TYPE_CHECKING:
     from llmconv.export.input_map import Port
@@ -518,6 +520,45 @@ class _SharedInputs:
         return self._edit.one(op_type, inputs, attributes)
 
 
+DELTA_RULES = ("DeltaRule", "ChannelDeltaRule")
+DELTA_INPUTS = ["x", "q", "k", "decay", "beta", "past"]
+
+
+def use_linear_attention(model: ir.Model) -> None:
+    """Replaces every call of the delta rule by one node, in place; the states stay as they are."""
+    graph = model.graph
+    rules = [key for key, function in model.functions.items() if _is_delta_rule(function)]
+    calls = [node for node in graph if node.op_identifier() in rules and _has_heads(node.inputs[-1])]
+    for node in calls:
+        values, query, key, decay, beta, past = node.inputs
+        assert past is not None and past.shape is not None
+        heads, _, width = (int(size) for size in past.shape[1:])  # type: ignore[arg-type]
+        edit = NodeEditor(graph, node, module_of=node)
+        flat = [edit.one("Reshape", [value, integers(graph, 0, 0, -1)]) for value in (query, key, values)]
+        if node.op_type == DELTA_RULES[1]:  # a decay for each channel
+            decay = edit.one("Reshape", [decay, integers(graph, 0, 0, -1)])
+        # queries are scaled before
+        attributes = {"q_num_heads": heads, "kv_num_heads": heads, "update_rule": "gated_delta", "scale": 1.0}
+        output, present = edit.add("LinearAttention", [*flat, past, decay, beta], attributes, 2, MICROSOFT)
+        replace_value(node.outputs[1], present)
+        replace_value(node.outputs[0], edit.one("Reshape", [output, integers(graph, 0, 0, heads, width)]))
+    if calls:
+        model.opset_imports[MICROSOFT] = 1
+        remove_unused(model)
+        for rule in set(rules) - {node.op_identifier() for node in graph}:
+            del model.functions[rule]
+
+
+def _is_delta_rule(function: ir.Function) -> bool:
+    names = [value.name for value in function.inputs]
+    return function.domain == SCAN and function.name in DELTA_RULES and names == DELTA_INPUTS
+
+
+def _has_heads(state: ir.Value | None) -> bool:
+    """Whether the sizes of a state are known, `[batch, heads, key_dim, value_dim]`."""
+    return rank(state) == CACHE_RANK and all(isinstance(size, int) for size in (state and state.shape or ())[1:])
+
+
 def fuse_for_target(model: ir.Model, target: str | None, *, steps: bool = False) -> None:
     """Rewrites a graph for a target, a key of `TARGETS`, in place; `steps`: it takes one new token per row.
 
@@ -527,7 +568,9 @@ def fuse_for_target(model: ir.Model, target: str | None, *, steps: bool = False)
         return
     fuse_rotary(model)
     flatten_heads(model)
-    if target == "ort-cpu" and steps:
-        rotate_in_attention(model)
+    if target == "ort-cpu":
+        use_linear_attention(model)
+        if steps:
+            rotate_in_attention(model)
     fuse_linear_layers(model, biases=target == "ort-cpu")  # on CUDA a bias costs a kernel of its own
     fuse_sums_before_norms(model)

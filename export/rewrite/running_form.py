@@ -2,9 +2,9 @@
 
     Attention(q, Concat(past, new), …, mask)  ->  GroupQueryAttention(q, new, …, past, …, bias=mask)
 
-and then the passes of `--target ort-cpu`. Past and present share one buffer, so a step does not copy the past. A graph
-is left unchanged if part of its cache cannot be such a buffer (states, keys and values of different sizes), if a token
-may attend to later ones, or if an input belongs to all tokens or to whole rows.
+and then the passes of `--target ort-cpu`. Past and present share one buffer, so a step does not copy the past. The
+cache stays as it is, and only the passes run, if part of it cannot be such a buffer (states, keys and values of
+different sizes), if a token may attend to later ones, or if an input belongs to all tokens or to whole rows.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from onnx.shape_inference import infer_shapes
 
 from llmconv.errors import LlmconvError
 from llmconv.files.safe_folder import replace_file, user_cache
-from llmconv.runtime.extra_inputs import CACHE_RANK, MAX_LENGTH, is_past, is_present
+from llmconv.runtime.extra_inputs import CACHE_RANK, MAX_LENGTH, SCAN, is_past, is_present
+from llmconv.runtime.onnxruntime.guard import refill
 from llmconv.runtime.onnxruntime.packed_cache import make_private
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 LENGTH_AXIS = 2
-FUSED = {"GroupQueryAttention", "TensorScatter"}  # a graph with one of these has a form of its own
+FUSED = {"GroupQueryAttention", "LinearAttention", "TensorScatter"}  # a graph with one of these has a form of its own
 CODES = "MatMulNBits"  # product with codes, whose shape onnx does not know
 PAST_INPUTS = 3, 4  # indices of keys and values among the inputs of `GroupQueryAttention`
 ROUNDS = 4  # of inference: a size may follow from another that was open
@@ -63,7 +64,10 @@ def to_running_form(path: Path, model: onnx.ModelProto) -> None:
 
 
 def may_change(model: onnx.ModelProto) -> bool:
-    """Whether a graph may have another form: a whole decoder of standard operators, with a cache of floats."""
+    """Whether a graph may have another form: a whole decoder of standard operators, with a cache of floats.
+
+    Recurrent layers are functions of them.
+    """
     operators = {node.op_type for node in model.graph.node}
     opset = next((one.version for one in model.opset_import if not one.domain), 0)
     names = [port.name for port in (*model.graph.input[:2], *model.graph.output[:1])]
@@ -74,11 +78,10 @@ def may_change(model: onnx.ModelProto) -> bool:
         whole
         and is_float
         and opset >= OPSET
-        and "Attention" in operators
         and not operators & FUSED
-        and not model.functions
+        and all(function.domain == SCAN for function in model.functions)
+        and (len(model.functions) > 0 or "Attention" in operators)
         and not any(graph.sparse_initializer for graph in _graphs(model.graph))  # which a rewritten graph would lack
-        and _runs_in_parts(model.graph)
     )
 
 
@@ -120,33 +123,15 @@ def rewritten(model: onnx.ModelProto) -> onnx.ModelProto:
         return model
     import onnx_ir as ir  # noqa: PLC0415 - half a second, for a graph that is not in the cache
 
-    from llmconv.export.rewrite.fused_operators import (  # noqa: PLC0415 - as above
-        fuse_for_target,
-        is_causal,
-        use_grouped_query_attention,
-    )
+    from llmconv.export.rewrite.fused_operators import fuse_for_target  # noqa: PLC0415 - as above
     from llmconv.export.traced_graph import MICROSOFT  # noqa: PLC0415 - as above
 
-    found = ir.from_proto(shapes)
-    graph = found.graph
-    past = [value for value in graph.inputs if is_past(value.name or "")]
-    if any(len(value.shape or ()) != CACHE_RANK for value in past):
-        return model
-    attentions = [node for node in graph if node.op_type == "Attention"]
-    if not all(is_causal(node) for node in attentions):
-        return model
-    _count_by_mask(graph, past)
-    use_grouped_query_attention(found)
-    if not past or not all(_is_buffer(value) for value in past):
-        return model
-    if any(value.uses() for value in graph.outputs if is_present(value.name or "")):  # nodes would see a whole buffer
-        return model
+    found = (_with_buffers(ir.from_proto(shapes)) if _runs_in_parts(model.graph) else None) or ir.from_proto(shapes)
     fuse_for_target(found, "ort-cpu")
-    for value in (*past, *(value for value in graph.outputs if is_present(value.name or ""))):
-        assert value.shape is not None
-        value.shape = ir.Shape([*value.shape[:LENGTH_AXIS], MAX_LENGTH, *value.shape[LENGTH_AXIS + 1 :]])
+    if [node.op_type for node in found.graph] == [node.op_type for node in model.graph.node]:
+        return model
     found.opset_imports[MICROSOFT] = 1
-    for number, node in enumerate(graph):
+    for number, node in enumerate(found.graph):
         node.name = node.name or f"running/{node.op_type}_{number}"
         for index, value in enumerate(node.outputs):
             value.name = value.name or f"{node.name}:{index}"
@@ -155,27 +140,70 @@ def rewritten(model: onnx.ModelProto) -> onnx.ModelProto:
     return made
 
 
+def _with_buffers(model: ir.Model) -> ir.Model | None:
+    """The graph, changed in place, with a cache of shared buffers; None if part of the cache cannot be one."""
+    import onnx_ir as ir  # noqa: PLC0415 - as above
+
+    from llmconv.export.rewrite.fused_operators import (  # noqa: PLC0415 - as above
+        is_causal,
+        use_grouped_query_attention,
+    )
+
+    graph = model.graph
+    past = [value for value in graph.inputs if is_past(value.name or "")]
+    if any(len(value.shape or ()) != CACHE_RANK for value in past):
+        return None
+    attentions = [node for node in graph if node.op_type == "Attention"]
+    if not all(is_causal(node) for node in attentions):
+        return None
+    _count_by_mask(graph, past)
+    use_grouped_query_attention(model)
+    present = [value for value in graph.outputs if is_present(value.name or "")]
+    if not past or not all(_is_buffer(value) for value in past) or any(value.uses() for value in present):
+        return None  # a node that reads the present would see a whole buffer
+    for value in (*past, *present):
+        assert value.shape is not None
+        value.shape = ir.Shape([*value.shape[:LENGTH_AXIS], MAX_LENGTH, *value.shape[LENGTH_AXIS + 1 :]])
+    return model
+
+
 def _inferred(model: onnx.ModelProto) -> onnx.ModelProto | None:
-    """A copy with the shapes of all values; None if onnx cannot infer them."""
+    """A copy with the shapes of all values; None if onnx cannot infer them.
+
+    Meanwhile other nodes stand in for those that onnx does not know.
+    """
     made = onnx.ModelProto()
     made.CopyFrom(model)
-    codes = [node for node in made.graph.node if node.op_type == CODES]
-    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in codes]
-    for number, node in enumerate(codes):  # a product of floats has the same shape
-        sizes = {one.name: one.i for one in node.attribute}
-        weight = onnx.helper.make_tensor_value_info(f"codes/{number}", onnx.TensorProto.FLOAT, [sizes["K"], sizes["N"]])
-        made.graph.input.append(weight)
-        product = onnx.helper.make_node("MatMul", [node.input[0], weight.name], node.output, node.name)
-        node.CopyFrom(product)
+    del made.functions[:]
+    kept: dict[str, list[onnx.NodeProto]] = {}
+    nodes: list[onnx.NodeProto] = []
     try:
+        for number, node in enumerate(model.graph.node):
+            stand_ins = _stand_ins(node, f"stand-in/{number}", made.graph)
+            for at, one in enumerate(stand_ins):
+                one.name = f"stand-in/{number}/{at}"
+                kept[one.name] = [] if at else [node]
+            nodes += stand_ins or [node]
+        refill(made.graph.node, nodes)
         made = _with_shapes(made)
     except Exception:  # onnx raises its own errors for graphs that it does not know
         return None
-    places = [node for node in made.graph.node if node.op_type == "MatMul" and node.input[1].startswith("codes/")]
-    for node, original in zip(places, kept, strict=True):
-        node.CopyFrom(original)
+    refill(made.graph.node, [one for node in made.graph.node for one in kept.get(node.name, [node])])
     del made.graph.input[len(model.graph.input) :]
+    made.functions.extend(model.functions)
     return made
+
+
+def _stand_ins(node: onnx.NodeProto, name: str, graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """Nodes whose outputs have the shapes of those of a node that onnx does not know; none for other nodes."""
+    if node.op_type == CODES:  # a product of floats
+        sizes = {one.name: one.i for one in node.attribute}
+        graph.input.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [sizes["K"], sizes["N"]]))
+        return [onnx.helper.make_node("MatMul", [node.input[0], name], node.output)]
+    if node.domain == SCAN:  # the result is like the first input, the new state like the last one
+        pairs = ((node.input[0], node.output[0]), (node.input[-1], node.output[1]))
+        return [onnx.helper.make_node("Identity", [one], [other]) for one, other in pairs]
+    return []
 
 
 def _with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:

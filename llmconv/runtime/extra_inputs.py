@@ -25,6 +25,7 @@ from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem, first_l
 from llmconv.tensors import BY_NAME, Array
 
 CONVOLUTION, RECURRENT = "conv", "recurrent"
+SCAN = "llmconv.scan"  # domain of the functions of recurrent layers in graphs, see `export/caches`
 
 # groups: prefix, layer index
 CACHE_NAME = re.compile(

@@ -167,16 +167,21 @@ class FolderComparison:
         if self.named or settings.free_dimensions or settings.provider != CPU or self.eager.is_layered:
             return []
 
+        rewritten = set()
+
         def changed(path: Path, model: onnx.ModelProto) -> None:
             if change:
                 change(path, model)
+            before = [node.op_type for node in model.graph.node]
             to_running_form(path, model)
+            if before != [node.op_type for node in model.graph.node]:
+                rewritten.add(path.name)
 
         found = []
         for graph in graphs:
             if type(graph) is OrtGraph and graph.sizes is None and len(graph.entry.files) == 1:
                 form = self.open_graph(self.folder, graph.entry, replace(settings, change=changed, garbage=True))
-                if form.sizes:
+                if rewritten.intersection(graph.entry.files):
                     found.append(Candidate(f"{graph.name}{AS_RUN}", OrtRunner(form, form), (form,)))
         return found
 

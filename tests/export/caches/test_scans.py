@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from llmconv.export.caches import CACHE_KINDS, cache_kind
-from llmconv.export.caches.traced_layers import DOMAIN, function_proto
+from llmconv.export.caches.traced_layers import function_proto
+from llmconv.export.rewrite.fused_operators import use_linear_attention
+from llmconv.runtime.extra_inputs import SCAN
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -53,17 +56,27 @@ def inputs(name: str, length: int) -> Arrays:
     }
 
 
-def run(name: str, feeds: Arrays) -> list[NDArray[Any]]:
-    """Output and state of one call."""
-    ports = [helper.make_tensor_value_info(port, TensorProto.FLOAT, [None] * a.ndim) for port, a in feeds.items()]
+def run(name: str, feeds: Arrays, *, fused: bool = False) -> list[NDArray[Any]]:
+    """Output and state of one call; `fused`: of onnxruntime's own operator."""
+    shapes = {port: a.shape if port == "past" else [None] * a.ndim for port, a in feeds.items()}
+    ports = [helper.make_tensor_value_info(port, TensorProto.FLOAT, shape) for port, shape in shapes.items()]
     results = [helper.make_tensor_value_info(port, TensorProto.FLOAT, None) for port in ("y", "present")]
-    node = helper.make_node(name, list(feeds), ["y", "present"], domain=DOMAIN)
+    node = helper.make_node(name, list(feeds), ["y", "present"], domain=SCAN)
     model = helper.make_model(
         helper.make_graph([node], "g", ports, results),
         functions=[function_proto(TEXTS[name])],
-        opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)],
+        opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid(SCAN, 1)],
         ir_version=10,
     )
+    if fused:
+        changed = ir.from_proto(model)
+        use_linear_attention(changed)
+        for number, made in enumerate(changed.graph):
+            for value in made.outputs:
+                value.name = value.name or f"{number}"
+        model = ir.to_proto(changed)
+        assert not model.functions
+        assert [node.op_type for node in model.graph.node].count("LinearAttention") == 1
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     found: list[NDArray[Any]] = session.run(["y", "present"], feeds)
     return found
@@ -119,6 +132,14 @@ STEPS = {
 def test_a_scan_equals_its_recurrence(name: str, length: int) -> None:
     feeds = inputs(name, length)
     for found, expected in zip(run(name, feeds), token_by_token(name, feeds), strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["DeltaRule", "ChannelDeltaRule"])
+@pytest.mark.parametrize("length", [1, 3, 65])
+def test_linear_attention_equals_the_recurrence(name: str, length: int) -> None:
+    feeds = inputs(name, length)
+    for found, expected in zip(run(name, feeds, fused=True), token_by_token(name, feeds), strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-5)
 
 

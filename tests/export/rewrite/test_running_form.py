@@ -24,7 +24,8 @@ from tests.builders.slow_rows import slow_but
 from tests.builders.talking import save_letters
 from tools.tiny_models import depth, save_tiny
 
-AS_FILED = ("falcon", "bloom", "deepseek_v3", "lfm2", "mamba2", "gemma3")
+GROWING = ("falcon", "bloom", "deepseek_v3", "lfm2", "mamba2", "gemma3", "qwen3_next", "kimi_linear")
+"""Families whose cache stays as in the file."""
 FAMILIES = [
     "llama",
     "gemma2",
@@ -37,7 +38,7 @@ FAMILIES = [
     "opt",
     "starcoder2",
     "gemma3n_text",
-    *AS_FILED,
+    *GROWING,
 ]
 
 
@@ -65,8 +66,10 @@ def test_verify_judges_the_form_of_each_family(tmp_path: Path, family: str) -> N
     report = verify(folder, method="whole", record=False)
     assert report
     judged = any(check.graph.endswith(run.AS_RUN) for check in report.checks)
-    assert judged is (family not in AS_FILED)
-    assert judged is ("GroupQueryAttention" in operators(rewritten(graph_of(folder / "decode.onnx"))))
+    assert judged
+    form = rewritten(graph_of(folder / "decode.onnx"))
+    assert ("GroupQueryAttention" in operators(form)) is (family not in GROWING)
+    assert ("LinearAttention" in operators(form)) is (family in GROWING[-2:])
 
 
 def test_verify_fails_a_wrong_form(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +204,9 @@ EDITS = [
 ]
 
 
+UNCHANGED = (with_a_sparse_initializer, other_order)  # the other graphs keep their attention and cache
+
+
 @pytest.mark.parametrize("edit", EDITS)
 def test_graphs_that_compute_something_else_stay_as_they_are(
     talking: Path, edit: Callable[[onnx.ModelProto], None]
@@ -208,9 +214,15 @@ def test_graphs_that_compute_something_else_stay_as_they_are(
     graph = graph_of(talking / "decode.onnx")
     assert "GroupQueryAttention" in operators(rewritten(graph))
     edit(graph)
-    before = graph.SerializeToString()
+    before = onnx.ModelProto.FromString(graph.SerializeToString())
     to_running_form(talking, graph)
-    assert graph.SerializeToString() == before
+    assert (graph == before) is (edit in UNCHANGED)
+    assert not {"GroupQueryAttention"} & operators(graph)
+    for side in ("input", "output"):
+        assert list(getattr(graph.graph, side)) == list(getattr(before.graph, side))
+    for now, then in zip(attentions(graph), attentions(before), strict=True):
+        assert now.attribute == then.attribute
+        assert len(now.input) == len(then.input)
 
 
 def test_numbers_of_the_fused_nodes_are_kept(talking: Path) -> None:
