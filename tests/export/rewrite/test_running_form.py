@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
+import onnxruntime
 import pytest
 
 from llmconv.errors import UsageProblem
 from llmconv.export.exporter import export
 from llmconv.export.rewrite import running_form
-from llmconv.export.rewrite.running_form import rewritten, to_running_form
+from llmconv.export.rewrite.running_form import convolve_few_columns, rewritten, to_running_form
 from llmconv.files.safe_folder import user_cache
 from llmconv.generation import TextModel, generate
 from llmconv.generation.runners import in_form
@@ -70,6 +72,45 @@ def test_verify_judges_the_form_of_each_family(tmp_path: Path, family: str) -> N
     form = rewritten(graph_of(folder / "decode.onnx"))
     assert ("GroupQueryAttention" in operators(form)) is (family not in GROWING)
     assert ("LinearAttention" in operators(form)) is (family in GROWING[-2:])
+    assert ("If" in operators(form)) is (family in ("lfm2", *GROWING[-2:], "mamba2"))
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])  # of the window; the kernel has three columns
+def test_a_convolution_behind_a_window_is_the_same_for_few_columns_and_many(width: int) -> None:
+    rng = np.random.default_rng(0)
+    given: dict[str, list[int | str]] = {"input_ids": [2, "l"], "new": [2, 5, "l"], "past_conv.0": [2, 5, width]}
+    kinds = {"input_ids": onnx.TensorProto.INT64}
+    ports = [onnx.helper.make_tensor_value_info(n, kinds.get(n, onnx.TensorProto.FLOAT), s) for n, s in given.items()]
+    weights = {"w": rng.standard_normal((5, 1, 3)), "b": rng.standard_normal(5)}
+    nodes = [
+        onnx.helper.make_node("Concat", ["past_conv.0", "new"], ["joined"], axis=-1),
+        onnx.helper.make_node("Conv", ["joined", "w", "b"], ["y"], group=5, kernel_shape=[3], name="conv"),
+        onnx.helper.make_node("Conv", ["joined", "w"], ["z"], group=5, kernel_shape=[3], name="without bias"),
+    ]
+    results = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2, 5, "k"]) for name in "yz"]
+    initializers = [onnx.numpy_helper.from_array(one.astype(np.float32), name) for name, one in weights.items()]
+    graph = onnx.helper.make_graph(nodes, "g", ports, results, initializers)
+    opsets = [onnx.helper.make_opsetid("", 23), onnx.helper.make_opsetid("com.microsoft", 1)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    changed = ir.from_proto(model)
+    convolve_few_columns(changed)
+    for number, node in enumerate(changed.graph):
+        for value in node.outputs:
+            value.name = value.name or f"{number}"
+    form = ir.to_proto(changed)
+    assert [node.op_type for node in form.graph.node].count("If") == len(results)
+    before, after = (
+        onnxruntime.InferenceSession(one.SerializeToString(), providers=["CPUExecutionProvider"])
+        for one in (model, form)
+    )
+    for length in (1, 2, 16, 17, 40):
+        feeds = {
+            "input_ids": np.zeros((2, length), np.int64),
+            "new": rng.standard_normal((2, 5, length)).astype(np.float32),
+            "past_conv.0": rng.standard_normal((2, 5, width)).astype(np.float32),
+        }
+        for found, expected in zip(after.run(None, feeds), before.run(None, feeds), strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_verify_fails_a_wrong_form(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
