@@ -191,8 +191,7 @@ def open_image(source: Any, most: int = MOST_PIXELS) -> Any:
     `source` is a path, the bytes of a file, or an image of Pillow, of at most `most` pixels.
     Raises InputRefused for an unreadable or too large image, UsageProblem without Pillow or for another source.
     """
-    pillow = _pillow()
-    if isinstance(source, pillow.Image):
+    if isinstance(source, _pillow().Image):
         return _upright(source.copy(), "the image")
     if isinstance(source, str | Path):
         return _decoded(_content(Path(source)), f"`{source}`", most)

@@ -5,7 +5,7 @@ The only module here that imports torch; it is loaded only if such a field is se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -107,13 +107,11 @@ def search(
     except (ValueError, NotImplementedError) as error:
         problem = f"transformers does not accept the settings: {first_line(error)}"
         raise UsageProblem(problem, hint="see docs/generation.md") from error
-    return [_up_to_end(sequence, settings.eos_token_id) for sequence in found[:, len(prompt) :].tolist()]
-
-
-def _up_to_end(tokens: list[int], ends: Collection[int]) -> list[int]:
-    """The tokens without the padding after an end token."""
-    length = next((at for at, token in enumerate(tokens, start=1) if token in ends), len(tokens))
-    return tokens[:length]
+    sequences = []
+    for tokens in found[:, len(prompt) :].tolist():
+        ends = (at for at, token in enumerate(tokens, start=1) if token in settings.eos_token_id)
+        sequences.append(tokens[: next(ends, None)])  # padding follows
+    return sequences
 
 
 def processor(settings: GenerationSettings, prompt_tokens: int, limit: int) -> Processor:

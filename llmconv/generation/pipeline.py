@@ -201,7 +201,7 @@ class TextGeneration:
 
     def _answers(self, inputs: Any, given: dict[str, Any]) -> list[Any]:
         require_options(given)
-        shape = {name: given.pop(name) for name in SHAPES if name in given}
+        shape = {name: given.pop(name) for name in KINDS if name in given}
         many = not (isinstance(inputs, str | Prompt) or _is_chat(inputs))
         prompts = [one if isinstance(one, Prompt) else Prompt(one) for one in _contents(inputs if many else [inputs])]
         names = prompt_names(len(prompts))
@@ -286,19 +286,18 @@ KINDS: dict[str, Any] = {
     "template": str,
     "streamer": Any,
 }
-SHAPES = tuple(KINDS)
 
 
 def require_options(given: Mapping[str, Any]) -> None:
     """Raises UsageProblem for unknown options, which would have no effect, and for invalid ones."""
-    others = (*SHAPES, "stop_sequence")
+    others = (*KINDS, "stop_sequence")
     GenerationSettings().but(**{name: value for name, value in given.items() if name not in others})
     if (streamer := given.get("streamer")) is not None:
         require_streamer(streamer, 1)
-    for name in SHAPES:
+    for name, kind in KINDS.items():
         if given.get(name) is not None:
-            value = fitted(given[name], KINDS[name], name)
-            if KINDS[name] is int:
+            value = fitted(given[name], kind, name)
+            if kind is int:
                 require_least(value, 1, name)
 
 
@@ -311,8 +310,7 @@ def _is_chat(content: Any) -> bool:
 
 
 def _contents(inputs: Any) -> list[Any]:
-    odd = (bytes, Mapping, set, frozenset)
-    if isinstance(inputs, odd):
+    if isinstance(inputs, bytes | Mapping | set | frozenset):
         problem = f"the input is {kind_of(inputs)}"
         raise UsageProblem(problem, hint="give a text, a list of messages, or a list of either")
     contents = list(inputs) if isinstance(inputs, Iterable) else [inputs]

@@ -392,8 +392,7 @@ def keep_top_k(scores: Array, top_k: int) -> Array:
     """Indices of the `top_k` largest scores, ascending, including ties; all for 0."""
     if not 0 < top_k < len(scores):
         return np.arange(len(scores))
-    threshold = np.partition(scores, -top_k)[-top_k]
-    return np.flatnonzero(scores >= threshold)
+    return np.flatnonzero(scores >= np.partition(scores, -top_k)[-top_k])
 
 
 def keep_top_p(candidates: TokenCandidates, top_p: float) -> TokenCandidates:

@@ -133,8 +133,7 @@ class AccessGuard:
         try:
             self._access.check(scope["path"], Headers(scope=scope))
         except ApiError as error:
-            refusal = JSONResponse(error.body(), error.status, error.headers)
-            await refusal(scope, receive, with_headers)
+            await JSONResponse(error.body(), error.status, error.headers)(scope, receive, with_headers)
             return
         await self._app(scope, receive, with_headers)
 
@@ -166,26 +165,21 @@ class Endpoints:
         """`GET /health`: 200 while requests are accepted."""
         kinds = {"chat": self.served.chats, "images": self.served.sees}
         known = {"model": self.served.name, **kinds, "defaults": self.served.defaults}
-        status = {"status": "ok", **known, **self.scheduler.load()}
-        return JSONResponse(status)
+        return JSONResponse({"status": "ok", **known, **self.scheduler.load()})
 
     async def models(self, request: HttpRequest) -> Response:
-        """`GET /v1/models`."""
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: HttpRequest) -> Response:
-        """`GET /v1/models/{name}`."""
         name = request.path_params["name"]
         if name != self.served.name:
             raise ApiError(f"the model `{name[:80]}` does not exist", status=404, code="model_not_found")
         return JSONResponse(self._model())
 
     async def chat(self, request: HttpRequest) -> Response:
-        """`POST /v1/chat/completions`."""
         return await self._answer(request, chat_request)
 
     async def complete(self, request: HttpRequest) -> Response:
-        """`POST /v1/completions`."""
         return await self._answer(request, completion_request)
 
     def _model(self) -> dict[str, Any]:
@@ -433,12 +427,11 @@ def _page() -> tuple[str, str]:
         content = "\n".join(_part(name) for name in names)
         text = text.replace(f"<{tag}></{tag}>", f"<{tag}>\n{content}</{tag}>")
     # a policy that allows only the page's own script and style, by their hashes, and requests to the same server
-    sources = {"script": "script-src", "style": "style-src"}
     rules = ["default-src 'none'", "connect-src 'self'", "img-src data:"]
-    for tag, rule in sources.items():
+    for tag in ("script", "style"):
         contents = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
         hashes = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
-        rules.append(" ".join([rule, *(f"'sha256-{one}'" for one in hashes)]))
+        rules.append(" ".join([f"{tag}-src", *(f"'sha256-{one}'" for one in hashes)]))
     return text, "; ".join([*rules, "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"])
 
 
