@@ -127,8 +127,7 @@ def _add_to_expert(result: Array, rows: Array, products: Sequence[ExpertProduct]
         if pairs := [product.change.factors(start - product.first, stop - product.first) for product in here]:
             result[start:stop] = add_products_to_rows(rows[start:stop], pairs, dtype)
         else:
-            wide = rows[start:stop].astype(np.float64)
-            round_into(result[start:stop], wide)
+            round_into(result[start:stop], rows[start:stop].astype(np.float64))
 
 
 class WeightUpdate(Protocol):

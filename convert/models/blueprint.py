@@ -88,8 +88,7 @@ def _blueprint(text: str) -> Blueprint | None:
 def constructor_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a `config.json` for the constructor of its class, with no number larger than `LARGEST`."""
     left_out = ("model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "quantization_config")
-    fields = {name: value for name, value in config.items() if name not in left_out}
-    return dict(bounded(fields))
+    return dict(bounded({name: value for name, value in config.items() if name not in left_out}))
 
 
 def _config_class(configuration: SourceFile, kind: str) -> type[ConfigStandIn]:
@@ -134,8 +133,7 @@ def _tie(module: PreTrainedModel, prefix: str, tensors: Mapping[str, Tensor], sh
     for target, origin in pairs.items():
         targets = [name for name in own if re.search(f"^{target}", name)]
         origins = [name for name in own if re.search(f"^{origin}", name)]
-        many = zip(targets, origins * (len(targets) // max(1, len(origins))), strict=False)
-        for one, other in many:
+        for one, other in zip(targets, origins * (len(targets) // max(1, len(origins))), strict=False):
             shared[prefix + one] = shared[prefix + one] | shared[prefix + other] | {prefix + other}
 
 
@@ -267,8 +265,7 @@ def compare(tensors: Mapping[str, LazyTensor], plan: Blueprint, source: str) -> 
         if (rules := conversions(plan.class_name, plan.model_type)) is None:
             return False
         # stored name to that in the installed transformers; names in `known` stay. `rules` are from `conversions`
-        renamings = [rule for rule in rules if type(rule) in (Renaming, PrefixChange)]
-        for rule in renamings:
+        for rule in (rule for rule in rules if type(rule) in (Renaming, PrefixChange)):
             names = {name: now if name in shapes else rule.new_name(now) for name, now in names.items()}
         # a stacked tensor's parts in its place, where it is not there itself
         there, stored = set(names.values()), dict[str, Shape]()

@@ -119,8 +119,7 @@ def model_of_class(config: Mapping[str, Any], name: str, dtype: str = "float32")
     fields = without_fetching(constructor_fields(config))
     with building():
         kind: Any = getattr(transformers, name, None) if CLASS_NAME.fullmatch(name) else None
-        is_model = isinstance(kind, type) and issubclass(kind, PreTrainedModel)
-        if not is_model:
+        if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
             raise NotBuildable(f"transformers has no model `{name}`")
         settings = AutoConfig.for_model(str(config.get("model_type")), **fields)
         part = settings.get_text_config()
@@ -217,8 +216,7 @@ class NamesInMemory:
         self._sources: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         self._rules: dict[str, Any] = {}
         self._joints: dict[str, Joint] = {}
-        rules = get_model_conversion_mapping(self._model)
-        renamings, self._converters = _kinds(rules)
+        renamings, self._converters = _kinds(get_model_conversion_mapping(self._model))
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         for name in sorted(shapes, key=core_model_loading.dot_natural_key):
             self._find(name, renamings)

@@ -208,8 +208,7 @@ def _join(graph: ir.Graph, run: Sequence[ir.Node]) -> None:
     if biases:
         inputs += [None, editor.one("Concat", biases, {"axis": 0})]
     fields = {name: found.value for name, found in run[0].attributes.items()} | {"N": sum(counts)}
-    given = inputs if inputs[-1] is not None else inputs[:-1]
-    product = editor.one("MatMulNBits", given, fields, domain=MICROSOFT)
+    product = editor.one("MatMulNBits", _given(*inputs), fields, domain=MICROSOFT)
     parts = editor.add("Split", [product, integers(graph, *counts)], {"axis": -1}, outputs=len(run))
     for node, part in zip(run, parts, strict=True):
         replace_value(node.outputs[0], part)
@@ -222,8 +221,7 @@ def _joined(graph: ir.Graph, values: Sequence[ir.Value | None]) -> ir.Value | No
     if not mapped:
         return None
     name = "+".join(str(tensor.name) for tensor in mapped)
-    rows = sum(tensor.shape.numpy()[0] for tensor in mapped)
-    shape = ir.Shape((rows, *mapped[0].shape[1:]))
+    shape = ir.Shape((sum(tensor.shape.numpy()[0] for tensor in mapped), *mapped[0].shape[1:]))
     place = mapped[0].location, mapped[0].offset, sum(tensor.nbytes for tensor in mapped)
     content = ir.ExternalTensor(*place, mapped[0].dtype, shape=shape, name=name)
     graph.initializers[name] = ir.val(name, mapped[0].dtype, shape, const_value=content)

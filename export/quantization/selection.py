@@ -324,8 +324,7 @@ class RepackedWeight:
         codes, form = self.integers.codes(start, stop), self.form
         if self.order is not None:
             codes = codes[..., self.order]
-        padding = -codes.shape[-1] % form.size
-        padded = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, padding)])
+        padded = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % form.size)])
         return pack(padded.reshape(-1, form.size), form.bits).reshape(*codes.shape[:-1], -1, form.block_bytes)
 
     def _zeros(self, start: int, stop: int) -> Array:

@@ -248,8 +248,7 @@ def _renamed(whole: dict[str, LazyTensor], params: AccessoryParams, source: str)
             counts=(params.heads, groups, groups),
         )
     _check_layers(whole, params.layers, source)
-    table = table_of(params)
-    renamed = algebra.rename(dict.fromkeys(map(_owner, whole)), table, source)
+    renamed = algebra.rename(dict.fromkeys(map(_owner, whole)), table_of(params), source)
     order = algebra.rope_order(params.head_dim) if params.family in ("llama", "mixtral") else ()
     tensors: dict[str, LazyTensor] = {}
     for target, owner in sorted(renamed.items(), key=lambda pair: file_order(pair[0])):

@@ -299,8 +299,7 @@ def _split_fused(
                 f"{', '.join(PARTS[one] for one, _ in trained) or 'nothing'}",
                 hint=f"copy `{HYPERPARAMETERS}` of the run next to it; it lists the trained parts of the fused matrix",
             )
-        starts = accumulate(sizes, initial=0)
-        for (one, _), start, size in zip(trained, starts, sizes, strict=False):
+        for (one, _), start, size in zip(trained, accumulate(sizes, initial=0), sizes, strict=False):
             apart[f"{match['root']}.{one}.{match['part']}"] = slice_rows(tensor, start, start + size)
     return apart
 
