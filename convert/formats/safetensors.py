@@ -46,10 +46,9 @@ def _in_hugging_face_names(found: state_files.StateFile) -> bool:
         return True
     if all(state_files.ADAPTER_NAMES.search(name) for name in found.state):
         return False
-    layers = any(".layers." in name or ".h." in name for name in found.state)
-    return (layers and any(name.endswith(HEADS) for name in found.state)) or (
-        layers and state_files.is_safetensors_shard(found.path)
-    )
+    has_layers = any(".layers." in name or ".h." in name for name in found.state)
+    has_head = any(name.endswith(HEADS) for name in found.state)
+    return has_layers and (has_head or state_files.is_safetensors_shard(found.path))
 
 
 def _read(path: Path, config: Mapping[str, Any]) -> state_files.StateFile:

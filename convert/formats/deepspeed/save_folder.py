@@ -218,10 +218,9 @@ def _stage_3(save: Save, ranks: Sequence[RankStates], shapes: Mapping[str, tuple
     for rank, flat in enumerate(partitions):
         if flat.shape[0] != needed:
             raise _mismatch(save, f"{flat.shape[0]} elements of rank {rank}, whose parameters need {needed}")
-    starts = accumulate(shares.values(), initial=0)
     parts = {
         name: [slice_rows(flat, start, start + shares[name]) for flat in partitions]
-        for name, start in zip(shapes, starts, strict=False)
+        for name, start in zip(shapes, accumulate(shares.values(), initial=0), strict=False)
     }
     return {name: parameter(save, _flat(save, parts[name]), shape) for name, shape in shapes.items()}
 

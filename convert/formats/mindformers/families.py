@@ -104,8 +104,7 @@ def _build(run: RunConfig, tensors: dict[str, LazyTensor], names: dict[str, str 
         run, next((tensors[name] for name, to in names.items() if to == EMBEDDING and name in tensors), None)
     )
     heads = heads_of(run, embedding.shape[1])
-    parts = unfuse(run, tensors, heads)
-    renamed = algebra.renamed(parts, names, run.source)
+    renamed = algebra.renamed(unfuse(run, tensors, heads), names, run.source)
     biases = {one for one in "qkvo" if f"model.layers.0.self_attn.{one}_proj.bias" in renamed}
     if biases not in (set(), set("qkv"), set("qkvo")):
         raise refuse_model(run, f"a Llama with biases on {sorted(biases)}", "its biases are on q, k, v, or on all four")
@@ -283,7 +282,6 @@ def build_glm(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
             order = [row % 2 * (heads.dim // 2) + row // 2 for row in range(heads.dim)]
             parts = algebra.reordered(parts, re.compile(r"\.[qk]_proj\."), order)
     gate_up = parts.get("model.layers.0.mlp.gate_up_proj.weight")
-    bias = "model.layers.0.self_attn.q_proj.bias" in parts
     config = {
         "model_type": "glm",
         "vocab_size": embedding.num_rows,
@@ -295,7 +293,7 @@ def build_glm(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
         "head_dim": heads.dim,
         "partial_rotary_factor": 0.5,
         "hidden_act": "silu",
-        "attention_bias": bias,
+        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in parts,
         "max_position_embeddings": run.count("seq_length", default=2048),
         "rms_norm_eps": run.number("layernorm_epsilon", default=1e-5),
         "rope_theta": 10000.0 * run.number("rope_ratio", default=1.0),
@@ -510,5 +508,4 @@ def _finish(
             f"the hidden size {hidden} of `{run.source}` is not a multiple of its {heads} heads",
             hint="the configuration belongs to another model",
         )
-    tied = replace(run, values={**run.values, "tie_word_embeddings": True})
-    return finish(tied, tensors, config)
+    return finish(replace(run, values={**run.values, "tie_word_embeddings": True}), tensors, config)
