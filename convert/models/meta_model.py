@@ -119,7 +119,8 @@ def model_of_class(config: Mapping[str, Any], name: str, dtype: str = "float32")
     fields = without_fetching(constructor_fields(config))
     with building():
         kind: Any = getattr(transformers, name, None) if CLASS_NAME.fullmatch(name) else None
-        if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        is_model = isinstance(kind, type) and issubclass(kind, PreTrainedModel)
+        if not is_model:
             raise NotBuildable(f"transformers has no model `{name}`")
         settings = AutoConfig.for_model(str(config.get("model_type")), **fields)
         part = settings.get_text_config()
