@@ -27,12 +27,8 @@ from llmconv.tensors import LazyTensor
 # Names of a LayerNorm's parameters in models that came from TensorFlow (`LayerNorm.gamma`)
 OLD_NORM = {"gamma": "weight", "beta": "bias"}
 AROUND = {
-    "optimizer": "the optimizer's state",
-    "optimizer_states": "the optimizer's state",
-    "optimizer_state_dict": "the optimizer's state",
-    "scheduler": "the learning rate schedule",
-    "lr_schedulers": "the learning rate schedule",
-    "scheduler_state_dict": "the learning rate schedule",
+    **dict.fromkeys(("optimizer", "optimizer_states", "optimizer_state_dict"), "the optimizer's state"),
+    **dict.fromkeys(("scheduler", "lr_schedulers", "scheduler_state_dict"), "the learning rate schedule"),
     "callbacks": "the callbacks' state",
     "loops": "the training loops' state",
     "hyper_parameters": "the hyper-parameters",

@@ -177,9 +177,6 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return sorted(torch | packed | {*weight_files(folder)})
 
 
-OF_DEEPSPEED = "_optim_states.pt"  # suffix of DeepSpeed's optimizer files
-
-
 def explain(path: Path) -> LlmconvError:
     """The error for a path that matches no known format."""
     if kind := adapter_format(path):
@@ -227,7 +224,7 @@ def _explain_file(path: Path) -> LlmconvError:
     with open_source(path) as file:
         head, is_zip = file.read(300), zipfile.is_zipfile(file)
     left = training_file_kind(path.name)
-    if left and not path.name.endswith(OF_DEEPSPEED):  # whose optimizer holds the weights
+    if left and not path.name.endswith("_optim_states.pt"):  # DeepSpeed's optimizer has the weights
         files = checkpoint_files(path.parent)
         hint = f"give the weights next to it: `{files[0]}`" if files else "give the file or folder with the weights"
         return InputRefused(f"`{path.name}` is {left}, not the model's weights", hint=hint)

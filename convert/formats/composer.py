@@ -197,16 +197,12 @@ VERSION = re.compile(r"[\w.+-]{1,60}")
 
 def version(run: ComposerRun) -> str:
     """The versions, such as `composer 0.32.1, torch 2.13.0`; empty if unknown."""
+    composer = branch(run.content, "state", "metadata", "composer_env_info").get("composer_version")
     torch = branch(run.content, "state", "metadata").get("torch_version")
-    versions = {
-        "composer": branch(run.content, "state", "metadata", "composer_env_info").get("composer_version"),
-        "torch": torch.args[0]
-        if isinstance(torch, Stub) and torch.args
-        else torch,  # a `TorchVersion`, a class of strings
-    }
-    return ", ".join(
-        f"{name} {text}" for name, text in versions.items() if isinstance(text, str) and VERSION.fullmatch(text)
-    )
+    if isinstance(torch, Stub) and torch.args:  # a `TorchVersion`, a class of strings
+        torch = torch.args[0]
+    known = (("composer", composer), ("torch", torch))
+    return ", ".join(f"{name} {text}" for name, text in known if isinstance(text, str) and VERSION.fullmatch(text))
 
 
 def dropped(run: ComposerRun) -> tuple[str, ...]:
@@ -270,9 +266,7 @@ def open_sharded(path: Path) -> ComposerRun:
         rest = {**folder.tree, **state}
         left = sizes_of({name: tree for name, tree in rest.items() if name not in ("state", MODEL_KEY, *known)})
     # restores the content of JSON files that are an empty dict, which torch does not store
-    huggingface = known["integrations"].get("huggingface") if isinstance(known["integrations"], dict) else None
-    files = huggingface.get("tokenizer") if isinstance(huggingface, dict) else None
-    for entry in files.values() if isinstance(files, dict) else ():
+    for entry in branch(known, "integrations", "huggingface", "tokenizer").values():
         if isinstance(entry, dict) and entry.get("file_extension") == ".json":
             entry.setdefault("content", {})
     entries = model.items() if isinstance(model, Mapping) else ()

@@ -57,8 +57,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     shards = _shard_folder(path) or path
     folder, warnings = open_folder(shards), list[str]()
     # the configuration is next to the shards or above, and two above if the Trainer nests one more
-    above = shards.resolve().parents
-    places = [shards, *above[: 2 if shards.match(INNER) else 1]]
+    places = [shards, *shards.resolve().parents[: 2 if shards.match(INNER) else 1]]
     home = next((place for place in places if (place / "config.json").is_file()), None)
     stored = read_json(home / "config.json") if home else {}
     given = {name: value for name, value in config.items() if name not in FORMAT.options or name == OPTION}
@@ -70,10 +69,9 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         tensors = dict[str, LazyTensor]()
         if leaves:
             settings = causal_lm_config(stored or (base.config if base else {}), given, path.name, notes)
-            if AUTO_MAP in settings:
-                tensors = select(leaves, lambda _, tensor: tensor, path.name, notes, buffers=True)
-            else:
-                tensors = select(leaves, lambda _, tensor: tensor, path.name, notes)
+            own_code = AUTO_MAP in settings
+            tensors = select(leaves, lambda _, tensor: tensor, path.name, notes, buffers=own_code)
+            if not own_code:
                 prefix = prefix_of(tensors)
                 foreign = [] if is_meta_named(leaves) else outside(tensors, prefix)
                 left_out = dropped_outside(foreign, path.name, drop=bool(config.get("drop")))

@@ -8,7 +8,6 @@ The table of names has this axis of each tensor (LLaMA2-Accessory has the same: 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -521,11 +520,10 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     if tokens.bos is not None:
         stops = list(tokens.stops) if len(tokens.stops) > 1 else tokens.eos
         content = {"bos_token_id": tokens.bos, "eos_token_id": stops}
-        side_files["generation_config.json"] = (json.dumps(content, indent=2) + "\n").encode()
+        side_files["generation_config.json"] = json_bytes(content)
     left = [name for name in shards[0] if name.endswith("rope.freqs")]
     dropped = (*([f"rotary frequencies ({listing(left)})"] if left else []), *training_files_in(path))
-    more = (tuple(warnings), "", len(shards), dropped)
-    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, *more)
+    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), "", len(shards), dropped)
 
 
 FORMAT = Format(

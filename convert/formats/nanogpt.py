@@ -26,17 +26,14 @@ FILE = "ckpt.pt"
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 END_OF_TEXT = 50256  # id of GPT-2's only special token; a smaller vocabulary (characters) has none
 PARTS = ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+SAME = (  # names that are GPT-2's, too
+    *("transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight", "transformer.ln_f.bias"),
+    *(f"transformer.h.{{}}.{part}.{kind}" for part in PARTS for kind in ("weight", "bias")),
+    "lm_head.weight",
+)
 NAMES: dict[str, str | None] = {
-    "transformer.wte.weight": "transformer.wte.weight",
-    "transformer.wpe.weight": "transformer.wpe.weight",
-    "transformer.ln_f.weight": "transformer.ln_f.weight",
-    "transformer.ln_f.bias": "transformer.ln_f.bias",
-    "lm_head.weight": "lm_head.weight",
+    **{name: name for name in SAME},
     "transformer.h.{}.attn.bias": None,  # the causal mask of runs without flash attention
-} | {
-    f"transformer.h.{{}}.{part}.{kind}": f"transformer.h.{{}}.{part}.{kind}"
-    for part in PARTS
-    for kind in ("weight", "bias")
 }
 MATRIX = re.compile(r"\.c_\w+\.weight$")
 OWN_NAMES = re.compile(r"^(?:_orig_mod\.|module\.)*transformer\.h\.\d+\.attn\.c_attn\.weight$")

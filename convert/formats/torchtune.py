@@ -24,8 +24,9 @@ from llmconv.convert.assembly import contents_around, side_files_of, stored_conf
 from llmconv.convert.formats import AdapterFormat, Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
-from llmconv.convert.state_dicts.files import Sign, require_state, torch_files
+from llmconv.convert.state_dicts.files import Sign, require_state
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, listing
+from llmconv.not_a_model_folder import SUFFIXES_OF_TORCH
 
 NAMES: dict[str, str | None] = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -61,9 +62,7 @@ class TorchtuneFamily:
 
 
 FAMILIES = {
-    "llama": TorchtuneFamily(),
-    "mistral": TorchtuneFamily(),
-    "gemma": TorchtuneFamily(),
+    **dict.fromkeys(("llama", "mistral", "gemma"), TorchtuneFamily()),
     "qwen2": TorchtuneFamily(BIASES, rotates_neighbors=False),
     "qwen3": TorchtuneFamily(HEAD_NORMS, rotates_neighbors=False),
     "phi3": TorchtuneFamily(
@@ -79,7 +78,9 @@ OWN_NAMES = re.compile(r"^(?:_orig_mod\.|module\.)*layers\.\d+\.(?:attn\.output_
 
 
 def _files(path: Path) -> list[Path]:
-    candidates = list(torch_files(path)) if path.is_dir() else [path]
+    candidates = [path]
+    if path.is_dir():
+        candidates = [file for file in sorted(path.iterdir()) if file.suffix in SUFFIXES_OF_TORCH]
     return [file for file in candidates if has_sign_of(FORMAT.name, file)]
 
 

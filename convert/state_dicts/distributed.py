@@ -240,20 +240,11 @@ SUFFIX = ".distcp"
 GAP_LIMIT = 64  # maximum number of missing elements of a list: torch does not store empty dicts
 
 
-OPTIMIZER, SCHEDULER, GENERATORS = "the optimizer's state", "the learning rate schedule", "the random number generators"
 PARTS = {
-    "optimizers": OPTIMIZER,
-    "optimizer": OPTIMIZER,
-    "optim": OPTIMIZER,
-    "optimizer_states": OPTIMIZER,
-    "schedulers": SCHEDULER,
-    "lr_scheduler": SCHEDULER,
-    "lr_schedulers": SCHEDULER,
-    "scheduler": SCHEDULER,
-    "rng": GENERATORS,
-    "rng_state": GENERATORS,
-    "dataloader": "the data loader's position",
-    "dataset_state": "the data loader's position",
+    **dict.fromkeys(("optimizers", "optimizer", "optim", "optimizer_states"), "the optimizer's state"),
+    **dict.fromkeys(("schedulers", "lr_scheduler", "lr_schedulers", "scheduler"), "the learning rate schedule"),
+    **dict.fromkeys(("rng", "rng_state"), "the random number generators"),
+    **dict.fromkeys(("dataloader", "dataset_state"), "the data loader's position"),
 }
 
 

@@ -10,7 +10,7 @@ lists the others in the metadata: `{left out: kept}`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +23,7 @@ from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.safetensors_file import FileTensor, Header, read_header
 from llmconv.files.torch_reader import is_torch_file, open_torch_file
-from llmconv.not_a_model_folder import SUFFIXES_OF_TORCH, training_file_kind
+from llmconv.not_a_model_folder import training_file_kind
 from llmconv.tensors import LazyTensor
 
 # Keys under which training scripts save the state dict of the model
@@ -133,13 +133,6 @@ def peek_state(path: Path) -> StateFile | None:
         return None
 
 
-def torch_files(folder: Path) -> Iterator[Path]:
-    """The torch files of a folder in name order, detected by suffix and content."""
-    yield from (
-        entry for entry in sorted(folder.iterdir()) if entry.suffix in SUFFIXES_OF_TORCH and is_torch_file(entry)
-    )
-
-
 def _named(state: Mapping[Any, Any]) -> dict[str, Any]:
     return {str(key): leaf for key, leaf in state.items()}
 
@@ -220,7 +213,7 @@ def model_files(folder: Path) -> list[Path]:
 
 def is_shard(path: Path) -> bool:
     match = SHARD.fullmatch(path.name)
-    return bool(match) and int(match[2]) > 1 if match else bool(TORCHTUNE_SHARD.fullmatch(path.name))
+    return int(match[2]) > 1 if match else bool(TORCHTUNE_SHARD.fullmatch(path.name))
 
 
 def open_bin_folder(folder: Path) -> StateFile:
@@ -347,7 +340,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def is_safetensors_shard(path: Path) -> bool:
     match = SAFETENSORS_SHARD.fullmatch(path.name)
-    return bool(match) and int(match[3]) > 1 if match else False
+    return match is not None and int(match[3]) > 1
 
 
 def one_checkpoint(folder: Path) -> list[Path]:

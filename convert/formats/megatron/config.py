@@ -473,7 +473,6 @@ SIZES = {  # fields of `config.json` with the value of an argument
     "rotary_pct": "rotary_percent",
 }
 
-EXACT_GELU = "gelu"
 FREE = ("max_position_embeddings", "n_positions", "vocab_size", "model_type")
 """Fields in which the user's configuration may differ from the run's."""
 
@@ -501,7 +500,7 @@ def arguments_of(config: Mapping[str, Any], source: str) -> Arguments:
         "add_bias_linear": bias,
         "add_qkv_bias": family.qkv_bias,
         "qk_layernorm": family.qk_norm,
-        "bias_gelu_fusion": fields.get("activation_function", fields.get("hidden_act", "")) != EXACT_GELU,
+        "bias_gelu_fusion": fields.get("activation_function", fields.get("hidden_act", "")) != "gelu",
         "moe_router_pre_softmax": fields.get("norm_topk_prob", True) is False,
         "moe_shared_expert_gate": family.shared,
         "untie_embeddings_and_output_weights": not fields.get("tie_word_embeddings", not family.rope),

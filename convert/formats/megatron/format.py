@@ -91,11 +91,9 @@ def read_nemo(folder: Path) -> dict[str, Any]:
         }
         kept = {name: value for name, value in config.items() if name != "max_position_embeddings"}
         return _renamed(kept) | made
-    file = folder / save_folder.NEMO2_CONTEXT / NEMO2_FILE
-    if file.is_file():
-        return _transformer_config(read_config_file(file).get("config"), file)
-    if (folder / BRIDGE_FILE).is_file():
-        return _transformer_config(read_config_file(folder / BRIDGE_FILE).get("model"), folder / BRIDGE_FILE)
+    for file, field in ((folder / save_folder.NEMO2_CONTEXT / NEMO2_FILE, "config"), (folder / BRIDGE_FILE, "model")):
+        if file.is_file():
+            return _transformer_config(read_config_file(file).get(field), file)
     return {}
 
 
@@ -185,8 +183,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
             f"missing keys: `{run.source}` has no `{save_folder.EMBEDDING}`",
             hint="the save is incomplete, or its model is not a GPT of Megatron",
         )
-    padded = embedding.num_rows
-    vocabulary = true_vocabulary(arguments, padded, config, side_files, warnings)
+    vocabulary = true_vocabulary(arguments, embedding.num_rows, config, side_files, warnings)
     dim = configs.head_dim(arguments)
     layout = Layout(
         arguments.source,
@@ -321,10 +318,8 @@ def _attention(stem: str, kind: str, tensor: LazyTensor, layout: Layout) -> Iter
     elif layout.model_type == "gpt_neox":
         yield f"{stem}qkv.{kind}", algebra.interleave_rows(parts, counts)
     else:
-        yield (
-            f"{stem}qkv.{kind}",
-            transposed(algebra.concat(parts, 0)) if kind == "weight" else algebra.concat(parts, 0),
-        )
+        whole = algebra.concat(parts, 0)
+        yield f"{stem}qkv.{kind}", transposed(whole) if kind == "weight" else whole
 
 
 def _by_halves(tensor: LazyTensor, layout: Layout) -> LazyTensor:

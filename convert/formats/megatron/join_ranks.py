@@ -49,11 +49,8 @@ SAME = (  # arguments that all ranks of a run have in common
 )
 
 PARTS = {
-    "optimizer": "the optimizer's state",
-    "optimizer_states": "the optimizer's state",
-    "opt_param_scheduler": "the learning rate schedule",
-    "lr_scheduler": "the learning rate schedule",
-    "lr_schedulers": "the learning rate schedule",
+    **dict.fromkeys(("optimizer", "optimizer_states"), "the optimizer's state"),
+    **dict.fromkeys(("opt_param_scheduler", "lr_scheduler", "lr_schedulers"), "the learning rate schedule"),
     "rng_state": "the random number generators",
     "rerun_state_machine": "the state of the run",
 }

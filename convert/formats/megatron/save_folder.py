@@ -31,13 +31,10 @@ GROUPED = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d{1,9})$"
 FC1 = re.compile(r"\.linear_fc1\.(?:weight|bias)$")
 
 OLD_MODULES = {
-    "attention.query_key_value": QKV,
-    "self_attention.query_key_value": QKV,
-    "attention.dense": PROJECTION,
-    "self_attention.dense": PROJECTION,
+    **dict.fromkeys(("attention.query_key_value", "self_attention.query_key_value"), QKV),
+    **dict.fromkeys(("attention.dense", "self_attention.dense"), PROJECTION),
     "input_norm": "input_layernorm",
-    "post_attention_norm": "pre_mlp_layernorm",
-    "post_attention_layernorm": "pre_mlp_layernorm",
+    **dict.fromkeys(("post_attention_norm", "post_attention_layernorm"), "pre_mlp_layernorm"),
     "mlp.dense_h_to_4h": "mlp.linear_fc1",
     "mlp.dense_4h_to_h": "mlp.linear_fc2",
 }

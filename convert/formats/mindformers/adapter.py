@@ -153,9 +153,7 @@ def _bloom(
 Place = Callable[[dict[str, ForeignPair], RunConfig, LayerSizes, Mapping[str, str | None]], dict[str, ForeignPair]]
 # Renames the factors of a family to the base's modules, and reorders their rows
 PLACES: dict[Any, Place] = {
-    families.build_llama: _llama,
-    families.build_qwen: _llama,
-    families.build_core: _llama,
+    **dict.fromkeys((families.build_llama, families.build_qwen, families.build_core), _llama),
     families.build_gpt2: lambda factors, run, sizes, table: join_modules(
         renamed(factors, table, run.source, DESCRIPTION), DENSE, "c_attn", sizes.attention, run.source
     ),
