@@ -350,10 +350,7 @@ class GenerationCost:
     @classmethod
     def sum(cls, costs: Sequence[GenerationCost]) -> GenerationCost:
         """The total of batches that ran in sequence."""
-        names = (
-            *("prompts", "prompt_tokens", "new_tokens", "first_seconds", "seconds", "decode_seconds"),
-            "guessed_tokens",
-        )
+        names = cls.__dataclass_fields__.keys() - {"peak_bytes", "latencies"}
         totals: dict[str, Any] = {name: sum(getattr(cost, name) for cost in costs) for name in names}
         latencies = tuple(latency for cost in costs for latency in cost.latencies)
         return cls(**totals, latencies=latencies, peak_bytes=max((cost.peak_bytes for cost in costs), default=0))

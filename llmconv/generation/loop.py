@@ -266,9 +266,7 @@ class Batch:
             if self._guesser and self._started and pending == 1:
                 self._guesser.took(1, time.perf_counter() - self._started)
             return pieces
-        assert self._guesser
-        assert self.past
-        assert self._before
+        assert self._guesser and self.past and self._before
         row = self.rows[0]
         pieces = []
         if step.scored == pending + len(guess):
@@ -289,8 +287,7 @@ class Batch:
 
     def _without_wrong(self, kept: int) -> tuple[Past, int]:
         """The cache of the first `kept` columns, and how many tokens of the row the next call runs before others."""
-        assert self.past
-        assert self._before
+        assert self.past and self._before
         if can_be_cut(self.past.cache):
             return Past(taken_back(self.past.cache, self._runner.virtual_tokens + kept), kept), 1
         # states of all tokens cannot be cut: the next call continues the earlier cache

@@ -211,15 +211,14 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # fields of `GenerationConfig` that change what transformers returns, and do nothing here
 RETURNED = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate")
 IN_PROMPT = "give it in a prompt of `generate`: `Prompt(text, %s)`"
+DTYPES = "graphs compute in float32; `llmconv export --dtype` sets how weights are stored"
 TEXTS = "texts and chats are the argument `prompts` of `generate`, which may be a single one"
 
 # names from transformers' pipeline and other libraries, and what to use instead
 ELSEWHERE = {
-    "tokenizer": "give it to `generate`, `pipeline` or `TextModel.open`",
-    "device": "give it to `generate`, `pipeline` or `TextModel.open`",
+    **dict.fromkeys(("tokenizer", "device"), "give it to `generate`, `pipeline` or `TextModel.open`"),
     "device_map": "one process runs the whole model; `llmconv export --stages` splits its graphs",
-    "torch_dtype": "graphs compute in float32; `llmconv export --dtype` sets how weights are stored",
-    "dtype": "graphs compute in float32; `llmconv export --dtype` sets how weights are stored",
+    **dict.fromkeys(("torch_dtype", "dtype"), DTYPES),
     "streamer": "give it to `generate`, to `TextModel.stream` or to the pipeline",
     "is_sample_acceleration": "graphs of `llmconv export --postprocess` choose tokens by themselves; leave it out",
     "model_kwargs": "pass its fields as keyword arguments",
