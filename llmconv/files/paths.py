@@ -32,13 +32,9 @@ URI = re.compile(
 )
 # scheme to the command that copies a folder to such a store
 COPY_TOOLS = {
-    "s3": "aws s3 cp --recursive",
-    "s3a": "aws s3 cp --recursive",
-    "gs": "gcloud storage cp -r",
-    "gcs": "gcloud storage cp -r",
-    "az": "azcopy copy --recursive",
-    "abfs": "azcopy copy --recursive",
-    "abfss": "azcopy copy --recursive",
+    **dict.fromkeys(("s3", "s3a"), "aws s3 cp --recursive"),
+    **dict.fromkeys(("gs", "gcs"), "gcloud storage cp -r"),
+    **dict.fromkeys(("az", "abfs", "abfss"), "azcopy copy --recursive"),
     "oci": "oci os object bulk-upload",
     "hf": "hf upload",
 }

@@ -291,7 +291,6 @@ class _ReferenceProbe(_TreeWalk):
     found = 0
 
     def add(self, frame: _Frame, child: Any) -> bool:
-        """Overrides `_TreeWalk.add`."""
         self.found = sys.getrefcount(child)
         return False
 

@@ -212,12 +212,11 @@ def mirror_hub(address: HubAddress, commit: str, sizes: Mapping[str, int], folde
     `sizes` maps paths in the repository to bytes, for the files at the address that the model needs. Raises
     InputRefused if the Hub does not give a file, or cannot be reached.
     """
-    root = folder / address.repository.rpartition("/")[2]
+    from llmconv.files.mirror import mirror_files  # noqa: PLC0415 - as above
     from llmconv.stores.object_store import Head  # noqa: PLC0415 - as above
 
+    root = folder / address.repository.rpartition("/")[2]
     files = [(root / name, Head(name, size, "")) for name, size in sizes.items()]
-    from llmconv.files.mirror import mirror_files  # noqa: PLC0415 - as above
-
     mirror_files(HubFiles(address, commit), files, folder)
     return root / address.folder
 

@@ -87,17 +87,15 @@ def plan_checkpoint(
     `max_shard_size` (a larger tensor gets its own) is in bytes or as `5GB` (else UsageProblem); `keep` keeps the shards
     of a Hugging Face folder, and means `5GB` for other sources. Names of files begin with `stem`; tensors of different
     numbers in `parts` (0 if in none) are not in one file; tensors of one of the groups `together`, which are new and
-    adjacent, are. Raises InputRefused for no tensors, or a name that cannot be
-    written.
+    adjacent, are. Raises InputRefused for no tensors, or a name that cannot be written.
     """
     if not checkpoint and not checkpoint.adapter:
         raise InputRefused(f"`{checkpoint.path}` contains no tensors", hint="look at it with `llmconv inspect`")
     kept = _is_kept(max_shard_size)
     limit = parse_size(DEFAULT_SIZE if kept else max_shard_size)
     for name in checkpoint:
-        path = checkpoint.path
         if not name or name == "__metadata__" or len(name) > NAME_LIMIT or not name.isprintable():
-            problem = f"`{path.name}` has a tensor named {name[:40]!r}, which is invalid in safetensors"
+            problem = f"`{checkpoint.path.name}` has a tensor named {name[:40]!r}, which is invalid in safetensors"
             raise MalformedInput(problem, hint="save the model with its own names; is the file damaged or hostile?")
     modules = {name: home for name, home in checkpoint.files.items() if "/" in home and name in checkpoint}
     numbers = {name: (parts or {}).get(name, 0) for name in checkpoint if name not in modules}
@@ -223,8 +221,7 @@ class ShardContent:
         self.nbytes = shard.nbytes
         self._size = 0
         self._sha256 = hashlib.sha256()
-        checked = any(callable(piece) for piece in self.pieces)
-        self._crcs = [0] * len(shard.tensors) if checked else []
+        self._crcs = [0] * len(shard.tensors) if any(map(callable, self.pieces)) else []
 
     def blocks(self) -> Generator[memoryview, None, None]:
         """All bytes of the file, to be taken once."""
