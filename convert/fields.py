@@ -66,7 +66,6 @@ class Fields:
         return value
 
     def invalid(self, name: str, value: Any, expected: str = "") -> MalformedInput:
-        """The error for a field's value."""
         wanted = f"; expected {expected}" if expected else ""
         try:  # a few levels and entries: a pickle may hold a graph without end
             shown = SHORT.repr(value)

@@ -126,13 +126,12 @@ def merge_lora(
         given = recipe.provenance() | ({"initial_adapters": initial} if any(initial) else {})
         made = step("merge-lora", checkpoint.path.absolute(), adapters=used, alpha=options["alpha"], **given)
         steps = [*steps_of_weights(checkpoint.path), made]
-        plan = merge.plan
         sources = sorted(path for path in checkpoint.path.iterdir() if path.suffix in (".safetensors", ".json"))
         sources += [checkpoint.path / name for name in checkpoint.side_files if name.endswith(".py")]
         every = [item for adapter in opened for item in (adapter, adapter.initial) if item]
         sources += [path for adapter in every for path in (*adapter.weights, adapter.settings)]
         asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
-        done = write_checkpoint(plan, place, steps=steps, sources=sources, **asked)
+        done = write_checkpoint(merge.plan, place, steps=steps, sources=sources, **asked)
         merge = replace(merge, plan=done_by(work, merge.plan, done.found))
     if not check or isinstance(work, Shards):
         return merge

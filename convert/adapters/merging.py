@@ -68,8 +68,7 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
     for name, own in edits.tensors.items():
         target = types.get(name, own.dtype) if own.dtype.name in ("float64", *FLOATS) else own.dtype
         combined = name in edits.changes and not vectors.summed
-        merged_one = vectors.combined(name, edits.current(name), target) if combined else edits.result(name, target)
-        tensors[name] = merged_one
+        tensors[name] = vectors.combined(name, edits.current(name), target) if combined else edits.result(name, target)
     if recipe.dtype != "keep":
         config = head_and_dtype.with_dtype(config, tensors)
     if memory:

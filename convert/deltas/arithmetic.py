@@ -228,8 +228,6 @@ def _rounded(values: Array, dtype: DType, name: str) -> Array:
 
 
 FLOAT16, FLOAT32 = BY_NAME["float16"], BY_NAME["float32"]
-
-
 SUMMED = ("float64", *FLOATS)
 
 

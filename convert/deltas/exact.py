@@ -333,9 +333,8 @@ def _packed(predicted: PredictedTensor, start: int, stop: int) -> tuple[bytes, t
     """A block: its frame, empty where nothing changed; CRC-32 of the tuned and the base's rows; the base's rows."""
     rows, known = predicted.tensor.rows(start, stop), known_rows(predicted.base, start, stop)
     guess = predicted_rows(known, predicted.tensor.dtype, rows.shape)
-    same = np.array_equal(rows.reshape(-1).view(np.uint8), guess.reshape(-1).view(np.uint8))
     crcs = crc32(as_bytes(rows)), crc32(as_bytes(known)) if known is not None else 0
-    if same:
+    if np.array_equal(rows.reshape(-1).view(np.uint8), guess.reshape(-1).view(np.uint8)):
         return b"", crcs, known
     content = byte_planes(ulp_differences(rows, guess))
     return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(content.data), crcs, known

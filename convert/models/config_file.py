@@ -79,11 +79,6 @@ def localized(found: Any) -> Any:
     return found.rpartition(REPOSITORY)[2] if isinstance(found, str) else found
 
 
-def class_name(fields: Mapping[str, Any]) -> str:
-    """The name of the language model's class, without its module."""
-    return model_class(fields).rpartition(".")[2]
-
-
 # Fields that make a loader run code or fetch a repository that the file names
 CODE_FIELDS = (AUTO_MAP, "trust_remote_code", "custom_pipelines", "_attn_implementation_internal")
 # Traces of the training machine
@@ -181,9 +176,8 @@ def causal_lm_config(
 ) -> dict[str, Any]:
     """The `config.json` of a causal language model: the checkpoint's fields, updated with the user's (`given`).
 
-    With consent to the model's own code, its `auto_map` is kept; fields that are left out are
-    warnings. Raises InputRefused without `model_type`, UnsupportedInput if transformers lacks it, or cannot express
-    this MPT.
+    With consent to the model's own code, its `auto_map` is kept; fields that are left out are warnings. Raises
+    InputRefused without `model_type`, UnsupportedInput if transformers lacks it, or cannot express this MPT.
     """
     if own := _own_config(stored, given, source):
         return own
@@ -217,7 +211,7 @@ def _own_config(stored: Mapping[str, Any], given: Mapping[str, Any], source: str
         if not (code and code.given) and mpt_config.is_native(config, source):
             return None
         config = mpt_config.portable(config)
-    return {"architectures": [class_name(fields)], **config, AUTO_MAP: fields[AUTO_MAP]}
+    return {"architectures": [model_class(fields).rpartition(".")[2]], **config, AUTO_MAP: fields[AUTO_MAP]}
 
 
 def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,8 +64,7 @@ class ConfigStandIn:
 
     def convert_rope_params_to_dict(self, **rest: Any) -> dict[str, Any]:
         """Rotary settings as one dict under their name of today; source: transformers `modeling_rope_utils.py`."""
-        own = getattr(self, "rope_parameters", None)
-        found = rest.pop("rope_scaling", None) or own or {}
+        found = rest.pop("rope_scaling", None) or getattr(self, "rope_parameters", None) or {}
         usual = {
             "rope_theta": rest.pop("rope_theta", getattr(self, "rope_theta", self.default_theta)),
             "partial_rotary_factor": rest.pop("partial_rotary_factor", getattr(self, "partial_rotary_factor", None)),
