@@ -528,7 +528,7 @@ def use_linear_attention(model: ir.Model) -> None:
     """Replaces every call of the delta rule by one node, in place; the states stay as they are."""
     graph = model.graph
     rules = [key for key, function in model.functions.items() if _is_delta_rule(function)]
-    calls = [node for node in graph if node.op_identifier() in rules and _has_heads(node.inputs[-1])]
+    calls = [node for node in graph if node.op_identifier() in rules and _is_whole(node)]
     for node in calls:
         values, query, key, decay, beta, past = node.inputs
         assert past is not None and past.shape is not None
@@ -554,9 +554,12 @@ def _is_delta_rule(function: ir.Function) -> bool:
     return function.domain == SCAN and function.name in DELTA_RULES and names == DELTA_INPUTS
 
 
-def _has_heads(state: ir.Value | None) -> bool:
-    """Whether the sizes of a state are known, `[batch, heads, key_dim, value_dim]`."""
-    return rank(state) == CACHE_RANK and all(isinstance(size, int) for size in (state and state.shape or ())[1:])
+def _is_whole(call: ir.Node) -> bool:
+    """Whether a call has all inputs and outputs, and a state of known sizes, `[batch, heads, key_dim, value_dim]`."""
+    if None in call.inputs or (len(call.inputs), len(call.outputs)) != (len(DELTA_INPUTS), 2):
+        return False
+    shape = call.inputs[-1].shape if call.inputs[-1] is not None else None
+    return shape is not None and len(shape) == CACHE_RANK and all(isinstance(size, int) for size in shape[1:])
 
 
 def fuse_for_target(model: ir.Model, target: str | None, *, steps: bool = False) -> None:
