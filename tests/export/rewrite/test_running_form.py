@@ -165,6 +165,24 @@ def test_tokens_are_those_of_the_file(tiny: Callable[[str], Path], tmp_path: Pat
         assert (operators(graph) != before) is not stays
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+def test_tokens_of_models_with_states_are_those_of_the_file(tmp_path: Path, family: str) -> None:
+    folder = tmp_path / family
+    save_tiny(family, folder, depth(family))
+    export(folder, prefill=True, incremental=True)
+    save_letters(folder)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 96, size=size).tolist() for size in (5, 40, 3)]  # one call of few tokens, one of many
+    found = {}
+    for form in ("file", "auto"):
+        model = TextModel.open(folder, form=form)
+        settings = model.defaults.but(max_new_tokens=24, eos_token_id=())
+        pieces = [piece for batch in (prompts, prompts[:1], prompts[1:2]) for piece in model.stream(batch, settings)]
+        found[form] = [(piece.index, piece.token) for piece in pieces if piece.token is not None]
+    assert found["file"] == found["auto"]
+
+
 def attentions(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     """The nodes that attend."""
     return [node for node in model.graph.node if node.op_type == "Attention"]
