@@ -185,12 +185,12 @@ def convolve_few_columns(model: ir.Model) -> None:
 
     graph = model.graph
     found = [(node, past) for node in graph if (past := _window(node)) is not None]
+    if not found:
+        return
     edit = NodeEditor(graph, graph[0])
-    is_few = None
+    tokens = edit.one("Shape", [graph.inputs[0]], {"start": 1, "end": 2})
+    is_few = edit.one("Squeeze", [edit.one("LessOrEqual", [tokens, integers(graph, FEW)])])
     for node, past in found:
-        if is_few is None:
-            tokens = edit.one("Shape", [graph.inputs[0]], {"start": 1, "end": 2})
-            is_few = edit.one("Squeeze", [edit.one("LessOrEqual", [tokens, integers(graph, FEW)])])
         before = node.attributes["kernel_shape"].as_ints()[0] - 1  # columns before the first one that is computed
         zero, start, end, axis = (integers(graph, number) for number in (0, before, TO_THE_END, WINDOW_RANK - 1))
         branches = []
@@ -212,8 +212,7 @@ def convolve_few_columns(model: ir.Model) -> None:
         graph.insert_before(node, chosen)
         replace_value(node.outputs[0], chosen.outputs[0])
         graph.remove(node, safe=True)
-    if found:
-        graph.sort()
+    graph.sort()
 
 
 def _window(node: ir.Node) -> ir.Value | None:

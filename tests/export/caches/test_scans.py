@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
@@ -56,18 +58,22 @@ def inputs(name: str, length: int) -> Arrays:
     }
 
 
-def run(name: str, feeds: Arrays, *, fused: bool = False) -> list[NDArray[Any]]:
-    """Output and state of one call; `fused`: of onnxruntime's own operator."""
-    shapes = {port: a.shape if port == "past" else [None] * a.ndim for port, a in feeds.items()}
+def calling(name: str, shapes: Mapping[str, Sequence[int | None]]) -> onnx.ModelProto:
+    """A graph of one call, whose inputs have these shapes."""
     ports = [helper.make_tensor_value_info(port, TensorProto.FLOAT, shape) for port, shape in shapes.items()]
     results = [helper.make_tensor_value_info(port, TensorProto.FLOAT, None) for port in ("y", "present")]
-    node = helper.make_node(name, list(feeds), ["y", "present"], domain=SCAN)
-    model = helper.make_model(
+    node = helper.make_node(name, list(shapes), ["y", "present"], domain=SCAN)
+    return helper.make_model(
         helper.make_graph([node], "g", ports, results),
         functions=[function_proto(TEXTS[name])],
         opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid(SCAN, 1)],
         ir_version=10,
     )
+
+
+def run(name: str, feeds: Arrays, *, fused: bool = False) -> list[NDArray[Any]]:
+    """Output and state of one call; `fused`: of onnxruntime's own operator."""
+    model = calling(name, {port: a.shape if port == "past" else [None] * a.ndim for port, a in feeds.items()})
     if fused:
         changed = ir.from_proto(model)
         use_linear_attention(changed)
@@ -141,6 +147,21 @@ def test_linear_attention_equals_the_recurrence(name: str, length: int) -> None:
     feeds = inputs(name, length)
     for found, expected in zip(run(name, feeds, fused=True), token_by_token(name, feeds), strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", ["unknown sizes", "a missing input", "another function"])
+def test_a_call_that_the_operator_does_not_fit_stays(case: str) -> None:
+    feeds = inputs("DeltaRule", 1)
+    sizes = {port: [None] * a.ndim if case == "unknown sizes" else a.shape for port, a in feeds.items()}
+    model = calling("DeltaRule", sizes)
+    if case == "a missing input":
+        model.graph.node[0].input[4] = ""
+    elif case == "another function":
+        model.functions[0].input[:] = ["x", "k", "q", *model.functions[0].input[3:]]
+    changed = ir.from_proto(model)
+    use_linear_attention(changed)
+    assert [node.op_type for node in changed.graph] == ["DeltaRule"]
+    assert len(changed.functions) == 1
 
 
 def test_equal_keys_without_decay_stay_exact() -> None:
