@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from math import erf
 from pathlib import Path
 from typing import Any
@@ -232,15 +232,20 @@ class TaskReference:
         exact, rounded = self._exact.outputs(texts), self._rounded.outputs(texts)
         is_token = texts.attention_mask != 0
         found: dict[str, ExpectedOutput] = {}
+        runs = [cache(partial(self._again, texts, seed)) for seed in SEEDS]
         for name in exact:
             valid = is_token if name in PER_TOKEN.get(self._role, ()) else is_token.any(axis=1, keepdims=True)
             truth = self._floor.truth(name, exact[name].astype(np.float64), rounded[name], valid)
-            found[name] = replace(truth, others=[partial(self._again, texts, name, seed) for seed in SEEDS])
+            found[name] = replace(truth, others=[partial(_of, run, name) for run in runs])
         return found
 
-    def _again(self, texts: Texts, name: str, seed: int) -> Array:
+    def _again(self, texts: Texts, seed: int) -> dict[str, Array]:
         with nudged(seed):
-            return self._rounded.outputs(texts)[name]
+            return self._rounded.outputs(texts)
+
+
+def _of(run: Callable[[], dict[str, Array]], name: str) -> Array:
+    return run()[name]
 
 
 MODULES = "modules.json"

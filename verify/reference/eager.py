@@ -328,20 +328,21 @@ class Eager:
     def _chain(self, chain: Chain, steps: list[Step], rounded_steps: list[Step]) -> list[dict[str, ExpectedOutput]]:
         runs = zip(steps, rounded_steps, strict=True)
         found = []
-        for at, (call, (exact, rounded)) in enumerate(zip(chain, runs, strict=True)):
+        others = other_roundings(self._repeating, chain)
+        for call, (exact, rounded), (orders, nudges) in zip(chain, runs, others, strict=True):
             pairs = zip(outputs_of(exact, call.known).items(), outputs_of(rounded, call.known).values(), strict=True)
             truths = {name: self._floor.truth(name, a, b, self._valid(call, name)) for (name, a), b in pairs}
-            found.append(self._with_others(truths, chain[: at + 1]))
-        return found
-
-    def _with_others(self, truths: dict[str, ExpectedOutput], calls: Chain) -> dict[str, ExpectedOutput]:
-        orders, nudges = other_roundings(self._rounded_model, self._repeating, calls)
-        return {
-            name: replace(
-                truth, others=[partial(run, name) for run in nudges], orders=[partial(run, name) for run in orders]
+            found.append(
+                {
+                    name: replace(
+                        truth,
+                        others=[partial(run, name) for run in nudges],
+                        orders=[partial(run, name) for run in orders],
+                    )
+                    for name, truth in truths.items()
+                }
             )
-            for name, truth in truths.items()
-        }
+        return found
 
     @property
     def _repeating(self) -> Runner:

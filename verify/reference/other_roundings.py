@@ -25,7 +25,6 @@ import torch
 
 from llmconv.checkpoint import read_json
 from llmconv.runtime.eager.limit_margins import ModelLimit
-from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.extra_inputs import SEQUENCE, TOTAL, ExtraInput, is_state, part
 from llmconv.runtime.library_patches import TorchDispatchMode
 from llmconv.runtime.runner import ArrayCache, Cache, Runner, Step
@@ -50,28 +49,36 @@ Rows = dict[str, Array]  # outputs as rows, by name
 Run = Callable[[str], Array]  # from the name of an output to its rows
 
 
-def other_roundings(model: EagerRunner, runner: Runner, calls: Chain) -> tuple[list[Run], list[Run]]:
-    """Runs of the last of `calls` in another order of operations, where one exists, and runs with nudged operators.
+def other_roundings(runner: Runner, chain: Chain) -> list[tuple[list[Run], list[Run]]]:
+    """For each call, runs in another order of operations, where one exists, and runs with nudged operators.
 
-    Nothing is run before its rows are asked for. `model` is in the graph's dtype, and `runner` runs calls with it.
+    Nothing is run before its rows are asked for, and each call once per seed. `runner` is in the graph's dtype.
     """
-    order, new = another_order(calls, runner.extra_inputs), calls[-1].input_ids.shape[1]
+    nudges = {seed: (_Nudges(seed), steps_of(runner, chain), list[Rows]()) for seed in SEEDS}
 
-    @cache
-    def in_another_order() -> Rows:
-        assert order
-        return outputs_of(joined(run_chain(runner, order)), order[0].known)
+    def after_a_nudge(at: int, seed: int) -> Rows:
+        mode, steps, found = nudges[seed]
+        while len(found) <= at:
+            with mode:
+                step = next(steps)
+            found.append(outputs_of(step, chain[len(found)].known))
+        return found[at]
 
-    @cache
-    def after_a_nudge(seed: int) -> Rows:
-        with nudged(seed):
-            return outputs_of(run_chain(runner, calls)[-1], calls[-1].known)
+    def of_call(at: int) -> tuple[list[Run], list[Run]]:
+        order, new = another_order(chain[: at + 1], runner.extra_inputs), chain[at].input_ids.shape[1]
 
-    def rows(run: Callable[[], Rows], name: str) -> Array:
-        return run()[name][:, -new:] if name == "logits" else run()[name]
+        @cache
+        def in_another_order() -> Rows:
+            assert order
+            return outputs_of(joined(run_chain(runner, order)), order[0].known)
 
-    nudges: list[Run] = [partial(rows, partial(after_a_nudge, seed)) for seed in SEEDS]
-    return [partial(rows, in_another_order)] if order else [], nudges
+        def rows(run: Callable[[], Rows], name: str) -> Array:
+            return run()[name][:, -new:] if name == "logits" else run()[name]
+
+        orders: list[Run] = [partial(rows, in_another_order)] if order else []
+        return orders, [partial(rows, partial(after_a_nudge, at, seed)) for seed in SEEDS]
+
+    return [of_call(at) for at in range(len(chain))]
 
 
 class _Nudges(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -218,14 +225,16 @@ def is_another(outputs: Iterable[dict[str, ExpectedOutput]]) -> bool:
 
 def run_chain(runner: Runner, chain: Chain) -> list[Step]:
     """Runs the calls one after another, each on the cache of the previous; the first one as prefill."""
-    steps: list[Step] = []
+    return list(steps_of(runner, chain))
+
+
+def steps_of(runner: Runner, chain: Chain) -> Iterator[Step]:
     past: Cache | None = None
     for index, call in enumerate(chain):
         run = runner.decode if index else runner.prefill
-        past = edited(past, call)
-        steps.append(run(*call.tokens.arrays, past, call.extras))
-        past = steps[-1].present
-    return steps
+        step = run(*call.tokens.arrays, edited(past, call), call.extras)
+        past = step.present
+        yield step
 
 
 def edited(past: Cache | None, call: Call) -> Cache | None:
