@@ -1,0 +1,96 @@
+"""GGUF files of llama.cpp: the model in Hugging Face names, with its tokenizer; blocks are dequantized to float32.
+
+F32, F16 and BF16 tensors keep their bits. The head is stored only where it is not the embedding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import Checkpoint, is_model_folder
+from llmconv.convert.algebra import equal
+from llmconv.convert.assembly import side_files_of
+from llmconv.convert.formats import Format
+from llmconv.convert.formats.gguf.names import ENDS, HINT, Keys, in_hugging_face_names
+from llmconv.convert.formats.gguf.tokenizer import special_ids, tokenizer_files
+from llmconv.convert.models.completeness import as_loaded
+from llmconv.convert.models.config_file import plain_fields, with_architecture
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.files.gguf_file import GGUFFile, GGUFTensor, is_gguf, parts_of, read_gguf
+from llmconv.tensors import LazyTensor
+
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+
+
+def _files(path: Path) -> list[Path]:
+    """The GGUF files at a path: itself, or the files in a folder that is no model of another format."""
+    if path.is_file():
+        return [path] if is_gguf(path) else []
+    if not path.is_dir() or is_model_folder(path):
+        return []
+    return [file for file in sorted(path.iterdir()) if file.suffix.lower() == ".gguf" and is_gguf(file)]
+
+
+def _read(path: Path) -> GGUFFile:
+    """The metadata of a model, and the tensors of all its files; InputRefused for several models."""
+    files = _files(path)
+    parts = parts_of(files[0])
+    if others := sorted(file.name for file in {*files} - {*parts}):
+        raise InputRefused(
+            f"`{path}` contains several GGUF models: {listing([files[0].name, *others])}", hint="give one of the files"
+        )
+    first, *rest = (read_gguf(part) for part in parts)
+    tensors: dict[str, GGUFTensor] = dict(first.tensors)
+    for part in rest:
+        if both := sorted(tensors.keys() & part.tensors.keys()):
+            raise MalformedInput(f"two parts of `{path.name}` contain the same tensors: {listing(both)}", hint=HINT)
+        tensors |= part.tensors
+    wanted = first.metadata.get("split.tensors.count", len(tensors))
+    if wanted != len(tensors):
+        raise MalformedInput(f"the parts of `{path.name}` contain {len(tensors)} of {wanted} tensors", hint=HINT)
+    return GGUFFile(first.metadata, tensors)
+
+
+def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
+    found, warnings = _read(path), list[str]()
+    keys = Keys.of(found.metadata, path.name)
+    if (kind := found.metadata.get("general.type", "model")) != "model" or keys.architecture == "clip":
+        what = "the part of a model that sees images" if keys.architecture == "clip" else f"no model but `{kind}`"
+        raise UnsupportedInput(f"`{path.name}` is {what}", hint="give the GGUF file of the language model")
+    stored: dict[str, LazyTensor] = {name: tensor.values for name, tensor in found.tensors.items()}
+    if EMBEDDING not in stored or len(stored[EMBEDDING].shape) != 2:
+        raise MalformedInput(f"`{path.name}` has no embedding (`{EMBEDDING}`)", hint=HINT)
+    if HEAD in stored and equal(stored[HEAD], stored[EMBEDDING]):
+        del stored[HEAD]
+    settings, tensors = in_hugging_face_names(keys, stored)
+    settings |= {
+        "vocab_size": stored[EMBEDDING].num_rows,
+        "tie_word_embeddings": HEAD not in stored,
+        **special_ids(found.metadata, path.name),
+    }
+    settings = with_architecture({**settings, **plain_fields(config, warnings)})
+    settings = as_loaded(tensors, settings)
+    side_files = side_files_of(path, tokenizer) if tokenizer else tokenizer_files(found.metadata, path.name, warnings)
+    counts = Counter(tensor.type for tensor in found.tensors.values())
+    types = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+    dropped = [name for name in found.tensors if name in ENDS and ENDS[name] is None]
+    notes = (f"{listing(dropped)}, which the configuration describes",) if dropped else ()
+    shards = len(parts_of(_files(path)[0]))
+    return Checkpoint(
+        path, FORMAT.name, tensors, settings, side_files, tuple(warnings), f"llama.cpp ({types})", shards, notes
+    )
+
+
+FORMAT = Format(
+    name="gguf",
+    title="GGUF of llama.cpp: a file, the first of several parts, or the folder of one",
+    detect=lambda path: bool(_files(path)),
+    open=_open,
+    covers="Llama, Mistral, Mixtral, Granite, SmolLM3, Qwen 2, 2.5, 3 and 3 MoE, Gemma 1 to 3 (text), Phi-3 and 4, "
+    "StarCoder2, GPT-2, BLOOM, Falcon, MPT; F32, F16, BF16 bit for bit, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, "
+    "MXFP4, TQ1_0 and TQ2_0 dequantized",
+    peek=lambda path: {name: tensor.values for name, tensor in _read(path).tensors.items()},
+)

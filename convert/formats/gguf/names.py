@@ -1,0 +1,503 @@
+"""llama.cpp's architectures: names of tensors, fields of the configuration, and what its converter changes in tensors.
+
+Sources: llama.cpp `conversion/*.py` (what its converter does to each family), `gguf-py/gguf/constants.py` (keys) and
+`tensor_mapping.py` (names), `src/models/*.cpp` (what a file does not state, because llama.cpp computes it so).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from llmconv.checkpoint import transposed
+from llmconv.convert.algebra import fitting, interleave_rows, permute_rows, renamed, reshaped, rope_order, slice_rows
+from llmconv.convert.fields import Fields
+from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.tensors import Array, LazyTensor
+
+Tensors = Mapping[str, LazyTensor]
+HINT = "the file was changed, or another program wrote it; download it again, or convert the original model"
+
+
+@dataclass(frozen=True)
+class Keys(Fields):
+    """The metadata of a file, by keys without the name of its architecture."""
+
+    architecture: str = ""
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any], source: str) -> Keys:
+        architecture = metadata.get("general.architecture")
+        if not isinstance(architecture, str) or not architecture.isprintable():
+            raise MalformedInput(f"`{source}` names no architecture (`general.architecture`)", hint=HINT)
+        start = f"{architecture[:80]}."
+        own = {key.removeprefix(start): _plain(value) for key, value in metadata.items() if key.startswith(start)}
+        return cls(own, source, "in the metadata of `{}`", HINT, architecture[:80])
+
+    def unsupported(self, what: str) -> UnsupportedInput:
+        return UnsupportedInput(
+            f"`{self.source}` ({self.architecture}) {what}",
+            hint="give the Hugging Face folder that it was converted from",
+        )
+
+
+def _plain(value: Any) -> Any:
+    """A float32 as the shortest decimal that rounds to it, and an array per layer of one number as that number."""
+    if isinstance(value, float):
+        return float(str(np.float32(value)))
+    if isinstance(value, np.ndarray):
+        return _plain(value[0].item()) if len(value) and (value == value[0]).all() else value.tolist()
+    return value
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One value of `general.architecture`."""
+
+    model_type: str
+    names: Mapping[str, str | None]  # with `{}` for the number of the layer
+    # the fields of `config.json`, but for those that all architectures share
+    config: Callable[[Keys, Tensors], dict[str, Any]]
+    # undoes what the converter did: `change(name, tensor, config)` for each tensor, by Hugging Face's name
+    change: Callable[[str, LazyTensor, Mapping[str, Any]], LazyTensor] = lambda name, tensor, config: tensor
+
+
+# --- configurations ---------------------------------------------------------------------------------------------------
+
+
+def decoder(keys: Keys, tensors: Tensors, **more: Any) -> dict[str, Any]:
+    """Fields of Llama and its relatives."""
+    heads, width = keys.count("attention.head_count"), keys.count("embedding_length")
+    head_dim = keys.count("attention.key_length", default=max(1, width // heads))
+    if keys.count("attention.value_length", default=head_dim) != head_dim:
+        raise keys.unsupported("has values of another size than keys")
+    config = {
+        "hidden_size": width,
+        "intermediate_size": keys.count("feed_forward_length"),
+        "num_hidden_layers": keys.count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.count("attention.head_count_kv", default=heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": keys.count("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": keys.number("rope.freq_base", default=10000.0),
+        "rope_scaling": scaling(keys, tensors, head_dim),
+        **more,
+    }
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def scaling(keys: Keys, tensors: Tensors, head_dim: int) -> dict[str, Any] | None:
+    """`rope_scaling`; None without it. Raises UnsupportedInput for a kind that no model of transformers has."""
+    if (turned := keys.count("rope.dimension_count", default=head_dim)) != head_dim:
+        raise keys.unsupported(f"turns {turned} of {head_dim} elements of a head")
+    if "rope_freqs.weight" in tensors:
+        return _llama3(keys, tensors["rope_freqs.weight"].read(), head_dim)
+    kind = keys.word("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise keys.unsupported(f"scales rotary positions by `{kind[:20]}`")
+    found: dict[str, Any] = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
+    if kind == "yarn":
+        found["original_max_position_embeddings"] = keys.count("rope.scaling.original_context_length")
+        ours = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+        found |= {ours[name]: keys.number(f"rope.scaling.{name}") for name in ours if keys.get(f"rope.scaling.{name}")}
+        if keys.number("rope.scaling.yarn_log_multiplier", default=0.1, least=-1) != 0.1 or keys.get(
+            "rope.scaling.attn_factor"
+        ):
+            raise keys.unsupported("has YaRN with a scale of attention that its configuration does not state")
+    return found
+
+
+def _llama3(keys: Keys, factors: Array, head_dim: int) -> dict[str, Any]:
+    """Llama 3's scaling, of which a file has the factor of each frequency, float32 [head_dim / 2]."""
+    theta = keys.number("rope.freq_base", default=10000.0)
+    factor = float(factors.max(initial=1.0))
+    for context in (8192, keys.count("rope.scaling.original_context_length", default=8192)):
+        lengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+        smooth = (context / lengths - 1.0) / (4.0 - 1.0)
+        between = 1 / ((1 - smooth) / factor + smooth)
+        wanted = np.where(lengths < context / 4.0, 1.0, np.where(lengths > context, factor, between))
+        if wanted.shape == factors.shape and np.allclose(wanted, factors, rtol=1e-5, atol=0):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": context,
+            }
+    raise keys.unsupported("scales rotary frequencies otherwise than Llama 3 (`rope_freqs.weight`)")
+
+
+def _llama(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    biases = {
+        name: f"blk.0.{tensor}.bias" in tensors
+        for name, tensor in (("attention_bias", "attn_q"), ("mlp_bias", "ffn_up"))
+    }
+    if not keys.get("expert_count"):
+        return decoder(keys, tensors, **biases)
+    more = {"num_local_experts": keys.count("expert_count"), "num_experts_per_tok": keys.count("expert_used_count")}
+    return decoder(keys, tensors, model_type="mixtral", **more)
+
+
+def _granite(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    ours = {
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "attention_multiplier": "attention.scale",
+        "logits_scaling": "logit_scale",
+    }
+    return decoder(keys, tensors, **{name: keys.number(key) for name, key in ours.items()})
+
+
+def _qwen(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    return decoder(keys, tensors, use_sliding_window=False)
+
+
+def _qwen_moe(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    return decoder(
+        keys,
+        tensors,
+        intermediate_size=keys.count("feed_forward_length", "expert_feed_forward_length"),
+        moe_intermediate_size=keys.count("expert_feed_forward_length"),
+        num_experts=keys.count("expert_count"),
+        num_experts_per_tok=keys.count("expert_used_count"),
+        norm_topk_prob=True,  # as llama.cpp computes it
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        use_sliding_window=False,
+    )
+
+
+def _gemma(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    return decoder(keys, tensors, hidden_activation="gelu_pytorch_tanh")
+
+
+def _gemma2(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    found = _gemma(keys, tensors)
+    return found | {
+        "query_pre_attn_scalar": _scale(keys, found, layers_of_27b=46),
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", default=50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", default=30.0),
+        "sliding_window": keys.count("attention.sliding_window", default=4096),
+    }
+
+
+def _gemma3(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    found = _gemma(keys, tensors)
+    return found | {
+        "query_pre_attn_scalar": _scale(keys, found, layers_of_27b=62),
+        "sliding_window": keys.count("attention.sliding_window"),
+        "sliding_window_pattern": 6,
+        "rope_theta": keys.number("rope.freq_base", default=1_000_000.0),
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", default=10000.0),
+        "final_logit_softcapping": keys.get("final_logit_softcapping"),
+        "attn_logit_softcapping": None,
+    }
+
+
+def _scale(keys: Keys, config: Mapping[str, Any], layers_of_27b: int) -> int:
+    """`query_pre_attn_scalar`, which llama.cpp knows by the number of layers: other than the head's size at 27 B."""
+    if keys.count("block_count") == layers_of_27b:
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return int(config["head_dim"])
+
+
+def _phi3(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    width, heads = keys.count("embedding_length"), keys.count("attention.head_count")
+    turned = keys.count("rope.dimension_count", default=width // heads)
+    found = decoder(replace(keys, values={**keys.values, "rope.dimension_count": None}), tensors)
+    original = keys.count("rope.scaling.original_context_length", default=found["max_position_embeddings"])
+    found |= {
+        "original_max_position_embeddings": original,
+        "sliding_window": keys.get("attention.sliding_window") or None,
+        "partial_rotary_factor": turned / (width // heads),
+    }
+    if "rope_factors_long.weight" in tensors:
+        long, short = (tensors[f"rope_factors_{kind}.weight"].read() for kind in ("long", "short"))
+        factors = {"long_factor": list(map(_plain, long.tolist())), "short_factor": list(map(_plain, short.tolist()))}
+        found["rope_scaling"] = {"rope_type": "longrope", **factors, "original_max_position_embeddings": original}
+    return found
+
+
+def _starcoder2(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    epsilon = keys.number("attention.layer_norm_epsilon")
+    found = decoder(replace(keys, values={**keys.values, "attention.layer_norm_rms_epsilon": epsilon}), tensors)
+    del found["rms_norm_eps"], found["head_dim"]
+    return found | {"norm_epsilon": epsilon, "use_bias": True, "sliding_window": None}
+
+
+def _gpt2(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    return {
+        "n_embd": keys.count("embedding_length"),
+        "n_layer": keys.count("block_count"),
+        "n_head": keys.count("attention.head_count"),
+        "n_inner": keys.count("feed_forward_length"),
+        "n_positions": keys.count("context_length"),
+        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+    }
+
+
+def _bloom(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    return {
+        "hidden_size": keys.count("embedding_length"),
+        "n_layer": keys.count("block_count"),
+        "n_head": keys.count("attention.head_count"),
+        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
+    }
+
+
+def _falcon(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    heads, groups = keys.count("attention.head_count"), keys.count("attention.head_count_kv", default=1)
+    two_norms = "blk.0.attn_norm_2.weight" in tensors
+    return {
+        "hidden_size": keys.count("embedding_length"),
+        "num_hidden_layers": keys.count("block_count"),
+        "num_attention_heads": heads,
+        "num_kv_heads": groups,
+        "ffn_hidden_size": keys.count("feed_forward_length"),
+        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
+        "rope_theta": keys.number("rope.freq_base", default=10000.0),
+        "max_position_embeddings": keys.count("context_length"),
+        "multi_query": groups == 1,
+        "new_decoder_architecture": two_norms or groups > 1,
+        "num_ln_in_parallel_attn": (2 if two_norms else 1) if two_norms or groups > 1 else None,
+        "parallel_attn": True,
+        "bias": False,
+        "alibi": False,
+    }
+
+
+def _mpt(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    width, bias = keys.count("embedding_length"), keys.number("attention.max_alibi_bias", default=0.0, least=-1)
+    if not bias:
+        raise keys.unsupported("has no ALiBi (`attention.max_alibi_bias`), which transformers' MPT has")
+    if keys.count("attention.head_count_kv", default=keys.count("attention.head_count")) != keys.count(
+        "attention.head_count"
+    ):
+        raise keys.unsupported("shares keys and values between heads, which transformers' MPT cannot")
+    clip = keys.number("attention.clamp_kqv", default=0.0, least=-1)
+    return {
+        "d_model": width,
+        "n_layers": keys.count("block_count"),
+        "n_heads": keys.count("attention.head_count"),
+        "expansion_ratio": keys.count("feed_forward_length") // width,
+        "max_seq_len": keys.count("context_length"),
+        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
+        "attn_config": {"alibi": True, "alibi_bias_max": int(bias), "clip_qkv": clip or None},
+        "no_bias": True,
+    }
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _neighbors(name: str, tensor: LazyTensor, config: Mapping[str, Any]) -> LazyTensor:
+    """Llama: rows of queries and keys in transformers' order, which rotates halves and not neighbors."""
+    turned = name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias"))
+    return permute_rows(tensor, rope_order(config["head_dim"])) if turned else tensor
+
+
+def _less_one(name: str, tensor: LazyTensor, config: Mapping[str, Any]) -> LazyTensor:
+    """Gemma: norms without the 1 that its model adds; float32."""
+    if not name.endswith("norm.weight"):
+        return tensor
+    return LazyTensor(
+        tensor.dtype,
+        tensor.shape,
+        lambda start, stop: (tensor.rows(start, stop).astype(np.float32) - np.float32(1)).astype(tensor.dtype.numpy),
+    )
+
+
+def _columns(name: str, tensor: LazyTensor, config: Mapping[str, Any]) -> LazyTensor:
+    """GPT-2: matrices of its `Conv1D` are [in, out]."""
+    is_conv = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+    return transposed(tensor) if is_conv else tensor
+
+
+def _dealt(name: str, tensor: LazyTensor, config: Mapping[str, Any], groups: str = "n_head") -> LazyTensor:
+    """Bloom, Falcon: queries, keys and values of each group of heads, in place of all queries, all keys, all values."""
+    if "query_key_value" not in name:
+        return tensor
+    heads = config.get("n_head") or config["num_attention_heads"]
+    width, count = config["hidden_size"] // heads, config[groups]
+    ends = [heads * width, heads * width + count * width, heads * width + 2 * count * width]
+    if tensor.num_rows != ends[-1]:
+        raise ValueError(f"{tensor.num_rows} rows of queries, keys and values, expected {ends[-1]}")
+    parts = [slice_rows(tensor, start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
+    return interleave_rows(parts, [heads // count * width, width, width])
+
+
+LAYER = "model.layers.{}."
+
+
+def _modules(**names: str) -> dict[str, str | None]:
+    """Weights and biases of modules of a layer."""
+    return {f"blk.{{}}.{ours}.{kind}": f"{LAYER}{name}.{kind}" for ours, name in names.items() for kind in PARTS}
+
+
+PARTS = ("weight", "bias")
+ENDS: dict[str, str | None] = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output_norm.bias": "model.norm.bias",
+    "output.weight": "lm_head.weight",
+    "rope_freqs.weight": None,
+    "rope_factors_long.weight": None,
+    "rope_factors_short.weight": None,
+}
+ATTENTION = _modules(
+    attn_norm="input_layernorm",
+    attn_q="self_attn.q_proj",
+    attn_k="self_attn.k_proj",
+    attn_v="self_attn.v_proj",
+    attn_output="self_attn.o_proj",
+)
+HEAD_NORMS = _modules(attn_q_norm="self_attn.q_norm", attn_k_norm="self_attn.k_norm")
+GATED = _modules(ffn_gate="mlp.gate_proj", ffn_up="mlp.up_proj", ffn_down="mlp.down_proj")
+LLAMA = {**ENDS, **ATTENTION, **_modules(ffn_norm="post_attention_layernorm"), **GATED}
+GEMMA2 = {
+    **ENDS,
+    **ATTENTION,
+    **GATED,
+    **_modules(
+        post_attention_norm="post_attention_layernorm",
+        ffn_norm="pre_feedforward_layernorm",
+        post_ffw_norm="post_feedforward_layernorm",
+    ),
+}
+
+
+def _other(layer: str, ends: Mapping[str, str], modules: Mapping[str, str]) -> dict[str, str | None]:
+    """Names of families before Llama: `ends` outside of the layers, `modules` in a layer."""
+    outside: dict[str, str | None] = {
+        f"{ours}.{kind}": f"{name}.{kind}" for ours, name in ends.items() for kind in PARTS
+    }
+    return outside | {
+        f"blk.{{}}.{ours}.{kind}": f"{layer}{name}.{kind}" for ours, name in modules.items() for kind in PARTS
+    }
+
+
+GPT2 = _other(
+    "transformer.h.{}.",
+    {
+        "token_embd": "transformer.wte",
+        "position_embd": "transformer.wpe",
+        "output_norm": "transformer.ln_f",
+        "output": "lm_head",
+    },
+    {
+        "attn_norm": "ln_1",
+        "attn_qkv": "attn.c_attn",
+        "attn_output": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "ffn_up": "mlp.c_fc",
+        "ffn_down": "mlp.c_proj",
+    },
+)
+BLOOM = _other(
+    "transformer.h.{}.",
+    {
+        "token_embd": "transformer.word_embeddings",
+        "token_embd_norm": "transformer.word_embeddings_layernorm",
+        "output_norm": "transformer.ln_f",
+        "output": "lm_head",
+    },
+    {
+        "attn_norm": "input_layernorm",
+        "attn_qkv": "self_attention.query_key_value",
+        "attn_output": "self_attention.dense",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_up": "mlp.dense_h_to_4h",
+        "ffn_down": "mlp.dense_4h_to_h",
+    },
+)
+MPT = _other(
+    "transformer.blocks.{}.",
+    {"token_embd": "transformer.wte", "output_norm": "transformer.norm_f", "output": "lm_head"},
+    {
+        "attn_norm": "norm_1",
+        "attn_qkv": "attn.Wqkv",
+        "attn_output": "attn.out_proj",
+        "ffn_norm": "norm_2",
+        "ffn_up": "ffn.up_proj",
+        "ffn_down": "ffn.down_proj",
+    },
+)
+# of two norms before a layer, llama.cpp names that of the feed-forward part first
+FALCON_TWO_NORMS = BLOOM | _other("transformer.h.{}.", {}, {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"})
+PHI3 = {
+    **ENDS,
+    **_modules(attn_norm="input_layernorm", attn_qkv="self_attn.qkv_proj", attn_output="self_attn.o_proj"),
+    **_modules(ffn_norm="post_attention_layernorm", ffn_up="mlp.gate_up_proj", ffn_down="mlp.down_proj"),
+}
+STARCODER2 = LLAMA | _modules(ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")
+ROUTER = _modules(ffn_gate_inp="mlp.gate")
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", LLAMA | _modules(ffn_gate_inp="block_sparse_moe.gate"), _llama, _neighbors),
+    "granite": Architecture("granite", LLAMA, _granite, _neighbors),
+    "smollm3": Architecture("smollm3", LLAMA, decoder, _neighbors),
+    "qwen2": Architecture("qwen2", LLAMA, _qwen),
+    "qwen3": Architecture("qwen3", LLAMA | HEAD_NORMS, _qwen),
+    "qwen3moe": Architecture("qwen3_moe", LLAMA | HEAD_NORMS | ROUTER, _qwen_moe),
+    "gemma": Architecture("gemma", LLAMA, _gemma, _less_one),
+    "gemma2": Architecture("gemma2", GEMMA2, _gemma2, _less_one),
+    "gemma3": Architecture("gemma3_text", GEMMA2 | HEAD_NORMS, _gemma3, _less_one),
+    "phi3": Architecture("phi3", PHI3, _phi3),
+    "starcoder2": Architecture("starcoder2", STARCODER2, _starcoder2),
+    "gpt2": Architecture("gpt2", GPT2, _gpt2, _columns),
+    "bloom": Architecture("bloom", BLOOM, _bloom, _dealt),
+    "falcon": Architecture("falcon", BLOOM, _falcon, partial(_dealt, groups="num_kv_heads")),
+    "mpt": Architecture("mpt", MPT, _mpt),
+}
+
+EXPERTS = {
+    "llama": ("block_sparse_moe.experts.{}.{}.weight", {"gate": "w1", "down": "w2", "up": "w3"}),
+    "qwen3moe": ("mlp.experts.{}.{}.weight", {"gate": "gate_proj", "down": "down_proj", "up": "up_proj"}),
+}
+"""Names of the matrices of an expert in a layer, by architecture."""
+
+
+def in_hugging_face_names(keys: Keys, tensors: Tensors) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
+    """Configuration and tensors of the model; fields that a file has for its vocabulary are not in it.
+
+    Raises MalformedInput for keys or tensors that are missing or contradict each other, UnsupportedInput for another
+    architecture.
+    """
+    family = ARCHITECTURES.get(keys.architecture)
+    if family is None:
+        raise UnsupportedInput(
+            f"`{keys.source}` has the unsupported architecture `{keys.architecture}`",
+            hint=f"supported are {', '.join(ARCHITECTURES)}; give the Hugging Face folder that it was converted from",
+        )
+    config = {"model_type": family.model_type, **family.config(keys, tensors)}
+    names = FALCON_TWO_NORMS if config.get("num_ln_in_parallel_attn") == 2 else family.names
+    stored = dict(tensors)
+    experts: dict[str, LazyTensor] = {}
+    if config.get("num_local_experts", config.get("num_experts")):
+        experts = _experts(keys, stored, config)
+    found = renamed(stored, names, keys.source)
+    with fitting(f"the tensors of `{keys.source}` do not match its metadata", HINT):
+        found = {name: family.change(name, tensor, config) for name, tensor in found.items()}
+    return config, found | experts
+
+
+def _experts(keys: Keys, tensors: dict[str, LazyTensor], config: Mapping[str, Any]) -> dict[str, LazyTensor]:
+    """The matrices of each expert; takes those of all experts of a layer out of `tensors`, [experts, rows, columns]."""
+    pattern, parts = EXPERTS[keys.architecture]
+    found = {}
+    for layer in range(config["num_hidden_layers"]):
+        for part, name in parts.items():
+            joined = tensors.pop(f"blk.{layer}.ffn_{part}_exps.weight", None)
+            if joined is not None and len(joined.shape) == 3:
+                for expert in range(joined.num_rows):
+                    one = reshaped(slice_rows(joined, expert, expert + 1), joined.shape[1:])
+                    found[LAYER.format(layer) + pattern.format(expert, name)] = one
+    return found

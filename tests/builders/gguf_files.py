@@ -1,0 +1,186 @@
+"""GGUF files of tiny models, written by the package `gguf`: its names and keys, and the changes of llama.cpp's converter.
+
+What the converter does to a family (rows in another order, norms plus one, matrices turned) is written here in the
+direction of the converter, on whole arrays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, TokenType, get_tensor_name_map
+from gguf.quants import quantize
+from safetensors.numpy import load_file
+
+Values = np.ndarray[Any, np.dtype[Any]]
+
+ARCHITECTURE = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+"""llama.cpp's name of a model type, where it differs."""
+
+
+def write_gguf(
+    folder: Path,
+    output: Path,
+    *,
+    quantized: GGMLQuantizationType | None = None,
+    tokenizer: Callable[[GGUFWriter], None] | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> Path:
+    """The model of a Hugging Face folder with one safetensors file as GGUF; matrices `quantized`, if given.
+
+    `tokenizer` adds a vocabulary, `more` other texts and numbers.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    kind = config["model_type"]
+    writer = GGUFWriter(output, ARCHITECTURE.get(kind, kind))
+    _add_sizes(writer, config)
+    (tokenizer or (lambda writer: writer.add_tokenizer_model("no_vocab")))(writer)
+    for key, value in (more or {}).items():
+        add: Callable[[str, Any], None] = writer.add_string if isinstance(value, str) else writer.add_uint32
+        add(key, value)
+    for name, values in _renamed(load_file(folder / "model.safetensors"), config, writer.arch).items():
+        if quantized is not None and values.ndim > 1:
+            writer.add_tensor(name, quantize(values.astype(np.float32), quantized), raw_dtype=quantized)
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return output
+
+
+def _first(config: Mapping[str, Any], *names: str) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def _groups(config: Mapping[str, Any]) -> Any:
+    if config.get("multi_query") and not config["new_decoder_architecture"]:
+        return 1
+    return _first(config, "num_key_value_heads", "num_kv_heads")
+
+
+def _add_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    width, heads = (
+        _first(config, "hidden_size", "n_embd", "d_model"),
+        _first(config, "num_attention_heads", "n_head", "n_heads"),
+    )
+    layers = _first(config, "num_hidden_layers", "n_layer", "n_layers")
+    rope = config.get("rope_parameters") or {}
+    full = rope.get("full_attention", rope)
+    writer.add_context_length(_first(config, "max_position_embeddings", "n_positions", "max_seq_len") or 2048)
+    writer.add_embedding_length(width)
+    writer.add_block_count(layers)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_feed_forward_length(_first(config, "intermediate_size", "n_inner", "ffn_hidden_size") or 4 * width)
+    writer.add_head_count(heads)
+    if groups := _groups(config):
+        writer.add_head_count_kv(groups)
+    if theta := full.get("rope_theta") or config.get("rope_theta"):
+        writer.add_rope_freq_base(theta)
+    if head_dim := config.get("head_dim"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_rope_dimension_count(head_dim)
+    if epsilon := config.get("rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(epsilon)
+    else:
+        writer.add_layer_norm_eps(_first(config, "layer_norm_epsilon", "norm_epsilon"))
+    if experts := _first(config, "num_local_experts", "num_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        if size := config.get("moe_intermediate_size"):
+            writer.add_expert_feed_forward_length(size)
+    if config.get("sliding_window") and config["model_type"] in ("gemma2", "gemma3_text", "phi3"):
+        writer.add_sliding_window(config["sliding_window"])
+    if cap := config.get("attn_logit_softcapping"):
+        writer.add_attn_logit_softcapping(cap)
+    if cap := config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(cap)
+    if config["model_type"] == "granite":
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    if config["model_type"] == "mpt":
+        writer.add_max_alibi_bias(config["attn_config"]["alibi_bias_max"])
+    if config["model_type"] == "phi3":
+        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+
+
+def _renamed(tensors: Mapping[str, Values], config: Mapping[str, Any], arch: str) -> dict[str, Values]:
+    """The tensors under llama.cpp's names, changed as its converter changes them."""
+    layers = _first(config, "num_hidden_layers", "n_layer", "n_layers")
+    names = get_tensor_name_map({name: key for key, name in MODEL_ARCH_NAMES.items()}[arch], layers)
+    stacks: dict[str, dict[int, Values]] = {}
+    found: dict[str, Values] = {}
+    for name, values in tensors.items():
+        before, _, number = name.partition(".experts.")
+        if number:
+            expert, _, part = number.partition(".")
+            stacks.setdefault(f"{before}.experts.{part}", {})[int(expert)] = values
+            continue
+        if config.get("tie_word_embeddings") and name == "lm_head.weight":
+            continue
+        found[_name(names, name)] = _changed(name, values, config)
+    for name, parts in stacks.items():
+        joined = (
+            name.replace("block_sparse_moe.", "feed_forward.").replace("model.", "") if "block_sparse" in name else name
+        )
+        found[_name(names, joined)] = np.stack([parts[number] for number in sorted(parts)])
+    return found
+
+
+def _name(names: Any, name: str) -> str:
+    found = names.get_name(name, try_suffixes=(".weight", ".bias")) or names.get_name(
+        name.removeprefix("transformer."), try_suffixes=(".weight", ".bias")
+    )
+    assert found, name
+    return str(found)
+
+
+def _changed(name: str, values: Values, config: Mapping[str, Any]) -> Values:
+    kind = config["model_type"]
+    heads = _first(config, "num_attention_heads", "n_head", "n_heads")
+    if kind in ("llama", "mistral", "mixtral", "granite", "smollm3") and ("q_proj." in name or "k_proj." in name):
+        count = heads if "q_proj." in name else config["num_key_value_heads"]
+        return (
+            values.reshape(count, 2, len(values) // count // 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+        )
+    if kind.startswith("gemma") and name.endswith("norm.weight"):
+        return values + np.float32(1)
+    if kind == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+        return values.T
+    if "query_key_value" in name:
+        groups = _groups(config) or heads
+        each = values.reshape(groups, heads // groups + 2, -1, *values.shape[1:])
+        parts = each[:, :-2], each[:, -2:-1], each[:, -1:]
+        return np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
+    return values
+
+
+def byte_level(content: Mapping[str, Any], pre: str, *, bos: int, eos: int) -> Callable[[GGUFWriter], None]:
+    """Adds the vocabulary of a byte-level `tokenizer.json`."""
+    ids = dict(content["model"]["vocab"]) | {token["content"]: token["id"] for token in content["added_tokens"]}
+    special = {token["id"]: token["special"] for token in content["added_tokens"]}
+    tokens = sorted(ids, key=ids.__getitem__)
+
+    def add(writer: GGUFWriter) -> None:
+        kinds = {True: TokenType.CONTROL, False: TokenType.USER_DEFINED}
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(tokens)
+        writer.add_token_types(
+            [kinds[special[ids[one]]] if ids[one] in special else TokenType.NORMAL for one in tokens]
+        )
+        writer.add_token_merges(
+            [" ".join(pair) if isinstance(pair, list) else pair for pair in content["model"]["merges"]]
+        )
+        writer.add_bos_token_id(bos)
+        writer.add_eos_token_id(eos)
+
+    return add
