@@ -1,4 +1,4 @@
-"""GGUF files of tiny models, written by the package `gguf`: its names and keys, and the changes of llama.cpp's converter.
+"""GGUF files of tiny models, written by the package `gguf`: its names and keys, and what llama.cpp's converter changes.
 
 What the converter does to a family (rows in another order, norms plus one, matrices turned) is written here in the
 direction of the converter, on whole arrays.
@@ -64,7 +64,7 @@ def _groups(config: Mapping[str, Any]) -> Any:
     return _first(config, "num_key_value_heads", "num_kv_heads")
 
 
-def _add_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+def _add_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:  # noqa: C901, PLR0912 - one line per field
     width, heads = (
         _first(config, "hidden_size", "n_embd", "d_model"),
         _first(config, "num_attention_heads", "n_head", "n_heads"),
