@@ -46,7 +46,7 @@ def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
         output: the folder to make.
         to: name of a training format that has a way back.
         shards: number of tensor-parallel (model-parallel) parts.
-        dtype: `keep` or the float type of the weights.
+        dtype: `keep` or the float type of the weights; for `gguf` also `q8_0` or `q4_0`.
         overwrite: replace an existing model folder.
         resume: continue an interrupted run.
         dry_run: return the plan, and write nothing.
@@ -60,7 +60,9 @@ def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
     if to not in known:
         problem = f"the format `{to}` cannot be written" if to in formats() else f"unknown format `{to}`"
         raise UsageProblem(problem, hint=f"`--to` is one of: {', '.join(known)}")
-    check_dtype(dtype)
+    own = known[to].dtypes.get(dtype)
+    if own is None:
+        check_dtype(dtype)
     require_possible(work, overwrite=overwrite)
     if not 1 <= shards <= SHARD_LIMIT:
         raise UsageProblem(f"{shards} shards are not possible", hint=f"`--shards` is 1 to {SHARD_LIMIT}")
@@ -68,7 +70,7 @@ def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
         checkpoint = open_model(local_path(model, in_parts=True))
     save = known[to].save
     assert save
-    plan = save(with_cast(checkpoint, dtype), shards)
+    plan = own(checkpoint, shards) if own else save(with_cast(checkpoint, dtype), shards)
     left = [name for name in plan.checkpoint.side_files if name not in plan.small_files]
     notes = [f"a checkpoint of the format `{to}` has no place for {listing(left)}"] if left else []
     warn_all((*checkpoint.warnings, *plan.warnings, *notes))

@@ -406,42 +406,42 @@ def special_ids(files: Mapping[str, bytes]) -> tuple[int | None, int | None]:
     `files` is content by name; `tokenizer_config.json` (or `special_tokens_map.json`) contains the tokens,
     `tokenizer.json` their ids. Raises MalformedInput if a file is not JSON.
     """
-    settings = {**_object(files, "special_tokens_map.json"), **_object(files, "tokenizer_config.json")}
-    ids = _ids(_object(files, "tokenizer.json"))
+    settings = {**read_object(files, "special_tokens_map.json"), **read_object(files, "tokenizer_config.json")}
+    ids = _ids(read_object(files, "tokenizer.json"))
     bos, eos = (ids.get(_text(settings.get(kind)) or "") for kind in ("bos_token", "eos_token"))
     return bos, eos
 
 
 def special_tokens(files: Mapping[str, bytes]) -> dict[str, tuple[str, int | None]]:
     """Text, and id if known, by `bos_token`, `eos_token`, `pad_token`; `files` and errors as in `special_ids`."""
-    settings = {**_object(files, "special_tokens_map.json"), **_object(files, "tokenizer_config.json")}
-    ids = {**_ids(_object(files, "tokenizer.json")), **_added(files)}
+    settings = {**read_object(files, "special_tokens_map.json"), **read_object(files, "tokenizer_config.json")}
+    ids = {**_ids(read_object(files, "tokenizer.json")), **_added(files)}
     texts = {kind: text for kind in ("bos_token", "eos_token", "pad_token") if (text := _text(settings.get(kind)))}
     return {kind: (text, ids.get(text)) for kind, text in texts.items()}
 
 
 def added_tokens(files: Mapping[str, bytes], base: Mapping[str, bytes]) -> list[str]:
     """The tokens beyond a vocabulary that another tokenizer does not have; MalformedInput if a file is not JSON."""
-    known = {**_added(base), **_ids(_object(base, "tokenizer.json")), **_object(base, "vocab.json")}
+    known = {**_added(base), **_ids(read_object(base, "tokenizer.json")), **read_object(base, "vocab.json")}
     return sorted(_added(files).keys() - known.keys())
 
 
 def _added(files: Mapping[str, bytes]) -> dict[str, int]:
     """Token to id: `added_tokens.json`, `added_tokens_decoder` of the config, `added_tokens` of `tokenizer.json`."""
-    decoder = _object(files, "tokenizer_config.json").get("added_tokens_decoder")
+    decoder = read_object(files, "tokenizer_config.json").get("added_tokens_decoder")
     rows = decoder.items() if isinstance(decoder, dict) else ()
     pairs: list[tuple[Any, Any]] = [(_text(token), int(number)) for number, token in rows if str(number).isdecimal()]
-    listed = _object(files, "tokenizer.json").get("added_tokens")
+    listed = read_object(files, "tokenizer.json").get("added_tokens")
     tokens = [token for token in listed if isinstance(token, dict)] if isinstance(listed, list) else []
     pairs += [(_text(token), token.get("id")) for token in tokens]
-    pairs += _object(files, "added_tokens.json").items()
+    pairs += read_object(files, "added_tokens.json").items()
     return {text: number for text, number in pairs if isinstance(text, str) and type(number) is int}
 
 
 def vocabulary_size(files: Mapping[str, bytes]) -> int | None:
     """Highest id + 1 in `tokenizer.json`, `vocab.json` or `tokenizer.model`; None: no ids, MalformedInput."""
-    added = _object(files, "added_tokens.json")
-    ids = _ids(_object(files, "tokenizer.json")) or {**_object(files, "vocab.json"), **added}
+    added = read_object(files, "added_tokens.json")
+    ids = _ids(read_object(files, "tokenizer.json")) or {**read_object(files, "vocab.json"), **added}
     numbers = [number for number in ids.values() if type(number) is int]
     if not numbers and "tokenizer.model" in files:
         pieces = parse_sentencepiece(files["tokenizer.model"]).pieces
@@ -449,7 +449,7 @@ def vocabulary_size(files: Mapping[str, bytes]) -> int | None:
     return max(numbers) + 1 if numbers else None
 
 
-def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+def read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         content = json.loads(files.get(name, b"{}"))
     except (ValueError, RecursionError) as error:

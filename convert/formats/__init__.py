@@ -8,7 +8,7 @@ A package contains everything about one system: `format.py` (the constant `FORMA
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,8 @@ class Format:
     # format cannot hold, MalformedInput if config and tensors contradict each other, and UsageProblem for a number of
     # shards that does not divide the model. None if the format cannot be written
     save: Callable[[Checkpoint, int], Plan] | None = None
+    # other values of `--dtype` of `from-hf`, such as `q8_0`, and what saves a model so
+    dtypes: Mapping[str, Callable[[Checkpoint, int], Plan]] = field(default_factory=dict)
     # how its state dicts are recognized, if single torch or safetensors files are its checkpoints
     sign: Sign | None = None
 

@@ -20,7 +20,12 @@ from llmconv.cli.options import option
     "--to FORMAT", "Training format to write; see `llmconv formats`.", required=True, shell_complete=options.formats
 )
 @option("--shards", "Number of tensor-parallel parts.", click.IntRange(1), show_default=True, default=1)
-@options.dtype
+@option(
+    "--dtype",
+    "Element type of the floating-point weights; q8_0 and q4_0: blocks of GGUF.",
+    options.ElementType(["keep", "float32", "float16", "bfloat16", "q8_0", "q4_0"]),
+    default="keep",
+)
 @options.overwrite
 @options.resume
 @options.dry_run

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from llmconv.convert.algebra import equal
 from llmconv.convert.assembly import side_files_of
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.gguf.names import ENDS, HINT, Keys, in_hugging_face_names
+from llmconv.convert.formats.gguf.save import QUANTIZERS, save
 from llmconv.convert.formats.gguf.tokenizer import special_ids, tokenizer_files
 from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import plain_fields, with_architecture
@@ -92,5 +94,7 @@ FORMAT = Format(
     covers="Llama, Mistral, Mixtral, Granite, SmolLM3, Qwen 2, 2.5, 3 and 3 MoE, Gemma 1 to 3 (text), Phi-3 and 4, "
     "StarCoder2, GPT-2, BLOOM, Falcon, MPT; F32, F16, BF16 bit for bit, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, "
     "MXFP4, TQ1_0 and TQ2_0 dequantized",
+    save=save,
+    dtypes={kind.lower(): partial(save, quantized=kind) for kind in QUANTIZERS},
     peek=lambda path: {name: tensor.values for name, tensor in _read(path).tensors.items()},
 )

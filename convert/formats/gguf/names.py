@@ -6,6 +6,7 @@ Sources: llama.cpp `conversion/*.py` (what its converter does to each family), `
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -295,6 +296,10 @@ def _mpt(keys: Keys, tensors: Tensors) -> dict[str, Any]:
     }
 
 
+HEAD_ORDERED = ("llama", "mistral", "mixtral", "granite", "smollm3")  # model types whose files rotate neighbors
+ONE_LESS = ("gemma", "gemma2", "gemma3_text")  # model types whose norms are stored plus one
+TURNED = re.compile(r"\.c_(?:attn|proj|fc)\.weight$")
+
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
@@ -317,8 +322,7 @@ def _less_one(name: str, tensor: LazyTensor, config: Mapping[str, Any]) -> LazyT
 
 def _columns(name: str, tensor: LazyTensor, config: Mapping[str, Any]) -> LazyTensor:
     """GPT-2: matrices of its `Conv1D` are [in, out]."""
-    is_conv = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-    return transposed(tensor) if is_conv else tensor
+    return transposed(tensor) if TURNED.search(name) else tensor
 
 
 def _dealt(name: str, tensor: LazyTensor, config: Mapping[str, Any], groups: str = "n_head") -> LazyTensor:

@@ -7,6 +7,7 @@ those of sentencepiece: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from llmconv.checkpoint import Checkpoint
 from llmconv.convert.tokenizers import (
     MODEL,
     PATTERN,
@@ -23,6 +25,9 @@ from llmconv.convert.tokenizers import (
     added_token,
     bos_template,
     byte_alphabet,
+    merges_of,
+    read_object,
+    special_tokens,
     tokenizer_bytes,
     tokenizer_json,
 )
@@ -193,19 +198,133 @@ def _byte_level(
         for number, (text, kind) in enumerate(zip(tokens, types, strict=True))
         if kind in (CONTROL, USER_DEFINED) or (text in vocabulary and not alphabet.issuperset(text))
     ]
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": not words.pattern}
-    steps: list[dict[str, Any]] = [level]
-    if words.pattern:
-        split = {"type": "Split", "pattern": {"Regex": words.pattern}, "behavior": "Isolated", "invert": False}
-        steps = [split, level]
-    elif words.digits:
-        steps = [{"type": "Digits", "individual_digits": True}, level]
+    steps = _steps(words)
     return {
         **TOKENIZER,
         "added_tokens": added,
         "normalizer": {"type": "NFC"} if words.normalizes else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps} if len(steps) > 1 else level,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps} if len(steps) > 1 else steps[0],
         "post_processor": None,
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {**MODEL, "ignore_merges": words.whole, "vocab": vocabulary, "merges": pairs},
+    }
+
+
+def _steps(words: Words) -> list[dict[str, Any]]:
+    """The steps of the pre-tokenizer."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": not words.pattern}
+    if words.pattern:
+        split = {"type": "Split", "pattern": {"Regex": words.pattern}, "behavior": "Isolated", "invert": False}
+        return [split, level]
+    return [{"type": "Digits", "individual_digits": True}, level] if words.digits else [level]
+
+
+# --- the way back -----------------------------------------------------------------------------------------------------
+
+OWN = {
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "generation_config.json"),
+}
+
+
+def tokenizer_keys(checkpoint: Checkpoint, rows: int) -> tuple[dict[str, Any], list[str]]:
+    """The metadata of the tokenizer, for an embedding of so many rows, and the files that are not in it.
+
+    Raises UnsupportedInput for a tokenizer that llama.cpp has no name for, MalformedInput for one of more tokens.
+    """
+    files, source = checkpoint.side_files, checkpoint.path.name
+    left = [name for name in files if name not in OWN]
+    if "tokenizer.json" not in files:
+        return {"tokenizer.ggml.model": "no_vocab"}, left
+    content, settings = read_object(files, "tokenizer.json"), read_object(files, "tokenizer_config.json")
+    model = content.get("model") or {}
+    added = {token["content"]: token for token in content.get("added_tokens") or ()}
+    ids = dict(model.get("vocab") or {}) if isinstance(model.get("vocab"), dict) else {}
+    ids |= {text: token["id"] for text, token in added.items()}
+    if model.get("type") != "BPE" or not ids:
+        raise UnsupportedInput(
+            f"the tokenizer of `{source}` is no BPE, the only kind that is written as GGUF", hint=OTHER
+        )
+    if max(ids.values()) >= rows:
+        raise MalformedInput(
+            f"the tokenizer of `{source}` has more tokens than the model ({rows})", hint="give its own"
+        )
+    texts = {number: text for text, number in ids.items()}
+    tokens = [texts.get(number, f"[PAD{number}]") for number in range(rows)]
+    kinds = [
+        UNUSED if number not in texts
+        else (CONTROL if added[text].get("special") else USER_DEFINED) if (text := texts[number]) in added
+        else 1
+        for number in range(rows)
+    ]  # fmt: skip
+    merges = [" ".join(pair) if isinstance(pair, list) else str(pair) for pair in model.get("merges") or ()]
+    if model.get("byte_fallback"):
+        keys = _piece_keys(content, tokens, kinds, merges, source)
+    else:
+        keys = {"model": "gpt2", "pre": _words_of(content, source), "merges": merges}
+    keys |= {"tokens": tokens, "token_type": np.array(kinds, np.int32)}
+    known = special_tokens(files)
+    config = checkpoint.config
+    for name, key in SPECIAL.items():
+        number = known.get(name, ("", None))[1]
+        if number is None:
+            number = config.get(f"{name}_id")
+        if type(number) is int and 0 <= number < rows:
+            keys[f"{key}_token_id"] = number
+    ends = read_object(files, "generation_config.json").get("eos_token_id")
+    if isinstance(ends, list) and (rest := [one for one in ends if one != keys.get("eos_token_id")]):
+        keys["eot_token_id"] = rest[0]
+    begins = '"SpecialToken"' in json.dumps(content.get("post_processor"))
+    keys["add_bos_token"] = begins
+    found = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    template = files.get("chat_template.jinja", b"").decode() or settings.get("chat_template")
+    return found | ({"tokenizer.chat_template": template} if isinstance(template, str) else {}), left
+
+
+OTHER = "use llama.cpp's converter, or remove `tokenizer.json` to write the model without a tokenizer"
+
+
+def _words_of(content: Mapping[str, Any], source: str) -> str:
+    """The name of the division into words; UnsupportedInput for one that llama.cpp does not have, or we do not know."""
+
+    def shown(step: Any) -> str:
+        return re.sub(r'"(?:trim_offsets|add_prefix_space)": (?:true|false),? ?', "", json.dumps(step, sort_keys=True))
+
+    normalizes = "NFC" in json.dumps(content.get("normalizer"))
+    whole = bool(content["model"].get("ignore_merges"))
+    for name, words in WORDS.items():
+        steps = _steps(words)
+        made = {"type": "Sequence", "pretokenizers": steps} if len(steps) > 1 else steps[0]
+        if (shown(content.get("pre_tokenizer")), normalizes, whole) == (shown(made), words.normalizes, words.whole):
+            return name
+    raise UnsupportedInput(f"the tokenizer of `{source}` divides text in a way that GGUF has no name for", hint=OTHER)
+
+
+def _piece_keys(
+    content: Mapping[str, Any], tokens: list[str], kinds: list[int], merges: list[str], source: str
+) -> dict[str, Any]:
+    """sentencepiece's BPE: the score of a piece is minus the rank of its first merge, which gives the same merges."""
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(merges):
+        ranks.setdefault(merge.replace(" ", "", 1), rank)
+    scores = [-float(ranks.get(text, len(merges))) for text in tokens]
+    for number, text in enumerate(tokens):
+        if kinds[number] == 1 and re.fullmatch(r"<0x[0-9A-F]{2}>", text):
+            kinds[number] = BYTE
+    unknown = content["model"].get("unk_token")
+    number = tokens.index(unknown) if unknown in tokens else 0
+    kinds[number] = 2
+    steps = json.dumps(content.get("normalizer")) + json.dumps(content.get("pre_tokenizer"))
+    prefix = '"Prepend"' in steps or '"prepend_scheme": "first"' in steps or '"prepend_scheme": "always"' in steps
+    model = SentencePieceModel(
+        tuple(zip(tokens, scores, kinds, strict=True)), True, True, 0, 0, number, b"", prefix, False
+    )
+    if [" ".join(pair) for pair in merges_of(model)] != merges:
+        raise UnsupportedInput(f"the merges of `{source}` have no scores that give them", hint=OTHER)
+    return {
+        "model": "llama",
+        "pre": "default",
+        "scores": np.array(scores, np.float32),
+        "add_space_prefix": prefix,
+        "unknown_token_id": number,
     }

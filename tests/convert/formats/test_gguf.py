@@ -14,7 +14,7 @@ import pytest
 import sentencepiece
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES
-from gguf.quants import dequantize
+from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -22,8 +22,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer
 
 from llmconv.checkpoint import read_json
-from llmconv.convert import to_hf
+from llmconv.convert import from_hf, to_hf
 from llmconv.convert.formats.gguf.names import LLAMA
+from llmconv.convert.formats.gguf.save import QUANTIZERS
 from llmconv.convert.inspection import inspect
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
@@ -212,8 +213,8 @@ def sentencepiece_keys(model: bytes, *, prefix: bool) -> Callable[[GGUFWriter], 
     return add
 
 
-@pytest.mark.parametrize("prefix", [True, False])
-def test_sentencepiece_ids_are_those_of_sentencepiece(tiny_model: Path, tmp_path: Path, prefix: bool) -> None:
+def piece_model(*, prefix: bool) -> bytes:
+    """A sentencepiece model of a few words."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["the cat sat on the mat", "a dog  and a cat", "12 mats"] * 20),
@@ -226,8 +227,14 @@ def test_sentencepiece_ids_are_those_of_sentencepiece(tiny_model: Path, tmp_path
         remove_extra_whitespaces=False,
         add_dummy_prefix=prefix,
     )
-    original = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    file = write_gguf(tiny_model, tmp_path / "x.gguf", tokenizer=sentencepiece_keys(model.getvalue(), prefix=prefix))
+    return model.getvalue()
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_ids_are_those_of_sentencepiece(tiny_model: Path, tmp_path: Path, prefix: bool) -> None:
+    model = piece_model(prefix=prefix)
+    original = sentencepiece.SentencePieceProcessor(model_proto=model)
+    file = write_gguf(tiny_model, tmp_path / "x.gguf", tokenizer=sentencepiece_keys(model, prefix=prefix))
     to_hf(file, tmp_path / "hf")
     found = Tokenizer.from_file(str(tmp_path / "hf/tokenizer.json"))
 
@@ -326,6 +333,122 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path: Path, cut: int) -> None:
     file.write_bytes(file.read_bytes()[:cut])
     with pytest.raises(LlmconvError):
         open_training(file)
+
+
+WRITTEN = [name for name in FAMILIES if name != "llama, untied, without grouped heads"]
+
+
+@pytest.mark.quick_rows("llama", "mixtral", "gemma3", "gpt2", "falcon with groups")
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_written_file_has_the_tensors_of_the_converter_and_comes_back(tmp_path: Path, name: str) -> None:
+    kind, changes = FAMILIES[name]
+    model = save_tiny(kind, tmp_path / "model", **changes)
+    from_hf(model, tmp_path / "out", to="gguf")
+    ours, theirs = (
+        {one.name: one for one in GGUFReader(file).tensors}
+        for file in (tmp_path / "out/model.gguf", write_gguf(model, tmp_path / "x.gguf"))
+    )
+    assert ours.keys() == theirs.keys()
+    for one in ours:
+        assert ours[one].tensor_type == theirs[one].tensor_type and np.array_equal(ours[one].data, theirs[one].data)
+    keys, wanted = (
+        {key: field.contents() for key, field in GGUFReader(file).fields.items() if not key.startswith("GGUF.")}
+        for file in (tmp_path / "out/model.gguf", tmp_path / "x.gguf")
+    )
+    assert {key: keys.get(key) for key in wanted} == wanted
+    to_hf(tmp_path / "out", tmp_path / "back")
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert kind.startswith("gemma") or all(np.array_equal(before[one], after[one]) for one in before)
+
+
+@pytest.mark.parametrize("kind", QUANTIZERS)
+def test_blocks_are_those_of_the_reference(kind: str) -> None:
+    values = np.random.default_rng(0).normal(size=(3000, 32)).astype(np.float32)
+    values[0], values[1, 1:], values[2] = 0, 0, np.linspace(-8, 7, 32)
+    values[3:40] = np.round(values[3:40] * 8) / 2  # halves, which are rounded away from zero
+    with np.errstate(all="ignore"):
+        assert np.array_equal(QUANTIZERS[kind](values), quantize(values, GGMLQuantizationType[kind]))
+
+
+@pytest.mark.parametrize("kind", [name.lower() for name in QUANTIZERS])
+def test_a_file_of_blocks_is_written(tmp_path: Path, kind: str) -> None:
+    model = save_tiny("qwen3_moe", tmp_path / "model", norm_topk_prob=True)
+    from_hf(model, tmp_path / "out", to="gguf", dtype=kind)
+    reader = GGUFReader(tmp_path / "out/model.gguf")
+    stored = {one.name: one for one in reader.tensors}
+    weights = load_file(model / "model.safetensors")
+    number = GGMLQuantizationType[kind.upper()]
+    assert stored["blk.0.ffn_gate_inp.weight"].tensor_type == GGMLQuantizationType.F32
+    assert np.array_equal(
+        stored["blk.0.attn_q.weight"].data, quantize(weights["model.layers.0.self_attn.q_proj.weight"], number)
+    )
+    assert np.array_equal(
+        stored["blk.1.ffn_up_exps.weight"].data[2],
+        quantize(weights["model.layers.1.mlp.experts.2.up_proj.weight"], number),
+    )
+    assert reader.fields["general.file_type"].contents() == {"q8_0": 7, "q4_0": 2}[kind]
+    opened = open_training(tmp_path / "out")
+    assert np.array_equal(
+        opened["model.embed_tokens.weight"].read(), dequantize(stored["token_embd.weight"].data, number)
+    )
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_scaled_positions_come_back(tmp_path: Path, logits_of: Callable[..., Any], rope: dict[str, Any]) -> None:
+    model = save_tiny("llama", tmp_path / "model", rope_parameters={**rope, "rope_theta": 500000.0})
+    from_hf(model, tmp_path / "out", to="gguf")
+    to_hf(tmp_path / "out", tmp_path / "back")
+    ids = np.arange(3, 63)[None]
+    assert np.array_equal(logits_of(model, ids), logits_of(tmp_path / "back", ids))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("mistral", {"sliding_window": 16}, "a sliding window"),
+        ("llama", {"hidden_act": "gelu"}, "does not state: `hidden_act` gelu"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "does not state: `norm_topk_prob` False"),
+        ("gemma2", {"query_pre_attn_scalar": 8}, "does not state: `query_pre_attn_scalar` 8"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "does not state"),
+        ("gpt_neox", {**DECODER, "hidden_act": "gelu"}, "a model of the type `gpt_neox` is not written as GGUF"),
+    ],
+)
+def test_what_a_file_cannot_say_is_refused(tmp_path: Path, kind: str, changes: dict[str, Any], said: str) -> None:
+    model = save_tiny(kind, tmp_path / "model", **changes)
+    with pytest.raises(UnsupportedInput, match=re.escape(said)):
+        from_hf(model, tmp_path / "out", to="gguf")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("pre", [*PRE, "sentencepiece"])
+def test_a_tokenizer_goes_and_comes_back(tiny_model: Path, tmp_path: Path, pre: str) -> None:
+    template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    if pre == "sentencepiece":
+        add = sentencepiece_keys(piece_model(prefix=True), prefix=True)
+    else:
+        content = trained(*PRE[pre][:1], digits=PRE[pre][1])
+        end = content["added_tokens"][0]["id"]
+        add = byte_level(content, pre, bos=end, eos=end)
+    file = write_gguf(tiny_model, tmp_path / "x.gguf", tokenizer=add, more={"tokenizer.chat_template": template})
+    to_hf(file, tmp_path / "hf")
+    from_hf(tmp_path / "hf", tmp_path / "out", to="gguf")
+    to_hf(tmp_path / "out", tmp_path / "back")
+    first, second = (Tokenizer.from_file(str(tmp_path / name / "tokenizer.json")) for name in ("hf", "back"))
+    assert [first.encode(text).ids for text in TEXTS] == [second.encode(text).ids for text in TEXTS]
+    for name in ("chat_template.jinja", "generation_config.json", "tokenizer_config.json"):
+        assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
 
 
 SMOLLM2 = Path(__file__).parents[3] / "build/smollm2-env"

@@ -1,0 +1,403 @@
+"""A Hugging Face model as a GGUF file, with the names, keys and changes of llama.cpp's own converter.
+
+Sources: llama.cpp `conversion/base.py` (vectors, positions and routers stay float32), `gguf-py/gguf/quants.py` (Q8_0
+and Q4_0). What the file says is read back and compared with the configuration, so that nothing is left out silently.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import isclose
+from typing import Any
+
+import numpy as np
+
+from llmconv.checkpoint import Checkpoint, transposed
+from llmconv.convert.algebra import (
+    concat,
+    deal_rows,
+    inverse_order,
+    inverted,
+    permute_rows,
+    rename,
+    reshaped,
+    rope_order,
+)
+from llmconv.convert.formats.gguf.names import (
+    ARCHITECTURES,
+    EXPERTS,
+    FALCON_TWO_NORMS,
+    HEAD_ORDERED,
+    ONE_LESS,
+    TURNED,
+    Keys,
+    in_hugging_face_names,
+)
+from llmconv.convert.formats.gguf.tokenizer import tokenizer_keys
+from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.files.gguf_file import ALIGNMENT, ARRAY, BLOCKS, MAGIC, NUMBERS, PLAIN, TEXT
+from llmconv.output.plan import Plan, Shard
+from llmconv.tensors import BY_NAME, Array, LazyTensor, Piece, cast, in_memory
+
+FILE = "model.gguf"
+VERSION = 3
+TYPES = {name: number for number, (name, _) in PLAIN.items()} | {block.name: number for number, block in BLOCKS.items()}
+OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2}  # `general.file_type`, by the type of most matrices
+KEPT = re.compile(r"\.ffn_gate_inp\.|^position_embd\.")  # matrices that stay float32
+
+UINT32, FLOAT32, BOOL = 4, 6, 7
+
+
+def save(checkpoint: Checkpoint, shards: int, quantized: str = "") -> Plan:
+    """The file of a model; see `Format.save`. `quantized` is the type of its matrices, `Q8_0` or `Q4_0`, if given."""
+    source = checkpoint.path.name
+    if shards != 1:
+        raise UsageProblem("GGUF files are not split into ranks", hint="leave out `--shards`")
+    architecture = _architecture(checkpoint)
+    keys = _keys(checkpoint.config)
+    tensors = _tensors(checkpoint, architecture)
+    stored = {name: _stored(name, tensor, quantized) for name, tensor in tensors.items()}
+    _require_same(checkpoint, architecture, keys, tensors)
+    kinds = [one.type for name, one in stored.items() if one.type != "F32" and not KEPT.search(name)]
+    vocabulary, left = tokenizer_keys(checkpoint, tensors["token_embd.weight"].num_rows)
+    metadata = {
+        "general.architecture": architecture,
+        "general.type": "model",
+        "general.name": source,
+        "general.quantization_version": 2,
+        "general.file_type": FILE_TYPES[max(kinds, key=kinds.count, default="F32")],
+        **{f"{architecture}.{key}": value for key, value in keys.items()},
+        **vocabulary,
+    }
+    container = partial(gguf_pieces, metadata=metadata, stored=stored)
+    shard = Shard(FILE, {name: one.data for name, one in stored.items()}, container)
+    config = {name: checkpoint.side_files[name] for name in left if name in checkpoint.side_files}
+    return Plan(checkpoint, (shard,), config)
+
+
+def _architecture(checkpoint: Checkpoint) -> str:
+    kind = str(checkpoint.config.get("model_type"))
+    if kind in ("mistral", "mixtral"):
+        if checkpoint.config.get("sliding_window"):
+            raise UnsupportedInput(
+                f"`{checkpoint.path.name}` has a sliding window, which llama.cpp's `llama` does not have",
+                hint="set `sliding_window` to null in its `config.json` if the contexts are shorter",
+            )
+        return "llama"
+    known = {family.model_type: name for name, family in ARCHITECTURES.items()}
+    if kind not in known:
+        raise UnsupportedInput(
+            f"a model of the type `{kind[:80]}` is not written as GGUF",
+            hint=f"supported are {', '.join([*known, 'mistral', 'mixtral'])}; for others use llama.cpp's converter",
+        )
+    return known[kind]
+
+
+def _keys(config: Mapping[str, Any]) -> dict[str, Any]:  # noqa: C901, PLR0915 - a line per key
+    """The metadata of the model, by keys without the architecture; those of its fields that the file can state."""
+    from transformers import AutoConfig  # noqa: PLC0415 - for the defaults of fields that the configuration lacks
+
+    fields = {name: value for name, value in config.items() if name != "model_type"}
+    full = AutoConfig.for_model(config["model_type"], **fields).to_dict()
+    rope = full.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    found: dict[str, Any] = {}
+
+    def put(key: str, *names: str, of: Mapping[str, Any] = full, kind: Callable[[Any], Any] = int) -> None:
+        value = next((of[name] for name in names if of.get(name) is not None), None)
+        if value is not None and value is not False:
+            found[key] = kind(value)
+
+    put("context_length", "max_position_embeddings", "n_positions", "max_seq_len")
+    put("embedding_length", "hidden_size", "n_embd", "d_model")
+    put("block_count", "num_hidden_layers", "n_layer", "n_layers")
+    put("feed_forward_length", "intermediate_size", "n_inner", "ffn_hidden_size")
+    found.setdefault("context_length", 2048)  # as llama.cpp's converter for models without a limit
+    found.setdefault("feed_forward_length", int(full.get("expansion_ratio", 4)) * found["embedding_length"])
+    put("attention.head_count", "num_attention_heads", "n_head", "n_heads")
+    put("attention.head_count_kv", "num_key_value_heads", "num_kv_heads")
+    if full.get("multi_query") and not full.get("new_decoder_architecture"):
+        found["attention.head_count_kv"] = 1
+    put("attention.layer_norm_rms_epsilon", "rms_norm_eps", kind=float)
+    put("attention.layer_norm_epsilon", "layer_norm_epsilon", "norm_epsilon", kind=float)
+    put("vocab_size", "vocab_size")
+    heads, width = found["attention.head_count"], found["embedding_length"]
+    head_dim = full.get("head_dim") or width // heads
+    if "rms_norm_eps" in full:
+        found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    if rope:
+        found["rope.dimension_count"] = int(rope.get("partial_rotary_factor", 1.0) * head_dim)
+        put("rope.freq_base", "rope_theta", of=rope, kind=float)
+        kind = rope.get("rope_type", "default")
+        if kind in ("linear", "yarn"):
+            found["rope.scaling.type"] = kind
+            put("rope.scaling.factor", "factor", of=rope, kind=float)
+            put("rope.scaling.original_context_length", "original_max_position_embeddings", of=rope)
+    local = (full.get("rope_parameters") or {}).get("sliding_attention") or {}
+    put("rope.freq_base_swa", "rope_theta", of=local, kind=float)
+    put("expert_count", "num_local_experts", "num_experts")
+    if "expert_count" in found:
+        put("expert_used_count", "num_experts_per_tok")
+        put("expert_feed_forward_length", "moe_intermediate_size")
+    if config["model_type"] in ("gemma2", "gemma3_text", "phi3"):
+        put("attention.sliding_window", "sliding_window")
+    put("attn_logit_softcapping", "attn_logit_softcapping", kind=float)
+    put("final_logit_softcapping", "final_logit_softcapping", kind=float)
+    put("embedding_scale", "embedding_multiplier", kind=float)
+    put("residual_scale", "residual_multiplier", kind=float)
+    put("attention.scale", "attention_multiplier", kind=float)
+    put("logit_scale", "logits_scaling", kind=float)
+    if config["model_type"] == "phi3":
+        put("rope.scaling.original_context_length", "original_max_position_embeddings")
+    if attention := full.get("attn_config"):
+        put("attention.max_alibi_bias", "alibi_bias_max", of=attention, kind=float)
+        put("attention.clamp_kqv", "clip_qkv", of=attention, kind=float)
+    return found
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _tensors(checkpoint: Checkpoint, architecture: str) -> dict[str, LazyTensor]:
+    """The tensors in llama.cpp's names and orders, in the element types of the checkpoint."""
+    config, family = checkpoint.config, ARCHITECTURES[architecture]
+    names = FALCON_TWO_NORMS if "transformer.h.0.ln_attn.weight" in checkpoint.tensors else family.names
+    stored = dict(checkpoint.tensors)
+    experts = _stacked(stored, architecture) if architecture in EXPERTS else {}
+    found = {
+        name: _changed(target, stored[target], config)
+        for name, target in rename(stored, inverted(names), checkpoint.path.name).items()
+    }
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind == "llama3":
+        found["rope_freqs.weight"] = in_memory(_llama3_factors(config, rope), BY_NAME["float32"])
+    if kind == "longrope":
+        for length in ("long", "short"):
+            factors = np.array(rope[f"{length}_factor"], np.float32)
+            found[f"rope_factors_{length}.weight"] = in_memory(factors, BY_NAME["float32"])
+    return found | experts
+
+
+def _llama3_factors(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Array:
+    """How much slower each pair of a head turns, float32 [head_dim / 2] (llama.cpp `conversion/llama.py`)."""
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    low, high, factor = (float(rope[name]) for name in ("low_freq_factor", "high_freq_factor", "factor"))
+    context = rope["original_max_position_embeddings"]
+    lengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = (context / lengths - low) / (high - low)
+    between = 1 / ((1 - smooth) / factor + smooth)
+    found = np.where(lengths < context / high, 1.0, np.where(lengths > context / low, factor, between))
+    return found.astype(np.float32)
+
+
+def _changed(name: str, tensor: LazyTensor, config: Mapping[str, Any]) -> LazyTensor:
+    """What llama.cpp's converter does to a tensor of a family, by Hugging Face's name."""
+    kind = config["model_type"]
+    if kind in HEAD_ORDERED and re.search(r"\.[qk]_proj\.", name):
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        return permute_rows(tensor, inverse_order(rope_order(head_dim)))
+    if kind in ONE_LESS and name.endswith("norm.weight"):
+        whole = cast(tensor, BY_NAME["float32"])
+        return LazyTensor(whole.dtype, whole.shape, lambda start, stop: whole.rows(start, stop) + np.float32(1))
+    if kind == "gpt2" and TURNED.search(name):
+        return transposed(tensor)
+    if "query_key_value" in name:
+        heads = int(config.get("num_attention_heads") or config["n_head"])
+        groups = heads if kind == "bloom" else config.get("num_kv_heads") or 1
+        if config.get("multi_query") and not config.get("new_decoder_architecture"):
+            groups = 1
+        width = config["hidden_size"] // heads
+        return concat(deal_rows(tensor, [heads // groups * width, width, width]), 0)
+    return tensor
+
+
+def _stacked(tensors: dict[str, LazyTensor], architecture: str) -> dict[str, LazyTensor]:
+    """The matrices of all experts of a layer, [experts, rows, columns]; takes those of each out of `tensors`."""
+    pattern, parts = EXPERTS[architecture]
+    sign = re.compile(r"model\.layers\.(\d+)\." + re.escape(pattern).replace(r"\{\}", r"(\w+)"))
+    ours = {name: part for part, name in parts.items()}
+    found: dict[str, list[LazyTensor]] = {}
+    for match in [match for name in tensors if (match := sign.fullmatch(name))]:
+        layer, expert, part = match.groups()
+        one = tensors.pop(match[0])
+        row = found.setdefault(f"blk.{layer}.ffn_{ours[part]}_exps.weight", [])
+        if int(expert) != len(row):
+            raise UnsupportedInput(f"`{match[0]}` is not after the expert before it", hint="save the model again")
+        row.append(reshaped(one, (1, *one.shape)))
+    return {name: concat(row, 0) for name, row in found.items()}
+
+
+# --- what the file says -----------------------------------------------------------------------------------------------
+
+IGNORED = re.compile(
+    r"_token_id$|dropout|^(?:dtype|torch_dtype|architectures|transformers_version|_name_or_path|use_cache|model_type|"
+    r"initializer_range|pretraining_tp|output_.*|return_dict|problem_type|id2label|label2id|chunk_size_feed_forward|"
+    r"router_.*|tie_word_embeddings|vocab_size|cache_implementation|slow_but_exact|summary_.*|scale_attn_weights|"
+    r"resid_pdrop|embd_pdrop|attn_pdrop|reorder_and_upcast_attn|init_.*|emb_.*|learned_pos_emb|logit_scale|verbose|"
+    r"norm_type|apply_residual_.*|max_window_layers|use_bidirectional_attention|task_specific_params|sliding_window|"
+    r"_sliding_window_pattern|sliding_window_pattern|is_decoder|embedding_dropout|residual_dropout|no_bias)$"
+)
+"""Fields that change no logit, or that are compared by the tensors."""
+
+
+MPT_ATTENTION = ("alibi", "alibi_bias_max", "clip_qkv", "softmax_scale", "qk_ln", "prefix_lm", "attn_type")
+
+
+def _require_same(
+    checkpoint: Checkpoint, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, LazyTensor]
+) -> None:
+    """Refuses a model of which the file would say something else than its configuration (UnsupportedInput)."""
+    from transformers import AutoConfig  # noqa: PLC0415 - as above
+
+    source = checkpoint.path.name
+    metadata = {"general.architecture": architecture} | {f"{architecture}.{key}": value for key, value in keys.items()}
+    back, found = in_hugging_face_names(Keys.of(metadata, source), tensors)
+    fields = {name: value for name, value in checkpoint.config.items() if name != "model_type"}
+    kind = back.pop("model_type")
+    own, other = (
+        _effective(AutoConfig.for_model(kind, **{**given, "pad_token_id": None}).to_dict())  # of any vocabulary
+        for given in (fields, back)
+    )
+    odd = [name for name in own if not IGNORED.search(name) and not _alike(own[name], other.get(name))]
+    if odd:
+        shown = ", ".join(f"`{name}` {str(own[name])[:60]}" for name in odd[:3])
+        raise UnsupportedInput(
+            f"`{source}` has settings that a GGUF file of `{architecture}` does not state: {shown}",
+            hint="llama.cpp has no such model, or another architecture for it; use its own converter",
+        )
+    missing = checkpoint.tensors.keys() - found.keys()
+    if missing or {name: checkpoint.tensors[name].shape for name in found} != {n: t.shape for n, t in found.items()}:
+        raise UnsupportedInput(f"`{source}` has tensors that GGUF has no name for", hint="use llama.cpp's converter")
+
+
+def _effective(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields with values for those that follow from others, and without those that have no effect then."""
+    found = dict(config)
+    if "head_dim" in config:
+        found["head_dim"] = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
+    if "n_inner" in config:
+        found["n_inner"] = config["n_inner"] or 4 * config["n_embd"]
+    if "new_decoder_architecture" in config:
+        if not config["new_decoder_architecture"]:
+            found["num_kv_heads"] = 1 if config["multi_query"] else config["num_attention_heads"]
+        del found["multi_query"]
+        found["ffn_hidden_size"] = config["ffn_hidden_size"] or 4 * config["hidden_size"]
+    if "attn_config" in config:
+        found["attn_config"] = {name: config["attn_config"].get(name) for name in MPT_ATTENTION}
+    return found
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_alike(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return isclose(one, other, rel_tol=1e-6)
+    return bool(one == other) or (not one and not other)
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as it lies in the file."""
+
+    type: str
+    shape: tuple[int, ...]  # of its elements
+    data: LazyTensor  # the elements, or the bytes of their blocks
+
+
+def _stored(name: str, tensor: LazyTensor, quantized: str) -> Stored:
+    """Vectors and some matrices as float32, others as they are or quantized."""
+    if len(tensor.shape) < 2 or KEPT.search(name):
+        return Stored("F32", tensor.shape, cast(tensor, BY_NAME["float32"], name))
+    if not quantized:
+        return Stored(OF_DTYPE[tensor.dtype.name], tensor.shape, tensor)
+    number = TYPES[quantized]
+    block = BLOCKS[number]
+    if tensor.shape[-1] % block.elements:  # as llama.cpp's converter
+        return Stored("F16", tensor.shape, cast(tensor, BY_NAME["float16"], name))
+    shape = (*tensor.shape[:-1], tensor.shape[-1] // block.elements * block.width)
+
+    def load(start: int, stop: int) -> Array:
+        values = tensor.rows(start, stop).astype(np.float32).reshape(-1, block.elements)
+        return QUANTIZERS[quantized](values).reshape(stop - start, *shape[1:])
+
+    return Stored(quantized, tensor.shape, LazyTensor(BY_NAME["uint8"], shape, load))
+
+
+def _inverse(scales: Array) -> Array:
+    with np.errstate(divide="ignore"):
+        found: Array = np.where(scales == 0, np.float32(0), np.float32(1) / scales)
+    return found
+
+
+def q8_0(values: Array) -> Array:
+    """Blocks [blocks, 34] of float32 [blocks, 32]: codes rounded half away from zero (ggml `quantize_row_q8_0_ref`)."""
+    scales = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
+    scaled = values * _inverse(scales)
+    size = np.abs(scaled)
+    whole = np.floor(size)
+    codes = np.sign(scaled) * (whole + np.floor(2 * (size - whole)))
+    return np.concatenate([scales.astype("<f2").view(np.uint8), codes.astype(np.int8).view(np.uint8)], axis=1)
+
+
+def q4_0(values: Array) -> Array:
+    """Blocks [blocks, 18] of float32 [blocks, 32]: the largest value is -8 scales (ggml `quantize_row_q4_0_ref`)."""
+    largest = np.take_along_axis(values, np.abs(values).argmax(axis=1)[:, None], axis=1)
+    scales = largest / np.float32(-8)
+    codes = np.trunc(values * _inverse(scales) + np.float32(8.5)).astype(np.uint8).clip(0, 15)
+    return np.concatenate([scales.astype("<f2").view(np.uint8), codes[:, :16] | codes[:, 16:] << 4], axis=1)
+
+
+QUANTIZERS: Mapping[str, Callable[[Array], Array]] = {"Q8_0": q8_0, "Q4_0": q4_0}
+
+
+def gguf_pieces(
+    tensors: Mapping[str, LazyTensor], *, metadata: Mapping[str, Any], stored: Mapping[str, Stored]
+) -> Iterator[Piece]:
+    """Yields a GGUF file: the header, then each tensor at a multiple of the alignment."""
+    header = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
+    header += [_text(key) + _value(value) for key, value in metadata.items()]
+    offset = 0
+    for name, tensor in tensors.items():
+        shape = stored[name].shape[::-1]
+        header.append(
+            _text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, TYPES[stored[name].type], offset)
+        )
+        offset += tensor.nbytes + -tensor.nbytes % ALIGNMENT
+    head = b"".join(header)
+    yield head + bytes(-len(head) % ALIGNMENT)
+    for tensor in tensors.values():
+        yield tensor
+        if padding := -tensor.nbytes % ALIGNMENT:
+            yield bytes(padding)
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: Any) -> bytes:
+    """A value with its type before it; lists are of texts, arrays of float32 or int32."""
+    if isinstance(value, str):
+        return struct.pack("<I", TEXT) + _text(value)
+    if isinstance(value, bool):
+        return struct.pack("<I?", BOOL, value)
+    if isinstance(value, int):
+        return struct.pack("<II", UINT32, value)
+    if isinstance(value, float):
+        return struct.pack("<If", FLOAT32, value)
+    kind = TEXT if isinstance(value, list) else next(k for k, name in NUMBERS.items() if np.dtype(name) == value.dtype)
+    items = b"".join(map(_text, value)) if isinstance(value, list) else value.tobytes()
+    return struct.pack("<IIQ", ARRAY, kind, len(value)) + items
