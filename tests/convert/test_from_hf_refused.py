@@ -120,4 +120,4 @@ def test_only_formats_with_a_way_back_are_offered(tmp_path: Path) -> None:
     for name in ("composer", "nonsense"):
         with pytest.raises(UsageProblem) as caught:
             from_hf(model, tmp_path / "out", to=name)
-        assert "accessory, meta" in caught.value.hint
+        assert "accessory, gguf, meta" in caught.value.hint

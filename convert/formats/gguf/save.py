@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isclose
 from typing import Any
@@ -76,8 +76,7 @@ def save(checkpoint: Checkpoint, shards: int, quantized: str = "") -> Plan:
     }
     container = partial(gguf_pieces, metadata=metadata, stored=stored)
     shard = Shard(FILE, {name: one.data for name, one in stored.items()}, container)
-    config = {name: checkpoint.side_files[name] for name in left if name in checkpoint.side_files}
-    return Plan(checkpoint, (shard,), config)
+    return Plan(replace(checkpoint, side_files={name: checkpoint.side_files[name] for name in left}), (shard,))
 
 
 def _architecture(checkpoint: Checkpoint) -> str:

@@ -235,7 +235,7 @@ def tokenizer_keys(checkpoint: Checkpoint, rows: int) -> tuple[dict[str, Any], l
     files, source = checkpoint.side_files, checkpoint.path.name
     left = [name for name in files if name not in OWN]
     if "tokenizer.json" not in files:
-        return {"tokenizer.ggml.model": "no_vocab"}, left
+        return {"tokenizer.ggml.model": "no_vocab"}, [*files]
     content, settings = read_object(files, "tokenizer.json"), read_object(files, "tokenizer_config.json")
     model = content.get("model") or {}
     added = {token["content"]: token for token in content.get("added_tokens") or ()}
@@ -266,7 +266,7 @@ def tokenizer_keys(checkpoint: Checkpoint, rows: int) -> tuple[dict[str, Any], l
     known = special_tokens(files)
     config = checkpoint.config
     for name, key in SPECIAL.items():
-        number = known.get(name, ("", None))[1]
+        number = known[name][1] if name in known else ids.get(settings.get(name) if name == "unk_token" else None)
         if number is None:
             number = config.get(f"{name}_id")
         if type(number) is int and 0 <= number < rows:
