@@ -264,6 +264,10 @@ def parts_of(path: Path) -> list[Path]:
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
+# codes int8 [blocks, elements]; scales and, of some types, offsets float32 [blocks, parts], each for the same number of
+# consecutive elements: value = scale * code + offset
+Parts = tuple[Array, Array, Array | None]
+
 
 @dataclass(frozen=True)
 class Block:
@@ -272,8 +276,16 @@ class Block:
     name: str  # llama.cpp's
     elements: int  # of a block
     width: int  # bytes of a block
-    # from blocks, uint8 [blocks, width], to their elements, float32 [blocks, elements]
-    values: Callable[[Array], Array]
+    parts: Callable[[Array], Parts]  # of blocks, uint8 [blocks, width]
+
+    def values(self, data: Array) -> Array:
+        """The elements of blocks, uint8 [blocks, width] to float32 [blocks, elements]."""
+        codes, scales, offsets = self.parts(data)
+        values = scales[:, :, None] * codes.reshape(*scales.shape, -1).astype(np.float32)
+        if offsets is not None:
+            values += offsets[:, :, None]
+        found: Array = values.reshape(len(data), -1)
+        return found
 
 
 def _dequantized(blocks: FileTensor, shape: tuple[int, ...], kind: Block) -> LazyTensor:
@@ -310,118 +322,105 @@ def _bits(data: Array) -> Array:
     return np.unpackbits(np.ascontiguousarray(data), axis=1, bitorder="little")
 
 
-def _q4_0(data: Array) -> Array:
-    return _half(data[:, :2]) * (_nibbles(data[:, 2:], 16).astype(np.int8) - np.int8(8)).astype(np.float32)
+def _planes(data: Array) -> Array:
+    """Bits [blocks, 256] of 32 bytes: the lowest of each byte, then the next ones."""
+    return (data[:, None] >> np.arange(8, dtype=np.uint8)[None, :, None] & np.uint8(1)).reshape(len(data), -1)
 
 
-def _q4_1(data: Array) -> Array:
-    return _half(data[:, :2]) * _nibbles(data[:, 4:], 16).astype(np.float32) + _half(data[:, 2:4])
+def _less(codes: Array, middle: int) -> Array:
+    return codes.astype(np.int8) - np.int8(middle)
 
 
-def _q5_0(data: Array) -> Array:
-    codes: Array = _nibbles(data[:, 6:], 16) | _bits(data[:, 2:6]) << 4
-    values: Array = _half(data[:, :2]) * (codes.astype(np.int8) - np.int8(16)).astype(np.float32)
-    return values
+def _q4_0(data: Array) -> Parts:
+    return _less(_nibbles(data[:, 2:], 16), 8), _half(data[:, :2]), None
 
 
-def _q5_1(data: Array) -> Array:
-    codes: Array = _nibbles(data[:, 8:], 16) | _bits(data[:, 4:8]) << 4
-    values: Array = _half(data[:, :2]) * codes.astype(np.float32) + _half(data[:, 2:4])
-    return values
+def _q4_1(data: Array) -> Parts:
+    return _less(_nibbles(data[:, 4:], 16), 0), _half(data[:, :2]), _half(data[:, 2:4])
 
 
-def _q8_0(data: Array) -> Array:
-    return data[:, 2:].view(np.int8).astype(np.float32) * _half(data[:, :2])
+def _q5_0(data: Array) -> Parts:
+    return _less(_nibbles(data[:, 6:], 16) | _bits(data[:, 2:6]) << 4, 16), _half(data[:, :2]), None
 
 
-def _by_scale(codes: Array, scales: Array) -> Array:
-    """Codes [blocks, elements] times float32 scales [blocks, parts], each for as many consecutive elements."""
-    product = scales[:, :, None] * codes.reshape(*scales.shape, -1).astype(np.float32)
-    return product.reshape(len(codes), -1)
+def _q5_1(data: Array) -> Parts:
+    return _less(_nibbles(data[:, 8:], 16) | _bits(data[:, 4:8]) << 4, 0), _half(data[:, :2]), _half(data[:, 2:4])
 
 
-def _spread(minima: Array, elements: int) -> Array:
-    return np.repeat(minima, elements // minima.shape[1], axis=1)
+def _q8_0(data: Array) -> Parts:
+    return data[:, 2:].view(np.int8), _half(data[:, :2]), None
 
 
-def _q2_k(data: Array) -> Array:
+def _q2_k(data: Array) -> Parts:
     scale, least = _half(data[:, 80:82]), _half(data[:, 82:84])
-    scales, minima = scale * (data[:, :16] & 15).astype(np.float32), least * (data[:, :16] >> 4).astype(np.float32)
-    return _by_scale(_pairs(data[:, 16:80], 32), scales) - _spread(minima, 256)
+    offsets = -(least * (data[:, :16] >> 4).astype(np.float32))
+    return _less(_pairs(data[:, 16:80], 32), 0), scale * (data[:, :16] & 15).astype(np.float32), offsets
 
 
-def _q3_k(data: Array) -> Array:
+def _q3_k(data: Array) -> Parts:
     low, high = _nibbles(data[:, 96:104], 8), _pairs(data[:, 104:108], 4)
-    scales = _half(data[:, 108:110]) * ((low | high << 4).astype(np.int8) - np.int8(32)).astype(np.float32)
-    # each byte of the mask has a bit of eight elements that are 32 apart; where it is 0, the code is 4 less
-    mask = data[:, None, :32] >> np.arange(8, dtype=np.uint8)[None, :, None] & np.uint8(1)
-    codes = _pairs(data[:, 32:96], 32).astype(np.int8) - ((mask ^ 1) << 2).astype(np.int8).reshape(len(data), -1)
-    return _by_scale(codes, scales)
+    scales = _half(data[:, 108:110]) * _less(low | high << 4, 32).astype(np.float32)
+    codes = _pairs(data[:, 32:96], 32) | _planes(data[:, :32]) << 2  # without the high bit, a code is 4 less
+    return _less(codes, 4), scales, None
 
 
 def _six_bits(data: Array) -> tuple[Array, Array]:
-    """Eight scales and eight minima of 6 bits in 12 bytes, uint8 [blocks, 8] each (`get_scale_min_k4`)."""
+    """Eight scales and eight minima of 6 bits in 12 bytes, float32 [blocks, 8] each (`get_scale_min_k4`)."""
     low, middle, high = data[:, :4], data[:, 4:8], data[:, 8:]
     scales = np.concatenate([low & 63, high & 15 | low >> 2 & 48], axis=1)
-    return scales, np.concatenate([middle & 63, high >> 4 | middle >> 2 & 48], axis=1)
+    minima = np.concatenate([middle & 63, high >> 4 | middle >> 2 & 48], axis=1)
+    return scales.astype(np.float32), minima.astype(np.float32)
 
 
-def _scaled(data: Array, codes: Array) -> Array:
-    """Codes of Q4_K and Q5_K: scale and minimum of 32 elements are 6-bit multiples of those of the block."""
+def _q4_k(data: Array) -> Parts:
     scales, minima = _six_bits(data[:, 4:16])
-    values: Array = _by_scale(codes, _half(data[:, :2]) * scales.astype(np.float32))
-    return values - _spread(_half(data[:, 2:4]) * minima.astype(np.float32), 256)
+    return _less(_nibbles(data[:, 16:], 32), 0), _half(data[:, :2]) * scales, -(_half(data[:, 2:4]) * minima)
 
 
-def _q4_k(data: Array) -> Array:
-    return _scaled(data, _nibbles(data[:, 16:], 32))
+def _q5_k(data: Array) -> Parts:
+    scales, minima = _six_bits(data[:, 4:16])
+    codes = _nibbles(data[:, 48:], 32) | _planes(data[:, 16:48]) << 4
+    return _less(codes, 0), _half(data[:, :2]) * scales, -(_half(data[:, 2:4]) * minima)
 
 
-def _q5_k(data: Array) -> Array:
-    high = data[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[None, :, None] & np.uint8(1)
-    return _scaled(data, _nibbles(data[:, 48:], 32) | high.reshape(len(data), -1) << 4)
-
-
-def _q6_k(data: Array) -> Array:
+def _q6_k(data: Array) -> Parts:
     low, high = _nibbles(data[:, :128], 64), _pairs(data[:, 128:192], 32)
     scales = _half(data[:, 208:210]) * data[:, 192:208].view(np.int8).astype(np.float32)
-    return _by_scale((low | high << 4).astype(np.int8) - np.int8(32), scales)
+    return _less(low | high << 4, 32), scales, None
 
 
 NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # twice the values
 
 
-def _iq4_nl(data: Array) -> Array:
-    return _half(data[:, :2]) * NONLINEAR[_nibbles(data[:, 2:], 16)].astype(np.float32)
+def _iq4_nl(data: Array) -> Parts:
+    return NONLINEAR[_nibbles(data[:, 2:], 16)], _half(data[:, :2]), None
 
 
-def _iq4_xs(data: Array) -> Array:
+def _iq4_xs(data: Array) -> Parts:
     high = np.ascontiguousarray(data[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)[None, :] & 3
-    low = _nibbles(data[:, 4:8], 1)
-    scales = _half(data[:, :2]) * ((low | high.astype(np.uint8) << 4).astype(np.int8) - np.int8(32)).astype(np.float32)
-    return _by_scale(NONLINEAR[_nibbles(data[:, 8:], 16)], scales)
+    scales = _half(data[:, :2]) * _less(_nibbles(data[:, 4:8], 1) | high.astype(np.uint8) << 4, 32).astype(np.float32)
+    return NONLINEAR[_nibbles(data[:, 8:], 16)], scales, None
 
 
-def _mxfp4(data: Array) -> Array:
+def _mxfp4(data: Array) -> Parts:
     exponent = data[:, :1].astype(np.uint32)
     halved = np.where(exponent < 2, np.uint32(0x200000) << exponent, exponent - 1 << 23)  # half of E8M0's power of two
-    return halved.astype(np.uint32).view(np.float32) * E2M1[_nibbles(data[:, 1:], 16)].astype(np.float32)
+    return E2M1[_nibbles(data[:, 1:], 16)], halved.astype(np.uint32).view(np.float32), None
 
 
-def _tq1_0(data: Array) -> Array:
+def _tq1_0(data: Array) -> Parts:
     """Five digits of base 3 per byte: those of 32, then of 16 bytes, then four of each of the last four bytes."""
     powers = np.array([1, 3, 9, 27, 81], np.uint8)
     parts = [
         (data[:, None, first:last] * powers[None, :count, None]).reshape(len(data), -1)
         for first, last, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4))
     ]
-    digits = (np.concatenate(parts, axis=1).astype(np.uint16) * 3 >> 8).astype(np.int8) - np.int8(1)
-    return _half(data[:, 52:54]) * digits.astype(np.float32)
+    return _less(np.concatenate(parts, axis=1).astype(np.uint16) * 3 >> 8, 1), _half(data[:, 52:54]), None
 
 
-def _tq2_0(data: Array) -> Array:
-    return _half(data[:, 64:66]) * (_pairs(data[:, :64], 32).astype(np.int8) - np.int8(1)).astype(np.float32)
+def _tq2_0(data: Array) -> Parts:
+    return _less(_pairs(data[:, :64], 32), 1), _half(data[:, 64:66]), None
 
 
 BLOCKS: Mapping[int, Block] = {
