@@ -91,8 +91,7 @@ def separate_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, ExpertRows]
     """Names of the separate tensors that a file with fused experts lacks, to their location."""
     result: dict[str, ExpertRows] = {}
     for name, tensor in tensors.items():
-        match = FUSED.fullmatch(name)
-        if not match or len(tensor.shape) != 3:
+        if not (match := FUSED.fullmatch(name)) or len(tensor.shape) != 3:
             continue
         for convention in PARTS[match["name"]]:
             count = tensor.shape[1] // len(convention)

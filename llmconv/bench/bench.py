@@ -351,8 +351,7 @@ class WorkerProcess:
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
+        if not (line := self._process.stdout.readline()):
             return {"error": f"the process ended with exit code {self._process.wait()}"}
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -405,8 +405,7 @@ def make_mirror(uri: str, folder: Path, *, whole: bool) -> Path:
 
     tree = StoreTree(ObjectStore(StoreAddress(address.scheme, address.bucket)))
     found = parse_address(follow(str(address), tree))
-    heads = tree.heads(found)
-    if not heads:
+    if not (heads := tree.heads(found)):
         raise InputRefused(f"`{address}` does not exist", hint="check the bucket and the path")
     root = folder / found.name
     _addresses[os.path.realpath(root)] = found

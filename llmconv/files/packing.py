@@ -351,16 +351,14 @@ class TarArchive:
         Raises UnsupportedInput for several files or none, as the content does; MalformedInput if it is truncated or
         damaged, or has a link, a device, or a name that leads out of the folder.
         """
-        size = self._next_file()
-        if size is None:
+        if (size := self._next_file()) is None:
             raise UnsupportedInput(f"the archive `{self._name}` contains no file", hint="give another checkpoint")
         return size, self._content(size)
 
     def _content(self, size: int) -> Iterator[bytes]:
         left = size
         while left:
-            block = self._stream.read(min(left, BLOCK))
-            if not block:
+            if not (block := self._stream.read(min(left, BLOCK))):
                 raise self._malformed("is truncated")
             left -= len(block)
             yield block
@@ -485,8 +483,7 @@ class _Stream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._rest:
-            block = next(self._blocks, None)
-            if block is None:
+            if (block := next(self._blocks, None)) is None:
                 return 0
             self._rest = memoryview(block)
         count = min(len(buffer), len(self._rest))

@@ -184,8 +184,7 @@ def follow(path: str, tree: PointerTree) -> str:
     while len(seen) < HOPS:
         if not tree.exists(path) and tree.exists(path + SUFFIX):
             path += SUFFIX
-        target = _target(path, tree)
-        if target is None:
+        if (target := _target(path, tree)) is None:
             return path
         if path in seen:
             break

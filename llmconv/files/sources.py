@@ -88,8 +88,7 @@ def _needed_below(address: HubAddress, listed: list[str]) -> list[str]:
     if not address.folder:
         return needed(listed)
     start = f"{address.folder}/"
-    inside = [name.removeprefix(start) for name in listed if name.startswith(start)]
-    if not inside:
+    if not (inside := [name.removeprefix(start) for name in listed if name.startswith(start)]):
         problem = f"`{address.repository}` on the hub has no folder or file `{address.folder}`"
         raise InputRefused(problem, hint="look at the list of its files, on its page")
     return [start + name for name in needed(inside)]
@@ -138,8 +137,7 @@ def snapshot_home(path: Path) -> Path | None:
 
 def source_name(path: Path) -> str:
     """The name of an input: `org/name@commit[/folder]` in the hub's cache, else the last part of its path."""
-    home = snapshot_home(path)
-    if home is None:
+    if (home := snapshot_home(path)) is None:
         return path.name
     commit, *folder = path.relative_to(home / "snapshots").parts
     return "/".join([f"{home.name.removeprefix('models--').replace('--', '/')}@{commit}", *folder])

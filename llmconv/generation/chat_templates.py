@@ -283,8 +283,7 @@ def _read(reader: int) -> bytes:
     with selectors.DefaultSelector() as waiting:  # `select.select` refuses descriptors from 1024 on, which a server has
         waiting.register(reader, selectors.EVENT_READ)
         while waiting.select(max(0.0, end - time.monotonic())):
-            part = os.read(reader, 1 << 20)
-            if not part:
+            if not (part := os.read(reader, 1 << 20)):
                 return b"".join(parts)
             parts.append(part)
             size += len(part)

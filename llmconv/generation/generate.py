@@ -350,8 +350,7 @@ class PromptRun:
         if self.talks:
             batches = f", batches of {self.batch_size}" if len(self.encoded) > 1 else ""
             say(f"{settings_line(self.settings)}; {self.model.backend}{batches}")
-            cut = [one for one in self.encoded if one.cut_tokens and one.sequence == 0]
-            if cut:
+            if cut := [one for one in self.encoded if one.cut_tokens and one.sequence == 0]:
                 say(f"{len(cut)} of {len(self.prompts)} prompts cut to their last {self.wording.src_length} tokens")
         if self.too_long:
             first = str(self.too_long[0].problem)

@@ -92,8 +92,7 @@ def contents_of(prompts: Any) -> list[PromptContent]:
     odd = (bytes, bytearray, Mapping, set, frozenset, os.PathLike)
     if isinstance(prompts, odd) or not isinstance(prompts, Iterable):
         raise UsageProblem(f"`prompts` is {kind_of(prompts)}", hint=NOT_PROMPTS)
-    found = list(prompts)
-    if not found:
+    if not (found := list(prompts)):
         raise UsageProblem("no prompts", hint="give at least one")
     if all(map(is_message, found)):
         return [found]

@@ -349,8 +349,7 @@ def _graph_files(files: ModelFiles) -> list[Path]:
 def _refuse_session(settings: SessionSettings | None) -> None:
     """Refuses settings of onnxruntime, which the eager model does not use."""
     names = [field.name for field in fields(SessionSettings) if field.name != "threads"]
-    odd = [name for name in names if settings and getattr(settings, name) != getattr(SessionSettings(), name)]
-    if odd:
+    if odd := [name for name in names if settings and getattr(settings, name) != getattr(SessionSettings(), name)]:
         problem = f"`{odd[0]}` is a setting of onnxruntime, which `backend` torch does not use"
         raise UsageProblem(problem, hint="leave it out and give `device`; or leave out `backend`")
 
@@ -392,8 +391,7 @@ class WeightMemory:
 
     def announce(self) -> None:
         """Prints what copies will be held, if they are large; raises InputRefused if they do not fit into memory."""
-        have = available_memory()
-        if have is not None and self.copied > have:
+        if (have := available_memory()) is not None and self.copied > have:
             problem = f"the weights take {self.copied / GB:.1f} GB of memory, and {have / GB:.1f} GB are available"
             raise InputRefused(problem, hint=self.other_way)
         if self.copied > WORTH_SAYING:

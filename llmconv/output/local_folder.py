@@ -173,8 +173,7 @@ class StagedFolder(UnfinishedOutput):
             stack.enter_context(parents_made(self.path))
             self._folder = stack.enter_context(_open_partial(self.path))
             # locks the file and, where supported, the folder: a run removes the file shortly before it ends
-            found = self._folder.find(LOCK)
-            if found and not stat.S_ISREG(found.st_mode):
+            if (found := self._folder.find(LOCK)) and not stat.S_ISREG(found.st_mode):
                 self._folder.remove(LOCK)
             lock = os.open(LOCK, LOCK_FLAGS, 0o666, dir_fd=self._folder.descriptor)
             stack.callback(os.close, lock)
@@ -366,8 +365,7 @@ def _why_kept(output: Path, inputs: Sequence[Path]) -> str:
         return "is not a folder"
     if any(path.is_relative_to(output.resolve()) for path in inputs):
         return CONTAINS_INPUT
-    entries = [path for path in output.rglob("*") if not path.is_dir()]
-    if entries and not (output / MANIFEST).is_file():
+    if (entries := [path for path in output.rglob("*") if not path.is_dir()]) and not (output / MANIFEST).is_file():
         return "was not made by llmconv"
     known = {MANIFEST, *read_manifest(output).files}
     foreign = sorted(str(path.relative_to(output)) for path in entries if str(path.relative_to(output)) not in known)

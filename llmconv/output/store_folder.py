@@ -64,8 +64,7 @@ def digest(manifest: bytes) -> str:
 
 def read_claim(store: ObjectStore) -> Claim | None:
     """The claim of an output, None if there is none; raises MalformedInput unless JSON, and as `ObjectStore`."""
-    content = store.read(CLAIM, SMALL)
-    if content is None:
+    if (content := store.read(CLAIM, SMALL)) is None:
         return None
     found = parse_object(content, CLAIM)
     key, old = found.get("key"), found.get("old")

@@ -232,8 +232,7 @@ class _Driver:
         for _ in range(TRIES):
             if self._stopped:
                 raise OutputFailed("a worker was stopped", hint="run again with `--resume`")
-            answer = self._ask(json.dumps({**self._call, "shard": shard.name}))
-            if answer is not None:
+            if (answer := self._ask(json.dumps({**self._call, "shard": shard.name}))) is not None:
                 return take_answer(answer, self._warned)
         problem = f"{TRIES} workers died while they wrote `{shard.name}`"
         raise OutputFailed(problem, hint="is memory short? give fewer `--workers`, and run again with `--resume`")

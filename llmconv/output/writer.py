@@ -269,8 +269,7 @@ def _write_elsewhere(
 
 def _require_parts(plan: Plan, folder: UnfinishedOutput, target: Destination) -> None:
     """Raises OutputFailed if the parts have not written all shards."""
-    missing = [shard.name for shard in plan.shards if shard.name not in folder.finished]
-    if missing:
+    if missing := [shard.name for shard in plan.shards if shard.name not in folder.finished]:
         raise OutputFailed(
             f"shards of `{target}` are missing ({len(missing)} of {len(plan.shards)}), such as `{missing[0]}`",
             hint="run the parts that failed again, with the same options and into the same place, then finish; or "

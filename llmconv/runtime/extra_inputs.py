@@ -78,8 +78,7 @@ def layer_of(name: str) -> int | None:
 
 def cache_order(name: str) -> tuple[int, int, str]:
     """Sort key of cache names: by layer; key, value, convolution, recurrent state."""
-    match = CACHE_NAME.match(name)
-    if match is None:
+    if (match := CACHE_NAME.match(name)) is None:
         return (-1, 0, "")
     return (int(match[2]), _ORDER.index(_PREFIXES.get(match[1], match[1])), name)
 
@@ -157,8 +156,7 @@ class ExtraInput:
     both_ways: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        problem = _problem(self)
-        if problem:
+        if problem := _problem(self):
             raise UsageProblem(f"the extra input `{self.name}` {problem}", hint=DOCUMENT)
 
     def resolved(self, config: Any) -> ExtraInput:

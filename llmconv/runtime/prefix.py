@@ -207,8 +207,7 @@ def with_prefix(runner: Runner, prefix: Prefix) -> PrefixedRunner:
     if runner.virtual_tokens:
         problem = f"{OPTION}: the graphs begin with a prefix of {runner.virtual_tokens} tokens already"
         raise UsageProblem(problem, hint="leave the option out, or export the graphs again without `--prefix`")
-    capacity = runner.cache_capacity
-    if capacity is not None and prefix.length >= capacity:
+    if (capacity := runner.cache_capacity) is not None and prefix.length >= capacity:
         problem = f"the prefix has {prefix.length} tokens, but the graphs' cache has room for {capacity}"
         raise InputRefused(problem, hint="export again with a larger --max-seq-len")
     shapes = _shapes(runner)
@@ -238,8 +237,7 @@ def _shapes(runner: Runner) -> dict[str, tuple[int, int]]:
     if isinstance(cache, RemoteCache):
         raise UsageProblem(f"{OPTION} does not reach stages in other processes", hint=IN_THE_GRAPH)
     arrays = cache.arrays()
-    reason = _reason_against(arrays)
-    if reason:
+    if reason := _reason_against(arrays):
         raise UnsupportedInput(f"{OPTION}: {reason}", hint="only models that cache keys and values can have a prefix")
     return {name: (array.shape[1], array.shape[3]) for name, array in arrays.items()}
 

@@ -189,8 +189,7 @@ def encode_prompt(
     `token_ids`.
     """
     require_text(prompt)
-    ids = token_ids(tokenizer, prompt, most, add_special_tokens=add_special_tokens)
-    if ids:
+    if ids := token_ids(tokenizer, prompt, most, add_special_tokens=add_special_tokens):
         return ids
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else start
     if first is None:

@@ -457,8 +457,7 @@ class Record:
 
     def change(self, step: Step, steps: Sequence[Step], inputs: Stamps, outputs: Stamps) -> str:
         """Why a step is to be done: what differs from the last time in inputs, outputs, options; empty if nothing."""
-        done = self.steps.get(step.name)
-        if done is None:
+        if (done := self.steps.get(step.name)) is None:
             return "not done yet"
         if not done.command:
             return "was not finished"

@@ -100,8 +100,7 @@ def _common(types: Mapping[str, DType]) -> DType:
 
 
 def _add(base_tensors: dict[str, LazyTensor], delta: dict[str, LazyTensor], source: str) -> dict[str, LazyTensor]:
-    wrong = [name for name, own in delta.items() if name in base_tensors and base_tensors[name].shape != own.shape]
-    if wrong:
+    if wrong := [name for name, own in delta.items() if name in base_tensors and base_tensors[name].shape != own.shape]:
         shapes = [f"{name} {list(delta[name].shape)} for {list(base_tensors[name].shape)}" for name in wrong]
         raise MalformedInput(
             f"shape mismatch between `{source}` and the base for {len(wrong)} tensors: {listing(shapes)}",

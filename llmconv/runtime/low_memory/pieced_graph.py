@@ -168,8 +168,7 @@ class _GraphCutter:
         found: set[int] = set()
         open_names = list(values_read_by(node))
         while open_names:
-            at = self._producers.get(open_names.pop())
-            if at is not None and at not in found:
+            if (at := self._producers.get(open_names.pop())) is not None and at not in found:
                 found.add(at)
                 open_names += values_read_by(self._nodes[at])
         return found
@@ -352,8 +351,7 @@ class PiecedGraph(OrtGraph):
         """An input of a piece; zeros for a past that is not computed yet, if the piece uses only its shape."""
         if name in mine or call.parent is None or name not in self._present_of:
             return mine[name]
-        made = values[call.parent].get(self._present_of[name])
-        if made is not None:
+        if (made := values[call.parent].get(self._present_of[name])) is not None:
             return made
         shape = [len(call.input_ids), *(axis for axis in self.inputs[name][1:])]
         if not is_state(name):

@@ -322,8 +322,7 @@ class StreamedRunner(EmptyRunner):
     def cache_of(self, past: Cache | None) -> Any:
         """See `EagerRunner.cache_of`; the cache of each planned call is kept."""
         cache = super().cache_of(past)
-        number = self._scheduler.number
-        if number is not None:
+        if (number := self._scheduler.number) is not None:
             self._caches[number] = cache
         return cache
 
@@ -353,8 +352,7 @@ class StreamedRunner(EmptyRunner):
                 written: dict[int, list[int]] = {}
                 for number, work in works:
                     # takes over the keys and values of this layer from the call that this one continues
-                    parent = self._parents[number]
-                    if parent is not None:
+                    if (parent := self._parents[number]) is not None:
                         for layer in written[parent]:
                             self._caches[number].layers[layer] = copy.copy(self._caches[parent].layers[layer])
                     before = _keys(self._caches[number])

@@ -258,8 +258,7 @@ def expansion_problem(model: onnx.ModelProto, within: NodeIterator) -> str:
     """The problem of recursive or too large functions, else empty; `within` adds the nodes of subgraphs."""
     bodies = {(one.domain, one.name, one.overload): list(within(one.node)) for one in model.functions}
     called = {key: _calls(body, bodies) for key, body in bodies.items()}
-    order = _innermost_first(called)
-    if order is None:
+    if (order := _innermost_first(called)) is None:
         return "has a recursive function"
     sizes: dict[FunctionKey, int] = {}
     for key in order:

@@ -329,8 +329,7 @@ def _fields(value: Any) -> Iterator[tuple[str, Any]]:
 def _check_session(options: Any) -> None:
     if not isinstance(options, dict):
         _refuse("`session_options` is not an object")
-    unknown = sorted(options.keys() - SESSION_OPTIONS)
-    if unknown:
+    if unknown := sorted(options.keys() - SESSION_OPTIONS):
         _refuse(f"unsupported session option `{unknown[0][:80]}`")
     for name, value in options.items():
         most = MOST_THREADS if name.endswith("num_threads") else LARGEST

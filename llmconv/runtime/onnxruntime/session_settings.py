@@ -371,8 +371,7 @@ def provider_name(provider: str) -> str:
     """onnxruntime's name of a provider such as `cuda`; UsageProblem if this build of onnxruntime does not have it."""
     available = ort.get_available_providers()
     spelled: dict[str, str] = {name.lower(): name for name in available}
-    found = spelled.get(short_provider(provider) + "executionprovider")
-    if found is None:
+    if (found := spelled.get(short_provider(provider) + "executionprovider")) is None:
         short = ", ".join(map(short_provider, available))
         hint = f"it has {short}; other builds (`pip install onnxruntime-gpu`, docs/targets.md) have others"
         raise UsageProblem(f"this onnxruntime has no provider `{provider}`", hint=hint)

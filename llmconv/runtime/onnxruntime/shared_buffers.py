@@ -59,8 +59,7 @@ class BoundSession:
 
     def feed(self, name: str, array: Array, dtype: Any = None) -> None:
         """Sets an input as `dtype` (None: `input_dtype`); reuses the memory of the previous value of the same shape."""
-        held = self._inputs.get(name)
-        if held is not None and held.shape == array.shape:
+        if (held := self._inputs.get(name)) is not None and held.shape == array.shape:
             held[...] = array
         else:
             self._inputs[name] = np.array(array, dtype=dtype or input_dtype(array), order="C")
@@ -255,8 +254,7 @@ class BufferedSession:
         """Continues `past` (None: empty); an array per result, and the cache; InputRefused for wrong sizes."""
         rows, new = call.input_ids.shape
         filled = past.length if past else 0
-        reason = self.sizes.refusal(rows, filled, new)
-        if reason:
+        if reason := self.sizes.refusal(rows, filled, new):
             raise InputRefused(reason, hint="export again with a larger --batch-size or --max-seq-len")
         width = self.sizes.width(rows, filled, new)
         if width < new:

@@ -221,8 +221,7 @@ class Connection:
                 if rest <= 0:
                     raise TimeoutError("timed out")
                 self._socket.settimeout(min(rest, self.seconds))
-            part = self._socket.recv(min(size - len(content), CHUNK))
-            if not part:
+            if not (part := self._socket.recv(min(size - len(content), CHUNK))):
                 raise EOFError("the connection was closed")
             content += part
             self._socket.settimeout(self.seconds)

@@ -222,8 +222,7 @@ class StageServer:
         connection = Connection(accepted, HELLO_SECONDS)
         with self._change:
             self._greeters[connection] = None
-            oldest = next(iter(self._greeters)) if len(self._greeters) > MAX_GREETERS else None
-            if oldest:
+            if oldest := next(iter(self._greeters)) if len(self._greeters) > MAX_GREETERS else None:
                 del self._greeters[oldest]
         if oldest:
             oldest.close()
