@@ -79,14 +79,12 @@ class Codec:
             return data.startswith(self.magic)
         # it has no magic number; the fields of the header are checked instead, as the format description advises
         dictionary, size = int.from_bytes(data[1:5], "little"), _lzma_size(data)
-        is_sound = len(data) >= 13 and dictionary >= 4096 and dictionary.bit_count() <= 2
-        return is_sound and (size is None or size < 1 << 48)
+        return len(data) >= 13 and dictionary >= 4096 and dictionary.bit_count() <= 2 and (size or 0) < 1 << 48
 
     def declared(self, file: BinaryIO) -> int:
         """The minimum unpacked size in bytes that the file declares."""
-        size = os.fstat(file.fileno()).st_size
         file.seek(0)
-        return max(self.frame_size(file.read(HEAD)) or 0, self.least(file, size))
+        return max(self.frame_size(file.read(HEAD)) or 0, self.least(file, os.fstat(file.fileno()).st_size))
 
 
 class _Gzip:
@@ -291,8 +289,7 @@ class _FreeSpace:
     """The free space on the disk of the temporary file."""
 
     def __init__(self, name: str, target: BinaryIO) -> None:
-        self._name = name
-        self._target = target
+        self._name, self._target = name, target
         self._reserve = min(RESERVE, self._free() // 20)
 
     def _free(self) -> int:
@@ -341,8 +338,7 @@ class TarArchive:
 
     def __init__(self, head: bytes, stream: BinaryIO, name: str) -> None:
         self._record: bytes | None = head
-        self._stream = stream
-        self._name = name
+        self._stream, self._name = stream, name
         self._headers = 0
 
     def only_file(self) -> tuple[int, Iterator[bytes]]:

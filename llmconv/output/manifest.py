@@ -426,8 +426,7 @@ def graph_entries(folder: Path) -> list[GraphEntry]:
 
 def single_pass_entries(folder: Path) -> list[GraphEntry]:
     """The graphs of a folder without a cache, from its manifest; raises MalformedInput for an invalid entry."""
-    listed = read_manifest(folder).graphs
-    return [_read(role, content) for role, content in listed.items() if role in SINGLE_PASS_FILES]
+    return [_read(role, content) for role, content in read_manifest(folder).graphs.items() if role in SINGLE_PASS_FILES]
 
 
 def _read(role: str, content: dict[str, Any]) -> GraphEntry:

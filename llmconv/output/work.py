@@ -196,9 +196,8 @@ def write_in_workers(call: Call, shards: Sequence[Shard], work: Workers, advance
     with ThreadPoolExecutor(work.count) as pool:
         warned: set[str] = set()
         drivers = [_Driver(call, waiting, advance, warned) for _ in range(min(work.count, len(shards)))]
-        running = [pool.submit(driver.run) for driver in drivers]
         try:
-            for run in as_completed(running):
+            for run in as_completed([pool.submit(driver.run) for driver in drivers]):
                 run.result()
         except BaseException:
             for driver in drivers:

@@ -132,8 +132,7 @@ def _resources(ray: Any) -> dict[str, Any]:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if any(NETWORK in node for node in nodes):
         return {"num_cpus": 0, "resources": {NETWORK: 1}}
-    most = max((node.get("CPU", 0) for node in nodes), default=0)
-    return {"num_cpus": min(CPUS, most or CPUS)}
+    return {"num_cpus": min(CPUS, max((node.get("CPU", 0) for node in nodes), default=0) or CPUS)}
 
 
 @contextmanager
