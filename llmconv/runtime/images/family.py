@@ -164,5 +164,4 @@ def as_embedded(input_ids: Array, config: Any) -> Array:
     """The tokens whose embeddings the model reads for `input_ids`, both int64 [batch, tokens]."""
     if not (tokens := placeholders(config)):
         return input_ids
-    padding = config.get_text_config(decoder=True).pad_token_id
-    return np.where(np.isin(input_ids, tokens), padding, input_ids)
+    return np.where(np.isin(input_ids, tokens), config.get_text_config(decoder=True).pad_token_id, input_ids)
