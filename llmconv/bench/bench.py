@@ -289,9 +289,8 @@ class BenchCandidate:
             kind, rest = "onnx", text
         folder = (local_path(rest) if is_remote(rest) else Path(rest)) if rest else first
         if folder is None or not folder.is_dir():
-            known = ", ".join(RUNTIMES)
             problem = f"`{rest or text}` is not a folder"
-            raise UsageProblem(problem, hint=f"give FOLDER or RUNTIME:FOLDER; runtimes: {known}")
+            raise UsageProblem(problem, hint=f"give FOLDER or RUNTIME:FOLDER; runtimes: {', '.join(RUNTIMES)}")
         return cls(kind, folder, (interpreters or {}).get(kind, sys.executable))
 
     @property

@@ -179,8 +179,7 @@ def encode_all(
             refused.setdefault(number, refusal)
     for at, text in enumerate(found):
         number = at // count
-        cut_tokens = len(whole[number].ids) - len(text.tokens)
-        found[at] = replace(text, cut_tokens=cut_tokens, problem=refused.get(number))
+        found[at] = replace(text, cut_tokens=len(whole[number].ids) - len(text.tokens), problem=refused.get(number))
     model.given_inputs(cut, [{} if at in long else prompt.inputs for at, prompt in enumerate(prompts)])
     problems = [one.problem for one in found if one.problem]
     if problems and len(problems) == len(found):
