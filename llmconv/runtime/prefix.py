@@ -154,8 +154,7 @@ class PrefixedRunner(Runner):
     @property
     def extra_inputs(self) -> Mapping[str, ExtraInput]:
         """Those of the model, without inputs of all tokens, which would have to cover the prefix."""
-        known = self._runner.extra_inputs.items()
-        return {name: extra for name, extra in known if not {PAST, TOTAL} & {*extra.axes}}
+        return {name: extra for name, extra in self._runner.extra_inputs.items() if not {PAST, TOTAL} & {*extra.axes}}
 
     @property
     def embedding_size(self) -> int | None:
@@ -225,8 +224,7 @@ def with_prefix(runner: Runner, prefix: Prefix) -> PrefixedRunner:
         content = dict(runner.prefill(ids, mask, default_positions(mask, length), placed=placed).present.arrays())
     else:
         layers = prefix.keys_and_values([shape for name, shape in shapes.items() if name.endswith(".key")])
-        arrays = (array[None] for pair in layers for array in pair)
-        content = dict(zip(shapes, arrays, strict=True))
+        content = dict(zip(shapes, (array[None] for pair in layers for array in pair), strict=True))
     return PrefixedRunner(runner, content, prefix.first_position)
 
 

@@ -270,8 +270,7 @@ def _backend(tokenizer: Any) -> Any:
     if not isinstance(tokenizer, plain):
         return None
     classes = type(tokenizer).__mro__
-    subclasses = classes[: classes.index(plain)]
-    decodes_otherwise = any("decode" in name for each in subclasses for name in vars(each))
+    decodes_otherwise = any("decode" in name for each in classes[: classes.index(plain)] for name in vars(each))
     return None if decodes_otherwise else tokenizer.backend_tokenizer
 
 

@@ -201,8 +201,7 @@ class StreamedRunner(EmptyRunner):
     ) -> None:
         load = torch.float32 if dtype == "float64" else getattr(torch, dtype)
         self._stored = stored_tensors(open_weights(folder) if weights is None else weights, load, factors)
-        options: dict[str, Any] = {"skipped": skipped, "extra_inputs": extra_inputs, "weights": weights}
-        super().__init__(folder, dtype, code=code, **options)
+        super().__init__(folder, dtype, code=code, skipped=skipped, extra_inputs=extra_inputs, weights=weights)
         self._weights = StreamedWeights(self.model, self._stored, load, memory)
         every = layer_modules(self.model)
         self._layers = {name: layer for name, layer in every.items() if name not in self._skipped}
@@ -274,8 +273,7 @@ class StreamedRunner(EmptyRunner):
             raise UnsupportedInput(problem, hint=LOW_MEMORY_HINT) from error
         for number, step in enumerate(steps):
             if calls[number].parent is not None and isinstance(step.present, EagerCache):
-                filled = max(self._written[number], default=-1) + 1
-                del step.present.cache.layers[filled:]
+                del step.present.cache.layers[max(self._written[number], default=-1) + 1 :]
         return steps
 
     def _expected_past(self, calls: Sequence[PlannedCall], number: int) -> Cache | None:
@@ -376,8 +374,7 @@ class StreamedRunner(EmptyRunner):
 
 
 def _with_past(call: PlannedCall, steps: dict[int, Step]) -> PlannedCall:
-    past = call.past if call.parent is None else steps[call.parent].present
-    return replace(call, past=past, parent=None)
+    return call if call.parent is None else replace(call, past=steps[call.parent].present, parent=None)
 
 
 def _keys(cache: Any) -> list[Any]:

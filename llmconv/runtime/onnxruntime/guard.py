@@ -265,8 +265,7 @@ def expansion_problem(model: onnx.ModelProto, within: NodeIterator) -> str:
         sizes[key] = len(bodies[key]) + sum(sizes[inner] for inner in called[key])
     whole = list(within(model.graph.node))
     size = len(whole) + sum(sizes[key] for key in _calls(whole, bodies))
-    stored = len(whole) + sum(map(len, bodies.values()))
-    if size > NODES + NODES_PER_NODE * stored:
+    if size > NODES + NODES_PER_NODE * (len(whole) + sum(map(len, bodies.values()))):
         return f"has {size} nodes after its functions are inlined"
     return ""
 
@@ -306,8 +305,7 @@ def constant_problem(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) ->
                 tensors[node.output[0]] = numpy_helper.from_array(np.array(attribute.ints or [attribute.i]))
     number = partial(_numbers, tensors)
     for node in found:
-        size = _elements(node, number)
-        if size > ELEMENTS:
+        if (size := _elements(node, number)) > ELEMENTS:
             return f"computes a constant of {size} elements (`{node.op_type}`)"
     return ""
 
