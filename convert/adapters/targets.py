@@ -221,8 +221,7 @@ class AdapterTargets:
 
     def _bias(self, module: str) -> str:
         """The bias that the trained bias of B is added to; PEFT refuses layers without a bias, too."""
-        weight = self._homes[self.wanted[module]]
-        name = f"{weight.removesuffix('.weight')}.bias"
+        name = f"{self._homes[self.wanted[module]].removesuffix('.weight')}.bias"
         if name not in self.tensors:
             raise UnsupportedInput(
                 f"`{self.adapter.name}` has a bias for `{module}` (`lora_bias`), whose layer in the base has none",

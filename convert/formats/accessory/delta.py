@@ -49,9 +49,8 @@ def save_delta(base: Checkpoint, tuned: Checkpoint, shards: int | None) -> arith
             hint=WITHOUT,
         )
     below, above = read.split_ranks(base, before, count), read.split_ranks(tuned, after, count)
-    lacking = below[0].keys() - above[0].keys()
     resized = [name for name, tensor in above[0].items() if name in below[0] and tensor.shape != below[0][name].shape]
-    if changed := [*sorted(lacking), *resized]:
+    if changed := [*sorted(below[0].keys() - above[0].keys()), *resized]:
         raise UnsupportedInput(
             f"the tuned model lacks, or has in another shape, {len(changed)} tensors of the base: {listing(changed)}",
             hint=WITHOUT,
