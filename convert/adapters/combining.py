@@ -149,10 +149,10 @@ class CombinationMethod:
 
 def _change(name: str, vectors: Sequence[TaskVector], combination: Combination) -> ReadRows:
     method = METHODS[combination.method]
-    if method.truncates:
-        return _truncated(vectors, combination.rank or 1)
-    kept = [method.kept(vector, name, combination.seed) for vector in vectors]
     weights = np.array([vector.weight for vector in vectors])[:, None, None]
+    if method.truncates:
+        return _truncated(vectors, weights, combination.rank or 1)
+    kept = [method.kept(vector, name, combination.seed) for vector in vectors]
     if not method.elects:
         return lambda start, stop: _sum(kept, weights, start, stop)
     return lambda start, stop: _elect([rows(start, stop) for rows in kept], weights, combination.majority_sign)
@@ -207,11 +207,10 @@ def _drawn(vector: TaskVector, name: str, seed: int) -> ReadRows:
     return rows
 
 
-def _truncated(vectors: Sequence[TaskVector], rank: int) -> ReadRows:
+def _truncated(vectors: Sequence[TaskVector], weights: Array, rank: int) -> ReadRows:
     """The sum of the updates, truncated to `rank`; a one-dimensional tensor stays whole."""
     delta = vectors[0].delta
     rows = [_whole(vector) for vector in vectors]
-    weights = np.array([vector.weight for vector in vectors])[:, None, None]
     if len(delta.shape) < 2:
         return lambda start, stop: _sum(rows, weights, start, stop)
     once = KeptUntilLastRow(delta.num_rows)
@@ -246,9 +245,8 @@ def _truncated_factors(vectors: Sequence[TaskVector], rank: int) -> tuple[Array,
 
 def _truncated_matrix(whole: Array, rank: int) -> Array:
     """The truncation of a matrix, of each matrix in a stack, or of a convolution as out×(all others)."""
-    matrix = whole.reshape(len(whole), -1) if whole.ndim > 3 else whole
     with single_threaded():
-        u, s, v = np.linalg.svd(matrix, full_matrices=False)
+        u, s, v = np.linalg.svd(whole.reshape(len(whole), -1) if whole.ndim > 3 else whole, full_matrices=False)
         made: Array = (u[..., :rank] * s[..., None, :rank]) @ v[..., :rank, :]
     return made
 
@@ -443,10 +441,9 @@ def recipe_of(options: MergeOptions, adapters: Sequence[Adapter]) -> Recipe:
     options = DEFAULTS | options
     check_dtype(options["dtype"])
     signs, densities = options["majority_sign"], tuple(options["densities"])
-    combination = Combination(options["combine"], densities, options["seed"], options["rank"], signs)
     return Recipe(
         _weights(options["weights"], adapters),
-        _ranked(combination, adapters),
+        _ranked(Combination(options["combine"], densities, options["seed"], options["rank"], signs), adapters),
         options["dtype"],
         options["base_quant"],
         options["max_shard_size"],

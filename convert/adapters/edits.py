@@ -121,8 +121,7 @@ class Edits:
                 name, scale = homes[f"{module}.bias"], weight * adapter.config.scale(module, pair.rank)
                 if bias.shape != self.current(name).shape:
                     raise other_base(adapter.name, name, self.current(name).shape, bias.shape)
-                column = reshaped(bias, (*bias.shape, 1))
-                self.changes.setdefault(name, []).append(LoraProduct(ONE, column, scale))
+                self.changes.setdefault(name, []).append(LoraProduct(ONE, reshaped(bias, (*bias.shape, 1)), scale))
         has_bias = self.tensors.__contains__
         for name, update in updates_of(adapter, homes, self.current, has_bias, targets.is_conv1d, weight):
             self.changes.setdefault(name, []).append(update)
@@ -418,8 +417,7 @@ def _lacks(adapter: Adapter, tensors: Tensors, config: Mapping[str, Any]) -> boo
     expected, known = _expected(adapter, targets), {*targets.known}
     missing = sorted(expected - known)
     has_towers = any(isinstance(part, dict) and "model_type" in part for part in config.values())
-    found = dict.fromkeys(expected & known, "")
-    return bool(missing) and (has_towers or len(prefix_fits(missing, known, found)) != 1)
+    return bool(missing) and (has_towers or len(prefix_fits(missing, known, dict.fromkeys(expected & known, ""))) != 1)
 
 
 def _refuse_shared(adapter: Adapter, names: NamesInMemory, base: Checkpoint) -> None:
@@ -472,9 +470,8 @@ def _under(base: Checkpoint, names: NamesInMemory, wanted: Sequence[str]) -> Bas
         layouts = [origin.lines for origin in joint.stored.values()]
         there = [base[name] for name in joint.stored]
         tensors |= {name: gathered(each, there, layouts, there[0].dtype) for name, each in joint.origins.items()}
-    known = {*tensors, *stacks, *separate_tensors(tensors), *fused_tensors(tensors)}
     head = find_head(tensors, find_embedding(tensors))
-    if {*wanted} - known - {head}:
+    if {*wanted} - {*tensors, *stacks, *separate_tensors(tensors), *fused_tensors(tensors), head}:
         return None
     return BaseInMemory(
         base,

@@ -217,8 +217,7 @@ def _number(name: str, value: Any) -> float:
 
 def _blocks(own: Mapping[str, Any]) -> BlockDiagonal | None:
     fields, count = AdapterFields(own), int(_number("nblocks", own.get("nblocks", 1)))
-    names = ("target_modules_bd_a", "target_modules_bd_b")
-    return BlockDiagonal(count, *map(fields.names, names)) if own else None
+    return BlockDiagonal(count, *map(fields.names, ("target_modules_bd_a", "target_modules_bd_b"))) if own else None
 
 
 def _are_counts(value: Any, length: int | None = None) -> bool:

@@ -53,13 +53,9 @@ def round_into(target: Array, values: Array) -> None:
             elif target.dtype != np.float16 or not round_to_float16(target, narrow):
                 target[...] = narrow
     except FloatingPointError as error:
-        too_large = target.dtype.name == "float16"
-        raise UnsupportedInput(
-            f"a merged weight is too large for {target.dtype.name}",
-            hint="give `--dtype bfloat16` or `--dtype float32`"
-            if too_large
-            else "give a smaller `--weight`, or check the adapter's alpha",
-        ) from error
+        hint = "give a smaller `--weight`, or check the adapter's alpha"
+        hint = "give `--dtype bfloat16` or `--dtype float32`" if target.dtype.name == "float16" else hint
+        raise UnsupportedInput(f"a merged weight is too large for {target.dtype.name}", hint=hint) from error
 
 
 def _round_to_bfloat16(target: Array, values: Array) -> None:
@@ -139,9 +135,8 @@ def _thread_counters() -> list[Counter]:
     if not MAPS.is_file():
         return []
     paths = {Path(line.split(maxsplit=5)[-1]) for line in MAPS.read_text().splitlines()}
-    libraries = sorted(path for path in paths if "openblas" in path.name and ".so" in path.name)
     found = []
-    for library in libraries:
+    for library in sorted(path for path in paths if "openblas" in path.name and ".so" in path.name):
         with suppress(OSError):  # a file that only has such a name
             opened = ctypes.CDLL(str(library))
             names = [name for name in NAMES if hasattr(opened, name.format("set"))]

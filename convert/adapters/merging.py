@@ -335,8 +335,7 @@ def _with_template(base: Checkpoint, own: Sequence[tuple[Adapter, SideFiles]]) -
     """The base's files; if it has no chat template, with that of the first adapter that has one."""
     kept, template = dict(base.side_files), template_of(base.side_files)
     for adapter, files in own:
-        found = template_of(files)
-        if not found or found == template:
+        if not (found := template_of(files)) or found == template:
             continue
         if template:
             hint = f"`--tokenizer {adapter.path}` takes the tokenizer from there"

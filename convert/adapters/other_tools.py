@@ -102,8 +102,7 @@ def reordered(
 
 def unplaced(names: Sequence[str], known: Iterable[str], source: str, what: str) -> MalformedInput:
     """The error for unexpected `names`, with similar ones of `known`, whose owner is `what`."""
-    options = [name.replace("{}", "0") for name in known]
-    lines = nearest(names, options, lambda name: re.sub(LAYER_NUMBER, "0", name))
+    lines = nearest(names, [name.replace("{}", "0") for name in known], lambda name: re.sub(LAYER_NUMBER, "0", name))
     return MalformedInput(
         f"`{source}` contains {len(names)} unexpected keys, which {what} does not have: {lines}",
         hint="the adapter is of another model than the base, or of an unknown kind",

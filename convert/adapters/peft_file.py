@@ -273,8 +273,7 @@ def _not_an_adapter(path: Path) -> InputRefused:
             f"`{path}` is a delta, not an adapter", hint=f"run `llmconv delta apply BASE {path} -o OUT`"
         )
     if inner := sorted(path.glob(f"*/{CONFIG}"), key=lambda file: (len(file.parent.name), file.parent.name)):
-        names = ", ".join(file.parent.name for file in inner)
-        hint = f"give one of its folders: {names}"
+        hint = f"give one of its folders: {', '.join(file.parent.name for file in inner)}"
     elif not any(path.iterdir()):
         return InputRefused(f"`{path}` is an empty folder", hint="is the copy or the download complete?")
     return InputRefused(f"`{path}` is not a PEFT adapter: it has no `{CONFIG}`", hint=hint)

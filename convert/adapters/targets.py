@@ -91,8 +91,7 @@ def separate_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, ExpertRows]
     """Names of the separate tensors that a file with fused experts lacks, to their location."""
     result: dict[str, ExpertRows] = {}
     for name, tensor in tensors.items():
-        match = FUSED.fullmatch(name)
-        if not match or len(tensor.shape) != 3:
+        if not (match := FUSED.fullmatch(name)) or len(tensor.shape) != 3:
             continue
         for convention in PARTS[match["name"]]:
             count = tensor.shape[1] // len(convention)
@@ -222,8 +221,7 @@ class AdapterTargets:
 
     def _bias(self, module: str) -> str:
         """The bias that the trained bias of B is added to; PEFT refuses layers without a bias, too."""
-        weight = self._homes[self.wanted[module]]
-        name = f"{weight.removesuffix('.weight')}.bias"
+        name = f"{self._homes[self.wanted[module]].removesuffix('.weight')}.bias"
         if name not in self.tensors:
             raise UnsupportedInput(
                 f"`{self.adapter.name}` has a bias for `{module}` (`lora_bias`), whose layer in the base has none",

@@ -465,8 +465,7 @@ def rotations(learned: ModuleTensors) -> Array:
         # each matrix with a norm of at most `limit` (PEFT `_project_batch`)
         limit = settings.number("eps", default=6e-5, least=-LARGEST) / np.sqrt(len(skew))
         norms = np.linalg.norm(skew, axis=(1, 2), keepdims=True)
-        factors: Array = np.where(norms <= limit, 1, limit / np.maximum(norms, np.finfo(float).tiny))
-        skew = skew * factors
+        skew = skew * np.where(norms <= limit, 1, limit / np.maximum(norms, np.finfo(float).tiny))
     if settings.flag("use_cayley_neumann", default=True):
         # the series with n terms: I + 2Q + … + 2Qⁿ⁻² + Qⁿ⁻¹; with three, PEFT computes I + 2Q + 2Q² + Q³
         terms = int(settings.number("num_cayley_neumann_terms", default=5))
@@ -518,8 +517,7 @@ def _boft_fit(learned: ModuleTensors) -> FittingShape:
 def _boft_delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
     """Rows of the update; a permutation and a rotation per factor."""
     stored, scale = learned.read("boft_R"), learned.read("boft_s").reshape(-1, 1)
-    skew = 0.5 * (stored - stored.swapaxes(2, 3))
-    turned = [cayley(blocks).transpose(0, 2, 1) for blocks in skew]
+    turned = [cayley(skew).transpose(0, 2, 1) for skew in 0.5 * (stored - stored.swapaxes(2, 3))]
     orders = [_boft_order(shape[1], stored.shape[2], number, len(stored)) for number in range(len(stored))]
 
     def rows(weight: Array, start: int) -> Array:

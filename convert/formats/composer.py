@@ -271,8 +271,7 @@ def open_sharded(path: Path) -> ComposerRun:
             entry.setdefault("content", {})
     entries = model.items() if isinstance(model, Mapping) else ()
     lazy = {str(key): folder.tensor(str(key), one) if isinstance(one, TensorItem) else one for key, one in entries}
-    content = {"state": {MODEL_KEY: lazy, **known}}
-    return ComposerRun(content, lambda _, tensor: tensor, folder.shards, left)
+    return ComposerRun({"state": {MODEL_KEY: lazy, **known}}, lambda _, tensor: tensor, folder.shards, left)
 
 
 def refuse_rank_file(path: Path, model: Any) -> None:

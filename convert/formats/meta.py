@@ -519,8 +519,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     side_files = dict(tokens.files)
     if tokens.bos is not None:
         stops = list(tokens.stops) if len(tokens.stops) > 1 else tokens.eos
-        content = {"bos_token_id": tokens.bos, "eos_token_id": stops}
-        side_files["generation_config.json"] = json_bytes(content)
+        side_files["generation_config.json"] = json_bytes({"bos_token_id": tokens.bos, "eos_token_id": stops})
     left = [name for name in shards[0] if name.endswith("rope.freqs")]
     dropped = (*([f"rotary frequencies ({listing(left)})"] if left else []), *training_files_in(path))
     return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), "", len(shards), dropped)

@@ -289,9 +289,8 @@ class BenchCandidate:
             kind, rest = "onnx", text
         folder = (local_path(rest) if is_remote(rest) else Path(rest)) if rest else first
         if folder is None or not folder.is_dir():
-            known = ", ".join(RUNTIMES)
             problem = f"`{rest or text}` is not a folder"
-            raise UsageProblem(problem, hint=f"give FOLDER or RUNTIME:FOLDER; runtimes: {known}")
+            raise UsageProblem(problem, hint=f"give FOLDER or RUNTIME:FOLDER; runtimes: {', '.join(RUNTIMES)}")
         return cls(kind, folder, (interpreters or {}).get(kind, sys.executable))
 
     @property
@@ -351,8 +350,7 @@ class WorkerProcess:
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
+        if not (line := self._process.stdout.readline()):
             return {"error": f"the process ended with exit code {self._process.wait()}"}
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -126,8 +126,7 @@ class Genai:
         while not generator.is_done():
             generator.generate_next_token()
             times.append(time.perf_counter() - started)
-        rows = [generator.get_sequence(row) for row in range(len(prompts))]
-        return times, [row.tolist()[-new:] for row in rows]
+        return times, [generator.get_sequence(row).tolist()[-new:] for row in range(len(prompts))]
 
 
 # runtime to the function that opens a folder, and the packages whose versions are reported
@@ -186,8 +185,7 @@ def _peak() -> int:
     """Peak of the resident set since `_reset_peak`, in bytes."""
     with suppress(OSError, IndexError, ValueError):
         return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def main() -> None:

@@ -168,8 +168,7 @@ def talk(
         ctx.meta[VERBOSE] = value
 
     quieted = option("-q --quiet", quiet, expose_value=False, callback=lambda ctx, param, value: set_quiet(value))
-    explained = option("-v --verbose", verbose, expose_value=False, callback=explain)
-    return quieted(explained(command))
+    return quieted(option("-v --verbose", verbose, expose_value=False, callback=explain)(command))
 
 
 def shares(command: Command) -> Command:

@@ -132,11 +132,10 @@ def command(
     shown = printer(every=ctx.meta.get(options.VERBOSE, False))
     quiet = as_json or is_quiet()
     # the report; `choices` are the options that the library takes under the same names
-    show = None if quiet else shown
     from llmconv.verify import verify, verify_graphs
 
     of_both = {name: value for name, value in choices.items() if name not in {*OF_GRAPHS, *OF_FOLDER}}
-    given = {**of_both, "on_checks": show}
+    given = {**of_both, "on_checks": None if quiet else shown}
     report = (
         verify_graphs(graphs, **{name: choices[name] for name in OF_GRAPHS if choices[name] is not None}, **given)
         if folder is None

@@ -115,8 +115,7 @@ def _copy_range(source: int, target: int, start: int, stop: int) -> None:
     while start < stop:
         count = copy_in_kernel(source, target, start, stop - start)
         if not count:
-            block = os.pread(source, min(READ_BYTES, stop - start), start)
-            count = os.pwrite(target, block, start)
+            count = os.pwrite(target, os.pread(source, min(READ_BYTES, stop - start), start), start)
         if not count:
             return
         start += count

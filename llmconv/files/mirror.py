@@ -405,8 +405,7 @@ def make_mirror(uri: str, folder: Path, *, whole: bool) -> Path:
 
     tree = StoreTree(ObjectStore(StoreAddress(address.scheme, address.bucket)))
     found = parse_address(follow(str(address), tree))
-    heads = tree.heads(found)
-    if not heads:
+    if not (heads := tree.heads(found)):
         raise InputRefused(f"`{address}` does not exist", hint="check the bucket and the path")
     root = folder / found.name
     _addresses[os.path.realpath(root)] = found
@@ -425,14 +424,14 @@ def mirror_files(store: Blocks, files: Sequence[tuple[Path, Head]], folder: Path
         except (FileExistsError, NotADirectoryError) as error:
             problem = f"the object `{head.key}` lies below another object"
             raise MalformedInput(problem, hint="give a folder in which no object is a folder, too") from error
-    lazy = []
+    small = []
     for path, head in files:
         suffix = PurePosixPath(head.key).suffix
         if head.size and suffix not in SIDE_FILES and (suffix in WEIGHTS or head.size > SMALL_FILE):
-            lazy.append((path, head))
-    for path, head in lazy:
-        add(MirroredFile(path, store, head, folder, pool))
-    list(pool.map(lambda file: _fetch(store, *file), (file for file in files if file not in lazy)))
+            add(MirroredFile(path, store, head, folder, pool))
+        else:
+            small.append((path, head))
+    list(pool.map(lambda file: _fetch(store, *file), small))
 
 
 @cache

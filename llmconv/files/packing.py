@@ -79,14 +79,12 @@ class Codec:
             return data.startswith(self.magic)
         # it has no magic number; the fields of the header are checked instead, as the format description advises
         dictionary, size = int.from_bytes(data[1:5], "little"), _lzma_size(data)
-        is_sound = len(data) >= 13 and dictionary >= 4096 and dictionary.bit_count() <= 2
-        return is_sound and (size is None or size < 1 << 48)
+        return len(data) >= 13 and dictionary >= 4096 and dictionary.bit_count() <= 2 and (size or 0) < 1 << 48
 
     def declared(self, file: BinaryIO) -> int:
         """The minimum unpacked size in bytes that the file declares."""
-        size = os.fstat(file.fileno()).st_size
         file.seek(0)
-        return max(self.frame_size(file.read(HEAD)) or 0, self.least(file, size))
+        return max(self.frame_size(file.read(HEAD)) or 0, self.least(file, os.fstat(file.fileno()).st_size))
 
 
 class _Gzip:
@@ -291,8 +289,7 @@ class _FreeSpace:
     """The free space on the disk of the temporary file."""
 
     def __init__(self, name: str, target: BinaryIO) -> None:
-        self._name = name
-        self._target = target
+        self._name, self._target = name, target
         self._reserve = min(RESERVE, self._free() // 20)
 
     def _free(self) -> int:
@@ -341,8 +338,7 @@ class TarArchive:
 
     def __init__(self, head: bytes, stream: BinaryIO, name: str) -> None:
         self._record: bytes | None = head
-        self._stream = stream
-        self._name = name
+        self._stream, self._name = stream, name
         self._headers = 0
 
     def only_file(self) -> tuple[int, Iterator[bytes]]:
@@ -351,16 +347,14 @@ class TarArchive:
         Raises UnsupportedInput for several files or none, as the content does; MalformedInput if it is truncated or
         damaged, or has a link, a device, or a name that leads out of the folder.
         """
-        size = self._next_file()
-        if size is None:
+        if (size := self._next_file()) is None:
             raise UnsupportedInput(f"the archive `{self._name}` contains no file", hint="give another checkpoint")
         return size, self._content(size)
 
     def _content(self, size: int) -> Iterator[bytes]:
         left = size
         while left:
-            block = self._stream.read(min(left, BLOCK))
-            if not block:
+            if not (block := self._stream.read(min(left, BLOCK))):
                 raise self._malformed("is truncated")
             left -= len(block)
             yield block
@@ -485,8 +479,7 @@ class _Stream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._rest:
-            block = next(self._blocks, None)
-            if block is None:
+            if (block := next(self._blocks, None)) is None:
                 return 0
             self._rest = memoryview(block)
         count = min(len(buffer), len(self._rest))

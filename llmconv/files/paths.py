@@ -115,11 +115,8 @@ def path_of(value: Any, name: str) -> Path:
     if not isinstance(value, str | os.PathLike) or isinstance(text := os.fspath(value), bytes):
         raise UsageProblem(f"`{name}` is {kind_of(value)}, not a path", hint=_instead(value))
     if not text.strip() or "\0" in text:
-        problem = (
-            "is not a path: it contains a null character"
-            if text.strip()
-            else "is empty, which is not the name of a file or folder"
-        )
+        empty = "is empty, which is not the name of a file or folder"
+        problem = "is not a path: it contains a null character" if text.strip() else empty
         raise UsageProblem(f"`{name}` {problem}", hint="give a path; `.` is the current folder")
     return Path(text)
 
@@ -184,8 +181,7 @@ def follow(path: str, tree: PointerTree) -> str:
     while len(seen) < HOPS:
         if not tree.exists(path) and tree.exists(path + SUFFIX):
             path += SUFFIX
-        target = _target(path, tree)
-        if target is None:
+        if (target := _target(path, tree)) is None:
             return path
         if path in seen:
             break

@@ -50,15 +50,11 @@ class PickleMachine:
     """The stacks, memo and position of one interpretation; with `alone`, the pickle must end where `data` ends."""
 
     def __init__(self, data: bytes | mmap, hooks: PickleHooks, *, alone: bool = True) -> None:
-        self.data = data
-        self.hooks = hooks
-        self.alone = alone
-        self.position = 0
+        self.data, self.hooks, self.alone = data, hooks, alone
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
-        self.spent = 0
-        self.skipped = 0
+        self.position = self.spent = self.skipped = 0
 
     def spend(self, cost: int) -> None:
         """Counts `cost` bytes of memory, or work in proportion; raises FileProblem if the limit is exceeded."""
@@ -136,7 +132,7 @@ def run(machine: PickleMachine) -> Any:
 
 
 STOP = ord(".")
-Operation = Callable[[PickleMachine], None]
+Operation = Callable[[PickleMachine], object]
 
 
 def _constant(make: Callable[[], Any]) -> Operation:
@@ -184,13 +180,6 @@ def python2_text(data: bytes) -> str:
 
 def _long(data: bytes) -> int:
     return int.from_bytes(data, "little", signed=True)
-
-
-def _skip(size: int) -> Operation:
-    def operation(machine: PickleMachine) -> None:
-        machine.take(size)
-
-    return operation
 
 
 def _mark(machine: PickleMachine) -> None:
@@ -382,11 +371,11 @@ def _refer(machine: PickleMachine) -> None:
 
 
 NAMED_OPERATIONS: dict[bytes, Operation] = {
-    b"\x80": _skip(1),
-    b"\x95": _skip(8),
+    b"\x80": lambda machine: machine.take(1),
+    b"\x95": lambda machine: machine.take(8),
     b"(": _mark,
     b"0": _pop,
-    b"1": lambda machine: (machine.pop_mark(), None)[1],
+    b"1": lambda machine: machine.pop_mark(),
     b"2": lambda machine: machine.stack.append(machine.stack[-1]),
     b"N": _constant(lambda: None),
     b"\x88": _constant(lambda: True),

@@ -131,8 +131,7 @@ def _tensor(
     if not (_is_shape(shape) and _is_shape(stride) and len(shape) == len(stride)):
         raise FileProblem("describes a tensor with an invalid shape")
     named = more[0] if more and isinstance(more[0], Global) else None
-    dtype = BY_NAME.get(named.name) if named else storage.dtype
-    return TensorRef(storage, dtype, offset, shape, stride)
+    return TensorRef(storage, BY_NAME.get(named.name) if named else storage.dtype, offset, shape, stride)
 
 
 def _is_shape(values: Any) -> bool:
@@ -199,8 +198,7 @@ class _Frame:
     __slots__ = ("children", "depth", "node", "shared", "size")
 
     def __init__(self, node: Any, *, shared: bool) -> None:
-        self.node = node
-        self.shared = shared
+        self.node, self.shared = node, shared
         self.children = _children(node)
         self.size = self.depth = 1
 

@@ -121,8 +121,7 @@ class Folder:
 
     def require_replaceable(self, name: str) -> None:
         """Raises InputRefused if `name` exists and is neither a regular file nor a link."""
-        found = self.find(name)
-        if found and not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
+        if (found := self.find(name)) and not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
             problem = f"`{self.path / name}` is {_kind(found.st_mode)}, which is not replaced by a file"
             raise InputRefused(problem, hint="move it out of the way")
 
@@ -157,8 +156,7 @@ class Folder:
 
     def _prepared(self, stack: ExitStack, name: str, content: WritableContent) -> NewEntry:
         """Writes the content to the disk under a temporary name."""
-        outer = name.rpartition("/")[0]
-        if outer and not self.find(outer):
+        if (outer := name.rpartition("/")[0]) and not self.find(outer):
             stack.callback(self._remove_empty, outer)
         folder, last = stack.enter_context(self.holding(name, make=True))
         if isinstance(content, Link):

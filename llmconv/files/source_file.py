@@ -70,8 +70,7 @@ def fill(file: io.RawIOBase, buffer: memoryview, offset: int, path: Path) -> Non
     done = 0
     while done < len(buffer):
         file.seek(offset + done)
-        count = file.readinto(buffer[done:])
-        if not count:
+        if not (count := file.readinto(buffer[done:])):
             problem = f"`{path.name}` ends at byte {offset + done}, {len(buffer) - done} bytes early"
             raise MalformedInput(problem, hint="the file is truncated, or changed while it was read; copy it again")
         done += count

@@ -76,8 +76,7 @@ def from_hub(address: HubAddress, headers_in: Path | None = None) -> Path:
 
         why = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "the hub cannot be reached"
         absent = f"`{address.short}` does not exist on this machine and is not in the hub's cache; {why}"
-        hint = "check the spelling, the current folder and the network"
-        raise problem or InputRefused(absent, hint=hint) from error
+        raise problem or InputRefused(absent, hint="check the spelling, the current folder and the network") from error
 
 
 def _needed_below(address: HubAddress, listed: list[str]) -> list[str]:
@@ -88,8 +87,7 @@ def _needed_below(address: HubAddress, listed: list[str]) -> list[str]:
     if not address.folder:
         return needed(listed)
     start = f"{address.folder}/"
-    inside = [name.removeprefix(start) for name in listed if name.startswith(start)]
-    if not inside:
+    if not (inside := [name.removeprefix(start) for name in listed if name.startswith(start)]):
         problem = f"`{address.repository}` on the hub has no folder or file `{address.folder}`"
         raise InputRefused(problem, hint="look at the list of its files, on its page")
     return [start + name for name in needed(inside)]
@@ -138,8 +136,7 @@ def snapshot_home(path: Path) -> Path | None:
 
 def source_name(path: Path) -> str:
     """The name of an input: `org/name@commit[/folder]` in the hub's cache, else the last part of its path."""
-    home = snapshot_home(path)
-    if home is None:
+    if (home := snapshot_home(path)) is None:
         return path.name
     commit, *folder = path.relative_to(home / "snapshots").parts
     return "/".join([f"{home.name.removeprefix('models--').replace('--', '/')}@{commit}", *folder])
@@ -152,8 +149,7 @@ def needed(files: Iterable[str]) -> list[str]:
         return listed
     for weights in (SAFETENSORS, ADAPTER, TORCH_WEIGHTS):
         if any(weights.fullmatch(name) for name in listed):
-            kinds = (weights, SMALL, ADAPTER)
-            return [name for name in listed if any(kind.fullmatch(name) for kind in kinds)]
+            return [name for name in listed if any(kind.fullmatch(name) for kind in (weights, SMALL, ADAPTER))]
     return listed
 
 
@@ -248,10 +244,8 @@ def local_path(name: str | Path, *, in_parts: bool = False, headers: bool = Fals
     if is_address(name):
         uri = str(name).strip()
         if "://" not in uri:  # a Path turns two slashes into one
-            problem = f"`{uri}` is neither a local path nor a complete URI"
-            raise InputRefused(
-                problem, hint=f"give a URI as text, with `://`; a local folder of that name is `./{uri}`"
-            )
+            hint = f"give a URI as text, with `://`; a local folder of that name is `./{uri}`"
+            raise InputRefused(f"`{uri}` is neither a local path nor a complete URI", hint=hint)
         return _download(uri, in_parts=in_parts)
     path = follow_local(given)
     if path.exists():

@@ -54,8 +54,7 @@ class TorchFile:
         Raises MalformedInput if the view reaches outside its storage, or that has another size than declared;
         UnsupportedInput for an element type that safetensors cannot represent.
         """
-        dtype = ref.dtype
-        if dtype is None:
+        if (dtype := ref.dtype) is None:
             raise UnsupportedInput(
                 f"tensor `{name}` in `{self.path.name}` is stored as `{ref.storage.kind}`",
                 hint="only plain float, integer and bool tensors can be converted; dequantize it first",

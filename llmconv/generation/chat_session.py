@@ -80,8 +80,7 @@ def answer_settings(defaults: GenerationSettings, template: str, **given: Any) -
     settings = defaults.but(**given)
     if settings.max_new_tokens is None and settings.max_length is None:
         settings = settings.but(max_new_tokens=ANSWER_TOKENS)
-    stops = (*settings.stop_strings, *find_template(template).stops)
-    return settings.but(stop_strings=tuple(dict.fromkeys(stops)))
+    return settings.but(stop_strings=tuple(dict.fromkeys((*settings.stop_strings, *find_template(template).stops))))
 
 
 def continued(ran: Sequence[int], ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[int]:

@@ -191,9 +191,14 @@ def _rendered(render: Callable[[], str]) -> str:
         raise ValueError(f"fails on the messages: {first_line(error)}") from error
 
 
-def has_start(tokenizer: Any, text: str, template: str) -> bool:
-    """Whether the text of a chat contains the start token already."""
-    return template == TOKENIZER or bool(tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+def chat_text(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str, add_special_tokens: bool
+) -> tuple[str, bool]:
+    """The text of `render_chat`, and whether the tokenizer is to add special tokens: not where it has a start token."""
+    text = render_chat(tokenizer, messages, template)
+    require_text(text)
+    has_start = template == TOKENIZER or bool(tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+    return text, add_special_tokens and not has_start
 
 
 def encode_chat(
@@ -205,9 +210,7 @@ def encode_chat(
     most: int | None = None,
 ) -> list[int]:
     """Tokens of `render_chat` with one start token; InputRefused without any, TooManyTokens over twice `most`."""
-    text = render_chat(tokenizer, messages, template)
-    require_text(text)
-    starts = add_special_tokens and not has_start(tokenizer, text, template)
+    text, starts = chat_text(tokenizer, messages, template, add_special_tokens)
     ids = token_ids(tokenizer, text, most, add_special_tokens=starts)
     if not ids:
         raise InputRefused("the chat has no tokens", hint="give a message that is not empty")
@@ -283,8 +286,7 @@ def _read(reader: int) -> bytes:
     with selectors.DefaultSelector() as waiting:  # `select.select` refuses descriptors from 1024 on, which a server has
         waiting.register(reader, selectors.EVENT_READ)
         while waiting.select(max(0.0, end - time.monotonic())):
-            part = os.read(reader, 1 << 20)
-            if not part:
+            if not (part := os.read(reader, 1 << 20)):
                 return b"".join(parts)
             parts.append(part)
             size += len(part)

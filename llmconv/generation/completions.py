@@ -133,9 +133,8 @@ class CompletionFile:
     ) -> None:
         path = output_path(path, "--output-file")
         self._path, self._side = path, path.with_name(SIDE_FILE.format(path.name))
-        made_with = {"prompts": _digest(prompts), "count": len(prompts), "options": dict(options)}
         self._made_with = json.dumps(
-            made_with,
+            {"prompts": _digest(prompts), "count": len(prompts), "options": dict(options)},
             sort_keys=True,
             default=lambda value: sorted(value) if isinstance(value, frozenset) else str(value),
         )

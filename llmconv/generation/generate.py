@@ -179,8 +179,7 @@ def encode_all(
             refused.setdefault(number, refusal)
     for at, text in enumerate(found):
         number = at // count
-        cut_tokens = len(whole[number].ids) - len(text.tokens)
-        found[at] = replace(text, cut_tokens=cut_tokens, problem=refused.get(number))
+        found[at] = replace(text, cut_tokens=len(whole[number].ids) - len(text.tokens), problem=refused.get(number))
     model.given_inputs(cut, [{} if at in long else prompt.inputs for at, prompt in enumerate(prompts)])
     problems = [one.problem for one in found if one.problem]
     if problems and len(problems) == len(found):
@@ -350,8 +349,7 @@ class PromptRun:
         if self.talks:
             batches = f", batches of {self.batch_size}" if len(self.encoded) > 1 else ""
             say(f"{settings_line(self.settings)}; {self.model.backend}{batches}")
-            cut = [one for one in self.encoded if one.cut_tokens and one.sequence == 0]
-            if cut:
+            if cut := [one for one in self.encoded if one.cut_tokens and one.sequence == 0]:
                 say(f"{len(cut)} of {len(self.prompts)} prompts cut to their last {self.wording.src_length} tokens")
         if self.too_long:
             first = str(self.too_long[0].problem)

@@ -120,8 +120,7 @@ def processor(settings: GenerationSettings, prompt_tokens: int, limit: int) -> P
     `limit` is the maximum number of new tokens. Raises UnsupportedInput for a field that does not work on logits,
     UsageProblem for settings that transformers does not accept.
     """
-    refused = sorted(settings.extra.keys() & (NEED_THE_MODEL | NEED_BEAMS))
-    if refused:
+    if refused := sorted(settings.extra.keys() & (NEED_THE_MODEL | NEED_BEAMS)):
         problem = f"`{refused[0]}` of the generation config is not supported"
         raise UnsupportedInput(problem, hint="remove it from generation_config.json")
     model = GraphModel()

@@ -187,12 +187,11 @@ class Batch:
         )
         self._mask = np.concatenate([mask, np.ones_like(self._mask)], axis=1)
         self.past = past
-        done = past.tokens if past else 0
         in_parts = (
             most
             and not any(map(self._reads_whole, self.rows))
             and self._runner.reads_in_parts(self._ids.shape[1])
-            and self._runner.continues_in_one_run(len(mask), done + most, most)
+            and self._runner.continues_in_one_run(len(mask), (past.tokens if past else 0) + most, most)
         )
         self._most = most if in_parts else self._ids.shape[1]
 
@@ -232,11 +231,10 @@ class Batch:
             self.past = Past(step.present, ids.shape[1])
             return step
         self._started = time.perf_counter()
-        ids = np.array([[row.last] for row in self.rows], dtype=np.int64)
+        ids = np.stack([row.all_ids[-1:] for row in self.rows])
         if len(self.rows) == 1:
-            new = self.rows[0].all_ids[-self._pending :]
             self._guess = self._guessed(self.rows[0])
-            ids = np.concatenate([new, self._guess])[None]
+            ids = np.concatenate([self.rows[0].all_ids[-self._pending :], self._guess])[None]
         columns = self.past.tokens + ids.shape[1]
         mask = self._mask[:, :columns]
         call = ModelCall(ids, mask, self._position_ids(mask, ids.shape[1]))

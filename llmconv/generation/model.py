@@ -50,7 +50,7 @@ from llmconv.progress import warn
 from llmconv.runtime.extra_inputs import GivenInputs
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, StageAddresses
 from llmconv.runtime.runner import TOKENS_ONLY, PromptEmbeddings, Runner, default_positions
-from llmconv.runtime.tokenizer import UNKNOWN, TokenDecoder, encode_prompt, find_tokenizer, require_text
+from llmconv.runtime.tokenizer import UNKNOWN, TokenDecoder, encode_prompt, find_tokenizer
 
 if TYPE_CHECKING:
     from llmconv.generation.genai import GenaiEngine
@@ -306,15 +306,13 @@ class TextModel:
         `messages` have a part of type `image` for each image, or none; `template` and `add_special_tokens` are as
         there. Also raises InputRefused if an image is refused, UsageProblem if the model takes no images.
         """
-        from llmconv.generation.chat_templates import has_start, render_chat  # noqa: PLC0415 - a text needs none
+        from llmconv.generation.chat_templates import chat_text  # noqa: PLC0415 - a text needs none
         from llmconv.generation.images import with_images  # noqa: PLC0415 - most models take none
 
         encoder = self.require_images()
         if template == TOKENIZER:  # other templates take texts only
             messages = with_images(messages, len(images))
-        text = render_chat(self.tokenizer, messages, template)
-        require_text(text)
-        starts = add_special_tokens and not has_start(self.tokenizer, text, template)
+        text, starts = chat_text(self.tokenizer, messages, template, add_special_tokens)
         return encoder.encode(text, images, starts=starts, most=self.longest_prompt)
 
     def stream(  # noqa: PLR0913 - what a prompt may have besides tokens
@@ -405,8 +403,7 @@ class TextModel:
         if count != len(prompts):
             raise UsageProblem(f"{len(prompts)} prompts, and inputs for {count}", hint="give one dict for each prompt")
         several = zip(prompts, inputs, prompt_names(len(prompts)), strict=True)
-        known = self.runner.extra_inputs
-        found = [given_inputs(one, len(prompt), known, name) for prompt, one, name in several]
+        found = [given_inputs(one, len(prompt), self.runner.extra_inputs, name) for prompt, one, name in several]
         return [one if one.values else None for one in found]
 
     @property

@@ -290,8 +290,7 @@ KINDS: dict[str, Any] = {
 
 def require_options(given: Mapping[str, Any]) -> None:
     """Raises UsageProblem for unknown options, which would have no effect, and for invalid ones."""
-    others = (*KINDS, "stop_sequence")
-    GenerationSettings().but(**{name: value for name, value in given.items() if name not in others})
+    GenerationSettings().but(**{name: one for name, one in given.items() if name not in (*KINDS, "stop_sequence")})
     if (streamer := given.get("streamer")) is not None:
         require_streamer(streamer, 1)
     for name, kind in KINDS.items():

@@ -89,11 +89,10 @@ def contents_of(prompts: Any) -> list[PromptContent]:
     """Texts and chats, or a single one, as a list; raises UsageProblem for anything else, or none."""
     if isinstance(prompts, str):
         return [prompts]
-    odd = (bytes, bytearray, Mapping, set, frozenset, os.PathLike)
-    if isinstance(prompts, odd) or not isinstance(prompts, Iterable):
+    odd = isinstance(prompts, bytes | bytearray | Mapping | set | frozenset | os.PathLike)
+    if odd or not isinstance(prompts, Iterable):
         raise UsageProblem(f"`prompts` is {kind_of(prompts)}", hint=NOT_PROMPTS)
-    found = list(prompts)
-    if not found:
+    if not (found := list(prompts)):
         raise UsageProblem("no prompts", hint="give at least one")
     if all(map(is_message, found)):
         return [found]
@@ -560,9 +559,8 @@ def require_together(rows: Sequence[GivenInputs], known: Mapping[str, ExtraInput
     """
     for name in {name for row in rows for name in row.values}:
         arrays = [row.values.get(name) for row in rows]
-        missing = any(array is None for array in arrays)
         shared = BATCH not in known[name].axes
-        if missing and (shared or callable(known[name].default)):
+        if (shared or callable(known[name].default)) and any(array is None for array in arrays):
             raise UsageProblem(f"not all prompts of a batch give `{name}`", hint="give it for all, or `--batch-size 1`")
         if shared and not all(np.array_equal(arrays[0], array) for array in arrays):  # type: ignore[arg-type]
             problem = f"`{name}` has one value for a batch, and its prompts differ"

@@ -229,10 +229,6 @@ class Row:
         """As `ids`, with those that stand for embeddings."""
         return self._ids[: self.length]
 
-    @property
-    def last(self) -> int:
-        return int(self._ids[self.length - 1])
-
     def advance(self, step: Step, at: int) -> TextPiece:
         """Picks the next token from row `at` of the last position of the step."""
         token = self.pick(step, at)
@@ -296,8 +292,7 @@ def is_close(scores: Array, rounding: float) -> bool:
     others = np.concatenate([scores[:first], scores[first + 1 :]])
     if not len(others):
         return False
-    finite = others[np.isfinite(others)]
-    scale = max(abs(largest), float(np.abs(finite).max(initial=1.0)))
+    scale = max(abs(largest), float(np.abs(others[np.isfinite(others)]).max(initial=1.0)))
     return not largest - float(others.max()) >= rounding * scale
 
 

@@ -137,8 +137,7 @@ class TorchOptions:
         if isinstance(device, int) and not isinstance(device, bool):
             device = "cpu" if device < 0 else f"cuda:{device}"
         for name, value in (("device", device), ("dtype", dtype)):
-            is_torch = type(value).__module__ == "torch"
-            if value is not None and not isinstance(value, str) and not is_torch:
+            if value is not None and not isinstance(value, str) and type(value).__module__ != "torch":
                 raise UsageProblem(f"`{name}` is {kind_of(value)}", hint=f"give the name of a {name}")
         dtype = None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
         return cls(adapter, None if device is None else str(device), dtype)
@@ -321,18 +320,17 @@ def load_images(
     if backend == "onnx" and not has_vision(files.folder):
         return None
     from llmconv.generation.images import ImageEncoder  # noqa: PLC0415 - most models take none
+    from llmconv.runtime.images.families import family_in, image_family  # noqa: PLC0415 - as above
 
     if backend == "onnx":
-        from llmconv.runtime.images.families import family_in  # noqa: PLC0415 - as above
-
         if not (graph_family := family_in(files.folder)):
             return None
         tower = cache(lambda: partial(graph_family.features, VisionGraph(files.folder / VISION, settings).run))
         return ImageEncoder(files.folder, graph_family, tower)
     from llmconv.runtime.eager.runner import EagerRunner  # noqa: PLC0415
-    from llmconv.runtime.eager.torch_runner import family_of, image_features  # noqa: PLC0415 - imports torch
+    from llmconv.runtime.eager.torch_runner import image_features  # noqa: PLC0415 - imports torch
 
-    if not isinstance(runner, EagerRunner) or not (family := family_of(runner)):
+    if not isinstance(runner, EagerRunner) or not (family := image_family(runner.model.config)):
         return None
     return ImageEncoder(files.folder, family, lambda: partial(image_features, runner))
 
@@ -349,8 +347,7 @@ def _graph_files(files: ModelFiles) -> list[Path]:
 def _refuse_session(settings: SessionSettings | None) -> None:
     """Refuses settings of onnxruntime, which the eager model does not use."""
     names = [field.name for field in fields(SessionSettings) if field.name != "threads"]
-    odd = [name for name in names if settings and getattr(settings, name) != getattr(SessionSettings(), name)]
-    if odd:
+    if odd := [name for name in names if settings and getattr(settings, name) != getattr(SessionSettings(), name)]:
         problem = f"`{odd[0]}` is a setting of onnxruntime, which `backend` torch does not use"
         raise UsageProblem(problem, hint="leave it out and give `device`; or leave out `backend`")
 
@@ -392,8 +389,7 @@ class WeightMemory:
 
     def announce(self) -> None:
         """Prints what copies will be held, if they are large; raises InputRefused if they do not fit into memory."""
-        have = available_memory()
-        if have is not None and self.copied > have:
+        if (have := available_memory()) is not None and self.copied > have:
             problem = f"the weights take {self.copied / GB:.1f} GB of memory, and {have / GB:.1f} GB are available"
             raise InputRefused(problem, hint=self.other_way)
         if self.copied > WORTH_SAYING:

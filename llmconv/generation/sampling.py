@@ -315,8 +315,7 @@ def settings_line(settings: GenerationSettings) -> str:
     """The settings that decide about the text, on one line."""
     parts = ["greedy" if settings.num_beams == 1 else "beam search"]
     if not settings.is_greedy:
-        names = ("temperature", "top_k", "top_p", "min_p", "seed")
-        given = {name: getattr(settings, name) for name in names}
+        given = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
         parts = ["sampling", *(f"{name} {value}" for name, value in given.items() if value is not None)]
     if settings.num_beams > 1:
         parts.append(f"num_beams {settings.num_beams}")

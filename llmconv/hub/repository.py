@@ -111,9 +111,8 @@ class HubRepository:
 
     def __init__(self, address: HubAddress, *, pull_request: bool = False, show_progress: bool = False) -> None:
         if "/" not in address.repository or address.folder:
-            problem = f"`{address}` is not a repository that can be written"
             hint = "an output is a whole repository: `hf://org/name` or `hf://org/name@branch`"
-            raise InputRefused(problem, hint=hint)
+            raise InputRefused(f"`{address}` is not a repository that can be written", hint=hint)
         if COMMIT.fullmatch(address.revision):
             raise InputRefused(f"`{address.revision}` is a commit, which does not change", hint="give a branch")
         self.address, self.pull_request = address, pull_request
@@ -144,11 +143,8 @@ class HubRepository:
                 return self._look(self.branch, has_branch=True)
             except RevisionNotFoundError:
                 return self._look(MAIN, has_branch=False)
-            except GatedRepoError:
-                raise
             except RepositoryNotFoundError as error:
-                status = error.response.status_code if error.response is not None else 0
-                if status == 403:
+                if isinstance(error, GatedRepoError) or getattr(error.response, "status_code", 0) == 403:
                     raise
                 return HubState()
 
@@ -157,10 +153,9 @@ class HubRepository:
 
         info = self.api.model_info(self.address.repository, revision=revision)
         head = info.sha or ""
-        listed = self.api.list_repo_tree(self.address.repository, revision=head or revision, recursive=True)
         files = {
             entry.path: HubFile(entry.size, entry.blob_id, entry.lfs.sha256 if entry.lfs else "")
-            for entry in listed
+            for entry in self.api.list_repo_tree(self.address.repository, revision=head or revision, recursive=True)
             if isinstance(entry, RepoFile)
         }
         changed = int(info.last_modified.timestamp() * 1e9) if info.last_modified else 0
@@ -182,9 +177,8 @@ class HubRepository:
         from huggingface_hub import get_token  # noqa: PLC0415 - as above
 
         if not get_token():
-            problem = "not logged in to the Hugging Face Hub, which writing requires"
             hint = "log in with `hf auth login`, or set HF_TOKEN to a token with write access"
-            raise InputRefused(problem, hint=hint)
+            raise InputRefused("not logged in to the Hugging Face Hub, which writing requires", hint=hint)
         if self.state.exists:
             if private and not self.state.private:
                 problem = f"`{self.address.repository}` exists and is public"

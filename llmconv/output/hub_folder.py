@@ -146,8 +146,7 @@ class UnfinishedCommit(UnfinishedOutput):
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Keeps the journal after a failure of the Hub or an interrupt, deletes it after anything else."""
-        resumable = isinstance(error, OSError | OutputFailed | KeyboardInterrupt)
-        self._journal.close(keep=resumable and bool(self.finished))
+        self._journal.close(keep=isinstance(error, OSError | OutputFailed | KeyboardInterrupt) and bool(self.finished))
 
     def make_shard(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
         with failing_safely():
@@ -265,9 +264,8 @@ class UploadJournal:
             self.add(name, entry)
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        content = self.folder.read(self._name, JOURNAL_BYTES) or b""
         found = {}
-        for line in content.splitlines():
+        for line in (self.folder.read(self._name, JOURNAL_BYTES) or b"").splitlines():
             try:
                 name, size, sha256 = json.loads(line)
             except (ValueError, TypeError, RecursionError):  # cut off by a crash

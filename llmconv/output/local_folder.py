@@ -28,7 +28,7 @@ from typing import Any, Self
 
 from llmconv.errors import InputRefused, OutputFailed
 from llmconv.files import source_file
-from llmconv.files.copying import can_clone
+from llmconv.files.copying import can_clone, copy_file
 from llmconv.files.safe_folder import FULL, NOFOLLOW, Folder, Link, NewFile, is_inner, parents_made, require_parents
 from llmconv.files.sources import PARTIAL
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest
@@ -38,8 +38,8 @@ from llmconv.output.plan import (
     Shard,
     UnfinishedOutput,
     check_copy,
-    copy_unchanged,
     failing_safely,
+    require_unchanged,
     stream_shard,
 )
 from llmconv.progress import say
@@ -64,10 +64,8 @@ class LocalFolder(Destination):
         output = self.address
         require_parents(output)
         # names that the file system cannot hold, with what the partial folder adds
-        above = next(path for path in output.absolute().parents if os.path.isdir(path))
-        most = os.pathconf(above, "PC_NAME_MAX")
-        names = (partial_folder(output).name, *output.absolute().parent.parts)
-        longest = max(len(os.fsencode(name)) for name in names)
+        most = os.pathconf(_home(output), "PC_NAME_MAX")
+        longest = max(len(os.fsencode(name)) for name in (partial_folder(output).name, *output.absolute().parent.parts))
         if 0 < most < longest:
             size = f"{longest} bytes with what is added while it is made, {most} are possible"
             raise InputRefused(f"the name of `{output}` is too long: {size}", hint="choose a shorter `-o`")
@@ -127,7 +125,7 @@ class LocalFolder(Destination):
 
 def _home(output: Path) -> Path:
     """The nearest existing folder above `output`."""
-    return next(folder for folder in output.absolute().parents if folder.is_dir())
+    return next(folder for folder in output.absolute().parents if os.path.isdir(folder))
 
 
 def require_space(output: Path, needed: int, home: Path | None = None) -> None:
@@ -173,8 +171,7 @@ class StagedFolder(UnfinishedOutput):
             stack.enter_context(parents_made(self.path))
             self._folder = stack.enter_context(_open_partial(self.path))
             # locks the file and, where supported, the folder: a run removes the file shortly before it ends
-            found = self._folder.find(LOCK)
-            if found and not stat.S_ISREG(found.st_mode):
+            if (found := self._folder.find(LOCK)) and not stat.S_ISREG(found.st_mode):
                 self._folder.remove(LOCK)
             lock = os.open(LOCK, LOCK_FLAGS, 0o666, dir_fd=self._folder.descriptor)
             stack.callback(os.close, lock)
@@ -252,7 +249,11 @@ class StagedFolder(UnfinishedOutput):
     def make_shard(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
         """Copies or streams one file and returns its manifest entry; see `UnfinishedOutput`."""
         with failing_safely(), self.new_file(shard.name) as new:
-            entry = copy_unchanged(new, shard, advance) if shard.copy_of else stream_shard(new.file, shard, advance)
+            if shard.copy_of:
+                entry = copy_file(shard.copy_of, new.file, advance)
+                require_unchanged(new.path, shard)
+            else:
+                entry = stream_shard(new.file, shard, advance)
             new.place()
         if shard.copy_of:
             check_copy(self.path / shard.name, shard)
@@ -366,8 +367,7 @@ def _why_kept(output: Path, inputs: Sequence[Path]) -> str:
         return "is not a folder"
     if any(path.is_relative_to(output.resolve()) for path in inputs):
         return CONTAINS_INPUT
-    entries = [path for path in output.rglob("*") if not path.is_dir()]
-    if entries and not (output / MANIFEST).is_file():
+    if (entries := [path for path in output.rglob("*") if not path.is_dir()]) and not (output / MANIFEST).is_file():
         return "was not made by llmconv"
     known = {MANIFEST, *read_manifest(output).files}
     foreign = sorted(str(path.relative_to(output)) for path in entries if str(path.relative_to(output)) not in known)

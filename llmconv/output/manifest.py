@@ -338,13 +338,11 @@ def record_in_manifest(folder: Path, key: str, value: dict[str, Any]) -> str:
     """Sets `key` in the manifest of `folder` in one step, unless it has it; the reason if it cannot, else empty."""
     try:
         with Folder.open(folder) as home:
-            found = home.find(MANIFEST)
-            if found is None or not stat.S_ISREG(found.st_mode):
+            if (found := home.find(MANIFEST)) is None or not stat.S_ISREG(found.st_mode):
                 return "it is not a regular file"
             if not found.st_mode & WRITABLE:
                 return "it is write-protected"
-            old = home.read(MANIFEST, MANIFEST_BYTES)
-            if old is None:
+            if (old := home.read(MANIFEST, MANIFEST_BYTES)) is None:
                 return "it cannot be read"
             new = (json.dumps({**parse_object(old, MANIFEST), key: value}, indent=2) + "\n").encode()
             if len(new) > MANIFEST_BYTES:
@@ -428,8 +426,7 @@ def graph_entries(folder: Path) -> list[GraphEntry]:
 
 def single_pass_entries(folder: Path) -> list[GraphEntry]:
     """The graphs of a folder without a cache, from its manifest; raises MalformedInput for an invalid entry."""
-    listed = read_manifest(folder).graphs
-    return [_read(role, content) for role, content in listed.items() if role in SINGLE_PASS_FILES]
+    return [_read(role, content) for role, content in read_manifest(folder).graphs.items() if role in SINGLE_PASS_FILES]
 
 
 def _read(role: str, content: dict[str, Any]) -> GraphEntry:

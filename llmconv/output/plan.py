@@ -24,8 +24,8 @@ from llmconv.background import LOOK_AHEAD, BackgroundQueue, prefetch
 from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, INDEX, Checkpoint
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutputFailed, UsageProblem
 from llmconv.files import source_file
-from llmconv.files.copying import copy_file, flush_data
-from llmconv.files.safe_folder import FULL, Link, NewFile, write_fully
+from llmconv.files.copying import flush_data
+from llmconv.files.safe_folder import FULL, Link, write_fully
 from llmconv.files.safetensors_file import NAME_LIMIT, FileTensor, file_of, holds, safetensors_pieces
 from llmconv.output.manifest import MANIFEST, Manifest, parse_manifest
 from llmconv.tensors import Container, LazyTensor, Piece, as_bytes
@@ -253,10 +253,9 @@ def stream_shard(file: IO[bytes], shard: Shard, advance: Callable[[int], None]) 
     size = flushed = 0
     with BackgroundQueue(1) as flushing, closing(content.blocks()) as blocks:
         # reserves all blocks at once where the file system can (`fallocate(2)`): a fifth less work for ext4
-        fd = file.fileno()
         libc = ctypes.CDLL(None)
         if hasattr(libc, "fallocate"):
-            libc.fallocate(fd, FALLOC_FL_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(content.nbytes))
+            libc.fallocate(file.fileno(), FALLOC_FL_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(content.nbytes))
         for block in blocks:
             write_fully(file.fileno(), block)
             advance(len(block))
@@ -299,14 +298,6 @@ def check_copy(path: Path, shard: Shard) -> None:
     for tensor in shard.tensors.values():
         if isinstance(tensor, FileTensor) and tensor.record:
             replace(tensor.record, path=path).was_touched()
-
-
-def copy_unchanged(new: NewFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Copies a shard's source to `new`, reporting to `advance`; its entry; MalformedInput if the source changed."""
-    assert shard.copy_of
-    entry = copy_file(shard.copy_of, new.file, advance)
-    require_unchanged(new.path, shard)
-    return entry
 
 
 def require_unchanged(path: Path, shard: Shard) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -64,8 +64,7 @@ def digest(manifest: bytes) -> str:
 
 def read_claim(store: ObjectStore) -> Claim | None:
     """The claim of an output, None if there is none; raises MalformedInput unless JSON, and as `ObjectStore`."""
-    content = store.read(CLAIM, SMALL)
-    if content is None:
+    if (content := store.read(CLAIM, SMALL)) is None:
         return None
     found = parse_object(content, CLAIM)
     key, old = found.get("key"), found.get("old")
@@ -92,7 +91,7 @@ def take(store: ObjectStore, claim: Claim, *, joins: bool) -> tuple[Claim, bool]
             if not joins:
                 raise _taken(store, "wait until it has ended; `--resume` continues an interrupted run")
             return found, False
-        content = json_bytes({name: getattr(claim, name) for name in ("key", "files", "replaced", "old")})
+        content = json_bytes(asdict(claim))
         if store.create(CLAIM, content):
             if not store.refuses_second(CLAIM, content):
                 warn(f"the store of `{store.address}` cannot refuse a second writer: let no other run write there")
@@ -207,8 +206,7 @@ class UnfinishedObjects(UnfinishedOutput):
         self._claim, is_new = take(self.store, claim, joins=self.joins)
         self.owns = self.owns or is_new
         if self.overwrite:  # deletes an output, first what readers know it by, so that nobody sees a mixture of two
-            files = self.target.manifest().files
-            self.store.delete([*GATES, *(name for name in files if name not in GATES)])
+            self.store.delete([*GATES, *(name for name in self.target.manifest().files if name not in GATES)])
         self.finished = self._read_journal()
         if self.store.head(MANIFEST):  # after the journal, which another run deletes once it has published
             self.store.delete([CLAIM] if is_new else [])

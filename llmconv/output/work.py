@@ -196,9 +196,8 @@ def write_in_workers(call: Call, shards: Sequence[Shard], work: Workers, advance
     with ThreadPoolExecutor(work.count) as pool:
         warned: set[str] = set()
         drivers = [_Driver(call, waiting, advance, warned) for _ in range(min(work.count, len(shards)))]
-        running = [pool.submit(driver.run) for driver in drivers]
         try:
-            for run in as_completed(running):
+            for run in as_completed([pool.submit(driver.run) for driver in drivers]):
                 run.result()
         except BaseException:
             for driver in drivers:
@@ -232,8 +231,7 @@ class _Driver:
         for _ in range(TRIES):
             if self._stopped:
                 raise OutputFailed("a worker was stopped", hint="run again with `--resume`")
-            answer = self._ask(json.dumps({**self._call, "shard": shard.name}))
-            if answer is not None:
+            if (answer := self._ask(json.dumps({**self._call, "shard": shard.name}))) is not None:
                 return take_answer(answer, self._warned)
         problem = f"{TRIES} workers died while they wrote `{shard.name}`"
         raise OutputFailed(problem, hint="is memory short? give fewer `--workers`, and run again with `--resume`")

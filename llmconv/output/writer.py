@@ -132,8 +132,7 @@ def _resources(ray: Any) -> dict[str, Any]:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if any(NETWORK in node for node in nodes):
         return {"num_cpus": 0, "resources": {NETWORK: 1}}
-    most = max((node.get("CPU", 0) for node in nodes), default=0)
-    return {"num_cpus": min(CPUS, most or CPUS)}
+    return {"num_cpus": min(CPUS, max((node.get("CPU", 0) for node in nodes), default=0) or CPUS)}
 
 
 @contextmanager
@@ -269,8 +268,7 @@ def _write_elsewhere(
 
 def _require_parts(plan: Plan, folder: UnfinishedOutput, target: Destination) -> None:
     """Raises OutputFailed if the parts have not written all shards."""
-    missing = [shard.name for shard in plan.shards if shard.name not in folder.finished]
-    if missing:
+    if missing := [shard.name for shard in plan.shards if shard.name not in folder.finished]:
         raise OutputFailed(
             f"shards of `{target}` are missing ({len(missing)} of {len(plan.shards)}), such as `{missing[0]}`",
             hint="run the parts that failed again, with the same options and into the same place, then finish; or "

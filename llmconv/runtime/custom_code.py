@@ -108,8 +108,7 @@ def _native_configs() -> Mapping[str, Any]:
 
 def _load(folder: Path, package: str, reference: str) -> Any:
     """The class `module.Name` in a folder registered as a package; raises MalformedInput if it is not there."""
-    named = REFERENCE.fullmatch(reference)
-    if not named:
+    if not (named := REFERENCE.fullmatch(reference)):
         raise missing_class(folder, reference)
     writes_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:

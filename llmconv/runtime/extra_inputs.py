@@ -39,13 +39,11 @@ MAX_LENGTH = "max_sequence_length"
 
 
 def is_past(name: str) -> bool:
-    match = CACHE_NAME.match(name)
-    return match is not None and match[1] in _PREFIXES
+    return (match := CACHE_NAME.match(name)) is not None and match[1] in _PREFIXES
 
 
 def is_present(name: str) -> bool:
-    match = CACHE_NAME.match(name)
-    return match is not None and match[1] in _ORDER
+    return (match := CACHE_NAME.match(name)) is not None and match[1] in _ORDER
 
 
 def past_of(present: str) -> str:
@@ -72,14 +70,12 @@ def is_recurrent(name: str) -> bool:
 
 def layer_of(name: str) -> int | None:
     """Layer index of a cache input or output; None for other names."""
-    match = CACHE_NAME.match(name)
-    return int(match[2]) if match else None
+    return int(match[2]) if (match := CACHE_NAME.match(name)) else None
 
 
 def cache_order(name: str) -> tuple[int, int, str]:
     """Sort key of cache names: by layer; key, value, convolution, recurrent state."""
-    match = CACHE_NAME.match(name)
-    if match is None:
+    if (match := CACHE_NAME.match(name)) is None:
         return (-1, 0, "")
     return (int(match[2]), _ORDER.index(_PREFIXES.get(match[1], match[1])), name)
 
@@ -117,8 +113,7 @@ class ModelCall:
 
     def after(self, length: int, first_position: int) -> ModelCall:
         """The same tokens after a prefix of `length` virtual tokens; `first_position` is that of the first real one."""
-        ones = np.ones((len(self.input_ids), length), dtype=np.int64)
-        mask = np.concatenate([ones, self.attention_mask], axis=1)
+        mask = np.concatenate([np.ones((len(self.input_ids), length), dtype=np.int64), self.attention_mask], axis=1)
         return ModelCall(self.input_ids, mask, self.position_ids + first_position)
 
     @property
@@ -157,8 +152,7 @@ class ExtraInput:
     both_ways: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        problem = _problem(self)
-        if problem:
+        if problem := _problem(self):
             raise UsageProblem(f"the extra input `{self.name}` {problem}", hint=DOCUMENT)
 
     def resolved(self, config: Any) -> ExtraInput:
@@ -258,8 +252,7 @@ def _problem(extra: ExtraInput) -> str:
 
 def resolved_inputs(extras: Iterable[ExtraInput], config: Any) -> dict[str, ExtraInput]:
     """The inputs by name with numbers as sizes, without those of one valid value; UnsupportedInput as `resolved`."""
-    found = [extra.resolved(config) for extra in extras]
-    return {extra.name: extra for extra in found if not extra.is_fixed}
+    return {extra.name: extra for extra in [one.resolved(config) for one in extras] if not extra.is_fixed}
 
 
 def require_parameters(forward: Callable[..., Any], names: Collection[str]) -> None:
@@ -332,8 +325,7 @@ def part(extra: ExtraInput, array: Array, call: ModelCall, start: int) -> Array:
     """
     sizes = call.sizes
     cuts = {SEQUENCE: slice(start, start + sizes[SEQUENCE]), TOTAL: slice(sizes[TOTAL]), PAST: slice(sizes[PAST])}
-    every = slice(None)
-    return array[tuple([cuts.get(str(axis), every) for axis in extra.axes])]
+    return array[tuple([cuts.get(str(axis), slice(None)) for axis in extra.axes])]
 
 
 def grown(extra: ExtraInput, array: Array, sizes: Mapping[str, int]) -> Array:

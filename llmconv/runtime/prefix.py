@@ -154,8 +154,7 @@ class PrefixedRunner(Runner):
     @property
     def extra_inputs(self) -> Mapping[str, ExtraInput]:
         """Those of the model, without inputs of all tokens, which would have to cover the prefix."""
-        known = self._runner.extra_inputs.items()
-        return {name: extra for name, extra in known if not {PAST, TOTAL} & {*extra.axes}}
+        return {name: extra for name, extra in self._runner.extra_inputs.items() if not {PAST, TOTAL} & {*extra.axes}}
 
     @property
     def embedding_size(self) -> int | None:
@@ -207,8 +206,7 @@ def with_prefix(runner: Runner, prefix: Prefix) -> PrefixedRunner:
     if runner.virtual_tokens:
         problem = f"{OPTION}: the graphs begin with a prefix of {runner.virtual_tokens} tokens already"
         raise UsageProblem(problem, hint="leave the option out, or export the graphs again without `--prefix`")
-    capacity = runner.cache_capacity
-    if capacity is not None and prefix.length >= capacity:
+    if (capacity := runner.cache_capacity) is not None and prefix.length >= capacity:
         problem = f"the prefix has {prefix.length} tokens, but the graphs' cache has room for {capacity}"
         raise InputRefused(problem, hint="export again with a larger --max-seq-len")
     shapes = _shapes(runner)
@@ -226,8 +224,7 @@ def with_prefix(runner: Runner, prefix: Prefix) -> PrefixedRunner:
         content = dict(runner.prefill(ids, mask, default_positions(mask, length), placed=placed).present.arrays())
     else:
         layers = prefix.keys_and_values([shape for name, shape in shapes.items() if name.endswith(".key")])
-        arrays = (array[None] for pair in layers for array in pair)
-        content = dict(zip(shapes, arrays, strict=True))
+        content = dict(zip(shapes, (array[None] for pair in layers for array in pair), strict=True))
     return PrefixedRunner(runner, content, prefix.first_position)
 
 
@@ -238,8 +235,7 @@ def _shapes(runner: Runner) -> dict[str, tuple[int, int]]:
     if isinstance(cache, RemoteCache):
         raise UsageProblem(f"{OPTION} does not reach stages in other processes", hint=IN_THE_GRAPH)
     arrays = cache.arrays()
-    reason = _reason_against(arrays)
-    if reason:
+    if reason := _reason_against(arrays):
         raise UnsupportedInput(f"{OPTION}: {reason}", hint="only models that cache keys and values can have a prefix")
     return {name: (array.shape[1], array.shape[3]) for name, array in arrays.items()}
 

@@ -189,8 +189,7 @@ def encode_prompt(
     `token_ids`.
     """
     require_text(prompt)
-    ids = token_ids(tokenizer, prompt, most, add_special_tokens=add_special_tokens)
-    if ids:
+    if ids := token_ids(tokenizer, prompt, most, add_special_tokens=add_special_tokens):
         return ids
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else start
     if first is None:
@@ -271,8 +270,7 @@ def _backend(tokenizer: Any) -> Any:
     if not isinstance(tokenizer, plain):
         return None
     classes = type(tokenizer).__mro__
-    subclasses = classes[: classes.index(plain)]
-    decodes_otherwise = any("decode" in name for each in subclasses for name in vars(each))
+    decodes_otherwise = any("decode" in name for each in classes[: classes.index(plain)] for name in vars(each))
     return None if decodes_otherwise else tokenizer.backend_tokenizer
 
 

@@ -257,9 +257,8 @@ async def while_connected(http: HttpRequest, work: Coroutine[Any, Any, Result]) 
 
 
 async def _wait_for_disconnect(http: HttpRequest) -> None:
-    message: Message = {"type": ""}
-    while message["type"] != "http.disconnect":
-        message = await http.receive()
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def events(job: Job[ChoiceDelta], reply: ResponseBuilder) -> AsyncIterator[bytes]:
@@ -400,8 +399,7 @@ class ResponseBuilder:
 
     def usage(self) -> dict[str, Any]:
         """Token counts so far; a prompt with several answers counts once."""
-        prompts = self.choices[:: self.request.sampling.choices]
-        count = sum(len(choice.ids) for choice in prompts)
+        count = sum(len(choice.ids) for choice in self.choices[:: self.request.sampling.choices])
         return {
             "prompt_tokens": count,
             "completion_tokens": self.completion_tokens,

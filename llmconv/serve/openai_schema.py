@@ -138,8 +138,7 @@ def parse_json(body: bytes) -> Any:
 def chat_request(content: Any) -> CompletionRequest:
     """Parses the body of `/v1/chat/completions`; raises ApiError for missing, invalid and unsupported fields."""
     fields = Fields(content)
-    messages = fields.take("messages", list)
-    if not messages:
+    if not (messages := fields.take("messages", list)):
         raise ApiError("`messages` must be a list of at least one message", parameter="messages")
     _refuse_tools(fields)
     for name, wanted in (("logprobs", fields.flag("logprobs")), ("top_logprobs", fields.number("top_logprobs", int))):
@@ -305,15 +304,13 @@ class Fields:
 
     def take(self, name: str, kind: type | UnionType) -> Any:
         """Removes and returns a field, None if it is missing; raises ApiError for another type than `kind`."""
-        value = self._left.pop(name, None)
-        if value is None or isinstance(value, kind):
+        if (value := self._left.pop(name, None)) is None or isinstance(value, kind):
             return value
         raise self._wrong(name, NAMES.get(kind, "of another type"))
 
     def flag(self, name: str) -> bool:
         """Removes and returns a boolean field, False if it is missing; raises ApiError for another type."""
-        value = self._left.pop(name, None)
-        if value is None or isinstance(value, bool):
+        if (value := self._left.pop(name, None)) is None or isinstance(value, bool):
             return bool(value)
         raise self._wrong(name, "true or false")
 
@@ -321,8 +318,7 @@ class Fields:
         self, name: str, kind: type[Number], least: float | None = None, most: float | None = None
     ) -> Number | None:
         """Removes and returns a number or None, `1.0` for 1, too; ApiError unless from `least` to `most`."""
-        value = self._left.pop(name, None)
-        if value is None:
+        if (value := self._left.pop(name, None)) is None:
             return None
         words = "an integer" if kind is int else "a number"
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -357,8 +353,7 @@ def image_of(part: dict[str, Any], where: str) -> bytes:
     url = given.get("url") if isinstance(given, dict) else given
     if not isinstance(url, str) or not isinstance(given, dict) or given.get("detail", "auto") not in DETAILS:
         raise ApiError(f"`{where}.image_url` must be an object with a `url`", parameter=where)
-    start = DATA.match(url)
-    if not start:
+    if not (start := DATA.match(url)):
         raise ApiError(
             f"`{where}.image_url.url` must be a URL that begins with `data:image/png;base64,` or the like: this server "
             "fetches no images",

@@ -121,11 +121,10 @@ class ServedModel:
                 parameter="model",
                 code="model_not_found",
             )
-        parameter = "messages" if request.is_chat else "prompt"
         try:
             prompts = [self._chat(request)] if request.is_chat else [self._encode(prompt) for prompt in request.prompts]
         except TooManyTokens as error:
-            raise _too_long(error.message, parameter) from None
+            raise _too_long(error.message, "messages" if request.is_chat else "prompt") from None
         return [
             CompletionChoice(
                 tuple(prompt.ids),
@@ -181,11 +180,10 @@ class ServedModel:
 
     def _settings(self, request: CompletionRequest, prompt_tokens: int, number: int) -> GenerationSettings:
         wanted = request.sampling
-        sampled = wanted.temperature is not None or wanted.top_p is not None
         stops = (*self.model.defaults.stop_strings, *wanted.stop, *(self._stops if request.is_chat else ()))
         return self.model.defaults.but(
             max_new_tokens=self._room(prompt_tokens, wanted.max_tokens, "messages" if request.is_chat else "prompt"),
-            do_sample=True if sampled else None,
+            do_sample=True if wanted.temperature is not None or wanted.top_p is not None else None,
             temperature=wanted.temperature,
             top_p=None if wanted.top_p is None else max(wanted.top_p, 1e-9),
             top_k=wanted.top_k,

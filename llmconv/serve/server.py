@@ -224,8 +224,7 @@ class LimitedProtocol(H11Protocol):
         """Closes the connection, with a response if a request has begun."""
         self._timer = None
         if self.conn.trailing_data[0] and self.conn.our_state is h11.IDLE and not self.transport.is_closing():
-            answer = ApiError("timeout while reading the headers", status=408, code="timeout")
-            body = json.dumps(answer.body()).encode()
+            body = json.dumps(ApiError("timeout while reading the headers", status=408, code="timeout").body()).encode()
             head = "HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
             self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()

@@ -73,8 +73,7 @@ def stamps(names: Iterable[str], home: Path, *, are_read: bool = False) -> Stamp
         if is_address(name):
             found |= _remote_stamps(name)
         elif os.path.lexists(target := follow_local(path)):
-            near = _read_with(target) if are_read else ()
-            for file in (*_files(target), *near, *_files(path)):
+            for file in (*_files(target), *(_read_with(target) if are_read else ()), *_files(path)):
                 status = file.stat()
                 stamp = MANIFEST_STAMP if file.name == MANIFEST else f"{status.st_size}:{status.st_mtime_ns}"
                 found[os.path.relpath(file, home)] = stamp
@@ -135,8 +134,7 @@ def _commit(address: HubAddress) -> str:
     from huggingface_hub import HfApi  # noqa: PLC0415 - 0.3 s that a local path does not pay
 
     try:
-        info = HfApi().model_info(address.repository, revision=address.revision or None, timeout=SECONDS)
-        return info.sha or UNKNOWN
+        return HfApi().model_info(address.repository, revision=address.revision or None, timeout=SECONDS).sha or UNKNOWN
     except Exception as error:  # the class for "no connection" differs between versions
         if isinstance(error, MemoryError):
             raise
@@ -321,9 +319,8 @@ class Execution:
         own = ["--overwrite"] * (overwrite and step.can_overwrite) + ["--resume"] * (resume and step.can_resume)
         given = [option for option in own if option not in step.arguments]
         given += ["--quiet"] * self._quiet + ["--github"] * (self._github and step.command == "verify")
-        words = [*step.command.split(), *given, *step.arguments]
         with subprocess.Popen(
-            [sys.executable, "-P", "-m", "llmconv", *words],
+            [sys.executable, "-P", "-m", "llmconv", *step.command.split(), *given, *step.arguments],
             cwd=self._file.home,
             env=child_environment(),
             stdout=self._stdout,
@@ -457,8 +454,7 @@ class Record:
 
     def change(self, step: Step, steps: Sequence[Step], inputs: Stamps, outputs: Stamps) -> str:
         """Why a step is to be done: what differs from the last time in inputs, outputs, options; empty if nothing."""
-        done = self.steps.get(step.name)
-        if done is None:
+        if (done := self.steps.get(step.name)) is None:
             return "not done yet"
         if not done.command:
             return "was not finished"
@@ -530,9 +526,8 @@ def markdown(file: str, outcomes: Sequence[Outcome]) -> str:
     code = exit_code(outcomes)
     rows = [COLUMNS, ("---",) * len(COLUMNS), *(_row(one) for one in outcomes)]
     lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows]
-    commands = [one.step.line for one in outcomes]
     result = f"failed with exit code {code}" if code else "all steps are done"
-    return "\n".join([f"# {file}: {result}", "", *lines, "", "```sh", *commands, "```", ""])
+    return "\n".join([f"# {file}: {result}", "", *lines, "", "```sh", *(one.step.line for one in outcomes), "```", ""])
 
 
 def write_summary(folder: Path, file: str, outcomes: Sequence[Outcome]) -> None:

@@ -104,8 +104,7 @@ def read_run_file(path: Path, changes: Mapping[str, str], group: click.Group, *,
     for name, command, options in found:
         taken = {one for one, *_ in named}
         if name in taken:
-            hint = "give each a name of its own"
-            problems.append(MalformedInput(f"two steps have the name `{name}`", hint=hint))
+            problems.append(MalformedInput(f"two steps have the name `{name}`", hint="give each a name of its own"))
             continue
         plain = command.replace(" ", "-")
         numbered = (plain, *(f"{plain}-{number}" for number in range(2, len(taken) + 2)))

@@ -135,8 +135,8 @@ def _require_texts(name: str, command_name: str, words: Mapping[str, list[str]])
     if not sources:
         return
     if not any(words.get(key) for key in sources):
-        problem = f"step `{name}`: no text is given"
-        raise UsageProblem(problem, hint=f"give {' or '.join(f'`{key}`' for key in sources)}")
+        known = " or ".join(f"`{key}`" for key in sources)
+        raise UsageProblem(f"step `{name}`: no text is given", hint=f"give {known}")
     if words.get(sources[-1]) == ["-"]:
         raise UsageProblem(f"step `{name}`: a step has no standard input", hint=f"name a file as `{sources[-1]}`")
 
@@ -157,8 +157,7 @@ def _texts(step: str, key: str, value: Any, parameter: click.Parameter) -> Itera
     if value is None or (is_flag and isinstance(value, bool)):
         yield from [ON] if value else [OFF] if value is False and parameter.secondary_opts else []
         return
-    values = value if isinstance(value, list) and is_several else [value]
-    for one in values:
+    for one in value if isinstance(value, list) and is_several else [value]:
         if is_flag or isinstance(one, bool) or not isinstance(one, str | int | float):
             wanted = "true or false" if is_flag else "texts or numbers" if is_several else "a text or a number"
             shown = {bool: str(one).lower(), list: "a list", dict: "a mapping"}.get(type(one), f"`{one}`")
@@ -187,8 +186,4 @@ def _writes(parameter: click.Parameter) -> bool:
 
 def reads(parameter: click.Parameter) -> bool:
     """Whether the values of a parameter are files, folders or models that the command reads."""
-    if _writes(parameter):
-        return False
-    if isinstance(parameter, click.Argument):
-        return True
-    return parameter.metavar in READ_METAVARS
+    return not _writes(parameter) and (isinstance(parameter, click.Argument) or parameter.metavar in READ_METAVARS)

@@ -216,8 +216,7 @@ class ObjectStore:
         if NO_BUCKET.search(str(error)):
             hint = "check its name, and the region or endpoint in the environment; llmconv does not make buckets"
             return InputRefused(f"there is no bucket `{self.address.bucket}` in this store", hint=hint)
-        denied = type(error).__name__ in DENIED or "403 Forbidden" in str(error)  # listings have no class for it
-        if denied:
+        if type(error).__name__ in DENIED or "403 Forbidden" in str(error):  # listings have no class for it
             begun = writes or self._writes or self._was_allowed  # then they have been revoked
             hint = f"check the credentials in the environment, and what they may do with this bucket, and {again}"
             return (OutputFailed if begun else InputRefused)(f"access to `{self.address / key}` was denied", hint=hint)
@@ -258,7 +257,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as Connection
 
 # busy stores (503) and interrupted bodies are asked again
-RETRIES = {
+RETRIES: Any = {
     "max_retries": 10,
     "backoff": {"base": 2, "init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=15)},
     "retry_timeout": timedelta(minutes=3),
@@ -285,16 +284,15 @@ def connect(address: StoreAddress) -> Connection:
     from obstore.exceptions import BaseError  # noqa: PLC0415 - an extra
     from obstore.store import S3Store, from_url  # noqa: PLC0415
 
-    common: dict[str, Any] = {"retry_config": RETRIES}
     try:
         if address.scheme in ("s3", "oci"):
             return S3Store(
                 address.bucket.partition("@")[0],
                 prefix=address.key or None,
                 **_s3_options(address, os.environ),
-                **common,
+                retry_config=RETRIES,
             )
-        return from_url(str(address), **common)
+        return from_url(str(address), retry_config=RETRIES)
     except (BaseError, ValueError) as error:
         problem = f"cannot connect to `{address}`: {first_line(error)}"
         raise InputRefused(problem, hint="check the address and the environment variables") from error

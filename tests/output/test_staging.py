@@ -21,7 +21,6 @@ from llmconv.errors import InputRefused, OutputFailed
 from llmconv.files import copying
 from llmconv.files.copying import copy_file
 from llmconv.output import local_folder
-from llmconv.output import plan as plan_module
 from llmconv.output.local_folder import LocalFolder, StagedFolder, rename_at
 from llmconv.output.plan import plan_checkpoint
 from llmconv.output.writer import check_output, write_checkpoint
@@ -162,7 +161,7 @@ def test_resume_keeps_a_copy_that_is_whole_and_makes_others_again(
     broken = replace(checkpoint, tensors={**checkpoint.tensors, "t1": LazyTensor(F32, (20,), fail)})
     with pytest.raises(OutputFailed):
         write(tmp_path / "out", broken)
-    monkeypatch.setattr(plan_module, "copy_file", noted)
+    monkeypatch.setattr(local_folder, "copy_file", noted)
     files = write(tmp_path / "out", checkpoint, resume=True)
     assert copied == ["model-00003-of-00003.safetensors"]
     assert files == write(tmp_path / "reference", checkpoint)

@@ -66,8 +66,7 @@ def open_accessory_adapter(path: Path, base: Checkpoint, alpha: float | None = N
     files = sorted(entry for entry in path.iterdir() if read.SHARD.fullmatch(entry.name))
     settings = path / "config.json" if (path / "config.json").is_file() else None
     config = {**(ranks or {"lora_alpha": 1}), "bias": "all" if new else "none", "modules_to_save": new}
-    adapter = other_tools.as_adapter(files, settings, config, factors, alpha, others)
-    return replace(adapter, fields=fields)
+    return replace(other_tools.as_adapter(files, settings, config, factors, alpha, others), fields=fields)
 
 
 def _experts(base: Checkpoint) -> int:

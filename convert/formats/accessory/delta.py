@@ -49,9 +49,8 @@ def save_delta(base: Checkpoint, tuned: Checkpoint, shards: int | None) -> arith
             hint=WITHOUT,
         )
     below, above = read.split_ranks(base, before, count), read.split_ranks(tuned, after, count)
-    lacking = below[0].keys() - above[0].keys()
     resized = [name for name, tensor in above[0].items() if name in below[0] and tensor.shape != below[0][name].shape]
-    if changed := [*sorted(lacking), *resized]:
+    if changed := [*sorted(below[0].keys() - above[0].keys()), *resized]:
         raise UnsupportedInput(
             f"the tuned model lacks, or has in another shape, {len(changed)} tensors of the base: {listing(changed)}",
             hint=WITHOUT,
@@ -100,8 +99,7 @@ def _common(types: Mapping[str, DType]) -> DType:
 
 
 def _add(base_tensors: dict[str, LazyTensor], delta: dict[str, LazyTensor], source: str) -> dict[str, LazyTensor]:
-    wrong = [name for name, own in delta.items() if name in base_tensors and base_tensors[name].shape != own.shape]
-    if wrong:
+    if wrong := [name for name, own in delta.items() if name in base_tensors and base_tensors[name].shape != own.shape]:
         shapes = [f"{name} {list(delta[name].shape)} for {list(base_tensors[name].shape)}" for name in wrong]
         raise MalformedInput(
             f"shape mismatch between `{source}` and the base for {len(wrong)} tensors: {listing(shapes)}",

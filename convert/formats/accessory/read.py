@@ -63,8 +63,7 @@ def open_shards(folder: Path, kind: re.Pattern[str] = SHARD) -> list[dict[str, L
             f"`{folder.name}` is a delta, not a model",
             hint=f"add it to its base, such as Meta's folder: `llmconv delta apply BASE {folder.name} -o OUT`",
         )
-    numbers = _numbers(folder, kind, names)
-    if not numbers:
+    if not (numbers := _numbers(folder, kind, names)):
         raise InputRefused(
             f"`{folder}` contains no `consolidated.…` shards",
             hint="give the folder that training started from, or that it saved",

@@ -148,8 +148,7 @@ def _rest(
 ) -> dict[str, LazyTensor]:
     """Tensors of the module alone (stage 0, frozen in 1); MalformedInput: empty ones, UnsupportedInput: objects."""
     stubs = [str(name) for name, value in states.table("module").items() if isinstance(value, Stub)]
-    objects = [name for name in stubs if name not in known and not name.endswith("_extra_state")]
-    if objects:
+    if objects := [name for name in stubs if name not in known and not name.endswith("_extra_state")]:
         raise UnsupportedInput(
             f"`{save.name}` holds {len(objects)} objects that are not plain tensors: {listing(objects)}",
             hint="save a full (unsharded, unquantized) state dict",

@@ -89,8 +89,7 @@ def read_nemo(folder: Path) -> dict[str, Any]:
             "normalization": "LayerNorm" if norm == "layernorm1p" else norm,
             "layernorm_zero_centered_gamma": norm == "layernorm1p" or bool(config.get("layernorm_zero_centered_gamma")),
         }
-        kept = {name: value for name, value in config.items() if name != "max_position_embeddings"}
-        return _renamed(kept) | made
+        return _renamed({name: value for name, value in config.items() if name != "max_position_embeddings"}) | made
     for file, field in ((folder / save_folder.NEMO2_CONTEXT / NEMO2_FILE, "config"), (folder / BRIDGE_FILE, "model")):
         if file.is_file():
             return _transformer_config(read_config_file(file).get(field), file)
@@ -293,9 +292,8 @@ def _parts(name: str, tensor: LazyTensor, layout: Layout) -> Iterator[tuple[str,
     if module.endswith(f".{save_folder.QKV}"):
         yield from _attention(name.removesuffix(f"linear_qkv.{kind}"), kind, tensor, layout)
     elif layout.gated and save_folder.FC1.search(name):
-        stem = module.removesuffix("linear_fc1")
         for part, rows in zip(("gate", "up"), algebra.split(tensor, 0, 2), strict=True):
-            yield f"{stem}{part}.{kind}", rows
+            yield f"{module.removesuffix('linear_fc1')}{part}.{kind}", rows
     elif name in (save_folder.EMBEDDING, save_folder.HEAD):
         yield name, algebra.slice_rows(tensor, 0, layout.vocabulary)
     elif layout.model_type == "gpt2" and kind == "weight" and len(tensor.shape) == 2 and ".layers." in name:

@@ -289,8 +289,7 @@ def find_save(path: Path) -> Save:
             path / TRACKER,
             lambda word: f"iter_{int(word):07d}" if word.isdecimal() and len(word) < 13 else word,
         )
-    weights = _nemo_weights(folder)
-    if weights and weights != folder:
+    if (weights := _nemo_weights(folder)) and weights != folder:
         _refuse_other_backends(weights)
         return Save(folder, {}, weights, folder)
     if is_megatron_distributed(folder):

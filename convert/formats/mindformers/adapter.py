@@ -139,14 +139,13 @@ def _bloom(
     factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str | None]
 ) -> dict[str, ForeignPair]:
     plain = {module.removeprefix("transformer."): own for module, own in factors.items()}
-    counts = [sizes.dim] * 3
     return join_modules(
         renamed(plain, table, run.source, DESCRIPTION),
         DENSE,
         "query_key_value",
         sizes.attention,
         run.source,
-        lambda parts: interleave_rows(parts, counts),
+        lambda parts: interleave_rows(parts, [sizes.dim] * 3),
     )
 
 

@@ -36,8 +36,7 @@ class RunConfig(Fields):
 
     def get(self, *names: str, default: Any = None) -> Any:
         """As of any fields, with numbers that YAML 1.1 reads as text (`1e-5`); InputRefused if a required one lacks."""
-        value = super().get(*names, default=default)
-        if value is None:
+        if (value := super().get(*names, default=default)) is None:
             raise InputRefused(
                 f"the configuration of `{self.source}` has no `{names[0]}`",
                 hint="give the run's YAML with `--config run.yaml`, and its `pretrained_model_dir` if it has one",

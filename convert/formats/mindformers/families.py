@@ -92,8 +92,7 @@ def build_core(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel
     """A model in Megatron's names, by norms and biases; InputRefused for a YAML without the `config.json`."""
     run.number("rms_norm_eps")
     rope_settings(run, usual=None)
-    normalized = any(".q_layernorm." in name for name in tensors)
-    return _build(run, tensors, CORE, "qwen3" if normalized else "llama")
+    return _build(run, tensors, CORE, "qwen3" if any(".q_layernorm." in name for name in tensors) else "llama")
 
 
 def _build(run: RunConfig, tensors: dict[str, LazyTensor], names: dict[str, str | None], kind: str) -> ConvertedModel:
@@ -449,8 +448,7 @@ def store_gpt2(settings: ModelSettings, tensors: dict[str, LazyTensor], source: 
 
 def store_bloom(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
     """BLOOM with the heads of its `query_key_value` sorted into three matrices; errors as in `store_gpt2`."""
-    usual = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
-    held = {**usual, "apply_residual_connection_post_layernorm": False}
+    held = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "apply_residual_connection_post_layernorm": False}
     refuse_settings(source, settings, held, "MindFormers")
     fields = _fields(settings, source) | {"type": "BloomConfig", "seq_length": BLOOM_LENGTH}
     counts = [fields["hidden_size"] // fields["num_heads"]] * 3

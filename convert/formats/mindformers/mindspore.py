@@ -109,8 +109,7 @@ def find_strategy(folder: Path, given: Path | None = None) -> Strategy | None:
         return Strategy(given, _layouts([given]))
     places = (given, given / FOLDER) if given else (folder, folder / FOLDER, folder.parent / FOLDER, folder.parent)
     for place in places:
-        files = sorted(entry for entry in place.iterdir() if FILE.fullmatch(entry.name)) if place.is_dir() else []
-        if files:
+        if files := sorted(entry for entry in place.iterdir() if FILE.fullmatch(entry.name)) if place.is_dir() else []:
             return Strategy(place, _layouts(files))
     if given:
         raise InputRefused(

@@ -94,12 +94,11 @@ def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
     """Paddle's `config.json`, and what `to-hf` makes of it; UnsupportedInput, listing fields; MalformedInput."""
     settings, source = settings_of(checkpoint, WRITERS), checkpoint.path.name
     kind, architecture, write = WRITERS[settings["model_type"]]
-    kept = {name: checkpoint.config[name] for name in configs.KEPT if name in checkpoint.config}
     config = {
         "architectures": [architecture],
         "model_type": kind,
         "dtype": checkpoint.config.get("torch_dtype", checkpoint.config.get("dtype")),
-        **kept,
+        **{name: checkpoint.config[name] for name in configs.KEPT if name in checkpoint.config},
         "tie_word_embeddings": settings["tie_word_embeddings"],
         **write(settings, source),
     }
@@ -126,8 +125,7 @@ def _llama(settings: ModelSettings, source: str) -> dict[str, Any]:
     if scaling.get("rope_type") == "llama3" and set(scaling) == {"rope_type", *LLAMA3_SCALING}:
         scaled = {"rope_scaling": dict(scaling)}
     elif scaling.get("rope_type") in SCALING and set(scaling) == {"rope_type", "factor"}:
-        kind = SCALING[scaling["rope_type"]]
-        scaled = {"rope_scaling_type": kind, "rope_scaling_factor": scaling["factor"]}
+        scaled = {"rope_scaling_type": SCALING[scaling["rope_type"]], "rope_scaling_factor": scaling["factor"]}
     return _decoder(settings, source) | scaled
 
 

@@ -43,8 +43,7 @@ class EagerCache:
         if SEQUENCE not in extra.axes:
             return extra.value(whole) if PAST in extra.axes else new
         before = self.extras.get(extra.name)
-        at = extra.axes.index(SEQUENCE)
-        return new if before is None else np.concatenate([before, new], axis=at)
+        return new if before is None else np.concatenate([before, new], axis=extra.axes.index(SEQUENCE))
 
     @property
     def length(self) -> int:

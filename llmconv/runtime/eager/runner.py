@@ -296,8 +296,8 @@ class EagerRunner(Runner):
         if self._masks_new:
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
         tokens = {"inputs_embeds": placed.into(self.embed(input_ids))} if placed else {"input_ids": input_ids}
-        own = with_past(self._extra_inputs, values, call.sizes[PAST])
-        inputs = {**tokens, "attention_mask": attention_mask, **own}
+        inputs = {**tokens, "attention_mask": attention_mask}
+        inputs |= with_past(self._extra_inputs, values, call.sizes[PAST])
         if self.takes_positions:
             inputs.setdefault("position_ids", call.position_ids)  # some families have several for each token
         return self.call(inputs, cache)
@@ -436,11 +436,9 @@ def added_after_layers(layers: Sequence[nn.Module], features: Tensor | None) -> 
     """Context in which the first layers add `features` [batch, tokens, count * hidden] to their outputs, if any."""
     with ExitStack() as hooks:
         if features is not None:
-            size = features.shape[-1] // DEEPSTACK_LAYERS
-            parts = torch.split(features, size, dim=-1)
+            parts = torch.split(features, features.shape[-1] // DEEPSTACK_LAYERS, dim=-1)
             for layer, part in zip(layers, parts, strict=False):
-                hook = layer.register_forward_hook(lambda layer, given, output, part=part: output + part)
-                hooks.callback(hook.remove)
+                hooks.enter_context(layer.register_forward_hook(lambda layer, given, output, part=part: output + part))
         yield
 
 

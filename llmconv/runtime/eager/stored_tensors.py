@@ -58,8 +58,7 @@ class StoredTensor:
 
     def empty(self) -> torch.Tensor:
         """Memory for `fill`; torch's own functions would make float64 of it while a model computes in float64."""
-        memory = torch.from_numpy(np.empty(self._lazy.nbytes, np.uint8))
-        return memory.view(self.dtype).view(self.shape)
+        return torch.from_numpy(np.empty(self._lazy.nbytes, np.uint8)).view(self.dtype).view(self.shape)
 
     def fill(self, buffer: torch.Tensor) -> torch.Tensor:
         """The whole tensor in its own dtype, in a buffer of that dtype and shape; scaled float16 in a new one."""
@@ -143,16 +142,13 @@ def require_loaded(model: Any, report: Mapping[str, Any], stored: Mapping[str, L
             f"{len(names)} unexpected keys: `{folder}` has weights that its model would leave out: {listing(names)}",
             hint="`config.json` describes another model, or another number of layers",
         )
-    is_quantized = getattr(model, "hf_quantizer", None) is not None
     names = [name for name in stored if name in parameters or name.endswith(".weight")]
     kinds = {name: stored[name].dtype.name for name in names if "float" not in stored[name].dtype.name}
-    if kinds and not is_quantized:
+    if kinds and getattr(model, "hf_quantizer", None) is None:
         listed = listing([f"{name} ({kind})" for name, kind in kinds.items()])
-        problem = (
-            f"`{folder}` has {len(kinds)} weights that are integers, and no quantization of `config.json` explains"
-        )
+        problem = f"`{folder}` has {len(kinds)} weights that are integers, and no quantization of `config.json`"
         hint = "copy the folder's own `config.json` again, or give the weights from before quantization"
-        raise MalformedInput(f"{problem} them: {listed}", hint=hint)
+        raise MalformedInput(f"{problem} explains them: {listed}", hint=hint)
 
 
 def _module(name: str) -> str:

@@ -21,7 +21,7 @@ from llmconv.runtime.eager.limit_margins import LimitMargins
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.extra_inputs import AXES, DEEPSTACK_FEATURES, ExtraInput, ExtraValues, ModelCall
 from llmconv.runtime.images.families import image_family
-from llmconv.runtime.images.family import Features, Given, ImageFamily
+from llmconv.runtime.images.family import Features, Given
 from llmconv.runtime.library_patches import reset_dynamic_rope
 from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Step, default_positions
 from llmconv.tensors import FLOATS, Array, LazyTensor
@@ -148,11 +148,6 @@ def require_causal_model(model: Any) -> PreTrainedModel:
     return model
 
 
-def family_of(runner: EagerRunner) -> ImageFamily | None:
-    """The model's family; None if its images do not reach the graphs."""
-    return image_family(runner.model.config)
-
-
 def image_features(runner: EagerRunner, given: Given) -> Features:
     """Features of the images of one prompt, as the whole multimodal model computes them before it places them.
 
@@ -183,7 +178,7 @@ def prefill_images(runner: EagerRunner, input_ids: Array, attention_mask: Array,
     `input_ids`, int64 [batch, tokens], have a placeholder for each feature; the mask, of that shape, is 0 for padding;
     `given` is what the processor made of all images, in the order of the placeholders.
     """
-    family = family_of(runner)
+    family = image_family(runner.model.config)
     assert family
     positions = default_positions(attention_mask, input_ids.shape[1])
     where = input_ids == runner.model.config.image_token_id

@@ -72,7 +72,7 @@ def unit_of(config: Any) -> int:
     return int(config.vision_config.patch_size) * int(config.spatial_merge_size)
 
 
-ANYRES_SIZES, NEWLINE, COUNTS = "image_sizes", "newline", "batch_num_images"
+NEWLINE, COUNTS = "newline", "batch_num_images"
 
 
 class AnyresImages(ImageFamily):
@@ -95,10 +95,9 @@ class AnyresImages(ImageFamily):
 
     def rows(self, outputs: Sequence[Given], given: Given) -> Array:
         """Features, float [tokens, hidden], in the order of their placeholder tokens."""
-        sizes = np.asarray(given[ANYRES_SIZES]).tolist()
         packed = [
             self.packed(one[IMAGE_FEATURES], one[NEWLINE][0], size, grid)
-            for one, size, grid in zip(outputs, sizes, self._grids(given), strict=True)
+            for one, size, grid in zip(outputs, _sizes(given), self._grids(given), strict=True)
         ]
         return np.concatenate(packed)
 
@@ -133,7 +132,7 @@ class AnyresImages(ImageFamily):
         return [self._example(of, size, contrast, random) for of, contrast in zip(kinds, contrasts, strict=False)]
 
     def _example(self, sizes: list[list[int]], tile: list[int], contrast: float, random: np.random.Generator) -> Given:
-        given = {ANYRES_SIZES: np.array(sizes, np.int64)}
+        given = {IMAGE_SIZES: np.array(sizes, np.int64)}
         tiles = max(height * width + 1 for height, width in self._grids(given))
         return {PIXEL_VALUES: random.standard_normal((len(sizes), tiles, *tile)) * contrast, **given}
 
@@ -141,13 +140,13 @@ class AnyresImages(ImageFamily):
         blank, newline = np.zeros((1, graph_tokens, 1)), np.zeros(1)
         return [
             len(self.packed(blank.repeat(grid[0] * grid[1] + 1, axis=0), newline, size, grid))
-            for size, grid in zip(np.asarray(given[ANYRES_SIZES]).tolist(), self._grids(given), strict=True)
+            for size, grid in zip(_sizes(given), self._grids(given), strict=True)
         ]
 
     def _grids(self, given: Given) -> list[tuple[int, int]]:
         """Rows and columns of tiles of each image."""
         tile = int(self.config.vision_config.image_size)
-        found = [best_resolution(size, self.config.image_grid_pinpoints) for size in given[ANYRES_SIZES].tolist()]
+        found = [best_resolution(size, self.config.image_grid_pinpoints) for size in _sizes(given)]
         return [(height // tile, width // tile) for height, width in found]
 
     def _side(self, tokens: int) -> int:
@@ -172,13 +171,12 @@ class OneVisionImages(AnyresImages):
         return resize_bilinear(features, int(height // ratio), int(width // ratio)) if ratio > 1.1 else features
 
     def _grids(self, given: Given) -> list[tuple[int, int]]:
-        counts = given.get(COUNTS, np.ones(len(given[ANYRES_SIZES]), int)).tolist()
+        counts = given.get(COUNTS, np.ones(len(given[IMAGE_SIZES]), int)).tolist()
         alone = [count == 1 for count in counts for _ in range(count)]
         return [grid if one else (0, 0) for grid, one in zip(super()._grids(given), alone, strict=True)]
 
     def _example(self, sizes: list[list[int]], tile: list[int], contrast: float, random: np.random.Generator) -> Given:
-        given = super()._example(sizes, tile, contrast, random)
-        return {**given, COUNTS: np.array([len(sizes)], np.int64)}
+        return {**super()._example(sizes, tile, contrast, random), COUNTS: np.array([len(sizes)], np.int64)}
 
 
 def resize_bilinear(features: Array, height: int, width: int) -> Array:
@@ -239,9 +237,7 @@ class Gemma4Images(ImageFamily):
 
     def load_processor(self, folder: Path) -> Any:
         """transformers' own, or the same for images alone: that of videos needs torchvision."""
-        if find_spec("torchvision"):
-            return super().load_processor(folder)
-        return PatchProcessor.of(folder)
+        return super().load_processor(folder) if find_spec("torchvision") else PatchProcessor.of(folder)
 
     def with_images_by(self, processor: Any, images: Any) -> Any:
         if isinstance(processor, PatchProcessor):
@@ -415,9 +411,8 @@ class PatchProcessor:
         from transformers import AutoTokenizer, Gemma4ImageProcessorPil  # noqa: PLC0415 - imports torch
 
         require_small_template(folder)
-        options = {"local_files_only": True, "trust_remote_code": False}
         images = Gemma4ImageProcessorPil.from_pretrained(folder, local_files_only=True)
-        return cls(images, AutoTokenizer.from_pretrained(folder, **options))
+        return cls(images, AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
 
     def __call__(
         self, text: Sequence[str], images: Sequence[Sequence[Any]], return_tensors: str = "np", **options: Any

@@ -162,8 +162,6 @@ def placeholders(config: Any) -> tuple[int, ...]:
 
 def as_embedded(input_ids: Array, config: Any) -> Array:
     """The tokens whose embeddings the model reads for `input_ids`, both int64 [batch, tokens]."""
-    tokens = placeholders(config)
-    if not tokens:
+    if not (tokens := placeholders(config)):
         return input_ids
-    padding = config.get_text_config(decoder=True).pad_token_id
-    return np.where(np.isin(input_ids, tokens), padding, input_ids)
+    return np.where(np.isin(input_ids, tokens), config.get_text_config(decoder=True).pad_token_id, input_ids)

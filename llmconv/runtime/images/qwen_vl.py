@@ -137,8 +137,7 @@ def _taps(size: int, side: int) -> tuple[Array, Array]:
     Source: `get_vision_interpolation_indices_and_weights` in transformers, bilinear with aligned corners.
     """
     at = np.arange(size, dtype=np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
-    below = np.floor(at)
-    near = below[:, None] + np.arange(2)
+    near = np.floor(at)[:, None] + np.arange(2)
     weights = np.maximum(1 - np.abs(at[:, None] - near), 0).astype(np.float32)
     return np.clip(near, 0, side - 1).astype(np.int64), weights
 

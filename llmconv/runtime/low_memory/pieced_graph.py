@@ -149,14 +149,13 @@ class _GraphCutter:
         inputs = tuple(dict.fromkeys(name for name in read if name not in made | self._constant))
         later = {name for node in self._live[stop:] for name in values_read_by(node)}
         later |= {info.name for info in self._model.graph.output}
-        weights = {name for node in mine for name in self._weights(node)}
         seen = {name for node in mine if node.op_type != "Shape" for name in values_read_by(node)}
         return GraphPiece(
             self._model,
             tuple(nodes),
             inputs,
             tuple(name for node in mine for name in node.output if name in later),
-            self._bytes(weights),
+            self._bytes({name for node in mine for name in self._weights(node)}),
             frozenset(set(inputs) - seen),
         )
 
@@ -168,8 +167,7 @@ class _GraphCutter:
         found: set[int] = set()
         open_names = list(values_read_by(node))
         while open_names:
-            at = self._producers.get(open_names.pop())
-            if at is not None and at not in found:
+            if (at := self._producers.get(open_names.pop())) is not None and at not in found:
                 found.add(at)
                 open_names += values_read_by(self._nodes[at])
         return found
@@ -338,12 +336,10 @@ class PiecedGraph(OrtGraph):
 
     def _inputs(self, call: PlannedCall) -> Values:
         """The inputs of a call: tokens, mask and positions, and the past if it exists already."""
-        extras = self.extra_values(call.extras).of(call.tokens)
-        named = {**vars(call.tokens), **self.embed(call.input_ids), **extras}
+        named = {**vars(call.tokens), **self.embed(call.input_ids), **self.extra_values(call.extras).of(call.tokens)}
         values = {name: as_input(array, self._dtypes[name]) for name, array in named.items() if name in self.inputs}
         if call.parent is None:
-            past = self._past_values(call.past, len(call.input_ids))
-            values |= zip(self.past_names, past, strict=False)
+            values |= zip(self.past_names, self._past_values(call.past, len(call.input_ids)), strict=False)
         return values
 
     def _input(
@@ -352,8 +348,7 @@ class PiecedGraph(OrtGraph):
         """An input of a piece; zeros for a past that is not computed yet, if the piece uses only its shape."""
         if name in mine or call.parent is None or name not in self._present_of:
             return mine[name]
-        made = values[call.parent].get(self._present_of[name])
-        if made is not None:
+        if (made := values[call.parent].get(self._present_of[name])) is not None:
             return made
         shape = [len(call.input_ids), *(axis for axis in self.inputs[name][1:])]
         if not is_state(name):
@@ -362,8 +357,7 @@ class PiecedGraph(OrtGraph):
         if name not in piece.shapes_only or len(known) < len(shape):
             problem = f"`{self.name}` reads `{name}` before the layer that it belongs to"
             raise UnsupportedInput(problem, hint=LOW_MEMORY_HINT)
-        dtype = TENSOR_DTYPES[self.types[name]]
-        return ort.OrtValue.ortvalue_from_numpy(np.zeros(known, dtype))
+        return ort.OrtValue.ortvalue_from_numpy(np.zeros(known, TENSOR_DTYPES[self.types[name]]))
 
     def _result(self, call: PlannedCall, values: Values) -> Step:
         lengths = [values[name].shape()[LENGTH_AXIS] for name in self.present_names if not is_state(name)]

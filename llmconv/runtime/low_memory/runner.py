@@ -201,8 +201,7 @@ class StreamedRunner(EmptyRunner):
     ) -> None:
         load = torch.float32 if dtype == "float64" else getattr(torch, dtype)
         self._stored = stored_tensors(open_weights(folder) if weights is None else weights, load, factors)
-        options: dict[str, Any] = {"skipped": skipped, "extra_inputs": extra_inputs, "weights": weights}
-        super().__init__(folder, dtype, code=code, **options)
+        super().__init__(folder, dtype, code=code, skipped=skipped, extra_inputs=extra_inputs, weights=weights)
         self._weights = StreamedWeights(self.model, self._stored, load, memory)
         every = layer_modules(self.model)
         self._layers = {name: layer for name, layer in every.items() if name not in self._skipped}
@@ -274,8 +273,7 @@ class StreamedRunner(EmptyRunner):
             raise UnsupportedInput(problem, hint=LOW_MEMORY_HINT) from error
         for number, step in enumerate(steps):
             if calls[number].parent is not None and isinstance(step.present, EagerCache):
-                filled = max(self._written[number], default=-1) + 1
-                del step.present.cache.layers[filled:]
+                del step.present.cache.layers[max(self._written[number], default=-1) + 1 :]
         return steps
 
     def _expected_past(self, calls: Sequence[PlannedCall], number: int) -> Cache | None:
@@ -322,8 +320,7 @@ class StreamedRunner(EmptyRunner):
     def cache_of(self, past: Cache | None) -> Any:
         """See `EagerRunner.cache_of`; the cache of each planned call is kept."""
         cache = super().cache_of(past)
-        number = self._scheduler.number
-        if number is not None:
+        if (number := self._scheduler.number) is not None:
             self._caches[number] = cache
         return cache
 
@@ -353,8 +350,7 @@ class StreamedRunner(EmptyRunner):
                 written: dict[int, list[int]] = {}
                 for number, work in works:
                     # takes over the keys and values of this layer from the call that this one continues
-                    parent = self._parents[number]
-                    if parent is not None:
+                    if (parent := self._parents[number]) is not None:
                         for layer in written[parent]:
                             self._caches[number].layers[layer] = copy.copy(self._caches[parent].layers[layer])
                     before = _keys(self._caches[number])
@@ -378,8 +374,7 @@ class StreamedRunner(EmptyRunner):
 
 
 def _with_past(call: PlannedCall, steps: dict[int, Step]) -> PlannedCall:
-    past = call.past if call.parent is None else steps[call.parent].present
-    return replace(call, past=past, parent=None)
+    return call if call.parent is None else replace(call, past=steps[call.parent].present, parent=None)
 
 
 def _keys(cache: Any) -> list[Any]:

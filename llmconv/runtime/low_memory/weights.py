@@ -149,9 +149,8 @@ class EditedSpilledCache:
     @property
     def key(self) -> bytes:
         """Digest of the cache, the edit and the mask."""
-        content = hashlib.sha256(self.cache.key + f"{self.edit!r} {self.mask.shape}".encode())
-        content.update(self.mask.tobytes())
-        return content.digest()
+        described = f"{self.edit!r} {self.mask.shape}".encode()
+        return hashlib.sha256(self.cache.key + described + self.mask.tobytes()).digest()
 
     @property
     def length(self) -> int:
@@ -167,9 +166,6 @@ class _Kept:
     logits: SpilledArray
     present: SpilledCache
     choices: Choices | None
-
-    def step(self) -> Step:
-        return Step(self.logits.read(), self.present, self.choices)
 
 
 # the past of the first call, and calls that each continue the previous one
@@ -252,7 +248,8 @@ class PrecomputedRunner(Runner):
         planned = PlannedCall(*call.arrays, extras=extras or {})
         if past is not None and not isinstance(past, KeyedCache):
             return self._run_all([replace(planned, past=past)])[0]
-        return self._kept_call(past, planned).step()
+        kept = self._kept_call(past, planned)
+        return Step(kept.logits.read(), kept.present, kept.choices)
 
     def present(self, past: KeyedCache | None, call: RunnerCall) -> SpilledCache:
         """The cache after a call; raises the LlmconvError of the call."""
@@ -362,8 +359,7 @@ class StreamedWeights:
         self._memory.begin()
         for name in [name for name in names if name in self._as_stored]:
             if stored := self.stored_parameter(self._tensors[name]):
-                value = self._memory.read(name, stored, stays=stays)
-                _set(self._model, name, nn.Parameter(value, requires_grad=False))
+                _set(self._model, name, nn.Parameter(self._memory.read(name, stored, stays=stays), requires_grad=False))
         self._load_converted([name for name in names if name not in self._as_stored])
 
     def _load_converted(self, names: list[str]) -> None:
@@ -421,8 +417,7 @@ class LazyMatrices(TorchFunctionMode):
         if func is functional.embedding and id(args[1]) in self._matrices:
             return self._look_up(args[0], args[1])
         if func is functional.linear and id(args[1]) in self._matrices:
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            return self._multiply(id(args[1]), args[0], bias)
+            return self._multiply(id(args[1]), args[0], args[2] if len(args) > 2 else kwargs.get("bias"))
         if func is functional.linear and args[0].dtype is not args[1].dtype:
             return linear_by_blocks(*args, **kwargs)
         return func(*args, **kwargs)
@@ -448,8 +443,7 @@ def linear_by_blocks(value: torch.Tensor, matrix: torch.Tensor, bias: torch.Tens
     block = flat.new_empty((min(step, rows), columns))
     for start in range(0, rows, step):
         part = matrix[start : start + step]
-        converted = block[: len(part)].copy_(part)
-        result[:, start : start + step] = functional.linear(flat, converted)
+        result[:, start : start + step] = functional.linear(flat, block[: len(part)].copy_(part))
     if bias is not None:
         result += bias.to(value.dtype)
     return result.reshape(*value.shape[:-1], rows)

@@ -378,8 +378,7 @@ class OrtGraph:
         Symbols other than the length stand for heads and head size with `--layout optimum`; such a graph reshapes an
         empty past itself.
         """
-        declared = self.inputs[name]
-        shape = [axis if isinstance(axis, int) else int(at != LENGTH_AXIS) for at, axis in enumerate(declared)]
+        shape = [axis if isinstance(axis, int) else int(at != LENGTH_AXIS) for at, axis in enumerate(self.inputs[name])]
         dtype = TENSOR_DTYPES.get(self.types[name], np.float32)
         return self._session.device_of(name).place(np.zeros([batch, *shape[1:]], dtype))
 

@@ -258,16 +258,14 @@ def expansion_problem(model: onnx.ModelProto, within: NodeIterator) -> str:
     """The problem of recursive or too large functions, else empty; `within` adds the nodes of subgraphs."""
     bodies = {(one.domain, one.name, one.overload): list(within(one.node)) for one in model.functions}
     called = {key: _calls(body, bodies) for key, body in bodies.items()}
-    order = _innermost_first(called)
-    if order is None:
+    if (order := _innermost_first(called)) is None:
         return "has a recursive function"
     sizes: dict[FunctionKey, int] = {}
     for key in order:
         sizes[key] = len(bodies[key]) + sum(sizes[inner] for inner in called[key])
     whole = list(within(model.graph.node))
     size = len(whole) + sum(sizes[key] for key in _calls(whole, bodies))
-    stored = len(whole) + sum(map(len, bodies.values()))
-    if size > NODES + NODES_PER_NODE * stored:
+    if size > NODES + NODES_PER_NODE * (len(whole) + sum(map(len, bodies.values()))):
         return f"has {size} nodes after its functions are inlined"
     return ""
 
@@ -307,8 +305,7 @@ def constant_problem(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) ->
                 tensors[node.output[0]] = numpy_helper.from_array(np.array(attribute.ints or [attribute.i]))
     number = partial(_numbers, tensors)
     for node in found:
-        size = _elements(node, number)
-        if size > ELEMENTS:
+        if (size := _elements(node, number)) > ELEMENTS:
             return f"computes a constant of {size} elements (`{node.op_type}`)"
     return ""
 

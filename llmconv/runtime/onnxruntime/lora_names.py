@@ -119,8 +119,7 @@ class _FlatBuffer:
 
     def arrays(self) -> dict[str, Array]:
         start, count = self._vector(self._field(self._follow(0), PARAMETERS), 4)
-        tables = [self._follow(start + 4 * at) for at in range(count)]
-        arrays = dict(map(self._parameter, tables))
+        arrays = dict(self._parameter(self._follow(start + 4 * at)) for at in range(count))
         if len(arrays) < count:
             raise ValueError("duplicate names")
         return arrays

@@ -74,8 +74,7 @@ def join_projections(graph: onnx.GraphProto) -> None:
     nodes: list[onnx.NodeProto] = []
     joined: set[str] = set()
     for node in graph.node:
-        made = [makers.get(name) for name in node.input[:3]]
-        parts = [part for part in made if part is not None]
+        parts = [makers[name] for name in node.input[:3] if name in makers]
         if _can_join(node, parts, uses, shapes):
             joined |= {part.output[0] for part in parts}
             nodes += _join(node, parts)

@@ -101,8 +101,7 @@ class OrtRunner(Runner):
 
     def continues_in_one_run(self, batch: int, past: int, new: int) -> bool:
         """Whether the fixed sizes of the prefill graph allow that in one run."""
-        sizes = self._prompt_graph.sizes
-        if sizes is None:
+        if (sizes := self._prompt_graph.sizes) is None:
             return True
         fits = not sizes.refusal(batch, past + self.virtual_tokens, new)
         return fits and (new == 1 or sizes.width(batch, past, new) > 1)

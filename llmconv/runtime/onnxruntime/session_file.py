@@ -268,15 +268,11 @@ ENTRIES = {
     *("session.intra_op.spin_duration_us", "session.inter_op.spin_duration_us", "session.disable_cpu_ep_fallback"),
     *("session.intra_op_thread_affinities", "session.disable_quant_qdq", "session.enable_quant_qdq_cleanup"),
     *("session.disable_double_qdq_remover", "session.enable_dq_matmulnbits_fusion", "session.prepack.enable_parallel"),
-    *(
-        "session.disable_qdq_constant_folding",
-        "session.qdq_matmulnbits_block_size",
-        "session.strict_shape_type_inference",
-    ),
-    *("session.disable_aot_function_inlining", "session.graph_optimizations_loop_level"),
+    *("session.disable_qdq_constant_folding", "session.qdq_matmulnbits_block_size", "mlas.disable_kleidiai"),
+    *("session.strict_shape_type_inference", "session.disable_aot_function_inlining", "mlas.use_lut_gemm"),
+    *("session.graph_optimizations_loop_level", "memory.enable_memory_arena_shrinkage", "ep.cuda.fpa_intb_gemm"),
     *("optimization.disable_specified_optimizers", "optimization.enable_gelu_approximation"),
-    *("optimization.enable_cast_chain_elimination", "mlas.disable_kleidiai", "mlas.use_lut_gemm"),
-    *("memory.enable_memory_arena_shrinkage", "ep.cuda.fpa_intb_gemm"),
+    "optimization.enable_cast_chain_elimination",
 }
 # allowed fields of `session_options`, which neither load nor write files
 SESSION_OPTIONS = ENTRIES | {
@@ -329,8 +325,7 @@ def _fields(value: Any) -> Iterator[tuple[str, Any]]:
 def _check_session(options: Any) -> None:
     if not isinstance(options, dict):
         _refuse("`session_options` is not an object")
-    unknown = sorted(options.keys() - SESSION_OPTIONS)
-    if unknown:
+    if unknown := sorted(options.keys() - SESSION_OPTIONS):
         _refuse(f"unsupported session option `{unknown[0][:80]}`")
     for name, value in options.items():
         most = MOST_THREADS if name.endswith("num_threads") else LARGEST
@@ -348,8 +343,7 @@ def _check_session(options: Any) -> None:
 
 def leads_to_files(options: Mapping[str, Any]) -> str:
     """The first provider option that loads or writes a file, as far as its name or value shows; empty for none."""
-    found = (name for name, value in options.items() if LEADS_TO_FILES.search(f"{name} {value}"))
-    return next(found, "")
+    return next((name for name, value in options.items() if LEADS_TO_FILES.search(f"{name} {value}")), "")
 
 
 def out_of_bounds(value: Any, most: int = LARGEST) -> bool:

@@ -85,8 +85,7 @@ def compute_in_float32(
 
 def _widen_tensor(tensor: onnx.TensorProto, half: int, constant: Callable[[onnx.TensorProto], Array]) -> None:
     if tensor.data_type == half and not is_external(tensor):
-        values = constant(tensor).astype("float32")
-        tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+        tensor.CopyFrom(numpy_helper.from_array(constant(tensor).astype("float32"), tensor.name))
 
 
 def _widen_weights(graph: onnx.GraphProto, half: int) -> None:
@@ -143,11 +142,10 @@ class Device:
     def place(self, array: Array) -> ort.OrtValue:
         """A copy of an array in this memory; onnxruntime frees it when neither a value nor an array refers to it."""
         array = np.ascontiguousarray(array)
-        bits = array.view(np.uint16) if array.dtype == BFLOAT16 else array
         kind = onnx.TensorProto.BFLOAT16 if array.dtype == BFLOAT16 else array.dtype
         value = ort.OrtValue.ortvalue_from_shape_and_type(array.shape, kind, self.memory, self.index)
         if array.size:
-            value.update_inplace(bits)
+            value.update_inplace(array.view(np.uint16) if array.dtype == BFLOAT16 else array)
         return value
 
 
@@ -371,8 +369,7 @@ def provider_name(provider: str) -> str:
     """onnxruntime's name of a provider such as `cuda`; UsageProblem if this build of onnxruntime does not have it."""
     available = ort.get_available_providers()
     spelled: dict[str, str] = {name.lower(): name for name in available}
-    found = spelled.get(short_provider(provider) + "executionprovider")
-    if found is None:
+    if (found := spelled.get(short_provider(provider) + "executionprovider")) is None:
         short = ", ".join(map(short_provider, available))
         hint = f"it has {short}; other builds (`pip install onnxruntime-gpu`, docs/targets.md) have others"
         raise UsageProblem(f"this onnxruntime has no provider `{provider}`", hint=hint)

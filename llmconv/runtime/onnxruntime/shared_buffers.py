@@ -59,8 +59,7 @@ class BoundSession:
 
     def feed(self, name: str, array: Array, dtype: Any = None) -> None:
         """Sets an input as `dtype` (None: `input_dtype`); reuses the memory of the previous value of the same shape."""
-        held = self._inputs.get(name)
-        if held is not None and held.shape == array.shape:
+        if (held := self._inputs.get(name)) is not None and held.shape == array.shape:
             held[...] = array
         else:
             self._inputs[name] = np.array(array, dtype=dtype or input_dtype(array), order="C")
@@ -197,8 +196,7 @@ class FixedSizes:
         tokens = inputs.get("input_ids") or inputs.get(INPUTS_EMBEDS)
         if past is None or present is None or tokens is None or past[2] != present[2]:
             return None
-        axes = past[0], past[2], tokens[1]
-        rows, capacity, new = (axis if isinstance(axis, int) else None for axis in axes)
+        rows, capacity, new = (axis if isinstance(axis, int) else None for axis in (past[0], past[2], tokens[1]))
         return cls(rows, capacity, new, WRITE_INDICES in inputs, single, steps)
 
     def refusal(self, rows: int, past: int, new: int) -> str:
@@ -255,8 +253,7 @@ class BufferedSession:
         """Continues `past` (None: empty); an array per result, and the cache; InputRefused for wrong sizes."""
         rows, new = call.input_ids.shape
         filled = past.length if past else 0
-        reason = self.sizes.refusal(rows, filled, new)
-        if reason:
+        if reason := self.sizes.refusal(rows, filled, new):
             raise InputRefused(reason, hint="export again with a larger --batch-size or --max-seq-len")
         width = self.sizes.width(rows, filled, new)
         if width < new:
@@ -265,8 +262,9 @@ class BufferedSession:
         pieces = []
         for start in range(0, new, width):
             at = slice(start, min(start + width, new))
-            mask = call.attention_mask[:, : filled + at.stop]
-            piece = ModelCall(call.input_ids[:, at], mask, call.position_ids[:, at])
+            piece = ModelCall(
+                call.input_ids[:, at], call.attention_mask[:, : filled + at.stop], call.position_ids[:, at]
+            )
             embedded = placed.columns(at.start, at.stop) if placed else None
             pieces.append(self._run(buffers, piece, values.of(piece, call, start), values.inputs, embedded))
             buffers.filled, buffers.runs = filled + at.stop, buffers.runs + 1

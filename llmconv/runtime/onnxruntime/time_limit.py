@@ -158,8 +158,7 @@ class LimitedSession:
         self.io_binding = self._session.io_binding
 
     def run_with_ort_values(self, names: Sequence[str], feeds: Mapping[str, ort.OrtValue]) -> list[ort.OrtValue]:
-        shapes = [value.shape() for value in islice(feeds.values(), FEEDS)]
-        with self._limit.running(*_tokens(shapes)) as options:
+        with self._limit.running(*_tokens([value.shape() for value in islice(feeds.values(), FEEDS)])) as options:
             values: list[ort.OrtValue] = self._session.run_with_ort_values(names, feeds, options)
         return values
 

@@ -32,7 +32,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from math import prod
 from typing import Any
 
@@ -141,8 +140,7 @@ def _place(listed: Any) -> tuple[str, np.dtype[Any], list[int], int]:
 def _tensors(places: list[tuple[str, np.dtype[Any], list[int], int]], body: bytearray) -> dict[str, Array]:
     tensors, start = {}, 0
     for name, dtype, shape, size in places:
-        array = np.frombuffer(body, dtype, prod(shape), start).reshape(shape)
-        tensors[name] = np.require(array, requirements="A")
+        tensors[name] = np.require(np.frombuffer(body, dtype, prod(shape), start).reshape(shape), requirements="A")
         start += size
     return tensors
 
@@ -190,9 +188,7 @@ class Connection:
         """Sends a message; OSError if the peer is gone or takes nothing, BadMessage if the message is too large."""
         prefix, header, *body = message.encode()
         self._socket.settimeout(self.seconds)
-        for part in chain(
-            [b"".join([prefix, header, *body])] if sum(map(len, body)) < CHUNK else [prefix + header, *body]
-        ):
+        for part in [b"".join([prefix, header, *body])] if sum(map(len, body)) < CHUNK else [prefix + header, *body]:
             rest = memoryview(part)
             while rest:
                 rest = rest[self._socket.send(rest[:CHUNK]) :]
@@ -221,8 +217,7 @@ class Connection:
                 if rest <= 0:
                     raise TimeoutError("timed out")
                 self._socket.settimeout(min(rest, self.seconds))
-            part = self._socket.recv(min(size - len(content), CHUNK))
-            if not part:
+            if not (part := self._socket.recv(min(size - len(content), CHUNK))):
                 raise EOFError("the connection was closed")
             content += part
             self._socket.settimeout(self.seconds)

@@ -222,8 +222,7 @@ class StageServer:
         connection = Connection(accepted, HELLO_SECONDS)
         with self._change:
             self._greeters[connection] = None
-            oldest = next(iter(self._greeters)) if len(self._greeters) > MAX_GREETERS else None
-            if oldest:
+            if oldest := next(iter(self._greeters)) if len(self._greeters) > MAX_GREETERS else None:
                 del self._greeters[oldest]
         if oldest:
             oldest.close()
@@ -245,8 +244,7 @@ class StageServer:
             connection.seconds = PATIENCE
             say(f"client {name}: connected")
             while True:
-                asked = connection.receive(idle=True)
-                self._running = running = self._worker.submit(_answer, caches, asked)
+                self._running = running = self._worker.submit(_answer, caches, connection.receive(idle=True))
                 connection.send(_awaited(running, connection, max(silence / SIGNS, 0.05)))
         except Refused as refusal:
             reason = str(refusal)
@@ -371,12 +369,8 @@ def _edit(fields: Any, cache: Cache) -> CacheEdit:
     if not isinstance(fields, list) or len(fields) != 3:
         raise BadMessage("a change of a cache is not a list of three")
     kind, numbers, virtual = fields
-    if (
-        not isinstance(kind, str)
-        or kind not in EDITS
-        or not isinstance(numbers, list)
-        or not 1 <= len(numbers) <= MAX_ROWS
-    ):
+    is_known = isinstance(kind, str) and kind in EDITS
+    if not is_known or not isinstance(numbers, list) or not 1 <= len(numbers) <= MAX_ROWS:
         raise BadMessage("a change of a cache is of no known kind")
     rows = min((len(array) for array in cache.arrays().values()), default=1)
     most = rows - 1 if kind == "rows" else cache.length if kind == "cut" else MAX_LENGTH

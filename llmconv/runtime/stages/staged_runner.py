@@ -188,8 +188,7 @@ class StagedRunner(Runner):
     ) -> None:
         self._stages, self._opened = stages, opened or ExitStack()
         self._prefix = export.entries["prefill"].prefix
-        last = export.outputs("decode", export.count)
-        self._result_names = ["logits"] if "logits" in last else ["tokens", "scores"]
+        self._result_names = ["logits"] if "logits" in export.outputs("decode", export.count) else ["tokens", "scores"]
 
     @classmethod
     def open(cls, folder: Path, at: StageAddresses, settings: SessionSettings | None = None) -> StagedRunner:
@@ -216,8 +215,7 @@ class StagedRunner(Runner):
                     _connect(text, export, at.timeout, stages, opened)
             missing = [number for number in range(1, export.count + 1) if number not in stages]
             if ON_RAY in at.addresses and missing:
-                actors = opened.enter_context(closing(RayStages(export, missing, settings)))
-                for text in actors.addresses:
+                for text in opened.enter_context(closing(RayStages(export, missing, settings))).addresses:
                     _connect(text, export, at.timeout, stages, opened)
             for number in [number for number in missing if number not in stages]:
                 stages[number] = LocalStage(export, number, settings)

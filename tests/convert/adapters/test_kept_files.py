@@ -22,7 +22,7 @@ from llmconv.convert.delta import apply_delta, extract_delta
 from llmconv.errors import InputRefused
 from llmconv.files.copying import copy_file
 from llmconv.files.safetensors_file import read_header
-from llmconv.output import plan
+from llmconv.output import local_folder
 
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
 Adapter = Callable[..., Path]
@@ -169,7 +169,7 @@ def test_a_file_that_changes_while_it_is_copied_is_refused(
         source.write_bytes(shards(base)[sorted(shards(base))[0]])
         return copy_file(source, made, advance)
 
-    monkeypatch.setattr(plan, "copy_file", spoiled)
+    monkeypatch.setattr(local_folder, "copy_file", spoiled)
     with pytest.raises(InputRefused, match="changed while it was (copied|read)"):
         merge_lora(base, [adapter()], tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -14,7 +14,7 @@ from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import apply_delta, extract_delta
 from llmconv.errors import InputRefused, OutputFailed
 from llmconv.files.copying import copy_file
-from llmconv.output import plan
+from llmconv.output import local_folder
 from llmconv.output.plan import plan_checkpoint
 from llmconv.output.writer import write_checkpoint
 from llmconv.tensors import BY_NAME
@@ -75,7 +75,7 @@ def test_it_is_the_copy_that_is_checked(
         made.write(b"\xff")
         return {"bytes": entry["bytes"], "clone_of": source.name} if cloned else entry
 
-    monkeypatch.setattr(plan, "copy_file", spoiled)
+    monkeypatch.setattr(local_folder, "copy_file", spoiled)
     with pytest.raises(InputRefused, match="has other values"):
         apply_delta(base, tmp_path / "delta", tmp_path / "back")
     assert not (tmp_path / "back").exists()
