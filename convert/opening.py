@@ -34,6 +34,7 @@ from llmconv.not_a_model_folder import (
     refused_export,
     training_file_kind,
 )
+from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 
 
 def open_training(
@@ -116,7 +117,9 @@ def open_format(
     code = trusted_code(config)
     if code and has_code(opened.config, opened.side_files):
         return with_code(opened, code, name)
-    notes = check_complete(opened.tensors, opened.config, name) if opened.tensors else []
+    quantized = quantized_checkpoint(opened)
+    plain = quantized.plain if quantized else opened
+    notes = check_complete(plain.tensors, plain.config, name) if opened.tensors else []
     return replace(opened, warnings=(*opened.warnings, *notes))
 
 

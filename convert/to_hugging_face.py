@@ -38,6 +38,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     strategy: str | Path | None = None,
     code: str | Path | None = None,
     trust_remote_code: bool = False,
+    quant: str | None = None,
     dtype: str = "keep",
     max_shard_size: str | int | None = None,
     overwrite: bool = False,
@@ -62,6 +63,8 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         code: a local folder with the model's own Python files and its `config.json`, if they are not next to the
             checkpoint's or the given configuration.
         trust_remote_code: copy the model's own code, and run it to compare the weights with the model that it builds.
+        quant: what becomes of the codes of a GGUF file: `dequantize` (when None), or `keep` where they are exact, as
+            those of compressed-tensors.
         dtype: `keep`, or the float type of the weights.
         max_shard_size: largest safetensors file; `5GB` when None.
         overwrite: replace what llmconv made.
@@ -75,6 +78,9 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     check_dtype(dtype)
     require_choice(qkv_layout or "plain", ("plain", "interleaved"), "qkv_layout")
     require_choice(adapter or "merge", ("merge", "split"), "adapter")
+    require_choice(quant or "keep", ("keep", "dequantize"), "quant")
+    if quant == "keep" and dtype != "keep":
+        raise UsageProblem("codes that are kept have no other element type", hint="leave out `--dtype` or `--quant`")
     require_possible(work, overwrite=overwrite)
     require_shard_size(size := DEFAULT_SIZE if max_shard_size is None else max_shard_size)
     configs = tuple(local_path(path) for path in config)
@@ -82,13 +88,13 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     words, base = (local_path(path, in_parts=True) if path else None for path in (tokenizer, base))
     strategy = local_path(strategy) if strategy else None
     options: dict[str, Any] = {"base": base, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter}
-    options |= {"root": root, "strategy": strategy}
+    options |= {"root": root, "strategy": strategy, "quant": quant}
     chosen = {**options, **({OPTION: own_code} if own_code else {})}
     changes = dtype != "keep" or max_shard_size is not None or bool(configs or words or code)
     checkpoint = settled(open_training(source, format, configs, words, chosen, rewrite=changes))
     warn_all(checkpoint.warnings)
     # a configuration that is kept as it is needs no new `torch_dtype`
-    kept = dtype == "keep" and checkpoint.format == "hf"
+    kept = dtype == "keep" and (checkpoint.format == "hf" or "quantization_config" in checkpoint.config)
     plan = plan_checkpoint(checkpoint if kept else with_cast(checkpoint, dtype), size)
     place = output_place(output)
     check_output(plan, place, overwrite, [path for path in (checkpoint.path, base) if path], resume=resume, work=work)

@@ -36,6 +36,11 @@ from llmconv.cli.options import option
     "Merge the LoRA adapter of a training run into its weights, or write it separately. [default: merge]",
     ["merge", "split"],
 )
+@option(
+    "--quant",
+    "Codes of a GGUF file: their values, or the same codes as those of compressed-tensors. [default: dequantize]",
+    ["dequantize", "keep"],
+)
 @option("--strategy PATH", "Strategy file or folder of a MindFormers run.  [default: next to the rank folders]")
 @option("--root KEYS", "Model in a distributed checkpoint that has several, such as a.b.")
 @option("--code FOLDER", "Folder with the model's own Python files and its config.json, if they are elsewhere.")

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, TokenType, get_tensor_name_map
+from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import quantize
 from safetensors.numpy import load_file
 
@@ -44,7 +45,7 @@ def write_gguf(
         add(key, value)
     for name, values in _renamed(load_file(folder / "model.safetensors"), config, writer.arch).items():
         if quantized is not None and values.ndim > 1:
-            writer.add_tensor(name, quantize(values.astype(np.float32), quantized), raw_dtype=quantized)
+            writer.add_tensor(name, blocks(values, quantized), raw_dtype=quantized)
         else:
             writer.add_tensor(name, np.ascontiguousarray(values))
     writer.write_header_to_file()
@@ -52,6 +53,29 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return output
+
+
+SCALE_AT = {
+    "Q3_K": 108,
+    "Q6_K": 208,
+    "TQ1_0": 52,
+    "TQ2_0": 64,
+}  # bytes before the scale in a block, where there are some
+
+
+def blocks(values: Values, kind: GGMLQuantizationType) -> Values:
+    """The values quantized, or, of types that the package cannot make, any codes with a small scale."""
+    try:
+        made: Values = quantize(values.astype(np.float32), kind)
+        return made
+    except NotImplementedError:
+        elements, width = GGML_QUANT_SIZES[kind]
+        count = values.size // elements
+        made = np.random.default_rng(int(np.abs(values).sum() * 1000)).integers(0, 256, (count, width), np.uint8)
+        at = SCALE_AT.get(kind.name, 0)
+        scales = np.linspace(0.001, 0.01, count).astype("<f2")
+        made[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+        return made.reshape(*values.shape[:-1], -1)
 
 
 def _first(config: Mapping[str, Any], *names: str) -> Any:

@@ -15,6 +15,7 @@ from llmconv.checkpoint import Checkpoint, is_model_folder
 from llmconv.convert.algebra import equal
 from llmconv.convert.assembly import side_files_of
 from llmconv.convert.formats import Format
+from llmconv.convert.formats.gguf.codes import with_codes
 from llmconv.convert.formats.gguf.names import ENDS, HINT, Keys, in_hugging_face_names
 from llmconv.convert.formats.gguf.save import QUANTIZERS, save
 from llmconv.convert.formats.gguf.tokenizer import special_ids, tokenizer_files
@@ -68,13 +69,18 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     if HEAD in stored and equal(stored[HEAD], stored[EMBEDDING]):
         del stored[HEAD]
     settings, tensors = in_hugging_face_names(keys, stored)
+    if config.get("quant") == "keep":
+        own = {name: found.tensors[name] for name in stored}
+        settings, tensors, notes_of_codes = with_codes(keys, own, settings, tensors)
+        warnings += notes_of_codes
     settings |= {
         "vocab_size": stored[EMBEDDING].num_rows,
         "tie_word_embeddings": HEAD not in stored,
         **special_ids(found.metadata, path.name),
     }
-    settings = with_architecture({**settings, **plain_fields(config, warnings)})
-    settings = as_loaded(tensors, settings)
+    fields = {name: value for name, value in config.items() if name != "quant"}
+    settings = with_architecture({**settings, **plain_fields(fields, warnings)})
+    settings = settings if "quantization_config" in settings else as_loaded(tensors, settings)
     side_files = side_files_of(path, tokenizer) if tokenizer else tokenizer_files(found.metadata, path.name, warnings)
     counts = Counter(tensor.type for tensor in found.tensors.values())
     types = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
@@ -94,6 +100,7 @@ FORMAT = Format(
     covers="Llama, Mistral, Mixtral, Granite, SmolLM3, Qwen 2, 2.5, 3 and 3 MoE, Gemma 1 to 3 (text), Phi-3 and 4, "
     "StarCoder2, GPT-2, BLOOM, Falcon, MPT; F32, F16, BF16 bit for bit, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, "
     "MXFP4, TQ1_0 and TQ2_0 dequantized",
+    options=("quant",),
     save=save,
     dtypes={kind.lower(): partial(save, quantized=kind) for kind in QUANTIZERS},
     peek=lambda path: {name: tensor.values for name, tensor in _read(path).tensors.items()},

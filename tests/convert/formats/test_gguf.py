@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import sentencepiece
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
@@ -21,14 +22,18 @@ from safetensors.numpy import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from llmconv.checkpoint import read_json
+from llmconv.checkpoint import open_checkpoint, read_json
 from llmconv.convert import from_hf, to_hf
+from llmconv.convert.formats.gguf.codes import OFFSETS
 from llmconv.convert.formats.gguf.names import LLAMA
 from llmconv.convert.formats.gguf.save import QUANTIZERS
 from llmconv.convert.inspection import inspect
 from llmconv.convert.opening import open_training
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.export.exporter import export
 from llmconv.files.gguf_file import BLOCKS
+from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
+from llmconv.verify import verify
 from tests.builders.gguf_files import byte_level, write_gguf
 from tests.conftest import DECODER, save_tiny
 
@@ -452,6 +457,52 @@ def test_a_tokenizer_goes_and_comes_back(tiny_model: Path, tmp_path: Path, pre: 
     assert [first.encode(text).ids for text in TEXTS] == [second.encode(text).ids for text in TEXTS]
     for name in ("chat_template.jinja", "generation_config.json", "tokenizer_config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
+
+
+EXACT = [block.name for block in BLOCKS.values() if block.name not in OFFSETS]
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose rows are blocks of 256."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    return save_tiny("llama", tmp_path_factory.mktemp("models") / "model", **sizes)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_kept_codes_have_the_same_values(wide_model: Path, tmp_path: Path, kind: str) -> None:
+    file = write_gguf(wide_model, tmp_path / "x.gguf", quantized=GGMLQuantizationType[kind])
+    plain = open_training(file)
+    to_hf(file, tmp_path / "hf", quant="keep")
+    kept = quantized_checkpoint(open_checkpoint(tmp_path / "hf"))
+    assert kept and len(kept.weights) == 8  # seven of the layer, and the head
+    assert all(np.array_equal(plain[name].read(), kept.plain[name].read()) for name in plain)
+    assert len(plain) == len(kept.plain)
+
+
+def test_types_with_offsets_are_dequantized_with_a_warning(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_gguf(tiny_model, tmp_path / "x.gguf", quantized=GGMLQuantizationType.Q4_1)
+    to_hf(file, tmp_path / "hf", quant="keep")
+    assert "tensors of Q4_1 are dequantized: their offsets" in capsys.readouterr().err
+    assert "quantization_config" not in read_json(tmp_path / "hf/config.json")
+    with pytest.raises(UsageProblem, match="no other element type"):
+        to_hf(file, tmp_path / "other", quant="keep", dtype="bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
+def test_graphs_of_kept_codes_have_them_and_pass(wide_model: Path, tmp_path: Path, kind: str) -> None:
+    to_hf(
+        write_gguf(wide_model, tmp_path / "x.gguf", quantized=GGMLQuantizationType[kind]), tmp_path / "hf", quant="keep"
+    )
+    export(tmp_path / "hf", tmp_path / "onnx", prefill=True, incremental=True)
+    graph = onnx.load(tmp_path / "onnx/decode.onnx", load_external_data=False).graph
+    made = [{one.name: one.i for one in node.attribute} for node in graph.node if node.op_type == "MatMulNBits"]
+    assert {(one["bits"], one["block_size"]) for one in made} == {{"Q4_0": (4, 32), "Q6_K": (8, 16)}[kind]}
+    assert not any(node.op_type == "MatMul" for node in graph.node)
+    assert verify(tmp_path / "onnx", reference=tmp_path / "hf").verdict == "pass"
 
 
 SMOLLM2 = Path(__file__).parents[3] / "build/smollm2-env"
