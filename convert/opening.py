@@ -34,7 +34,6 @@ from llmconv.not_a_model_folder import (
     refused_export,
     training_file_kind,
 )
-from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 
 
 def open_training(
@@ -117,8 +116,12 @@ def open_format(
     code = trusted_code(config)
     if code and has_code(opened.config, opened.side_files):
         return with_code(opened, code, name)
-    quantized = quantized_checkpoint(opened)
-    plain = quantized.plain if quantized else opened
+    plain = opened
+    if opened.config.get("quantization_config"):
+        from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint  # noqa: PLC0415 - of few models
+
+        quantized = quantized_checkpoint(opened)
+        plain = quantized.plain if quantized else opened
     notes = check_complete(plain.tensors, plain.config, name) if opened.tensors else []
     return replace(opened, warnings=(*opened.warnings, *notes))
 
