@@ -50,7 +50,7 @@ PIECES: dict[str, Any] = {
 
 def text(content: str | bytes) -> bytes:
     """A text with its length."""
-    data = content.encode() if isinstance(content, str) else content
+    data = content.encode(errors="surrogatepass") if isinstance(content, str) else content
     return struct.pack("<Q", len(data)) + data
 
 
@@ -175,6 +175,13 @@ def experts(refused: str, count: int, stored: int, **keys: Any) -> Case:
     )
 
 
+def mixtral() -> dict[str, Any]:
+    """The tensors of two experts, which replace the feed-forward part."""
+    shapes = {"gate": (2, INNER, HIDDEN), "up": (2, INNER, HIDDEN), "down": (2, HIDDEN, INNER)}
+    joined = {f"blk.0.ffn_{part}_exps.weight": np.ones(shape, "f4") for part, shape in shapes.items()}
+    return {**joined, "blk.0.ffn_gate_inp.weight": np.ones((2, HIDDEN), "f4"), **dense(None)}
+
+
 def dense(content: Any) -> dict[str, Any]:
     """The feed-forward part of the only layer."""
     return {f"blk.0.ffn_{part}.weight": content for part in ("gate", "up", "down")}
@@ -196,7 +203,11 @@ EMBEDDING = "token_embd.weight"
 QKV = {f"blk.0.attn_{name}.weight": None for name in "qkv"}
 FREQUENCIES = "rope_freqs.weight"
 NAN, INF = float("nan"), float("inf")
-HONEST = {"gpt2": case(None), "llama": token(None, pieces=True)}
+HONEST = {
+    "gpt2": case(None),
+    "llama": token(None, pieces=True),
+    "mixtral": case(None, {"llama.expert_count": 2, "llama.expert_used_count": 1}, tensors=mixtral()),
+}
 UNREAD = {
     "attention__causal": False,
     "attention__scale": 0.5,
