@@ -284,10 +284,12 @@ def _dequantized(blocks: FileTensor, shape: tuple[int, ...], kind: Block) -> Laz
     rows = prod(shape[1:-1])  # of the file per row of dim 0
 
     def load(start: int, stop: int) -> Array:
+        first, last = (0, 1) if len(shape) == 1 else (start * rows, stop * rows)
+        with np.errstate(over="ignore", invalid="ignore"):  # scales that are infinite
+            values = kind.values(blocks.rows(first, last).reshape(-1, kind.width))
         if len(shape) == 1:
-            return kind.values(blocks.rows(0, 1).reshape(-1, kind.width)).reshape(-1)[start:stop]
-        data = blocks.rows(start * rows, stop * rows).reshape(-1, kind.width)
-        return np.ascontiguousarray(kind.values(data).reshape(stop - start, *shape[1:]))
+            return values.reshape(-1)[start:stop]
+        return np.ascontiguousarray(values.reshape(stop - start, *shape[1:]))
 
     return LazyTensor(BY_NAME["float32"], shape, load)
 
