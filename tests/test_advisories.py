@@ -18,14 +18,16 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from llmconv.convert import to_hf
 from llmconv.errors import LlmconvError, MalformedInput
 from llmconv.generation.chat_templates import render_chat
 from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.runtime.tokenizer import load_tokenizer
 from tests.hostile.advisories import CASES
+from tests.hostile.gguf import gguf
 
 ROOT = Path(__file__).parents[1]
-NUMBER = re.compile(r"(?:CVE-\d{4}-\d+|GHSA(?:-\w{4}){3}|PYSEC-\d{4}-\d+)")
+NUMBER = re.compile(r"(?:CVE-\d{4}-\d+|GHSA(?:-\w{4}){3}|PYSEC-\d{4}-\d+|(?:llama\.cpp|ggml|LM Studio) \d+)")
 
 EXTERNAL = {
     "CVE-2022-25882 a location above the folder": {"location": "../outside.bin"},
@@ -85,6 +87,19 @@ def test_a_chat_template_reaches_no_python(case: str, chatting: Path, tmp_path: 
     except LlmconvError:
         return
     assert not text.strip()  # the sandbox's filter finds no such attribute
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_a_chat_template_of_a_gguf_file_reaches_no_python(case: str, tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(gguf({"tokenizer.chat_template": TEMPLATES[case]}))
+    to_hf(tmp_path / "x.gguf", tmp_path / "model")
+    assert (tmp_path / "model/chat_template.jinja").read_text() == TEMPLATES[case]
+    try:
+        text = render_chat(load_tokenizer(tmp_path / "model"), [{"role": "user", "content": "hi"}])
+    except LlmconvError:
+        return
+    assert not text.strip()
 
 
 @pytest.mark.one_row_in(2)

@@ -33,7 +33,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 HEADER_LIMIT = 192 << 20  # bytes before the data; those of 260,000 tokens and their merges are 15 MiB
 ITEM_LIMIT = 4 << 20  # items of all arrays of the metadata
-KEY_LIMIT, TENSOR_LIMIT = 1 << 16, 1 << 17
+KEY_LIMIT, TENSOR_LIMIT = 1 << 16, 1 << 15
 TEXT_LIMIT = 16 << 20  # bytes of one text; a chat template has some thousand
 NAME_LIMIT = 256
 RANK_LIMIT = 4
@@ -83,7 +83,7 @@ class GGUFTensor:
 class GGUFFile:
     """The header of a file: its metadata by key, and its tensors by name in the order of the file."""
 
-    metadata: dict[str, Any]  # numbers, booleans, texts, lists of texts, and arrays of numbers
+    metadata: dict[str, Any]  # numbers, booleans, texts, and lists of them
     tensors: dict[str, GGUFTensor]
 
 
@@ -188,7 +188,7 @@ class _Header:
             return [self.text() for _ in range(count)]
         if items not in NUMBERS:
             raise FileProblem(f"has an array of the unsupported type {items}")
-        return np.frombuffer(self.take(count * np.dtype(NUMBERS[items]).itemsize), NUMBERS[items])
+        return np.frombuffer(self.take(count * np.dtype(NUMBERS[items]).itemsize), NUMBERS[items]).tolist()
 
 
 def _info(header: _Header) -> tuple[str, tuple[int, ...], int, int]:
@@ -253,12 +253,16 @@ def parts_of(path: Path) -> list[Path]:
     if found is None:
         return [path]
     count = int(found["count"])
-    parts = [path.with_name(f"{found['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
-    if missing := [part.name for part in parts if not part.is_file()]:
-        raise MalformedInput(
-            f"`{path.name}` is one of {count} parts, and `{missing[0]}` is not next to it",
-            hint="download all parts into one folder",
-        )
+    if not 0 < int(found["number"]) <= count:
+        raise MalformedInput(f"`{path.name}` cannot be one of {count} parts", hint="name the file as it was named")
+    parts = []
+    for number in range(1, count + 1):
+        parts.append(path.with_name(f"{found['stem']}-{number:05}-of-{count:05}.gguf"))
+        if not parts[-1].is_file():
+            raise MalformedInput(
+                f"`{path.name}` is one of {count} parts, and `{parts[-1].name}` is not next to it",
+                hint="download all parts into one folder",
+            )
     return parts
 
 
@@ -292,10 +296,12 @@ def _dequantized(blocks: FileTensor, shape: tuple[int, ...], kind: Block) -> Laz
     rows = prod(shape[1:-1])  # of the file per row of dim 0
 
     def load(start: int, stop: int) -> Array:
+        first, last = (0, 1) if len(shape) == 1 else (start * rows, stop * rows)
+        with np.errstate(over="ignore", invalid="ignore"):  # scales that are infinite
+            values = kind.values(blocks.rows(first, last).reshape(-1, kind.width))
         if len(shape) == 1:
-            return kind.values(blocks.rows(0, 1).reshape(-1, kind.width)).reshape(-1)[start:stop]
-        data = blocks.rows(start * rows, stop * rows).reshape(-1, kind.width)
-        return np.ascontiguousarray(kind.values(data).reshape(stop - start, *shape[1:]))
+            return values.reshape(-1)[start:stop]
+        return np.ascontiguousarray(values.reshape(stop - start, *shape[1:]))
 
     return LazyTensor(BY_NAME["float32"], shape, load)
 

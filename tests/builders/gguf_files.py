@@ -187,7 +187,12 @@ def _changed(name: str, values: Values, config: Mapping[str, Any]) -> Values:
     return values
 
 
-def byte_level(content: Mapping[str, Any], pre: str, *, bos: int, eos: int) -> Callable[[GGUFWriter], None]:
+def padded(count: int, rows: int) -> list[str]:
+    """The tokens that llama.cpp's converter adds where an embedding has more rows than a vocabulary."""
+    return [f"[PAD{number}]" for number in range(count, rows)]
+
+
+def byte_level(content: Mapping[str, Any], pre: str, *, bos: int, eos: int, rows: int) -> Callable[[GGUFWriter], None]:
     """Adds the vocabulary of a byte-level `tokenizer.json`."""
     ids = dict(content["model"]["vocab"]) | {token["content"]: token["id"] for token in content["added_tokens"]}
     special = {token["id"]: token["special"] for token in content["added_tokens"]}
@@ -197,10 +202,10 @@ def byte_level(content: Mapping[str, Any], pre: str, *, bos: int, eos: int) -> C
         kinds = {True: TokenType.CONTROL, False: TokenType.USER_DEFINED}
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre)
-        writer.add_token_list(tokens)
-        writer.add_token_types(
-            [kinds[special[ids[one]]] if ids[one] in special else TokenType.NORMAL for one in tokens]
-        )
+        more = padded(len(tokens), rows)
+        writer.add_token_list([*tokens, *more])
+        types = [kinds[special[ids[one]]] if ids[one] in special else TokenType.NORMAL for one in tokens]
+        writer.add_token_types([*types, *[TokenType.UNUSED] * len(more)])
         writer.add_token_merges(
             [" ".join(pair) if isinstance(pair, list) else pair for pair in content["model"]["merges"]]
         )

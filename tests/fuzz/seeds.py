@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from tests.hostile import adapters, deltas, honest, legacy
+from llmconv.checkpoint import read_json
+from tests.hostile import adapters, deltas, gguf, honest, legacy
 from tests.hostile.pickles import PYTHON, call, text
 
 
@@ -63,6 +64,65 @@ def megatron(folder: Path) -> Path:
     shape = Shape(layers=1)
     run = save_megatron(folder / "run", shape, hugging_face_state(shape))
     return (run / "iter_0000007/mp_rank_00/model_optim_rng.pt").rename(folder / "model_optim_rng.pt")
+
+
+def ggufs() -> list[bytes]:
+    """GGUF files of a Llama with either tokenizer, and of a Mixtral."""
+    return [gguf.gguf(), gguf.gguf(gguf.PIECES), gguf.gguf({**EXPERTS, **gguf.PIECES}, gguf.mixtral())]
+
+
+EXPERTS = {"llama.expert_count": 2, "llama.expert_used_count": 1}
+GGUF_WORDS = (*(name.encode() for name in gguf.KEYS), *(gguf.value(one) for one in (0, 1, 0.5, True, "x", ["a", "b"])))
+
+
+def gguf_keys() -> list[bytes]:
+    """What `with_keys` makes GGUF files of: their metadata, and shapes of more tensors."""
+    plain = {name: one.tolist() if isinstance(one, np.ndarray) else one for name, one in gguf.KEYS.items()}
+    shapes = {name: list(one.shape) for name, one in gguf.mixtral().items() if one is not None}
+    pieces = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0] * 8, "tokenizer.ggml.unknown_token_id": 2}
+    rope = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0, "llama.rope.freq_base": 10.0}
+    rope |= {"llama.rope.scaling.original_context_length": 8}
+    size = {"llama.attention.key_length": 2, "llama.attention.value_length": 2, "llama.rope.dimension_count": 2}
+    return [
+        *fields(keys={**plain, **size, "llama.attention.head_count_kv": [2, 2]}, tensors={}),
+        *fields(keys={**plain, **pieces, **rope}, tensors={}),
+        *fields(keys={**plain, **EXPERTS, **size}, tensors=shapes),
+        *fields(keys=plain, tensors={gguf.FREQUENCIES: [1]}),
+    ]
+
+
+def with_keys(path: Path) -> Path:
+    """The GGUF file of a JSON file, next to it."""
+    content = read_json(path)
+    keys, shapes = content.get("keys"), content.get("tensors")
+    more = {name: _ones(shape) for name, shape in shapes.items()} if isinstance(shapes, dict) else {}
+    values = {name: _gguf_value(one) for name, one in keys.items()} if isinstance(keys, dict) else {}
+    missing = {name: None for name in gguf.KEYS if name not in values}
+    dense = gguf.dense(None) if any("exps" in name for name in more) else {}
+    path.with_suffix(".gguf").write_bytes(gguf.gguf({**missing, **values}, {**dense, **more}))
+    return path.with_suffix(".gguf")
+
+
+def _ones(shape: Any) -> Any:
+    sizes = [size % 9 for size in shape if isinstance(size, int)] if isinstance(shape, list) else []
+    return np.ones(sizes[:5], np.float32)
+
+
+def _gguf_value(content: Any) -> bytes:
+    """A value of JSON with its type."""
+    if isinstance(content, bool | str):
+        return gguf.value(content)
+    if isinstance(content, int):
+        return struct.pack("<IQ", gguf.U64, content % (1 << 64)) if abs(content) >> 31 else gguf.value(content)
+    if isinstance(content, float):
+        return struct.pack("<Id", gguf.F64, content) if abs(content) > 1e30 else gguf.value(content)
+    if not isinstance(content, list):
+        return struct.pack("<I", 13)
+    items = [_gguf_value(one) for one in content]
+    kinds = {item[:4] for item in items}
+    return gguf.array(
+        int.from_bytes(max(kinds, default=bytes(4)), "little"), len(items), b"".join(i[4:] for i in items)
+    )
 
 
 def pickles() -> list[bytes]:

@@ -17,6 +17,7 @@ from llmconv.convert.formats.mindformers.mindspore import read_ckpt, read_strate
 from llmconv.convert.formats.paddle.read import open_pdparams
 from llmconv.convert.inspection import inspect
 from llmconv.convert.models.config_file import read_config_file
+from llmconv.convert.opening import open_format
 from llmconv.convert.state_dicts.distributed import TensorItem, named_leaves, open_folder
 from llmconv.convert.state_dicts.files import torch_tensors
 from llmconv.convert.tokenizers import parse_sentencepiece, parse_tiktoken, tiktoken_json, tokenizer_json
@@ -33,6 +34,7 @@ from llmconv.runtime.onnxruntime.lora_names import encode_adapter, read_adapter
 from llmconv.runtime.onnxruntime.session_file import read_session_file
 from llmconv.serve.openai_schema import ApiError, chat_request, completion_request, parse_json
 from tests.fuzz.seeds import (
+    GGUF_WORDS,
     GRAPH,
     LAYOUT,
     MESSAGE,
@@ -47,6 +49,8 @@ from tests.fuzz.seeds import (
     composer,
     delta,
     fields,
+    gguf_keys,
+    ggufs,
     graphs,
     hugging_face,
     images,
@@ -57,6 +61,7 @@ from tests.fuzz.seeds import (
     pickles,
     sentencepiece,
     strategies,
+    with_keys,
 )
 from tests.fuzz.target import Target, built, others, run_target
 from tests.hostile import honest
@@ -66,6 +71,16 @@ from tests.hostile.dcp import folder_of
 def read_megatron(path: Path) -> None:
     """The model in the file of a rank, with the size of its vocabulary."""
     formats()["megatron"].open(path, {"vocab_size": 30}, None)
+
+
+def _open_gguf(path: Path) -> None:
+    """The model in a GGUF file, and its tensors."""
+    if not formats()["gguf"].detect(path):
+        return
+    opened = open_format(formats()["gguf"], path, path.name, {}, None)
+    json.dumps(opened.config, allow_nan=False)
+    for tensor in opened.tensors.values():
+        tensor.read()
 
 
 def unpack_file(path: Path) -> None:
@@ -99,6 +114,8 @@ TARGETS: dict[str, Target] = {
     "torch": Target("x.pt", lambda: [built(composer, "x.pt")], torch_tensors, words=OPCODES),
     "old-torch": Target("x.bin", lambda: [built(old_file, "x.bin")], torch_tensors, words=OPCODES),
     "safetensors": Target("a.safetensors", lambda: [built(hugging_face, "a.safetensors")], read_header),
+    "gguf": Target("x.gguf", ggufs, _open_gguf, words=GGUF_WORDS),
+    "gguf-keys": Target("x.json", gguf_keys, lambda path: _open_gguf(with_keys(path))),
     "header": Target(
         "x.json",
         lambda: fields(a={"dtype": "F32", "shape": [2, 1], "data_offsets": [0, 8]}, __metadata__={"format": "pt"}),

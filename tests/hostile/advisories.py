@@ -9,6 +9,9 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from tests.hostile import gguf
 from tests.hostile.case import Case
 from tests.hostile.deltas import model
 from tests.hostile.honest import weights, with_pickle
@@ -53,6 +56,10 @@ def with_file(name: str, content: bytes = PAYLOAD, **config: Any) -> Case:
 
 TEMPLATES = [{"name": name, "template": "x"} for name in ("../../pwned", "/tmp/pwned", "a\\..\\pwned")]
 
+BYTES, ONE = np.array([2, 1, 1, 6, 6, 1, 1, 1], "i4"), np.zeros(1, "f4")
+NO_IDS = ("tokenizer.ggml.token_type", *(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "unknown")))
+GIB = (1 << 30).to_bytes(8, "little")
+
 CASES: dict[str, Case] = {
     "CVE-2025-32434 a tar of torch's first format": Case(tar, "several files"),
     "CVE-2026-24747 an item set on a tensor": Case(item_of_a_tensor, "SETITEM|item|dict"),
@@ -77,4 +84,35 @@ CASES: dict[str, Case] = {
     "CVE-2026-9856 templates whose names are paths": with_file(
         "tokenizer_config.json", json.dumps({"chat_template": TEMPLATES}).encode()
     ),
+    "CVE-2025-49847 a token of 2^31 bytes": gguf.token(
+        "text of", tokens=gguf.array(gguf.TEXT, 1, (1 << 31).to_bytes(8, "little"))
+    ),
+    "CVE-2025-49847 a token of 2^63 bytes": gguf.token(
+        "text of", tokens=gguf.array(gguf.TEXT, 1, (1 << 63).to_bytes(8, "little"))
+    ),
+    "CVE-2025-52566 a count of tokens that is negative in 32 bits": gguf.token(
+        "arrays of more", tokens=gguf.array(gguf.TEXT, (1 << 31) + 8, b"")
+    ),
+    "CVE-2026-7482 a tensor longer than the file": gguf.one_more("lies at", (1 << 20,), offset=1024),
+    "CVE-2026-7482 a tensor after the end of the file": gguf.one_more("lies at", (8,), offset=1 << 40),
+    "llama.cpp 25969 a byte of -1": gguf.token(
+        None, pieces=True, tokens=["a", "b", "c", "<0x-1>", "<0xZZ>", "ab", "bc", "abc"], token_type=BYTES
+    ),
+    "llama.cpp 25508 an id past the vocabulary": gguf.token("has no token", bos_token_id=(1 << 32) - 1),
+    "llama.cpp 25508 a vocabulary without the usual ids": gguf.case(
+        "no scores or unknown token",
+        {**gguf.PIECES, **dict.fromkeys(NO_IDS), "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.scores": ONE},
+        tensors={gguf.EMBEDDING: np.ones((1, 4), "f4")},
+    ),
+    "llama.cpp 26318 an alignment that is a float": gguf.case("alignment", {"general.alignment": 32.0}),
+    "llama.cpp 26318 a size that overflows when padded": gguf.one_more("shape", ((1 << 64) - 8,), kind=24),
+    "llama.cpp 27203 dimensions whose product is negative": gguf.one_more("shape", ((1 << 63) - 1, 2), kind=24),
+    "llama.cpp 26690 scores of one byte": gguf.token("scores", pieces=True, scores=np.zeros(8, "u1")),
+    "llama.cpp 25821 more layers than 512": gguf.own("layers", block_count=513),
+    "LM Studio 2289 a byte of -1": gguf.token(
+        None, pieces=True, tokens=["a", "b", "c", "<0x-f>", "<0x00>", "ab", "bc", "abc"], token_type=BYTES
+    ),
+    "ggml 1516 a text of 1 GiB": gguf.case("text of", {"x": gguf.TEXT.to_bytes(4, "little") + GIB}),
+    "ggml 1516 an array of 2^30 numbers": gguf.case("arrays of more", {"x": gguf.array(gguf.U32, 1 << 30, b"")}),
+    "ggml 1516 an alignment of 1 GiB": gguf.case("alignment", {"general.alignment": 1 << 30}),
 }

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.hostile import honest, legacy
+from tests.hostile import gguf, honest, legacy
 from tests.hostile.case import Case
 from tests.hostile.dcp import folder_of
 from tests.hostile.honest import composer, message, mindspore_value, safetensors, with_pickle
@@ -357,6 +357,8 @@ CASES: dict[str, Case] = {
     "tiktoken: many words": tokenizer(lambda: b"YQ== 0\n" + b"a " * (SIZE // 2)),
     **{f"yaml: {name}": configuration(content) for name, content in DOCUMENTS.items()},
     **{f"header: {name}": weights_file(header) for name, header in HEADERS.items()},
+    **{f"gguf: {name}": gguf.file(EASY, make) for name, make in gguf.BOMBS.items()},
+    "gguf: many parts": gguf.file(EASY, gguf.gguf, "x-99999-of-99999.gguf"),
     "zip: many members": zipped(SIZE // 110),
     "mindspore: many values": parameters(lambda: times(empty_value())),
     "mindspore: empty values": parameters(lambda: empty_value() + times(b"\x0a\x00")),
@@ -368,6 +370,7 @@ CASES: dict[str, Case] = {
 HONEST: dict[str, Case] = {
     "dcp": Case(folder_of, EASY),
     "legacy": legacy.HONEST["legacy"],
+    **gguf.HONEST,
     "from-hf": Case(
         lambda folder: _hugging_face(folder),
         EASY,

@@ -195,7 +195,7 @@ CASES: dict[str, Case] = {
     "PK and zeros, 8 GB": Case(lambda folder: pk(folder), "damaged"),
     "text": content(b"#!/bin/sh\nexit 1\n", UNKNOWN),
     "an ELF program": content(b"\x7fELF" + bytes(200), "a program"),
-    "GGUF": content(b"GGUF\x03\0\0\0" + b"\xff" * 16, "GGUF file"),
+    "GGUF": content(b"GGUF\x03\0\0\0" + b"\xff" * 16, "declares"),
     "HDF5": content(b"\x89HDF\r\n\x1a\n" + bytes(100), "HDF5 file"),
     "ONNX": content(b"\x08\x0a\x12\x07pytorch\x3a\x00", UNKNOWN),
     "a raw pickle": content(b"\x80\x02" + call("os", "system", text(f"touch {CANARY}")) + b".", UNKNOWN),

@@ -20,7 +20,7 @@ SECONDS, MEBIBYTES = 10, 500
 """Of a fast idle core; most need 3."""
 
 QUICK = re.compile(
-    r"name: |yaml: (anchors|a deep flow)|sentencepiece: a long|tiktoken: a long"
+    r"name: |gguf: (many parts|a merge of)|yaml: (anchors|a deep flow)|sentencepiece: a long|tiktoken: a long"
     r"|torch file: (ten ref|a million sets$|an object of)|old file: views"
 )
 """One of each kind, also in the quick tests."""

@@ -16,7 +16,7 @@ from llmconv.convert.algebra import equal
 from llmconv.convert.assembly import side_files_of
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.gguf.codes import with_codes
-from llmconv.convert.formats.gguf.names import ENDS, HINT, Keys, in_hugging_face_names
+from llmconv.convert.formats.gguf.names import FREQUENCIES, HINT, LONG, Keys, in_hugging_face_names
 from llmconv.convert.formats.gguf.save import QUANTIZERS, save
 from llmconv.convert.formats.gguf.tokenizer import special_ids, tokenizer_files
 from llmconv.convert.models.completeness import as_loaded
@@ -66,6 +66,9 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     stored: dict[str, LazyTensor] = {name: tensor.values for name, tensor in found.tensors.items()}
     if EMBEDDING not in stored or len(stored[EMBEDDING].shape) != 2:
         raise MalformedInput(f"`{path.name}` has no embedding (`{EMBEDDING}`)", hint=HINT)
+    tokens, rows = found.metadata.get("tokenizer.ggml.tokens", []), stored[EMBEDDING].num_rows
+    if isinstance(tokens, list) and len(tokens) not in (0, rows):
+        raise MalformedInput(f"`{path.name}` has {len(tokens)} tokens, and an embedding of {rows}", hint=HINT)
     if HEAD in stored and equal(stored[HEAD], stored[EMBEDDING]):
         del stored[HEAD]
     settings, tensors = in_hugging_face_names(keys, stored)
@@ -74,7 +77,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         settings, tensors, notes_of_codes = with_codes(keys, own, settings, tensors)
         warnings += notes_of_codes
     settings |= {
-        "vocab_size": stored[EMBEDDING].num_rows,
+        "vocab_size": rows,
         "tie_word_embeddings": HEAD not in stored,
         **special_ids(found.metadata, path.name),
     }
@@ -84,7 +87,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     side_files = side_files_of(path, tokenizer) if tokenizer else tokenizer_files(found.metadata, path.name, warnings)
     counts = Counter(tensor.type for tensor in found.tensors.values())
     types = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
-    dropped = [name for name in found.tensors if name in ENDS and ENDS[name] is None]
+    dropped = [name for name in (FREQUENCIES, *LONG) if name in found.tensors]
     notes = (f"{listing(dropped)}, which the configuration describes",) if dropped else ()
     shards = len(parts_of(_files(path)[0]))
     return Checkpoint(

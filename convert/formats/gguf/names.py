@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import log, sqrt
 from typing import Any
 
 import numpy as np
 
 from llmconv.checkpoint import transposed
 from llmconv.convert.algebra import fitting, interleave_rows, permute_rows, renamed, reshaped, rope_order, slice_rows
-from llmconv.convert.fields import Fields
+from llmconv.convert.fields import LARGEST, SHORT, Fields
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import Array, LazyTensor
 
 Tensors = Mapping[str, LazyTensor]
+FREQUENCIES, LONG = "rope_freqs.weight", ("rope_factors_long.weight", "rope_factors_short.weight")
 HINT = "the file was changed, or another program wrote it; download it again, or convert the original model"
 
 
@@ -29,6 +31,17 @@ class Keys(Fields):
     """The metadata of a file, by keys without the name of its architecture."""
 
     architecture: str = ""
+    read: set[str] = field(default_factory=set, compare=False)  # keys that were asked for
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        self.read.update(names)
+        return super().get(*names, default=default)
+
+    def refuse_others(self) -> None:
+        """UnsupportedInput for a key that nothing has asked for, unless it changes no result."""
+        for name in sorted(self.values.keys() - self.read - HARMLESS):
+            if self.values[name] not in NEUTRAL.get(name, (0, None)):
+                raise self.unsupported(f"has `{name[:80]}` = {SHORT.repr(self.values[name])}, which is not supported")
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any], source: str) -> Keys:
@@ -46,12 +59,29 @@ class Keys(Fields):
         )
 
 
+HARMLESS = {
+    *("vocab_size", "context_length", "tensor_data_layout", "rope.scaling.finetuned"),
+    *("rope.scaling.original_context_length", "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"),
+}
+"""Keys that change no result of an architecture that does not ask for them."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "expert_gating_func": (1,),  # softmax
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": (0, 1),
+    "rope.scaling.attn_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+}
+"""Values that change no result, of keys for which it is not zero."""
+
+
 def _plain(value: Any) -> Any:
     """A float32 as the shortest decimal that rounds to it, and an array per layer of one number as that number."""
     if isinstance(value, float):
-        return float(str(np.float32(value)))
-    if isinstance(value, np.ndarray):
-        return _plain(value[0].item()) if len(value) and (value == value[0]).all() else value.tolist()
+        return float(str(np.float32(value))) if abs(value) < LARGEST else value
+    if isinstance(value, list):
+        return _plain(value[0]) if value and all(one == value[0] for one in value) else value
     return value
 
 
@@ -76,12 +106,15 @@ def decoder(keys: Keys, tensors: Tensors, **more: Any) -> dict[str, Any]:
     head_dim = keys.count("attention.key_length", default=max(1, width // heads))
     if keys.count("attention.value_length", default=head_dim) != head_dim:
         raise keys.unsupported("has values of another size than keys")
+    groups = keys.count("attention.head_count_kv", default=heads)
+    if heads % groups:
+        raise keys.invalid("attention.head_count_kv", groups, f"a divisor of {heads}")
     config = {
         "hidden_size": width,
         "intermediate_size": keys.count("feed_forward_length"),
         "num_hidden_layers": keys.count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.count("attention.head_count_kv", default=heads),
+        "num_key_value_heads": groups,
         "head_dim": head_dim,
         "max_position_embeddings": keys.count("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
@@ -96,33 +129,42 @@ def scaling(keys: Keys, tensors: Tensors, head_dim: int) -> dict[str, Any] | Non
     """`rope_scaling`; None without it. Raises UnsupportedInput for a kind that no model of transformers has."""
     if (turned := keys.count("rope.dimension_count", default=head_dim)) != head_dim:
         raise keys.unsupported(f"turns {turned} of {head_dim} elements of a head")
-    if "rope_freqs.weight" in tensors:
-        return _llama3(keys, tensors["rope_freqs.weight"].read(), head_dim)
-    kind = keys.word("rope.scaling.type", "none")
+    kind = keys.word("rope.scaling.type", "linear" if keys.get("rope.scaling.factor", "rope.scale_linear") else "none")
     if kind == "none":
-        return None
+        return _llama3(keys, tensors, head_dim) if FREQUENCIES in tensors else None
+    if FREQUENCIES in tensors:
+        raise keys.unsupported(f"scales rotary positions by `{kind[:20]}`, and by `{FREQUENCIES}`")
     if kind not in ("linear", "yarn"):
         raise keys.unsupported(f"scales rotary positions by `{kind[:20]}`")
-    found: dict[str, Any] = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
+    found: dict[str, Any] = {"rope_type": kind, "factor": keys.number("rope.scaling.factor", "rope.scale_linear")}
     if kind == "yarn":
         found["original_max_position_embeddings"] = keys.count("rope.scaling.original_context_length")
         ours = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
         found |= {ours[name]: keys.number(f"rope.scaling.{name}") for name in ours if keys.get(f"rope.scaling.{name}")}
-        if keys.number("rope.scaling.yarn_log_multiplier", default=0.1, least=-1) != 0.1 or keys.get(
-            "rope.scaling.attn_factor"
-        ):
+        usual = {"yarn_log_multiplier": 0.1, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "attn_factor": 1.0}
+        if any(keys.number(f"rope.scaling.{name}", default=one, least=-2) != one for name, one in usual.items()):
             raise keys.unsupported("has YaRN with a scale of attention that its configuration does not state")
     return found
 
 
-def _llama3(keys: Keys, factors: Array, head_dim: int) -> dict[str, Any]:
-    """Llama 3's scaling, of which a file has the factor of each frequency, float32 [head_dim / 2]."""
-    theta = keys.number("rope.freq_base", default=10000.0)
+def _factors(keys: Keys, tensors: Tensors, name: str, turned: int) -> Array:
+    """One factor of each frequency, float32 [turned / 2]."""
+    found = tensors.get(name)
+    values = found.read().astype(np.float32) if found and found.shape == (turned // 2,) else np.zeros(1, np.float32)
+    if not all(0 < one < LARGEST for one in values.tolist()):
+        raise MalformedInput(f"`{name}` of `{keys.source}` is not {turned // 2} positive numbers", hint=HINT)
+    return values
+
+
+def _llama3(keys: Keys, tensors: Tensors, head_dim: int) -> dict[str, Any]:
+    """Llama 3's scaling, of which a file has the factors."""
+    theta, factors = keys.number("rope.freq_base", default=10000.0), _factors(keys, tensors, FREQUENCIES, head_dim)
     factor = float(factors.max(initial=1.0))
     for context in (8192, keys.count("rope.scaling.original_context_length", default=8192)):
         lengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
         smooth = (context / lengths - 1.0) / (4.0 - 1.0)
-        between = 1 / ((1 - smooth) / factor + smooth)
+        with np.errstate(divide="ignore"):  # where it is not taken
+            between = 1 / ((1 - smooth) / factor + smooth)
         wanted = np.where(lengths < context / 4.0, 1.0, np.where(lengths > context, factor, between))
         if wanted.shape == factors.shape and np.allclose(wanted, factors, rtol=1e-5, atol=0):
             return {
@@ -142,7 +184,8 @@ def _llama(keys: Keys, tensors: Tensors) -> dict[str, Any]:
     }
     if not keys.get("expert_count"):
         return decoder(keys, tensors, **biases)
-    more = {"num_local_experts": keys.count("expert_count"), "num_experts_per_tok": keys.count("expert_used_count")}
+    count = keys.count("expert_count")
+    more = {"num_local_experts": count, "num_experts_per_tok": keys.count("expert_used_count", most=count + 1)}
     return decoder(keys, tensors, model_type="mixtral", **more)
 
 
@@ -167,7 +210,7 @@ def _qwen_moe(keys: Keys, tensors: Tensors) -> dict[str, Any]:
         intermediate_size=keys.count("feed_forward_length", "expert_feed_forward_length"),
         moe_intermediate_size=keys.count("expert_feed_forward_length"),
         num_experts=keys.count("expert_count"),
-        num_experts_per_tok=keys.count("expert_used_count"),
+        num_experts_per_tok=keys.count("expert_used_count", most=keys.count("expert_count") + 1),
         norm_topk_prob=True,  # as llama.cpp computes it
         decoder_sparse_step=1,
         mlp_only_layers=[],
@@ -194,10 +237,10 @@ def _gemma3(keys: Keys, tensors: Tensors) -> dict[str, Any]:
     return found | {
         "query_pre_attn_scalar": _scale(keys, found, layers_of_27b=62),
         "sliding_window": keys.count("attention.sliding_window"),
-        "sliding_window_pattern": 6,
+        "sliding_window_pattern": keys.count("attention.sliding_window_pattern", default=6),
         "rope_theta": keys.number("rope.freq_base", default=1_000_000.0),
         "rope_local_base_freq": keys.number("rope.freq_base_swa", default=10000.0),
-        "final_logit_softcapping": keys.get("final_logit_softcapping"),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", default=0.0, least=-1) or None,
         "attn_logit_softcapping": None,
     }
 
@@ -210,17 +253,20 @@ def _scale(keys: Keys, config: Mapping[str, Any], layers_of_27b: int) -> int:
 
 
 def _phi3(keys: Keys, tensors: Tensors) -> dict[str, Any]:
-    width, heads = keys.count("embedding_length"), keys.count("attention.head_count")
-    turned = keys.count("rope.dimension_count", default=width // heads)
     found = decoder(replace(keys, values={**keys.values, "rope.dimension_count": None}), tensors)
-    original = keys.count("rope.scaling.original_context_length", default=found["max_position_embeddings"])
+    size, context = found["head_dim"], found["max_position_embeddings"]
+    turned = keys.count("rope.dimension_count", default=size, most=size + 1)
+    original = keys.count("rope.scaling.original_context_length", default=context)
     found |= {
         "original_max_position_embeddings": original,
-        "sliding_window": keys.get("attention.sliding_window") or None,
-        "partial_rotary_factor": turned / (width // heads),
+        "sliding_window": keys.count("attention.sliding_window") if keys.get("attention.sliding_window") else None,
+        "partial_rotary_factor": turned / size,
     }
-    if "rope_factors_long.weight" in tensors:
-        long, short = (tensors[f"rope_factors_{kind}.weight"].read() for kind in ("long", "short"))
+    if {*LONG} & tensors.keys():
+        scale = sqrt(1 + log(context / original) / log(original)) if context > original > 1 else 1.0
+        if abs(keys.number("rope.scaling.attn_factor", default=scale) - scale) > 1e-4:
+            raise keys.unsupported("has another scale of attention than its context length gives")
+        long, short = (_factors(keys, tensors, name, turned) for name in LONG)
         factors = {"long_factor": list(map(_plain, long.tolist())), "short_factor": list(map(_plain, short.tolist()))}
         found["rope_scaling"] = {"rope_type": "longrope", **factors, "original_max_position_embeddings": original}
     return found
@@ -246,19 +292,26 @@ def _gpt2(keys: Keys, tensors: Tensors) -> dict[str, Any]:
 
 
 def _bloom(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    width, heads = keys.count("embedding_length"), keys.count("attention.head_count")
+    if keys.count("attention.head_count_kv", default=heads) != heads:
+        raise keys.unsupported("shares keys and values between heads, which transformers' BLOOM cannot")
+    if keys.count("feed_forward_length", default=4 * width) != 4 * width:
+        raise keys.unsupported("has a feed-forward part of another size than four times its width")
     return {
-        "hidden_size": keys.count("embedding_length"),
+        "hidden_size": width,
         "n_layer": keys.count("block_count"),
-        "n_head": keys.count("attention.head_count"),
+        "n_head": heads,
         "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
     }
 
 
 def _falcon(keys: Keys, tensors: Tensors) -> dict[str, Any]:
     heads, groups = keys.count("attention.head_count"), keys.count("attention.head_count_kv", default=1)
-    two_norms = "blk.0.attn_norm_2.weight" in tensors
+    width, two_norms = keys.count("embedding_length"), "blk.0.attn_norm_2.weight" in tensors
+    if scaling(keys, tensors, max(1, width // heads)):
+        raise keys.unsupported("scales rotary positions")
     return {
-        "hidden_size": keys.count("embedding_length"),
+        "hidden_size": width,
         "num_hidden_layers": keys.count("block_count"),
         "num_attention_heads": heads,
         "num_kv_heads": groups,
@@ -277,8 +330,8 @@ def _falcon(keys: Keys, tensors: Tensors) -> dict[str, Any]:
 
 def _mpt(keys: Keys, tensors: Tensors) -> dict[str, Any]:
     width, bias = keys.count("embedding_length"), keys.number("attention.max_alibi_bias", default=0.0, least=-1)
-    if not bias:
-        raise keys.unsupported("has no ALiBi (`attention.max_alibi_bias`), which transformers' MPT has")
+    if not bias or bias != int(bias):
+        raise keys.unsupported("has no ALiBi (`attention.max_alibi_bias`) as transformers' MPT has")
     if keys.count("attention.head_count_kv", default=keys.count("attention.head_count")) != keys.count(
         "attention.head_count"
     ):
@@ -332,7 +385,7 @@ def _dealt(name: str, tensor: LazyTensor, config: Mapping[str, Any], groups: str
     heads = config.get("n_head") or config["num_attention_heads"]
     width, count = config["hidden_size"] // heads, config[groups]
     ends = [heads * width, heads * width + count * width, heads * width + 2 * count * width]
-    if tensor.num_rows != ends[-1]:
+    if tensor.num_rows != ends[-1] or heads % count:
         raise ValueError(f"{tensor.num_rows} rows of queries, keys and values, expected {ends[-1]}")
     parts = [slice_rows(tensor, start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
     return interleave_rows(parts, [heads // count * width, width, width])
@@ -352,9 +405,7 @@ ENDS: dict[str, str | None] = {
     "output_norm.weight": "model.norm.weight",
     "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
-    "rope_freqs.weight": None,
-    "rope_factors_long.weight": None,
-    "rope_factors_short.weight": None,
+    FREQUENCIES: None,
 }
 ATTENTION = _modules(
     attn_norm="input_layernorm",
@@ -438,6 +489,7 @@ MPT = _other(
 FALCON_TWO_NORMS = BLOOM | _other("transformer.h.{}.", {}, {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"})
 PHI3 = {
     **ENDS,
+    **dict.fromkeys(LONG),
     **_modules(attn_norm="input_layernorm", attn_qkv="self_attn.qkv_proj", attn_output="self_attn.o_proj"),
     **_modules(ffn_norm="post_attention_layernorm", ffn_up="mlp.gate_up_proj", ffn_down="mlp.down_proj"),
 }
@@ -468,6 +520,9 @@ EXPERTS = {
 }
 """Names of the matrices of an expert in a layer, by architecture."""
 
+JOINED = re.compile(r"blk\.(?:0|[1-9]\d{0,8})\.ffn_(?:gate|down|up)_exps\.weight")
+MATRICES = 1 << 16  # of all experts; the largest models have half as many
+
 
 def in_hugging_face_names(keys: Keys, tensors: Tensors) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     """Configuration and tensors of the model; fields that a file has for its vocabulary are not in it.
@@ -482,6 +537,7 @@ def in_hugging_face_names(keys: Keys, tensors: Tensors) -> tuple[dict[str, Any],
             hint=f"supported are {', '.join(ARCHITECTURES)}; give the Hugging Face folder that it was converted from",
         )
     config = {"model_type": family.model_type, **family.config(keys, tensors)}
+    keys.refuse_others()
     names = FALCON_TWO_NORMS if config.get("num_ln_in_parallel_attn") == 2 else family.names
     stored = dict(tensors)
     experts: dict[str, LazyTensor] = {}
@@ -496,12 +552,17 @@ def in_hugging_face_names(keys: Keys, tensors: Tensors) -> tuple[dict[str, Any],
 def _experts(keys: Keys, tensors: dict[str, LazyTensor], config: Mapping[str, Any]) -> dict[str, LazyTensor]:
     """The matrices of each expert; takes those of all experts of a layer out of `tensors`, [experts, rows, columns]."""
     pattern, parts = EXPERTS[keys.architecture]
-    found = {}
-    for layer in range(config["num_hidden_layers"]):
-        for part, name in parts.items():
-            joined = tensors.pop(f"blk.{layer}.ffn_{part}_exps.weight", None)
-            if joined is not None and len(joined.shape) == 3:
-                for expert in range(joined.num_rows):
-                    one = reshaped(slice_rows(joined, expert, expert + 1), joined.shape[1:])
-                    found[LAYER.format(layer) + pattern.format(expert, name)] = one
+    found: dict[str, LazyTensor] = {}
+    count = config.get("num_local_experts", config.get("num_experts", 0))
+    names = [name for name in tensors if JOINED.fullmatch(name)]
+    if len(names) * count > MATRICES:
+        raise MalformedInput(f"`{keys.source}` declares {count} experts, more than any model has", hint=HINT)
+    for stored in names:
+        _, layer, part = stored.removesuffix("_exps.weight").split(".")
+        joined = tensors.pop(stored)
+        if len(joined.shape) != 3 or joined.num_rows != count:
+            raise MalformedInput(f"`{stored}` of `{keys.source}` is not {count} experts", hint=HINT)
+        for expert in range(joined.num_rows):
+            one = reshaped(slice_rows(joined, expert, expert + 1), joined.shape[1:])
+            found[LAYER.format(layer) + pattern.format(expert, parts[part.removeprefix("ffn_")])] = one
     return found

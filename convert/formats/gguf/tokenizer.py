@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -100,9 +101,11 @@ def tokenizer_files(metadata: Mapping[str, Any], source: str, warnings: list[str
     Raises UnsupportedInput for a tokenizer that is not known exactly, MalformedInput for one that contradicts itself.
     """
     tokens, kind = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.model")
-    if not isinstance(tokens, list) or not tokens:
+    if not tokens or kind == "no_vocab":
         warnings.append(f"`{source}` contains no tokenizer; give one with `--tokenizer`")
         return {}
+    if not isinstance(tokens, list) or not all(isinstance(text, str) for text in tokens):
+        raise MalformedInput(f"`{source}` has tokens that are not texts", hint=GIVE)
     types = _numbers(metadata, "token_type", len(tokens), source)
     if kind == "llama":
         content, begins = _sentencepiece(metadata, tokens, types, source), True
@@ -138,7 +141,7 @@ def tokenizer_files(metadata: Mapping[str, Any], source: str, warnings: list[str
 
 
 def _flag(metadata: Mapping[str, Any], key: str, *, default: bool) -> bool:
-    return bool(metadata.get(f"tokenizer.ggml.{key}", default))
+    return metadata.get(f"tokenizer.ggml.{key}", default) not in (False, [])
 
 
 def _numbers(metadata: Mapping[str, Any], key: str, count: int, source: str) -> Sequence[float]:
@@ -146,10 +149,12 @@ def _numbers(metadata: Mapping[str, Any], key: str, count: int, source: str) -> 
     found = metadata.get(f"tokenizer.ggml.{key}")
     if found is None:
         return [0] * count
-    if not isinstance(found, np.ndarray) or len(found) != count:
+    kinds = float if key == "scores" else int
+    if not isinstance(found, list) or not all(type(one) is kinds and isfinite(one) for one in found):
+        raise MalformedInput(f"`{source}` has an invalid `{key}`", hint=GIVE)
+    if len(found) != count:
         raise MalformedInput(f"`{source}` does not have one `{key}` per token", hint=GIVE)
-    numbers: list[float] = found.tolist()
-    return numbers
+    return found
 
 
 def _sentencepiece(
@@ -183,15 +188,17 @@ def _byte_level(
     metadata: Mapping[str, Any], tokens: list[str], types: Sequence[float], words: Words, source: str
 ) -> dict[str, Any]:
     merges = metadata.get("tokenizer.ggml.merges")
-    pairs = [merge.split(" ") for merge in merges] if isinstance(merges, list) and isinstance(tokens[0], str) else []
+    pairs = [str(merge).split(" ") for merge in merges] if isinstance(merges, list) else []
     vocabulary = {
         text: number
         for number, (text, kind) in enumerate(zip(tokens, types, strict=True))
         if not (kind == UNUSED and PADDING.fullmatch(text))
     }
     known = all(len(pair) == 2 and {*pair, "".join(pair)} <= vocabulary.keys() for pair in pairs)
-    if not pairs or not known or len(vocabulary) < len({*tokens}) - types.count(UNUSED):
+    if not pairs or not known:
         raise MalformedInput(f"`{source}` has merges of tokens that it does not have, or none", hint=GIVE)
+    if len({*tokens}) < len(tokens):
+        raise MalformedInput(f"`{source}` has a token twice", hint=GIVE)
     alphabet = {*byte_alphabet()}
     added = [
         added_token(number, text, special=kind == CONTROL)

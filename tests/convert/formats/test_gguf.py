@@ -34,7 +34,7 @@ from llmconv.export.exporter import export
 from llmconv.files.gguf_file import BLOCKS
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from llmconv.verify import verify
-from tests.builders.gguf_files import byte_level, write_gguf
+from tests.builders.gguf_files import byte_level, padded, write_gguf
 from tests.conftest import DECODER, save_tiny
 
 TEXTS = ["The cat, the mat: 12345!", "  two  spaces\n\tand a tab ", "naïve 漢字 🙂 I'll DON'T", "<|end|> x <think>"]
@@ -173,7 +173,7 @@ def test_byte_level_ids_are_those_of_the_tokenizer(tiny_model: Path, tmp_path: P
     file = write_gguf(
         tiny_model,
         tmp_path / "x.gguf",
-        tokenizer=byte_level(content, pre, bos=end, eos=end),
+        tokenizer=byte_level(content, pre, bos=end, eos=end, rows=512),
         more={"tokenizer.chat_template": template, "tokenizer.ggml.eot_token_id": 7},
     )
     to_hf(file, tmp_path / "hf")
@@ -196,8 +196,9 @@ def sentencepiece_keys(model: bytes, *, prefix: bool) -> Callable[[GGUFWriter], 
     def add(writer: GGUFWriter) -> None:
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        writer.add_token_list([processor.id_to_piece(number) for number in numbers])
-        writer.add_token_scores([processor.get_score(number) for number in numbers])
+        more = padded(len(numbers), 512)
+        writer.add_token_list([*(processor.id_to_piece(number) for number in numbers), *more])
+        writer.add_token_scores([*(processor.get_score(number) for number in numbers), *[-10000.0] * len(more)])
         writer.add_token_types(
             [
                 2
@@ -209,6 +210,7 @@ def sentencepiece_keys(model: bytes, *, prefix: bool) -> Callable[[GGUFWriter], 
                 else 1
                 for number in numbers
             ]
+            + [5] * len(more)
         )
         writer.add_bos_token_id(processor.bos_id())
         writer.add_eos_token_id(processor.eos_id())
@@ -314,7 +316,7 @@ def test_what_is_not_known_exactly_is_refused_by_name(tmp_path: Path, more: dict
 
 def test_another_pre_tokenizer_needs_the_models_own(tiny_model: Path, tmp_path: Path) -> None:
     content = trained("")
-    file = write_gguf(tiny_model, tmp_path / "x.gguf", tokenizer=byte_level(content, "new-one", bos=0, eos=0))
+    file = write_gguf(tiny_model, tmp_path / "x.gguf", tokenizer=byte_level(content, "new-one", bos=0, eos=0, rows=512))
     with pytest.raises(UnsupportedInput, match=r"divides text into words in an unknown way \(`new-one`\)") as error:
         open_training(file)
     assert "--tokenizer" in str(error.value.hint)
@@ -448,7 +450,7 @@ def test_a_tokenizer_goes_and_comes_back(tiny_model: Path, tmp_path: Path, pre: 
     else:
         content = trained(*PRE[pre][:1], digits=PRE[pre][1])
         end = content["added_tokens"][0]["id"]
-        add = byte_level(content, pre, bos=end, eos=end)
+        add = byte_level(content, pre, bos=end, eos=end, rows=512)
     file = write_gguf(tiny_model, tmp_path / "x.gguf", tokenizer=add, more={"tokenizer.chat_template": template})
     to_hf(file, tmp_path / "hf")
     from_hf(tmp_path / "hf", tmp_path / "out", to="gguf")
