@@ -61,7 +61,11 @@ def save(checkpoint: Checkpoint, shards: int, quantized: str = "") -> Plan:
     architecture = _architecture(checkpoint)
     keys = _keys(checkpoint.config)
     tensors = _tensors(checkpoint, architecture)
-    stored = {name: _stored(name, tensor, quantized) for name, tensor in tensors.items()}
+    head = "output.weight" if "output.weight" in tensors else "token_embd.weight"  # kept more exact, as by llama.cpp
+    stored = {
+        name: _stored(name, tensor, "Q8_0" if quantized and name == head else quantized)
+        for name, tensor in tensors.items()
+    }
     _require_same(checkpoint, architecture, keys, tensors)
     kinds = [one.type for name, one in stored.items() if one.type != "F32" and not KEPT.search(name)]
     vocabulary, left = tokenizer_keys(checkpoint, tensors["token_embd.weight"].num_rows)

@@ -399,6 +399,7 @@ def test_a_file_of_blocks_is_written(tmp_path: Path, kind: str) -> None:
     assert np.array_equal(
         opened["model.embed_tokens.weight"].read(), dequantize(stored["token_embd.weight"].data, number)
     )
+    assert stored["output.weight"].tensor_type == GGMLQuantizationType.Q8_0
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,12 @@ MODELS = FAMILIES | {
         "llama",
         {
             "rope_parameters": {
-                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192, **THETA,
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+                **THETA,
             }
         },
     ),
