@@ -124,9 +124,16 @@ def export_checkpoint(
 def _with_mtp(
     model: LanguageModel, specs: Mapping[str, GraphSpec], checkpoint: Checkpoint
 ) -> tuple[LanguageModel, dict[str, GraphSpec]]:
-    """The model and the specs of its graphs, with the graph of its MTP head; raises as `head_of`."""
+    """The model and the specs of its graphs, with the graph of its MTP head.
+
+    Raises as `head_of`, and UnsupportedInput for a multi-modal model.
+    """
     from llmconv.export.tracing.mtp import head_of  # noqa: PLC0415 - few models have one
 
+    if model.embeddings:
+        raise UnsupportedInput(
+            "`--mtp`: graphs that take embeddings have no graph of an MTP head", hint="export without `--mtp`"
+        )
     size = int(model.config.hidden_size)
     with_hidden = {role: replace(spec, hidden=size) for role, spec in specs.items()}
     mtp = replace(model, mtp=head_of(model.config, checkpoint))
