@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.argument_checks import checked
-from llmconv.causal_lm import require_model_type
+from llmconv.causal_lm import mtp_tensors, require_model_type
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.formats import formats
 from llmconv.convert.models.completeness import as_loaded, check_complete
@@ -97,6 +97,10 @@ def open_model(path: Path) -> Checkpoint:
             hint="if transformers' own class computes the same, remove `auto_map` from its `config.json`",
         )
     config = as_loaded(tensors, checkpoint.config)
-    warnings = check_complete(tensors, config, path.name)
+    heads = {name: tensors.pop(name) for name in mtp_tensors(tensors, config)}
+    left = (
+        [f"{len(heads)} tensors of the MTP head are left out: training formats have no names for them"] if heads else []
+    )
+    warnings = [*left, *check_complete(tensors, config, path.name)]
     config = settle_head(tensors, config, warnings)
     return replace(checkpoint, tensors=tensors, config=config, warnings=tuple(warnings))

@@ -42,7 +42,7 @@ from llmconv.export.weights import match_weights, require_one_copy
 from llmconv.files.paths import Placed, output_place
 from llmconv.files.sources import local_path
 from llmconv.model_code import code_of
-from llmconv.output.manifest import step
+from llmconv.output.manifest import MTP_ROLE, step
 from llmconv.progress import say, warn
 from llmconv.progress import step as progress_step
 from llmconv.runtime.custom_code import uses_custom_code
@@ -104,13 +104,14 @@ def export_checkpoint(
         text = found.sha256 if (found := text_of(given)) else ""
     rest = given["strict_target"], quantization, text, lora_targets(given["lora_inputs"])
     layouts = [client.name for client in clients if client.name != DEFAULT]
-    names = graph_names(given["graph_name"], list(single or roles), layouts)
+    names = graph_names(given["graph_name"], [*(single or roles), *[MTP_ROLE] * given["mtp"]], layouts)
     changes = GraphOptions(given["last_logits"], choice, given["stages"], prefix, given["opset"], *rest, names)
     extras = language_model.extra_inputs
     for option in (name for name in ("prefix", "kv_cache") if given[name]):
         refuse_option(extras, f"--{option.replace('_', '-')}")
     specs = single or graph_specs(roles, given, language_model.embeddings, quantized=quantization is not None)
     specs = with_fixed_inputs(specs, extras, clients)
+    language_model, specs = _with_mtp(language_model, specs, checkpoint) if given["mtp"] else (language_model, specs)
     check_context(language_model.config, context_length(checkpoint.path), given["max_seq_len"])
     plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint, specs, given["quant"]), changes)
     if quantization:
@@ -118,6 +119,25 @@ def export_checkpoint(
     folder = _output_folder(language_model, checkpoint, output, given, plan.clients.edits())
     folder.check(plan)
     return _make(language_model, checkpoint, plan, folder, source, given)
+
+
+def _with_mtp(
+    model: LanguageModel, specs: Mapping[str, GraphSpec], checkpoint: Checkpoint
+) -> tuple[LanguageModel, dict[str, GraphSpec]]:
+    """The model and the specs of its graphs, with the graph of its MTP head.
+
+    Raises as `head_of`, and UnsupportedInput for a multi-modal model.
+    """
+    from llmconv.export.tracing.mtp import head_of  # noqa: PLC0415 - few models have one
+
+    if model.embeddings:
+        raise UnsupportedInput(
+            "`--mtp`: graphs that take embeddings have no graph of an MTP head", hint="export without `--mtp`"
+        )
+    size = int(model.config.hidden_size)
+    with_hidden = {role: replace(spec, hidden=size) for role, spec in specs.items()}
+    mtp = replace(model, mtp=head_of(model.config, checkpoint))
+    return mtp, {**with_hidden, MTP_ROLE: GraphSpec(task=MTP_ROLE, hidden=size)}
 
 
 def _make(

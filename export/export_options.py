@@ -28,6 +28,8 @@ class ExportOptions(TypedDict, total=False):
         layout: names of the clients that will open the folder, one file each in `export/clients/`.
         embeds: graphs take `inputs_embeds` instead of `input_ids`, and `embeddings.onnx` is the embedding table; always
             so for multimodal models.
+        mtp: write `mtp.onnx`, the layer that predicts one further token (MTP), too; the other graphs return the hidden
+            state that it reads.
         last_logits: return the logits of the last position only.
         postprocess: `argmax` or `topk:K`: choose tokens in the graph.
         stages: number of graphs that the layers are divided into.
@@ -80,6 +82,7 @@ class ExportOptions(TypedDict, total=False):
     graph_name: str | Sequence[str]
     layout: str | Sequence[str]
     embeds: bool
+    mtp: bool
     last_logits: bool
     postprocess: str | None
     stages: int
@@ -152,6 +155,7 @@ def check_options(given: ExportOptions, *, writes: bool) -> None:
             "`--strict-target` compares graphs with the kernels of one provider",
             hint=f"add `--target`, one of: {', '.join(name for name, row in TARGETS.items() if row.compared)}",
         )
+    _require_plain_graphs(given)
     if target is None:
         check_shapes(given)
     check_weight_options(given, writes=writes)
@@ -169,6 +173,22 @@ def check_options(given: ExportOptions, *, writes: bool) -> None:
         raise UsageProblem(
             "`--max-shard-size` has no effect: `--graphs-only` writes no weights", hint="leave one of the two out"
         )
+
+
+WITH_MTP = {
+    *("mtp", "prefill", "incremental", "unified", "graph_name", "dtype", "max_shard_size", "graphs_only"),
+    *("overwrite", "resume", "dry_run"),
+}
+"""Options that graphs with an MTP head take: those are in float32 and have a growing cache."""
+
+
+def _require_plain_graphs(given: ExportOptions) -> None:
+    """Raises UsageProblem for an option that graphs with an MTP head do not have."""
+    for name, value in given.items():
+        if given["mtp"] and name not in WITH_MTP and value != DEFAULTS[name]:  # type: ignore[literal-required]
+            raise UsageProblem(
+                f"`--{name.replace('_', '-')}` is not supported with `--mtp`", hint="leave one of the two out"
+            )
 
 
 def _require_fitting(given: ExportOptions, task: str) -> None:

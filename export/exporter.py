@@ -22,7 +22,7 @@ from llmconv.files.paths import Placed, output_place
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
 from llmconv.model_code import model_class
 from llmconv.not_a_model_folder import is_quantized_export, refused_export
-from llmconv.output.manifest import read_manifest
+from llmconv.output.manifest import MTP_ROLE, read_manifest
 from llmconv.output.writer import destination_of
 from llmconv.progress import step, warn
 
@@ -95,7 +95,7 @@ def _refuse_early(
     if not is_foreign and not is_multi_modal(checkpoint.config, embeds=given["embeds"]):
         find_input_map(str(checkpoint.config.get("model_type")))
     layouts = [client.name for client in clients if client.name != DEFAULT]
-    roles = roles_of_task(given) or roles
+    roles = roles_of_task(given) or [*roles, *[MTP_ROLE] * given["mtp"]]
     graph_names(given["graph_name"], roles, layouts)
     if given["target"] is None and not roles_of_task(given):
         graph_specs(roles, given)

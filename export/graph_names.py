@@ -8,13 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import UsageProblem
-from llmconv.output.manifest import EMBEDDINGS, EMBEDDINGS_ROLE, GRAPH_FILES, SINGLE_PASS_FILES, VISION, VISION_ROLE
+from llmconv.output.manifest import (
+    EMBEDDINGS,
+    EMBEDDINGS_ROLE,
+    GRAPH_FILES,
+    MTP,
+    MTP_ROLE,
+    SINGLE_PASS_FILES,
+    VISION,
+    VISION_ROLE,
+)
 
 FILES: Mapping[str, str] = {  # the usual names by role
     **GRAPH_FILES,
     **SINGLE_PASS_FILES,
     EMBEDDINGS_ROLE: EMBEDDINGS,
     VISION_ROLE: VISION,
+    MTP_ROLE: MTP,
 }
 
 OPTION, SUFFIX = "--graph-name", ".onnx"

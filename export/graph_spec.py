@@ -21,6 +21,7 @@ from llmconv.progress import say
 from llmconv.runtime.extra_inputs import (
     BATCH,
     CACHE_RANK,
+    HIDDEN,
     INPUTS_EMBEDS,
     MAX_LENGTH,
     PAST,
@@ -56,9 +57,12 @@ class GraphSpec:
     kv_cache: str = ""  # `int8` for keys and values as integer codes, which are added after the trace; empty for floats
     # calls with several new tokens have one row only, which lets `GroupQueryAttention` rotate its inputs
     steps: bool = False
+    hidden: int = 0  # size of the hidden state that it also returns, for an MTP head; 0 if it does not
     # names of extra inputs that the graph does not have, because they always have their default
     fixed_inputs: tuple[str, ...] = ()
-    task: str = ""  # what a graph without a cache returns, a key of `tracing.single_pass.RESULTS`; empty for logits
+    # what a graph without a cache returns, a key of `tracing.single_pass.RESULTS`, or `mtp` for an MTP head; empty for
+    # logits
+    task: str = ""
     head: SentenceHead | TokenScore | None = None  # what follows the decoder for that task; None for nothing
 
     @property
@@ -68,7 +72,7 @@ class GraphSpec:
 
     def manifest_fields(self) -> dict[str, Any]:
         dtypes = {"precision": self.precision, "logits_dtype": self.logits}
-        others = {"embeddings", "precision", "logits", "fixed_inputs", "head"}
+        others = {"embeddings", "precision", "logits", "fixed_inputs", "head", "hidden", "task" if self.hidden else ""}
         fixed = {name: value for name, value in asdict(self).items() if value and name not in others}
         fields: dict[str, Any] = {name: dtype for name, dtype in dtypes.items() if dtype != FLOAT32}
         fields |= {"fixed_inputs": list(self.fixed_inputs)} if self.fixed_inputs else {}
@@ -116,6 +120,8 @@ class GraphSpec:
         """Outputs of a graph with this spec; `ports` are those of the family's graph with a growing cache."""
         if self.cache == NO_CACHE:
             ports = [port for port in ports if not port.name.startswith("present")]
+        if self.hidden:
+            ports = [ports[0], Port(HIDDEN, FLOAT32, (BATCH, SEQUENCE, self.hidden)), *ports[1:]]
         return tuple(self._fixed(port) for port in ports)
 
     def _fixed(self, port: Port) -> Port:

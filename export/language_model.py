@@ -40,10 +40,10 @@ from llmconv.export.tracing.fake_model import (
 )
 from llmconv.export.tracing.trace import trace, trace_embeddings
 from llmconv.export.weights import expressions, missing_key, require_shape
-from llmconv.output.manifest import EMBEDDINGS_ROLE, VISION_ROLE
+from llmconv.output.manifest import EMBEDDINGS_ROLE, MTP_ROLE, VISION_ROLE
 from llmconv.progress import say
 from llmconv.runtime.eager.stored_tensors import kept_in_float32
-from llmconv.runtime.extra_inputs import WRITE_INDICES, ExtraInput
+from llmconv.runtime.extra_inputs import PREVIOUS_HIDDEN, WRITE_INDICES, ExtraInput
 from llmconv.tensors import LazyTensor
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class LanguageModel:
     # size of the embeddings that the graphs take instead of tokens; None if they take tokens
     embeddings: int | None = None
     whole: Any = None  # the config of a multi-modal model whose vision tower is a graph too; None if it is not
+    mtp: tuple[str, ...] = ()  # the tensors that the graph of its MTP head may need; empty without that graph
 
     @property
     def extra_inputs(self) -> dict[str, ExtraInput]:
@@ -112,6 +113,9 @@ class LanguageModel:
         """
         built = {spec: build_graph(self.config, self.input_map, spec) for spec in dict.fromkeys(specs.values())}
         layers = max(layers for _, layers in built.values())
+        if self.mtp:
+            mtp = next(spec for spec in built if spec.task == MTP_ROLE)
+            built[mtp] = replace(built[mtp][0], own=self.mtp), 1
         named = self.naming.renamed if self.naming else lambda traced: traced
         graphs = {spec: named(traced) for spec, (traced, _) in built.items()}
         made, precision = {role: graphs[spec] for role, spec in specs.items()}, next(iter(specs.values())).precision
@@ -170,7 +174,9 @@ def build_graph(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> 
     UnsupportedInput: transformers or torch cannot build or trace the model.
     """
     with refusing("trace this model"):
-        if (replicated := _replicated(config, input_map, spec)) is not None:
+        if spec.task == MTP_ROLE:
+            input_map = replace(input_map, extras=(*input_map.extras, PREVIOUS_HIDDEN))
+        elif (replicated := _replicated(config, input_map, spec)) is not None:
             return replicated
         traced = trace(config, input_map, spec)
         _rewrite(traced, causal=not input_map.both_ways(config))

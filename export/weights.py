@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import onnx_ir as ir
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+from llmconv.causal_lm import mtp_tensors
 from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, replace_uses, static_shape
 from llmconv.files.safetensors_file import FileTensor
@@ -402,6 +403,7 @@ def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dic
             require_dtype(source.name, own[source.name])
     used = {leaf.name for expression in found.values() for leaf in leaves(expression)}
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in traced.ignored) or "(?!)")
+    used |= set(mtp_tensors(own, {"num_hidden_layers": traced.num_layers}))
     left = [name for name in own if not ignored.search(name) and name not in used and not name.endswith(BUFFERS)]
     if left:
         listed = ", ".join(f"`{name}`" for name in left[:5])

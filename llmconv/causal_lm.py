@@ -8,7 +8,7 @@ Gemma 3, and vLLM's `_get_and_verify_max_len`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,6 +158,22 @@ def language_config(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = read_json(path) if path.is_file() else {}
     text = config.get("text_config")
     return {**config, **(text if isinstance(text, dict) else {})}
+
+
+MTP = re.compile(r"(?:^|\.)mtp(?:_layers|_dspark)?\.")
+MTP_LAYER = re.compile(r"(.*\blayers\.(\d{1,9})\.)eh_proj\.weight")
+
+
+def mtp_tensors(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
+    """The names of the tensors of MTP heads, which predict further tokens, among those of a checkpoint.
+
+    They are named `mtp` (Qwen3-Next, MiMo), or in a layer after the last with an `eh_proj` (DeepSeek-V3, GLM-4.5).
+    """
+    names, text = list(names), config.get("text_config")
+    layers = (text if isinstance(text, Mapping) else config).get("num_hidden_layers")
+    found = [match for name in names if (match := MTP_LAYER.fullmatch(name))]
+    starts = tuple(match[1] for match in found if isinstance(layers, int) and int(match[2]) >= layers)
+    return [name for name in names if MTP.search(name) or name.startswith(starts)]
 
 
 def context_length(folder: Path) -> int | None:

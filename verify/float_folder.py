@@ -11,10 +11,11 @@ from typing import Any
 import onnx
 from onnx import numpy_helper
 
+from llmconv.causal_lm import mtp_tensors
 from llmconv.checkpoint import INDEX, SINGLE, open_weights, read_json
 from llmconv.errors import UsageProblem, first_line
 from llmconv.memory import raise_if_out_of_memory
-from llmconv.output.manifest import GraphEntry
+from llmconv.output.manifest import GraphEntry, mtp_entry
 from llmconv.runtime.extra_inputs import INPUTS_EMBEDS, is_past
 from llmconv.runtime.onnxruntime.graph import open_graph
 from llmconv.runtime.onnxruntime.guard import is_external, load_guarded, refill
@@ -122,6 +123,8 @@ class FloatFolder:
             used |= names
             yield [check]
         yield [audit_decisions(name, model, config) for name, model in verified.models.items()]
+        if mtp_entry(verified.path):  # `verify.mtp` compares these
+            used |= set(mtp_tensors(source.reference, config["stated"]))
         unused = sorted(set(source.reference) - used)
         if used and unused:
             report.notes.append(f"{len(unused)} tensors of the model are in no graph, first `{unused[0]}`")

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx
 
 from llmconv.causal_lm import require_causal_folder
 from llmconv.errors import MalformedInput
-from llmconv.output.manifest import EMBEDDINGS, VISION, GraphEntry, graph_entries, single_pass_entries
+from llmconv.output.manifest import EMBEDDINGS, VISION, GraphEntry, graph_entries, mtp_entry, single_pass_entries
 from llmconv.runtime.onnxruntime.graph import has_vision
 from llmconv.runtime.onnxruntime.guard import is_external, load_guarded, refill, rename
 from llmconv.verify.arguments import recorded_reference, require_weights
@@ -20,6 +21,9 @@ from llmconv.verify.comparison.run import takes_embeddings
 from llmconv.verify.results import Report
 from llmconv.verify.single_pass import SinglePassFolder
 from llmconv.verify.verification import Session
+
+if TYPE_CHECKING:
+    from llmconv.verify.mtp import MtpFolder
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,17 @@ class GraphFolder:
             return None
         verified = self._verified(self.single)
         return SinglePassFolder(verified, self.reference, self.report, self.session, self.allow_changed)
+
+    def mtp_head(self) -> MtpFolder | None:
+        """The graph of the MTP head; None if there is none, or if scenarios are selected, which it does not have."""
+        if (entry := mtp_entry(self.path)) is None:
+            return None
+        if self.session.selection.only:
+            self.report.unseen.append("faults of the MTP head (`--scenario` leaves it out)")
+            return None
+        from llmconv.verify.mtp import MtpFolder  # noqa: PLC0415 - few folders have one
+
+        return MtpFolder(self._verified([entry]), self.with_cache(), self.reference, self.report, self.allow_changed)
 
     def _verified(self, entries: list[GraphEntry]) -> VerifiedFolder:
         return VerifiedFolder(self.path, entries, _models(self.path, entries), self.session.settings)

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx
 from onnx import numpy_helper
@@ -60,6 +61,9 @@ from llmconv.verify.results import LINE_LIMIT, WHOLE, Report, clean
 from llmconv.verify.scenarios.selection import Budget, Selection
 from llmconv.verify.single_pass import SinglePassFolder
 from llmconv.verify.verification import Checking, OnChecks, Session
+
+if TYPE_CHECKING:
+    from llmconv.verify.mtp import MtpFolder
 
 
 @fetches
@@ -202,10 +206,11 @@ def checked_folder(folder: GraphFolder, choices: Choices) -> Report:
         ["faults of graphs without a cache (`--scenario` leaves them out)"] if folder.single and rest is None else []
     )
     floats = FloatFolder(verified, folder.reference, folder.report, folder.session, folder.code, folder.allow_changed)
+    mtp = folder.mtp_head()
     with ExitStack() as stack:
         if choices.record:
             only = folder.session.selection.only
-            stack.enter_context(recording(_with(verified, rest), folder.reference, folder.report, only))
+            stack.enter_context(recording(_with(_with(verified, rest), mtp), folder.reference, folder.report, only))
         if coded:
             checks = _coded_checks(coded, floats, choices.eager, stack)
         elif is_quantized(verified.models):
@@ -214,7 +219,13 @@ def checked_folder(folder: GraphFolder, choices: Choices) -> Report:
             checks = floats.checks(choices.method, choices.eager, choices.low_memory)
         has_codes = bool(coded) or is_quantized(verified.models)
         checks = _in_turn(checks, floats, choices.clients, rest, has_codes=has_codes)
-        return folder.session.run(folder.report, checks, most_precise)
+        return folder.session.run(folder.report, checks if mtp is None else _then(checks, mtp), most_precise)
+
+
+def _then(checks: Checking, mtp: MtpFolder) -> Checking:
+    found = yield from checks
+    yield from mtp.checks()
+    return found
 
 
 def _in_turn(
@@ -291,7 +302,7 @@ def _checked_alone(folder: GraphFolder, rest: SinglePassFolder | None, choices: 
         return rest.session.run(folder.report, _alone(rest))
 
 
-def _with(verified: VerifiedFolder, rest: SinglePassFolder | None) -> VerifiedFolder:
+def _with(verified: VerifiedFolder, rest: SinglePassFolder | MtpFolder | None) -> VerifiedFolder:
     if rest is None:
         return verified
     other = rest.verified

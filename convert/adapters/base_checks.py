@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from llmconv.causal_lm import mtp_tensors
 from llmconv.checkpoint import Checkpoint, open_checkpoint, read_json
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.edits import Edits
@@ -111,7 +112,11 @@ def _fewer_layers(base: Checkpoint, adapter: Adapter, config: Mapping[str, Any])
     """The adapter changes only the first layers, in every kind of module, although its config selects no layers."""
     if _chooses_layers(config):
         return None
-    present, touched = _layers(base), _layers(f"{module}." for module in adapter.pairs)
+    heads = set(mtp_tensors(base, base.config))  # no adapter is trained on those of later tokens
+    present, touched = (
+        _layers(name for name in base if name not in heads),
+        _layers(f"{module}." for module in adapter.pairs),
+    )
     counts = set()
     for module, numbers in touched.items():
         there = {number for name in present if name.startswith(module) for number in present[name]}

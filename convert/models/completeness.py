@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from llmconv.causal_lm import architecture
+from llmconv.causal_lm import architecture, mtp_tensors
 from llmconv.convert.models import blueprint as blueprints
 from llmconv.convert.models.transformers_source import causal_lm_classes, model_names
 from llmconv.errors import MalformedInput, listing
@@ -50,9 +50,15 @@ def is_buffer(name: str, rank: int) -> bool:
 
 
 def as_loaded(tensors: dict[str, LazyTensor], config: dict[str, Any]) -> dict[str, Any]:
-    """Removes, in place, the tensors that transformers ignores; returns the config with its default for a tied head."""
-    plan = blueprints.blueprint(config) if depth_is_possible(tensors, config) else None
-    for name in [name for name in tensors if plan and plan.ignores(name)]:
+    """Removes, in place, the tensors that transformers ignores, but for MTP heads; returns the config, which may tie.
+
+    Its output head is tied where that is the default of the class.
+    """
+    plan, heads = (
+        blueprints.blueprint(config) if depth_is_possible(tensors, config) else None,
+        mtp_tensors(tensors, config),
+    )
+    for name in [name for name in tensors.keys() - {*heads} if plan and plan.ignores(name)]:
         del tensors[name]
     ties = plan.tied if plan else model_names(str(config.get("model_type"))).tied
     return {**config, "tie_word_embeddings": True} if ties and "tie_word_embeddings" not in config else config
@@ -63,9 +69,26 @@ def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
 
     The blueprint knows most models; others are built by transformers on the meta device, which imports torch. Returns a
     warning where transformers cannot build the model and only rules were checked that hold for any model, and a note
-    about tensors that transformers ignores. Raises MalformedInput for wrong keys, shapes, or element types other than
-    floats.
+    about tensors that transformers ignores, as those of MTP heads. Raises MalformedInput for wrong keys, shapes, or
+    element types other than floats.
     """
+    body, notes = _without_heads(tensors, config)
+    return [*notes, *_checked(body, config, source)]
+
+
+def _without_heads(
+    tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
+) -> tuple[Mapping[str, LazyTensor], list[str]]:
+    """The tensors without those of MTP heads, and a note about these."""
+    heads = set(mtp_tensors(tensors, config))
+    if not heads:
+        return tensors, []
+    note = f"{len(heads)} tensors of the MTP head, which predicts further tokens, are kept as they are"
+    return {name: tensor for name, tensor in tensors.items() if name not in heads}, [note]
+
+
+def _checked(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> list[str]:
+    """As `check_complete`, of tensors without MTP heads."""
     refuse_unmerged(tensors, config, source)
     reason = "the configuration has an impossible number of layers or experts"
     if not config.get(AUTO_MAP) and not depth_is_possible(tensors, config):
@@ -104,6 +127,12 @@ def check_folder(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], s
     nothing was checked: the model has its own code, or is of another version of transformers. Raises MalformedInput for
     missing keys, wrong shapes, element types other than floats, or an unmerged adapter.
     """
+    body, notes = _without_heads(tensors, config)
+    return [*notes, *_checked_folder(body, config, source)]
+
+
+def _checked_folder(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> list[str]:
+    """As `check_folder`, of tensors without MTP heads."""
     named = architecture(config)
     if named and str(config.get("model_type")) not in causal_lm_classes() and depth_is_possible(tensors, config):
         refuse_unmerged(tensors, config, source)
@@ -111,7 +140,7 @@ def check_folder(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], s
         if not isinstance(asked, str) and not config.get(AUTO_MAP):
             return _refuse_differences(asked, tensors, config, source, keeps_others=True)
     try:
-        return check_complete(tensors, config, source)
+        return _checked(tensors, config, source)
     except MalformedInput as why:
         if UNMERGED_SAYS in why.message:
             raise
@@ -156,10 +185,7 @@ OWN_FACTORS = ("phi4_multimodal", "phi4mm")
 def _passed_over(names: Sequence[str]) -> list[str]:
     if not names:
         return []
-    return [
-        f"{len(names)} tensors that transformers does not load, such as layers that predict further tokens, are kept: "
-        f"{listing(names)}"
-    ]
+    return [f"{len(names)} tensors that transformers does not load are kept: {listing(names)}"]
 
 
 def _loaded(

@@ -345,8 +345,9 @@ class ModelNames:
 
     @property
     def roots(self) -> tuple[str, ...]:
-        """What the names of a whole model begin with; heads had other names in older versions."""
-        return tuple(dict.fromkeys(f"{name.partition('.')[0]}." for name in (self.base, self.head, *HEADS) if name))
+        """What the names of a whole model, with MTP heads, begin with; heads had other names in older versions."""
+        names = (self.base, self.head, *HEADS, "mtp")
+        return tuple(dict.fromkeys(f"{name.partition('.')[0]}." for name in names if name))
 
 
 @lru_cache(maxsize=8)

@@ -506,9 +506,9 @@ def prefix_of(names: Collection[str]) -> str:
 
 
 def outside(names: Collection[str], prefix: str) -> list[str]:
-    """Names outside the model: those that do not begin as the embedding or the head does."""
+    """Names outside the model: those that do not begin as the embedding, the head or an MTP head does."""
     ends = tuple(f".{end}" for end in (*EMBEDDINGS, *HEADS))
-    own = {name.removeprefix(prefix).partition(".")[0] for name in names if f".{name}".endswith(ends)}
+    own = {"mtp", *(name.removeprefix(prefix).partition(".")[0] for name in names if f".{name}".endswith(ends))}
     return [
         name for name in names if not name.startswith(prefix) or name.removeprefix(prefix).partition(".")[0] not in own
     ]

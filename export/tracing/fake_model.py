@@ -38,6 +38,7 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_layers import MtpModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -47,6 +48,7 @@ from llmconv.export.export_options import CLASSIFY
 from llmconv.export.input_map import decoder_config
 from llmconv.export.library_patches import fake_parameters
 from llmconv.export.weights import DOMAIN, GROUPED
+from llmconv.output.manifest import MTP_ROLE
 from llmconv.requirements import unusable_package
 from llmconv.runtime.custom_code import custom_classes
 from llmconv.runtime.eager.stored_tensors import kept_in_float32
@@ -206,7 +208,12 @@ def _initialized(config: Any, dtype: torch.dtype, task: str) -> PreTrainedModel:
     auto = AutoModelForSequenceClassification if task == CLASSIFY else AutoModelForCausalLM
     is_alone = task != CLASSIFY and getattr(config, "model_type", "") in TEXT_MODELS
     make = TextWithHead._from_config if is_alone else auto.from_config
-    return make(config, attn_implementation="eager", dtype=dtype)
+    model = make(config, attn_implementation="eager", dtype=dtype)
+    if task != MTP_ROLE:
+        return model
+    from llmconv.export.tracing.mtp import MtpHead  # noqa: PLC0415 - few models have one
+
+    return MtpHead(model)
 
 
 @contextmanager
@@ -385,6 +392,8 @@ TEXT_MODELS = frozenset({"qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text"
 
 def conversions_of(model: PreTrainedModel) -> list[Any]:
     """How checkpoint tensors become parameters of a model; of a text model also what the whole one declares."""
+    if isinstance(model, MtpModel):
+        return list(model.conversions)
     own: list[Any] = get_model_conversion_mapping(model)
     whole = str(model.config.model_type).removesuffix("_text")
     declared = get_checkpoint_conversion_mapping(whole) if isinstance(model, TextWithHead) else None

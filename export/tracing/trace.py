@@ -99,7 +99,7 @@ class CacheAsTensors(nn.Module):
         extras: list[Tensor],  # values of the extra inputs that are not fixed, in their order
         past: list[Tensor],  # tensors of the cache
     ) -> tuple[Tensor, list[Tensor]]:
-        """Logits `[batch, sequence, vocab]`, and the cache with the new tokens."""
+        """Logits `[batch, sequence, vocab]`, the hidden state for an MTP head, and the cache with the new tokens."""
         cache = self._cache(past, input_ids, attention_mask, write_indices)
         others = self._named(extras, input_ids, attention_mask)
         new, total = (
@@ -114,8 +114,10 @@ class CacheAsTensors(nn.Module):
             given["position_ids"] = position_ids
         if self._both_ways:
             given["attention_mask"] = self._masks(given, self._both_ways, cache)
-        result = self.model(**given, use_cache=True, **{self._cache_name: cache})
-        return result.logits.to(getattr(torch, self._spec.logits)), cache.tensors()
+        hidden = {"output_hidden_states": True} if self._spec.hidden else {}
+        result = self.model(**given, **hidden, use_cache=True, **{self._cache_name: cache})
+        states = [result.hidden_states[-1]] if self._spec.hidden else []
+        return result.logits.to(getattr(torch, self._spec.logits)), [*states, *cache.tensors()]
 
     def _named(self, given: Sequence[Tensor], tokens: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """The values of all extra inputs by name: those that are not fixed are `given`, the others their default.
@@ -225,7 +227,7 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
                     custom_translation_table=TRANSLATIONS,
                 )
     assert onnx_program is not None
-    if spec.task:
+    if single and spec.task:
         from llmconv.export.tracing.single_pass import result_ports  # noqa: PLC0415 - of graphs without a cache
 
         outputs = result_ports(spec, onnx_program.model)

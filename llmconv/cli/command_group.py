@@ -47,7 +47,7 @@ COMMON = {
     "Merge": "weights initial_adapters combine densities rank majority_sign base_quant alpha check",
     "Division of the work": "part finish workers engine",
     "Graphs": (
-        "task no_cache prefill incremental unified graph_name layout embeds last_logits postprocess stages "
+        "task no_cache prefill incremental unified graph_name layout embeds mtp last_logits postprocess stages "
         "lora_inputs prefix opset"
     ),
     "Shapes and cache": "shapes max_seq_len prompt_len cache",

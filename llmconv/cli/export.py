@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 @option(
     "--embeds", "Graphs take embeddings; embeddings.onnx computes those of tokens. Always so for multimodal models."
 )
+@option("--mtp", "Write mtp.onnx, too: the layer that predicts a further token, for `generate --speculate mtp`.")
 @option("--last-logits", "Return the logits of the last position only.")
 @option("--postprocess argmax|topk:K", "Choose tokens in the graph: outputs `tokens` and `scores`.")
 @option("--stages K", "Divide each graph into K graphs, for K devices.", click.IntRange(1), default=1)

@@ -54,8 +54,9 @@ BACKEND = (
     option("--prefix-tuning PATH", "Tuned prefix before every prompt: PEFT adapter, or PaddleNLP's pre_caches.npy."),
     option(
         "--speculate MODEL",
-        "Guessed tokens that a call may run too: lookup (the text repeats itself), off, or the folder of a smaller "
-        "model with the same vocabulary, which guesses. The text is the same.  [default: lookup]",
+        "Guessed tokens that a call may run too: lookup (the text repeats itself), off, mtp (guesses of the head, see "
+        "`export --mtp`), or the folder of a smaller model with the same vocabulary, which guesses. The text is the "
+        "same.  [default: lookup]",
     ),
     option(
         "--form",
@@ -147,7 +148,7 @@ def with_graphs(model: str, given: dict[str, Any]) -> str:
     """The model, or the folder in the cache with its graphs, as for `speculate`; takes `first_export` out."""
     wanted = given.pop("first_export")
     others = ("decode", "adapter", "prefix_tuning", "stage_at", "trust_remote_code")
-    if (smaller := given.get("speculate")) not in (None, "", "lookup", "off"):
+    if (smaller := given.get("speculate")) not in (None, "", "lookup", "mtp", "off"):
         same = {name: given[name] for name in ("backend", "trust_remote_code")}
         given["speculate"] = with_graphs(smaller, {**dict.fromkeys(others), **same, "first_export": wanted})
     if not wanted or given["backend"] != "onnx" or any(given[name] for name in others) or not Path(model).exists():

@@ -78,10 +78,14 @@ class Draft(Guesser):
                 next_token = step.choices.tokens[0, -1, :1]
             guess, text = np.append(guess, next_token), np.append(text, next_token)
         self._spent = time.perf_counter() - started - self._reading
-        if runs := count - bool(self._reading):
+        self._time(count - bool(self._reading))
+        return guess
+
+    def _time(self, runs: int) -> None:
+        """Notes the time of the latest guesses, which took so many runs."""
+        if runs:
             each = self._spent / runs
             self._guess_seconds += (SECONDS_RATE if self._guess_seconds else 1.0) * (each - self._guess_seconds)
-        return guess
 
     def _known(self, ids: Array) -> tuple[int, Cache | None]:
         """How many first tokens of `ids`, not all of them, are in the cache, and that cache; None if none are."""

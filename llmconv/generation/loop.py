@@ -46,7 +46,7 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
     return ids, mask
 
 
-LOOKUP, OFF = "lookup", "off"  # what `speculate` may be besides a draft model
+LOOKUP, OFF, MTP = "lookup", "off", "mtp"  # what `speculate` may be besides a draft model
 MOST = 15  # tokens guessed per call
 WIDTHS = (1, 2, 4, 8, 16)  # tokens per call
 LONGEST = 16  # last tokens that are compared
@@ -75,6 +75,9 @@ class Guesser(ABC):
     @abstractmethod
     def guess(self, ids: Array, most: int) -> Array:
         """At most `most` tokens that may follow `ids`, int64 [tokens]; none if they would not save time."""
+
+    def read(self, first: int, hidden: Array) -> None:  # noqa: B027 - few guessers read them
+        """Notes the hidden states [tokens, hidden] of the tokens from number `first` on."""
 
     def took(self, tokens: int, seconds: float, kept: int = 1) -> None:
         """Notes the seconds of a call that ran `tokens` tokens and gave `kept` new ones."""
@@ -178,6 +181,7 @@ class Batch:
         self._before: Past | None = None  # what the latest call continued
         self._pending = 1  # last tokens of the row, or of each row, that are not in the cache
         self._started = 0.0
+        self._number: int | None = None  # that of the first token of the latest step; None if a whole text ran
 
     def start(self, past: Past | None = None, most: int = 0) -> None:
         """Pads the prompts, which `read` then runs after `past`, at most `most` columns per step; 0 for all."""
@@ -211,7 +215,13 @@ class Batch:
         placed = self._placed.columns(done, end) if self._placed else None
         step = self._runner.prefill(*given, self._extras(call), placed)
         self.past = Past(step.present, end)
+        self._hear(step, done, end - done)
         return step if end == longest else None
+
+    def _hear(self, step: Step, first: int, tokens: int) -> None:
+        """Passes the hidden states of the first tokens of a step of a row that is alone to what guesses."""
+        if self._guesser and len(self.rows) == 1 and step.hidden is not None:
+            self._guesser.read(first, step.hidden[0, :tokens])
 
     def step(self) -> Step:
         assert self.past
@@ -228,11 +238,12 @@ class Batch:
             mask = self._mask[:, : ids.shape[1]]
             call = ModelCall(ids, mask, self._position_ids(mask, ids.shape[1]))
             step = self._runner.prefill(*call.arrays, None, self._extras(call), self._placed)
-            self.past = Past(step.present, ids.shape[1])
+            self.past, self._number = Past(step.present, ids.shape[1]), None
             return step
         self._started = time.perf_counter()
         ids = np.stack([row.all_ids[-1:] for row in self.rows])
         if len(self.rows) == 1:
+            self._number = self.rows[0].all_ids.size - self._pending
             self._guess = self._guessed(self.rows[0])
             ids = np.concatenate([self.rows[0].all_ids[-self._pending :], self._guess])[None]
         columns = self.past.tokens + ids.shape[1]
@@ -260,6 +271,8 @@ class Batch:
         guess, pending = self._guess, self._pending
         self._guess, self._pending = guess[:0], 1
         if not len(guess):
+            if self._number is not None:
+                self._hear(step, self._number, pending)
             pieces = [row.advance(step, at) for at, row in enumerate(self.rows) if not row.finish]
             if self._guesser and self._started and pending == 1:
                 self._guesser.took(1, time.perf_counter() - self._started)
@@ -277,6 +290,8 @@ class Batch:
                     break
         else:  # the graph returns those of the last token only
             self._guesser.is_on = False
+        if self._number is not None:
+            self._hear(step, self._number, pending - 1 + len(pieces))
         kept = self._before.tokens + pending - 1 + len(pieces)
         if kept < self.past.tokens:
             self.past, self._pending = self._without_wrong(kept)

@@ -14,7 +14,7 @@ from llmconv.causal_lm import context_length, has_window, language_config
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.files.sources import fetching, local_path
-from llmconv.generation.loop import LOOKUP, OFF, Decode, Guesser, Lookup, LoopEngine, PrefixCache
+from llmconv.generation.loop import LOOKUP, MTP, OFF, Decode, Guesser, Lookup, LoopEngine, PrefixCache
 from llmconv.generation.prompts import (
     TOKENIZER,
     EncodedPrompt,
@@ -72,7 +72,7 @@ class TextModel:
         folder: has the configuration.
         images: prepares prompts with images; None for a model that takes none.
         origin: the model that this one shares its graphs with, see `with_adapter`.
-        speculate: `lookup` or `off`, or the smaller model that guesses, see `open`.
+        speculate: `lookup` or `off`, the smaller model that guesses, see `open`, or what makes a guesser.
     """
 
     tokenizer: Any
@@ -84,7 +84,7 @@ class TextModel:
     folder: Path = Path()
     images: ImageEncoder | None = None
     origin: TextModel | None = None
-    speculate: str | TextModel = LOOKUP
+    speculate: str | TextModel | Callable[[], Guesser] = LOOKUP
 
     @classmethod
     @checked
@@ -122,7 +122,8 @@ class TextModel:
             dtype: `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights.
             stages: where stages of `export --stages` run that do not run here.
             speculate: `lookup` runs tokens that the text is likely to repeat in the same call, so that a call may give
-                several; `off` gives one token per call. Anything else is a smaller model of the same vocabulary that
+                several; `off` gives one token per call; `mtp` runs those that the model's own MTP head guesses, for
+                graphs of `export --mtp`. Anything else is a smaller model of the same vocabulary that
                 guesses these tokens: a `TextModel`, or what is opened as one, with the same backend and settings. The
                 tokens are the same.
             form: `auto` rewrites graphs in memory to the form that is fastest on the CPU, with packed weights if these
@@ -130,17 +131,20 @@ class TextModel:
                 runs graphs as they are.
 
         Raises:
-            InputRefused: the folder has no tokenizer, or neither graphs nor weights; or a prefix of another model.
+            InputRefused: the folder has no tokenizer, neither graphs nor weights, or no graph of an MTP head for `mtp`;
+                or a prefix of another model.
             OutOfMemory, StageFailed: the device has too little memory; no stage of this model answers at an address.
             UnsupportedInput: a prefix for a model that caches more than keys and values; a smaller model with another
                 vocabulary.
             UsageProblem: an unknown backend, device or dtype, or what only `torch` takes for the graphs.
         """
         options = TorchOptions.of(adapter, device, dtype)
-        if not isinstance(speculate, TextModel) and not (isinstance(speculate, str) and speculate in (LOOKUP, OFF)):
+        if not isinstance(speculate, TextModel) and not (isinstance(speculate, str) and speculate in WAYS):
             same: dict[str, Any] = {"backend": backend, "settings": settings, "device": device, "dtype": dtype}
             speculate = _smaller(speculate, form=form, trust_remote_code=trust_remote_code, **same)
         if is_model(model):
+            if speculate == MTP:
+                raise UsageProblem("`speculate` is `mtp`, and this model runs in torch", hint=GUESSES)
             of_files = {"decode": decode, "stages": stages, "prefix_tuning": prefix_tuning}
             return cls(**parts_of_object(model, tokenizer, settings, options, **of_files))._with_guesses(speculate)
         with fetching() as fetched:
@@ -154,11 +158,15 @@ class TextModel:
             given: dict[str, Any] = {"stages": stages, "prefix": prefix, "trust_remote_code": trust_remote_code}
             given["form"] = form
             parts = parts_of_files(files, backend, settings, options, **given)
+            if isinstance(speculate, str) and speculate == MTP:
+                from llmconv.generation.mtp import open_head  # noqa: PLC0415 - few models have one
+
+                speculate = open_head(files.folder, parts["runner"], settings, form, parts["context_length"])
             opened = cls(tokenizer, **parts)._with_guesses(speculate)
             fetched.keep_for(opened)
         return opened
 
-    def _with_guesses(self, speculate: str | TextModel) -> TextModel:
+    def _with_guesses(self, speculate: str | TextModel | Callable[[], Guesser]) -> TextModel:
         """This model with guesses as `open` has them; UnsupportedInput for a smaller model with another vocabulary."""
         made = replace(self, speculate=speculate)
         if made._guesser and isinstance(speculate, TextModel):
@@ -228,7 +236,7 @@ class TextModel:
     @cached_property
     def _guesser(self) -> Callable[[], Guesser] | None:
         if not isinstance(draft := self.speculate, TextModel):
-            return Lookup if draft == LOOKUP else None
+            return draft if callable(draft) else Lookup if draft == LOOKUP else None
         from llmconv.generation.draft import Draft, shared_vocabulary  # noqa: PLC0415 - few models have one
 
         sizes = shared_vocabulary(self.tokenizer, draft.tokenizer), language_config(draft.folder).get("vocab_size")
@@ -480,13 +488,15 @@ def parts_of_object(
     }
 
 
+WAYS = (LOOKUP, OFF, MTP)
+GUESSES = "give `lookup`, `off`, or the folder of a smaller model"
+
+
 def _smaller(model: Any, **options: Any) -> TextModel:
     """The draft model of `--speculate MODEL`, a folder or an address; errors name the option."""
     is_path = isinstance(model, str | Path) and model != "" and (Path(model).exists() or "/" in str(model))
     if not is_path and not is_model(model):
-        raise UsageProblem(
-            f"`speculate` is {model!r:.40}", hint="give `lookup`, `off`, or the folder of a smaller model"
-        )
+        raise UsageProblem(f"`speculate` is {model!r:.40}", hint=GUESSES.replace("`off`", "`off`, `mtp`"))
     try:
         return TextModel.open(model, speculate=OFF, **options)
     except InputRefused as error:

@@ -376,6 +376,7 @@ GRAPH_FILES = {"prefill": "prefill.onnx", "decode": "decode.onnx", "unified": "m
 SINGLE_PASS_FILES = {"scoring": "scoring.onnx", "embed": "model.onnx", "classify": "model.onnx", "rerank": "model.onnx"}
 EMBEDDINGS_ROLE = "embeddings"  # the role in a manifest of a separate embedding graph, see `EmbeddingGraph`
 EMBEDDINGS, VISION = "embeddings.onnx", "vision.onnx"  # their files
+MTP, MTP_ROLE = "mtp.onnx", "mtp"  # the graph of an MTP head, and its role in a manifest
 VISION_ROLE = "vision"  # the role in a manifest of the graph of a vision tower, see `VisionGraph`
 
 
@@ -420,13 +421,19 @@ def graph_entries(folder: Path) -> list[GraphEntry]:
     if not (listed := read_manifest(folder).graphs):
         found = {role: name for role, name in GRAPH_FILES.items() if (folder / name).is_file()}
         return [GraphEntry(role, (name,)) for role, name in found.items()]
-    others = {EMBEDDINGS_ROLE, VISION_ROLE, *SINGLE_PASS_FILES}
+    others = {EMBEDDINGS_ROLE, VISION_ROLE, MTP_ROLE, *SINGLE_PASS_FILES}
     return [_read(role, content) for role, content in listed.items() if role not in others]
 
 
 def single_pass_entries(folder: Path) -> list[GraphEntry]:
     """The graphs of a folder without a cache, from its manifest; raises MalformedInput for an invalid entry."""
     return [_read(role, content) for role, content in read_manifest(folder).graphs.items() if role in SINGLE_PASS_FILES]
+
+
+def mtp_entry(folder: Path) -> GraphEntry | None:
+    """The graph of the MTP head of a folder, from its manifest; None without one; raises MalformedInput."""
+    content = read_manifest(folder).graphs.get(MTP_ROLE)
+    return _read(MTP_ROLE, content) if content else None
 
 
 def _read(role: str, content: dict[str, Any]) -> GraphEntry:

@@ -440,6 +440,11 @@ DEEPSTACK = ExtraInput(
 )
 
 
+HIDDEN = "last_hidden_state"  # the output of graphs for an MTP head, what the output head reads
+# the hidden state of the token before each, of the model or of the MTP head itself
+PREVIOUS_HIDDEN = ExtraInput("previous_hidden_state", (BATCH, SEQUENCE, "hidden_size"), dtype="float32", values=1.0)
+
+
 def embeds_in_layers(config: Any) -> bool:
     """Whether every layer also embeds the tokens, so that embeddings cannot stand in for them."""
     return bool(getattr(config.get_text_config(decoder=True), "hidden_size_per_layer_input", None))

@@ -96,11 +96,14 @@ class Step:
             empty if there are `choices`.
         present: the cache of past and new tokens together; the `past` of the next call.
         choices: what the graph returns instead of logits; None if it returns logits.
+        hidden: the hidden state that an MTP head reads, [batch, new tokens, hidden]; None if the graph has no such
+            output.
     """
 
     logits: Array
     present: Cache
     choices: Choices | None = None
+    hidden: Array | None = None
 
     @property
     def scored(self) -> int:

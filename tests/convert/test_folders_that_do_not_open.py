@@ -17,7 +17,6 @@ from llmconv.cli import main
 from llmconv.convert import to_hf
 from llmconv.errors import MalformedInput
 from tests.builders.lora_models import Case, causal_lm, train
-from tests.convert.models.test_kept_in_float32 import DEEPSEEK
 
 WEIGHTS = "model.safetensors"
 SMALL: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
@@ -88,19 +87,6 @@ def test_a_tensor_that_no_class_has_is_kept_and_named(trained: Case, tmp_path: P
     (warning,) = to_hf(folder, tmp_path / "out", dtype="bfloat16").checkpoint.warnings
     assert "LlamaForCausalLM does not have, which are kept: `value_head.weight`" in warning
     assert "value_head.weight" in load_file(tmp_path / "out" / WEIGHTS)
-
-
-@pytest.mark.slow
-def test_layers_that_predict_further_tokens_are_kept_with_one_note(tmp_path: Path) -> None:
-    case = train(causal_lm("deepseek_v3", **DEEPSEEK), tmp_path, merge=False, target_modules=["o_proj"])
-    extra = {"model.layers.61.enorm.weight": torch.rand(32), "model.layers.61.eh_proj.weight": torch.rand(32, 64)}
-    folder = changed(case.base, tmp_path / "mtp", lambda state: {**state, **extra})
-    words = ["merge-lora", str(folder), str(case.adapter), "-o", str(tmp_path / "out")]
-    result = CliRunner().invoke(main, words)
-    assert result.exit_code == 0
-    assert result.stderr.count("warning:") == 1 and "2 tensors that transformers does not load" in result.stderr
-    found = load_file(tmp_path / "out" / WEIGHTS)
-    assert all(torch.equal(found[name], tensor) for name, tensor in extra.items())
 
 
 def test_a_folder_of_another_class_is_compared_with_that_class(trained: Case, tmp_path: Path) -> None:

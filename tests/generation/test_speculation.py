@@ -362,7 +362,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused_and_a_useless_one_named(
         with pytest.raises(UsageProblem, match="`speculate` is "):
             TextModel.open(talking, speculate=slip)
     typed = CliRunner().invoke(main, ["generate", str(talking), "abc", "--speculate", "of"])
-    assert (typed.exit_code, "give `lookup`, `off`, or the folder" in typed.stderr) == (2, True)
+    assert (typed.exit_code, "give `lookup`, `off`, `mtp`, or the folder" in typed.stderr) == (2, True)
     missing = CliRunner().invoke(main, ["generate", str(talking), "abc", "--speculate", str(tmp_path / "no")])
     assert (missing.exit_code, "the smaller model of `--speculate`: `" in missing.stderr) == (3, True)
     TextModel.open(talking, backend="torch", speculate=talking)

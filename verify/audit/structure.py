@@ -11,6 +11,7 @@ import onnx
 from onnx import numpy_helper
 
 from llmconv.runtime.extra_inputs import (
+    HIDDEN,
     INPUTS_EMBEDS,
     MAX_LENGTH,
     POSITIONS,
@@ -88,7 +89,8 @@ def name_problems(graph: OrtGraph, cache_shapes: CacheShapes, extras: Collection
 
 
 def results_of(graph: OrtGraph) -> list[str]:
-    return ["tokens", "scores"] if graph.entry.postprocess else ["logits"]
+    results = ["tokens", "scores"] if graph.entry.postprocess else ["logits"]
+    return [*results, *([HIDDEN] if HIDDEN in graph.outputs else [])]
 
 
 def _result_problems(graph: OrtGraph) -> list[str]:

@@ -25,7 +25,15 @@ import transformers
 from llmconv.checkpoint import open_weights
 from llmconv.errors import InputRefused
 from llmconv.files.safetensors_file import FileTensor, read_exactly, read_header
-from llmconv.output.manifest import EMBEDDINGS, MANIFEST, VISION, GraphEntry, read_manifest, single_pass_entries
+from llmconv.output.manifest import (
+    EMBEDDINGS,
+    MANIFEST,
+    VISION,
+    GraphEntry,
+    mtp_entry,
+    read_manifest,
+    single_pass_entries,
+)
 from llmconv.runtime.extra_inputs import is_factor
 from llmconv.runtime.onnxruntime.guard import external_fields, inner_tensors, is_external
 from llmconv.tensors import Array, LazyTensor, lists_by_key
@@ -331,7 +339,8 @@ def audit_graph_files(
     """
     table = {name: [folder / name] for name in (EMBEDDINGS, VISION) if name in models}
     files = {**{entry.name: entry.paths(folder) for entry in entries}, **table}
-    others = single_pass_entries(folder)  # which have checks of their own
+    head = mtp_entry(folder)
+    others = [*single_pass_entries(folder), *([head] if head else [])]  # which have checks of their own
     listed = {path.name for paths in (*files.values(), *(entry.paths(folder) for entry in others)) for path in paths}
     unlisted = sorted(path.name for path in folder.glob("*.onnx") if path.name not in listed)
     skipped = [Check(NAME, name, "", verdict="skip", detail=UNLISTED) for name in unlisted]

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
+from llmconv.causal_lm import mtp_tensors
 from llmconv.errors import MalformedInput, listing
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.source_file import read_into
@@ -124,7 +125,8 @@ BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.ro
 def require_loaded(model: Any, report: Mapping[str, Any], stored: Mapping[str, LazyTensor], folder: Path) -> None:
     """Requires that a model consists of the folder's weights, and these are all of its modules' weights.
 
-    Tensors of modules that the model does not have, such as the vision tower of a language model, may be left over.
+    Tensors of modules that the model does not have, such as the vision tower of a language model or MTP heads, may be
+    left over.
     `report` is the `output_loading_info` of `from_pretrained`. Raises MalformedInput if weights are missing
     (transformers makes them up), the model leaves out weights of its modules or of further layers, or weights are
     integers without a quantization that explains them.
@@ -136,7 +138,8 @@ def require_loaded(model: Any, report: Mapping[str, Any], stored: Mapping[str, L
     # unexpected tensors of modules that the model has, if only with another number or without the head's first part
     modules = {_module(name) for name in parameters}
     modules |= {module.partition(".")[2] for module in modules if "." in module}
-    unexpected = [name for name in sorted(report["unexpected_keys"]) if not name.endswith(BUFFERS)]
+    heads = mtp_tensors(report["unexpected_keys"], model.config.to_dict())
+    unexpected = [name for name in sorted({*report["unexpected_keys"]} - {*heads}) if not name.endswith(BUFFERS)]
     if names := [name for name in unexpected if _module(name) in modules]:
         raise MalformedInput(
             f"{len(names)} unexpected keys: `{folder}` has weights that its model would leave out: {listing(names)}",

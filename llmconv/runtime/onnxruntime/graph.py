@@ -19,6 +19,7 @@ from llmconv.errors import InputRefused, LlmconvError, MalformedInput, Unsupport
 from llmconv.memory import huge_pages, raise_if_out_of_memory
 from llmconv.output.manifest import EMBEDDINGS, VISION, VISION_ROLE, GraphEntry, read_manifest
 from llmconv.runtime.extra_inputs import (
+    HIDDEN,
     IMAGE_FEATURES,
     INPUTS_EMBEDS,
     PIXEL_VALUES,
@@ -252,6 +253,7 @@ class OrtGraph:
         self.present_names = [arg.name for arg in results if is_present(arg.name)]
         self._grows = [at for at, name in enumerate(self.present_names) if not is_state(name)]
         self.result_names = ["logits"] if "logits" in self.outputs else ["tokens", "scores"]
+        self.result_names += [HIDDEN] if HIDDEN in self.outputs else []
         self.takes_positions = "position_ids" in self.inputs
         # as the input map declares them
         self.extra_inputs = declared_extras(self.inputs, self.types, settings.extra_inputs)
@@ -391,9 +393,9 @@ def _token_input(table: EmbeddingGraph | None, input_ids: Array, placed: PlacedE
 
 
 def step_of(names: Sequence[str], results: Sequence[Array], present: Cache) -> Step:
-    """The outputs of a graph, `logits` or `tokens` and `scores`, and its cache as a step."""
-    if list(names) == ["logits"]:
-        return Step(results[0], present)
+    """The outputs of a graph, `logits` (and the hidden state) or `tokens` and `scores`, and its cache as a step."""
+    if names[0] == "logits":
+        return Step(results[0], present, hidden=results[1] if HIDDEN in names else None)
     # `argmax` returns [batch, new tokens]
     tokens, scores = (array if array.ndim == 3 else array[..., None] for array in results)
     return Step(np.empty((*tokens.shape[:2], 0), np.float32), present, Choices(tokens, scores))

@@ -12,7 +12,7 @@ import numpy as np
 from llmconv.errors import InputRefused
 from llmconv.files.sources import snapshot_home
 from llmconv.output.manifest import GraphEntry, graph_entries, single_pass_entries
-from llmconv.runtime.extra_inputs import ExtraInput, ModelCall
+from llmconv.runtime.extra_inputs import HIDDEN, ExtraInput, ModelCall
 from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, WidenedWeights, for_concurrent_use
 from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step
@@ -82,6 +82,11 @@ class OrtRunner(Runner):
     def virtual_tokens(self) -> int:
         """Number of virtual tokens of the prefill graph's tuned prefix."""
         return self._prefix.length if self._prefix else 0
+
+    @property
+    def returns_hidden(self) -> bool:
+        """Whether all graphs return the hidden state that an MTP head reads."""
+        return HIDDEN in self._prompt_graph.outputs and HIDDEN in self._step_graph.outputs
 
     @property
     def dtype(self) -> np.dtype[Any]:
