@@ -63,6 +63,8 @@ def with_codes(
         found[f"{module}.weight_packed"] = weight
         found[f"{module}.weight_scale"] = by_scales[name]
         found[f"{module}.weight_shape"] = in_memory(np.array(tensor.shape, np.int64), BY_NAME["int64"])
+    if keys.architecture == "gpt2":
+        return config, tensors, ["codes of GPT-2 are not kept: its matrices are stored turned"]
     left = Counter(tensor.type for tensor in stored.values() if tensor.type in OFFSETS)
     warnings = [
         f"{count} tensors of {kind} are dequantized: their offsets are no integer zero points"

@@ -17,7 +17,7 @@ from llmconv.convert.assembly import side_files_of
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.gguf.codes import with_codes
 from llmconv.convert.formats.gguf.names import FREQUENCIES, HINT, LONG, Keys, in_hugging_face_names
-from llmconv.convert.formats.gguf.save import QUANTIZERS, save
+from llmconv.convert.formats.gguf.save import KINDS, OF_DTYPE, save
 from llmconv.convert.formats.gguf.tokenizer import special_ids, tokenizer_files
 from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import plain_fields, with_architecture
@@ -105,6 +105,8 @@ FORMAT = Format(
     "MXFP4, TQ1_0 and TQ2_0 dequantized",
     options=("quant",),
     save=save,
-    dtypes={kind.lower(): partial(save, quantized=kind) for kind in QUANTIZERS},
+    dtypes={
+        name if kind in OF_DTYPE.values() else kind.lower(): partial(save, kind=kind) for kind, name in KINDS.items()
+    },
     peek=lambda path: {name: tensor.values for name, tensor in _read(path).tensors.items()},
 )

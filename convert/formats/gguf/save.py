@@ -38,7 +38,7 @@ from llmconv.convert.formats.gguf.names import (
     in_hugging_face_names,
 )
 from llmconv.convert.formats.gguf.tokenizer import tokenizer_keys
-from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.files.gguf_file import ALIGNMENT, ARRAY, BLOCKS, MAGIC, NUMBERS, PLAIN, TEXT
 from llmconv.output.plan import Plan, Shard
 from llmconv.tensors import BY_NAME, Array, LazyTensor, Piece, cast, in_memory
@@ -53,8 +53,8 @@ KEPT = re.compile(r"\.ffn_gate_inp\.|^position_embd\.")  # matrices that stay fl
 UINT32, FLOAT32, BOOL = 4, 6, 7
 
 
-def save(checkpoint: Checkpoint, shards: int, quantized: str = "") -> Plan:
-    """The file of a model; see `Format.save`. `quantized` is the type of its matrices, `Q8_0` or `Q4_0`, if given."""
+def save(checkpoint: Checkpoint, shards: int, kind: str = "") -> Plan:
+    """The file of a model; see `Format.save`. `kind` is the type of its matrices, a key of `KINDS`, if given."""
     source = checkpoint.path.name
     if shards != 1:
         raise UsageProblem("GGUF files are not split into ranks", hint="leave out `--shards`")
@@ -63,7 +63,7 @@ def save(checkpoint: Checkpoint, shards: int, quantized: str = "") -> Plan:
     tensors = _tensors(checkpoint, architecture)
     head = "output.weight" if "output.weight" in tensors else "token_embd.weight"  # kept more exact, as by llama.cpp
     stored = {
-        name: _stored(name, tensor, "Q8_0" if quantized and name == head else quantized)
+        name: _stored(name, tensor, "Q8_0" if kind in QUANTIZERS and name == head else kind)
         for name, tensor in tensors.items()
     }
     _require_same(checkpoint, architecture, keys, tensors)
@@ -86,7 +86,7 @@ def save(checkpoint: Checkpoint, shards: int, quantized: str = "") -> Plan:
 def _architecture(checkpoint: Checkpoint) -> str:
     kind = str(checkpoint.config.get("model_type"))
     if kind in ("mistral", "mixtral"):
-        if checkpoint.config.get("sliding_window"):
+        if getattr(_full(checkpoint.config), "sliding_window", None):
             raise UnsupportedInput(
                 f"`{checkpoint.path.name}` has a sliding window, which llama.cpp's `llama` does not have",
                 hint="set `sliding_window` to null in its `config.json` if the contexts are shorter",
@@ -101,12 +101,16 @@ def _architecture(checkpoint: Checkpoint) -> str:
     return known[kind]
 
 
+def _full(config: Mapping[str, Any]) -> Any:
+    """transformers' configuration, with the defaults of fields that the file lacks."""
+    from transformers import AutoConfig  # noqa: PLC0415 - of no other format
+
+    return AutoConfig.for_model(config["model_type"], **{k: v for k, v in config.items() if k != "model_type"})
+
+
 def _keys(config: Mapping[str, Any]) -> dict[str, Any]:  # noqa: C901, PLR0915 - a line per key
     """The metadata of the model, by keys without the architecture; those of its fields that the file can state."""
-    from transformers import AutoConfig  # noqa: PLC0415 - for the defaults of fields that the configuration lacks
-
-    fields = {name: value for name, value in config.items() if name != "model_type"}
-    full = AutoConfig.for_model(config["model_type"], **fields).to_dict()
+    full = _full(config).to_dict()
     rope = full.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     found: dict[str, Any] = {}
@@ -242,10 +246,8 @@ def _stacked(tensors: dict[str, LazyTensor], architecture: str) -> dict[str, Laz
 IGNORED = re.compile(
     r"_token_id$|dropout|^(?:dtype|torch_dtype|architectures|transformers_version|_name_or_path|use_cache|model_type|"
     r"initializer_range|pretraining_tp|output_.*|return_dict|problem_type|id2label|label2id|chunk_size_feed_forward|"
-    r"router_.*|tie_word_embeddings|vocab_size|cache_implementation|slow_but_exact|summary_.*|scale_attn_weights|"
-    r"resid_pdrop|embd_pdrop|attn_pdrop|reorder_and_upcast_attn|init_.*|emb_.*|learned_pos_emb|logit_scale|verbose|"
-    r"norm_type|apply_residual_.*|max_window_layers|use_bidirectional_attention|task_specific_params|sliding_window|"
-    r"_sliding_window_pattern|sliding_window_pattern|is_decoder|embedding_dropout|residual_dropout|no_bias)$"
+    r"router_.*|tie_word_embeddings|vocab_size|cache_implementation|summary_.*|resid_pdrop|embd_pdrop|attn_pdrop|"
+    r"reorder_and_upcast_attn|init_.*|verbose|max_window_layers|task_specific_params)$"
 )
 """Fields that change no logit, or that are compared by the tensors."""
 
@@ -257,15 +259,13 @@ def _require_same(
     checkpoint: Checkpoint, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, LazyTensor]
 ) -> None:
     """Refuses a model of which the file would say something else than its configuration (UnsupportedInput)."""
-    from transformers import AutoConfig  # noqa: PLC0415 - as above
-
     source = checkpoint.path.name
     metadata = {"general.architecture": architecture} | {f"{architecture}.{key}": value for key, value in keys.items()}
     back, found = in_hugging_face_names(Keys.of(metadata, source), tensors)
     fields = {name: value for name, value in checkpoint.config.items() if name != "model_type"}
     kind = back.pop("model_type")
     own, other = (
-        _effective(AutoConfig.for_model(kind, **{**given, "pad_token_id": None}).to_dict())  # of any vocabulary
+        _effective(_full({**given, "model_type": kind, "pad_token_id": None}).to_dict())  # of any vocabulary
         for given in (fields, back)
     )
     odd = [name for name in own if not IGNORED.search(name) and not _alike(own[name], other.get(name))]
@@ -319,23 +319,31 @@ class Stored:
     data: LazyTensor  # the elements, or the bytes of their blocks
 
 
-def _stored(name: str, tensor: LazyTensor, quantized: str) -> Stored:
-    """Vectors and some matrices as float32, others as they are or quantized."""
+def _stored(name: str, tensor: LazyTensor, kind: str) -> Stored:
+    """Vectors and some matrices as float32, others as they are, rounded or quantized."""
     if len(tensor.shape) < 2 or KEPT.search(name):
         return Stored("F32", tensor.shape, cast(tensor, BY_NAME["float32"], name))
-    if not quantized:
-        return Stored(OF_DTYPE[tensor.dtype.name], tensor.shape, tensor)
-    number = TYPES[quantized]
-    block = BLOCKS[number]
-    if tensor.shape[-1] % block.elements:  # as llama.cpp's converter
-        return Stored("F16", tensor.shape, cast(tensor, BY_NAME["float16"], name))
+    dtype = BY_NAME[KINDS.get(kind) or tensor.dtype.name]
+    block = BY_TYPE.get(kind)
+    if block is None or tensor.shape[-1] % block.elements:  # float16 then, as by llama.cpp's converter
+        if dtype.name not in OF_DTYPE:
+            raise UnsupportedInput(
+                f"`{name}` is {dtype.name}, which llama.cpp cannot run", hint="give `--dtype float32`"
+            )
+        return Stored(OF_DTYPE[dtype.name], tensor.shape, cast(tensor, dtype, name))
     shape = (*tensor.shape[:-1], tensor.shape[-1] // block.elements * block.width)
 
     def load(start: int, stop: int) -> Array:
         values = tensor.rows(start, stop).astype(np.float32).reshape(-1, block.elements)
-        return QUANTIZERS[quantized](values).reshape(stop - start, *shape[1:])
+        largest = np.abs(values).max(initial=0)
+        if not largest <= LARGEST_SCALE * (127 if kind == "Q8_0" else 8):
+            raise InputRefused(
+                f"`{name}` contains {float(largest):.6g}, too large for a block of {kind}, whose scale is in float16",
+                hint="give `--dtype bfloat16`, and correct the weights if they are not numbers",
+            )
+        return QUANTIZERS[kind](values).reshape(stop - start, *shape[1:])
 
-    return Stored(quantized, tensor.shape, LazyTensor(BY_NAME["uint8"], shape, load))
+    return Stored(kind, tensor.shape, LazyTensor(BY_NAME["uint8"], shape, load))
 
 
 def _inverse(scales: Array) -> Array:
@@ -363,6 +371,11 @@ def q4_0(values: Array) -> Array:
 
 
 QUANTIZERS: Mapping[str, Callable[[Array], Array]] = {"Q8_0": q8_0, "Q4_0": q4_0}
+KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", **dict.fromkeys(QUANTIZERS, "float16")}
+"""Types that are written, and the element type of matrices; in place of blocks, where rows do not divide into them."""
+
+LARGEST_SCALE = 65504
+BY_TYPE = {block.name: block for block in BLOCKS.values()}
 
 
 def gguf_pieces(

@@ -20,19 +20,18 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.tokenizers import (
     MODEL,
     PATTERN,
-    SPACE,
     TOKENIZER,
     SentencePieceModel,
     added_token,
     bos_template,
-    byte_alphabet,
     merges_of,
     read_object,
     special_tokens,
     tokenizer_bytes,
     tokenizer_json,
 )
-from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.errors import MalformedInput, UnsupportedInput, first_line
+from llmconv.progress import warn
 
 CONTROL, USER_DEFINED, UNUSED, BYTE = 3, 4, 5, 6
 PADDING = re.compile(r"\[PAD\d+\]")
@@ -67,7 +66,8 @@ WORDS: Mapping[str, Words] = {
     **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "phi-2"), Words()),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), Words(digits=True)),
     **dict.fromkeys(("llama-bpe", "llama-v3", "llama3"), Words(PATTERN, whole=True, bos=True)),
-    **dict.fromkeys(("falcon3", "falcon-h1", "pixtral", "dbrx", "smaug-bpe", "lfm2"), Words(PATTERN, whole=True)),
+    **dict.fromkeys(("falcon3", "falcon-h1", "pixtral", "lfm2"), Words(PATTERN, whole=True, bos=True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), Words(PATTERN)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Words(QWEN2, normalizes=True)),
     **dict.fromkeys(("gpt-4o", "llama4"), Words(GPT4O)),
     "tekken": Words(TEKKEN, whole=True, bos=True),
@@ -164,10 +164,7 @@ def _sentencepiece(
     unknown = _id(metadata, "unknown", source)
     if "tokenizer.ggml.scores" not in metadata or unknown is None:
         raise MalformedInput(f"`{source}` has no scores or unknown token, by which text is divided", hint=GIVE)
-    pieces = [
-        (SPACE * len(text) if kind == USER_DEFINED and not text.strip(" ") else text, score, int(kind))
-        for text, score, kind in zip(tokens, scores, types, strict=True)
-    ]
+    pieces = [(text, score, int(kind)) for text, score, kind in zip(tokens, scores, types, strict=True)]
     if len({text for text, _, _ in pieces}) < len(pieces):
         raise MalformedInput(f"`{source}` has a token twice", hint=GIVE)
     model = SentencePieceModel(
@@ -199,11 +196,10 @@ def _byte_level(
         raise MalformedInput(f"`{source}` has merges of tokens that it does not have, or none", hint=GIVE)
     if len({*tokens}) < len(tokens):
         raise MalformedInput(f"`{source}` has a token twice", hint=GIVE)
-    alphabet = {*byte_alphabet()}
     added = [
         added_token(number, text, special=kind == CONTROL)
         for number, (text, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind in (CONTROL, USER_DEFINED) or (text in vocabulary and not alphabet.issuperset(text))
+        if kind in (CONTROL, USER_DEFINED)
     ]
     steps = _steps(words)
     return {
@@ -237,13 +233,33 @@ OWN = {
 def tokenizer_keys(checkpoint: Checkpoint, rows: int) -> tuple[dict[str, Any], list[str]]:
     """The metadata of the tokenizer, for an embedding of so many rows, and the files that are not in it.
 
-    Raises UnsupportedInput for a tokenizer that llama.cpp has no name for, MalformedInput for one of more tokens.
+    They are read back: what `to-hf` would make of them must divide text as the tokenizer does. Raises UnsupportedInput
+    for a tokenizer that a file cannot state, MalformedInput for a damaged one, or one of more tokens than rows.
     """
     files, source = checkpoint.side_files, checkpoint.path.name
     left = [name for name in files if name not in OWN]
     if "tokenizer.json" not in files:
         return {"tokenizer.ggml.model": "no_vocab"}, [*files]
-    content, settings = read_object(files, "tokenizer.json"), read_object(files, "tokenizer_config.json")
+    content = read_object(files, "tokenizer.json")
+    try:
+        found = _metadata(checkpoint, content, rows)
+        listed = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in found.items()}
+        "".join(listed["tokenizer.ggml.tokens"]).encode()
+        back = json.loads(tokenizer_files(listed, source, [])["tokenizer.json"])
+        own, other = _meaning(content, {}), _meaning(back, content)
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        raise MalformedInput(f"`tokenizer.json` of `{source}` is damaged: {first_line(error)}", hint=OTHER) from error
+    if odd := [name for name in own if own[name] != other[name]]:
+        raise UnsupportedInput(
+            f"a GGUF file cannot state the tokenizer of `{source}`: its {odd[0]} would not read back the same",
+            hint=OTHER,
+        )
+    return found, left
+
+
+def _metadata(checkpoint: Checkpoint, content: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    files, source = checkpoint.side_files, checkpoint.path.name
+    settings = read_object(files, "tokenizer_config.json")
     model = content.get("model") or {}
     added = {token["content"]: token for token in content.get("added_tokens") or ()}
     ids = dict(model.get("vocab") or {}) if isinstance(model.get("vocab"), dict) else {}
@@ -278,14 +294,85 @@ def tokenizer_keys(checkpoint: Checkpoint, rows: int) -> tuple[dict[str, Any], l
             number = config.get(f"{name}_id")
         if type(number) is int and 0 <= number < rows:
             keys[f"{key}_token_id"] = number
-    ends = read_object(files, "generation_config.json").get("eos_token_id")
-    if isinstance(ends, list) and (rest := [one for one in ends if one != keys.get("eos_token_id")]):
-        keys["eot_token_id"] = rest[0]
-    begins = '"SpecialToken"' in json.dumps(content.get("post_processor"))
-    keys["add_bos_token"] = begins
+    keys |= _ends(keys.get("eos_token_id"), checkpoint, rows)
+    keys["add_bos_token"] = bool(_around(content.get("post_processor"))[0])
     found = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     template = files.get("chat_template.jinja", b"").decode() or settings.get("chat_template")
-    return found | ({"tokenizer.chat_template": template} if isinstance(template, str) else {}), left
+    if isinstance(template, list):  # of several, one is for chats
+        named = {one.get("name"): one.get("template") for one in template}
+        template = named.pop("default", None)
+        warn(f"a GGUF file has one chat template; left out: {', '.join(map(str, named))}")
+    return found | ({"tokenizer.chat_template": template} if isinstance(template, str) else {})
+
+
+def _ends(eos: int | None, checkpoint: Checkpoint, rows: int) -> dict[str, int]:
+    """The tokens that end a text: that of the tokenizer first, if generation ends with it, and another one."""
+    given = read_object(checkpoint.side_files, "generation_config.json").get("eos_token_id")
+    given = checkpoint.config.get("eos_token_id") if given is None else given
+    ends = [one for one in (given if isinstance(given, list) else [given]) if type(one) is int and 0 <= one < rows]
+    first = eos if eos in ends or not ends else ends[0]
+    rest = [one for one in ends if one != first]
+    if len(rest) > 1:
+        warn(f"a GGUF file has places for two tokens that end a text; left out: {', '.join(map(str, rest[1:]))}")
+    found = {"eos_token_id": first, "eot_token_id": rest[0] if rest else None}
+    return {name: number for name, number in found.items() if number is not None}
+
+
+def _meaning(content: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides about ids; tokens that only pad the embedding are not in it, unless `source` has them."""
+    model, known = content["model"], {*(source.get("model") or {}).get("vocab", ())}
+    normalizer = _flat(content.get("normalizer"), "normalizers")
+    added = {
+        token["id"]: (
+            *(token["content"], bool(token.get("special"))),
+            *(bool(token.get(flag)) for flag in ("lstrip", "rstrip", "single_word")),
+            bool(normalizer and token.get("normalized")),
+        )
+        for token in content.get("added_tokens") or ()
+    }
+    vocabulary = {**model["vocab"], **{text: number for number, (text, *_) in added.items()}}
+    rest = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges", "unk_token")
+    return {
+        "normalizer": normalizer,
+        "pre-tokenizer": _flat(content.get("pre_tokenizer"), "pretokenizers"),
+        "tokens around a text": _around(content.get("post_processor")),
+        "added tokens": added,
+        "vocabulary": {
+            text: number
+            for text, number in vocabulary.items()
+            if not PADDING.fullmatch(text) or text in known or not source
+        },
+        "merges": [" ".join(pair) if isinstance(pair, list) else pair for pair in model.get("merges") or ()],
+        "model": [model.get(name) or None for name in rest],
+    }
+
+
+def _flat(step: Any, name: str) -> list[str]:
+    """The steps of a normalizer or pre-tokenizer, without fields that change no id."""
+    if not isinstance(step, Mapping):
+        return []
+    if step["type"] == "Sequence":
+        return [one for part in step[name] for one in _flat(part, name)]
+    fields = {key: value for key, value in step.items() if key != "trim_offsets"}
+    return [json.dumps(fields, sort_keys=True)]
+
+
+def _around(step: Any) -> tuple[list[int], list[int]]:
+    """Ids of the tokens that a post-processor puts before and after a text; ValueError for another kind."""
+    if not isinstance(step, Mapping) or step["type"] == "ByteLevel":
+        return [], []
+    if step["type"] == "Sequence":
+        parts = [_around(part) for part in step["processors"]]
+        return [one for before, _ in parts for one in before], [one for _, after in parts for one in after]
+    if step["type"] != "TemplateProcessing":
+        raise ValueError(f"a post-processor of the type {step['type']}")
+    ids = [
+        None if "Sequence" in part else step["special_tokens"][part["SpecialToken"]["id"]]["ids"]
+        for part in step["single"]
+    ]
+    text = ids.index(None)
+    before, after = ids[:text], ids[text + 1 :]
+    return [one for group in before for one in group or ()], [one for group in after for one in group or ()]
 
 
 OTHER = "use llama.cpp's converter, or remove `tokenizer.json` to write the model without a tokenizer"
