@@ -353,7 +353,8 @@ def _flat(step: Any, name: str) -> list[str]:
         return []
     if step["type"] == "Sequence":
         return [one for part in step[name] for one in _flat(part, name)]
-    fields = {key: value for key, value in step.items() if key != "trim_offsets"}
+    defaults = {"use_regex": True} if step["type"] == "ByteLevel" else {}
+    fields = {key: value for key, value in {**defaults, **step}.items() if key != "trim_offsets"}
     return [json.dumps(fields, sort_keys=True)]
 
 
@@ -380,16 +381,12 @@ OTHER = "use llama.cpp's converter, or remove `tokenizer.json` to write the mode
 
 def _words_of(content: Mapping[str, Any], source: str) -> str:
     """The name of the division into words; UnsupportedInput for one that llama.cpp does not have, or we do not know."""
-
-    def shown(step: Any) -> str:
-        return re.sub(r'"(?:trim_offsets|add_prefix_space)": (?:true|false),? ?', "", json.dumps(step, sort_keys=True))
-
     normalizes = "NFC" in json.dumps(content.get("normalizer"))
     whole = bool(content["model"].get("ignore_merges"))
+    steps = _flat(content.get("pre_tokenizer"), "pretokenizers")
     for name, words in WORDS.items():
-        steps = _steps(words)
-        made = {"type": "Sequence", "pretokenizers": steps} if len(steps) > 1 else steps[0]
-        if (shown(content.get("pre_tokenizer")), normalizes, whole) == (shown(made), words.normalizes, words.whole):
+        made = [one for step in _steps(words) for one in _flat(step, "")]
+        if (steps, normalizes, whole) == (made, words.normalizes, words.whole):
             return name
     raise UnsupportedInput(f"the tokenizer of `{source}` divides text in a way that GGUF has no name for", hint=OTHER)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
@@ -429,6 +430,19 @@ def test_scaled_positions_come_back(tmp_path: Path, logits_of: Callable[..., Any
     ("kind", "changes", "said"),
     [
         ("mistral", {"sliding_window": 16}, "a sliding window"),
+        ("mistral", {"sliding_window": 4096}, "a sliding window"),
+        ("starcoder2", {**DECODER, "sliding_window": 4}, "does not state: `sliding_window` 4"),
+        (
+            "gemma3_text",
+            {**FAMILIES["gemma3"][1], "use_bidirectional_attention": True},
+            "`use_bidirectional_attention`",
+        ),
+        ("gpt2", {"scale_attn_weights": False}, "does not state: `scale_attn_weights` False"),
+        (
+            "bloom",
+            {"apply_residual_connection_post_layernorm": True},
+            "`apply_residual_connection_post_layernorm` True",
+        ),
         ("llama", {"hidden_act": "gelu"}, "does not state: `hidden_act` gelu"),
         ("qwen3_moe", {"norm_topk_prob": False}, "does not state: `norm_topk_prob` False"),
         ("gemma2", {"query_pre_attn_scalar": 8}, "does not state: `query_pre_attn_scalar` 8"),
@@ -460,6 +474,82 @@ def test_a_tokenizer_goes_and_comes_back(tiny_model: Path, tmp_path: Path, pre: 
     assert [first.encode(text).ids for text in TEXTS] == [second.encode(text).ids for text in TEXTS]
     for name in ("chat_template.jinja", "generation_config.json", "tokenizer_config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
+
+
+def changed(model: Path, folder: Path, **parts: Any) -> Path:
+    """A copy of a model with a byte-level tokenizer of GPT-2's words, parts of which are others."""
+    shutil.copytree(model, folder)
+    content = trained("")
+    (folder / "tokenizer.json").write_text(json.dumps({**content, **parts}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|end|>", "eos_token": "<|end|>"}))
+    return folder
+
+
+END: dict[str, Any] = {
+    "type": "TemplateProcessing",
+    "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|end|>", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"<|end|>": {"id": "<|end|>", "ids": [300], "tokens": ["<|end|>"]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"normalizer": {"type": "Lowercase"}}, "its normalizer"),
+        ({"post_processor": END}, "its tokens around a text"),
+        (
+            {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
+            "divides text in a way",
+        ),
+        ({"added_tokens": [{"content": "<|end|>", "special": True}]}, "is damaged"),
+    ],
+)
+def test_a_tokenizer_that_would_not_read_back_the_same_is_refused(
+    tiny_model: Path, tmp_path: Path, parts: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InputRefused, match=said):
+        from_hf(changed(tiny_model, tmp_path / "model", **parts), tmp_path / "out", to="gguf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_plain_tokenizer_is_written_and_more_than_two_ends_are_told(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = changed(tiny_model, tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8, 9]}))
+    from_hf(model, tmp_path / "out", to="gguf")
+    fields = GGUFReader(tmp_path / "out/model.gguf").fields
+    assert [fields[f"tokenizer.ggml.{one}_token_id"].contents() for one in ("eos", "eot")] == [7, 8]
+    assert "places for two tokens that end a text; left out: 9" in capsys.readouterr().err
+
+
+def test_vectors_keep_float32_and_scales_stay_within_float16(tiny_model: Path, tmp_path: Path) -> None:
+    tensors = load_file(tiny_model / "model.safetensors")
+    norm = "model.layers.0.input_layernorm.weight"
+    tensors[norm] += np.float32(1e-5)
+    shutil.copytree(tiny_model, tmp_path / "model")
+    save_file(tensors, tmp_path / "model/model.safetensors", {"format": "pt"})
+    from_hf(tmp_path / "model", tmp_path / "half", to="gguf", dtype="bfloat16")
+    stored = {one.name: one for one in GGUFReader(tmp_path / "half/model.gguf").tensors}
+    assert np.array_equal(stored["blk.0.attn_norm.weight"].data, tensors[norm])
+    assert stored["blk.0.attn_q.weight"].tensor_type == GGMLQuantizationType.BF16
+    for number, value in enumerate((1e6, np.nan, np.inf)):
+        tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = value
+        save_file(tensors, tmp_path / "model/model.safetensors", {"format": "pt"})
+        with pytest.raises(InputRefused, match=r"too large for a block of Q4_0"):
+            from_hf(tmp_path / "model", tmp_path / f"out{number}", to="gguf", dtype="q4_0")
+        assert not (tmp_path / f"out{number}").exists()
+
+
+def test_float64_has_no_place(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    tensors = {name: one.astype(np.float64) for name, one in load_file(tiny_model / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "model/model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedInput, match="is float64, which llama.cpp cannot run") as error:
+        from_hf(tmp_path / "model", tmp_path / "out", to="gguf")
+    assert "--dtype float32" in str(error.value.hint)
+    from_hf(tmp_path / "model", tmp_path / "out", to="gguf", dtype="float32")
 
 
 EXACT = [block.name for block in BLOCKS.values() if block.name not in OFFSETS]
