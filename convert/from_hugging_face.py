@@ -61,6 +61,8 @@ def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
         problem = f"the format `{to}` cannot be written" if to in formats() else f"unknown format `{to}`"
         raise UsageProblem(problem, hint=f"`--to` is one of: {', '.join(known)}")
     own = known[to].dtypes.get(dtype)
+    if own is None and known[to].dtypes and dtype != "keep":
+        raise UsageProblem(f"unknown dtype `{dtype}`", hint=f"one of: keep, {', '.join(known[to].dtypes)}")
     if own is None:
         check_dtype(dtype)
     require_possible(work, overwrite=overwrite)

@@ -82,7 +82,7 @@ class Draft(Guesser):
         return guess
 
     def _time(self, runs: int) -> None:
-        """Notes the time of the latest guesses, which took so many runs."""
+        """Records the time of the latest guesses, which took `runs` runs."""
         if runs:
             each = self._spent / runs
             self._guess_seconds += (SECONDS_RATE if self._guess_seconds else 1.0) * (each - self._guess_seconds)

@@ -101,7 +101,7 @@ class MtpGuesser(Draft):
             position, cache = position + tokens.shape[1], step.present
             tokens, states = guess[None, -1:], step.hidden[:, -1:]
         self._next += new
-        # chained guesses are no part of the text
+        # chained guesses do not stay in the cache
         self._cache = taken_back(step.present, self._next - self._first) if isinstance(kept, BufferedCache) else kept
         self._states = self._states[:, new:]
         self._spent = time.perf_counter() - started - self._reading

@@ -23,7 +23,7 @@ SMALL = ("Q4_0", "Q3_K", "TQ1_0", "TQ2_0")  # types with codes of 4 bits
 HALF = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "TQ1_0", "TQ2_0")  # types whose scale is stored in float16
 PARTS = {"Q3_K": 16, "Q6_K": 16, "TQ1_0": 256, "TQ2_0": 256}  # elements of a scale, where not 32
 OFFSETS = ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
-EMBEDDINGS = ("token_embd.", "position_embd.")  # which are no products
+EMBEDDINGS = ("token_embd.", "position_embd.")  # looked up, not multiplied
 BY_TYPE = {block.name: block for block in BLOCKS.values()}
 
 
@@ -67,7 +67,7 @@ def with_codes(
         return config, tensors, ["codes of GPT-2 are not kept: its matrices are stored turned"]
     left = Counter(tensor.type for tensor in stored.values() if tensor.type in OFFSETS)
     warnings = [
-        f"{count} tensors of {kind} are dequantized: their offsets are no integer zero points"
+        f"{count} tensors of {kind} are dequantized: their offsets cannot be integer zero points"
         for kind, count in left.items()
     ]
     if schemes:

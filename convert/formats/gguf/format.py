@@ -29,7 +29,7 @@ EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
 
 def _files(path: Path) -> list[Path]:
-    """The GGUF files at a path: itself, or the files in a folder that is no model of another format."""
+    """The GGUF file at a path, or those in a folder without another model."""
     if path.is_file():
         return [path] if is_gguf(path) else []
     if not path.is_dir() or is_model_folder(path):

@@ -161,20 +161,29 @@ def _llama3(keys: Keys, tensors: Tensors, head_dim: int) -> dict[str, Any]:
     theta, factors = keys.number("rope.freq_base", default=10000.0), _factors(keys, tensors, FREQUENCIES, head_dim)
     factor = float(factors.max(initial=1.0))
     for context in (8192, keys.count("rope.scaling.original_context_length", default=8192)):
-        lengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-        smooth = (context / lengths - 1.0) / (4.0 - 1.0)
-        with np.errstate(divide="ignore"):  # where it is not taken
-            between = 1 / ((1 - smooth) / factor + smooth)
-        wanted = np.where(lengths < context / 4.0, 1.0, np.where(lengths > context, factor, between))
+        rope = {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": context,
+        }
+        wanted = llama3_factors(rope, theta, head_dim)
         if wanted.shape == factors.shape and np.allclose(wanted, factors, rtol=1e-5, atol=0):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": context,
-            }
+            return rope
     raise keys.unsupported("scales rotary frequencies otherwise than Llama 3 (`rope_freqs.weight`)")
+
+
+def llama3_factors(rope: Mapping[str, Any], theta: float, head_dim: int) -> Array:
+    """How much slower each pair of a head turns, float32 [head_dim / 2] (llama.cpp `conversion/llama.py`)."""
+    low, high, factor = (float(rope[name]) for name in ("low_freq_factor", "high_freq_factor", "factor"))
+    context = rope["original_max_position_embeddings"]
+    lengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = (context / lengths - low) / (high - low)
+    with np.errstate(divide="ignore"):  # where it is not taken
+        between = 1 / ((1 - smooth) / factor + smooth)
+    found = np.where(lengths < context / high, 1.0, np.where(lengths > context / low, factor, between))
+    return found.astype(np.float32)
 
 
 def _llama(keys: Keys, tensors: Tensors) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isclose
+from math import isclose, prod
 from typing import Any
 
 import numpy as np
@@ -31,11 +31,14 @@ from llmconv.convert.formats.gguf.names import (
     ARCHITECTURES,
     EXPERTS,
     FALCON_TWO_NORMS,
+    FREQUENCIES,
     HEAD_ORDERED,
+    LONG,
     ONE_LESS,
     TURNED,
     Keys,
     in_hugging_face_names,
+    llama3_factors,
 )
 from llmconv.convert.formats.gguf.tokenizer import tokenizer_keys
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
@@ -68,7 +71,8 @@ def save(checkpoint: Checkpoint, shards: int, kind: str = "") -> Plan:
     }
     _require_same(checkpoint, architecture, keys, tensors)
     kinds = [one.type for name, one in stored.items() if one.type != "F32" and not KEPT.search(name)]
-    vocabulary, left = tokenizer_keys(checkpoint, tensors["token_embd.weight"].num_rows)
+    warnings: list[str] = []
+    vocabulary, left = tokenizer_keys(checkpoint, tensors["token_embd.weight"].num_rows, warnings)
     metadata = {
         "general.architecture": architecture,
         "general.type": "model",
@@ -80,7 +84,11 @@ def save(checkpoint: Checkpoint, shards: int, kind: str = "") -> Plan:
     }
     container = partial(gguf_pieces, metadata=metadata, stored=stored)
     shard = Shard(FILE, {name: one.data for name, one in stored.items()}, container)
-    return Plan(replace(checkpoint, side_files={name: checkpoint.side_files[name] for name in left}), (shard,))
+    return Plan(
+        replace(checkpoint, side_files={name: checkpoint.side_files[name] for name in left}),
+        (shard,),
+        warnings=tuple(warnings),
+    )
 
 
 def _architecture(checkpoint: Checkpoint) -> str:
@@ -183,25 +191,13 @@ def _tensors(checkpoint: Checkpoint, architecture: str) -> dict[str, LazyTensor]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type"))
     if kind == "llama3":
-        found["rope_freqs.weight"] = in_memory(_llama3_factors(config, rope), BY_NAME["float32"])
+        theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        found[FREQUENCIES] = in_memory(llama3_factors(rope, theta, head_dim), BY_NAME["float32"])
     if kind == "longrope":
-        for length in ("long", "short"):
-            factors = np.array(rope[f"{length}_factor"], np.float32)
-            found[f"rope_factors_{length}.weight"] = in_memory(factors, BY_NAME["float32"])
+        for name, length in zip(LONG, ("long", "short"), strict=True):
+            found[name] = in_memory(np.array(rope[f"{length}_factor"], np.float32), BY_NAME["float32"])
     return found | experts
-
-
-def _llama3_factors(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Array:
-    """How much slower each pair of a head turns, float32 [head_dim / 2] (llama.cpp `conversion/llama.py`)."""
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    low, high, factor = (float(rope[name]) for name in ("low_freq_factor", "high_freq_factor", "factor"))
-    context = rope["original_max_position_embeddings"]
-    lengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = (context / lengths - low) / (high - low)
-    between = 1 / ((1 - smooth) / factor + smooth)
-    found = np.where(lengths < context / high, 1.0, np.where(lengths > context / low, factor, between))
-    return found.astype(np.float32)
 
 
 def _changed(name: str, tensor: LazyTensor, config: Mapping[str, Any]) -> LazyTensor:
@@ -333,15 +329,21 @@ def _stored(name: str, tensor: LazyTensor, kind: str) -> Stored:
         return Stored(OF_DTYPE[dtype.name], tensor.shape, cast(tensor, dtype, name))
     shape = (*tensor.shape[:-1], tensor.shape[-1] // block.elements * block.width)
 
+    step = max(1, VALUES // prod(tensor.shape[1:]))
+
     def load(start: int, stop: int) -> Array:
-        values = tensor.rows(start, stop).astype(np.float32).reshape(-1, block.elements)
-        largest = np.abs(values).max(initial=0)
-        if not largest <= LARGEST_SCALE * (127 if kind == "Q8_0" else 8):
-            raise InputRefused(
-                f"`{name}` contains {float(largest):.6g}, too large for a block of {kind}, whose scale is in float16",
-                hint="give `--dtype bfloat16`, and correct the weights if they are not numbers",
-            )
-        return QUANTIZERS[kind](values).reshape(stop - start, *shape[1:])
+        found = np.empty((stop - start, *shape[1:]), np.uint8)
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            values = tensor.rows(first, last).astype(np.float32).reshape(-1, block.elements)
+            largest = np.abs(values).max(initial=0)
+            if not largest <= LARGEST_SCALE * (127 if kind == "Q8_0" else 8):
+                raise InputRefused(
+                    f"`{name}` contains {float(largest):.6g}, too large for the float16 scale of a {kind} block",
+                    hint="give `--dtype bfloat16`, and correct the weights if they are not numbers",
+                )
+            found[first - start : last - start] = QUANTIZERS[kind](values).reshape(last - first, *shape[1:])
+        return found
 
     return Stored(kind, tensor.shape, LazyTensor(BY_NAME["uint8"], shape, load))
 
@@ -375,6 +377,7 @@ KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", **dict.fromkeys
 """Types that are written, and the element type of matrices; in place of blocks, where rows do not divide into them."""
 
 LARGEST_SCALE = 65504
+VALUES = 1 << 18  # that are quantized at once, with several temporary copies in float32
 BY_TYPE = {block.name: block for block in BLOCKS.values()}
 
 

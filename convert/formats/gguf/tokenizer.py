@@ -31,7 +31,6 @@ from llmconv.convert.tokenizers import (
     tokenizer_json,
 )
 from llmconv.errors import MalformedInput, UnsupportedInput, first_line
-from llmconv.progress import warn
 
 CONTROL, USER_DEFINED, UNUSED, BYTE = 3, 4, 5, 6
 PADDING = re.compile(r"\[PAD\d+\]")
@@ -230,8 +229,8 @@ OWN = {
 }
 
 
-def tokenizer_keys(checkpoint: Checkpoint, rows: int) -> tuple[dict[str, Any], list[str]]:
-    """The metadata of the tokenizer, for an embedding of so many rows, and the files that are not in it.
+def tokenizer_keys(checkpoint: Checkpoint, rows: int, warnings: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The metadata of the tokenizer for an embedding of `rows` rows, and the names of files that it does not cover.
 
     They are read back: what `to-hf` would make of them must divide text as the tokenizer does. Raises UnsupportedInput
     for a tokenizer that a file cannot state, MalformedInput for a damaged one, or one of more tokens than rows.
@@ -242,7 +241,7 @@ def tokenizer_keys(checkpoint: Checkpoint, rows: int) -> tuple[dict[str, Any], l
         return {"tokenizer.ggml.model": "no_vocab"}, [*files]
     content = read_object(files, "tokenizer.json")
     try:
-        found = _metadata(checkpoint, content, rows)
+        found = _metadata(checkpoint, content, rows, warnings)
         listed = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in found.items()}
         "".join(listed["tokenizer.ggml.tokens"]).encode()
         back = json.loads(tokenizer_files(listed, source, [])["tokenizer.json"])
@@ -257,7 +256,7 @@ def tokenizer_keys(checkpoint: Checkpoint, rows: int) -> tuple[dict[str, Any], l
     return found, left
 
 
-def _metadata(checkpoint: Checkpoint, content: Mapping[str, Any], rows: int) -> dict[str, Any]:
+def _metadata(checkpoint: Checkpoint, content: Mapping[str, Any], rows: int, warnings: list[str]) -> dict[str, Any]:
     files, source = checkpoint.side_files, checkpoint.path.name
     settings = read_object(files, "tokenizer_config.json")
     model = content.get("model") or {}
@@ -266,7 +265,7 @@ def _metadata(checkpoint: Checkpoint, content: Mapping[str, Any], rows: int) -> 
     ids |= {text: token["id"] for text, token in added.items()}
     if model.get("type") != "BPE" or not ids:
         raise UnsupportedInput(
-            f"the tokenizer of `{source}` is no BPE, the only kind that is written as GGUF", hint=OTHER
+            f"the tokenizer of `{source}` is not BPE, the only kind that is written as GGUF", hint=OTHER
         )
     if max(ids.values()) >= rows:
         raise MalformedInput(
@@ -294,18 +293,18 @@ def _metadata(checkpoint: Checkpoint, content: Mapping[str, Any], rows: int) -> 
             number = config.get(f"{name}_id")
         if type(number) is int and 0 <= number < rows:
             keys[f"{key}_token_id"] = number
-    keys |= _ends(keys.get("eos_token_id"), checkpoint, rows)
+    keys |= _ends(keys.get("eos_token_id"), checkpoint, rows, warnings)
     keys["add_bos_token"] = bool(_around(content.get("post_processor"))[0])
     found = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     template = files.get("chat_template.jinja", b"").decode() or settings.get("chat_template")
     if isinstance(template, list):  # of several, one is for chats
         named = {one.get("name"): one.get("template") for one in template}
         template = named.pop("default", None)
-        warn(f"a GGUF file has one chat template; left out: {', '.join(map(str, named))}")
+        warnings.append(f"a GGUF file has one chat template; left out: {', '.join(map(str, named))}")
     return found | ({"tokenizer.chat_template": template} if isinstance(template, str) else {})
 
 
-def _ends(eos: int | None, checkpoint: Checkpoint, rows: int) -> dict[str, int]:
+def _ends(eos: int | None, checkpoint: Checkpoint, rows: int, warnings: list[str]) -> dict[str, int]:
     """The tokens that end a text: that of the tokenizer first, if generation ends with it, and another one."""
     given = read_object(checkpoint.side_files, "generation_config.json").get("eos_token_id")
     given = checkpoint.config.get("eos_token_id") if given is None else given
@@ -313,7 +312,9 @@ def _ends(eos: int | None, checkpoint: Checkpoint, rows: int) -> dict[str, int]:
     first = eos if eos in ends or not ends else ends[0]
     rest = [one for one in ends if one != first]
     if len(rest) > 1:
-        warn(f"a GGUF file has places for two tokens that end a text; left out: {', '.join(map(str, rest[1:]))}")
+        warnings.append(
+            f"a GGUF file has places for two tokens that end a text; left out: {', '.join(map(str, rest[1:]))}"
+        )
     found = {"eos_token_id": first, "eot_token_id": rest[0] if rest else None}
     return {name: number for name, number in found.items() if number is not None}
 

@@ -1,4 +1,4 @@
-"""A new folder of `export` has layers that predict further tokens (MTP heads) bit for bit, also beside codes."""
+"""MTP heads are in a new folder of `export` bit for bit, with and without `--quant`."""
 
 from __future__ import annotations
 
