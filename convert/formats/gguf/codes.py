@@ -1,4 +1,4 @@
-"""The codes of a GGUF file as those of compressed-tensors, which vLLM, transformers and `llmconv export` read.
+"""The codes of a GGUF file as those of compressed-tensors, which `llmconv export` reads.
 
 Types whose values are a scale times a code (Q4_0, Q5_0, Q8_0, Q3_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, TQ1_0, TQ2_0) become
 `pack-quantized` without zero points: the same codes in 4 or 8 bits, the same scales. Others have an offset that no
