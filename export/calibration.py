@@ -28,7 +28,7 @@ from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.export.rewrite.fused_operators import fuse_rotary
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, producer
 from llmconv.export.weights import DOMAIN, GROUPED, leaves
-from llmconv.files.safetensors_file import FileTensor
+from llmconv.files.weight_ranges import Mapped
 from llmconv.progress import say
 from llmconv.runtime.extra_inputs import is_present, past_of
 from llmconv.runtime.tokenizer import LONG, TOKENS, CalibrationText
@@ -44,7 +44,7 @@ def calibration_of(
     """
     if (text := text_of(given)) is None:
         return None
-    if any(not isinstance(tensor, FileTensor) for tensor in checkpoint.values()):
+    if any(not isinstance(tensor, Mapped) for tensor in checkpoint.values()):
         raise UnsupportedInput(
             "a text runs through weights of floats, and those of this model are quantized",
             hint="leave out `--calibrate` and `--kv-cache`",

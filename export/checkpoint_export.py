@@ -27,7 +27,7 @@ from llmconv.export.export_options import (
 from llmconv.export.exported import Exported, ExportSizes
 from llmconv.export.folders import GraphsOnly, InPlace, NewFolder, OutputFolder, file_tensors, main_dtype
 from llmconv.export.graph_files import GraphOptions, GraphPlan
-from llmconv.export.graph_names import graph_names
+from llmconv.export.graph_names import graph_names, home_of
 from llmconv.export.graph_spec import FLOAT32, NO_CACHE, GraphSpec, graph_specs, refuse_option, with_fixed_inputs
 from llmconv.export.input_map import decoder_config
 from llmconv.export.language_model import LanguageModel, open_language_model
@@ -116,7 +116,7 @@ def export_checkpoint(
     plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint, specs, given["quant"]), changes)
     if quantization:
         require_exact(given, checkpoint)
-    folder = _output_folder(language_model, checkpoint, output, given, plan.clients.edits())
+    folder = _output_folder(language_model, checkpoint, source, output, given, plan.clients.edits())
     folder.check(plan)
     return _make(language_model, checkpoint, plan, folder, source, given)
 
@@ -237,11 +237,18 @@ def _client_files(
 
 
 def _output_folder(
-    model: LanguageModel, checkpoint: Checkpoint, output: str | Path | None, given: ExportOptions, edits: Edits
+    model: LanguageModel,
+    checkpoint: Checkpoint,
+    source: Path,
+    output: str | Path | None,
+    given: ExportOptions,
+    edits: Edits,
 ) -> OutputFolder:
     overwrite, resume = given["overwrite"], given["resume"]
-    place = output_place(output) if output is not None else checkpoint.path
-    is_new = not isinstance(place, Path) or place.resolve() != checkpoint.path.resolve()
+    home = home_of(checkpoint, source)
+    place = output_place(output) if output is not None else home
+    is_new = not isinstance(place, Path) or place.resolve() != home.resolve()
+    beside = home if home != checkpoint.path else None  # a model file that has no folder of its own
     if given["quant"] and not is_new:
         raise UsageProblem("`--quant` writes new weights", hint="give `-o OUT`, a new folder for them")
     if is_new and edits:
@@ -254,13 +261,13 @@ def _output_folder(
             "`-o OUT`, or see docs/clients.md"
         )
     if is_new and given["graphs_only"]:
-        return GraphsOnly(place, InPlace(checkpoint, given["dtype"]), overwrite, resume)
+        return GraphsOnly(place, InPlace(checkpoint, given["dtype"], home=beside), overwrite, resume)
     if is_new:
         precision = given["precision"] or FLOAT32
         dtype = given["dtype"] if precision == FLOAT32 else precision
         rest = given["max_shard_size"], overwrite, resume
         return NewFolder(place, checkpoint, dtype, *rest, model.kept_in_float32(dtype))
-    return InPlace(checkpoint, given["dtype"], overwrite or given["dry_run"], resume)
+    return InPlace(checkpoint, given["dtype"], overwrite or given["dry_run"], resume, home=beside)
 
 
 def _for_target(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any, Protocol, Unpack, get_type_hints, runtime_checkable
@@ -15,16 +17,19 @@ from llmconv.export.clients import DEFAULT, Client, find_clients, roles_for
 from llmconv.export.export_options import DEFAULTS, ExportOptions, check_options, option_that_computes, roles_of_task
 from llmconv.export.exported import Exported
 from llmconv.export.families import find_input_map, is_multi_modal
-from llmconv.export.graph_names import existing_files, graph_names
+from llmconv.export.graph_names import existing_files, graph_names, home_of
 from llmconv.export.graph_spec import graph_specs
 from llmconv.export.quantization.settings import QuantizationSettings, with_kv_cache
+from llmconv.files.gguf_file import holds_gguf
 from llmconv.files.paths import Placed, output_place
+from llmconv.files.safe_folder import make_temporary_folder, remove_temporary_folder
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
 from llmconv.model_code import model_class
 from llmconv.not_a_model_folder import is_quantized_export, refused_export
 from llmconv.output.manifest import MTP_ROLE, read_manifest
+from llmconv.output.plan import plan_checkpoint
 from llmconv.output.writer import destination_of
-from llmconv.progress import step, warn
+from llmconv.progress import step, warn, warn_all
 
 
 @runtime_checkable
@@ -48,9 +53,9 @@ def export(model: str | Path | Module, output: Placed | None = None, **options: 
     runtime opens them.
 
     Args:
-        model: Hugging Face folder or hub id; or a causal language model of transformers in memory, whose weights are
-            written into `output` once.
-        output: new folder; by default the graphs are added to the model folder.
+        model: Hugging Face folder or hub id; a GGUF file, whose quantized weights keep their codes; or a causal
+            language model of transformers in memory, whose weights are written into `output` once.
+        output: new folder; by default the graphs are added to the folder of the model or of the GGUF file.
         **options: see `ExportOptions`.
 
     Raises:
@@ -73,22 +78,56 @@ def export(model: str | Path | Module, output: Placed | None = None, **options: 
             return export_checkpoint(checkpoint, Path(type(model).__name__), output, given, clients, roles)
     if not is_remote(model) and Path(model).is_dir() and is_quantized_export(Path(model)):
         raise refused_export(Path(model), " ".join(f"--layout {one.name}" for one in clients if one.name != DEFAULT))
+    if not is_remote(model) and holds_gguf(Path(model)):
+        with _opened_gguf(Path(model)) as checkpoint:
+            return _exported(checkpoint, Path(model), output, given, clients, roles)
     if output is None:
         require_own_folder(model)  # the graphs are added to it
     checkpoint = open_checkpoint(local_path(model, in_parts=option_that_computes(given) is None))
     require_task(checkpoint.config, model, given["task"])
     if (checkpoint.path / ADAPTER_CONFIG).is_file():
         warn(f"`{model}` also contains an adapter; the graphs are those of the weights without it")
-    source = checkpoint.path if is_remote(model) else Path(model)
-    _refuse_early(checkpoint, output, given, clients, roles)
+    return _exported(checkpoint, checkpoint.path if is_remote(model) else Path(model), output, given, clients, roles)
+
+
+def _exported(
+    checkpoint: Checkpoint,
+    source: Path,
+    output: Placed | None,
+    given: ExportOptions,
+    clients: Sequence[Client],
+    roles: Sequence[str],
+) -> Exported:
+    _refuse_early(checkpoint, source, output, given, clients, roles)
     with step("loading torch"):
         from llmconv.export.checkpoint_export import export_checkpoint  # noqa: PLC0415 - torch; refusals are quick
 
     return export_checkpoint(checkpoint, source, output, given, clients, roles)
 
 
+@contextmanager
+def _opened_gguf(path: Path) -> Iterator[Checkpoint]:
+    """The model in a GGUF file with the codes that the file has; its small files are in a temporary folder."""
+    from llmconv.convert.opening import open_training  # noqa: PLC0415 - most models are Hugging Face folders
+
+    opened = open_training(path, "gguf", options={"quant": "keep"})
+    warn_all(opened.warnings)
+    folder = make_temporary_folder()
+    try:
+        for name, content in plan_checkpoint(opened).small_files.items():
+            (folder / name).write_bytes(content)
+        yield replace(opened, path=folder)
+    finally:
+        remove_temporary_folder(folder)
+
+
 def _refuse_early(
-    checkpoint: Checkpoint, output: Placed | None, given: ExportOptions, clients: Sequence[Client], roles: Sequence[str]
+    checkpoint: Checkpoint,
+    source: Path,
+    output: Placed | None,
+    given: ExportOptions,
+    clients: Sequence[Client],
+    roles: Sequence[str],
 ) -> None:
     """Refuses what file names and `config.json` alone show; the export itself checks all of it again."""
     is_foreign = model_class(checkpoint.config) and not given["trust_remote_code"]  # refused for its code, if at all
@@ -99,11 +138,12 @@ def _refuse_early(
     graph_names(given["graph_name"], roles, layouts)
     if given["target"] is None and not roles_of_task(given):
         graph_specs(roles, given)
-    place = output_place(output) if output is not None else checkpoint.path
+    home = home_of(checkpoint, source)
+    place = output_place(output) if output is not None else home
     if not isinstance(place, Path):
         return
-    if place.resolve() != checkpoint.path.resolve():
-        destination_of(place).require_free(given["overwrite"], [checkpoint.path], resume=given["resume"])
+    if place.resolve() != home.resolve():
+        destination_of(place).require_free(given["overwrite"], [home], resume=given["resume"])
         return
     existing = existing_files(place, read_manifest(place).graphs, roles)
     if existing and not (given["overwrite"] or given["resume"] or given["dry_run"]):

@@ -28,6 +28,7 @@ from llmconv.export.graph_spec import FLOAT32
 from llmconv.files.paths import local_only
 from llmconv.files.safe_folder import Folder, Link, WritableContent, refuse_links
 from llmconv.files.safetensors_file import FileTensor, encode_header
+from llmconv.files.weight_ranges import RANGES, Mapped, encode_ranges, placed
 from llmconv.output.local_folder import require_space
 from llmconv.output.manifest import MANIFEST, file_entry, link_entry, read_manifest, steps_of_weights
 from llmconv.output.plan import MODEL, Plan, Shard, failing_safely, json_bytes, plan_checkpoint
@@ -90,7 +91,7 @@ class NewFolder:
         checkpoint = replace(self.checkpoint, tensors=side_by_side(tensors, groups))
         return replace(self, checkpoint=checkpoint, codes=codes, parts=parts, together=parts_of(groups))
 
-    def weights(self) -> Mapping[str, FileTensor]:
+    def weights(self) -> Mapping[str, Mapped]:
         home = local_only(self.place) or Path(self.place.name)  # of an address only the names of files are used
         return {name: tensor for shard in self._plan.shards for name, tensor in _placed(shard, home).items()}
 
@@ -155,21 +156,24 @@ def main_dtype(tensors: Mapping[str, LazyTensor]) -> str:
     return sizes.most_common(1)[0][0] if sizes else FLOAT32
 
 
-def file_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, FileTensor]:
-    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, FileTensor)}
+def file_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, Mapped]:
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Mapped)}
 
 
-def _placed(shard: Shard, folder: Path) -> dict[str, FileTensor]:
+def _placed(shard: Shard, folder: Path) -> dict[str, Mapped]:
     """The tensors of a shard where they will be in `folder`; a copied shard keeps the offsets of the original."""
     home, path = shard.prefix, folder / shard.name
     if shard.copy_of:
         stored = file_tensors(shard.tensors).items()
-        return {home + n: FileTensor(path, t.offset, t.dtype, t.shape, location=shard.name) for n, t in stored}
-    placed, offset = {}, len(encode_header({name: (t.dtype, t.shape) for name, t in shard.tensors.items()}))
+        return {home + n: placed(t, path, shard.name) for n, t in stored}
+    found, offset = (
+        dict[str, Mapped](),
+        len(encode_header({name: (t.dtype, t.shape) for name, t in shard.tensors.items()})),
+    )
     for name, tensor in shard.tensors.items():
-        placed[home + name] = FileTensor(path, offset, tensor.dtype, tensor.shape, location=shard.name)
+        found[home + name] = FileTensor(path, offset, tensor.dtype, tensor.shape, location=shard.name)
         offset += tensor.nbytes
-    return placed
+    return found
 
 
 def _file_bytes(shard: Shard) -> int:
@@ -179,7 +183,8 @@ def _file_bytes(shard: Shard) -> int:
 
 
 def sources_of(checkpoint: Checkpoint) -> list[Path]:
-    small = [checkpoint.path / name for name in ("config.json", *checkpoint.side_files)]
+    names = ("config.json", *checkpoint.side_files) if checkpoint.format != "gguf" else ()  # those are made of the file
+    small = [checkpoint.path / name for name in names]
     weights = {tensor.path for tensor in file_tensors(checkpoint).values()}
     return sorted({*weights, *(path for path in small if path.is_file())})
 
@@ -197,10 +202,18 @@ class InPlace:
     resume: bool = False
     # codes and scales of quantized weights in the model's own files, by name of the weight with a suffix
     codes: Mapping[str, FileTensor] = field(default_factory=dict)
+    home: Path | None = None  # the folder of a model file that has no `config.json` next to it; None for a model folder
 
     @property
     def place(self) -> Path:
-        return self.checkpoint.path
+        return self.home or self.checkpoint.path
+
+    def model_files(self) -> dict[str, bytes]:
+        """The small files that make a folder with a model file a model folder; none for one that is."""
+        if self.home is None:
+            return {}
+        small = {name: text for name, text in plan_checkpoint(self.checkpoint).small_files.items() if name != INDEX}
+        return {**small, RANGES: encode_ranges(file_tensors(self.checkpoint))}
 
     def check(self, plan: GraphPlan) -> None:
         """Refuses linked weights, weights of another dtype, and existing files that cannot or may not be replaced."""
@@ -220,12 +233,34 @@ class InPlace:
                         inner.require_replaceable(last)
         recorded = read_manifest(self.place).graphs
         written = [name for role in graphs if role in recorded for name in graphs[role]]
+        self._require_own_files()
         existing = existing_files(self.place, recorded, list(graphs), [*written, *plan.clients.names])
         if existing and not self.overwrite and not self.resume:
             raise InputRefused(f"`{self.place / existing[0]}` already exists", hint="give `--overwrite` to replace it")
 
+    def _require_own_files(self) -> None:
+        """Refuses small files of another model next to a model file."""
+        recorded = read_manifest(self.place).files
+        for name, content in self.model_files().items():
+            path = self.place / name
+            if name not in recorded and os.path.lexists(path) and not _exists(path, content):
+                raise InputRefused(
+                    f"`{path}` already exists, and is not that of the model file",
+                    hint="give `-o OUT`, a new folder; or move the model file into a folder of its own",
+                )
+
     def require_mappable(self, plan: GraphPlan) -> None:
-        """Refuses weights of another dtype than `dtype`, or most of them of another than half-precision graphs."""
+        """Refuses weights of another dtype than `dtype`, or most of them of another than half-precision graphs.
+
+        And weights whose values are not in the model's file.
+        """
+        if self.home and not plan.options.quantization:
+            computed = sorted(self.checkpoint.keys() - file_tensors(self.checkpoint).keys())
+            if computed:
+                raise InputRefused(
+                    f"graphs cannot map `{computed[0]}` as the model's file stores it",
+                    hint="give `-o OUT`: the weights are converted there once",
+                )
         precision, main = next(iter(plan.specs.values())).precision, main_dtype(self.checkpoint)
         if precision not in (FLOAT32, main):
             raise InputRefused(
@@ -240,7 +275,7 @@ class InPlace:
                 hint="give `-o OUT`: the weights are cast there once",
             )
 
-    def weights(self) -> Mapping[str, FileTensor]:
+    def weights(self) -> Mapping[str, Mapped]:
         return {**file_tensors(self.checkpoint), **self.codes}
 
     def quantized(
@@ -251,7 +286,7 @@ class InPlace:
         for name, tensor in self.checkpoint.items():
             weight = weights.get(name)
             found = weight.in_file(name) if weight else None
-            if not isinstance(tensor, FileTensor) and not found:
+            if not isinstance(tensor, Mapped) and not found:
                 raise InputRefused(
                     f"graphs cannot map `{name}` as the model's files store it",
                     hint="give `-o OUT`: its codes are repacked there once, without a change of values",
@@ -266,6 +301,10 @@ class InPlace:
         """Writes all files completely before the first of them appears; the manifest appears last."""
         manifest = read_manifest(self.place)
         before = {name for entry in manifest.graphs.values() for name in files_of(entry)}
+        own = self.model_files()
+        if own and files.config:
+            own["config.json"] = json_bytes({**plan_checkpoint(self.checkpoint).checkpoint.config, **files.config})
+        files = replace(files, files={**own, **files.files})
         for name, content in files.files.items():
             manifest.files[name] = link_entry(content.target) if isinstance(content, Link) else file_entry(content)
         # files of an earlier export of the same graphs that are not written again, such as stages
@@ -345,13 +384,11 @@ class GraphsOnly:
             self.model.require_mappable(plan)
         destination_of(self.place).require_free(self.overwrite, [self.model.place], resume=self.resume)
 
-    def weights(self) -> Mapping[str, FileTensor]:
+    def weights(self) -> Mapping[str, Mapped]:
         """The tensors in the model's own files, as if those were in the new folder."""
         home = local_only(self.place) or Path(self.place.name)  # of an address only the names of files are used
         return {
-            name: FileTensor(
-                home / tensor.location, tensor.offset, tensor.dtype, tensor.shape, location=tensor.location
-            )
+            name: placed(tensor, home / tensor.location, tensor.location)
             for name, tensor in self.model.weights().items()
         }
 
@@ -380,6 +417,7 @@ class GraphsOnly:
         """The files of a model except its weights; the index is the model's own, which names its own files."""
         checkpoint = self.model.checkpoint
         planned = {name: text for name, text in plan_checkpoint(checkpoint).small_files.items() if name != INDEX}
+        planned |= self.model.model_files()
         has_index = (checkpoint.path / INDEX).is_file()
         return planned | ({INDEX: read_small(own_file(checkpoint.path, INDEX))} if has_index else {})
 

@@ -33,7 +33,7 @@ from llmconv.export.traced_graph import (
     value_named,
 )
 from llmconv.export.weights import WeightSource, bind, mapped_bytes
-from llmconv.files.safetensors_file import FileTensor
+from llmconv.files.weight_ranges import Mapped
 from llmconv.output.manifest import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.progress import warn_all
 from llmconv.runtime.extra_inputs import WRITE_INDICES
@@ -163,8 +163,8 @@ class GraphPlan:
     def make(
         self,
         graphs: Mapping[str, TracedGraph],
-        weights: Mapping[str, FileTensor],
-        sources: Mapping[str, FileTensor],
+        weights: Mapping[str, Mapped],
+        sources: Mapping[str, Mapped],
         quantized: Mapping[str, QuantizedWeight],
         matches: Mapping[int, Mapping[str, WeightSource]],
         cache_scales: Mapping[str, Array] | None,

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UsageProblem
 from llmconv.output.manifest import (
     EMBEDDINGS,
@@ -78,6 +79,13 @@ def _problem(name: str) -> str:
 def files_of(entry: dict[str, Any]) -> list[str]:
     parts = [*entry.get("stages", [entry]), entry.get("prefix", {})]
     return [part["file"] for part in parts if "file" in part]
+
+
+def home_of(checkpoint: Checkpoint, source: Path) -> Path:
+    """The folder of the model, or of its GGUF file `source`, into which graphs go without an output."""
+    if checkpoint.format != "gguf":
+        return checkpoint.path
+    return source.parent if source.is_file() else source
 
 
 def existing_files(

@@ -22,7 +22,8 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, constant, integers, replace_uses, value_named
 from llmconv.export.weights import WeightSource, bind, leaves, require_dtype
-from llmconv.files.safetensors_file import FileTensor, encode_header
+from llmconv.files.safetensors_file import encode_header
+from llmconv.files.weight_ranges import Mapped, placed
 from llmconv.runtime.extra_inputs import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.prefix import KeyValue, Prefix
@@ -114,8 +115,8 @@ class PrefixFile:
         prefix: Prefix,
         traced: TracedGraph,
         matches: Mapping[str, WeightSource],
-        sources: Mapping[str, FileTensor],
-        weights: Mapping[str, FileTensor],
+        sources: Mapping[str, Mapped],
+        weights: Mapping[str, Mapped],
     ) -> PrefixFile:
         """The file of a prefix for the decoder's graph, which is not bound to weights yet.
 
@@ -170,7 +171,7 @@ class PrefixFile:
 def keys_and_values(
     traced: TracedGraph,
     matches: Mapping[str, WeightSource],
-    sources: Mapping[str, FileTensor],
+    sources: Mapping[str, Mapped],
     weights: Mapping[str, LazyTensor],
     embeddings: Array,
 ) -> list[KeyValue]:
@@ -191,7 +192,7 @@ def keys_and_values(
             )
         require_dtype(name, sources[name])
     # the weights in one folder, links followed: onnxruntime maps no link
-    files = {n: FileTensor(t.path.resolve(), t.offset, t.dtype, t.shape) for n, t in sources.items()}
+    files = {name: placed(tensor, tensor.path.resolve()) for name, tensor in sources.items()}
     folder, *others = {tensor.path.parent for tensor in files.values()}
     if others:
         raise InputRefused(

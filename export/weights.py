@@ -22,8 +22,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from llmconv.causal_lm import mtp_tensors
 from llmconv.errors import InputRefused, UnsupportedInput
-from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, replace_uses, static_shape
-from llmconv.files.safetensors_file import FileTensor
+from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, replace_uses, scalar, static_shape
+from llmconv.files.weight_ranges import AdjustedTensor, Mapped
 from llmconv.runtime.eager.stored_tensors import BUFFERS
 from llmconv.tensors import LazyTensor, as_bytes
 
@@ -285,7 +285,7 @@ class StoredValues:
     Values are rounded to the dtypes of `rounded`, by name of the tensor, before they are used.
     """
 
-    def __init__(self, graph: ir.Graph, tensors: Mapping[str, FileTensor], rounded: Mapping[str, LazyTensor]) -> None:
+    def __init__(self, graph: ir.Graph, tensors: Mapping[str, Mapped], rounded: Mapping[str, LazyTensor]) -> None:
         self._graph, self._tensors, self._rounded = graph, tensors, rounded
         self._values: dict[tuple[WeightSource, ir.DataType], ir.Value] = {}
 
@@ -309,6 +309,7 @@ class StoredValues:
         length = tensor.nbytes if rows.is_whole else row * rows.count
         place = (tensor.location, tensor.offset + row * rows.first, length)
         label = rows.label if shape in (None, rows.shape) else f"{rows.label}:{'x'.join(map(str, shape or ()))}"
+        label += ":stored" if isinstance(tensor, AdjustedTensor) else ""
         if label not in self._graph.initializers:
             content = ir.ExternalTensor(*place, dtype, shape=ir.Shape(shape or rows.shape), name=label)
             self._graph.initializers[label] = ir.val(label, dtype, shape or rows.shape, const_value=content)
@@ -326,14 +327,34 @@ class StoredValues:
             last = cast
         replace_uses(uses, last.outputs[0])
 
+    def is_adjusted(self, rows: StoredRows) -> bool:
+        """Whether the values of a tensor are not the bytes of its file."""
+        return isinstance(self._tensors.get(rows.name), AdjustedTensor)
+
     def _rows(self, rows: StoredRows, wanted: ir.DataType) -> ir.Value:
-        value = self.stored(rows)
+        tensor, value = self._tensors[rows.name], self.stored(rows)
+        pairs, added = (tensor.pairs, tensor.added) if isinstance(tensor, AdjustedTensor) else (0, 0.0)
+        if added:  # in float32, as stored
+            value = self._node("Add", [value, scalar(self._graph, added)], {}, f"{rows.label}.added")
         for dtype in self._dtypes(rows, wanted):
             value = self._node(
                 "Cast", [value], {"to": dtype}, rows.label if dtype == wanted else f"{rows.label}/rounded"
             )
             value.name = f"{rows.label}:{NAMES[dtype]}" if dtype == wanted else value.name
-        return value
+        return self._with_halves(value, rows, pairs) if pairs else value
+
+    def _with_halves(self, value: ir.Value, rows: StoredRows, pairs: int) -> ir.Value:
+        """Rows of a whole tensor in the order of `AdjustedTensor`."""
+        if not rows.is_whole:
+            raise UnsupportedInput(
+                f"graphs cannot map a part of `{rows.name}`", hint="give `-o OUT`: the weights are converted there once"
+            )
+        shape = rows.shape
+        split, whole = integers(self._graph, -1, pairs // 2, 2, *shape[1:]), integers(self._graph, *shape)
+        apart = self._node("Reshape", [value, split], {}, f"{rows.label}.pairs")
+        order = [0, 2, 1, *range(3, len(shape) + 2)]
+        turned = self._node("Transpose", [apart], {"perm": order}, f"{rows.label}.halves")
+        return self._node("Reshape", [turned, whole], {}, f"{rows.label}.rows")
 
     def _dtypes(self, rows: StoredRows, wanted: ir.DataType) -> list[ir.DataType]:
         stored, rounded = (ONNX_TYPES[tensors[rows.name].dtype.name] for tensors in (self._tensors, self._rounded))
@@ -445,7 +466,7 @@ def require_one_copy(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> 
 def bind(
     traced: TracedGraph,
     matches: Mapping[str, WeightSource],  # from `match_weights`
-    tensors: Mapping[str, FileTensor],  # of the checkpoint by name, in files that will be in the folder of the graph
+    tensors: Mapping[str, Mapped],  # of the checkpoint by name, in files that will be in the folder of the graph
     rounded: Mapping[str, LazyTensor] | None = None,  # with the dtypes to round values to first, if not as stored
     quantized: Quantized | None = None,  # multiplies with the tensors that are stored as codes
 ) -> None:
@@ -470,7 +491,7 @@ def bind(
     }
     for name, expression in matches.items():
         dtype, uses = dtype_of(traced.weights[name]), tuple(traced.weights[name].uses())
-        if isinstance(expression, StoredRows) and expression not in multiplied:
+        if isinstance(expression, StoredRows) and expression not in multiplied and not reader.is_adjusted(expression):
             for node, _ in uses:
                 reader.look_up(node, expression, dtype)
         elif uses:

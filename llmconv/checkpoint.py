@@ -20,6 +20,7 @@ from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.safetensors_file import FileTensor, read_header
 from llmconv.files.source_file import fill, open_data
 from llmconv.files.sources import snapshot_home
+from llmconv.files.weight_ranges import MOST_BYTES, RANGES, Mapped, read_ranges
 from llmconv.not_a_model_folder import refused_model
 from llmconv.tensors import BLOCK_BYTES, Array, LazyTensor
 
@@ -86,17 +87,22 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether a folder has the file names of a Hugging Face model: a config and safetensors weights."""
-    return (folder / "config.json").is_file() and any((folder / name).is_file() for name in (SINGLE, INDEX))
+    """Whether a folder has the file names of a Hugging Face model: a config and weights."""
+    return (folder / "config.json").is_file() and has_weights(folder)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has a file name of weights: safetensors, or the index of ranges in other files."""
+    return any((folder / name).is_file() for name in (SINGLE, INDEX, RANGES))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens a Hugging Face folder (safetensors in one file or shards); raises InputRefused or MalformedInput."""
+    """Opens a Hugging Face folder; raises InputRefused or MalformedInput."""
     if not (path / "config.json").is_file():
         raise refused_model(path)
     config = read_json(own_file(path, "config.json"))
     tensors = open_weights(path)
-    files = {name: tensor.path.name for name, tensor in tensors.items() if isinstance(tensor, FileTensor)}
+    files = {name: tensor.path.name for name, tensor in tensors.items() if isinstance(tensor, Mapped)}
     version = config.get("transformers_version")
     version = f"transformers {version}" if isinstance(version, str) else ""
     return Checkpoint(
@@ -105,11 +111,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def open_weights(folder: Path) -> dict[str, LazyTensor]:
-    """The tensors of `model.safetensors`, or of shards and an index; raises InputRefused if `folder` has neither."""
+    """The tensors of `model.safetensors`, of shards and an index, or of ranges; InputRefused if there are none."""
     if (folder / INDEX).is_file():
         return open_shards(folder)
     if (folder / SINGLE).is_file():
         return dict(read_header(folder / SINGLE).tensors)
+    if (folder / RANGES).is_file():
+        index = parse_object(read_small(own_file(folder, RANGES), MOST_BYTES), RANGES)
+        return dict(read_ranges(folder, index))
     raise refused_model(folder)
 
 

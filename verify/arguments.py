@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmconv.causal_lm import require_causal_folder, require_sizes
-from llmconv.checkpoint import INDEX, SINGLE, read_json
+from llmconv.checkpoint import has_weights, read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.files.sources import is_remote, local_path
 from llmconv.not_a_model_folder import refused_model
@@ -39,8 +39,7 @@ def require_model(folder: Path) -> Path:
             hint=f"compare them with their model: `llmconv verify --graph {others[0]} --reference HF_FOLDER`",
         )
     require_causal_folder(folder)
-    has_weights = any((folder / name).is_file() for name in (SINGLE, INDEX))
-    if not has_weights or not (folder / "config.json").is_file():  # deltas and adapters have a manifest, too
+    if not has_weights(folder) or not (folder / "config.json").is_file():  # deltas and adapters have a manifest, too
         raise refused_model(folder)
     return folder
 
@@ -53,7 +52,7 @@ def require_weights(folder: Path, entry: GraphEntry, reference: str | Path) -> P
     reference = local_path(reference)
     if (reference / "config.json").is_file():
         require_sizes(read_json(reference / "config.json"), reference)
-    if any((reference / name).is_file() for name in (SINGLE, INDEX)):
+    if has_weights(reference):
         return reference
     if (folder / MANIFEST).is_file() or reference != folder:
         raise refused_model(reference)

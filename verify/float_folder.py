@@ -12,7 +12,7 @@ import onnx
 from onnx import numpy_helper
 
 from llmconv.causal_lm import mtp_tensors
-from llmconv.checkpoint import INDEX, SINGLE, open_weights, read_json
+from llmconv.checkpoint import has_weights, open_weights, read_json
 from llmconv.errors import UsageProblem, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.output.manifest import GraphEntry, mtp_entry
@@ -135,7 +135,7 @@ class FloatFolder:
         That is the folder of the graphs if it holds a model: the audit has compared its weights with the reference's.
         """
         own = self.verified.path
-        holds_one = (own / "config.json").is_file() and any((own / name).is_file() for name in (SINGLE, INDEX))
+        holds_one = (own / "config.json").is_file() and has_weights(own)
         return own if holds_one else self.reference
 
     def _is_layered(self, wanted: bool | None) -> bool:

@@ -21,7 +21,7 @@ from llmconv.errors import InputRefused, UnsupportedInput, first_line
 from llmconv.export.quantization.selection import product_layout
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, producer, remove_unused
 from llmconv.export.weights import StoredRows, WeightSource, bind, leaves, match_weights
-from llmconv.files.safetensors_file import FileTensor
+from llmconv.files.weight_ranges import Mapped
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.low_memory.pieced_graph import GraphPiece, ValueTypes, cut_graph
 from llmconv.runtime.onnxruntime.guard import refill
@@ -45,7 +45,7 @@ class TextRun:
 
     traced: TracedGraph
     texts: Sequence[Array]
-    tensors: Mapping[str, FileTensor]
+    tensors: Mapping[str, Mapped]
 
     @cached_property
     def matches(self) -> Mapping[str, WeightSource]:

@@ -247,6 +247,13 @@ SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 """Name of one part of a model in several files (llama.cpp `llama_split_path`)."""
 
 
+def holds_gguf(path: Path) -> bool:
+    """Whether a path is a GGUF file, or a folder with one and without a `config.json`."""
+    if not path.is_dir() or (path / "config.json").is_file():
+        return path.is_file() and is_gguf(path)
+    return any(file.suffix.lower() == ".gguf" and is_gguf(file) for file in path.iterdir())
+
+
 def parts_of(path: Path) -> list[Path]:
     """The files of the model that a file belongs to, in order; MalformedInput if one is missing."""
     found = SPLIT.fullmatch(path.name)

@@ -23,7 +23,7 @@ import onnx
 
 from llmconv.addresses import hub_address
 from llmconv.causal_lm import language_config, length_switch, require_causal_folder
-from llmconv.checkpoint import INDEX, SINGLE, open_checkpoint, own_file, read_json
+from llmconv.checkpoint import has_weights, open_checkpoint, own_file, read_json
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, first_line
 from llmconv.files.paths import kind_of, path_of
 from llmconv.files.safe_folder import UNFINISHED, unfinished_folder, user_cache
@@ -96,7 +96,7 @@ class ModelFiles:
         require_causal_folder(path)
         has_graphs = any(path.glob("*.onnx")) or (path / MANIFEST).is_file() and read_manifest(path).graphs
         # graphs of a manifest may be on other hosts
-        if not has_graphs and not any((path / name).is_file() for name in (SINGLE, INDEX)):
+        if not has_graphs and not has_weights(path):
             raise refused_model(path)
         return cls(path)
 
@@ -510,7 +510,7 @@ def _is_plain(folder: Path) -> bool:
         return False
     if any(folder.glob("*.onnx")) or any(folder.glob("onnx/*.onnx")) or "auto_map" in read_json(folder / CONFIG):
         return False
-    return any((folder / name).is_file() for name in (SINGLE, INDEX))
+    return has_weights(folder)
 
 
 def _training_format(path: Path) -> str:

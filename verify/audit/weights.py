@@ -24,7 +24,8 @@ import transformers
 
 from llmconv.checkpoint import open_weights
 from llmconv.errors import InputRefused
-from llmconv.files.safetensors_file import FileTensor, read_exactly, read_header
+from llmconv.files.safetensors_file import read_exactly, read_header
+from llmconv.files.weight_ranges import Mapped
 from llmconv.output.manifest import (
     EMBEDDINGS,
     MANIFEST,
@@ -43,6 +44,8 @@ AS_RECORDED = "sha256 as in the manifest"
 """Detail of the check of a file that was read in full and has the recorded sha256."""
 
 READERS = 2  # files that are hashed at a time
+
+MAPPED = (".safetensors", ".gguf")  # ends of the names of files that graphs map
 
 ByteSpan = tuple[str, int, int]  # file name, offset and length in bytes
 
@@ -69,7 +72,7 @@ class WeightSource:
             tensors: Mapping[str, LazyTensor] = open_weights(folder)
         except InputRefused:
             tensors = {}
-        spans = {span_of(tensor): name for name, tensor in tensors.items() if isinstance(tensor, FileTensor)}
+        spans = {span_of(tensor): name for name, tensor in tensors.items() if isinstance(tensor, Mapped)}
         in_place = folder.resolve() == reference.resolve()
         prefixed = {
             span_of(tensor): name
@@ -80,7 +83,7 @@ class WeightSource:
         return cls(folder, spans, tensors if in_place else open_weights(reference), in_place, prefixed, tensors)
 
 
-def span_of(tensor: FileTensor) -> ByteSpan:
+def span_of(tensor: Mapped) -> ByteSpan:
     return tensor.location, tensor.offset, tensor.nbytes
 
 
@@ -152,7 +155,7 @@ def _audit(tensor: onnx.TensorProto, source: WeightSource) -> tuple[str, str]:
     """The reference's name of an initializer, empty if it is not one of its tensors; and an error, or empty."""
     named = reference_name(tensor.name, source.reference)
     fields = external_fields(tensor)
-    if not fields.get("location", "").endswith(".safetensors"):
+    if not fields.get("location", "").endswith(MAPPED):
         if fields and not named:
             return "", f"`{tensor.name}` maps `{fields.get('location')}`, but no tensor has its name"
         return named, _compare(tensor, named, source) if named else ""

@@ -28,7 +28,7 @@ from onnx import helper, numpy_helper
 
 from llmconv.checkpoint import open_weights, read_json
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput
-from llmconv.files.safetensors_file import FileTensor
+from llmconv.files.weight_ranges import Mapped
 from llmconv.memory import trim
 from llmconv.output.manifest import GraphEntry, PrefixEntry
 from llmconv.runtime.eager.runner import EagerRunner
@@ -51,7 +51,7 @@ from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import FixedSizes
 from llmconv.runtime.runner import Runner
 from llmconv.tensors import Array, LazyTensor, lists_by_key
-from llmconv.verify.audit.weights import reference_name
+from llmconv.verify.audit.weights import MAPPED, reference_name
 from llmconv.verify.comparison.candidates import Candidate
 from llmconv.verify.reference.cost_estimate import largest_layer, suite_seconds
 from llmconv.verify.reference.eager import Eager, own_cache_chains
@@ -291,7 +291,7 @@ def why_not_scaled(folder: Path, reference: Path, models: Sequence[onnx.ModelPro
 
 
 def _is_mapped(tensor: onnx.TensorProto) -> bool:
-    return external_fields(tensor).get("location", "").endswith(".safetensors")
+    return external_fields(tensor).get("location", "").endswith(MAPPED)
 
 
 def scaled_settings(
@@ -313,12 +313,12 @@ class FolderTensors:
     """The tensors of a folder by name, and by file name as (offset, name, tensor), ordered by offset."""
 
     named: Mapping[str, LazyTensor]
-    places: Mapping[str, Sequence[tuple[int, str, FileTensor]]]
+    places: Mapping[str, Sequence[tuple[int, str, Mapped]]]
 
     @classmethod
     def of(cls, folder: Path) -> FolderTensors:
         named = open_weights(folder)
-        stored = ((name, tensor) for name, tensor in named.items() if isinstance(tensor, FileTensor))
+        stored = ((name, tensor) for name, tensor in named.items() if isinstance(tensor, Mapped))
         places = lists_by_key((tensor.path.name, (tensor.offset, name, tensor)) for name, tensor in stored)
         return cls(named, {file: sorted(found, key=lambda place: place[0]) for file, found in places.items()})
 
@@ -339,7 +339,7 @@ class FolderTensors:
         return name if first <= offset < first + whole.nbytes else ""
 
 
-LAYOUT = {"Identity", "Transpose"}  # operators that change no element
+LAYOUT = {"Identity", "Reshape", "Transpose"}  # operators that change no element
 PRODUCTS = {"MatMul", "Gather"}
 WITH_ALPHA = {"Gemm", "FusedMatMul"}  # products with a factor as an attribute
 SHORT = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}

@@ -19,6 +19,8 @@ from llmconv.checkpoint import transposed
 from llmconv.convert.algebra import fitting, interleave_rows, permute_rows, renamed, reshaped, rope_order, slice_rows
 from llmconv.convert.fields import LARGEST, SHORT, Fields
 from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.files.safetensors_file import FileTensor
+from llmconv.files.weight_ranges import AdjustedTensor
 from llmconv.tensors import Array, LazyTensor
 
 Tensors = Mapping[str, LazyTensor]
@@ -367,14 +369,19 @@ TURNED = re.compile(r"\.c_(?:attn|proj|fc)\.weight$")
 
 def _neighbors(name: str, tensor: LazyTensor, config: Mapping[str, Any]) -> LazyTensor:
     """Llama: rows of queries and keys in transformers' order, which rotates halves and not neighbors."""
-    turned = name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias"))
-    return permute_rows(tensor, rope_order(config["head_dim"])) if turned else tensor
+    if not name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")):
+        return tensor
+    if isinstance(tensor, FileTensor):
+        return AdjustedTensor(tensor, pairs=len(rope_order(config["head_dim"])))
+    return permute_rows(tensor, rope_order(config["head_dim"]))
 
 
 def _less_one(name: str, tensor: LazyTensor, config: Mapping[str, Any]) -> LazyTensor:
     """Gemma: norms without the 1 that its model adds; float32."""
     if not name.endswith("norm.weight"):
         return tensor
+    if isinstance(tensor, FileTensor) and tensor.dtype.name == "float32":
+        return AdjustedTensor(tensor, added=-1.0)
     return LazyTensor(
         tensor.dtype,
         tensor.shape,
@@ -572,6 +579,15 @@ def _experts(keys: Keys, tensors: dict[str, LazyTensor], config: Mapping[str, An
         if len(joined.shape) != 3 or joined.num_rows != count:
             raise MalformedInput(f"`{stored}` of `{keys.source}` is not {count} experts", hint=HINT)
         for expert in range(joined.num_rows):
-            one = reshaped(slice_rows(joined, expert, expert + 1), joined.shape[1:])
+            one = _expert(joined, expert)
             found[LAYER.format(layer) + pattern.format(expert, parts[part.removeprefix("ffn_")])] = one
     return found
+
+
+def _expert(joined: LazyTensor, number: int) -> LazyTensor:
+    """The matrix of one expert of [experts, rows, columns]; where those lie in a file, a range of it."""
+    shape = joined.shape[1:]
+    if isinstance(joined, FileTensor):
+        size = joined.nbytes // joined.num_rows
+        return FileTensor(joined.path, joined.offset + number * size, joined.dtype, shape, joined.record)
+    return reshaped(slice_rows(joined, number, number + 1), shape)

@@ -38,7 +38,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from llmconv.causal_lm import require_causal
-from llmconv.checkpoint import INDEX, SINGLE, open_weights, read_json
+from llmconv.checkpoint import INDEX, SINGLE, has_weights, open_weights, read_json
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, first_line
 from llmconv.memory import raise_if_out_of_memory, trim
 from llmconv.not_a_model_folder import refused_model
@@ -114,7 +114,7 @@ class EagerRunner(Runner):
         silence_kernel_hints()
         fields = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
         require_causal(fields, folder)
-        if weights is None and not any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        if weights is None and not has_weights(folder):
             raise refused_model(folder)
         self._code = code if uses_custom_code(fields, code is not None) else None
         self._factors, self.dtype, self.limit_margins = factors, dtype, LimitMargins()
@@ -191,7 +191,8 @@ class EagerRunner(Runner):
     def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str) -> Any:
         """The model of a folder with the given fields of `config.json`."""
         stored = open_weights(folder) if self._given is None else self._given  # refuses shards of other folders
-        if self._factors or self._given is not None:
+        is_plain = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+        if self._factors or self._given is not None or not is_plain:
             load = getattr(torch, str(dtype).removeprefix("torch."))
             return self._built(folder, fields, dtype, stored_tensors(stored, load, self._factors), stored)
         source = custom_classes(self._code, fields)[1] if self._code else _class_of(folder)

@@ -94,13 +94,14 @@ def stored_tensors(
     tensors: Mapping[str, LazyTensor], dtype: torch.dtype, factors: ScaleFactors | None = None
 ) -> dict[str, StoredTensor]:
     """The weights of a model of a requested dtype by name, scaled by `factors`."""
-    files = {tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)}
+    found = {tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)}
+    files = {path for path in found if path.suffix == ".safetensors"}  # not ranges of other files
     opened: dict[Path, Any] = {path: safe_open(path, "pt", device="cpu", backend="pread") for path in files}
 
     names = {path: set(file.keys()) for path, file in opened.items()}
 
     def stored(name: str, tensor: LazyTensor) -> StoredTensor:
-        in_file = isinstance(tensor, FileTensor) and name in names[tensor.path]  # it may stand for another, too
+        in_file = isinstance(tensor, FileTensor) and name in names.get(tensor.path, ())  # it may stand for another, too
         slices = opened[tensor.path].get_slice(name) if in_file else None  # type: ignore[attr-defined]
         return StoredTensor(slices, tensor, dtype, factors(name, tensor.shape) if factors else 1.0)
 
