@@ -110,7 +110,7 @@ def _opened_gguf(path: Path) -> Iterator[Checkpoint]:
     """The model in a GGUF file with the codes that the file has; its small files are in a temporary folder."""
     from llmconv.convert.opening import open_training  # noqa: PLC0415 - most models are Hugging Face folders
 
-    opened = open_training(path, "gguf", options={"quant": "keep"})
+    opened = open_training(path, "gguf", options={"quant": "graphs"})
     warn_all(opened.warnings)
     folder = make_temporary_folder()
     try:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from llmconv.causal_lm import require_causal_folder, require_sizes
-from llmconv.checkpoint import has_weights, read_json
+from llmconv.checkpoint import Checkpoint, has_weights, read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.files.gguf_file import holds_gguf
+from llmconv.files.safe_folder import make_temporary_folder, remove_temporary_folder
 from llmconv.files.sources import is_remote, local_path
+from llmconv.files.weight_ranges import RANGES, Mapped, encode_ranges
 from llmconv.not_a_model_folder import refused_model
 from llmconv.output.manifest import MANIFEST, GraphEntry
+from llmconv.output.plan import plan_checkpoint
+from llmconv.output.writer import write_checkpoint
 
 CODES = "quantized*.safetensors"  # weight files of `llmconv export --quant`
 PATH_LIMIT = 4096  # maximum length of a path in characters (`PATH_MAX`)
@@ -61,6 +70,43 @@ def require_weights(folder: Path, entry: GraphEntry, reference: str | Path) -> P
         f"`{folder}` contains graphs that llmconv did not export (no `{MANIFEST}`), and no weights of their model",
         hint=f"compare them with their model: `llmconv verify --graph {graph} --reference HF_FOLDER`",
     )
+
+
+@contextmanager
+def model_of(reference: str | Path | None) -> Iterator[str | Path | None]:
+    """The reference; of a GGUF file a temporary folder with its model, whose codes are those of the file."""
+    if reference is None or is_remote(reference) or not holds_gguf(Path(reference)):
+        yield reference
+        return
+    from llmconv.convert.opening import open_training  # noqa: PLC0415 - most references are folders
+
+    opened = open_training(Path(reference), "gguf", options={"quant": "graphs"})
+    home = make_temporary_folder()
+    try:
+        folder = home / Path(reference).resolve().name  # which reports name
+        _write_model(opened, folder)
+        yield folder
+    finally:
+        remove_temporary_folder(home)
+
+
+def _write_model(opened: Checkpoint, folder: Path) -> None:
+    """Writes a model folder; values that lie in the file stay there, and are linked where the file system can."""
+    plan = plan_checkpoint(opened)
+    mapped = {name: tensor for name, tensor in opened.items() if isinstance(tensor, Mapped)}
+    if len(mapped) == len(opened):
+        folder.mkdir()
+        try:
+            for path in {tensor.path for tensor in mapped.values()}:
+                os.link(path.resolve(), folder / path.name)
+        except OSError:
+            shutil.rmtree(folder)
+        else:
+            for name, content in plan.small_files.items():
+                (folder / name).write_bytes(content)
+            (folder / RANGES).write_bytes(encode_ranges(mapped))
+            return
+    write_checkpoint(plan, folder, steps=(), sources=())
 
 
 def recorded_reference(folder: Path) -> Path:

@@ -37,7 +37,7 @@ from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors,
 from llmconv.runtime.onnxruntime.lora_names import declared_factors, module_of, require_factors, without_inputs
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, half_precision, with_options
 from llmconv.tensors import Array
-from llmconv.verify.arguments import CODES, require_folder, require_model
+from llmconv.verify.arguments import CODES, model_of, require_folder, require_model
 from llmconv.verify.audit.weights import AS_RECORDED
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.clients.client_files import ClientFiles, field_checks
@@ -103,7 +103,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
 
     Args:
         folder: a folder that `llmconv export` wrote.
-        reference: the Hugging Face model folder (default: as recorded in the manifest, else `folder`).
+        reference: the Hugging Face model folder, or a GGUF file (default: as recorded in the manifest, else `folder`).
         suite: which set of scenarios to run, `quick` or `full`.
         scenario: names of scenarios; if given, only these are run.
         repeat: number of runs of each call; all must give the same bits.
@@ -151,13 +151,14 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     for client in run_by:
         client.require()
     made = session.new_report(path.name)
-    opened = GraphFolder.open(path, reference, made, session, allow_changed=allow_changed, trusted=trust_remote_code)
-    if opened is None:
-        raise InputRefused(f"no graphs in `{require_model(path)}`", hint=f"make them: `llmconv export {path}`")
     accuracy = Path(text) if text else None, AccuracyLimits(max_divergence, min_agreement)
     measured, record = Path(calibrate) if calibrate else None, record and not is_remote(folder)
     choices = Choices(chosen, eager, low_memory, adapter, *accuracy, measured, record, run_by)
-    return written(checked_folder(opened, choices))
+    with model_of(reference) as model:
+        opened = GraphFolder.open(path, model, made, session, allow_changed=allow_changed, trusted=trust_remote_code)
+        if opened is None:
+            raise InputRefused(f"no graphs in `{require_model(path)}`", hint=f"make them: `llmconv export {path}`")
+        return written(checked_folder(opened, choices))
 
 
 @dataclass(frozen=True)

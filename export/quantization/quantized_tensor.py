@@ -78,7 +78,8 @@ def _hint(dtype: DType, wider: bool, kept: bool) -> str:
     return ", or ".join(filter(None, (wide, plain))) or "take the model it was quantized from"
 
 
-CODES, SCALES, ZEROS, ORDER = ".codes", ".scales", ".zeros", ".order"  # suffixes of the tensors' names
+# suffixes of the tensors' names
+CODES, SCALES, ZEROS, ORDER, OFFSETS = ".codes", ".scales", ".zeros", ".order", ".offsets"
 ELEMENTS = 1 << 19  # weights that are rounded at once: 2 MB in float32, which fit into a core's cache
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 BYTES = BY_NAME["uint8"]

@@ -20,6 +20,7 @@ from llmconv.errors import InputRefused
 from llmconv.export.quantization.block_rounding import BITS, NONE, BlockFormat, ColumnFormat, WeightFormat, pack
 from llmconv.export.quantization.quantized_tensor import (
     CODES,
+    OFFSETS,
     ORDER,
     SCALES,
     SMOOTHING,
@@ -111,6 +112,10 @@ class QuantizedWeight:
     @property
     def is_searched(self) -> bool:
         return self.kept is None and isinstance(self.form, BlockFormat) and self.form.search
+
+    @property
+    def has_offsets(self) -> bool:
+        return self.kept is not None and self.kept.integers.offsets is not None
 
     @property
     def is_reordered(self) -> bool:
@@ -298,6 +303,9 @@ class RepackedWeight:
         made[SCALES] = LazyTensor(dtype, (*outer, self.form.blocks(columns)), scales)
         if self.order is not None:
             made[ORDER] = in_memory(self.order, BY_NAME["int32"])
+        if self.integers.offsets is not None:
+            shape = (self.form.blocks(columns), outer[0])
+            made[OFFSETS] = LazyTensor(BY_NAME["float32"], shape, lambda start, stop: self._offsets[start:stop])
         return {name + suffix: tensor for suffix, tensor in made.items()}
 
     def in_file(self, name: str) -> dict[str, FileTensor] | None:
@@ -314,6 +322,12 @@ class RepackedWeight:
         shape = rows, form.blocks(columns), form.block_bytes
         codes = FileTensor(known[0].path, known[0].offset, BY_NAME["uint8"], shape, known[0].record)
         return {name + CODES: codes, name + SCALES: known[1]}
+
+    @property
+    def _offsets(self) -> Array:
+        """What is added to the values of each block, float32 [blocks, N]: the second factor of a product."""
+        assert self.integers.offsets is not None
+        return np.ascontiguousarray(self.integers.offsets()[:, self._block_groups].T)
 
     @property
     def _block_groups(self) -> Array:
@@ -402,7 +416,7 @@ class QuantizedSizes:
         cls, quantized: Mapping[str, QuantizedWeight], before: Mapping[str, LazyTensor], after: Mapping[str, LazyTensor]
     ) -> QuantizedSizes:
         """The sizes of an export, by the tensors of the model (`before`) and those stored instead (`after`)."""
-        parts = [name + suffix for name in quantized for suffix in (CODES, ZEROS, SCALES, ORDER)]
+        parts = [name + suffix for name in quantized for suffix in (CODES, ZEROS, SCALES, ORDER, OFFSETS)]
         forms = [weight.form for weight in quantized.values()]
         kinds = [(form.bits, 0 if isinstance(form, ColumnFormat) else form.size) for form in forms]
         return cls(

@@ -181,7 +181,7 @@ SIZES = (128, 64, 32, 16)
 
 @dataclass(frozen=True)
 class IntegerCodes:
-    """value = (code - zero point of its group) * scale of its group."""
+    """value = (code - zero point of its group) * scale of its group + offset of its group."""
 
     shape: tuple[int, ...]  # [N, K], or [experts, N, K]; columns of K share a scale in groups
     bits: int  # of a code
@@ -195,6 +195,8 @@ class IntegerCodes:
     turned: bool = False  # the plain weight is [..., K, N]
     # the tensors with the codes and scales if their bytes are these codes, the first in the low bits, and these scales
     in_file: tuple[FileTensor, FileTensor] | None = None
+    # `offsets()` returns all offsets, float32 [N, groups]; None for none
+    offsets: Callable[[], Array] | None = None
 
     @property
     def block_size(self) -> int | None:

@@ -320,9 +320,15 @@ def scaled_settings(
 ) -> SessionSettings:
     """Session settings that scale the weights when a graph is opened; `at_weights` as for `scale`."""
     scales = {one.stored.scales: one for one in file.quantized_weights}
+    offsets = {name: one for one in file.quantized_weights for name in one.stored.offsets}
 
     def apply(path: Path, model: onnx.ModelProto) -> None:
         for tensor in model.graph.initializer:
+            if tensor.name in offsets:
+                match = next(match for match in offsets[tensor.name].matches if tensor.name.startswith(match.name))
+                factor = change.factor_of(match.name, reference[match.name].shape)
+                values = np.array(initializer_values(tensor, path.parent))
+                tensor.CopyFrom(numpy_helper.from_array(values * values.dtype.type(factor), tensor.name))
             if tensor.name in scales:
                 values, one = np.array(initializer_values(tensor, path.parent)), scales[tensor.name]
                 grid = values.reshape(one.stored.scale.shape)

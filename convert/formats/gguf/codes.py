@@ -1,8 +1,11 @@
-"""The codes of a GGUF file as those of compressed-tensors, which `llmconv export` reads.
+"""The codes of a GGUF file as those of compressed-tensors, or as graphs of `llmconv export` have them.
 
-Types whose values are a scale times a code (Q4_0, Q5_0, Q8_0, Q3_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, TQ1_0, TQ2_0) become
-`pack-quantized` without zero points: the same codes in 4 or 8 bits, the same scales. Others have an offset that no
-integer zero point gives, and stay dequantized. Layout: `llmconv/quantized_weights/methods/compressed_tensors.py`.
+For other programs, types whose values are a scale times a code (Q4_0, Q5_0, Q8_0, Q3_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4,
+TQ1_0, TQ2_0) become `pack-quantized` without zero points: the same codes in 4 or 8 bits, the same scales. Others have
+an offset that no integer zero point gives, and stay dequantized. Layout:
+`quantized_weights/methods/compressed_tensors.py`.
+
+For graphs all types stay, embeddings too. Layout: `quantized_weights/methods/gguf.py`.
 """
 
 from __future__ import annotations
@@ -19,11 +22,12 @@ from llmconv.files.gguf_file import BLOCKS, Block, GGUFTensor
 from llmconv.quantized_weights.packed_weight import pack
 from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory
 
-SMALL = ("Q4_0", "Q3_K", "TQ1_0", "TQ2_0")  # types with codes of 4 bits
+SMALL = ("Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "TQ1_0", "TQ2_0")  # types with codes of 4 bits
 HALF = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "TQ1_0", "TQ2_0")  # types whose scale is stored in float16
-PARTS = {"Q3_K": 16, "Q6_K": 16, "TQ1_0": 256, "TQ2_0": 256}  # elements of a scale, where not 32
+PARTS = {"Q2_K": 16, "Q3_K": 16, "Q6_K": 16, "TQ1_0": 256, "TQ2_0": 256}  # elements of a scale, where not 32
 OFFSETS = ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
 EMBEDDINGS = ("token_embd.", "position_embd.")  # looked up, not multiplied
+TURNED = ("gpt2",)  # architectures whose matrices are stored [in, out]
 BY_TYPE = {block.name: block for block in BLOCKS.values()}
 
 
@@ -46,7 +50,7 @@ def with_codes(
         name: tensor
         for name, tensor in stored.items()
         if tensor.type in BY_TYPE and tensor.type not in OFFSETS and len(tensor.values.shape) > 1
-        if not name.startswith(EMBEDDINGS) and keys.architecture != "gpt2"  # whose matrices are turned
+        if not name.startswith(EMBEDDINGS) and keys.architecture not in TURNED
     }
     words, scales = ({name: part(tensor) for name, tensor in exact.items()} for part in (_words, _scales))
     others = {name: tensor.values for name, tensor in stored.items() if name not in exact}
@@ -63,8 +67,8 @@ def with_codes(
         found[f"{module}.weight_packed"] = weight
         found[f"{module}.weight_scale"] = by_scales[name]
         found[f"{module}.weight_shape"] = in_memory(np.array(tensor.shape, np.int64), BY_NAME["int64"])
-    if keys.architecture == "gpt2":
-        return config, tensors, ["codes of GPT-2 are not kept: its matrices are stored turned"]
+    if keys.architecture in TURNED:
+        return config, tensors, [f"codes of {keys.architecture} are not kept: its matrices are stored turned"]
     left = Counter(tensor.type for tensor in stored.values() if tensor.type in OFFSETS)
     warnings = [
         f"{count} tensors of {kind} are dequantized: their offsets cannot be integer zero points"
@@ -79,6 +83,37 @@ def with_codes(
             "quantization_config": _settings(schemes, sorted({*plain, *head})),
         }
     return config, found, warnings
+
+
+def with_graph_codes(
+    keys: Keys, stored: Mapping[str, GGUFTensor], config: dict[str, Any], tensors: dict[str, LazyTensor]
+) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
+    """The config and the tensors with codes, scales and offsets in place of the values of all matrices of blocks."""
+    coded = {
+        name: tensor
+        for name, tensor in stored.items()
+        if tensor.type in BY_TYPE and len(tensor.values.shape) > 1 and keys.architecture not in TURNED
+    }
+    others = {name: tensor.values for name, tensor in stored.items() if name not in coded}
+
+    def renamed(part: Callable[[GGUFTensor], LazyTensor]) -> dict[str, LazyTensor]:
+        return in_hugging_face_names(keys, {**others, **{name: part(tensor) for name, tensor in coded.items()}})[1]
+
+    by_codes, by_scales, by_offsets = renamed(_codes), renamed(_wide_scales), renamed(_offsets)
+    found: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        if by_codes[name].dtype.name not in ("uint8", "int8") or len(tensor.shape) != 2:
+            found[name] = tensor
+            continue
+        found |= {f"{name}.codes": by_codes[name], f"{name}.scales": by_scales[name]}
+        if by_offsets[name].dtype.name == "float32":
+            found[f"{name}.offsets"] = by_offsets[name]
+    is_coded = len(found) > len(tensors)
+    return (
+        ({**config, "torch_dtype": "float32", "quantization_config": {"quant_method": "gguf"}}, found)
+        if is_coded
+        else (config, tensors)
+    )
 
 
 def _settings(schemes: Mapping[str, Scheme], ignored: list[str]) -> dict[str, Any]:
@@ -114,25 +149,48 @@ def _words(tensor: GGUFTensor) -> LazyTensor:
         unsigned = (codes.astype(np.int16) + (1 << bits - 1)).astype(np.uint8)
         return pack(unsigned, bits, width)
 
-    return _part(tensor, "int32", width, lambda codes, _: of(codes))
+    return _part(tensor, "int32", width, lambda codes, _, __: of(codes))
+
+
+def _codes(tensor: GGUFTensor) -> LazyTensor:
+    """Codes of the shape of the values, uint8 for 4 bits and int8 for 8."""
+    middle = 8 if tensor.type in SMALL and tensor.type not in OFFSETS else 0
+    dtype = "uint8" if tensor.type in SMALL else "int8"
+    return _part(tensor, dtype, tensor.values.shape[-1], lambda codes, _, __: codes + np.int8(middle))
+
+
+def _wide_scales(tensor: GGUFTensor) -> LazyTensor:
+    """Scales in float32 [..., columns / elements of a scale]."""
+    return _part(tensor, "float32", tensor.values.shape[-1] // PARTS.get(tensor.type, 32), lambda _, scales, __: scales)
+
+
+def _offsets(tensor: GGUFTensor) -> LazyTensor:
+    """Offsets as scales; int8 for a type without any."""
+    width = tensor.values.shape[-1] // PARTS.get(tensor.type, 32)
+    if tensor.type not in OFFSETS:
+        return LazyTensor(BY_NAME["int8"], (*tensor.values.shape[:-1], width), _never)
+    return _part(tensor, "float32", width, lambda _, __, offsets: offsets)
+
+
+def _never(start: int, stop: int) -> Array:
+    raise AssertionError("a type without offsets has none to read")
 
 
 def _scales(tensor: GGUFTensor) -> LazyTensor:
     dtype, count = ("float16" if tensor.type in HALF else "float32"), PARTS.get(tensor.type, 32)
-    return _part(tensor, dtype, tensor.values.shape[-1] // count, lambda _, scales: scales)
+    return _part(tensor, dtype, tensor.values.shape[-1] // count, lambda _, scales, __: scales)
 
 
-def _part(tensor: GGUFTensor, dtype: str, width: int, choose: Callable[[Array, Array], Array]) -> LazyTensor:
-    """What `choose` takes of codes and scales, which it is given by rows of the file, [rows, columns or scales]."""
+def _part(tensor: GGUFTensor, dtype: str, width: int, choose: Callable[..., Array]) -> LazyTensor:
+    """What `choose` takes of codes, scales and offsets (or None), by rows of the file, [rows, columns or parts]."""
     kind: Block = BY_TYPE[tensor.type]
     shape = (*tensor.values.shape[:-1], width)
     rows = int(np.prod(shape[1:-1]))
 
     def load(start: int, stop: int) -> Array:
         data = tensor.blocks.rows(start * rows, stop * rows).reshape(-1, kind.width)
-        codes, scales, _ = kind.parts(data)
         count = (stop - start) * rows
-        found = choose(codes.reshape(count, -1), scales.reshape(count, -1))
+        found = choose(*(None if one is None else one.reshape(count, -1) for one in kind.parts(data)))
         return np.ascontiguousarray(found.astype(BY_NAME[dtype].numpy).reshape(stop - start, *shape[1:]))
 
     return LazyTensor(BY_NAME[dtype], shape, load)

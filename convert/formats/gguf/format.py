@@ -15,7 +15,7 @@ from llmconv.checkpoint import Checkpoint, is_model_folder
 from llmconv.convert.algebra import equal
 from llmconv.convert.assembly import side_files_of
 from llmconv.convert.formats import Format
-from llmconv.convert.formats.gguf.codes import with_codes
+from llmconv.convert.formats.gguf.codes import with_codes, with_graph_codes
 from llmconv.convert.formats.gguf.names import FREQUENCIES, HINT, LONG, Keys, in_hugging_face_names
 from llmconv.convert.formats.gguf.save import KINDS, OF_DTYPE, save
 from llmconv.convert.formats.gguf.tokenizer import special_ids, tokenizer_files
@@ -26,6 +26,7 @@ from llmconv.files.gguf_file import GGUFFile, GGUFTensor, is_gguf, parts_of, rea
 from llmconv.tensors import LazyTensor
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+GRAPHS = "graphs"  # the `quant` of an export, which has an operator for every type
 
 
 def _files(path: Path) -> list[Path]:
@@ -76,6 +77,9 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         own = {name: found.tensors[name] for name in stored}
         settings, tensors, notes_of_codes = with_codes(keys, own, settings, tensors)
         warnings += notes_of_codes
+    if config.get("quant") == GRAPHS:
+        own = {name: found.tensors[name] for name in stored}
+        settings, tensors = with_graph_codes(keys, own, settings, tensors)
     settings |= {
         "vocab_size": rows,
         "tie_word_embeddings": HEAD not in stored,

@@ -6,9 +6,10 @@ time, scales and zero points of four matrices at a time.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -168,7 +169,7 @@ TINY = 1e-30
 
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrix:
-    """A matrix `[rows, columns]` with the values `(code - zero point) * scale` in float32."""
+    """A matrix `[rows, columns]` with the values `(code - zero point) * scale + offset` in float32."""
 
     name: str  # name of the initializer with the codes
     kind: str  # description of its format
@@ -188,6 +189,9 @@ class QuantizedMatrix:
     symmetric: bool = False  # no zero points are stored: each is the middle of the codes
     # where codes, scales and zero points are in files, and how they are read; None if one is in the graph itself
     origin: tuple[object, ...] | None = None
+    # initializers with the offsets of the rows, in order, and what reads those [rows, blocks]; empty and None for none
+    offsets: tuple[str, ...] = ()
+    read_offsets: Callable[[], Array] | None = None
 
     @property
     def scale(self) -> Array:
@@ -200,6 +204,9 @@ class QuantizedMatrix:
     @np.errstate(over="ignore", invalid="ignore")  # a scale may be too large for its codes
     def rows(self, start: int, stop: int) -> Array:
         codes, size = self.codes(start, stop).astype(np.float32), self.repeat[1]
+        if self.read_offsets:
+            scale, zero, offset = (self._spread(grid, start, stop) for grid in (self.scale, self.zero, _offsets(self)))
+            return (codes - zero) * scale.astype(np.float32) + offset
         if self.repeat[0] == 1 and self.columns is None and self.shape[1] == size * self.scale.shape[1]:
             blocks = codes.reshape(len(codes), -1, size)  # the same products, without a scale for every element
             blocks -= self.zero[start:stop, :, None]
@@ -229,6 +236,53 @@ class QuantizedMatrix:
 @lru_cache(maxsize=4)
 def _grids(stored: QuantizedMatrix) -> tuple[Array, Array]:
     return stored.grids()
+
+
+@lru_cache(maxsize=4)
+def _offsets(stored: QuantizedMatrix) -> Array:
+    assert stored.read_offsets
+    return stored.read_offsets()
+
+
+CODES, OFFSETS, JOINED = ".codes", ".offsets", "+"
+"""Suffixes of the names of codes and offsets in folders of llmconv, and what is between those of joined products."""
+
+
+def name_in_file(name: str) -> str:
+    """The name of an initializer without the shape of a view of it, `X.codes:131x64`, as the file of codes has it."""
+    return re.sub(r":\d+(x\d+)*$", "", name)
+
+
+def with_offsets(stored: QuantizedMatrix, constants: Constants) -> QuantizedMatrix:
+    """A matrix with the offsets that llmconv writes beside its codes: `X.offsets` [blocks, N] for `X.codes`.
+
+    Whether the graph adds them shows in its outputs: the reference has them.
+    """
+    parts = [part.removesuffix(CODES) for part in name_in_file(stored.name).split(JOINED)]
+    names = tuple(name for part in parts if (name := constants.initializer(part + OFFSETS)))
+    if not names or not stored.symmetric:
+        return stored
+
+    def read() -> Array:
+        found = [array for name in names if (array := constants.array(name)) is not None]
+        grid: Array = np.concatenate(found, axis=1).T.astype(np.float32)
+        return grid
+
+    sizes = [constants.shape(name) for name in names]
+    blocks = -(-stored.shape[1] // stored.repeat[1])
+    if sum(size[-1] for size in sizes) != stored.shape[0] or any(size[0] != blocks or len(size) != 2 for size in sizes):
+        problem = f"`{names[0]}` is no matrix of one offset for each block of `{stored.name}`"
+        raise UnsupportedInput(problem, hint="export the graphs again")
+    places = [constants.place(name) for name in names]
+    origin = (*stored.origin, *places) if stored.origin and None not in places else None
+    return replace(
+        stored,
+        kind=f"{stored.kind}, offsets",
+        symmetric=False,
+        origin=origin,
+        offsets=names,
+        read_offsets=read,
+    )
 
 
 @dataclass(frozen=True)

@@ -53,16 +53,19 @@ class ExpectedCodes:
 ANY_ROUNDING = ExpectedCodes()
 
 
-def other_values(values: Array, original: Array, codes: Array, scales: np.dtype, stored: DType, first: int) -> str:
+def other_values(
+    values: Array, original: Array, codes: Array, scales: np.dtype, stored: DType, first: int, summands: Array
+) -> str:
     """Describes the first of the graph's `values` that is not the `original` one, up to the rounding of its scale.
 
     Both are float32 [rows, columns]; `codes` are the graph's, minus their zero point. The graph's `scales` are rounded
-    where their dtype is not that of the reference's, `stored`.
+    where their dtype is not that of the reference's, `stored`. `summands` are as large as code times scale and offset,
+    of which a value may be a small difference.
     """
     limits = None if scales in (np.dtype(np.float32), stored.numpy) else ml_dtypes.finfo(scales)
     relative = EXACT if limits is None else float(limits.eps) / 2 + EXACT
     smallest = 0.0 if limits is None else float(limits.smallest_subnormal) / 2
-    same = np.abs(values - original) <= relative * np.abs(original) + smallest * np.abs(codes)
+    same = np.abs(values - original) <= relative * (np.abs(original) + summands) + smallest * np.abs(codes)
     if (odd := first_of(~same)) is None:
         return ""
     row, column, more = odd
@@ -209,7 +212,11 @@ def _rounding_error(
             off = _without_clipping(off, found.stored.codes(start, stop)[:, columns], found.stored.largest, limit)
         tally.add(off, values / steps, start)
         if kept and not tally.other:
-            tally.other = other_values(values, original, values / steps, found.stored.scale.dtype, kept, start)
+            largest = (
+                steps * np.float32(found.stored.largest or 0) if found.stored.offsets else np.zeros((), np.float32)
+            )
+            dtypes = found.stored.scale.dtype, kept
+            tally.other = other_values(values, original, values / steps, *dtypes, start, largest)
         elif own and not tally.other:
             tally.other = own.problem(original, off, start)
     if own and not tally.other:

@@ -46,6 +46,7 @@ from llmconv.verify.other_exporters.quantized.quantized_matrix import (
     input_name,
     unpacked,
     unreadable,
+    with_offsets,
 )
 
 LOOKUPS = {"Gather"}
@@ -448,5 +449,5 @@ def quantized_matrices(model: onnx.ModelProto, constants: Constants) -> list[Qua
             )
         stored = schemes()[node.op_type].matrix(node, constants) if node.op_type in schemes() else None
         if stored:
-            found[f"{stored.name} {stored.looked_up}"] = stored
+            found[f"{stored.name} {stored.looked_up}"] = with_offsets(stored, constants)
     return list(found.values())

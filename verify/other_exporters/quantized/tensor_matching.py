@@ -21,7 +21,13 @@ import numpy as np
 
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.audit.weights import reference_name
-from llmconv.verify.other_exporters.quantized.quantized_matrix import QuantizedMatrix, is_zero
+from llmconv.verify.other_exporters.quantized.quantized_matrix import (
+    CODES,
+    JOINED,
+    QuantizedMatrix,
+    is_zero,
+    name_in_file,
+)
 
 FLOATS = {"float16", "float32", "float64", "bfloat16"}
 PREFIX = 8  # number of equal elements of a vector after which the rest is compared
@@ -211,10 +217,6 @@ class _SampledRows:
     rows: Array
 
 
-CODES, JOINED = ".codes", "+"
-"""Suffix of the names of codes in folders of llmconv, and what is between those of joined products."""
-
-
 def match_matrices(stored: Sequence[QuantizedMatrix], reference: Mapping[str, LazyTensor]) -> list[MatchedMatrix]:
     """Matches every matrix with the model's tensors, of which one is in memory at a time."""
     found = [MatchedMatrix(one, _as_named(one, reference)) for one in stored]
@@ -222,11 +224,6 @@ def match_matrices(stored: Sequence[QuantizedMatrix], reference: Mapping[str, La
         return found
     samples = [sample for name in reference for sample in _sampled(name, reference[name])]
     return [one if one.matches else _find(one.stored, samples, reference) for one in found]
-
-
-def name_in_file(name: str) -> str:
-    """The name of an initializer without the shape of a view of it, `X.codes:131x64`, as the file of codes has it."""
-    return re.sub(r":\d+(x\d+)*$", "", name)
 
 
 def named_tensors(stored: QuantizedMatrix, reference: Mapping[str, LazyTensor]) -> list[str]:
