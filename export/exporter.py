@@ -143,7 +143,8 @@ def _refuse_early(
     if not isinstance(place, Path):
         return
     if place.resolve() != home.resolve():
-        destination_of(place).require_free(given["overwrite"], [home], resume=given["resume"])
+        inputs = [source] if checkpoint.format == "gguf" else [home]  # a new folder may be next to a file
+        destination_of(place).require_free(given["overwrite"], inputs, resume=given["resume"])
         return
     existing = existing_files(place, read_manifest(place).graphs, roles)
     if existing and not (given["overwrite"] or given["resume"] or given["dry_run"]):

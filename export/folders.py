@@ -382,7 +382,9 @@ class GraphsOnly:
         """Refuses an existing folder without `overwrite`, and weights that the graphs could not map."""
         with _without_weights():
             self.model.require_mappable(plan)
-        destination_of(self.place).require_free(self.overwrite, [self.model.place], resume=self.resume)
+        files = {tensor.path for tensor in file_tensors(self.model.checkpoint).values()}
+        inputs = [*files] if self.model.home else [self.model.place]  # a new folder may be next to a file
+        destination_of(self.place).require_free(self.overwrite, inputs, resume=self.resume)
 
     def weights(self) -> Mapping[str, Mapped]:
         """The tensors in the model's own files, as if those were in the new folder."""

@@ -170,7 +170,8 @@ def select(
         every = [(parameter, *use) for parameter in matches for use in traced.weights[parameter].uses()]
         for parameter, node, index in every:
             uses.append(use := _use(parameter, matches[parameter], traced.weights[parameter], node, index))
-            for rows, transposed in () if use.lookup else use.parts:
+            # an embedding alone is not rounded, but stays as it is stored
+            for rows, transposed in use.parts if not use.lookup or settings.stored(use.parts[0][0].name) else ():
                 form = _format(use, rows, transposed, traced, settings)
                 kept = settings.stored(rows.name)
                 if form and prod(rows.stored) >= least and (kept is None or kept.transposed == transposed):

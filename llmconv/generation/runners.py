@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from math import prod
@@ -25,6 +25,7 @@ from llmconv.addresses import hub_address
 from llmconv.causal_lm import language_config, length_switch, require_causal_folder
 from llmconv.checkpoint import has_weights, open_checkpoint, own_file, read_json
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, first_line
+from llmconv.files.gguf_file import holds_gguf, is_gguf, parts_of
 from llmconv.files.paths import kind_of, path_of
 from llmconv.files.safe_folder import UNFINISHED, unfinished_folder, user_cache
 from llmconv.files.sources import cached, files_under, is_hub_id, local_path
@@ -472,6 +473,7 @@ def graphs_in_cache(folder: Path) -> Path | None:
         return None
     instead = f"`llmconv export {folder}` writes them next to the weights; or give `--backend torch`"
     instead = f"`llmconv to-hf {folder} -o OUT` converts it, `llmconv export OUT` makes graphs" if kind else instead
+    instead = f"`llmconv export {folder} -o OUT` makes graphs of it" if kind == "gguf" else instead
     try:
         cache = user_cache("exported")
     except InputRefused as error:
@@ -543,7 +545,7 @@ def _export(folder: Path, made: Path) -> None:
 
     made.mkdir()
     for path in sorted(folder.iterdir()):
-        if path.suffix == WEIGHTS and path.is_file():
+        if path.suffix in (WEIGHTS, ".gguf") and path.is_file():
             os.link(path.resolve(), made / path.name)  # runtimes refuse symbolic links
         elif path.suffix in COPIED and path.name != MANIFEST and path.is_file():
             shutil.copyfile(own_file(folder, path.name), made / path.name)
@@ -567,7 +569,27 @@ def _convert(path: Path, made: Path) -> None:
     from llmconv.convert import to_hf  # noqa: PLC0415 - as in `_export`
     from llmconv.export import export  # noqa: PLC0415
 
+    if holds_gguf(path):
+        with _named(made, path, "or give `--backend torch` with the folder that `llmconv to-hf` makes"):
+            _export_gguf(path, made)
+        return
     with _named(made, path, f"the command that has options for it is `llmconv to-hf {path} -o OUT`; then give OUT"):
         to_hf(path, made)
     with _named(made, path, "or give `--backend torch` with the folder that `llmconv to-hf` makes"):
         export(made)
+
+
+def _export_gguf(path: Path, made: Path) -> None:
+    """Graphs of a GGUF file: over its own bytes where it has values, with its codes where it has blocks."""
+    from llmconv.export import export  # noqa: PLC0415 - as in `_export`
+
+    files = parts_of(path) if path.is_file() else [file for file in path.iterdir() if is_gguf(file)]
+    with suppress(OSError):
+        made.mkdir()
+        for file in files:
+            os.link(file.resolve(), made / file.name)  # runtimes refuse symbolic links
+        with suppress(InputRefused):  # values that graphs compute from blocks
+            export(made / files[0].name)
+            return
+    shutil.rmtree(made, ignore_errors=True)
+    export(path, made)

@@ -56,11 +56,13 @@ def write_gguf(
 
 
 SCALE_AT = {
+    "Q2_K": 80,
     "Q3_K": 108,
     "Q6_K": 208,
     "TQ1_0": 52,
     "TQ2_0": 64,
 }  # bytes before the scale in a block, where there are some
+LEAST_AT = {"Q2_K": 82, "Q4_K": 2, "Q5_K": 2}  # bytes before the scale of the minima
 
 
 def blocks(values: Values, kind: GGMLQuantizationType) -> Values:
@@ -74,7 +76,8 @@ def blocks(values: Values, kind: GGMLQuantizationType) -> Values:
         made = np.random.default_rng(int(np.abs(values).sum() * 1000)).integers(0, 256, (count, width), np.uint8)
         at = SCALE_AT.get(kind.name, 0)
         scales = np.linspace(0.001, 0.01, count).astype("<f2")
-        made[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+        for place in (at, LEAST_AT.get(kind.name, at)):
+            made[:, place : place + 2] = scales.view(np.uint8).reshape(-1, 2)
         return made.reshape(*values.shape[:-1], -1)
 
 

@@ -190,7 +190,9 @@ def _part(tensor: GGUFTensor, dtype: str, width: int, choose: Callable[..., Arra
     def load(start: int, stop: int) -> Array:
         data = tensor.blocks.rows(start * rows, stop * rows).reshape(-1, kind.width)
         count = (stop - start) * rows
-        found = choose(*(None if one is None else one.reshape(count, -1) for one in kind.parts(data)))
+        with np.errstate(invalid="ignore", over="ignore"):  # scales that are no numbers are refused by who reads them
+            parts = kind.parts(data)
+        found = choose(*(None if one is None else one.reshape(count, -1) for one in parts))
         return np.ascontiguousarray(found.astype(BY_NAME[dtype].numpy).reshape(stop - start, *shape[1:]))
 
     return LazyTensor(BY_NAME[dtype], shape, load)
