@@ -63,9 +63,15 @@ from llmconv.verify.other_exporters.quantized.dequantized_reference import (
     tied_head,
     unstacked,
 )
-from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants, QuantizedMatrix
+from llmconv.verify.other_exporters.quantized.quantized_matrix import (
+    CODES,
+    JOINED,
+    Constants,
+    QuantizedMatrix,
+    name_in_file,
+)
 from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices, quantized_operators
-from llmconv.verify.other_exporters.quantized.tensor_matching import CODES, JOINED, name_in_file, named_tensors
+from llmconv.verify.other_exporters.quantized.tensor_matching import named_tensors
 from llmconv.verify.other_exporters.quantized_verdict import (
     QuantizationOptions,
     measure_cost,

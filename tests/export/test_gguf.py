@@ -276,4 +276,4 @@ def test_a_file_generates_without_a_copy_of_its_weights(tmp_path: Path, monkeypa
     assert next((tmp_path / "cache").rglob("x.gguf/x.gguf")).samefile(file)
     to_hf(file, tmp_path / "plain")
     eager = generate(tmp_path / "plain", "the cat", max_new_tokens=4, backend="torch")
-    assert found.texts == eager.texts
+    assert [one.text for one in found.completions] == [one.text for one in eager.completions]

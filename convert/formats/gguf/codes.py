@@ -19,13 +19,13 @@ import numpy as np
 
 from llmconv.convert.formats.gguf.names import Keys, in_hugging_face_names
 from llmconv.files.gguf_file import BLOCKS, Block, GGUFTensor
+from llmconv.quantized_weights.methods.gguf import MIDDLE_CODE, SMALL
 from llmconv.quantized_weights.packed_weight import pack
 from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory
 
-SMALL = ("Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "TQ1_0", "TQ2_0")  # types with codes of 4 bits
 HALF = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "TQ1_0", "TQ2_0")  # types whose scale is stored in float16
 PARTS = {"Q2_K": 16, "Q3_K": 16, "Q6_K": 16, "TQ1_0": 256, "TQ2_0": 256}  # elements of a scale, where not 32
-OFFSETS = ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
+OFFSETS = tuple(MIDDLE_CODE)
 EMBEDDINGS = ("token_embd.", "position_embd.")  # looked up, not multiplied
 TURNED = ("gpt2",)  # architectures whose matrices are stored [in, out]
 BY_TYPE = {block.name: block for block in BLOCKS.values()}
@@ -99,21 +99,19 @@ def with_graph_codes(
     def renamed(part: Callable[[GGUFTensor], LazyTensor]) -> dict[str, LazyTensor]:
         return in_hugging_face_names(keys, {**others, **{name: part(tensor) for name, tensor in coded.items()}})[1]
 
-    by_codes, by_scales, by_offsets = renamed(_codes), renamed(_wide_scales), renamed(_offsets)
-    found: dict[str, LazyTensor] = {}
+    parts = {".codes": renamed(_codes), ".scales": renamed(_wide_scales), ".offsets": renamed(_offsets)}
+    kinds, found, types = renamed(_kind), dict[str, LazyTensor](), dict[str, str]()
     for name, tensor in tensors.items():
-        if by_codes[name].dtype.name not in ("uint8", "int8") or len(tensor.shape) != 2:
+        if kinds[name].dtype.name != "int8" or tensor.dtype.name == "int8" or len(tensor.shape) != 2:
             found[name] = tensor
             continue
-        found |= {f"{name}.codes": by_codes[name], f"{name}.scales": by_scales[name]}
-        if by_offsets[name].dtype.name == "float32":
-            found[f"{name}.offsets"] = by_offsets[name]
-    is_coded = len(found) > len(tensors)
-    return (
-        ({**config, "torch_dtype": "float32", "quantization_config": {"quant_method": "gguf"}}, found)
-        if is_coded
-        else (config, tensors)
-    )
+        types[name] = BLOCKS[int(kinds[name].rows(0, 1).ravel()[0])].name
+        offsets = types[name] in OFFSETS
+        found |= {name + suffix: part[name] for suffix, part in parts.items() if suffix != ".offsets" or offsets}
+    if not types:
+        return config, tensors
+    quantization = {"quant_method": "gguf", "types": types}
+    return {**config, "torch_dtype": "float32", "quantization_config": quantization}, found
 
 
 def _settings(schemes: Mapping[str, Scheme], ignored: list[str]) -> dict[str, Any]:
@@ -152,11 +150,15 @@ def _words(tensor: GGUFTensor) -> LazyTensor:
     return _part(tensor, "int32", width, lambda codes, _, __: of(codes))
 
 
+def _kind(tensor: GGUFTensor) -> LazyTensor:
+    """The number of the type, int8, for every element: rows in another order still tell their type."""
+    number, shape = next(number for number, block in BLOCKS.items() if block.name == tensor.type), tensor.values.shape
+    return LazyTensor(BY_NAME["int8"], shape, lambda start, stop: np.full((stop - start, *shape[1:]), number, np.int8))
+
+
 def _codes(tensor: GGUFTensor) -> LazyTensor:
-    """Codes of the shape of the values, uint8 for 4 bits and int8 for 8."""
-    middle = 8 if tensor.type in SMALL and tensor.type not in OFFSETS else 0
-    dtype = "uint8" if tensor.type in SMALL else "int8"
-    return _part(tensor, dtype, tensor.values.shape[-1], lambda codes, _, __: codes + np.int8(middle))
+    """Codes of the shape of the values."""
+    return _part(tensor, "int8", tensor.values.shape[-1], lambda codes, _, __: codes)
 
 
 def _wide_scales(tensor: GGUFTensor) -> LazyTensor:
@@ -165,15 +167,9 @@ def _wide_scales(tensor: GGUFTensor) -> LazyTensor:
 
 
 def _offsets(tensor: GGUFTensor) -> LazyTensor:
-    """Offsets as scales; int8 for a type without any."""
+    """Offsets as scales, which are not read of a type without any."""
     width = tensor.values.shape[-1] // PARTS.get(tensor.type, 32)
-    if tensor.type not in OFFSETS:
-        return LazyTensor(BY_NAME["int8"], (*tensor.values.shape[:-1], width), _never)
     return _part(tensor, "float32", width, lambda _, __, offsets: offsets)
-
-
-def _never(start: int, stop: int) -> Array:
-    raise AssertionError("a type without offsets has none to read")
 
 
 def _scales(tensor: GGUFTensor) -> LazyTensor:

@@ -19,7 +19,7 @@ import onnx
 
 from llmconv.runtime.onnxruntime.guard import attributes, nodes
 from llmconv.tensors import LazyTensor
-from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants, input_name, is_zero
+from llmconv.verify.other_exporters.quantized.quantized_matrix import CODES, Constants, input_name, is_zero
 from llmconv.verify.other_exporters.quantized.rounding_error import (
     ANY_ROUNDING,
     ExpectedCodes,
@@ -27,7 +27,6 @@ from llmconv.verify.other_exporters.quantized.rounding_error import (
     rounding_errors,
 )
 from llmconv.verify.other_exporters.quantized.tensor_matching import (
-    CODES,
     FLOATS,
     InitializerContent,
     MatchedMatrix,
