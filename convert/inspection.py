@@ -174,7 +174,7 @@ def _inspect(place: Path) -> Inspection:
         return Inspection(place, "delta", delta.config, tensors, tuple(sorted(delta.side_files)), shards=files)
     if (place / ADAPTER_CONFIG).is_file():
         return _inspect_adapter(place)
-    if place.is_dir() and (place / "config.json").is_file() and any(place.glob("*.safetensors")):
+    if is_model_folder(place) or (place / "config.json").is_file() and any(place.glob("*.safetensors")):
         return _inspect_model(open_checkpoint(place))
     if place.is_file() and ".safetensors" in place.suffixes:
         return Inspection(place, "safetensors", {}, read_header(place).tensors)

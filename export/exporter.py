@@ -78,11 +78,12 @@ def export(model: str | Path | Module, output: Placed | None = None, **options: 
             return export_checkpoint(checkpoint, Path(type(model).__name__), output, given, clients, roles)
     if not is_remote(model) and Path(model).is_dir() and is_quantized_export(Path(model)):
         raise refused_export(Path(model), " ".join(f"--layout {one.name}" for one in clients if one.name != DEFAULT))
-    if not is_remote(model) and holds_gguf(Path(model)):
-        with _opened_gguf(Path(model)) as checkpoint:
-            return _exported(checkpoint, Path(model), output, given, clients, roles)
     if output is None:
         require_own_folder(model)  # the graphs are added to it
+    file = local_path(model) if is_remote(model) and str(model).lower().endswith(".gguf") else Path(model)
+    if holds_gguf(file):
+        with _opened_gguf(file) as checkpoint:
+            return _exported(checkpoint, file, output, given, clients, roles)
     checkpoint = open_checkpoint(local_path(model, in_parts=option_that_computes(given) is None))
     require_task(checkpoint.config, model, given["task"])
     if (checkpoint.path / ADAPTER_CONFIG).is_file():

@@ -295,7 +295,7 @@ class InPlace:
         return replace(self, codes=codes)
 
     def planned(self) -> dict[str, int]:
-        return {}
+        return {name: len(content) for name, content in self.model_files().items()}
 
     def write(self, files: GraphFiles, step: dict[str, Any]) -> int:
         """Writes all files completely before the first of them appears; the manifest appears last."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.argument("model")
 @option(
     "-o --output PATH",
-    "New folder, on this machine or in an object store; by default graphs go into MODEL.",
+    "New folder, on this machine or in an object store; by default graphs go into MODEL, or next to a GGUF file.",
     options.OutputFolder(),
 )
 @option(

@@ -34,7 +34,8 @@ OF_FOLDER = ("low_memory", "allow_changed", "calibrate", "method", "layers", "re
     "Names of its inputs: auto (default), genai, llmconv, mobius, optimum, transformers, or a JSON file.",
 )
 @option(
-    "--reference PATH", "Hugging Face model folder.  [default: FOLDER's own weights; required after `export --quant`]"
+    "--reference PATH",
+    "Hugging Face model folder, or a GGUF file.  [default: FOLDER's own weights; required after `export --quant`]",
 )
 @option("--suite", "Which scenarios to run.", ["quick", "full"], default="quick")
 @option("--scenario NAME", "Run only this scenario; may be repeated.", multiple=True)
