@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.convert.formats.gguf.names import Keys, in_hugging_face_names
+from llmconv.convert.formats.gguf.configs import Keys
+from llmconv.convert.formats.gguf.names import in_hugging_face_names
 from llmconv.files.gguf_file import BLOCKS, Block, GGUFTensor
 from llmconv.quantized_weights.packed_weight import pack
 from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory

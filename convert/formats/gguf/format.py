@@ -16,7 +16,8 @@ from llmconv.convert.algebra import equal
 from llmconv.convert.assembly import side_files_of
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.gguf.codes import with_codes
-from llmconv.convert.formats.gguf.names import FREQUENCIES, HINT, LONG, Keys, in_hugging_face_names
+from llmconv.convert.formats.gguf.configs import FREQUENCIES, HINT, LONG, Keys
+from llmconv.convert.formats.gguf.names import in_hugging_face_names
 from llmconv.convert.formats.gguf.save import KINDS, OF_DTYPE, save
 from llmconv.convert.formats.gguf.tokenizer import special_ids, tokenizer_files
 from llmconv.convert.models.completeness import as_loaded

@@ -27,18 +27,15 @@ from llmconv.convert.algebra import (
     reshaped,
     rope_order,
 )
+from llmconv.convert.formats.gguf.configs import FREQUENCIES, LONG, Keys, llama3_factors
 from llmconv.convert.formats.gguf.names import (
     ARCHITECTURES,
     EXPERTS,
     FALCON_TWO_NORMS,
-    FREQUENCIES,
     HEAD_ORDERED,
-    LONG,
     ONE_LESS,
     TURNED,
-    Keys,
     in_hugging_face_names,
-    llama3_factors,
 )
 from llmconv.convert.formats.gguf.tokenizer import tokenizer_keys
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
