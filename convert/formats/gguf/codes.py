@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from llmconv.convert.formats.gguf.configs import Keys
-from llmconv.convert.formats.gguf.names import in_hugging_face_names
+from llmconv.convert.formats.gguf.names import ARCHITECTURES, in_hugging_face_names
+from llmconv.errors import listing
 from llmconv.files.gguf_file import BLOCKS, Block, GGUFTensor
 from llmconv.quantized_weights.packed_weight import pack
 from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory
@@ -43,11 +44,14 @@ def with_codes(
 
     `tensors` are the values in Hugging Face's names. Rows in another order have their codes and scales in it.
     """
+    turned = [parts.turned for parts in ARCHITECTURES[keys.architecture].parts if parts.turned]
+    whole = {name for name, one in stored.items() if one.type in BY_TYPE and any(t.fullmatch(name) for t in turned)}
     exact = {
         name: tensor
         for name, tensor in stored.items()
         if tensor.type in BY_TYPE and tensor.type not in OFFSETS and len(tensor.values.shape) > 1
         if not name.startswith(EMBEDDINGS) and keys.architecture != "gpt2"  # whose matrices are turned
+        if name not in whole
     }
     words, scales = ({name: part(tensor) for name, tensor in exact.items()} for part in (_words, _scales))
     others = {name: tensor.values for name, tensor in stored.items() if name not in exact}
@@ -66,8 +70,11 @@ def with_codes(
         found[f"{module}.weight_shape"] = in_memory(np.array(tensor.shape, np.int64), BY_NAME["int64"])
     if keys.architecture == "gpt2":
         return config, tensors, ["codes of GPT-2 are not kept: its matrices are stored turned"]
-    left = Counter(tensor.type for tensor in stored.values() if tensor.type in OFFSETS)
+    left = Counter(tensor.type for name, tensor in stored.items() if tensor.type in OFFSETS and name not in whole)
     warnings = [
+        f"{len(whole)} tensors are dequantized, since the model has their rows as columns: {listing(sorted(whole))}"
+    ] * bool(whole)
+    warnings += [
         f"{count} tensors of {kind} are dequantized: their offsets cannot be integer zero points"
         for kind, count in left.items()
     ]

@@ -337,3 +337,109 @@ def mpt(keys: Keys, tensors: Tensors) -> dict[str, Any]:
         "attn_config": {"alibi": True, "alibi_bias_max": int(bias), "clip_qkv": clip or None},
         "no_bias": True,
     }
+
+
+def gpt_oss(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    count, layers = keys.count("expert_count"), keys.count("block_count")
+    found = decoder(
+        keys,
+        tensors,
+        intermediate_size=keys.count("expert_feed_forward_length", "feed_forward_length"),
+        num_local_experts=count,
+        num_experts_per_tok=keys.count("expert_used_count", most=count + 1),
+        sliding_window=keys.count("attention.sliding_window"),
+    )
+    windows = keys.get("attention.sliding_window_pattern", default=2)
+    if windows not in (2, [number % 2 == 0 for number in range(min(layers, MANY_LAYERS))]):
+        raise keys.unsupported("has a sliding window in other layers than every other one")
+    if keys.number("rope.freq_base_swa", default=found["rope_theta"]) != found["rope_theta"]:
+        raise keys.unsupported("turns positions by another base in layers with a sliding window")
+    # without it, transformers would scale positions; OpenAI's models do not round the range of YaRN, as no file states
+    rope = found.get("rope_scaling", {"rope_type": "default"})
+    return found | {"rope_scaling": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {})}
+
+
+MANY_LAYERS = 1 << 10
+GROUPED = {160: "DeepSeek-V2", 256: "DeepSeek-V3"}
+"""Numbers of experts of models with groups of them, which files before llama.cpp read these do not state."""
+
+
+def deepseek(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    """DeepSeek V2 if the router is a softmax, else V3, whose experts have biases for their choice."""
+    turned, rank = keys.count("rope.dimension_count"), keys.count("attention.kv_lora_rank")
+    heads, end = keys.count("attention.head_count"), "_mla" if keys.get("attention.key_length_mla") else ""
+    key, value = (keys.count(f"attention.{name}_length{end}") for name in ("key", "value"))
+    # a newer file has the sizes of the latents that llama.cpp keeps in its cache; an older one those of the heads
+    sizes = (rank + turned, rank, 1) if end else (key, value, heads)
+    names = ("attention.key_length", "attention.value_length", "attention.head_count_kv")
+    if any(keys.count(name, default=size) != size for name, size in zip(names, sizes, strict=True)):
+        raise keys.unsupported("has keys or values of other sizes than its latents give")
+    if key <= turned:
+        raise keys.invalid(f"attention.key_length{end}", key, f"more than the {turned} elements that turn")
+    plain = {**keys.values, "rope.scaling.yarn_log_multiplier": None, "attention.head_count_kv": heads}
+    plain |= {"attention.key_length": turned, "attention.value_length": turned}
+    found = decoder(replace(keys, values=plain), tensors)
+    del found["head_dim"]
+    return found | {
+        "rope_scaling": _deepseek_scaling(keys, found.get("rope_scaling")),
+        "q_lora_rank": _optional(keys, "attention.q_lora_rank", 1 << 31) or None,
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": key - turned,
+        "v_head_dim": value,
+        **_deepseek_experts(keys, tensors),
+    }
+
+
+def _deepseek_scaling(keys: Keys, rope: dict[str, Any] | None) -> dict[str, Any] | None:
+    """`rope_scaling` with the scale of attention, for which llama.cpp takes `mscale` and `mscale_all_dim` as equal."""
+    multiplier = keys.get("rope.scaling.yarn_log_multiplier")
+    if rope is None:
+        return None
+    if rope["rope_type"] != "yarn":
+        raise keys.unsupported(f"scales rotary positions by `{rope['rope_type']}`")
+    if not multiplier:
+        raise keys.unsupported("has YaRN without the scale of its attention (`rope.scaling.yarn_log_multiplier`)")
+    scale = _plain(10 * keys.number("rope.scaling.yarn_log_multiplier"))
+    return rope | {"mscale": scale, "mscale_all_dim": scale}
+
+
+def _deepseek_experts(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    """Fields of the experts; UnsupportedInput for a choice of them that transformers does not compute."""
+    layers, count = keys.count("block_count"), _optional(keys, "expert_count", 1 << 31)
+    if not count:
+        raise keys.unsupported("has no experts")
+    in_use = keys.count("expert_used_count", most=count + 1)
+    biased = any(name.endswith(".exp_probs_b.bias") for name in tensors)
+    if (keys.get("expert_gating_func", default=1), biased) not in ((1, False), (2, True)):
+        raise keys.unsupported("chooses experts in another way than DeepSeek V2 and V3 (`expert_gating_func`)")
+    groups, normalized = _optional(keys, "expert_group_count", count + 1), keys.flag("expert_weights_norm")
+    used = keys.count("expert_group_used_count", most=groups + 1) if groups else 0
+    if not groups and count in GROUPED:
+        raise keys.unsupported(f"does not state the groups of the {count} experts of {GROUPED[count]}")
+    found = {
+        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+        "n_routed_experts": count,
+        "num_experts_per_tok": in_use,
+        "n_shared_experts": keys.count("expert_shared_count"),
+        "first_k_dense_replace": _optional(keys, "leading_dense_block_count", layers + 1),
+        "routed_scaling_factor": keys.number("expert_weights_scale") if keys.get("expert_weights_scale") else 1.0,
+        "norm_topk_prob": normalized,
+        "moe_layer_freq": 1,
+    }
+    if biased:
+        size = count // max(1, groups)
+        if count % max(1, groups) or size < 2 or in_use > max(1, used) * size:
+            raise keys.invalid("expert_group_count", groups, f"groups of the {count} experts that give those in use")
+        kind = {"model_type": "deepseek_v3", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        return found | kind | {"n_group": max(1, groups), "topk_group": max(1, used), "num_nextn_predict_layers": 0}
+    if normalized or groups > 1:
+        what = "normalizes the weights of its experts" if normalized else "has groups of experts"
+        raise keys.unsupported(f"{what}, which transformers' DeepSeek-V2 computes otherwise")
+    kind = {"model_type": "deepseek_v2", "scoring_func": "softmax", "topk_method": "greedy"}
+    return found | kind | {"n_group": groups or None, "topk_group": used or None}
+
+
+def _optional(keys: Keys, name: str, most: int) -> int:
+    """A positive integer below `most`; 0 where it is not given."""
+    return keys.count(name, most=most) if keys.get(name) else 0

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import transposed
-from llmconv.convert.algebra import fitting, interleave_rows, permute_rows, renamed, reshaped, rope_order, slice_rows
+from llmconv.convert.algebra import fitting, interleave_rows, permute_rows, renamed, rope_order, slice_rows
 from llmconv.convert.formats.gguf import configs
 from llmconv.convert.formats.gguf.configs import FREQUENCIES, HINT, LONG, Keys, Tensors
-from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.convert.formats.gguf.parts import LAYER, AlternatingExperts, Experts, Latent, Parts
+from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 
 
@@ -31,6 +32,7 @@ class Architecture:
     config: Callable[[Keys, Tensors], dict[str, Any]]
     # undoes what the converter did: `change(name, tensor, config)` for each tensor, by Hugging Face's name
     change: Callable[[str, LazyTensor, Mapping[str, Any]], LazyTensor] = lambda name, tensor, config: tensor
+    parts: tuple[Parts, ...] = ()  # tensors that a file divides differently; `change` does not see them
 
 
 HEAD_ORDERED = ("llama", "mistral", "mixtral", "granite", "smollm3")  # model types whose files rotate neighbors
@@ -75,12 +77,14 @@ def _dealt(name: str, tensor: LazyTensor, config: Mapping[str, Any], groups: str
     return interleave_rows(parts, [heads // count * width, width, width])
 
 
-LAYER = "model.layers.{}."
-
-
 def _modules(**names: str) -> dict[str, str | None]:
     """Weights and biases of modules of a layer."""
     return {f"blk.{{}}.{ours}.{kind}": f"{LAYER}{name}.{kind}" for ours, name in names.items() for kind in PARTS}
+
+
+def _weights(**names: str) -> dict[str, str | None]:
+    """Weights of modules of a layer that have no biases."""
+    return {f"blk.{{}}.{ours}.weight": f"{LAYER}{name}.weight" for ours, name in names.items()}
 
 
 PARTS = ("weight", "bias")
@@ -179,14 +183,48 @@ PHI3 = {
 }
 STARCODER2 = LLAMA | _modules(ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")
 ROUTER = _modules(ffn_gate_inp="mlp.gate")
+NO_FREQUENCIES = {name: target for name, target in ENDS.items() if name != FREQUENCIES}
+GPT_OSS = {
+    **NO_FREQUENCIES,
+    **ATTENTION,
+    **_modules(post_attention_norm="post_attention_layernorm", ffn_gate_inp="mlp.router"),
+    "blk.{}.attn_sinks.weight": f"{LAYER}self_attn.sinks",
+}
+DEEPSEEK = {
+    **NO_FREQUENCIES,
+    **_weights(
+        attn_norm="input_layernorm",
+        attn_q="self_attn.q_proj",
+        attn_q_a="self_attn.q_a_proj",
+        attn_q_a_norm="self_attn.q_a_layernorm",
+        attn_q_b="self_attn.q_b_proj",
+        attn_kv_a_mqa="self_attn.kv_a_proj_with_mqa",
+        attn_kv_a_norm="self_attn.kv_a_layernorm",
+        attn_kv_b="self_attn.kv_b_proj",
+        attn_output="self_attn.o_proj",
+        ffn_norm="post_attention_layernorm",
+        ffn_gate="mlp.gate_proj",
+        ffn_up="mlp.up_proj",
+        ffn_down="mlp.down_proj",
+        ffn_gate_inp="mlp.gate",
+        ffn_gate_shexp="mlp.shared_experts.gate_proj",
+        ffn_up_shexp="mlp.shared_experts.up_proj",
+        ffn_down_shexp="mlp.shared_experts.down_proj",
+    ),
+    "blk.{}.exp_probs_b.bias": f"{LAYER}mlp.gate.e_score_correction_bias",
+}
+EXPERTS = Experts("mlp.experts.{}.{}.weight", {"gate": "gate_proj", "down": "down_proj", "up": "up_proj"})
+BLOCK_SPARSE = Experts("block_sparse_moe.experts.{}.{}.weight", {"gate": "w1", "down": "w2", "up": "w3"})
+
+MIXTRAL = LLAMA | _modules(ffn_gate_inp="block_sparse_moe.gate")
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", LLAMA | _modules(ffn_gate_inp="block_sparse_moe.gate"), configs.llama, _neighbors),
+    "llama": Architecture("llama", MIXTRAL, configs.llama, _neighbors, (BLOCK_SPARSE,)),
     "granite": Architecture("granite", LLAMA, configs.granite, _neighbors),
     "smollm3": Architecture("smollm3", LLAMA, configs.decoder, _neighbors),
     "qwen2": Architecture("qwen2", LLAMA, configs.qwen),
     "qwen3": Architecture("qwen3", LLAMA | HEAD_NORMS, configs.qwen),
-    "qwen3moe": Architecture("qwen3_moe", LLAMA | HEAD_NORMS | ROUTER, configs.qwen_moe),
+    "qwen3moe": Architecture("qwen3_moe", LLAMA | HEAD_NORMS | ROUTER, configs.qwen_moe, parts=(EXPERTS,)),
     "gemma": Architecture("gemma", LLAMA, configs.gemma, _less_one),
     "gemma2": Architecture("gemma2", GEMMA2, configs.gemma2, _less_one),
     "gemma3": Architecture("gemma3_text", GEMMA2 | HEAD_NORMS, configs.gemma3, _less_one),
@@ -196,15 +234,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "bloom": Architecture("bloom", BLOOM, configs.bloom, _dealt),
     "falcon": Architecture("falcon", BLOOM, configs.falcon, partial(_dealt, groups="num_kv_heads")),
     "mpt": Architecture("mpt", MPT, configs.mpt),
+    "gpt-oss": Architecture("gpt_oss", GPT_OSS, configs.gpt_oss, parts=(AlternatingExperts(),)),
+    "deepseek2": Architecture("deepseek_v3", DEEPSEEK, configs.deepseek, parts=(EXPERTS, Latent())),
 }
-EXPERTS = {
-    "llama": ("block_sparse_moe.experts.{}.{}.weight", {"gate": "w1", "down": "w2", "up": "w3"}),
-    "qwen3moe": ("mlp.experts.{}.{}.weight", {"gate": "gate_proj", "down": "down_proj", "up": "up_proj"}),
-}
-"""Names of the matrices of an expert in a layer, by architecture."""
-
-JOINED = re.compile(r"blk\.(?:0|[1-9]\d{0,8})\.ffn_(?:gate|down|up)_exps\.weight")
-MATRICES = 1 << 16  # of all experts; the largest models have half as many
 
 
 def in_hugging_face_names(keys: Keys, tensors: Tensors) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
@@ -222,30 +254,11 @@ def in_hugging_face_names(keys: Keys, tensors: Tensors) -> tuple[dict[str, Any],
     config = {"model_type": family.model_type, **family.config(keys, tensors)}
     keys.refuse_others()
     names = FALCON_TWO_NORMS if config.get("num_ln_in_parallel_attn") == 2 else family.names
-    stored = dict(tensors)
-    experts: dict[str, LazyTensor] = {}
-    if config.get("num_local_experts", config.get("num_experts")):
-        experts = _experts(keys, stored, config)
-    found = renamed(stored, names, keys.source)
+    stored, found = dict(tensors), dict[str, LazyTensor]()
     with fitting(f"the tensors of `{keys.source}` do not match its metadata", HINT):
-        found = {name: family.change(name, tensor, config) for name, tensor in found.items()}
-    return config, found | experts
-
-
-def _experts(keys: Keys, tensors: dict[str, LazyTensor], config: Mapping[str, Any]) -> dict[str, LazyTensor]:
-    """The matrices of each expert; takes those of all experts of a layer out of `tensors`, [experts, rows, columns]."""
-    pattern, parts = EXPERTS[keys.architecture]
-    found: dict[str, LazyTensor] = {}
-    count = config.get("num_local_experts", config.get("num_experts", 0))
-    names = [name for name in tensors if JOINED.fullmatch(name)]
-    if len(names) * count > MATRICES:
-        raise MalformedInput(f"`{keys.source}` declares {count} experts, more than any model has", hint=HINT)
-    for stored in names:
-        _, layer, part = stored.removesuffix("_exps.weight").split(".")
-        joined = tensors.pop(stored)
-        if len(joined.shape) != 3 or joined.num_rows != count:
-            raise MalformedInput(f"`{stored}` of `{keys.source}` is not {count} experts", hint=HINT)
-        for expert in range(joined.num_rows):
-            one = reshaped(slice_rows(joined, expert, expert + 1), joined.shape[1:])
-            found[LAYER.format(layer) + pattern.format(expert, parts[part.removeprefix("ffn_")])] = one
-    return found
+        for parts in family.parts:
+            found |= parts.read(keys, stored, config)
+        rest = renamed(stored, names, keys.source)
+        if twice := sorted(rest.keys() & found.keys()):
+            raise MalformedInput(f"`{keys.source}` has tensors whole and in parts: {listing(twice)}", hint=HINT)
+        return config, {name: family.change(name, tensor, config) for name, tensor in rest.items()} | found

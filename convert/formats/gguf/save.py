@@ -11,26 +11,26 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isclose, prod
+from math import ceil, floor, isclose, log, pi, prod
 from typing import Any
 
 import numpy as np
 
+from llmconv.causal_lm import mtp_tensors
 from llmconv.checkpoint import Checkpoint, transposed
 from llmconv.convert.algebra import (
     concat,
     deal_rows,
+    fitting,
     inverse_order,
     inverted,
     permute_rows,
     rename,
-    reshaped,
     rope_order,
 )
 from llmconv.convert.formats.gguf.configs import FREQUENCIES, LONG, Keys, llama3_factors
 from llmconv.convert.formats.gguf.names import (
     ARCHITECTURES,
-    EXPERTS,
     FALCON_TWO_NORMS,
     HEAD_ORDERED,
     ONE_LESS,
@@ -38,7 +38,7 @@ from llmconv.convert.formats.gguf.names import (
     in_hugging_face_names,
 )
 from llmconv.convert.formats.gguf.tokenizer import tokenizer_keys
-from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
+from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem, listing
 from llmconv.files.gguf_file import ALIGNMENT, ARRAY, BLOCKS, MAGIC, NUMBERS, PLAIN, TEXT
 from llmconv.output.plan import Plan, Shard
 from llmconv.tensors import BY_NAME, Array, LazyTensor, Piece, cast, in_memory
@@ -48,7 +48,7 @@ VERSION = 3
 TYPES = {name: number for number, (name, _) in PLAIN.items()} | {block.name: number for number, block in BLOCKS.items()}
 OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2}  # `general.file_type`, by the type of most matrices
-KEPT = re.compile(r"\.ffn_gate_inp\.|^position_embd\.")  # matrices that stay float32
+KEPT = re.compile(r"\.ffn_gate_inp\.|^position_embd\.|(?<!\.weight)$")  # routers, positions, biases stay float32
 
 UINT32, FLOAT32, BOOL = 4, 6, 7
 
@@ -68,7 +68,7 @@ def save(checkpoint: Checkpoint, shards: int, kind: str = "") -> Plan:
     }
     _require_same(checkpoint, architecture, keys, tensors)
     kinds = [one.type for name, one in stored.items() if one.type != "F32" and not KEPT.search(name)]
-    warnings: list[str] = []
+    warnings = _approximations(_full(checkpoint.config).to_dict())
     vocabulary, left = tokenizer_keys(checkpoint, tensors["token_embd.weight"].num_rows, warnings)
     metadata = {
         "general.architecture": architecture,
@@ -97,11 +97,21 @@ def _architecture(checkpoint: Checkpoint) -> str:
                 hint="set `sliding_window` to null in its `config.json` if the contexts are shorter",
             )
         return "llama"
-    known = {family.model_type: name for name, family in ARCHITECTURES.items()}
+    known = {family.model_type: name for name, family in ARCHITECTURES.items()} | {"deepseek_v2": "deepseek2"}
     if kind not in known:
         raise UnsupportedInput(
             f"a model of the type `{kind[:80]}` is not written as GGUF",
             hint=f"supported are {', '.join([*known, 'mistral', 'mixtral'])}; for others use llama.cpp's converter",
+        )
+    if kind == "gpt_oss" and "lm_head.weight" not in checkpoint.tensors:
+        raise UnsupportedInput(
+            f"`{checkpoint.path.name}` has a tied head, which llama.cpp's `gpt-oss` does not have",
+            hint="save the model with `tie_word_embeddings` false, and its head",
+        )
+    if heads := mtp_tensors(checkpoint.tensors, checkpoint.config):
+        raise UnsupportedInput(
+            f"`{checkpoint.path.name}` has an MTP head, which is not written as GGUF: {listing(heads)}",
+            hint="use llama.cpp's converter",
         )
     return known[kind]
 
@@ -150,13 +160,17 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:  # noqa: C901, PLR0915 -
             found["rope.scaling.type"] = kind
             put("rope.scaling.factor", "factor", of=rope, kind=float)
             put("rope.scaling.original_context_length", "original_max_position_embeddings", of=rope)
+            put("rope.scaling.yarn_beta_fast", "beta_fast", of=rope, kind=float)
+            put("rope.scaling.yarn_beta_slow", "beta_slow", of=rope, kind=float)
     local = (full.get("rope_parameters") or {}).get("sliding_attention") or {}
     put("rope.freq_base_swa", "rope_theta", of=local, kind=float)
-    put("expert_count", "num_local_experts", "num_experts")
+    put("expert_count", "num_local_experts", "num_experts", "n_routed_experts")
     if "expert_count" in found:
         put("expert_used_count", "num_experts_per_tok")
         put("expert_feed_forward_length", "moe_intermediate_size")
-    if config["model_type"] in ("gemma2", "gemma3_text", "phi3"):
+    if config["model_type"] == "gpt_oss":
+        put("expert_feed_forward_length", "intermediate_size")
+    if config["model_type"] in ("gemma2", "gemma3_text", "phi3", "gpt_oss"):
         put("attention.sliding_window", "sliding_window")
     put("attn_logit_softcapping", "attn_logit_softcapping", kind=float)
     put("final_logit_softcapping", "final_logit_softcapping", kind=float)
@@ -169,7 +183,33 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:  # noqa: C901, PLR0915 -
     if attention := full.get("attn_config"):
         put("attention.max_alibi_bias", "alibi_bias_max", of=attention, kind=float)
         put("attention.clamp_kqv", "clip_qkv", of=attention, kind=float)
-    return found
+    return found | (_latent_keys(full, rope) if "kv_lora_rank" in full else {})
+
+
+def _latent_keys(full: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of DeepSeek: llama.cpp's cache has a latent and the part of a key that turns, as one head."""
+    rank, turned = full["kv_lora_rank"], full["qk_rope_head_dim"]
+    names = {
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+        "expert_shared_count": "n_shared_experts",
+        "expert_weights_scale": "routed_scaling_factor",
+        "expert_weights_norm": "norm_topk_prob",
+    }
+    found = {key: full[name] for key, name in names.items() if full[name] is not None}
+    if rope.get("mscale_all_dim"):
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    return found | {
+        "attention.head_count_kv": 1,
+        "attention.key_length": rank + turned,
+        "attention.value_length": rank,
+        "attention.key_length_mla": full["qk_nope_head_dim"] + turned,
+        "attention.value_length_mla": full["v_head_dim"],
+        "attention.kv_lora_rank": rank,
+        "attention.q_lora_rank": full["q_lora_rank"] or 0,  # llama.cpp asks for it, but for models of 26 or 27 layers
+        "leading_dense_block_count": full["first_k_dense_replace"] or 0,
+        "expert_gating_func": 2 if full["model_type"] == "deepseek_v3" else 1,
+    }
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -179,8 +219,10 @@ def _tensors(checkpoint: Checkpoint, architecture: str) -> dict[str, LazyTensor]
     """The tensors in llama.cpp's names and orders, in the element types of the checkpoint."""
     config, family = checkpoint.config, ARCHITECTURES[architecture]
     names = FALCON_TWO_NORMS if "transformer.h.0.ln_attn.weight" in checkpoint.tensors else family.names
-    stored = dict(checkpoint.tensors)
-    experts = _stacked(stored, architecture) if architecture in EXPERTS else {}
+    stored, divided = dict(checkpoint.tensors), dict[str, LazyTensor]()
+    with fitting(f"the tensors of `{checkpoint.path.name}` do not match its configuration"):
+        for parts in family.parts:
+            divided |= parts.write(stored, _full(config).to_dict())
     found = {
         name: _changed(target, stored[target], config)
         for name, target in rename(stored, inverted(names), checkpoint.path.name).items()
@@ -194,7 +236,7 @@ def _tensors(checkpoint: Checkpoint, architecture: str) -> dict[str, LazyTensor]
     if kind == "longrope":
         for name, length in zip(LONG, ("long", "short"), strict=True):
             found[name] = in_memory(np.array(rope[f"{length}_factor"], np.float32), BY_NAME["float32"])
-    return found | experts
+    return found | divided
 
 
 def _changed(name: str, tensor: LazyTensor, config: Mapping[str, Any]) -> LazyTensor:
@@ -218,29 +260,14 @@ def _changed(name: str, tensor: LazyTensor, config: Mapping[str, Any]) -> LazyTe
     return tensor
 
 
-def _stacked(tensors: dict[str, LazyTensor], architecture: str) -> dict[str, LazyTensor]:
-    """The matrices of all experts of a layer, [experts, rows, columns]; takes those of each out of `tensors`."""
-    pattern, parts = EXPERTS[architecture]
-    sign = re.compile(r"model\.layers\.(\d+)\." + re.escape(pattern).replace(r"\{\}", r"(\w+)"))
-    ours = {name: part for part, name in parts.items()}
-    found: dict[str, list[LazyTensor]] = {}
-    for match in [match for name in tensors if (match := sign.fullmatch(name))]:
-        layer, expert, part = match.groups()
-        one = tensors.pop(match[0])
-        row = found.setdefault(f"blk.{layer}.ffn_{ours[part]}_exps.weight", [])
-        if int(expert) != len(row):
-            raise UnsupportedInput(f"`{match[0]}` is not after the expert before it", hint="save the model again")
-        row.append(reshaped(one, (1, *one.shape)))
-    return {name: concat(row, 0) for name, row in found.items()}
-
-
 # --- what the file says -----------------------------------------------------------------------------------------------
 
 IGNORED = re.compile(
     r"_token_id$|dropout|^(?:dtype|torch_dtype|architectures|transformers_version|_name_or_path|use_cache|model_type|"
     r"initializer_range|pretraining_tp|output_.*|return_dict|problem_type|id2label|label2id|chunk_size_feed_forward|"
     r"router_.*|tie_word_embeddings|vocab_size|cache_implementation|summary_.*|resid_pdrop|embd_pdrop|attn_pdrop|"
-    r"reorder_and_upcast_attn|init_.*|verbose|max_window_layers|task_specific_params)$"
+    r"reorder_and_upcast_attn|init_.*|verbose|max_window_layers|task_specific_params|ep_size|seq_aux|aux_loss_alpha|"
+    r"num_mtp_layers|num_nextn_predict_layers)$"
 )
 """Fields that change no logit, or that are compared by the tensors."""
 
@@ -273,6 +300,26 @@ def _require_same(
         raise UnsupportedInput(f"`{source}` has tensors that GGUF has no name for", hint="use llama.cpp's converter")
 
 
+def _approximations(full: Mapping[str, Any]) -> list[str]:
+    """What llama.cpp computes of a file only approximately as transformers, whoever wrote it."""
+    rope = full.get("rope_parameters") or {}
+    if "kv_lora_rank" in full and full["rms_norm_eps"] != LATENT_EPSILON:
+        return [
+            f"llama.cpp takes `rms_norm_eps` {full['rms_norm_eps']} for the norms of latents too, transformers "
+            f"{LATENT_EPSILON}: logits differ slightly"
+        ]
+    if rope.get("rope_type") == "yarn" and rope.get("truncate") is False:
+        turns = (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)
+        size, context, base = full["head_dim"], rope["original_max_position_embeddings"], rope["rope_theta"]
+        low, high = (size * log(context / (turn * 2 * pi)) / (2 * log(base)) for turn in turns)
+        if (max(low, 0), min(high, size - 1)) != (max(floor(low), 0), min(ceil(high), size - 1)):
+            return ["llama.cpp rounds the range of YaRN, and the model does not (`truncate`): logits differ slightly"]
+    return []
+
+
+LATENT_EPSILON = 1e-6  # of transformers' `q_a_layernorm` and `kv_a_layernorm`
+
+
 def _effective(config: dict[str, Any]) -> dict[str, Any]:
     """The fields with values for those that follow from others, and without those that have no effect then."""
     found = dict(config)
@@ -285,6 +332,8 @@ def _effective(config: dict[str, Any]) -> dict[str, Any]:
             found["num_kv_heads"] = 1 if config["multi_query"] else config["num_attention_heads"]
         del found["multi_query"]
         found["ffn_hidden_size"] = config["ffn_hidden_size"] or 4 * config["hidden_size"]
+    if isinstance(rope := config.get("rope_parameters"), Mapping):
+        found["rope_parameters"] = {name: value for name, value in rope.items() if name != "type"}  # as `rope_type`
     if "attn_config" in config:
         found["attn_config"] = {name: config["attn_config"].get(name) for name in MPT_ATTENTION}
     return found
