@@ -34,8 +34,12 @@ ARCHITECTURE = {
     "gpt_oss": "gpt-oss",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "cohere": "command-r",
+    "hunyuan_v1_dense": "hunyuan-dense",
 }
 """llama.cpp's name of a model type, where it differs."""
+
+WINDOWS = ("gemma2", "gemma3_text", "phi3", "gpt_oss", "cohere2")
 
 
 def write_gguf(
@@ -128,17 +132,19 @@ def _add_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:  # noqa: 
     if (head_dim := config.get("head_dim")) and "kv_lora_rank" not in config:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-        writer.add_rope_dimension_count(head_dim)
+        writer.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1)))
+    if config["model_type"] == "stablelm":
+        writer.add_rope_dimension_count(int(full["partial_rotary_factor"] * width // heads))
     if epsilon := config.get("rms_norm_eps"):
         writer.add_layer_norm_rms_eps(epsilon)
     else:
-        writer.add_layer_norm_eps(_first(config, "layer_norm_epsilon", "norm_epsilon"))
+        writer.add_layer_norm_eps(_first(config, "layer_norm_epsilon", "norm_epsilon", "layer_norm_eps"))
     if experts := _first(config, "num_local_experts", "num_experts", "n_routed_experts"):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
         if size := config["intermediate_size" if config["model_type"] == "gpt_oss" else "moe_intermediate_size"]:
             writer.add_expert_feed_forward_length(size)
-    if config.get("sliding_window") and config["model_type"] in ("gemma2", "gemma3_text", "phi3", "gpt_oss"):
+    if config.get("sliding_window") and config["model_type"] in WINDOWS:
         writer.add_sliding_window(config["sliding_window"])
     if cap := config.get("attn_logit_softcapping"):
         writer.add_attn_logit_softcapping(cap)
@@ -149,6 +155,8 @@ def _add_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:  # noqa: 
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
+    if config.get("logit_scale"):
+        writer.add_logit_scale(config["logit_scale"])
     if config["model_type"] == "mpt":
         writer.add_max_alibi_bias(config["attn_config"]["alibi_bias_max"])
     if config["model_type"] == "phi3":

@@ -6,7 +6,7 @@ Sources: llama.cpp `gguf-py/gguf/constants.py` (keys), `conversion/*.py` (what i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import log, sqrt
 from typing import Any
@@ -263,10 +263,7 @@ def phi3(keys: Keys, tensors: Tensors) -> dict[str, Any]:
 
 
 def starcoder2(keys: Keys, tensors: Tensors) -> dict[str, Any]:
-    epsilon = keys.number("attention.layer_norm_epsilon")
-    found = decoder(replace(keys, values={**keys.values, "attention.layer_norm_rms_epsilon": epsilon}), tensors)
-    del found["rms_norm_eps"], found["head_dim"]
-    return found | {"norm_epsilon": epsilon, "use_bias": True, "sliding_window": None}
+    return _with_layer_norms(keys, tensors, "norm_epsilon") | {"use_bias": True, "sliding_window": None}
 
 
 def gpt2(keys: Keys, tensors: Tensors) -> dict[str, Any]:
@@ -339,8 +336,76 @@ def mpt(keys: Keys, tensors: Tensors) -> dict[str, Any]:
     }
 
 
+def cohere(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    """Command R; llama.cpp expects norms of queries and keys from 64 layers on."""
+    if (normed := "blk.0.attn_q_norm.weight" in tensors) != (keys.count("block_count") >= COMMAND_R_PLUS):
+        raise keys.unsupported(
+            f"has {'norms' if normed else 'no norms'} of queries in {keys.count('block_count')} layers"
+        )
+    return _cohere(keys, tensors) | {"use_qk_norm": normed}
+
+
+COMMAND_R_PLUS = 64
+
+
+def cohere2(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    _require_windows(keys, 4)
+    found = _cohere(keys, tensors)
+    if found.get("rope_scaling"):
+        raise keys.unsupported("scales rotary positions, of which only layers with a sliding window have some")
+    return found | {"sliding_window": keys.count("attention.sliding_window")}
+
+
+def _cohere(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    found = _with_layer_norms(keys, tensors, "layer_norm_eps")
+    return found | {"logit_scale": keys.number("logit_scale")}
+
+
+def stablelm(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    keys.get("use_parallel_residual")  # llama.cpp goes by the norm
+    return _partly_turned(keys, lambda keys: _with_layer_norms(keys, tensors, "layer_norm_eps")) | {
+        "use_qkv_bias": "blk.0.attn_q.bias" in tensors,
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors,
+    }
+
+
+def glm4(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    bias = "blk.0.attn_q.bias" in tensors
+    return _partly_turned(keys, lambda keys: decoder(keys, tensors, attention_bias=bias))
+
+
+def _partly_turned(keys: Keys, config: Callable[[Keys], dict[str, Any]]) -> dict[str, Any]:
+    """`config` of a model that turns a part of each head; UnsupportedInput if it scales positions as well."""
+    found = config(replace(keys, values={**keys.values, "rope.dimension_count": None}))
+    size = found.get("head_dim", found["hidden_size"] // found["num_attention_heads"])
+    turned = keys.count("rope.dimension_count", default=size, most=size + 1)
+    if found.get("rope_scaling"):
+        raise keys.unsupported(f"scales rotary positions, of {turned} of {size} elements of a head")
+    return found | {"partial_rotary_factor": turned / size}
+
+
+def _with_layer_norms(keys: Keys, tensors: Tensors, name: str) -> dict[str, Any]:
+    """As `decoder`, with layer norms, whose epsilon is the field `name`, and heads that divide the width."""
+    epsilon = keys.number("attention.layer_norm_epsilon")
+    found = decoder(replace(keys, values={**keys.values, "attention.layer_norm_rms_epsilon": epsilon}), tensors)
+    if found["head_dim"] * found["num_attention_heads"] != found["hidden_size"]:
+        raise keys.unsupported("has heads that do not divide its width")
+    del found["rms_norm_eps"], found["head_dim"]
+    return found | {name: epsilon}
+
+
+def _require_windows(keys: Keys, every: int) -> None:
+    """UnsupportedInput unless all layers but every second, fourth, … one have a sliding window."""
+    layers = range(1, min(keys.count("block_count"), MANY_LAYERS) + 1)
+    if keys.get("attention.sliding_window_pattern", default=every) not in (every, [bool(n % every) for n in layers]):
+        raise keys.unsupported(f"has a sliding window in other layers than all but every {every}th")
+
+
+MANY_LAYERS = 1 << 10
+
+
 def gpt_oss(keys: Keys, tensors: Tensors) -> dict[str, Any]:
-    count, layers = keys.count("expert_count"), keys.count("block_count")
+    count = keys.count("expert_count")
     found = decoder(
         keys,
         tensors,
@@ -349,9 +414,7 @@ def gpt_oss(keys: Keys, tensors: Tensors) -> dict[str, Any]:
         num_experts_per_tok=keys.count("expert_used_count", most=count + 1),
         sliding_window=keys.count("attention.sliding_window"),
     )
-    windows = keys.get("attention.sliding_window_pattern", default=2)
-    if windows not in (2, [number % 2 == 0 for number in range(min(layers, MANY_LAYERS))]):
-        raise keys.unsupported("has a sliding window in other layers than every other one")
+    _require_windows(keys, 2)
     if keys.number("rope.freq_base_swa", default=found["rope_theta"]) != found["rope_theta"]:
         raise keys.unsupported("turns positions by another base in layers with a sliding window")
     # without it, transformers would scale positions; OpenAI's models do not round the range of YaRN, as no file states
@@ -359,7 +422,6 @@ def gpt_oss(keys: Keys, tensors: Tensors) -> dict[str, Any]:
     return found | {"rope_scaling": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {})}
 
 
-MANY_LAYERS = 1 << 10
 GROUPED = {160: "DeepSeek-V2", 256: "DeepSeek-V3"}
 """Numbers of experts of models with groups of them, which files before llama.cpp read these do not state."""
 

@@ -213,6 +213,20 @@ DEEPSEEK = {
     ),
     "blk.{}.exp_probs_b.bias": f"{LAYER}mlp.gate.e_score_correction_bias",
 }
+OLMO2 = {
+    **ENDS,
+    **ATTENTION,
+    **HEAD_NORMS,
+    **GATED,
+    **_modules(post_attention_norm="post_attention_layernorm", post_ffw_norm="post_feedforward_layernorm"),
+}
+GLM4 = {
+    **ENDS,
+    **ATTENTION,
+    **_modules(post_attention_norm="post_self_attn_layernorm", ffn_norm="post_attention_layernorm"),
+    **_modules(ffn_up="mlp.gate_up_proj", ffn_down="mlp.down_proj", post_ffw_norm="post_mlp_layernorm"),
+}
+HUNYUAN = LLAMA | _modules(attn_q_norm="self_attn.query_layernorm", attn_k_norm="self_attn.key_layernorm")
 EXPERTS = Experts("mlp.experts.{}.{}.weight", {"gate": "gate_proj", "down": "down_proj", "up": "up_proj"})
 BLOCK_SPARSE = Experts("block_sparse_moe.experts.{}.{}.weight", {"gate": "w1", "down": "w2", "up": "w3"})
 
@@ -235,6 +249,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "falcon": Architecture("falcon", BLOOM, configs.falcon, partial(_dealt, groups="num_kv_heads")),
     "mpt": Architecture("mpt", MPT, configs.mpt),
     "gpt-oss": Architecture("gpt_oss", GPT_OSS, configs.gpt_oss, parts=(AlternatingExperts(),)),
+    "ernie4_5": Architecture("ernie4_5", LLAMA, configs.decoder),
+    "olmo2": Architecture("olmo2", OLMO2, configs.decoder),
+    "command-r": Architecture("cohere", LLAMA | HEAD_NORMS, configs.cohere),
+    "cohere2": Architecture("cohere2", LLAMA, configs.cohere2),
+    "glm4": Architecture("glm4", GLM4, configs.glm4),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", HUNYUAN, configs.decoder),
+    "stablelm": Architecture("stablelm", LLAMA, configs.stablelm),
     "deepseek2": Architecture("deepseek_v3", DEEPSEEK, configs.deepseek, parts=(EXPERTS, Latent())),
 }
 

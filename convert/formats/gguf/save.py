@@ -48,7 +48,7 @@ VERSION = 3
 TYPES = {name: number for number, (name, _) in PLAIN.items()} | {block.name: number for number, block in BLOCKS.items()}
 OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2}  # `general.file_type`, by the type of most matrices
-KEPT = re.compile(r"\.ffn_gate_inp\.|^position_embd\.|(?<!\.weight)$")  # routers, positions, biases stay float32
+KEPT = re.compile(r"\.ffn_gate_inp\.|^position_embd\.|_norm\.weight$|(?<!\.weight)$")  # matrices that stay float32
 
 UINT32, FLOAT32, BOOL = 4, 6, 7
 
@@ -103,10 +103,11 @@ def _architecture(checkpoint: Checkpoint) -> str:
             f"a model of the type `{kind[:80]}` is not written as GGUF",
             hint=f"supported are {', '.join([*known, 'mistral', 'mixtral'])}; for others use llama.cpp's converter",
         )
-    if kind == "gpt_oss" and "lm_head.weight" not in checkpoint.tensors:
+    if kind in (UNTIED if "lm_head.weight" not in checkpoint.tensors else TIED):
         raise UnsupportedInput(
-            f"`{checkpoint.path.name}` has a tied head, which llama.cpp's `gpt-oss` does not have",
-            hint="save the model with `tie_word_embeddings` false, and its head",
+            f"`{checkpoint.path.name}` has {'a tied' if kind in UNTIED else 'its own'} head, which llama.cpp's "
+            f"`{known[kind]}` does not have",
+            hint="use another program than llama.cpp, or another format",
         )
     if heads := mtp_tensors(checkpoint.tensors, checkpoint.config):
         raise UnsupportedInput(
@@ -114,6 +115,10 @@ def _architecture(checkpoint: Checkpoint) -> str:
             hint="use llama.cpp's converter",
         )
     return known[kind]
+
+
+UNTIED, TIED = ("gpt_oss", "olmo2", "stablelm"), ("cohere", "cohere2")
+"""Types whose head llama.cpp requires in the file, or does not look for."""
 
 
 def _full(config: Mapping[str, Any]) -> Any:
@@ -146,11 +151,11 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:  # noqa: C901, PLR0915 -
     if full.get("multi_query") and not full.get("new_decoder_architecture"):
         found["attention.head_count_kv"] = 1
     put("attention.layer_norm_rms_epsilon", "rms_norm_eps", kind=float)
-    put("attention.layer_norm_epsilon", "layer_norm_epsilon", "norm_epsilon", kind=float)
+    put("attention.layer_norm_epsilon", "layer_norm_epsilon", "norm_epsilon", "layer_norm_eps", kind=float)
     put("vocab_size", "vocab_size")
     heads, width = found["attention.head_count"], found["embedding_length"]
     head_dim = full.get("head_dim") or width // heads
-    if "rms_norm_eps" in full:
+    if "rms_norm_eps" in full or "head_dim" in full:
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     if rope:
         found["rope.dimension_count"] = int(rope.get("partial_rotary_factor", 1.0) * head_dim)
@@ -170,14 +175,14 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:  # noqa: C901, PLR0915 -
         put("expert_feed_forward_length", "moe_intermediate_size")
     if config["model_type"] == "gpt_oss":
         put("expert_feed_forward_length", "intermediate_size")
-    if config["model_type"] in ("gemma2", "gemma3_text", "phi3", "gpt_oss"):
+    if config["model_type"] in ("gemma2", "gemma3_text", "phi3", "gpt_oss", "cohere2"):
         put("attention.sliding_window", "sliding_window")
     put("attn_logit_softcapping", "attn_logit_softcapping", kind=float)
     put("final_logit_softcapping", "final_logit_softcapping", kind=float)
     put("embedding_scale", "embedding_multiplier", kind=float)
     put("residual_scale", "residual_multiplier", kind=float)
     put("attention.scale", "attention_multiplier", kind=float)
-    put("logit_scale", "logits_scaling", kind=float)
+    put("logit_scale", "logits_scaling", "logit_scale", kind=float)
     if config["model_type"] == "phi3":
         put("rope.scaling.original_context_length", "original_max_position_embeddings")
     if attention := full.get("attn_config"):
