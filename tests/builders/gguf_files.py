@@ -142,7 +142,7 @@ def _add_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:  # noqa: 
     if experts := _first(config, "num_local_experts", "num_experts", "n_routed_experts"):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
-        if size := config["intermediate_size" if config["model_type"] == "gpt_oss" else "moe_intermediate_size"]:
+        if size := config.get("intermediate_size" if config["model_type"] == "gpt_oss" else "moe_intermediate_size"):
             writer.add_expert_feed_forward_length(size)
     if config.get("sliding_window") and config["model_type"] in WINDOWS:
         writer.add_sliding_window(config["sliding_window"])

@@ -374,6 +374,45 @@ def glm4(keys: Keys, tensors: Tensors) -> dict[str, Any]:
     return _partly_turned(keys, lambda keys: decoder(keys, tensors, attention_bias=bias))
 
 
+def exaone4(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    """EXAONE 4; llama.cpp gives those of 64 layers a sliding window, in all but every fourth layer."""
+    layers, windowed = _layers(keys), bool(keys.get("attention.sliding_window"))
+    if windowed != (layers == EXAONE_32B):
+        raise keys.unsupported(f"has {'a' if windowed else 'no'} sliding window in {layers} layers")
+    found = decoder(keys, tensors)
+    if not windowed:
+        return found | {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+    _require_windows(keys, 4)
+    if keys.number("rope.freq_base_swa", default=found["rope_theta"]) != found["rope_theta"]:
+        raise keys.unsupported("turns positions by another base in layers with a sliding window")
+    types = ["full_attention" if number % 4 == 3 else "sliding_attention" for number in range(layers)]
+    window = keys.count("attention.sliding_window")
+    return found | {"sliding_window": window, "sliding_window_pattern": 4, "layer_types": types}
+
+
+EXAONE_32B = 64
+
+
+def lfm2(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    """LFM 2: layers without heads of keys have a short convolution in place of attention."""
+    layers, given = _layers(keys), keys.get("attention.head_count_kv")
+    each = given if isinstance(given, list) else [given] * layers
+    if len(each) != layers or not all(type(one) is int for one in each) or len({*each} - {0}) != 1:
+        raise keys.invalid("attention.head_count_kv", given, f"one number for some of {layers} layers, 0 for others")
+    found = decoder(replace(keys, values={**keys.values, "attention.head_count_kv": max(each)}), tensors)
+    return {name: one for name, one in found.items() if name != "rms_norm_eps"} | {
+        "norm_eps": found["rms_norm_eps"],
+        "conv_L_cache": keys.count("shortconv.l_cache"),
+        "conv_bias": False,
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["full_attention" if one else "conv" for one in each],
+    }
+
+
+def _layers(keys: Keys) -> int:
+    return keys.count("block_count", most=MANY_LAYERS + 1)
+
+
 def _partly_turned(keys: Keys, config: Callable[[Keys], dict[str, Any]]) -> dict[str, Any]:
     """`config` of a model that turns a part of each head; UnsupportedInput if it scales positions as well."""
     found = config(replace(keys, values={**keys.values, "rope.dimension_count": None}))
@@ -396,7 +435,7 @@ def _with_layer_norms(keys: Keys, tensors: Tensors, name: str) -> dict[str, Any]
 
 def _require_windows(keys: Keys, every: int) -> None:
     """UnsupportedInput unless all layers but every second, fourth, … one have a sliding window."""
-    layers = range(1, min(keys.count("block_count"), MANY_LAYERS) + 1)
+    layers = range(1, _layers(keys) + 1)
     if keys.get("attention.sliding_window_pattern", default=every) not in (every, [bool(n % every) for n in layers]):
         raise keys.unsupported(f"has a sliding window in other layers than all but every {every}th")
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import transposed
-from llmconv.convert.algebra import fitting, interleave_rows, permute_rows, renamed, rope_order, slice_rows
+from llmconv.convert.algebra import fitting, interleave_rows, permute_rows, renamed, reshaped, rope_order, slice_rows
 from llmconv.convert.formats.gguf import configs
 from llmconv.convert.formats.gguf.configs import FREQUENCIES, HINT, LONG, Keys, Tensors
 from llmconv.convert.formats.gguf.parts import LAYER, AlternatingExperts, Experts, Latent, Parts
@@ -62,6 +62,15 @@ def _less_one(name: str, tensor: LazyTensor, config: Mapping[str, Any]) -> LazyT
 def _columns(name: str, tensor: LazyTensor, config: Mapping[str, Any]) -> LazyTensor:
     """GPT-2: matrices of its `Conv1D` are [in, out]."""
     return transposed(tensor) if TURNED.search(name) else tensor
+
+
+def _channels(name: str, tensor: LazyTensor, config: Mapping[str, Any]) -> LazyTensor:
+    """LFM2: kernels [channels, length] as those of a convolution of single channels, [channels, 1, length]."""
+    if not name.endswith("conv.conv.weight"):
+        return tensor
+    if len(tensor.shape) != 2:
+        raise ValueError(f"`{name}` has the shape {list(tensor.shape)}")
+    return reshaped(tensor, (tensor.shape[0], 1, tensor.shape[1]))
 
 
 def _dealt(name: str, tensor: LazyTensor, config: Mapping[str, Any], groups: str = "n_head") -> LazyTensor:
@@ -226,6 +235,15 @@ GLM4 = {
     **_modules(post_attention_norm="post_self_attn_layernorm", ffn_norm="post_attention_layernorm"),
     **_modules(ffn_up="mlp.gate_up_proj", ffn_down="mlp.down_proj", post_ffw_norm="post_mlp_layernorm"),
 }
+LFM2 = {
+    **{name: target for name, target in ENDS.items() if not name.startswith("output_norm.")},
+    "token_embd_norm.weight": "model.embedding_norm.weight",
+    **ATTENTION,
+    **_modules(attn_norm="operator_norm", attn_output="self_attn.out_proj", ffn_norm="ffn_norm"),
+    **_modules(attn_q_norm="self_attn.q_layernorm", attn_k_norm="self_attn.k_layernorm"),
+    **_modules(ffn_gate="feed_forward.w1", ffn_down="feed_forward.w2", ffn_up="feed_forward.w3"),
+    **_modules(**{f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")}),
+}
 HUNYUAN = LLAMA | _modules(attn_q_norm="self_attn.query_layernorm", attn_k_norm="self_attn.key_layernorm")
 EXPERTS = Experts("mlp.experts.{}.{}.weight", {"gate": "gate_proj", "down": "down_proj", "up": "up_proj"})
 BLOCK_SPARSE = Experts("block_sparse_moe.experts.{}.{}.weight", {"gate": "w1", "down": "w2", "up": "w3"})
@@ -256,6 +274,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "glm4": Architecture("glm4", GLM4, configs.glm4),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", HUNYUAN, configs.decoder),
     "stablelm": Architecture("stablelm", LLAMA, configs.stablelm),
+    "exaone4": Architecture("exaone4", OLMO2, configs.exaone4),
+    "lfm2": Architecture("lfm2", LFM2, configs.lfm2, _channels),
     "deepseek2": Architecture("deepseek_v3", DEEPSEEK, configs.deepseek, parts=(EXPERTS, Latent())),
 }
 

@@ -26,6 +26,7 @@ from llmconv.convert.algebra import (
     inverted,
     permute_rows,
     rename,
+    reshaped,
     rope_order,
 )
 from llmconv.convert.formats.gguf.configs import FREQUENCIES, LONG, Keys, llama3_factors
@@ -48,7 +49,9 @@ VERSION = 3
 TYPES = {name: number for number, (name, _) in PLAIN.items()} | {block.name: number for number, block in BLOCKS.items()}
 OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2}  # `general.file_type`, by the type of most matrices
-KEPT = re.compile(r"\.ffn_gate_inp\.|^position_embd\.|_norm\.weight$|(?<!\.weight)$")  # matrices that stay float32
+KEPT = re.compile(
+    r"\.ffn_gate_inp\.|\.shortconv\.conv\.|^position_embd\.|_norm\.weight$|(?<!\.weight)$"
+)  # matrices that stay float32
 
 UINT32, FLOAT32, BOOL = 4, 6, 7
 
@@ -150,7 +153,7 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:  # noqa: C901, PLR0915 -
     put("attention.head_count_kv", "num_key_value_heads", "num_kv_heads")
     if full.get("multi_query") and not full.get("new_decoder_architecture"):
         found["attention.head_count_kv"] = 1
-    put("attention.layer_norm_rms_epsilon", "rms_norm_eps", kind=float)
+    put("attention.layer_norm_rms_epsilon", "rms_norm_eps", "norm_eps", kind=float)
     put("attention.layer_norm_epsilon", "layer_norm_epsilon", "norm_epsilon", "layer_norm_eps", kind=float)
     put("vocab_size", "vocab_size")
     heads, width = found["attention.head_count"], found["embedding_length"]
@@ -175,7 +178,7 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:  # noqa: C901, PLR0915 -
         put("expert_feed_forward_length", "moe_intermediate_size")
     if config["model_type"] == "gpt_oss":
         put("expert_feed_forward_length", "intermediate_size")
-    if config["model_type"] in ("gemma2", "gemma3_text", "phi3", "gpt_oss", "cohere2"):
+    if config["model_type"] in ("gemma2", "gemma3_text", "phi3", "gpt_oss", "cohere2", "exaone4"):
         put("attention.sliding_window", "sliding_window")
     put("attn_logit_softcapping", "attn_logit_softcapping", kind=float)
     put("final_logit_softcapping", "final_logit_softcapping", kind=float)
@@ -188,6 +191,13 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:  # noqa: C901, PLR0915 -
     if attention := full.get("attn_config"):
         put("attention.max_alibi_bias", "alibi_bias_max", of=attention, kind=float)
         put("attention.clamp_kqv", "clip_qkv", of=attention, kind=float)
+    if config["model_type"] == "lfm2":
+        put("shortconv.l_cache", "conv_L_cache")
+        groups = [0 if kind == "conv" else full["num_key_value_heads"] for kind in full["layer_types"]]
+        found |= {
+            "attention.head_count_kv": np.array(groups, np.int32),
+            "feed_forward_length": _effective(full)["intermediate_size"],
+        }
     return found | (_latent_keys(full, rope) if "kv_lora_rank" in full else {})
 
 
@@ -253,6 +263,8 @@ def _changed(name: str, tensor: LazyTensor, config: Mapping[str, Any]) -> LazyTe
     if kind in ONE_LESS and name.endswith("norm.weight"):
         whole = cast(tensor, BY_NAME["float32"])
         return LazyTensor(whole.dtype, whole.shape, lambda start, stop: whole.rows(start, stop) + np.float32(1))
+    if kind == "lfm2" and name.endswith("conv.conv.weight"):
+        return reshaped(tensor, (tensor.shape[0], tensor.shape[-1]))
     if kind == "gpt2" and TURNED.search(name):
         return transposed(tensor)
     if "query_key_value" in name:
@@ -272,7 +284,7 @@ IGNORED = re.compile(
     r"initializer_range|pretraining_tp|output_.*|return_dict|problem_type|id2label|label2id|chunk_size_feed_forward|"
     r"router_.*|tie_word_embeddings|vocab_size|cache_implementation|summary_.*|resid_pdrop|embd_pdrop|attn_pdrop|"
     r"reorder_and_upcast_attn|init_.*|verbose|max_window_layers|task_specific_params|ep_size|seq_aux|aux_loss_alpha|"
-    r"num_mtp_layers|num_nextn_predict_layers)$"
+    r"num_mtp_layers|num_nextn_predict_layers|auto_map|conv_dim|conv_dim_out|conv_use_xavier_init|num_heads|use_pos_enc)$"
 )
 """Fields that change no logit, or that are compared by the tensors."""
 
@@ -285,7 +297,8 @@ def _require_same(
 ) -> None:
     """Refuses a model of which the file would say something else than its configuration (UnsupportedInput)."""
     source = checkpoint.path.name
-    metadata = {"general.architecture": architecture} | {f"{architecture}.{key}": value for key, value in keys.items()}
+    listed = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in keys.items()}
+    metadata = {"general.architecture": architecture, **{f"{architecture}.{key}": one for key, one in listed.items()}}
     back, found = in_hugging_face_names(Keys.of(metadata, source), tensors)
     fields = {name: value for name, value in checkpoint.config.items() if name != "model_type"}
     kind = back.pop("model_type")
@@ -339,6 +352,16 @@ def _effective(config: dict[str, Any]) -> dict[str, Any]:
         found["ffn_hidden_size"] = config["ffn_hidden_size"] or 4 * config["hidden_size"]
     if isinstance(rope := config.get("rope_parameters"), Mapping):
         found["rope_parameters"] = {name: value for name, value in rope.items() if name != "type"}  # as `rope_type`
+    if config.get("layer_types"):  # which follow from the others, where they are not given
+        found |= {name: None for name in ("sliding_window_pattern", "full_attn_idxs") if name in config}
+    if "block_auto_adjust_ff_dim" in config:
+        size = config["intermediate_size"]
+        if config["block_auto_adjust_ff_dim"]:  # as `Lfm2MLP`
+            factor, multiple = config["block_ffn_dim_multiplier"], config["block_multiple_of"]
+            size = int(2 * size / 3) if factor is None else int(factor * int(2 * size / 3))
+            size = -(-size // multiple) * multiple
+        found = {name: one for name, one in found.items() if not name.startswith("block_")}
+        found["intermediate_size"] = size
     if "attn_config" in config:
         found["attn_config"] = {name: config["attn_config"].get(name) for name in MPT_ATTENTION}
     return found
