@@ -39,7 +39,7 @@ ARCHITECTURE = {
 }
 """llama.cpp's name of a model type, where it differs."""
 
-WINDOWS = ("gemma2", "gemma3_text", "phi3", "gpt_oss", "cohere2")
+WINDOWS = ("gemma2", "gemma3_text", "phi3", "gpt_oss", "cohere2", "exaone4")
 
 
 def write_gguf(
@@ -108,7 +108,10 @@ def _first(config: Mapping[str, Any], *names: str) -> Any:
 def _groups(config: Mapping[str, Any]) -> Any:
     if config.get("multi_query") and not config["new_decoder_architecture"]:
         return 1
-    return _first(config, "num_key_value_heads", "num_kv_heads")
+    groups = _first(config, "num_key_value_heads", "num_kv_heads")
+    return (
+        [0 if one == "conv" else groups for one in config["layer_types"]] if config["model_type"] == "lfm2" else groups
+    )
 
 
 def _add_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:  # noqa: C901, PLR0912 - one line per field
@@ -135,7 +138,9 @@ def _add_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:  # noqa: 
         writer.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1)))
     if config["model_type"] == "stablelm":
         writer.add_rope_dimension_count(int(full["partial_rotary_factor"] * width // heads))
-    if epsilon := config.get("rms_norm_eps"):
+    if config["model_type"] == "lfm2":
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if epsilon := _first(config, "rms_norm_eps", "norm_eps"):
         writer.add_layer_norm_rms_eps(epsilon)
     else:
         writer.add_layer_norm_eps(_first(config, "layer_norm_epsilon", "norm_epsilon", "layer_norm_eps"))
@@ -259,6 +264,8 @@ def _changed(name: str, values: Values, config: Mapping[str, Any]) -> Values:
         return values + np.float32(1)
     if kind == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return values.T
+    if name.endswith("conv.conv.weight"):
+        return values[:, 0]
     if "query_key_value" in name:
         groups = _groups(config) or heads
         each = values.reshape(groups, heads // groups + 2, -1, *values.shape[1:])

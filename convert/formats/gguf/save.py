@@ -39,7 +39,7 @@ from llmconv.convert.formats.gguf.names import (
     in_hugging_face_names,
 )
 from llmconv.convert.formats.gguf.tokenizer import tokenizer_keys
-from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem, listing
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.gguf_file import ALIGNMENT, ARRAY, BLOCKS, MAGIC, NUMBERS, PLAIN, TEXT
 from llmconv.output.plan import Plan, Shard
 from llmconv.tensors import BY_NAME, Array, LazyTensor, Piece, cast, in_memory
@@ -299,7 +299,13 @@ def _require_same(
     source = checkpoint.path.name
     listed = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in keys.items()}
     metadata = {"general.architecture": architecture, **{f"{architecture}.{key}": one for key, one in listed.items()}}
-    back, found = in_hugging_face_names(Keys.of(metadata, source), tensors)
+    try:
+        back, found = in_hugging_face_names(Keys.of(metadata, source), tensors)
+    except MalformedInput as error:  # a field that the file requires, and the configuration leaves out
+        raise UnsupportedInput(
+            f"a GGUF file of `{architecture}` cannot state the model `{source}`: {error.message}",
+            hint="use llama.cpp's own converter",
+        ) from error
     fields = {name: value for name, value in checkpoint.config.items() if name != "model_type"}
     kind = back.pop("model_type")
     own, other = (

@@ -14,7 +14,7 @@ import pytest
 from benchmarks import environments
 from llmconv.convert import from_hf
 from tests.conftest import save_tiny
-from tests.convert.formats.test_gguf import ALTERNATING, FAMILIES, LATENT, save_family
+from tests.convert.formats.test_gguf_families import ALTERNATING, FAMILIES, LATENT, save_family
 
 ROOT = Path(__file__).parents[3]
 HOME = ROOT / environments.folder("llama.cpp")
