@@ -102,8 +102,9 @@ FORMAT = Format(
     detect=lambda path: bool(_files(path)),
     open=_open,
     covers="Llama, Mistral, Mixtral, Granite, SmolLM3, Qwen 2, 2.5, 3 and 3 MoE, Gemma 1 to 3 (text), Phi-3 and 4, "
-    "StarCoder2, GPT-2, BLOOM, Falcon, MPT; F32, F16, BF16 bit for bit, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, "
-    "MXFP4, TQ1_0 and TQ2_0 dequantized",
+    "GPT-OSS, DeepSeek V2 and V3, LFM2, GLM 4, OLMo 2, EXAONE 4, Command R and Cohere 2, Ernie 4.5, Hunyuan (dense), "
+    "StableLM, StarCoder2, GPT-2, BLOOM, Falcon, MPT; F32, F16, BF16 bit for bit, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, "
+    "IQ4_XS, MXFP4, TQ1_0 and TQ2_0 dequantized",
     options=("quant",),
     save=save,
     dtypes={
