@@ -6,7 +6,7 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +85,13 @@ def test_half_precision_keeps_its_bits(tmp_path: Path, dtype: str) -> None:
     assert found.read().tobytes() == stored.data.tobytes()
 
 
-def trained(pattern: str, *, digits: bool = False) -> dict[str, Any]:
+def trained(pattern: str, *, digits: bool = False, before: Sequence[str] = ()) -> dict[str, Any]:
     """A byte-level tokenizer of a few words, with a special and another added token."""
     tokenizer = Tokenizer(models.BPE())
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern)
-    first = pre_tokenizers.Split(Regex(pattern), "isolated") if pattern else None
-    steps = [first or pre_tokenizers.Digits(individual_digits=True), level] if pattern or digits else [level]
+    patterns = [*before, pattern] if pattern else []
+    first = [pre_tokenizers.Split(Regex(one), "isolated") for one in patterns]
+    steps = [*first, *([pre_tokenizers.Digits(individual_digits=True)] if digits else []), level]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -104,11 +105,16 @@ def trained(pattern: str, *, digits: bool = False) -> dict[str, Any]:
 
 
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-PRE = {
-    "gpt-2": ("", False),
-    "smollm": ("", True),
-    "qwen2": (QWEN, False),
-    "llama-bpe": (QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|"), False),
+DEEPSEEK = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+    "|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
+)
+PRE: dict[str, dict[str, Any]] = {
+    "gpt-2": {"pattern": ""},
+    "smollm": {"pattern": "", "digits": True},
+    "qwen2": {"pattern": QWEN},
+    "llama-bpe": {"pattern": QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|")},
+    "deepseek-v3": {"pattern": DEEPSEEK, "before": [r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+"]},
 }
 
 
@@ -119,7 +125,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("pre", PRE)
 def test_byte_level_ids_are_those_of_the_tokenizer(tiny_model: Path, tmp_path: Path, pre: str) -> None:
-    content = trained(PRE[pre][0], digits=PRE[pre][1])
+    content = trained(**PRE[pre])
     end = content["added_tokens"][0]["id"]
     template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
     file = write_gguf(
@@ -333,7 +339,7 @@ def test_a_tokenizer_goes_and_comes_back(tiny_model: Path, tmp_path: Path, pre: 
     if pre == "sentencepiece":
         add = sentencepiece_keys(piece_model(prefix=True), prefix=True)
     else:
-        content = trained(*PRE[pre][:1], digits=PRE[pre][1])
+        content = trained(**PRE[pre])
         end = content["added_tokens"][0]["id"]
         add = byte_level(content, pre, bos=end, eos=end, rows=512)
     file = write_gguf(tiny_model, tmp_path / "x.gguf", tokenizer=add, more={"tokenizer.chat_template": template})
