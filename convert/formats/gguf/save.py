@@ -283,12 +283,12 @@ IGNORED = re.compile(
     r"_token_id$|dropout|^(?:dtype|torch_dtype|architectures|transformers_version|_name_or_path|use_cache|model_type|"
     r"initializer_range|pretraining_tp|output_.*|return_dict|problem_type|id2label|label2id|chunk_size_feed_forward|"
     r"router_.*|tie_word_embeddings|vocab_size|cache_implementation|summary_.*|resid_pdrop|embd_pdrop|attn_pdrop|"
-    r"reorder_and_upcast_attn|init_.*|verbose|max_window_layers|task_specific_params|ep_size|seq_aux|aux_loss_alpha|"
-    r"num_mtp_layers|num_nextn_predict_layers|auto_map|conv_dim|conv_dim_out|conv_use_xavier_init|num_heads|use_pos_enc)$"
+    r"reorder_and_upcast_attn|init_.*|verbose|max_window_layers|task_specific_params|num_mtp_layers|"
+    r"num_nextn_predict_layers)$"
 )
 """Fields that change no logit, or that are compared by the tensors."""
 
-
+UNDECLARED = ("head_dim", "is_causal")  # fields that models read, and some of their configurations do not declare
 MPT_ATTENTION = ("alibi", "alibi_bias_max", "clip_qkv", "softmax_scale", "qk_ln", "prefix_lm", "attn_type")
 
 
@@ -312,7 +312,10 @@ def _require_same(
         _effective(_full({**given, "model_type": kind, "pad_token_id": None}).to_dict())  # of any vocabulary
         for given in (fields, back)
     )
-    odd = [name for name in own if not IGNORED.search(name) and not _alike(own[name], other.get(name))]
+    known = {*_full({"model_type": kind}).to_dict(), *UNDECLARED}  # others change nothing in transformers' class
+    odd = [
+        name for name in own if name in known and not IGNORED.search(name) and not _alike(own[name], other.get(name))
+    ]
     if odd:
         shown = ", ".join(f"`{name}` {str(own[name])[:60]}" for name in odd[:3])
         raise UnsupportedInput(
@@ -346,7 +349,7 @@ LATENT_EPSILON = 1e-6  # of transformers' `q_a_layernorm` and `kv_a_layernorm`
 
 def _effective(config: dict[str, Any]) -> dict[str, Any]:
     """The fields with values for those that follow from others, and without those that have no effect then."""
-    found = dict(config)
+    found = {"is_causal": True, **config}
     if "head_dim" in config:
         found["head_dim"] = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
     if "n_inner" in config:

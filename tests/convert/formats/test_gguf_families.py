@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -198,6 +199,26 @@ def test_files_that_transformers_cannot_compute_are_refused(
         )
 
 
+PUBLISHED = {
+    "gpt-oss": {"experts_per_token": 2, "initial_context_length": 4096, "output_router_logits": False},
+    "deepseek v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1},
+    "deepseek v2": {"moe_layer_freq": 1, "scoring_func": "softmax", "topk_method": "greedy", "seq_aux": True},
+    "cohere2": {"rotary_pct": 1.0, "position_embedding_type": "rope_gptj", "sliding_window_pattern": 4},
+    "lfm2": {"block_dim": 64, "block_norm_eps": 1e-5, "conv_dim": 64, "num_heads": 4, "use_pos_enc": True},
+}
+"""Fields of published models that transformers' classes do not read."""
+
+
+@pytest.mark.quick_rows("deepseek v3")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_fields_that_change_nothing_are_no_obstacle(tmp_path: Path, name: str) -> None:
+    model = save_family(name, tmp_path / "model")
+    config = read_json(model / "config.json")
+    (model / "config.json").write_text(json.dumps({**config, **PUBLISHED[name]}))
+    from_hf(model, tmp_path / "out", to="gguf")
+    assert (tmp_path / "out/model.gguf").exists()
+
+
 def test_sizes_of_lfm2_are_those_that_it_computes(tmp_path: Path, logits_of: Callable[..., Any]) -> None:
     sizes = {"block_auto_adjust_ff_dim": True, "block_multiple_of": 48, "block_ffn_dim_multiplier": 1.3}
     model = save_tiny("lfm2", tmp_path / "model", **DECODER, **sizes, full_attn_idxs=[1])
@@ -275,6 +296,7 @@ def test_scaled_positions_come_back(tmp_path: Path, logits_of: Callable[..., Any
             "`apply_residual_connection_post_layernorm` True",
         ),
         ("llama", {"hidden_act": "gelu"}, "does not state: `hidden_act` gelu"),
+        ("llama", {"is_causal": False}, "does not state: `is_causal` False"),
         ("qwen3_moe", {"norm_topk_prob": False}, "does not state: `norm_topk_prob` False"),
         ("gemma2", {"query_pre_attn_scalar": 8}, "does not state: `query_pre_attn_scalar` 8"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "does not state"),
