@@ -437,7 +437,7 @@ def _require_windows(keys: Keys, every: int) -> None:
     """UnsupportedInput unless all layers but every second, fourth, … one have a sliding window."""
     layers = range(1, _layers(keys) + 1)
     if keys.get("attention.sliding_window_pattern", default=every) not in (every, [bool(n % every) for n in layers]):
-        raise keys.unsupported(f"has a sliding window in other layers than all but every {every}th")
+        raise keys.unsupported(f"has a sliding window in other layers than all but one in {every}")
 
 
 MANY_LAYERS = 1 << 10

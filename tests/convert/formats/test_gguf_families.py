@@ -199,7 +199,7 @@ def test_files_that_transformers_cannot_compute_are_refused(
         )
 
 
-PUBLISHED = {
+PUBLISHED: dict[str, dict[str, Any]] = {
     "gpt-oss": {"experts_per_token": 2, "initial_context_length": 4096, "output_router_logits": False},
     "deepseek v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1},
     "deepseek v2": {"moe_layer_freq": 1, "scoring_func": "softmax", "topk_method": "greedy", "seq_aux": True},
