@@ -89,8 +89,8 @@ def steps(interpreter: Path) -> dict[str, tuple[Times, Times]]:
 def rows(times: dict[str, tuple[Times, Times]]) -> list[str]:
     """A Markdown table."""
     return [
-        f"Steps of SmolLM2-135M after {PAST} tokens, {THREADS} threads, medians; onnxruntime {onnxruntime.__version__},",
-        f"llama-cpp-python {llama_cpp.VERSION} for this CPU, its cache in float16. Graphs have {' '.join(FOR_CPU)}.",
+        f"Steps of SmolLM2-135M after {PAST} tokens, {THREADS} threads, medians;",
+        f"onnxruntime {onnxruntime.__version__}, llama-cpp-python {llama_cpp.VERSION} for this CPU. Graphs have {' '.join(FOR_CPU)}.",
         "",
         "| file | llmconv, tokens/s (range) | llama.cpp, tokens/s (range) | times as fast |",
         "| --- | --- | --- | --- |",

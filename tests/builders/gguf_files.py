@@ -12,15 +12,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, TokenType, get_tensor_name_map
+from gguf import (
+    MODEL_ARCH_NAMES,
+    ExpertGatingFuncType,
+    GGMLQuantizationType,
+    GGUFWriter,
+    TokenType,
+    get_tensor_name_map,
+)
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import quantize
 from safetensors.numpy import load_file
 
 Values = np.ndarray[Any, np.dtype[Any]]
 
-ARCHITECTURE = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+ARCHITECTURE = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "cohere": "command-r",
+    "hunyuan_v1_dense": "hunyuan-dense",
+}
 """llama.cpp's name of a model type, where it differs."""
+
+WINDOWS = ("gemma2", "gemma3_text", "phi3", "gpt_oss", "cohere2", "exaone4")
 
 
 def write_gguf(
@@ -30,21 +49,25 @@ def write_gguf(
     quantized: GGMLQuantizationType | None = None,
     tokenizer: Callable[[GGUFWriter], None] | None = None,
     more: Mapping[str, Any] | None = None,
+    older: bool = False,
 ) -> Path:
     """The model of a Hugging Face folder with one safetensors file as GGUF; matrices `quantized`, if given.
 
-    `tokenizer` adds a vocabulary, `more` other texts and numbers.
+    `tokenizer` adds a vocabulary, `more` other texts and numbers. `older`: keys and values of DeepSeek are one tensor.
     """
     config = json.loads((folder / "config.json").read_text())
     kind = config["model_type"]
     writer = GGUFWriter(output, ARCHITECTURE.get(kind, kind))
     _add_sizes(writer, config)
+    if "kv_lora_rank" in config:
+        _add_latent(writer, config, older=older)
     (tokenizer or (lambda writer: writer.add_tokenizer_model("no_vocab")))(writer)
     for key, value in (more or {}).items():
         add: Callable[[str, Any], None] = writer.add_string if isinstance(value, str) else writer.add_uint32
         add(key, value)
-    for name, values in _renamed(load_file(folder / "model.safetensors"), config, writer.arch).items():
-        if quantized is not None and values.ndim > 1:
+    tensors = _divided(load_file(folder / "model.safetensors"), config, older=older)
+    for name, values in _renamed(tensors, config, writer.arch).items():
+        if quantized is not None and values.ndim > 1 and name.endswith(".weight"):
             writer.add_tensor(name, blocks(values, quantized), raw_dtype=quantized)
         else:
             writer.add_tensor(name, np.ascontiguousarray(values))
@@ -88,7 +111,10 @@ def _first(config: Mapping[str, Any], *names: str) -> Any:
 def _groups(config: Mapping[str, Any]) -> Any:
     if config.get("multi_query") and not config["new_decoder_architecture"]:
         return 1
-    return _first(config, "num_key_value_heads", "num_kv_heads")
+    groups = _first(config, "num_key_value_heads", "num_kv_heads")
+    return (
+        [0 if one == "conv" else groups for one in config["layer_types"]] if config["model_type"] == "lfm2" else groups
+    )
 
 
 def _add_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:  # noqa: C901, PLR0912 - one line per field
@@ -105,24 +131,28 @@ def _add_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:  # noqa: 
     writer.add_vocab_size(config["vocab_size"])
     writer.add_feed_forward_length(_first(config, "intermediate_size", "n_inner", "ffn_hidden_size") or 4 * width)
     writer.add_head_count(heads)
-    if groups := _groups(config):
+    if (groups := _groups(config)) and "kv_lora_rank" not in config:
         writer.add_head_count_kv(groups)
     if theta := full.get("rope_theta") or config.get("rope_theta"):
         writer.add_rope_freq_base(theta)
-    if head_dim := config.get("head_dim"):
+    if (head_dim := config.get("head_dim")) and "kv_lora_rank" not in config:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-        writer.add_rope_dimension_count(head_dim)
-    if epsilon := config.get("rms_norm_eps"):
+        writer.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1)))
+    if config["model_type"] == "stablelm":
+        writer.add_rope_dimension_count(int(full["partial_rotary_factor"] * width // heads))
+    if config["model_type"] == "lfm2":
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if epsilon := _first(config, "rms_norm_eps", "norm_eps"):
         writer.add_layer_norm_rms_eps(epsilon)
     else:
-        writer.add_layer_norm_eps(_first(config, "layer_norm_epsilon", "norm_epsilon"))
-    if experts := _first(config, "num_local_experts", "num_experts"):
+        writer.add_layer_norm_eps(_first(config, "layer_norm_epsilon", "norm_epsilon", "layer_norm_eps"))
+    if experts := _first(config, "num_local_experts", "num_experts", "n_routed_experts"):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
-        if size := config.get("moe_intermediate_size"):
+        if size := config.get("intermediate_size" if config["model_type"] == "gpt_oss" else "moe_intermediate_size"):
             writer.add_expert_feed_forward_length(size)
-    if config.get("sliding_window") and config["model_type"] in ("gemma2", "gemma3_text", "phi3"):
+    if config.get("sliding_window") and config["model_type"] in WINDOWS:
         writer.add_sliding_window(config["sliding_window"])
     if cap := config.get("attn_logit_softcapping"):
         writer.add_attn_logit_softcapping(cap)
@@ -133,10 +163,65 @@ def _add_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:  # noqa: 
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
+    if config.get("logit_scale"):
+        writer.add_logit_scale(config["logit_scale"])
     if config["model_type"] == "mpt":
         writer.add_max_alibi_bias(config["attn_config"]["alibi_bias_max"])
     if config["model_type"] == "phi3":
         writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+
+
+def _add_latent(writer: GGUFWriter, config: Mapping[str, Any], *, older: bool) -> None:
+    """Keys of DeepSeek, in the order of llama.cpp's converter."""
+    rank, turned, value = (config[name] for name in ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim"))
+    key = config["qk_nope_head_dim"] + turned
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    if config.get("q_lora_rank"):
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_head_count_kv(config["num_attention_heads"] if older else 1)
+    writer.add_key_length(key if older else rank + turned)
+    writer.add_value_length(value if older else rank)
+    if not older:
+        writer.add_key_length_mla(key)
+        writer.add_value_length_mla(value)
+        for name, add in (
+            ("n_group", writer.add_expert_group_count),
+            ("topk_group", writer.add_expert_group_used_count),
+        ):
+            if config.get(name) is not None:
+                add(config[name])
+    sigmoid = config["model_type"] == "deepseek_v3"
+    if sigmoid or not older:
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID if sigmoid else ExpertGatingFuncType.SOFTMAX)
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config["norm_topk_prob"]:
+        writer.add_expert_weights_norm(True)
+    writer.add_rope_dimension_count(turned)
+
+
+def _divided(tensors: Mapping[str, Values], config: Mapping[str, Any], *, older: bool) -> dict[str, Values]:
+    """The tensors with those of GPT-OSS and DeepSeek in the parts that llama.cpp has."""
+    found: dict[str, Values] = {}
+    for name, values in tensors.items():
+        if config["model_type"] == "gpt_oss" and ".experts." in name:
+            kind = "bias" if name.endswith("_bias") else "weight"
+            turned = values if kind == "bias" else values.swapaxes(1, 2)
+            whole = name.removesuffix("_bias")
+            if whole.endswith("gate_up_proj"):
+                for first, part in enumerate(("gate", "up")):
+                    found[f"{whole.replace('gate_up', part)}.{kind}"] = turned[:, first::2]
+            else:
+                found[f"{whole}.{kind}"] = turned
+        elif name.endswith("kv_b_proj.weight") and not older:
+            both = values.reshape(config["num_attention_heads"], -1, values.shape[1])
+            found[name.replace("kv_b", "k_b")] = both[:, : config["qk_nope_head_dim"]].swapaxes(1, 2)
+            found[name.replace("kv_b", "v_b")] = both[:, config["qk_nope_head_dim"] :]
+        else:
+            full = f"{name}.weight" if name.endswith("sinks") else name
+            found[full.replace("e_score_correction_bias", "e_score_correction.bias")] = values
+    return found
 
 
 def _renamed(tensors: Mapping[str, Values], config: Mapping[str, Any], arch: str) -> dict[str, Values]:
@@ -147,7 +232,7 @@ def _renamed(tensors: Mapping[str, Values], config: Mapping[str, Any], arch: str
     found: dict[str, Values] = {}
     for name, values in tensors.items():
         before, _, number = name.partition(".experts.")
-        if number:
+        if number[:1].isdigit():
             expert, _, part = number.partition(".")
             stacks.setdefault(f"{before}.experts.{part}", {})[int(expert)] = values
             continue
@@ -182,6 +267,8 @@ def _changed(name: str, values: Values, config: Mapping[str, Any]) -> Values:
         return values + np.float32(1)
     if kind == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return values.T
+    if name.endswith("conv.conv.weight"):
+        return values[:, 0]
     if "query_key_value" in name:
         groups = _groups(config) or heads
         each = values.reshape(groups, heads // groups + 2, -1, *values.shape[1:])

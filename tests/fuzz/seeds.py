@@ -10,7 +10,7 @@ import lzma
 import pickle
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +83,24 @@ def gguf_keys() -> list[bytes]:
     rope = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0, "llama.rope.freq_base": 10.0}
     rope |= {"llama.rope.scaling.original_context_length": 8}
     size = {"llama.attention.key_length": 2, "llama.attention.value_length": 2, "llama.rope.dimension_count": 2}
+    experts = {f"blk.0.ffn_{one}_exps.weight": [2, 4, 4] for one in ("gate", "up", "down")}
+    latent = {"blk.0.attn_k_b.weight": [2, 4, 2], "blk.0.attn_v_b.weight": [2, 2, 4]}
     return [
+        *fields(keys=_named(plain, "gpt-oss", gguf.ALTERNATING), tensors=experts),
+        *fields(keys=_named(plain, "deepseek2", gguf.LATENT), tensors=latent),
+        *fields(keys=_named(plain, "lfm2", {"attention__head_count_kv": [2], "shortconv__l_cache": 3}), tensors={}),
         *fields(keys={**plain, **size, "llama.attention.head_count_kv": [2, 2]}, tensors={}),
         *fields(keys={**plain, **pieces, **rope}, tensors={}),
         *fields(keys={**plain, **EXPERTS, **size}, tensors=shapes),
         *fields(keys=plain, tensors={gguf.FREQUENCIES: [1]}),
     ]
+
+
+def _named(keys: Mapping[str, Any], architecture: str, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of a Llama as those of another architecture, and more of them; `__` stands for a dot."""
+    renamed = {name.replace("llama.", f"{architecture}."): one for name, one in keys.items()}
+    own = {f"{architecture}.{name.replace('__', '.')}": one for name, one in more.items()}
+    return {**renamed, **own, "general.architecture": architecture}
 
 
 def with_keys(path: Path) -> Path:

@@ -198,6 +198,33 @@ def other(refused: str, architecture: str, tensors: Mapping[str, Any] | None = N
     )
 
 
+ALTERNATING = {"attention__sliding_window": 4, "expert_count": 2, "expert_used_count": 1}
+LATENT = {
+    "rope__dimension_count": 2,
+    "attention__kv_lora_rank": 4,
+    "attention__head_count_kv": 1,
+    "attention__key_length": 6,
+    "attention__value_length": 4,
+    "attention__key_length_mla": 4,
+    "attention__value_length_mla": 2,
+    "expert_count": 4,
+    "expert_used_count": 1,
+    "expert_shared_count": 1,
+    "expert_feed_forward_length": 2,
+}
+
+
+def alternating(refused: str, tensors: Mapping[str, Any] | None = None, **keys: Any) -> Case:
+    """The honest file as one of GPT-OSS."""
+    return other(refused, "gpt-oss", tensors, **{**ALTERNATING, **keys})
+
+
+def latent(refused: str, tensors: Mapping[str, Any] | None = None, **keys: Any) -> Case:
+    """The honest file as one of DeepSeek V2."""
+    return other(refused, "deepseek2", tensors, **{**LATENT, **keys})
+
+
+K_B, V_B = np.ones((2, 4, 2), "f4"), np.ones((2, 2, 4), "f4")
 PART = "x-{:05}-of-00002.gguf"
 EMBEDDING = "token_embd.weight"
 QKV = {f"blk.0.attn_{name}.weight": None for name in "qkv"}
@@ -419,6 +446,59 @@ CASES: dict[str, Case] = {
         "experts",
         {"llama.expert_count": 2, "llama.expert_used_count": 1},
         tensors={"blk.0.ffn_up_exps.weight": np.ones((2, 2), "f4")},
+    ),
+    # GPT-OSS and DeepSeek
+    "a gate without up": alternating("lacks a part", {"blk.0.ffn_gate_exps.weight": np.ones((2, 3, 4), "f4")}),
+    "gate and up of other shapes": alternating(
+        "match.*gate and up",
+        {f"blk.0.ffn_{one}_exps.weight": np.ones((2, n, 4), "f4") for n, one in enumerate(("gate", "up", "down"), 1)},
+    ),
+    "gate and up of whole numbers and others": alternating(
+        "match.*element types",
+        {
+            f"blk.0.ffn_{one}_exps.weight": np.ones((2, 4, 4), kind)
+            for one, kind in (("gate", "i1"), ("up", "f4"), ("down", "f4"))
+        },
+    ),
+    "biases of three experts of two": alternating(
+        "not 2 experts", {f"blk.0.ffn_{one}_exps.bias": np.ones((3, 4), "f4") for one in ("gate", "up", "down")}
+    ),
+    "no window": alternating("sliding_window", attention__sliding_window=None),
+    "a window that is a text": alternating("sliding_window", attention__sliding_window="8"),
+    "windows of a text": alternating("other layers", attention__sliding_window_pattern="2"),
+    "windows in all layers": alternating("other layers", attention__sliding_window_pattern=np.array([1, 1], "u4")),
+    "windows with another base": alternating("another base", rope__freq_base_swa=5.0),
+    "keys without values": latent("without", {"blk.0.attn_k_b.weight": K_B}),
+    "keys of other shapes": latent("shapes", {"blk.0.attn_k_b.weight": V_B, "blk.0.attn_v_b.weight": V_B}),
+    "keys of one axis": latent("shapes", {"blk.0.attn_k_b.weight": K_B[0, 0], "blk.0.attn_v_b.weight": V_B}),
+    "keys and values twice": latent(
+        "whole and in parts",
+        {
+            **{f"blk.0.attn_{one}.weight": None for one in "kv"},
+            "blk.0.attn_k_b.weight": K_B, "blk.0.attn_v_b.weight": V_B,
+            "blk.0.attn_kv_b.weight": np.ones((8, 4), "f4"),
+        },
+    ),
+    "a latent of 2^31 - 2": latent("other sizes", attention__kv_lora_rank=(1 << 31) - 2),
+    "a head that turns whole": latent("key_length_mla", attention__key_length_mla=2),
+    "a head of a text": latent("key_length_mla", attention__key_length_mla="4"),
+    "a router that is an array": latent("another way", expert_gating_func=np.array([1, 2], "u4")),
+    "a router of no kind": latent("another way", expert_gating_func=7),
+    "more dense layers than there are": latent("leading_dense", leading_dense_block_count=2),
+    "a scale of experts that is NaN": latent("expert_weights_scale", expert_weights_scale=NAN),
+    "a norm of experts that is a number": latent("expert_weights_norm", expert_weights_norm=1),
+    "biases of a softmax": latent("another way", {"blk.0.exp_probs_b.bias": np.ones(4, "f4")}),
+    "groups that divide no experts": latent(
+        "expert_group_count",
+        {"blk.0.exp_probs_b.bias": np.ones(4, "f4")},
+        expert_gating_func=2, expert_group_count=3, expert_group_used_count=1,
+    ),
+    "a scale of attention that is a text": latent(
+        "yarn_log_multiplier",
+        rope__scaling__type="yarn",
+        rope__scaling__factor=4.0,
+        rope__scaling__original_context_length=4,
+        rope__scaling__yarn_log_multiplier="0.1",
     ),
     # tokenizers
     "tokens that are numbers": token("not texts", tokens=np.arange(VOCABULARY, dtype="u4")),

@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.convert.formats.gguf.names import Keys, in_hugging_face_names
+from llmconv.convert.formats.gguf.configs import Keys
+from llmconv.convert.formats.gguf.names import ARCHITECTURES, in_hugging_face_names
+from llmconv.errors import listing
 from llmconv.files.gguf_file import BLOCKS, Block, GGUFTensor
 from llmconv.quantized_weights.methods.gguf import MIDDLE_CODE, SMALL
 from llmconv.quantized_weights.packed_weight import pack
@@ -27,7 +29,6 @@ HALF = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "TQ1_0", "TQ2_0")  # types whose scale
 PARTS = {"Q2_K": 16, "Q3_K": 16, "Q6_K": 16, "TQ1_0": 256, "TQ2_0": 256}  # elements of a scale, where not 32
 OFFSETS = tuple(MIDDLE_CODE)
 EMBEDDINGS = ("token_embd.", "position_embd.")  # looked up, not multiplied
-TURNED = ("gpt2",)  # architectures whose matrices are stored [in, out]
 BY_TYPE = {block.name: block for block in BLOCKS.values()}
 
 
@@ -46,11 +47,12 @@ def with_codes(
 
     `tensors` are the values in Hugging Face's names. Rows in another order have their codes and scales in it.
     """
+    whole = _turned(keys, stored)
     exact = {
         name: tensor
         for name, tensor in stored.items()
         if tensor.type in BY_TYPE and tensor.type not in OFFSETS and len(tensor.values.shape) > 1
-        if not name.startswith(EMBEDDINGS) and keys.architecture not in TURNED
+        if not name.startswith(EMBEDDINGS) and name not in whole
     }
     words, scales = ({name: part(tensor) for name, tensor in exact.items()} for part in (_words, _scales))
     others = {name: tensor.values for name, tensor in stored.items() if name not in exact}
@@ -67,10 +69,11 @@ def with_codes(
         found[f"{module}.weight_packed"] = weight
         found[f"{module}.weight_scale"] = by_scales[name]
         found[f"{module}.weight_shape"] = in_memory(np.array(tensor.shape, np.int64), BY_NAME["int64"])
-    if keys.architecture in TURNED:
-        return config, tensors, [f"codes of {keys.architecture} are not kept: its matrices are stored turned"]
-    left = Counter(tensor.type for tensor in stored.values() if tensor.type in OFFSETS)
+    left = Counter(tensor.type for name, tensor in stored.items() if tensor.type in OFFSETS and name not in whole)
     warnings = [
+        f"{len(whole)} tensors are dequantized, since the model has their rows as columns: {listing(sorted(whole))}"
+    ] * bool(whole)
+    warnings += [
         f"{count} tensors of {kind} are dequantized: their offsets cannot be integer zero points"
         for kind, count in left.items()
     ]
@@ -85,14 +88,26 @@ def with_codes(
     return config, found, warnings
 
 
+def _turned(keys: Keys, stored: Mapping[str, GGUFTensor]) -> set[str]:
+    """The tensors of blocks whose rows are no rows of the model."""
+    family = ARCHITECTURES[keys.architecture]
+    patterns = [family.turned, *(parts.turned for parts in family.parts)]
+    coded = (name for name, tensor in stored.items() if tensor.type in BY_TYPE and len(tensor.values.shape) > 1)
+    return {name for name in coded if any(one and one.fullmatch(name) for one in patterns)}
+
+
 def with_graph_codes(
     keys: Keys, stored: Mapping[str, GGUFTensor], config: dict[str, Any], tensors: dict[str, LazyTensor]
 ) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
-    """The config and the tensors with codes, scales and offsets in place of the values of all matrices of blocks."""
+    """The config and the tensors with codes, scales and offsets in place of the values of all matrices of blocks.
+
+    Those whose rows are columns of the model are dequantized.
+    """
+    turned = _turned(keys, stored)
     coded = {
         name: tensor
         for name, tensor in stored.items()
-        if tensor.type in BY_TYPE and len(tensor.values.shape) > 1 and keys.architecture not in TURNED
+        if tensor.type in BY_TYPE and len(tensor.values.shape) > 1 and name not in turned
     }
     others = {name: tensor.values for name, tensor in stored.items() if name not in coded}
 

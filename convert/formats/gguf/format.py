@@ -16,7 +16,8 @@ from llmconv.convert.algebra import equal
 from llmconv.convert.assembly import side_files_of
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.gguf.codes import with_codes, with_graph_codes
-from llmconv.convert.formats.gguf.names import FREQUENCIES, HINT, LONG, Keys, in_hugging_face_names
+from llmconv.convert.formats.gguf.configs import FREQUENCIES, HINT, LONG, Keys
+from llmconv.convert.formats.gguf.names import in_hugging_face_names
 from llmconv.convert.formats.gguf.save import KINDS, OF_DTYPE, save
 from llmconv.convert.formats.gguf.tokenizer import special_ids, tokenizer_files
 from llmconv.convert.models.completeness import as_loaded
@@ -105,8 +106,9 @@ FORMAT = Format(
     detect=lambda path: bool(_files(path)),
     open=_open,
     covers="Llama, Mistral, Mixtral, Granite, SmolLM3, Qwen 2, 2.5, 3 and 3 MoE, Gemma 1 to 3 (text), Phi-3 and 4, "
-    "StarCoder2, GPT-2, BLOOM, Falcon, MPT; F32, F16, BF16 bit for bit, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, "
-    "MXFP4, TQ1_0 and TQ2_0 dequantized",
+    "GPT-OSS, DeepSeek V2 and V3, LFM2, GLM 4, OLMo 2, EXAONE 4, Command R and Cohere 2, Ernie 4.5, Hunyuan (dense), "
+    "StableLM, StarCoder2, GPT-2, BLOOM, Falcon, MPT; F32, F16, BF16 bit for bit, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, "
+    "IQ4_XS, MXFP4, TQ1_0 and TQ2_0 dequantized",
     options=("quant",),
     save=save,
     dtypes={

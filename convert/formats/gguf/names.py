@@ -1,90 +1,27 @@
-"""llama.cpp's architectures: names of tensors, fields of the configuration, and what its converter changes in tensors.
+"""llama.cpp's architectures: names of tensors, and what its converter changes in tensors.
 
-Sources: llama.cpp `conversion/*.py` (what its converter does to each family), `gguf-py/gguf/constants.py` (keys) and
-`tensor_mapping.py` (names), `src/models/*.cpp` (what a file does not state, because llama.cpp computes it so).
+Sources: llama.cpp `conversion/*.py` (what its converter does to each family), `gguf-py/gguf/tensor_mapping.py` (names).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
-from math import log, sqrt
 from typing import Any
 
 import numpy as np
 
 from llmconv.checkpoint import transposed
 from llmconv.convert.algebra import fitting, interleave_rows, permute_rows, renamed, reshaped, rope_order, slice_rows
-from llmconv.convert.fields import LARGEST, SHORT, Fields
-from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.convert.formats.gguf import configs
+from llmconv.convert.formats.gguf.configs import FREQUENCIES, HINT, LONG, Keys, Tensors
+from llmconv.convert.formats.gguf.parts import LAYER, AlternatingExperts, Experts, Latent, Parts
+from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.weight_ranges import AdjustedTensor
-from llmconv.tensors import Array, LazyTensor
-
-Tensors = Mapping[str, LazyTensor]
-FREQUENCIES, LONG = "rope_freqs.weight", ("rope_factors_long.weight", "rope_factors_short.weight")
-HINT = "the file was changed, or another program wrote it; download it again, or convert the original model"
-
-
-@dataclass(frozen=True)
-class Keys(Fields):
-    """The metadata of a file, by keys without the name of its architecture."""
-
-    architecture: str = ""
-    read: set[str] = field(default_factory=set, compare=False)  # keys that were asked for
-
-    def get(self, *names: str, default: Any = None) -> Any:
-        self.read.update(names)
-        return super().get(*names, default=default)
-
-    def refuse_others(self) -> None:
-        """UnsupportedInput for a key that nothing has asked for, unless it changes no result."""
-        for name in sorted(self.values.keys() - self.read - HARMLESS):
-            if self.values[name] not in NEUTRAL.get(name, (0, None)):
-                raise self.unsupported(f"has `{name[:80]}` = {SHORT.repr(self.values[name])}, which is not supported")
-
-    @classmethod
-    def of(cls, metadata: Mapping[str, Any], source: str) -> Keys:
-        architecture = metadata.get("general.architecture")
-        if not isinstance(architecture, str) or not architecture.isprintable():
-            raise MalformedInput(f"`{source}` names no architecture (`general.architecture`)", hint=HINT)
-        start = f"{architecture[:80]}."
-        own = {key.removeprefix(start): _plain(value) for key, value in metadata.items() if key.startswith(start)}
-        return cls(own, source, "in the metadata of `{}`", HINT, architecture[:80])
-
-    def unsupported(self, what: str) -> UnsupportedInput:
-        return UnsupportedInput(
-            f"`{self.source}` ({self.architecture}) {what}",
-            hint="give the Hugging Face folder that it was converted from",
-        )
-
-
-HARMLESS = {
-    *("vocab_size", "context_length", "tensor_data_layout", "rope.scaling.finetuned"),
-    *("rope.scaling.original_context_length", "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"),
-}
-"""Keys that change no result of an architecture that does not ask for them."""
-
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "attention.causal": (True,),
-    "expert_gating_func": (1,),  # softmax
-    "expert_weights_norm": (True,),
-    "expert_weights_scale": (0, 1),
-    "rope.scaling.attn_factor": (1,),
-    "rope.scaling.yarn_attn_factor": (1,),
-}
-"""Values that change no result, of keys for which it is not zero."""
-
-
-def _plain(value: Any) -> Any:
-    """A float32 as the shortest decimal that rounds to it, and an array per layer of one number as that number."""
-    if isinstance(value, float):
-        return float(str(np.float32(value))) if abs(value) < LARGEST else value
-    if isinstance(value, list):
-        return _plain(value[0]) if value and all(one == value[0] for one in value) else value
-    return value
+from llmconv.tensors import LazyTensor
 
 
 @dataclass(frozen=True)
@@ -97,267 +34,9 @@ class Architecture:
     config: Callable[[Keys, Tensors], dict[str, Any]]
     # undoes what the converter did: `change(name, tensor, config)` for each tensor, by Hugging Face's name
     change: Callable[[str, LazyTensor, Mapping[str, Any]], LazyTensor] = lambda name, tensor, config: tensor
-
-
-# --- configurations ---------------------------------------------------------------------------------------------------
-
-
-def decoder(keys: Keys, tensors: Tensors, **more: Any) -> dict[str, Any]:
-    """Fields of Llama and its relatives."""
-    heads, width = keys.count("attention.head_count"), keys.count("embedding_length")
-    head_dim = keys.count("attention.key_length", default=max(1, width // heads))
-    if keys.count("attention.value_length", default=head_dim) != head_dim:
-        raise keys.unsupported("has values of another size than keys")
-    groups = keys.count("attention.head_count_kv", default=heads)
-    if heads % groups:
-        raise keys.invalid("attention.head_count_kv", groups, f"a divisor of {heads}")
-    config = {
-        "hidden_size": width,
-        "intermediate_size": keys.count("feed_forward_length"),
-        "num_hidden_layers": keys.count("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "head_dim": head_dim,
-        "max_position_embeddings": keys.count("context_length"),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": keys.number("rope.freq_base", default=10000.0),
-        "rope_scaling": scaling(keys, tensors, head_dim),
-        **more,
-    }
-    return {name: value for name, value in config.items() if value is not None}
-
-
-def scaling(keys: Keys, tensors: Tensors, head_dim: int) -> dict[str, Any] | None:
-    """`rope_scaling`; None without it. Raises UnsupportedInput for a kind that no model of transformers has."""
-    if (turned := keys.count("rope.dimension_count", default=head_dim)) != head_dim:
-        raise keys.unsupported(f"turns {turned} of {head_dim} elements of a head")
-    kind = keys.word("rope.scaling.type", "linear" if keys.get("rope.scaling.factor", "rope.scale_linear") else "none")
-    if kind == "none":
-        return _llama3(keys, tensors, head_dim) if FREQUENCIES in tensors else None
-    if FREQUENCIES in tensors:
-        raise keys.unsupported(f"scales rotary positions by `{kind[:20]}`, and by `{FREQUENCIES}`")
-    if kind not in ("linear", "yarn"):
-        raise keys.unsupported(f"scales rotary positions by `{kind[:20]}`")
-    found: dict[str, Any] = {"rope_type": kind, "factor": keys.number("rope.scaling.factor", "rope.scale_linear")}
-    if kind == "yarn":
-        found["original_max_position_embeddings"] = keys.count("rope.scaling.original_context_length")
-        ours = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-        found |= {ours[name]: keys.number(f"rope.scaling.{name}") for name in ours if keys.get(f"rope.scaling.{name}")}
-        usual = {"yarn_log_multiplier": 0.1, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "attn_factor": 1.0}
-        if any(keys.number(f"rope.scaling.{name}", default=one, least=-2) != one for name, one in usual.items()):
-            raise keys.unsupported("has YaRN with a scale of attention that its configuration does not state")
-    return found
-
-
-def _factors(keys: Keys, tensors: Tensors, name: str, turned: int) -> Array:
-    """One factor of each frequency, float32 [turned / 2]."""
-    found = tensors.get(name)
-    values = found.read().astype(np.float32) if found and found.shape == (turned // 2,) else np.zeros(1, np.float32)
-    if not all(0 < one < LARGEST for one in values.tolist()):
-        raise MalformedInput(f"`{name}` of `{keys.source}` is not {turned // 2} positive numbers", hint=HINT)
-    return values
-
-
-def _llama3(keys: Keys, tensors: Tensors, head_dim: int) -> dict[str, Any]:
-    """Llama 3's scaling, of which a file has the factors."""
-    theta, factors = keys.number("rope.freq_base", default=10000.0), _factors(keys, tensors, FREQUENCIES, head_dim)
-    factor = float(factors.max(initial=1.0))
-    for context in (8192, keys.count("rope.scaling.original_context_length", default=8192)):
-        rope = {
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": context,
-        }
-        wanted = llama3_factors(rope, theta, head_dim)
-        if wanted.shape == factors.shape and np.allclose(wanted, factors, rtol=1e-5, atol=0):
-            return rope
-    raise keys.unsupported("scales rotary frequencies otherwise than Llama 3 (`rope_freqs.weight`)")
-
-
-def llama3_factors(rope: Mapping[str, Any], theta: float, head_dim: int) -> Array:
-    """How much slower each pair of a head turns, float32 [head_dim / 2] (llama.cpp `conversion/llama.py`)."""
-    low, high, factor = (float(rope[name]) for name in ("low_freq_factor", "high_freq_factor", "factor"))
-    context = rope["original_max_position_embeddings"]
-    lengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = (context / lengths - low) / (high - low)
-    with np.errstate(divide="ignore"):  # where it is not taken
-        between = 1 / ((1 - smooth) / factor + smooth)
-    found = np.where(lengths < context / high, 1.0, np.where(lengths > context / low, factor, between))
-    return found.astype(np.float32)
-
-
-def _llama(keys: Keys, tensors: Tensors) -> dict[str, Any]:
-    biases = {
-        name: f"blk.0.{tensor}.bias" in tensors
-        for name, tensor in (("attention_bias", "attn_q"), ("mlp_bias", "ffn_up"))
-    }
-    if not keys.get("expert_count"):
-        return decoder(keys, tensors, **biases)
-    count = keys.count("expert_count")
-    more = {"num_local_experts": count, "num_experts_per_tok": keys.count("expert_used_count", most=count + 1)}
-    return decoder(keys, tensors, model_type="mixtral", **more)
-
-
-def _granite(keys: Keys, tensors: Tensors) -> dict[str, Any]:
-    ours = {
-        "embedding_multiplier": "embedding_scale",
-        "residual_multiplier": "residual_scale",
-        "attention_multiplier": "attention.scale",
-        "logits_scaling": "logit_scale",
-    }
-    return decoder(keys, tensors, **{name: keys.number(key) for name, key in ours.items()})
-
-
-def _qwen(keys: Keys, tensors: Tensors) -> dict[str, Any]:
-    return decoder(keys, tensors, use_sliding_window=False)
-
-
-def _qwen_moe(keys: Keys, tensors: Tensors) -> dict[str, Any]:
-    return decoder(
-        keys,
-        tensors,
-        intermediate_size=keys.count("feed_forward_length", "expert_feed_forward_length"),
-        moe_intermediate_size=keys.count("expert_feed_forward_length"),
-        num_experts=keys.count("expert_count"),
-        num_experts_per_tok=keys.count("expert_used_count", most=keys.count("expert_count") + 1),
-        norm_topk_prob=True,  # as llama.cpp computes it
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        use_sliding_window=False,
-    )
-
-
-def _gemma(keys: Keys, tensors: Tensors) -> dict[str, Any]:
-    return decoder(keys, tensors, hidden_activation="gelu_pytorch_tanh")
-
-
-def _gemma2(keys: Keys, tensors: Tensors) -> dict[str, Any]:
-    found = _gemma(keys, tensors)
-    return found | {
-        "query_pre_attn_scalar": _scale(keys, found, layers_of_27b=46),
-        "attn_logit_softcapping": keys.number("attn_logit_softcapping", default=50.0),
-        "final_logit_softcapping": keys.number("final_logit_softcapping", default=30.0),
-        "sliding_window": keys.count("attention.sliding_window", default=4096),
-    }
-
-
-def _gemma3(keys: Keys, tensors: Tensors) -> dict[str, Any]:
-    found = _gemma(keys, tensors)
-    return found | {
-        "query_pre_attn_scalar": _scale(keys, found, layers_of_27b=62),
-        "sliding_window": keys.count("attention.sliding_window"),
-        "sliding_window_pattern": keys.count("attention.sliding_window_pattern", default=6),
-        "rope_theta": keys.number("rope.freq_base", default=1_000_000.0),
-        "rope_local_base_freq": keys.number("rope.freq_base_swa", default=10000.0),
-        "final_logit_softcapping": keys.number("final_logit_softcapping", default=0.0, least=-1) or None,
-        "attn_logit_softcapping": None,
-    }
-
-
-def _scale(keys: Keys, config: Mapping[str, Any], layers_of_27b: int) -> int:
-    """`query_pre_attn_scalar`, which llama.cpp knows by the number of layers: other than the head's size at 27 B."""
-    if keys.count("block_count") == layers_of_27b:
-        return int(config["hidden_size"] // config["num_attention_heads"])
-    return int(config["head_dim"])
-
-
-def _phi3(keys: Keys, tensors: Tensors) -> dict[str, Any]:
-    found = decoder(replace(keys, values={**keys.values, "rope.dimension_count": None}), tensors)
-    size, context = found["head_dim"], found["max_position_embeddings"]
-    turned = keys.count("rope.dimension_count", default=size, most=size + 1)
-    original = keys.count("rope.scaling.original_context_length", default=context)
-    found |= {
-        "original_max_position_embeddings": original,
-        "sliding_window": keys.count("attention.sliding_window") if keys.get("attention.sliding_window") else None,
-        "partial_rotary_factor": turned / size,
-    }
-    if {*LONG} & tensors.keys():
-        scale = sqrt(1 + log(context / original) / log(original)) if context > original > 1 else 1.0
-        if abs(keys.number("rope.scaling.attn_factor", default=scale) - scale) > 1e-4:
-            raise keys.unsupported("has another scale of attention than its context length gives")
-        long, short = (_factors(keys, tensors, name, turned) for name in LONG)
-        factors = {"long_factor": list(map(_plain, long.tolist())), "short_factor": list(map(_plain, short.tolist()))}
-        found["rope_scaling"] = {"rope_type": "longrope", **factors, "original_max_position_embeddings": original}
-    return found
-
-
-def _starcoder2(keys: Keys, tensors: Tensors) -> dict[str, Any]:
-    epsilon = keys.number("attention.layer_norm_epsilon")
-    found = decoder(replace(keys, values={**keys.values, "attention.layer_norm_rms_epsilon": epsilon}), tensors)
-    del found["rms_norm_eps"], found["head_dim"]
-    return found | {"norm_epsilon": epsilon, "use_bias": True, "sliding_window": None}
-
-
-def _gpt2(keys: Keys, tensors: Tensors) -> dict[str, Any]:
-    return {
-        "n_embd": keys.count("embedding_length"),
-        "n_layer": keys.count("block_count"),
-        "n_head": keys.count("attention.head_count"),
-        "n_inner": keys.count("feed_forward_length"),
-        "n_positions": keys.count("context_length"),
-        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
-        "activation_function": "gelu_new",
-    }
-
-
-def _bloom(keys: Keys, tensors: Tensors) -> dict[str, Any]:
-    width, heads = keys.count("embedding_length"), keys.count("attention.head_count")
-    if keys.count("attention.head_count_kv", default=heads) != heads:
-        raise keys.unsupported("shares keys and values between heads, which transformers' BLOOM cannot")
-    if keys.count("feed_forward_length", default=4 * width) != 4 * width:
-        raise keys.unsupported("has a feed-forward part of another size than four times its width")
-    return {
-        "hidden_size": width,
-        "n_layer": keys.count("block_count"),
-        "n_head": heads,
-        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
-    }
-
-
-def _falcon(keys: Keys, tensors: Tensors) -> dict[str, Any]:
-    heads, groups = keys.count("attention.head_count"), keys.count("attention.head_count_kv", default=1)
-    width, two_norms = keys.count("embedding_length"), "blk.0.attn_norm_2.weight" in tensors
-    if scaling(keys, tensors, max(1, width // heads)):
-        raise keys.unsupported("scales rotary positions")
-    return {
-        "hidden_size": width,
-        "num_hidden_layers": keys.count("block_count"),
-        "num_attention_heads": heads,
-        "num_kv_heads": groups,
-        "ffn_hidden_size": keys.count("feed_forward_length"),
-        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
-        "rope_theta": keys.number("rope.freq_base", default=10000.0),
-        "max_position_embeddings": keys.count("context_length"),
-        "multi_query": groups == 1,
-        "new_decoder_architecture": two_norms or groups > 1,
-        "num_ln_in_parallel_attn": (2 if two_norms else 1) if two_norms or groups > 1 else None,
-        "parallel_attn": True,
-        "bias": False,
-        "alibi": False,
-    }
-
-
-def _mpt(keys: Keys, tensors: Tensors) -> dict[str, Any]:
-    width, bias = keys.count("embedding_length"), keys.number("attention.max_alibi_bias", default=0.0, least=-1)
-    if not bias or bias != int(bias):
-        raise keys.unsupported("has no ALiBi (`attention.max_alibi_bias`) as transformers' MPT has")
-    if keys.count("attention.head_count_kv", default=keys.count("attention.head_count")) != keys.count(
-        "attention.head_count"
-    ):
-        raise keys.unsupported("shares keys and values between heads, which transformers' MPT cannot")
-    clip = keys.number("attention.clamp_kqv", default=0.0, least=-1)
-    return {
-        "d_model": width,
-        "n_layers": keys.count("block_count"),
-        "n_heads": keys.count("attention.head_count"),
-        "expansion_ratio": keys.count("feed_forward_length") // width,
-        "max_seq_len": keys.count("context_length"),
-        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
-        "attn_config": {"alibi": True, "alibi_bias_max": int(bias), "clip_qkv": clip or None},
-        "no_bias": True,
-    }
+    parts: tuple[Parts, ...] = ()  # tensors that a file divides differently; `change` does not see them
+    # names in the file whose rows are no rows of the model, so that codes cannot be kept; None for none
+    turned: re.Pattern[str] | None = None
 
 
 HEAD_ORDERED = ("llama", "mistral", "mixtral", "granite", "smollm3")  # model types whose files rotate neighbors
@@ -394,6 +73,15 @@ def _columns(name: str, tensor: LazyTensor, config: Mapping[str, Any]) -> LazyTe
     return transposed(tensor) if TURNED.search(name) else tensor
 
 
+def _channels(name: str, tensor: LazyTensor, config: Mapping[str, Any]) -> LazyTensor:
+    """LFM2: kernels [channels, length] as those of a convolution of single channels, [channels, 1, length]."""
+    if not name.endswith("conv.conv.weight"):
+        return tensor
+    if len(tensor.shape) != 2:
+        raise ValueError(f"`{name}` has the shape {list(tensor.shape)}")
+    return reshaped(tensor, (tensor.shape[0], 1, tensor.shape[1]))
+
+
 def _dealt(name: str, tensor: LazyTensor, config: Mapping[str, Any], groups: str = "n_head") -> LazyTensor:
     """Bloom, Falcon: queries, keys and values of each group of heads, in place of all queries, all keys, all values."""
     if "query_key_value" not in name:
@@ -407,12 +95,14 @@ def _dealt(name: str, tensor: LazyTensor, config: Mapping[str, Any], groups: str
     return interleave_rows(parts, [heads // count * width, width, width])
 
 
-LAYER = "model.layers.{}."
-
-
 def _modules(**names: str) -> dict[str, str | None]:
     """Weights and biases of modules of a layer."""
     return {f"blk.{{}}.{ours}.{kind}": f"{LAYER}{name}.{kind}" for ours, name in names.items() for kind in PARTS}
+
+
+def _weights(**names: str) -> dict[str, str | None]:
+    """Weights of modules of a layer that have no biases."""
+    return {f"blk.{{}}.{ours}.weight": f"{LAYER}{name}.weight" for ours, name in names.items()}
 
 
 PARTS = ("weight", "bias")
@@ -511,33 +201,92 @@ PHI3 = {
 }
 STARCODER2 = LLAMA | _modules(ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")
 ROUTER = _modules(ffn_gate_inp="mlp.gate")
+NO_FREQUENCIES = {name: target for name, target in ENDS.items() if name != FREQUENCIES}
+GPT_OSS = {
+    **NO_FREQUENCIES,
+    **ATTENTION,
+    **_modules(post_attention_norm="post_attention_layernorm", ffn_gate_inp="mlp.router"),
+    "blk.{}.attn_sinks.weight": f"{LAYER}self_attn.sinks",
+}
+DEEPSEEK = {
+    **NO_FREQUENCIES,
+    **_weights(
+        attn_norm="input_layernorm",
+        attn_q="self_attn.q_proj",
+        attn_q_a="self_attn.q_a_proj",
+        attn_q_a_norm="self_attn.q_a_layernorm",
+        attn_q_b="self_attn.q_b_proj",
+        attn_kv_a_mqa="self_attn.kv_a_proj_with_mqa",
+        attn_kv_a_norm="self_attn.kv_a_layernorm",
+        attn_kv_b="self_attn.kv_b_proj",
+        attn_output="self_attn.o_proj",
+        ffn_norm="post_attention_layernorm",
+        ffn_gate="mlp.gate_proj",
+        ffn_up="mlp.up_proj",
+        ffn_down="mlp.down_proj",
+        ffn_gate_inp="mlp.gate",
+        ffn_gate_shexp="mlp.shared_experts.gate_proj",
+        ffn_up_shexp="mlp.shared_experts.up_proj",
+        ffn_down_shexp="mlp.shared_experts.down_proj",
+    ),
+    "blk.{}.exp_probs_b.bias": f"{LAYER}mlp.gate.e_score_correction_bias",
+}
+OLMO2 = {
+    **ENDS,
+    **ATTENTION,
+    **HEAD_NORMS,
+    **GATED,
+    **_modules(post_attention_norm="post_attention_layernorm", post_ffw_norm="post_feedforward_layernorm"),
+}
+GLM4 = {
+    **ENDS,
+    **ATTENTION,
+    **_modules(post_attention_norm="post_self_attn_layernorm", ffn_norm="post_attention_layernorm"),
+    **_modules(ffn_up="mlp.gate_up_proj", ffn_down="mlp.down_proj", post_ffw_norm="post_mlp_layernorm"),
+}
+LFM2 = {
+    **{name: target for name, target in ENDS.items() if not name.startswith("output_norm.")},
+    "token_embd_norm.weight": "model.embedding_norm.weight",
+    **ATTENTION,
+    **_modules(attn_norm="operator_norm", attn_output="self_attn.out_proj", ffn_norm="ffn_norm"),
+    **_modules(attn_q_norm="self_attn.q_layernorm", attn_k_norm="self_attn.k_layernorm"),
+    **_modules(ffn_gate="feed_forward.w1", ffn_down="feed_forward.w2", ffn_up="feed_forward.w3"),
+    **_modules(**{f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")}),
+}
+HUNYUAN = LLAMA | _modules(attn_q_norm="self_attn.query_layernorm", attn_k_norm="self_attn.key_layernorm")
+EXPERTS = Experts("mlp.experts.{}.{}.weight", {"gate": "gate_proj", "down": "down_proj", "up": "up_proj"})
+BLOCK_SPARSE = Experts("block_sparse_moe.experts.{}.{}.weight", {"gate": "w1", "down": "w2", "up": "w3"})
+
+MIXTRAL = LLAMA | _modules(ffn_gate_inp="block_sparse_moe.gate")
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", LLAMA | _modules(ffn_gate_inp="block_sparse_moe.gate"), _llama, _neighbors),
-    "granite": Architecture("granite", LLAMA, _granite, _neighbors),
-    "smollm3": Architecture("smollm3", LLAMA, decoder, _neighbors),
-    "qwen2": Architecture("qwen2", LLAMA, _qwen),
-    "qwen3": Architecture("qwen3", LLAMA | HEAD_NORMS, _qwen),
-    "qwen3moe": Architecture("qwen3_moe", LLAMA | HEAD_NORMS | ROUTER, _qwen_moe),
-    "gemma": Architecture("gemma", LLAMA, _gemma, _less_one),
-    "gemma2": Architecture("gemma2", GEMMA2, _gemma2, _less_one),
-    "gemma3": Architecture("gemma3_text", GEMMA2 | HEAD_NORMS, _gemma3, _less_one),
-    "phi3": Architecture("phi3", PHI3, _phi3),
-    "starcoder2": Architecture("starcoder2", STARCODER2, _starcoder2),
-    "gpt2": Architecture("gpt2", GPT2, _gpt2, _columns),
-    "bloom": Architecture("bloom", BLOOM, _bloom, _dealt),
-    "falcon": Architecture("falcon", BLOOM, _falcon, partial(_dealt, groups="num_kv_heads")),
-    "mpt": Architecture("mpt", MPT, _mpt),
+    "llama": Architecture("llama", MIXTRAL, configs.llama, _neighbors, (BLOCK_SPARSE,)),
+    "granite": Architecture("granite", LLAMA, configs.granite, _neighbors),
+    "smollm3": Architecture("smollm3", LLAMA, configs.decoder, _neighbors),
+    "qwen2": Architecture("qwen2", LLAMA, configs.qwen),
+    "qwen3": Architecture("qwen3", LLAMA | HEAD_NORMS, configs.qwen),
+    "qwen3moe": Architecture("qwen3_moe", LLAMA | HEAD_NORMS | ROUTER, configs.qwen_moe, parts=(EXPERTS,)),
+    "gemma": Architecture("gemma", LLAMA, configs.gemma, _less_one),
+    "gemma2": Architecture("gemma2", GEMMA2, configs.gemma2, _less_one),
+    "gemma3": Architecture("gemma3_text", GEMMA2 | HEAD_NORMS, configs.gemma3, _less_one),
+    "phi3": Architecture("phi3", PHI3, configs.phi3),
+    "starcoder2": Architecture("starcoder2", STARCODER2, configs.starcoder2),
+    "gpt2": Architecture("gpt2", GPT2, configs.gpt2, _columns, turned=re.compile(r"blk\.\d+\..*")),
+    "bloom": Architecture("bloom", BLOOM, configs.bloom, _dealt),
+    "falcon": Architecture("falcon", BLOOM, configs.falcon, partial(_dealt, groups="num_kv_heads")),
+    "mpt": Architecture("mpt", MPT, configs.mpt),
+    "gpt-oss": Architecture("gpt_oss", GPT_OSS, configs.gpt_oss, parts=(AlternatingExperts(),)),
+    "ernie4_5": Architecture("ernie4_5", LLAMA, configs.decoder),
+    "olmo2": Architecture("olmo2", OLMO2, configs.decoder),
+    "command-r": Architecture("cohere", LLAMA | HEAD_NORMS, configs.cohere),
+    "cohere2": Architecture("cohere2", LLAMA, configs.cohere2),
+    "glm4": Architecture("glm4", GLM4, configs.glm4),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", HUNYUAN, configs.decoder),
+    "stablelm": Architecture("stablelm", LLAMA, configs.stablelm),
+    "exaone4": Architecture("exaone4", OLMO2, configs.exaone4),
+    "lfm2": Architecture("lfm2", LFM2, configs.lfm2, _channels),
+    "deepseek2": Architecture("deepseek_v3", DEEPSEEK, configs.deepseek, parts=(EXPERTS, Latent())),
 }
-
-EXPERTS = {
-    "llama": ("block_sparse_moe.experts.{}.{}.weight", {"gate": "w1", "down": "w2", "up": "w3"}),
-    "qwen3moe": ("mlp.experts.{}.{}.weight", {"gate": "gate_proj", "down": "down_proj", "up": "up_proj"}),
-}
-"""Names of the matrices of an expert in a layer, by architecture."""
-
-JOINED = re.compile(r"blk\.(?:0|[1-9]\d{0,8})\.ffn_(?:gate|down|up)_exps\.weight")
-MATRICES = 1 << 16  # of all experts; the largest models have half as many
 
 
 def in_hugging_face_names(keys: Keys, tensors: Tensors) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
@@ -555,39 +304,11 @@ def in_hugging_face_names(keys: Keys, tensors: Tensors) -> tuple[dict[str, Any],
     config = {"model_type": family.model_type, **family.config(keys, tensors)}
     keys.refuse_others()
     names = FALCON_TWO_NORMS if config.get("num_ln_in_parallel_attn") == 2 else family.names
-    stored = dict(tensors)
-    experts: dict[str, LazyTensor] = {}
-    if config.get("num_local_experts", config.get("num_experts")):
-        experts = _experts(keys, stored, config)
-    found = renamed(stored, names, keys.source)
+    stored, found = dict(tensors), dict[str, LazyTensor]()
     with fitting(f"the tensors of `{keys.source}` do not match its metadata", HINT):
-        found = {name: family.change(name, tensor, config) for name, tensor in found.items()}
-    return config, found | experts
-
-
-def _experts(keys: Keys, tensors: dict[str, LazyTensor], config: Mapping[str, Any]) -> dict[str, LazyTensor]:
-    """The matrices of each expert; takes those of all experts of a layer out of `tensors`, [experts, rows, columns]."""
-    pattern, parts = EXPERTS[keys.architecture]
-    found: dict[str, LazyTensor] = {}
-    count = config.get("num_local_experts", config.get("num_experts", 0))
-    names = [name for name in tensors if JOINED.fullmatch(name)]
-    if len(names) * count > MATRICES:
-        raise MalformedInput(f"`{keys.source}` declares {count} experts, more than any model has", hint=HINT)
-    for stored in names:
-        _, layer, part = stored.removesuffix("_exps.weight").split(".")
-        joined = tensors.pop(stored)
-        if len(joined.shape) != 3 or joined.num_rows != count:
-            raise MalformedInput(f"`{stored}` of `{keys.source}` is not {count} experts", hint=HINT)
-        for expert in range(joined.num_rows):
-            one = _expert(joined, expert)
-            found[LAYER.format(layer) + pattern.format(expert, parts[part.removeprefix("ffn_")])] = one
-    return found
-
-
-def _expert(joined: LazyTensor, number: int) -> LazyTensor:
-    """The matrix of one expert of [experts, rows, columns]; where those lie in a file, a range of it."""
-    shape = joined.shape[1:]
-    if isinstance(joined, FileTensor):
-        size = joined.nbytes // joined.num_rows
-        return FileTensor(joined.path, joined.offset + number * size, joined.dtype, shape, joined.record)
-    return reshaped(slice_rows(joined, number, number + 1), shape)
+        for parts in family.parts:
+            found |= parts.read(keys, stored, config)
+        rest = renamed(stored, names, keys.source)
+        if twice := sorted(rest.keys() & found.keys()):
+            raise MalformedInput(f"`{keys.source}` has tensors whole and in parts: {listing(twice)}", hint=HINT)
+        return config, {name: family.change(name, tensor, config) for name, tensor in rest.items()} | found

@@ -11,15 +11,17 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isclose, prod
+from math import ceil, floor, isclose, log, pi, prod
 from typing import Any
 
 import numpy as np
 
+from llmconv.causal_lm import mtp_tensors
 from llmconv.checkpoint import Checkpoint, transposed
 from llmconv.convert.algebra import (
     concat,
     deal_rows,
+    fitting,
     inverse_order,
     inverted,
     permute_rows,
@@ -27,21 +29,17 @@ from llmconv.convert.algebra import (
     reshaped,
     rope_order,
 )
+from llmconv.convert.formats.gguf.configs import FREQUENCIES, LONG, Keys, llama3_factors
 from llmconv.convert.formats.gguf.names import (
     ARCHITECTURES,
-    EXPERTS,
     FALCON_TWO_NORMS,
-    FREQUENCIES,
     HEAD_ORDERED,
-    LONG,
     ONE_LESS,
     TURNED,
-    Keys,
     in_hugging_face_names,
-    llama3_factors,
 )
 from llmconv.convert.formats.gguf.tokenizer import tokenizer_keys
-from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.gguf_file import ALIGNMENT, ARRAY, BLOCKS, MAGIC, NUMBERS, PLAIN, TEXT
 from llmconv.output.plan import Plan, Shard
 from llmconv.tensors import BY_NAME, Array, LazyTensor, Piece, cast, in_memory
@@ -51,7 +49,9 @@ VERSION = 3
 TYPES = {name: number for number, (name, _) in PLAIN.items()} | {block.name: number for number, block in BLOCKS.items()}
 OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2}  # `general.file_type`, by the type of most matrices
-KEPT = re.compile(r"\.ffn_gate_inp\.|^position_embd\.")  # matrices that stay float32
+KEPT = re.compile(
+    r"\.ffn_gate_inp\.|\.shortconv\.conv\.|^position_embd\.|_norm\.weight$|(?<!\.weight)$"
+)  # matrices that stay float32
 
 UINT32, FLOAT32, BOOL = 4, 6, 7
 
@@ -71,7 +71,7 @@ def save(checkpoint: Checkpoint, shards: int, kind: str = "") -> Plan:
     }
     _require_same(checkpoint, architecture, keys, tensors)
     kinds = [one.type for name, one in stored.items() if one.type != "F32" and not KEPT.search(name)]
-    warnings: list[str] = []
+    warnings = _approximations(_full(checkpoint.config).to_dict())
     vocabulary, left = tokenizer_keys(checkpoint, tensors["token_embd.weight"].num_rows, warnings)
     metadata = {
         "general.architecture": architecture,
@@ -100,13 +100,28 @@ def _architecture(checkpoint: Checkpoint) -> str:
                 hint="set `sliding_window` to null in its `config.json` if the contexts are shorter",
             )
         return "llama"
-    known = {family.model_type: name for name, family in ARCHITECTURES.items()}
+    known = {family.model_type: name for name, family in ARCHITECTURES.items()} | {"deepseek_v2": "deepseek2"}
     if kind not in known:
         raise UnsupportedInput(
             f"a model of the type `{kind[:80]}` is not written as GGUF",
             hint=f"supported are {', '.join([*known, 'mistral', 'mixtral'])}; for others use llama.cpp's converter",
         )
+    if kind in (UNTIED if "lm_head.weight" not in checkpoint.tensors else TIED):
+        raise UnsupportedInput(
+            f"`{checkpoint.path.name}` has {'a tied' if kind in UNTIED else 'its own'} head, which llama.cpp's "
+            f"`{known[kind]}` does not have",
+            hint="use another program than llama.cpp, or another format",
+        )
+    if heads := mtp_tensors(checkpoint.tensors, checkpoint.config):
+        raise UnsupportedInput(
+            f"`{checkpoint.path.name}` has an MTP head, which is not written as GGUF: {listing(heads)}",
+            hint="use llama.cpp's converter",
+        )
     return known[kind]
+
+
+UNTIED, TIED = ("gpt_oss", "olmo2", "stablelm"), ("cohere", "cohere2")
+"""Types whose head llama.cpp requires in the file, or does not look for."""
 
 
 def _full(config: Mapping[str, Any]) -> Any:
@@ -138,12 +153,12 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:  # noqa: C901, PLR0915 -
     put("attention.head_count_kv", "num_key_value_heads", "num_kv_heads")
     if full.get("multi_query") and not full.get("new_decoder_architecture"):
         found["attention.head_count_kv"] = 1
-    put("attention.layer_norm_rms_epsilon", "rms_norm_eps", kind=float)
-    put("attention.layer_norm_epsilon", "layer_norm_epsilon", "norm_epsilon", kind=float)
+    put("attention.layer_norm_rms_epsilon", "rms_norm_eps", "norm_eps", kind=float)
+    put("attention.layer_norm_epsilon", "layer_norm_epsilon", "norm_epsilon", "layer_norm_eps", kind=float)
     put("vocab_size", "vocab_size")
     heads, width = found["attention.head_count"], found["embedding_length"]
     head_dim = full.get("head_dim") or width // heads
-    if "rms_norm_eps" in full:
+    if "rms_norm_eps" in full or "head_dim" in full:
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     if rope:
         found["rope.dimension_count"] = int(rope.get("partial_rotary_factor", 1.0) * head_dim)
@@ -153,26 +168,63 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:  # noqa: C901, PLR0915 -
             found["rope.scaling.type"] = kind
             put("rope.scaling.factor", "factor", of=rope, kind=float)
             put("rope.scaling.original_context_length", "original_max_position_embeddings", of=rope)
+            put("rope.scaling.yarn_beta_fast", "beta_fast", of=rope, kind=float)
+            put("rope.scaling.yarn_beta_slow", "beta_slow", of=rope, kind=float)
     local = (full.get("rope_parameters") or {}).get("sliding_attention") or {}
     put("rope.freq_base_swa", "rope_theta", of=local, kind=float)
-    put("expert_count", "num_local_experts", "num_experts")
+    put("expert_count", "num_local_experts", "num_experts", "n_routed_experts")
     if "expert_count" in found:
         put("expert_used_count", "num_experts_per_tok")
         put("expert_feed_forward_length", "moe_intermediate_size")
-    if config["model_type"] in ("gemma2", "gemma3_text", "phi3"):
+    if config["model_type"] == "gpt_oss":
+        put("expert_feed_forward_length", "intermediate_size")
+    if config["model_type"] in ("gemma2", "gemma3_text", "phi3", "gpt_oss", "cohere2", "exaone4"):
         put("attention.sliding_window", "sliding_window")
     put("attn_logit_softcapping", "attn_logit_softcapping", kind=float)
     put("final_logit_softcapping", "final_logit_softcapping", kind=float)
     put("embedding_scale", "embedding_multiplier", kind=float)
     put("residual_scale", "residual_multiplier", kind=float)
     put("attention.scale", "attention_multiplier", kind=float)
-    put("logit_scale", "logits_scaling", kind=float)
+    put("logit_scale", "logits_scaling", "logit_scale", kind=float)
     if config["model_type"] == "phi3":
         put("rope.scaling.original_context_length", "original_max_position_embeddings")
     if attention := full.get("attn_config"):
         put("attention.max_alibi_bias", "alibi_bias_max", of=attention, kind=float)
         put("attention.clamp_kqv", "clip_qkv", of=attention, kind=float)
-    return found
+    if config["model_type"] == "lfm2":
+        put("shortconv.l_cache", "conv_L_cache")
+        groups = [0 if kind == "conv" else full["num_key_value_heads"] for kind in full["layer_types"]]
+        found |= {
+            "attention.head_count_kv": np.array(groups, np.int32),
+            "feed_forward_length": _effective(full)["intermediate_size"],
+        }
+    return found | (_latent_keys(full, rope) if "kv_lora_rank" in full else {})
+
+
+def _latent_keys(full: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of DeepSeek: llama.cpp's cache has a latent and the part of a key that turns, as one head."""
+    rank, turned = full["kv_lora_rank"], full["qk_rope_head_dim"]
+    names = {
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+        "expert_shared_count": "n_shared_experts",
+        "expert_weights_scale": "routed_scaling_factor",
+        "expert_weights_norm": "norm_topk_prob",
+    }
+    found = {key: full[name] for key, name in names.items() if full[name] is not None}
+    if rope.get("mscale_all_dim"):
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    return found | {
+        "attention.head_count_kv": 1,
+        "attention.key_length": rank + turned,
+        "attention.value_length": rank,
+        "attention.key_length_mla": full["qk_nope_head_dim"] + turned,
+        "attention.value_length_mla": full["v_head_dim"],
+        "attention.kv_lora_rank": rank,
+        "attention.q_lora_rank": full["q_lora_rank"] or 0,  # llama.cpp asks for it, but for models of 26 or 27 layers
+        "leading_dense_block_count": full["first_k_dense_replace"] or 0,
+        "expert_gating_func": 2 if full["model_type"] == "deepseek_v3" else 1,
+    }
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -182,8 +234,10 @@ def _tensors(checkpoint: Checkpoint, architecture: str) -> dict[str, LazyTensor]
     """The tensors in llama.cpp's names and orders, in the element types of the checkpoint."""
     config, family = checkpoint.config, ARCHITECTURES[architecture]
     names = FALCON_TWO_NORMS if "transformer.h.0.ln_attn.weight" in checkpoint.tensors else family.names
-    stored = dict(checkpoint.tensors)
-    experts = _stacked(stored, architecture) if architecture in EXPERTS else {}
+    stored, divided = dict(checkpoint.tensors), dict[str, LazyTensor]()
+    with fitting(f"the tensors of `{checkpoint.path.name}` do not match its configuration"):
+        for parts in family.parts:
+            divided |= parts.write(stored, _full(config).to_dict())
     found = {
         name: _changed(target, stored[target], config)
         for name, target in rename(stored, inverted(names), checkpoint.path.name).items()
@@ -197,7 +251,7 @@ def _tensors(checkpoint: Checkpoint, architecture: str) -> dict[str, LazyTensor]
     if kind == "longrope":
         for name, length in zip(LONG, ("long", "short"), strict=True):
             found[name] = in_memory(np.array(rope[f"{length}_factor"], np.float32), BY_NAME["float32"])
-    return found | experts
+    return found | divided
 
 
 def _changed(name: str, tensor: LazyTensor, config: Mapping[str, Any]) -> LazyTensor:
@@ -209,6 +263,8 @@ def _changed(name: str, tensor: LazyTensor, config: Mapping[str, Any]) -> LazyTe
     if kind in ONE_LESS and name.endswith("norm.weight"):
         whole = cast(tensor, BY_NAME["float32"])
         return LazyTensor(whole.dtype, whole.shape, lambda start, stop: whole.rows(start, stop) + np.float32(1))
+    if kind == "lfm2" and name.endswith("conv.conv.weight"):
+        return reshaped(tensor, (tensor.shape[0], tensor.shape[-1]))
     if kind == "gpt2" and TURNED.search(name):
         return transposed(tensor)
     if "query_key_value" in name:
@@ -221,33 +277,18 @@ def _changed(name: str, tensor: LazyTensor, config: Mapping[str, Any]) -> LazyTe
     return tensor
 
 
-def _stacked(tensors: dict[str, LazyTensor], architecture: str) -> dict[str, LazyTensor]:
-    """The matrices of all experts of a layer, [experts, rows, columns]; takes those of each out of `tensors`."""
-    pattern, parts = EXPERTS[architecture]
-    sign = re.compile(r"model\.layers\.(\d+)\." + re.escape(pattern).replace(r"\{\}", r"(\w+)"))
-    ours = {name: part for part, name in parts.items()}
-    found: dict[str, list[LazyTensor]] = {}
-    for match in [match for name in tensors if (match := sign.fullmatch(name))]:
-        layer, expert, part = match.groups()
-        one = tensors.pop(match[0])
-        row = found.setdefault(f"blk.{layer}.ffn_{ours[part]}_exps.weight", [])
-        if int(expert) != len(row):
-            raise UnsupportedInput(f"`{match[0]}` is not after the expert before it", hint="save the model again")
-        row.append(reshaped(one, (1, *one.shape)))
-    return {name: concat(row, 0) for name, row in found.items()}
-
-
 # --- what the file says -----------------------------------------------------------------------------------------------
 
 IGNORED = re.compile(
     r"_token_id$|dropout|^(?:dtype|torch_dtype|architectures|transformers_version|_name_or_path|use_cache|model_type|"
     r"initializer_range|pretraining_tp|output_.*|return_dict|problem_type|id2label|label2id|chunk_size_feed_forward|"
     r"router_.*|tie_word_embeddings|vocab_size|cache_implementation|summary_.*|resid_pdrop|embd_pdrop|attn_pdrop|"
-    r"reorder_and_upcast_attn|init_.*|verbose|max_window_layers|task_specific_params)$"
+    r"reorder_and_upcast_attn|init_.*|verbose|max_window_layers|task_specific_params|num_mtp_layers|"
+    r"num_nextn_predict_layers)$"
 )
 """Fields that change no logit, or that are compared by the tensors."""
 
-
+UNDECLARED = ("head_dim", "is_causal")  # fields that models read, and some of their configurations do not declare
 MPT_ATTENTION = ("alibi", "alibi_bias_max", "clip_qkv", "softmax_scale", "qk_ln", "prefix_lm", "attn_type")
 
 
@@ -256,15 +297,25 @@ def _require_same(
 ) -> None:
     """Refuses a model of which the file would say something else than its configuration (UnsupportedInput)."""
     source = checkpoint.path.name
-    metadata = {"general.architecture": architecture} | {f"{architecture}.{key}": value for key, value in keys.items()}
-    back, found = in_hugging_face_names(Keys.of(metadata, source), tensors)
+    listed = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in keys.items()}
+    metadata = {"general.architecture": architecture, **{f"{architecture}.{key}": one for key, one in listed.items()}}
+    try:
+        back, found = in_hugging_face_names(Keys.of(metadata, source), tensors)
+    except MalformedInput as error:  # a field that the file requires, and the configuration leaves out
+        raise UnsupportedInput(
+            f"a GGUF file of `{architecture}` cannot state the model `{source}`: {error.message}",
+            hint="use llama.cpp's own converter",
+        ) from error
     fields = {name: value for name, value in checkpoint.config.items() if name != "model_type"}
     kind = back.pop("model_type")
     own, other = (
         _effective(_full({**given, "model_type": kind, "pad_token_id": None}).to_dict())  # of any vocabulary
         for given in (fields, back)
     )
-    odd = [name for name in own if not IGNORED.search(name) and not _alike(own[name], other.get(name))]
+    known = {*_full({"model_type": kind}).to_dict(), *UNDECLARED}  # others change nothing in transformers' class
+    odd = [
+        name for name in own if name in known and not IGNORED.search(name) and not _alike(own[name], other.get(name))
+    ]
     if odd:
         shown = ", ".join(f"`{name}` {str(own[name])[:60]}" for name in odd[:3])
         raise UnsupportedInput(
@@ -276,9 +327,29 @@ def _require_same(
         raise UnsupportedInput(f"`{source}` has tensors that GGUF has no name for", hint="use llama.cpp's converter")
 
 
+def _approximations(full: Mapping[str, Any]) -> list[str]:
+    """What llama.cpp computes of a file only approximately as transformers, whoever wrote it."""
+    rope = full.get("rope_parameters") or {}
+    if "kv_lora_rank" in full and full["rms_norm_eps"] != LATENT_EPSILON:
+        return [
+            f"llama.cpp takes `rms_norm_eps` {full['rms_norm_eps']} for the norms of latents too, transformers "
+            f"{LATENT_EPSILON}: logits differ slightly"
+        ]
+    if rope.get("rope_type") == "yarn" and rope.get("truncate") is False:
+        turns = (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)
+        size, context, base = full["head_dim"], rope["original_max_position_embeddings"], rope["rope_theta"]
+        low, high = (size * log(context / (turn * 2 * pi)) / (2 * log(base)) for turn in turns)
+        if (max(low, 0), min(high, size - 1)) != (max(floor(low), 0), min(ceil(high), size - 1)):
+            return ["llama.cpp rounds the range of YaRN, and the model does not (`truncate`): logits differ slightly"]
+    return []
+
+
+LATENT_EPSILON = 1e-6  # of transformers' `q_a_layernorm` and `kv_a_layernorm`
+
+
 def _effective(config: dict[str, Any]) -> dict[str, Any]:
     """The fields with values for those that follow from others, and without those that have no effect then."""
-    found = dict(config)
+    found = {"is_causal": True, **config}
     if "head_dim" in config:
         found["head_dim"] = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
     if "n_inner" in config:
@@ -288,6 +359,18 @@ def _effective(config: dict[str, Any]) -> dict[str, Any]:
             found["num_kv_heads"] = 1 if config["multi_query"] else config["num_attention_heads"]
         del found["multi_query"]
         found["ffn_hidden_size"] = config["ffn_hidden_size"] or 4 * config["hidden_size"]
+    if isinstance(rope := config.get("rope_parameters"), Mapping):
+        found["rope_parameters"] = {name: value for name, value in rope.items() if name != "type"}  # as `rope_type`
+    if config.get("layer_types"):  # which follow from the others, where they are not given
+        found |= {name: None for name in ("sliding_window_pattern", "full_attn_idxs") if name in config}
+    if "block_auto_adjust_ff_dim" in config:
+        size = config["intermediate_size"]
+        if config["block_auto_adjust_ff_dim"]:  # as `Lfm2MLP`
+            factor, multiple = config["block_ffn_dim_multiplier"], config["block_multiple_of"]
+            size = int(2 * size / 3) if factor is None else int(factor * int(2 * size / 3))
+            size = -(-size // multiple) * multiple
+        found = {name: one for name, one in found.items() if not name.startswith("block_")}
+        found["intermediate_size"] = size
     if "attn_config" in config:
         found["attn_config"] = {name: config["attn_config"].get(name) for name in MPT_ATTENTION}
     return found

@@ -48,6 +48,11 @@ GPT4O = (
     rf"|\p{{N}}{{1,3}}{SIGNS}"
 )
 TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}{SIGNS}"
+DEEPSEEK3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"""
+    "[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
+)
+DIGITS_AND_CHINESE = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+")
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Words:
     """How a byte-level tokenizer divides text into words."""
 
     pattern: str = ""  # of a word; empty: that of GPT-2
+    first: tuple[str, ...] = ()  # of what is divided before, one after another
     digits: bool = False  # each digit is a word
     whole: bool = False  # a word that is a token is not split, whatever the merges say
     normalizes: bool = False  # text is in the normal form C
@@ -69,6 +75,7 @@ WORDS: Mapping[str, Words] = {
     **dict.fromkeys(("dbrx", "smaug-bpe"), Words(PATTERN)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Words(QWEN2, normalizes=True)),
     **dict.fromkeys(("gpt-4o", "llama4"), Words(GPT4O)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Words(DEEPSEEK3, DIGITS_AND_CHINESE)),
     "tekken": Words(TEKKEN, whole=True, bos=True),
 }
 """By the value of `tokenizer.ggml.pre`."""
@@ -216,8 +223,11 @@ def _steps(words: Words) -> list[dict[str, Any]]:
     """The steps of the pre-tokenizer."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": not words.pattern}
     if words.pattern:
-        split = {"type": "Split", "pattern": {"Regex": words.pattern}, "behavior": "Isolated", "invert": False}
-        return [split, level]
+        splits = [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+            for pattern in (*words.first, words.pattern)
+        ]
+        return [*splits, level]
     return [{"type": "Digits", "individual_digits": True}, level] if words.digits else [level]
 
 

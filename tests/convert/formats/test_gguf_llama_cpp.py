@@ -14,13 +14,26 @@ import pytest
 from benchmarks import environments
 from llmconv.convert import from_hf
 from tests.conftest import save_tiny
-from tests.convert.formats.test_gguf import FAMILIES
+from tests.convert.formats.test_gguf_families import ALTERNATING, FAMILIES, LATENT, save_family
 
 ROOT = Path(__file__).parents[3]
 HOME = ROOT / environments.folder("llama.cpp")
 IDS = [*range(3, 33)]
 THETA = {"rope_theta": 500000.0}
-MODELS = FAMILIES | {
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+SHORT = {**YARN, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+# the range of YaRN is that of all pairs, rounded or not; llama.cpp rounds it
+WHOLE = {**YARN, "original_max_position_embeddings": 200, "rope_theta": 5.0, "truncate": False}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt-oss, yarn": ("gpt_oss", {**ALTERNATING, "rope_parameters": WHOLE}),
+    "deepseek v2, yarn": (
+        "deepseek_v2",
+        {**LATENT, "rope_parameters": {**SHORT, "mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "deepseek v3, yarn": (
+        "deepseek_v3",
+        {**LATENT, "n_group": 1, "topk_group": 1, "rope_parameters": {**SHORT, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
     "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, **THETA}}),
     "yarn": (
         "llama",
@@ -45,12 +58,13 @@ GELU = ("gemma", "starcoder2", "gpt2", "bloom", "falcon", "mpt")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 def test_its_logits_are_those_of_the_model(tmp_path: Path, logits_of: Callable[..., Any], name: str) -> None:
     if not (HOME / "complete").exists():
         pytest.skip("`benchmarks/llama_cpp.py` builds llama.cpp for `make bench`")
-    kind, changes = MODELS[name]
-    model = save_tiny(kind, tmp_path / "model", **changes)
+    kind, changes = (FAMILIES | OTHERS)[name]
+    folder = tmp_path / "model"
+    model = save_family(name, folder) if name in FAMILIES else save_tiny(kind, folder, **changes)
     from_hf(model, tmp_path / "out", to="gguf")
     script, output = ROOT / "tests/builders/run_gguf.py", tmp_path / "logits.npy"
     command = [HOME / "bin/python", script, tmp_path / "out/model.gguf", json.dumps(IDS), output]
