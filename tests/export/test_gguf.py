@@ -30,7 +30,8 @@ from llmconv.tensors import LazyTensor
 from llmconv.verify import verify
 from tests.builders.gguf_files import byte_level, write_gguf
 from tests.conftest import save_tiny
-from tests.convert.formats.test_gguf import FAMILIES, PRE, trained
+from tests.convert.formats.test_gguf import PRE, trained
+from tests.convert.formats.test_gguf_families import FAMILIES
 
 F16 = GGMLQuantizationType.F16
 SCENARIOS = ["prefill, 7 tokens", "decode chain, 16 steps"]
@@ -266,7 +267,7 @@ def test_another_offset_does_not_pass(wide_model: Path, tmp_path: Path) -> None:
 
 def test_a_file_generates_without_a_copy_of_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    content = trained(PRE["qwen2"][0])
+    content = trained(**PRE["qwen2"])
     add = byte_level(content, "qwen2", bos=0, eos=0, rows=512)
     model = save_tiny("llama", tmp_path / "hf", vocab_size=512)
     file = write_gguf(model, tmp_path / "x.gguf", quantized=F16, tokenizer=add)
