@@ -90,7 +90,8 @@ def rows(times: dict[str, tuple[Times, Times]]) -> list[str]:
     """A Markdown table."""
     return [
         f"Steps of SmolLM2-135M after {PAST} tokens, {THREADS} threads, medians;",
-        f"onnxruntime {onnxruntime.__version__}, llama-cpp-python {llama_cpp.VERSION} for this CPU. Graphs have {' '.join(FOR_CPU)}.",
+        f"onnxruntime {onnxruntime.__version__}, llama-cpp-python {llama_cpp.VERSION} for this CPU.",
+        f"Graphs have {' '.join(FOR_CPU)}.",
         "",
         "| file | llmconv, tokens/s (range) | llama.cpp, tokens/s (range) | times as fast |",
         "| --- | --- | --- | --- |",
