@@ -35,7 +35,7 @@ from tests.convert.formats.test_gguf_families import FAMILIES
 
 F16 = GGMLQuantizationType.F16
 SCENARIOS = ["prefill, 7 tokens", "decode chain, 16 steps"]
-MAPPED = ["llama", "mixtral", "granite", "smollm3", "qwen2", "qwen3_moe", "gemma", "gemma2", "gemma3", "phi3", "mpt"]
+MAPPED = ["llama", "mixtral", "gemma2", "qwen3_moe", "phi3", "mpt", "lfm2"]
 
 
 def values(tensors: dict[str, LazyTensor] | Any) -> dict[str, bytes]:
@@ -229,7 +229,7 @@ def test_codes_for_graphs_have_the_values_of_the_file(wide_model: Path, tmp_path
 
 
 @pytest.mark.quick_rows("Q4_K")
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_1", "Q8_0", "Q2_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q2_K", "Q4_K", "Q5_K", "Q6_K"])
 def test_graphs_have_the_codes_of_the_file(wide_model: Path, tmp_path: Path, kind: str) -> None:
     file = write_gguf(wide_model, tmp_path / "x.gguf", quantized=GGMLQuantizationType[kind])
     export(file, tmp_path / "out", prefill=True, incremental=True)
