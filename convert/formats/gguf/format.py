@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmconv.checkpoint import Checkpoint, is_model_folder
 from llmconv.convert.algebra import equal
 from llmconv.convert.assembly import side_files_of
@@ -23,7 +25,7 @@ from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import plain_fields, with_architecture
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.gguf_file import GGUFFile, GGUFTensor, is_gguf, parts_of, read_gguf
-from llmconv.tensors import LazyTensor
+from llmconv.tensors import BY_NAME, LazyTensor
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
@@ -92,6 +94,30 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     shards = len(parts_of(_files(path)[0]))
     return Checkpoint(
         path, FORMAT.name, tensors, settings, side_files, tuple(warnings), f"llama.cpp ({types})", shards, notes
+    )
+
+
+def tensor_types(path: Path) -> dict[str, str]:
+    """llama.cpp's type of each matrix, by the Hugging Face name that `FORMAT.open` gives it.
+
+    A tensor of type numbers goes through the same changes as the values; of several that are joined, the first counts.
+    """
+    found = _read(path)
+    numbers = {tensor.type: number for number, tensor in enumerate(found.tensors.values())}
+    names = {number: kind for kind, number in numbers.items()}
+    marked = {name: _filled(tensor.values, numbers[tensor.type]) for name, tensor in found.tensors.items()}
+    tensors = in_hugging_face_names(Keys.of(found.metadata, path.name), marked)[1]
+    return {name: names[int(one.rows(0, 1).flat[0])] for name, one in tensors.items() if len(one.shape) > 1}
+
+
+def _filled(tensor: LazyTensor, number: int) -> LazyTensor:
+    """A matrix of equal numbers; vectors are kept, since some of them are read with the configuration."""
+    if len(tensor.shape) < 2:
+        return tensor
+    return LazyTensor(
+        BY_NAME["float32"],
+        tensor.shape,
+        lambda start, stop: np.full((stop - start, *tensor.shape[1:]), number, np.float32),
     )
 
 
