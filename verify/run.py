@@ -41,7 +41,15 @@ from llmconv.verify.arguments import CODES, require_folder, require_model
 from llmconv.verify.audit.weights import AS_RECORDED
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.clients.client_files import ClientFiles, field_checks
-from llmconv.verify.clients.comparison import Client, ClientChecks, EagerLogits, LogitsSource, OwnLogits, chosen_clients
+from llmconv.verify.clients.comparison import (
+    LLAMA_CPP,
+    Client,
+    ClientChecks,
+    EagerLogits,
+    LogitsSource,
+    OwnLogits,
+    chosen_clients,
+)
 from llmconv.verify.comparison.cache_copies import has_codes
 from llmconv.verify.comparison.half_precision import most_precise
 from llmconv.verify.comparison.images import FEATURES
@@ -102,8 +110,9 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     """Compares every output of every graph in a folder with the eager model.
 
     Args:
-        folder: a folder that `llmconv export` wrote.
-        reference: the Hugging Face model folder (default: as recorded in the manifest, else `folder`).
+        folder: a folder that `llmconv export` wrote; for `llamacpp` a GGUF file, or the folder of one.
+        reference: the Hugging Face model folder (default: as recorded in the manifest, else `folder`; of a GGUF file
+            what `to_hf` makes of it).
         suite: which set of scenarios to run, `quick` or `full`.
         scenario: names of scenarios; if given, only these are run.
         repeat: number of runs of each call; all must give the same bits.
@@ -126,7 +135,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         layers: of an induction, the layers that run by themselves: `all` (default), `sampled:K` or `classes`.
         record: record the verdict in the manifest of `folder`, if it has one and is not an address.
         adapter: LoRA adapter whose factors the graphs take as inputs, unmerged in the reference. Nothing is recorded.
-        clients: `genai`, `optimum` or `transformersjs`: their greedy tokens are compared with the model's.
+        clients: `genai`, `optimum` or `transformersjs`: their greedy tokens are compared with the model's. Alone,
+            `llamacpp`: logits, tokens and tokenizer of a GGUF file.
         pythons: `CLIENT=PATH` of a Python that has the client, or of the folder with its `node_modules`.
         report: a folder to write the report into, as report.json, report.html, summary.md and junit.xml.
         budget: seconds after which only mandatory scenarios run (`verify.scenarios.budget`); None for no limit.
@@ -147,9 +157,20 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     session = Session.of(selection, own, on_checks, bisect=bisect, minimize=minimize)
     chosen.require_runs(session, low_memory=low_memory)
     written = reporter(report)
-    path = require_folder(folder)
     for client in run_by:
         client.require()
+    if of_file := next((client for client in run_by if client.name == LLAMA_CPP), None):
+        from llmconv.verify.clients.llamacpp import checked_file  # noqa: PLC0415 - it runs no graphs
+
+        given: dict[str, object] = {"--suite": suite != "quick", "--scenario": only, "--repeat": repeat > 1}
+        given |= {"--bisect": bisect, "--low-memory": low_memory, "--method": chosen.is_forced, "--threads": threads}
+        given |= {"--adapter": adapter, "--allow-changed": allow_changed, "--trust-remote-code": trust_remote_code}
+        values: list[tuple[str, object]] = [("--budget", budget), ("--minimize", minimize), ("--text", text)]
+        values += [("--max-divergence", max_divergence), ("--min-agreement", min_agreement), ("--timeout", timeout)]
+        values += [("--calibrate", calibrate), ("--provider", provider), ("settings", settings), ("eager", eager)]
+        _require_file_alone(run_by, given | {name: value is not None for name, value in values})
+        return written(checked_file(folder, reference, of_file, session, low_memory))
+    path = require_folder(folder)
     made = session.new_report(path.name)
     opened = GraphFolder.open(path, reference, made, session, allow_changed=allow_changed, trusted=trust_remote_code)
     if opened is None:
@@ -158,6 +179,14 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     measured, record = Path(calibrate) if calibrate else None, record and not is_remote(folder)
     choices = Choices(chosen, eager, low_memory, adapter, *accuracy, measured, record, run_by)
     return written(checked_folder(opened, choices))
+
+
+def _require_file_alone(clients: Sequence[Client], others: Mapping[str, object]) -> None:
+    """Refuses what applies to graphs next to llama.cpp with UsageProblem; `others` are options, true if given."""
+    if len(clients) > 1:
+        raise UsageProblem("llama.cpp opens GGUF files, other clients graphs", hint="verify them one after another")
+    if given := next((name for name, value in others.items() if value), None):
+        raise UsageProblem(f"`{given}` applies to graphs, and llama.cpp opens none", hint=f"leave out `{given}`")
 
 
 @dataclass(frozen=True)

@@ -208,9 +208,10 @@ class Program:
         return self.worker.endswith(".mjs")
 
 
+LLAMA_CPP = "llamacpp"  # opens GGUF files, the others graphs
 CLIENTS = {  # the clients that `verify --client` runs; those of graphs by the name of their layout
     "genai": Program("genai_worker.py", "onnxruntime-genai", padding="right"),
-    "llamacpp": Program("llamacpp_worker.py", "llama-cpp-python"),
+    LLAMA_CPP: Program("llamacpp_worker.py", "llama-cpp-python"),
     "optimum": Program("optimum_worker.py", "optimum-onnx"),
     "transformersjs": Program("transformersjs_worker.mjs", "@huggingface/transformers", "npm install"),
 }

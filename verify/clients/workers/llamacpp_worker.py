@@ -1,6 +1,11 @@
-"""Runs in the environment of llama-cpp-python; `gguf_file.run_file` describes what it reads and writes.
+"""Runs in the environment of llama-cpp-python: logits, greedy tokens and ids of texts of a GGUF file.
 
-The cache is float32 and attention is computed plainly, on the CPU: what is left is the rounding of llama.cpp's products.
+Of the request, `folder` is the file (null to ask for versions alone), `batches` are prompts [prompt][token], `texts`
+texts, `new` the number of new tokens, and `output` a folder for the logits, `0.npy` and so on by prompt. Of the answer,
+`ends` are the tokens that end a text, `ids` those of each text with and without special tokens around it, and `rows`
+the new tokens of each prompt; without llama-cpp-python, `missing` is the error of its import.
+
+The cache is float32 and attention is computed plainly, on the CPU: the rounding of products is left.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ERROR, CONTINUED = 4, 5  # levels of llama.cpp's messages: an error, and more of the message before
+ERROR = 4  # level of those of llama.cpp's messages that are errors
 FLOAT32 = 0  # ggml's number of the type, for the cache
 
 
@@ -28,29 +33,37 @@ def main() -> None:
         answers.write(json.dumps({"missing": str(error)}))
         return
     answer: dict[str, Any] = {"versions": versions}
-    if request["folder"]:
-        errors: list[str] = []
-        listen = llama.llama_log_callback(lambda level, text, _: errors.append(text.decode("utf-8", "replace"))
-                                          if level == ERROR else None)  # fmt: skip
-        llama.llama_log_set(listen, None)
-        llama.llama_backend_init()
-        settings = llama.llama_model_default_params()
-        settings.n_gpu_layers = 0
-        model = llama.llama_model_load_from_file(request["folder"].encode(), settings)
-        if not model:
-            raise RuntimeError(next((text.strip() for text in errors if text.strip()), "it does not open the file"))
-        vocabulary = llama.llama_model_get_vocab(model)
-        size = llama.llama_vocab_n_tokens(vocabulary)
-        answer["ends"] = [token for token in range(size) if llama.llama_vocab_is_eog(vocabulary, token)]
-        answer["ids"] = [
-            [encoded(llama, vocabulary, text, special) for special in (True, False)] for text in request["texts"]
-        ]
-        answer["rows"] = []
-        for number, prompt in enumerate(request["batches"]):
-            logits, row = generated(llama, numpy, model, prompt, request["new"], size)
-            numpy.save(Path(request["output"]) / f"{number}.npy", logits)
-            answer["rows"].append(row)
-    answers.write(json.dumps(answer))
+    answers.write(json.dumps({**answer, **(ran(llama, numpy, request) if request["folder"] else {})}))
+
+
+def ran(llama: Any, numpy: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """The fields `ends`, `ids` and `rows` of the answer; RuntimeError with llama.cpp's message for a bad file."""
+    errors: list[str] = []
+
+    def heed(level: int, text: bytes, _: Any) -> None:
+        if level == ERROR:
+            errors.append(text.decode("utf-8", "replace").strip())
+
+    heard = llama.llama_log_callback(heed)  # kept until the end: llama.cpp has its address alone
+    llama.llama_log_set(heard, None)
+    llama.llama_backend_init()
+    settings = llama.llama_model_default_params()
+    settings.n_gpu_layers = 0
+    model = llama.llama_model_load_from_file(request["folder"].encode(), settings)
+    if not model:
+        raise RuntimeError(next(filter(None, errors), "it does not open the file"))
+    vocabulary = llama.llama_model_get_vocab(model)
+    size = llama.llama_vocab_n_tokens(vocabulary)
+    rows = []
+    for number, prompt in enumerate(request["batches"]):
+        logits, row = generated(llama, numpy, model, prompt, request["new"], size)
+        numpy.save(Path(request["output"]) / f"{number}.npy", logits)
+        rows.append(row)
+    return {
+        "ends": [token for token in range(size) if llama.llama_vocab_is_eog(vocabulary, token)],
+        "ids": [[encoded(llama, vocabulary, text, special) for special in (True, False)] for text in request["texts"]],
+        "rows": rows,
+    }
 
 
 def encoded(llama: Any, vocabulary: Any, text: str, special: bool) -> list[int]:
@@ -63,12 +76,10 @@ def encoded(llama: Any, vocabulary: Any, text: str, special: bool) -> list[int]:
     return list(found[:count])
 
 
-def generated(
-    llama: Any, numpy: Any, model: Any, prompt: list[int], new: int, size: int
-) -> tuple[Any, list[int]]:
+def generated(llama: Any, numpy: Any, model: Any, prompt: list[int], new: int, size: int) -> tuple[Any, list[int]]:
     """Logits float32 [prompt and new tokens but the last, vocabulary], and the `new` tokens of greedy search.
 
-    The prompt is one call, each new token another over the cache. `size` is 0 for a file without a tokenizer.
+    The prompt is one call, each new token another over the cache. `size` is that of the vocabulary.
     """
     settings = llama.llama_context_default_params()
     settings.n_ctx = settings.n_batch = settings.n_ubatch = len(prompt) + new
@@ -87,7 +98,6 @@ def generated(
         if code := llama.llama_decode(context, batch):
             raise RuntimeError(f"it returns {code} for {len(tokens)} tokens after {past}")
         llama.llama_batch_free(batch)
-        # without a vocabulary llama.cpp counts the rows of the head as the width, which the caller gives
         shape = len(tokens), size
         found.append(numpy.ctypeslib.as_array(llama.llama_get_logits(context), shape=shape).copy())
         row.append(int(found[-1][-1].argmax()))
