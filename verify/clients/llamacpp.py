@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from llmconv.causal_lm import context_length
 from llmconv.checkpoint import Checkpoint, transposed
-from llmconv.convert.formats.gguf.format import tensor_types
+from llmconv.convert.formats.gguf.format import in_float32, tensor_types
 from llmconv.convert.formats.gguf.names import TURNED
 from llmconv.convert.from_hugging_face import open_model
 from llmconv.convert.models.head_and_dtype import settled, with_tied_head
@@ -46,7 +48,7 @@ from llmconv.verify.clients.comparison import (
     end_tokens,
     judged,
 )
-from llmconv.verify.reference.cost_estimate import CostEstimate, choose
+from llmconv.verify.reference.cost_estimate import GB, CostEstimate, choose
 from llmconv.verify.results import Check, Checks, Report, audited
 from llmconv.verify.sigma import GATES, ULP_SHARE, ULPS, ExpectedOutput, NoiseFloor, measure, rms_rows
 from llmconv.verify.verification import Session
@@ -105,6 +107,10 @@ class RoundedProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def is_gelu(module: torch.nn.Module) -> bool:
+    return "gelu" in type(module).__name__.lower()
+
+
 def _gelu_of_table(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
     values = args[0].half().float()
     table = torch.nn.functional.gelu(values, approximate="tanh").half().float()
@@ -124,6 +130,10 @@ class FileModel:
     folder: Path
     home: Path  # has the tokenizer, and the tokens that end a text
 
+    def modules(self) -> list[torch.nn.Module]:
+        """The modules of the eager model; none before it was run."""
+        return [*self._runners[0].model.modules()] if "_runners" in self.__dict__ else []
+
     @cached_property
     def types(self) -> dict[str, str]:
         """llama.cpp's type of each matrix by name."""
@@ -139,7 +149,7 @@ class FileModel:
         exact = EagerRunner(self.folder, "float64", weights=self._tensors)
         rounded = EagerRunner(self.folder, "float32", weights=self._tensors)
         for module in rounded.model.modules():
-            if "gelu" in type(module).__name__.lower():
+            if is_gelu(module):
                 module.register_forward_hook(_gelu_of_table)
         width = int(getattr(exact.config, "hidden_size", 0) or 0)
         return exact, rounded, RoundedProducts(self._types_by_address(rounded.model)), width
@@ -158,17 +168,18 @@ class FileModel:
             if parameter.ndim > 1
         }
 
-    def logits(self, ids: Sequence[int]) -> tuple[ExpectedOutput, Array]:
+    def logits(self, ids: Sequence[int], *, as_stored: bool) -> tuple[ExpectedOutput, Array]:
         """The logits of all tokens, [1, tokens, vocabulary], and the noise of llama.cpp's own roundings.
 
-        The second value is the usual noise of each row, [1, tokens]: that of half of the rows, by their size. Rounding
-        may choose other experts for a token, whose noise is then far larger than that of others.
+        `as_stored` rounds for the types of the file, else for values in float32. The second value is the usual noise of
+        each row, [1, tokens]: that of half of the rows, by their size. Rounding may choose other experts for a token,
+        whose noise is then far larger than that of others.
         """
         exact, rounded, products, width = self._runners
         tokens, mask = np.array([ids]), np.ones((1, len(ids)), np.int64)
         inputs = tokens, mask, default_positions(mask, len(ids))
         truth = exact.prefill(*inputs).logits
-        with products:
+        with products if as_stored else nullcontext():
             found = rounded.prefill(*inputs).logits
         size = rms_rows(truth)
         share = float(np.median(rms_rows(found.astype(np.float64) - truth) / np.maximum(size, TINY)))
@@ -318,20 +329,44 @@ class LlamaCppChecks:
             yield [
                 audited("weights", NAME, problems, f"{count} tensors, as the types of the file round the reference's")
             ]
-        prompts, texts = self._prompts(), self._texts()
+        yield from self._runs(self.model.path, as_stored=True)
+        if {*self.model.types.values()} - {"F32"}:
+            with tempfile.TemporaryDirectory(prefix="llmconv-") as name:
+                yield from self._runs(self._in_float32(Path(name)), as_stored=False)
+
+    def _runs(self, file: Path, *, as_stored: bool) -> Checks:
+        """Runs the file, or its values in float32, in which settings of the file show that rounding hides."""
+        prompts, texts = self._prompts(), self._texts() if as_stored else []
         with tempfile.TemporaryDirectory(prefix="llmconv-") as name:
-            request = {"folder": str(self.model.path.resolve()), "batches": prompts, "texts": texts, "output": name}
+            request = {"folder": str(file.resolve()), "batches": prompts, "texts": texts, "output": name}
             try:
                 answer = self.client.ask(**request, new=NEW)
             except ClientError as error:
                 yield [Check("generation", NAME, "tokens", verdict="fail", detail=f"the client failed: {error}")]
                 return
-            yield [self._ends(answer), self._ids(texts, answer["ids"])]
+            if as_stored:
+                yield [self._ends(answer), self._ids(texts, answer["ids"])]
             if not prompts:
                 detail = f"the context has no room for {NEW} new tokens"
                 yield [Check("generation", NAME, "", verdict="skip", detail=detail)]
             for number, (prompt, row) in enumerate(zip(prompts, answer["rows"], strict=True)):
-                yield self._run(prompt, row, np.load(Path(name) / f"{number}.npy"))
+                yield self._run(prompt, row, np.load(Path(name) / f"{number}.npy"), as_stored=as_stored)
+
+    def _in_float32(self, folder: Path) -> Path:
+        """A copy of the file with its values in float32; InputRefused without room for it."""
+        needed, room = (
+            4 * sum(prod(one.shape) for one in self.model.checkpoint.tensors.values()),
+            disk_usage(folder).free,
+        )
+        if needed > room:
+            sizes = f"{needed / GB:.1f} GB, and `{folder.parent}` has {room / GB:.1f} GB"
+            raise InputRefused(
+                f"the values of `{self.model.path.name}` in float32 take {sizes}",
+                hint="name a larger folder with the environment variable TMPDIR",
+            )
+        with open(folder / "float32.gguf", "wb") as file:
+            file.writelines(in_float32(self.model.path))
+        return folder / "float32.gguf"
 
     def _prompts(self) -> list[list[int]]:
         context, tokens = context_length(self.model.folder), usable_tokens(self.model.folder)
@@ -379,41 +414,36 @@ class LlamaCppChecks:
                     )
         return audited("tokens of texts", NAME, problems, f"{len(texts)} texts, with and without special tokens")
 
-    def _run(self, prompt: list[int], row: list[int], logits: Array) -> list[Check]:
+    def _run(self, prompt: list[int], row: list[int], logits: Array, *, as_stored: bool) -> list[Check]:
         """The logits of all tokens of a prompt and of what was generated after it, and the generated tokens."""
         name = f"1 prompt of {len(prompt)} token{'s' * (len(prompt) > 1)}"
+        name += "" if as_stored else ", values in float32"
         outside = [token for token in row if not 0 <= token < self.model.checkpoint.config["vocab_size"]]
         if outside:
             detail = f"token {outside[0]} is outside the vocabulary"
             return [Check(f"generation, {name}", NAME, "tokens", verdict="fail", detail=detail)]
-        truth, usual = self.model.logits([*prompt, *row[:-1]])
+        truth, usual = self.model.logits([*prompt, *row[:-1]], as_stored=as_stored)
         found = measure(truth, logits[None], tokens=True)
         detail = found.problem or (f"{found.flips} other likeliest tokens" if found.flips else "")
         if not detail and np.median(rms_rows(logits[None] - truth.exact) / usual) > GATE.aggregate:
             detail = "half of the tokens differ by more than the usual noise explains"
-        compared = Check(
-            f"{name} and {len(row)} new ones",
-            NAME,
-            "logits",
-            sigma=found.sigma,
-            row_sigma=found.row_sigma,
-            max_abs=found.max_abs,
-            verdict="fail" if detail or not found.passes(GATE) else "pass",
-            row=found.row,
-            detail=detail,
-            divergence=found.divergence,
-            agreement=found.agreement,
-        )
+        measured: dict[str, Any] = {"sigma": found.sigma, "row_sigma": found.row_sigma, "max_abs": found.max_abs}
+        measured |= {"row": found.row, "divergence": found.divergence, "agreement": found.agreement}
+        verdict = "fail" if detail or not found.passes(GATE) else "pass"
+        compared = Check(f"logits, {name}", NAME, "logits", verdict=verdict, detail=detail, **measured)
         problem, detail = judged(truth.last(len(row)), PaddedBatch([prompt], [row], "left"), TITLE)
         verdict = "fail" if problem else "pass"
         return [compared, Check(f"generation, {name}", NAME, "tokens", verdict=verdict, detail=problem or detail)]
 
     def unseen(self) -> list[str]:
         """What these runs could not have found, in words."""
-        rounds = {*self.model.types.values()} & {*IN_BLOCKS, *IN_HALF}
         return [
             *(["faults in the file itself (`--reference` compares it with its model)"] if not self.reference else []),
-            *(["faults smaller than llama.cpp's rounding of activations"] if rounds else []),
+            *(
+                ["faults smaller than the rounding of llama.cpp's GELU"]
+                if any(map(is_gelu, self.model.modules()))
+                else []
+            ),
             *([] if self._has_tokenizer else ["faults of a tokenizer"]),
             f"faults after the first {LENGTHS[-1] + NEW} tokens",
         ]
