@@ -157,8 +157,6 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     session = Session.of(selection, own, on_checks, bisect=bisect, minimize=minimize)
     chosen.require_runs(session, low_memory=low_memory)
     written = reporter(report)
-    for client in run_by:
-        client.require()
     if of_file := next((client for client in run_by if client.name == LLAMA_CPP), None):
         from llmconv.verify.clients.llamacpp import checked_file  # noqa: PLC0415 - it runs no graphs
 
@@ -169,8 +167,11 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         values += [("--max-divergence", max_divergence), ("--min-agreement", min_agreement), ("--timeout", timeout)]
         values += [("--calibrate", calibrate), ("--provider", provider), ("settings", settings), ("eager", eager)]
         _require_file_alone(run_by, given | {name: value is not None for name, value in values})
+        of_file.require()
         return written(checked_file(folder, reference, of_file, session, low_memory))
     path = require_folder(folder)
+    for client in run_by:
+        client.require()
     made = session.new_report(path.name)
     opened = GraphFolder.open(path, reference, made, session, allow_changed=allow_changed, trusted=trust_remote_code)
     if opened is None:

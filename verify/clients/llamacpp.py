@@ -390,12 +390,13 @@ class LlamaCppChecks:
         return load_tokenizer(self.model.home)
 
     def _ends(self, answer: Mapping[str, Any]) -> Check:
+        """Other tokens than those of the file and the model are no fault: llama.cpp knows some by their names."""
         known, found = end_tokens(self.model.home)[0], frozenset(answer["ends"])
         shown = ", ".join(f"{name} {version}" for name, version in answer["versions"].items())
         if not self.model.checkpoint.side_files.keys() & {*TOKENIZER_FILES}:
             return Check(ENDS, NAME, "", verdict="skip", detail=f"{shown}; the file has no tokenizer")
-        others = f"it ends at {sorted(found)}, the model at {sorted(known)}"
-        if not known <= found:
+        others, own = f"it ends at {sorted(found)}, the model at {sorted(known)}", self.model.checkpoint.config
+        if not known <= found or (known and own.get("eos_token_id") not in {*known, None}):
             return Check(ENDS, NAME, "", verdict="fail", detail=others)
         return Check(ENDS, NAME, "", detail=shown if found == known else f"{shown}; {others}")
 
