@@ -7,6 +7,7 @@ from pathlib import Path
 from llmconv.causal_lm import require_causal_folder, require_sizes
 from llmconv.checkpoint import INDEX, SINGLE, read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.files.gguf_file import is_gguf
 from llmconv.files.sources import is_remote, local_path
 from llmconv.not_a_model_folder import refused_model
 from llmconv.output.manifest import MANIFEST, GraphEntry
@@ -23,6 +24,11 @@ def require_folder(name: str | Path) -> Path:
     if folder.suffix == ".onnx" and folder.is_file():
         raise InputRefused(
             f"`{folder}` is a graph, not a folder", hint=f"pass it as `--graph {folder} --reference HF_FOLDER`"
+        )
+    if is_gguf(folder):
+        raise InputRefused(
+            f"`{folder}` is a GGUF file, which has no graphs",
+            hint=f"compare it in llama.cpp: `llmconv verify {folder} --client llamacpp --reference HF_FOLDER`",
         )
     raise (
         refused_model(folder)

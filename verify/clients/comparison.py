@@ -211,9 +211,9 @@ class Program:
 LLAMA_CPP = "llamacpp"  # opens GGUF files, the others graphs
 CLIENTS = {  # the clients that `verify --client` runs; those of graphs by the name of their layout
     "genai": Program("genai_worker.py", "onnxruntime-genai", padding="right"),
-    LLAMA_CPP: Program("llamacpp_worker.py", "llama-cpp-python"),
     "optimum": Program("optimum_worker.py", "optimum-onnx"),
     "transformersjs": Program("transformersjs_worker.mjs", "@huggingface/transformers", "npm install"),
+    LLAMA_CPP: Program("llamacpp_worker.py", "llama-cpp-python"),
 }
 
 

@@ -264,22 +264,28 @@ ROW_SHARE = 1.2
 """Largest RMS error as a share of the row's RMS: rounding to zero leaves 1, another row in its place leaves 1.4."""
 
 
-def weight_problems(file: FileModel, reference: Checkpoint) -> Iterator[str]:
-    """What the values in a file have that no rounding of the reference's gives, one line per tensor."""
+def weight_problems(file: FileModel, reference: Checkpoint) -> tuple[list[str], bool]:
+    """What the values in a file have that no rounding of the reference's gives, a line per tensor.
+
+    The second value says whether the tensors have the names and shapes of the reference; only then are values compared.
+    """
     tensors, found = reference.tensors, file.checkpoint.tensors
     if found.keys() - tensors.keys():  # a head that the reference ties, and a file may store in another type
         tensors = with_tied_head(tensors, reference.config)
-    for name in sorted(tensors.keys() ^ found.keys()):
-        yield f"`{name}` is {'missing in the file' if name in tensors else 'in the file alone'}"
-    for name in sorted(tensors.keys() & found.keys()):
-        pair = found[name], tensors[name]
-        if pair[0].shape != pair[1].shape:
-            yield f"`{name}` has the shape {list(pair[0].shape)} instead of {list(pair[1].shape)}"
-            continue
-        if file.checkpoint.config["model_type"] == "gpt2" and TURNED.search(name):  # its blocks lie in columns
-            pair = transposed(pair[0]), transposed(pair[1])
-        if problem := _difference(*pair, file.types.get(name, "")):
-            yield f"`{name}` {problem}"
+    missing = [f"`{name}` is missing in the file" for name in sorted(tensors.keys() - found.keys())]
+    unexpected = [f"`{name}` is in the file alone" for name in sorted(found.keys() - tensors.keys())]
+    pairs = {name: (found[name], tensors[name]) for name in sorted(found.keys() & tensors.keys())}
+    shapes = [
+        f"`{name}` has the shape {list(one.shape)} instead of {list(other.shape)}"
+        for name, (one, other) in pairs.items()
+        if one.shape != other.shape
+    ]
+    if odd := [*missing, *unexpected, *shapes]:
+        return odd, False
+    if file.checkpoint.config["model_type"] == "gpt2":  # blocks of a matrix that is stored turned lie in columns
+        pairs = {n: (transposed(a), transposed(b)) if TURNED.search(n) else (a, b) for n, (a, b) in pairs.items()}
+    differences = ((name, _difference(*pair, file.types.get(name, ""))) for name, pair in pairs.items())
+    return [f"`{name}` {problem}" for name, problem in differences if problem], True
 
 
 def _difference(found: LazyTensor, expected: LazyTensor, kind: str) -> str:
@@ -288,6 +294,7 @@ def _difference(found: LazyTensor, expected: LazyTensor, kind: str) -> str:
         values, wanted = (one.rows(start, stop).astype(np.float64) for one in (found, expected))
         values, wanted = (one.reshape(stop - start, -1) for one in (values, wanted))
         error = np.abs(values - wanted)
+        wrong: Array
         if kind in BLOCK_SHARES:
             size, share = BLOCK_SHARES[kind]
             largest = np.abs(wanted).reshape(stop - start, -1, size).max(axis=-1)
@@ -324,11 +331,13 @@ class LlamaCppChecks:
     def checks(self) -> Checks:
         """Raises InputRefused where the reference has a tokenizer that cannot be read."""
         if self.reference:
-            problems = list(weight_problems(self.model, self.reference))
+            problems, is_comparable = weight_problems(self.model, self.reference)
             count = len(self.model.checkpoint.tensors)
             yield [
                 audited("weights", NAME, problems, f"{count} tensors, as the types of the file round the reference's")
             ]
+            if not is_comparable:
+                return
         yield from self._runs(self.model.path, as_stored=True)
         if {*self.model.types.values()} - {"F32"}:
             with tempfile.TemporaryDirectory(prefix="llmconv-") as name:

@@ -179,7 +179,7 @@ def test_rows_that_both_conversions_leave_in_the_order_of_transformers_fail(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     plain = replace(names.ARCHITECTURES["llama"], change=lambda name, tensor, config: tensor)
-    monkeypatch.setitem(names.ARCHITECTURES, "llama", plain)  # type: ignore[arg-type] # a dict, typed as read-only
+    monkeypatch.setitem(names.ARCHITECTURES, "llama", plain)
     monkeypatch.setattr(save, "HEAD_ORDERED", ())
     report = checked(written(llama, tmp_path / "out", dtype), llama)
     assert "weights" not in failed(report)
@@ -332,7 +332,7 @@ def test_values_of_blocks_are_roundings_of_the_model(tmp_path: Path, model_type:
     file = write_gguf(model, tmp_path / "x.gguf", quantized=GGMLQuantizationType[kind])
     with opened(file, model) as (found, reference):
         assert reference
-        assert list(weight_problems(found, reference)) == []
+        assert weight_problems(found, reference) == ([], True)
     swapped = "transformer.h.1.attn.c_proj.weight" if model_type == "gpt2" else "model.layers.1.self_attn.o_proj.weight"
 
     def swap(tensors: dict[str, Any]) -> None:
@@ -341,7 +341,7 @@ def test_values_of_blocks_are_roundings_of_the_model(tmp_path: Path, model_type:
     other = copied(model, tmp_path / "other", swap)
     with opened(file, other) as (found, reference):
         assert reference
-        (problem,) = weight_problems(found, reference)
+        ((problem,), _) = weight_problems(found, reference)
         assert f"`{swapped}` differs by" in problem
         assert f"more than {kind} rounds" in problem
 
@@ -351,7 +351,7 @@ def test_norms_of_gemma_and_every_dtype_are_roundings_of_the_model(tmp_path: Pat
     model = save_tiny("gemma2", tmp_path / "model")
     with opened(written(model, tmp_path / "out", dtype), model) as (found, reference):
         assert reference
-        assert list(weight_problems(found, reference)) == []
+        assert weight_problems(found, reference) == ([], True)
 
 
 def test_tensors_that_one_side_lacks_are_named(llama: Path, tmp_path: Path) -> None:
@@ -362,13 +362,21 @@ def test_tensors_that_one_side_lacks_are_named(llama: Path, tmp_path: Path) -> N
     short = copied(llama, tmp_path / "short", fewer, num_hidden_layers=2)
     with opened(written(llama, tmp_path / "out"), short) as (found, reference):
         assert reference
-        problems = list(weight_problems(found, reference))
+        problems, is_comparable = weight_problems(found, reference)
     assert "`model.layers.2.input_layernorm.weight` is in the file alone" in problems
+    assert not is_comparable
     with opened(written(short, tmp_path / "out2"), llama) as (found, reference):
         assert reference
-        assert "`model.layers.2.input_layernorm.weight` is missing in the file" in list(
-            weight_problems(found, reference)
-        )
+        problems, _ = weight_problems(found, reference)
+    assert "`model.layers.2.input_layernorm.weight` is missing in the file" in problems
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{"num_hidden_layers": 2}, {"intermediate_size": 96}])
+def test_a_file_of_another_form_fails_without_a_run(llama: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    other = save_tiny("llama", tmp_path / "other", **fields)
+    report = checked(written(other, tmp_path / "out"), llama)
+    assert [(check.name, check.verdict) for check in report.checks] == [("weights", "fail")]
 
 
 def test_another_model_is_no_reference(llama: Path, tmp_path: Path) -> None:
