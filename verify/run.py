@@ -167,7 +167,6 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         values += [("--max-divergence", max_divergence), ("--min-agreement", min_agreement), ("--timeout", timeout)]
         values += [("--calibrate", calibrate), ("--provider", provider), ("settings", settings), ("eager", eager)]
         _require_file_alone(run_by, given | {name: value is not None for name, value in values})
-        of_file.require()
         return written(checked_file(folder, reference, of_file, session, low_memory))
     path = require_folder(folder)
     for client in run_by:

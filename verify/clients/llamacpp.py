@@ -294,14 +294,13 @@ def _difference(found: LazyTensor, expected: LazyTensor, kind: str) -> str:
         values, wanted = (one.rows(start, stop).astype(np.float64) for one in (found, expected))
         values, wanted = (one.reshape(stop - start, -1) for one in (values, wanted))
         error = np.abs(values - wanted)
-        wrong: Array
         if kind in BLOCK_SHARES:
             size, share = BLOCK_SHARES[kind]
             largest = np.abs(wanted).reshape(stop - start, -1, size).max(axis=-1)
             wrong = ~(rms_rows(error) <= np.minimum(share * rms_rows(largest), ROW_SHARE * rms_rows(wanted)))
         else:
-            share, least = STEPS[found.dtype.name]
-            wrong = (~(error <= share * np.abs(wanted) + least)).any(axis=-1)
+            share, least = STEPS.get(found.dtype.name, STEPS["float32"])
+            wrong = np.asarray((~(error <= share * np.abs(wanted) + least)).any(axis=-1))
         if wrong.any():
             row = int(wrong.argmax())
             return (
@@ -363,10 +362,8 @@ class LlamaCppChecks:
 
     def _in_float32(self, folder: Path) -> Path:
         """A copy of the file with its values in float32; InputRefused without room for it."""
-        needed, room = (
-            4 * sum(prod(one.shape) for one in self.model.checkpoint.tensors.values()),
-            disk_usage(folder).free,
-        )
+        needed = 4 * sum(prod(one.shape) for one in self.model.checkpoint.tensors.values())
+        room = disk_usage(folder).free
         if needed > room:
             sizes = f"{needed / GB:.1f} GB, and `{folder.parent}` has {room / GB:.1f} GB"
             raise InputRefused(
@@ -391,8 +388,11 @@ class LlamaCppChecks:
 
     @property
     def _has_tokenizer(self) -> bool:
-        has_words = self.model.checkpoint.side_files.keys() & {*TOKENIZER_FILES}
-        return bool(has_words) and any((self.model.home / name).is_file() for name in TOKENIZER_FILES)
+        return self._has_words and any((self.model.home / name).is_file() for name in TOKENIZER_FILES)
+
+    @property
+    def _has_words(self) -> bool:
+        return bool(self.model.checkpoint.side_files.keys() & {*TOKENIZER_FILES})
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -402,7 +402,7 @@ class LlamaCppChecks:
         """Other tokens than those of the file and the model are no fault: llama.cpp knows some by their names."""
         known, found = end_tokens(self.model.home)[0], frozenset(answer["ends"])
         shown = ", ".join(f"{name} {version}" for name, version in answer["versions"].items())
-        if not self.model.checkpoint.side_files.keys() & {*TOKENIZER_FILES}:
+        if not self._has_words:
             return Check(ENDS, NAME, "", verdict="skip", detail=f"{shown}; the file has no tokenizer")
         others, own = f"it ends at {sorted(found)}, the model at {sorted(known)}", self.model.checkpoint.config
         if not known <= found or (known and own.get("eos_token_id") not in {*known, None}):
@@ -447,15 +447,12 @@ class LlamaCppChecks:
 
     def unseen(self) -> list[str]:
         """What these runs could not have found, in words."""
+        rounds = any(map(is_gelu, self.model.modules()))
         return [
-            *(["faults in the file itself (`--reference` compares it with its model)"] if not self.reference else []),
-            *(
-                ["faults smaller than the rounding of llama.cpp's GELU"]
-                if any(map(is_gelu, self.model.modules()))
-                else []
-            ),
+            *([] if self.reference else ["faults in the file itself (`--reference` compares it with its model)"]),
+            *(["faults smaller than the rounding of llama.cpp's GELU"] if rounds else []),
             *([] if self._has_tokenizer else ["faults of a tokenizer"]),
-            f"faults after the first {LENGTHS[-1] + NEW} tokens",
+            *(f"faults after the first {len(prompt) + NEW} tokens" for prompt in self._prompts()[-1:]),
         ]
 
 
@@ -469,10 +466,13 @@ def checked_file(
 
     `reference` is the Hugging Face folder that the file was made from; None compares with what `to-hf` makes of the
     file. `low_memory` is False to begin without enough memory. Raises InputRefused: there is no such file or reference,
-    or memory is too small; UnsupportedInput, MalformedInput: `to-hf` refuses the file.
+    memory or disk is too small, or llama.cpp is not installed; UnsupportedInput or MalformedInput: `to-hf` refuses the
+    file.
     """
+    versions = client.require()
     file = gguf_file(local_path(path) if is_remote(path) else Path(path))
     report = session.new_report(file.name)
+    report.versions |= versions
     with (
         reporting_out_of_memory(f"while `{file.name}` was verified"),
         opened(file, None if reference is None else local_path(reference)) as (model, given),
