@@ -18,7 +18,6 @@ EXAMPLE = Path(__file__).parents[1] / "examples/tiny-llama"
 LINES = {
     "to-hf": f"to-hf {EXAMPLE}/ep4-ba2400-rank0.pt -o OUT",
     "from-hf": "from-hf base -o OUT --to meta",
-    "to-gguf": "to-gguf base -o OUT.gguf",
     "merge-lora": f"merge-lora base {EXAMPLE}/adapter -o OUT",
     "delta extract": "delta extract base merged -o OUT",
     "delta apply": "delta apply base delta -o OUT",

@@ -372,7 +372,7 @@ def test_tensors_that_one_side_lacks_are_named(llama: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [{"num_hidden_layers": 2}, {"intermediate_size": 96}])
+@pytest.mark.parametrize("fields", [{"num_hidden_layers": 2}, {"intermediate_size": 160}])
 def test_a_file_of_another_form_fails_without_a_run(llama: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     other = save_tiny("llama", tmp_path / "other", **fields)
     report = checked(written(other, tmp_path / "out"), llama)
@@ -406,6 +406,7 @@ def test_a_file_is_found_in_its_folder_and_several_are_refused(llama: Path, tmp_
         ({"clients": ["llamacpp", "genai"]}, "llama.cpp opens GGUF files, other clients graphs"),
         ({"suite": "full"}, "`--suite` applies to graphs, and llama.cpp opens none"),
         ({"max_divergence": 0.0}, "`--max-divergence` applies to graphs, and llama.cpp opens none"),
+        ({"threads": 2}, "`--provider, --threads or --timeout` applies to graphs, and llama.cpp opens none"),
         ({"method": "structure"}, "`--method` applies to graphs, and llama.cpp opens none"),
     ],
 )
