@@ -1,26 +1,32 @@
-"""from_hf: a Hugging Face folder becomes a training checkpoint, by the tables of `to_hf` read backwards."""
+"""from_hf: a Hugging Face folder becomes a training checkpoint, by the tables of `to_hf` read backwards.
+
+to_gguf: the same for one GGUF file.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from llmconv.argument_checks import checked
+from llmconv.argument_checks import OWN, checked
 from llmconv.causal_lm import mtp_tensors, require_model_type
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.formats import formats
 from llmconv.convert.models.completeness import as_loaded, check_complete
 from llmconv.convert.models.head_and_dtype import check_dtype, plain_tensors, settle_head, with_cast
 from llmconv.convert.models.model_config import SHARD_LIMIT
-from llmconv.errors import UnsupportedInput, UsageProblem, listing
-from llmconv.files.paths import Placed, output_place
+from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem, listing
+from llmconv.files.paths import Placed, Written, output_path, output_place
+from llmconv.files.safe_folder import require_parents
 from llmconv.files.sources import fetches, local_path, reading_safely
 from llmconv.model_code import model_class
+from llmconv.output.local_folder import require_space
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import Plan
 from llmconv.output.work import Work, done_by, repeatable, require_possible
-from llmconv.output.writer import check_output, write_checkpoint
+from llmconv.output.writer import check_output, write_checkpoint, write_file
 from llmconv.progress import warn_all
 
 
@@ -56,6 +62,22 @@ def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
         InputRefused: the folder is malformed, or the format cannot hold such a model; or `output` exists.
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
+    require_possible(work, overwrite=overwrite)
+    checkpoint, plan = _planned(model, to, shards, dtype)
+    place = output_place(output)
+    check_output(plan, place, overwrite, [checkpoint.path], resume=resume)
+    if not dry_run:
+        made = step("from-hf", checkpoint.path, to=to, shards=shards, dtype=dtype)
+        steps = [*steps_of_weights(checkpoint.path), made]
+        sources = sorted(entry for entry in checkpoint.path.iterdir() if entry.is_file())
+        asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
+        done = write_checkpoint(plan, place, steps=steps, sources=sources, **asked)
+        plan = done_by(work, plan, done.found)
+    return plan
+
+
+def _planned(model: str | Path, to: str, shards: int, dtype: str) -> tuple[Checkpoint, Plan]:
+    """The model, and what is written of it; warns of what the format has no place for."""
     known = {found.name: found for found in formats().values() if found.save}
     if to not in known:
         problem = f"the format `{to}` cannot be written" if to in formats() else f"unknown format `{to}`"
@@ -65,7 +87,6 @@ def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
         raise UsageProblem(f"unknown dtype `{dtype}`", hint=f"one of: keep, {', '.join(known[to].dtypes)}")
     if own is None:
         check_dtype(dtype)
-    require_possible(work, overwrite=overwrite)
     if not 1 <= shards <= SHARD_LIMIT:
         raise UsageProblem(f"{shards} shards are not possible", hint=f"`--shards` is 1 to {SHARD_LIMIT}")
     with reading_safely(model):
@@ -76,15 +97,66 @@ def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
     left = [name for name in plan.checkpoint.side_files if name not in plan.small_files]
     notes = [f"a checkpoint of the format `{to}` has no place for {listing(left)}"] if left else []
     warn_all((*checkpoint.warnings, *plan.warnings, *notes))
-    place = output_place(output)
-    check_output(plan, place, overwrite, [checkpoint.path], resume=resume)
+    return checkpoint, plan
+
+
+TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "q8_0", "q4_0": "q4_0"}
+"""Types of the matrices of a GGUF file, and the values of `dtype` that stand for them."""
+NAME, SUFFIX = "model.gguf", ".gguf"
+
+
+def gguf_path(output: Any) -> Path:
+    """The file that an output names: `model.gguf` in an existing folder, or in one whose name ends with `/`.
+
+    Raises UsageProblem for a name without `.gguf`, and as `output_path`.
+    """
+    path = output_path(output)
+    if path.is_dir() or os.fspath(output).endswith("/"):
+        return path / NAME
+    if path.suffix.lower() != SUFFIX:
+        raise UsageProblem(
+            f"`{path.name}` does not end with `{SUFFIX}`",
+            hint=f"give `-o {path}{SUFFIX}`, or `-o {path}/` for a folder",
+        )
+    return path
+
+
+@fetches
+@checked
+def to_gguf(
+    model: str | Path,
+    output: Annotated[Written, OWN],
+    *,
+    type: str | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+) -> Plan:
+    """Writes the Hugging Face folder `model` as one GGUF file of llama.cpp; returns what was written.
+
+    The file is that of `from_hf(model, output, to="gguf")`, without a folder around it.
+
+    Args:
+        model: a folder, or its URI or hub id.
+        output: the file to make; `model.gguf` in an existing folder, or in one whose name ends with `/`.
+        type: of the matrices: `f32`, `f16`, `bf16`, `q8_0` or `q4_0`; None for that of the folder.
+        overwrite: replace an existing file.
+        dry_run: return the plan, and write nothing.
+
+    Raises:
+        InputRefused: the folder is malformed, or a GGUF file cannot hold such a model; or `output` exists.
+        UsageProblem, OutputFailed: an option has an impossible value; writing failed.
+    """
+    if type is not None and type not in TYPES:
+        raise UsageProblem(f"unknown type `{type}`", hint=f"one of: {', '.join(TYPES)}")
+    path = gguf_path(output)
+    if os.path.lexists(path) and not (overwrite and path.is_file()):
+        raise InputRefused(f"`{path}` exists", hint="give another name, or `--overwrite` to replace a file")
+    require_parents(path)
+    checkpoint, plan = _planned(model, "gguf", 1, TYPES[type] if type else "keep")
+    require_space(path, plan.nbytes)
     if not dry_run:
-        made = step("from-hf", checkpoint.path, to=to, shards=shards, dtype=dtype)
-        steps = [*steps_of_weights(checkpoint.path), made]
         sources = sorted(entry for entry in checkpoint.path.iterdir() if entry.is_file())
-        asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
-        done = write_checkpoint(plan, place, steps=steps, sources=sources, **asked)
-        plan = done_by(work, plan, done.found)
+        write_file(plan, path, sources=sources, overwrite=overwrite)
     return plan
 
 

@@ -8,6 +8,7 @@ from llmconv.version import __version__
 
 if TYPE_CHECKING:  # at run time each is loaded when it is first used
     from llmconv import bench, convert, embedding, errors, export, generation, output, push, runtime, serve, verify
+    from llmconv.convert import to_gguf
     from llmconv.generation.pipeline import (
         check_task,
         get_task,
@@ -20,7 +21,7 @@ if TYPE_CHECKING:  # at run time each is loaded when it is first used
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime's wheels report to Microsoft, from the import on
 
 __all__ = ["__version__", "bench", "convert", "embedding", "errors", "export", "generation", "output", "push"]
-__all__ += ["runtime", "serve", "verify"]
+__all__ += ["runtime", "serve", "to_gguf", "verify"]
 __all__ += ["pipeline", "check_task", "get_task", "register_model", "register_task", "supported_tasks"]
 
 
@@ -29,6 +30,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module `llmconv` has no attribute `{name}`")
     if "task" in name or name in ("pipeline", "register_model"):
         return getattr(importlib.import_module("llmconv.generation.pipeline"), name)
+    if name == "to_gguf":
+        return importlib.import_module("llmconv.convert").to_gguf
     return importlib.import_module(f"llmconv.{name}")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from llmconv.causal_lm import require_causal_folder, require_sizes
 from llmconv.checkpoint import Checkpoint, has_weights, read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
-from llmconv.files.gguf_file import holds_gguf
+from llmconv.files.gguf_file import holds_gguf, is_gguf
 from llmconv.files.safe_folder import make_temporary_folder, remove_temporary_folder
 from llmconv.files.sources import is_remote, local_path
 from llmconv.files.weight_ranges import RANGES, Mapped, encode_ranges
@@ -32,6 +32,11 @@ def require_folder(name: str | Path) -> Path:
     if folder.suffix == ".onnx" and folder.is_file():
         raise InputRefused(
             f"`{folder}` is a graph, not a folder", hint=f"pass it as `--graph {folder} --reference HF_FOLDER`"
+        )
+    if is_gguf(folder):
+        raise InputRefused(
+            f"`{folder}` is a GGUF file, which has no graphs",
+            hint=f"compare it in llama.cpp: `llmconv verify {folder} --client llamacpp --reference HF_FOLDER`",
         )
     raise (
         refused_model(folder)

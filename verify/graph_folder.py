@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import onnx
 
 from llmconv.causal_lm import require_causal_folder
-from llmconv.errors import MalformedInput
+from llmconv.errors import InputRefused, MalformedInput
 from llmconv.output.manifest import EMBEDDINGS, VISION, GraphEntry, graph_entries, mtp_entry, single_pass_entries
 from llmconv.runtime.onnxruntime.graph import has_vision
 from llmconv.runtime.onnxruntime.guard import is_external, load_guarded, refill, rename
-from llmconv.verify.arguments import recorded_reference, require_weights
+from llmconv.verify.arguments import recorded_reference, require_model, require_weights
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.run import takes_embeddings
 from llmconv.verify.results import Report
@@ -49,17 +49,17 @@ class GraphFolder:
         *,
         allow_changed: bool,
         trusted: bool,
-    ) -> GraphFolder | None:
-        """The graphs in a folder; None if it has none.
+    ) -> GraphFolder:
+        """The graphs in a folder.
 
         `reference` is the model, None for the one in the manifest, or the folder; `report` gets its name. `trusted`
-        runs code in the reference's folder. Raises InputRefused: there is no such model.
+        runs code in the reference's folder. Raises InputRefused: there are no graphs, or no such model.
         """
         from llmconv.export.families import extra_inputs_of, image_inputs_of  # noqa: PLC0415 - the table alone
 
         entries, single = graph_entries(path), single_pass_entries(path)
         if not entries and not single:
-            return None
+            raise InputRefused(f"no graphs in `{require_model(path)}`", hint=f"make them: `llmconv export {path}`")
         model = require_weights(path, [*entries, *single][0], reference or recorded_reference(path))
         if entries:
             require_causal_folder(model)

@@ -16,7 +16,7 @@ from onnx import numpy_helper
 from llmconv.argument_checks import checked
 from llmconv.convert.adapter_file import lora_factors
 from llmconv.convert.opening_adapters import is_for_peft
-from llmconv.errors import InputRefused, LlmconvError, UsageProblem, listing
+from llmconv.errors import LlmconvError, UsageProblem, listing
 from llmconv.export.rewrite.running_form import may_change
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, is_remote, local_path, source_name
@@ -37,11 +37,19 @@ from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors,
 from llmconv.runtime.onnxruntime.lora_names import declared_factors, module_of, require_factors, without_inputs
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, half_precision, with_options
 from llmconv.tensors import Array
-from llmconv.verify.arguments import CODES, model_of, require_folder, require_model
+from llmconv.verify.arguments import CODES, model_of, require_folder
 from llmconv.verify.audit.weights import AS_RECORDED
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.clients.client_files import ClientFiles, field_checks
-from llmconv.verify.clients.comparison import Client, ClientChecks, EagerLogits, LogitsSource, OwnLogits, chosen_clients
+from llmconv.verify.clients.comparison import (
+    LLAMA_CPP,
+    Client,
+    ClientChecks,
+    EagerLogits,
+    LogitsSource,
+    OwnLogits,
+    chosen_clients,
+)
 from llmconv.verify.comparison.cache_copies import has_codes
 from llmconv.verify.comparison.half_precision import most_precise
 from llmconv.verify.comparison.images import FEATURES
@@ -102,8 +110,9 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     """Compares every output of every graph in a folder with the eager model.
 
     Args:
-        folder: a folder that `llmconv export` wrote.
-        reference: the Hugging Face model folder, or a GGUF file (default: as recorded in the manifest, else `folder`).
+        folder: a folder that `llmconv export` wrote; for `llamacpp` a GGUF file, or the folder of one.
+        reference: the Hugging Face model folder, or a GGUF file (default: as in the manifest, else `folder`; of a file
+            by `to_hf`).
         suite: which set of scenarios to run, `quick` or `full`.
         scenario: names of scenarios; if given, only these are run.
         repeat: number of runs of each call; all must give the same bits.
@@ -126,7 +135,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         layers: of an induction, the layers that run by themselves: `all` (default), `sampled:K` or `classes`.
         record: record the verdict in the manifest of `folder`, if it has one and is not an address.
         adapter: LoRA adapter whose factors the graphs take as inputs, unmerged in the reference. Nothing is recorded.
-        clients: `genai`, `optimum` or `transformersjs`: their greedy tokens are compared with the model's.
+        clients: `genai`, `optimum` or `transformersjs`, whose tokens are compared; or `llamacpp` for a GGUF file.
         pythons: `CLIENT=PATH` of a Python that has the client, or of the folder with its `node_modules`.
         report: a folder to write the report into, as report.json, report.html, summary.md and junit.xml.
         budget: seconds after which only mandatory scenarios run (`verify.scenarios.budget`); None for no limit.
@@ -147,18 +156,18 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     session = Session.of(selection, own, on_checks, bisect=bisect, minimize=minimize)
     chosen.require_runs(session, low_memory=low_memory)
     written = reporter(report)
-    path = require_folder(folder)
-    for client in run_by:
-        client.require()
-    made = session.new_report(path.name)
     accuracy = Path(text) if text else None, AccuracyLimits(max_divergence, min_agreement)
     measured, record = Path(calibrate) if calibrate else None, record and not is_remote(folder)
     choices = Choices(chosen, eager, low_memory, adapter, *accuracy, measured, record, run_by)
+    if LLAMA_CPP in {client.name for client in run_by}:
+        changed = {"--allow-changed": allow_changed, "--trust-remote-code": trust_remote_code}
+        return written(_checked_file(folder, reference, session, choices, changed))
+    path = require_folder(folder)
+    for client in run_by:
+        client.require()
+    made, kept = session.new_report(path.name), {"allow_changed": allow_changed, "trusted": trust_remote_code}
     with model_of(reference) as model:
-        opened = GraphFolder.open(path, model, made, session, allow_changed=allow_changed, trusted=trust_remote_code)
-        if opened is None:
-            raise InputRefused(f"no graphs in `{require_model(path)}`", hint=f"make them: `llmconv export {path}`")
-        return written(checked_folder(opened, choices))
+        return written(checked_folder(GraphFolder.open(path, model, made, session, **kept), choices))
 
 
 @dataclass(frozen=True)
@@ -189,6 +198,35 @@ class Choices:
             "--calibrate": self.calibrated is not None,
         }
         return next((name for name, value in given.items() if value), "")
+
+
+def _checked_file(
+    file: str | Path, reference: str | Path | None, session: Session, choices: Choices, others: Mapping[str, bool]
+) -> Report:
+    """The report of a GGUF file in llama.cpp; UsageProblem for other clients, and options that apply to graphs.
+
+    `others` are more such options, true if given.
+    """
+    from llmconv.verify.clients.llamacpp import checked_file  # noqa: PLC0415 - it runs no graphs
+
+    if len(choices.clients) > 1:
+        raise UsageProblem("llama.cpp opens GGUF files, other clients graphs", hint="verify them one after another")
+    selection = session.selection
+    given = {
+        "--suite": selection.suite != "quick",
+        "--scenario": bool(selection.only),
+        "--repeat": selection.repeat > 1,
+        "--budget": selection.budget is not None,
+        "--bisect": session.bisect,
+        "--minimize": session.minimized is not None,
+        **others,
+        "--provider, --threads or --timeout": session.settings != SessionSettings(),
+        "eager": choices.eager is not None,
+    }
+    of_runs = next((name for name, value in given.items() if value), "")
+    if name := of_runs or replace(choices, clients=()).of_cache:
+        raise UsageProblem(f"`{name}` applies to graphs, and llama.cpp opens none", hint=f"leave out `{name}`")
+    return checked_file(file, reference, choices.clients[0], session, choices.low_memory)
 
 
 def checked_folder(folder: GraphFolder, choices: Choices) -> Report:

@@ -78,7 +78,7 @@ OWN: dict[str, dict[str, str]] = {
 }
 # the commands, in the order of the work
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Convert and merge": ("inspect", "to-hf", "from-hf", "merge-lora", "delta"),
+    "Convert and merge": ("inspect", "to-hf", "from-hf", "to-gguf", "merge-lora", "delta"),
     "Export and verify": ("export", "onnx-adapter", "verify", "push", "run"),
     "Generate and serve": ("generate", "embed", "chat", "serve", "serve-stage", "bench"),
     "Other": ("clean", "formats", "families", "doctor"),

@@ -86,7 +86,8 @@ OF_FOLDER = ("low_memory", "allow_changed", "calibrate", "method", "layers", "re
 )
 @option(
     "--client clients NAME",
-    "Also generate with this client, and compare its tokens: genai, optimum or transformersjs. May be repeated.",
+    "Also generate with this client, and compare its tokens: genai, optimum or transformersjs; may be repeated. Or run "
+    "a GGUF file in place of FOLDER: llamacpp.",
     multiple=True,
     shell_complete=options.clients,
 )
@@ -120,6 +121,8 @@ def command(
 
     Prints a line per scenario and, after a failure, the outputs that differ. The verdict is recorded in FOLDER's
     llmconv.json, and `inspect` shows it.
+
+    With --client llamacpp, FOLDER is a GGUF file: llama.cpp's logits, tokens and tokenizer are compared with the model.
 
     Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
     """
@@ -161,7 +164,7 @@ def _refuse_early(folder: str | None, choices: dict[str, Any]) -> None:
     from llmconv.verify.scenarios.selection import Selection
 
     Selection(choices["suite"], choices["scenario"], choices["repeat"])
-    if folder is None or is_remote(folder):
+    if folder is None or is_remote(folder) or "llamacpp" in choices["clients"]:
         return
     path = require_folder(folder)
     if choices["reference"] is None and (graph_entries(path) or single_pass_entries(path)):

@@ -85,6 +85,8 @@ class GGUFFile:
 
     metadata: dict[str, Any]  # numbers, booleans, texts, and lists of them
     tensors: dict[str, GGUFTensor]
+    # first byte of each value in the file, that of its type, and the first after it
+    places: dict[str, tuple[int, int]]
 
 
 def is_gguf(path: Path) -> bool:
@@ -116,11 +118,13 @@ def read_gguf(path: Path) -> GGUFFile:
             )
         tensors, keys = header.count("tensors", TENSOR_LIMIT), header.count("keys", KEY_LIMIT)
         metadata: dict[str, Any] = {}
+        places: dict[str, tuple[int, int]] = {}
         for _ in range(keys):
-            name = header.name()
+            name, start = header.name(), header.position
             if name in metadata:
                 raise FileProblem(f"has the key `{name}` twice")
             metadata[name] = header.value(header.number("<u4"))
+            places[name] = start, header.position
         infos = [_info(header) for _ in range(tensors)]
         alignment = metadata.get("general.alignment", ALIGNMENT)
         if type(alignment) is not int or not 8 <= alignment <= ALIGNMENT_LIMIT or alignment & (alignment - 1):
@@ -128,7 +132,7 @@ def read_gguf(path: Path) -> GGUFFile:
                 f"has the alignment {str(alignment)[:20]}, expected a power of two up to {ALIGNMENT_LIMIT}"
             )
         start = -(-header.position // alignment) * alignment
-        return GGUFFile(metadata, _placed(path, infos, start, alignment, size))
+        return GGUFFile(metadata, _placed(path, infos, start, alignment, size), places)
 
 
 class _Header:

@@ -412,6 +412,46 @@ def _journal(name: str) -> str:
     return f"journal-{hashlib.sha256(name.encode()).hexdigest()[:16]}.jsonl"
 
 
+class SingleFile(UnfinishedOutput):
+    """One file, which appears under its name when it is whole; what a killed run left is removed by the next.
+
+    Raises InputRefused for something else than a file at `path`, OutputFailed for a file that appeared there since,
+    unless it `replaces` one, or if writing fails.
+    """
+
+    def __init__(self, path: Path, *, replaces: bool) -> None:
+        self.path, self.finished, self._replaces = path, {}, replaces
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack, failing_safely():
+            stack.enter_context(parents_made(self.path))
+            self._folder = stack.enter_context(Folder.open(self.path.parent))
+            self._folder.sweep()
+            self._new = stack.enter_context(self._folder.begin(self.path.name))
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._open.__exit__(kind, error, trace)
+
+    def make_shard(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
+        with failing_safely():
+            return stream_shard(self._new.file, shard, advance)
+
+    def record(self, name: str, entry: dict[str, Any]) -> None:
+        if not self._replaces and self._folder.find(self.path.name):
+            raise OutputFailed(f"`{self.path}` appeared while it was being made", hint="choose another `-o`")
+        with failing_safely():
+            self._new.place()
+            self._folder.sync()
+
+    def write_file(self, name: str, content: bytes | Link) -> None:
+        raise NotImplementedError("a single file has no others around it")
+
+    def commit(self, manifest: Manifest) -> None:
+        raise NotImplementedError("a single file is complete when it is recorded")
+
+
 RENAME_NOREPLACE, RENAME_EXCHANGE, AT_FDCWD = 1, 2, -100
 MACOS_FLAGS = {RENAME_NOREPLACE: 4, RENAME_EXCHANGE: 2}
 

@@ -31,7 +31,7 @@ from llmconv.files.mirror import WEIGHTS
 from llmconv.files.paths import is_address
 from llmconv.files.safe_folder import Link
 from llmconv.files.source_file import checked_reading
-from llmconv.output.local_folder import LocalFolder
+from llmconv.output.local_folder import LocalFolder, SingleFile
 from llmconv.output.manifest import Manifest, file_entry
 from llmconv.output.plan import Destination, Plan, Shard, UnfinishedOutput
 from llmconv.output.work import (
@@ -223,6 +223,13 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
             folder.write_file(name, content)
         folder.commit(manifest)
     return manifest
+
+
+def write_file(plan: Plan, path: Path, *, sources: Sequence[Path], overwrite: bool = False) -> None:
+    """Writes the only shard of a plan as the file `path`, and nothing else; raises as `write_checkpoint`."""
+    stats = {source: _identity(source) for source in sources}
+    with SingleFile(path, replaces=overwrite) as file:
+        _write_shards(plan, file, path.name, stats)
 
 
 @contextmanager

@@ -26,6 +26,8 @@ EMPTY = (
     "to-hf x -o out --base ?",
     "to-hf x -o out --config ?",
     "from-hf x -o ? --to meta",
+    "to-gguf x -o ?",
+    "to-gguf ? -o x.gguf",
     "merge-lora ? a -o out",
     "merge-lora b ? -o out",
     "delta apply b ? -o out",

@@ -29,6 +29,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "inspect": llmconv.convert.inspect,
     "to-hf": llmconv.convert.to_hf,
     "from-hf": llmconv.convert.from_hf,
+    "to-gguf": llmconv.convert.to_gguf,
     "merge-lora": llmconv.convert.merge_lora,
     "onnx-adapter": llmconv.convert.onnx_adapter,
     "delta apply": llmconv.convert.apply_delta,

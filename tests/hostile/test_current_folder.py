@@ -51,6 +51,7 @@ COMMANDS = {
     "doctor": "doctor",
     "to-hf": "to-hf . -o ../out",
     "from-hf": "from-hf . -o ../out --to composer",
+    "to-gguf": "to-gguf . -o ../out.gguf",
     "merge-lora": "merge-lora . adapter -o ../out",
     "delta": "delta extract . . -o ../out",
     "export": "export . --overwrite",

@@ -208,10 +208,12 @@ class Program:
         return self.worker.endswith(".mjs")
 
 
-CLIENTS = {  # the clients that `verify --client` runs, by the name of their layout
+LLAMA_CPP = "llamacpp"  # opens GGUF files, the others graphs
+CLIENTS = {  # the clients that `verify --client` runs; those of graphs by the name of their layout
     "genai": Program("genai_worker.py", "onnxruntime-genai", padding="right"),
     "optimum": Program("optimum_worker.py", "optimum-onnx"),
     "transformersjs": Program("transformersjs_worker.mjs", "@huggingface/transformers", "npm install"),
+    LLAMA_CPP: Program("llamacpp_worker.py", "llama-cpp-python"),
 }
 
 
@@ -244,7 +246,7 @@ class Client:
     def require(self) -> dict[str, str]:
         """The versions of its packages; InputRefused if it is not installed."""
         try:
-            versions: dict[str, str] = self._ask(None, [], 0)["versions"]
+            versions: dict[str, str] = self.ask(folder=None)["versions"]
         except ClientError as error:
             raise InputRefused(f"the client `{self.name}` cannot be started: {error}", hint=self._hint()) from error
         return versions
@@ -260,12 +262,13 @@ class Client:
         """
         if self.name == "genai" and (folder / CONFIG).is_file():
             read_genai_config(folder)
-        answer = self._ask(str(folder.resolve()), batches, new)
+        answer = self.ask(folder=str(folder.resolve()), batches=batches, new=new)
         if not all(type(token) is int for token in answer["ends"]):
             raise ClientError(f"its end tokens are not numbers: {str(answer['ends'])[:ERROR_LIMIT]}")
         return Generation(answer["versions"], frozenset(answer["ends"]), answer["rows"])
 
-    def _ask(self, folder: str | None, batches: Any, new: int) -> dict[str, Any]:
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """The answer of the worker to a request, see `generate`; raises as that."""
         worker = WORKERS / self.program.worker
         command = ["node", str(worker), *([self.interpreter] * bool(self.interpreter))]
         if not self.program.is_node:
@@ -273,7 +276,7 @@ class Client:
         try:
             done = subprocess.run(
                 command,
-                input=json.dumps({"folder": folder, "batches": batches, "new": new}),
+                input=json.dumps(request),
                 capture_output=True,
                 text=True,
                 env=child_environment(HF_HUB_OFFLINE="1"),

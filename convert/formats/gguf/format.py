@@ -6,10 +6,12 @@ F32, F16 and BF16 tensors keep their bits. The head is stored only where it is n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from llmconv.checkpoint import Checkpoint, is_model_folder
 from llmconv.convert.algebra import equal
@@ -18,13 +20,14 @@ from llmconv.convert.formats import Format
 from llmconv.convert.formats.gguf.codes import with_codes, with_graph_codes
 from llmconv.convert.formats.gguf.configs import FREQUENCIES, HINT, LONG, Keys
 from llmconv.convert.formats.gguf.names import in_hugging_face_names
-from llmconv.convert.formats.gguf.save import KINDS, OF_DTYPE, save
+from llmconv.convert.formats.gguf.save import KINDS, OF_DTYPE, Stored, gguf_pieces, save
 from llmconv.convert.formats.gguf.tokenizer import special_ids, tokenizer_files
 from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import plain_fields, with_architecture
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.gguf_file import GGUFFile, GGUFTensor, is_gguf, parts_of, read_gguf
-from llmconv.tensors import LazyTensor
+from llmconv.files.source_file import open_source
+from llmconv.tensors import BY_NAME, LazyTensor, as_bytes, cast
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 GRAPHS = "graphs"  # the `quant` of an export, which has an operator for every type
@@ -56,7 +59,7 @@ def _read(path: Path) -> GGUFFile:
     wanted = first.metadata.get("split.tensors.count", len(tensors))
     if wanted != len(tensors):
         raise MalformedInput(f"the parts of `{path.name}` contain {len(tensors)} of {wanted} tensors", hint=HINT)
-    return GGUFFile(first.metadata, tensors)
+    return GGUFFile(first.metadata, tensors, first.places)
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
@@ -97,6 +100,49 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     shards = len(parts_of(_files(path)[0]))
     return Checkpoint(
         path, FORMAT.name, tensors, settings, side_files, tuple(warnings), f"llama.cpp ({types})", shards, notes
+    )
+
+
+def tensor_types(path: Path) -> dict[str, str]:
+    """llama.cpp's type of each matrix, by the Hugging Face name that `FORMAT.open` gives it.
+
+    A tensor of type numbers goes through the same changes as the values; of several that are joined, the first counts.
+    """
+    found = _read(path)
+    numbers = {tensor.type: number for number, tensor in enumerate(found.tensors.values())}
+    names = {number: kind for kind, number in numbers.items()}
+    marked = {name: _filled(tensor.values, numbers[tensor.type]) for name, tensor in found.tensors.items()}
+    tensors = in_hugging_face_names(Keys.of(found.metadata, path.name), marked)[1]
+    return {name: names[int(one.rows(0, 1).flat[0])] for name, one in tensors.items() if len(one.shape) > 1}
+
+
+def in_float32(path: Path) -> Iterator[bytes | memoryview]:
+    """Yields a GGUF file with the metadata of a model, byte for byte, and its values in float32, as one part."""
+    found, first = _read(path), parts_of(_files(path)[0])[0]
+    with open_source(first) as file:
+        head = file.read(max(stop for _, stop in found.places.values()))
+    kept = {
+        key: head[start:stop]
+        for key, (start, stop) in found.places.items()
+        if not key.startswith("split.") and key != "general.alignment"
+    }
+    tensors = {name: cast(tensor.values, BY_NAME["float32"], name) for name, tensor in found.tensors.items()}
+    stored = {name: Stored("F32", tensor.shape, tensor) for name, tensor in tensors.items()}
+    for piece in gguf_pieces(tensors, metadata=kept, stored=stored):
+        if isinstance(piece, LazyTensor):
+            yield from (as_bytes(piece.rows(*block)) for block in piece.blocks())
+        else:
+            yield piece
+
+
+def _filled(tensor: LazyTensor, number: int) -> LazyTensor:
+    """A matrix of equal numbers; vectors are kept, since some of them are read with the configuration."""
+    if len(tensor.shape) < 2:
+        return tensor
+    return LazyTensor(
+        BY_NAME["float32"],
+        tensor.shape,
+        lambda start, stop: np.full((stop - start, *tensor.shape[1:]), number, np.float32),
     )
 
 

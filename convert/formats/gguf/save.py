@@ -42,7 +42,7 @@ from llmconv.convert.formats.gguf.tokenizer import tokenizer_keys
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.gguf_file import ALIGNMENT, ARRAY, BLOCKS, MAGIC, NUMBERS, PLAIN, TEXT
 from llmconv.output.plan import Plan, Shard
-from llmconv.tensors import BY_NAME, Array, LazyTensor, Piece, cast, in_memory
+from llmconv.tensors import BY_NAME, Array, LazyTensor, cast, in_memory
 
 FILE = "model.gguf"
 VERSION = 3
@@ -466,7 +466,7 @@ BY_TYPE = {block.name: block for block in BLOCKS.values()}
 
 def gguf_pieces(
     tensors: Mapping[str, LazyTensor], *, metadata: Mapping[str, Any], stored: Mapping[str, Stored]
-) -> Iterator[Piece]:
+) -> Iterator[bytes | LazyTensor]:
     """Yields a GGUF file: the header, then each tensor at a multiple of the alignment."""
     header = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
     header += [_text(key) + _value(value) for key, value in metadata.items()]
@@ -491,7 +491,9 @@ def _text(text: str) -> bytes:
 
 
 def _value(value: Any) -> bytes:
-    """A value with its type before it; lists are of texts, arrays of float32 or int32."""
+    """A value with its type before it, as bytes are already; lists are of texts, arrays of float32 or int32."""
+    if isinstance(value, bytes):
+        return value
     if isinstance(value, str):
         return struct.pack("<I", TEXT) + _text(value)
     if isinstance(value, bool):

@@ -1,0 +1,122 @@
+"""`to-gguf`: the file of `from-hf --to gguf`, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import llmconv
+from llmconv.cli import main
+from llmconv.convert import from_hf, to_gguf
+from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput, UsageProblem
+from llmconv.output import local_folder, plan
+from tests.conftest import save_tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("to_gguf") / "llama")
+
+
+@pytest.mark.parametrize(
+    ("type", "dtype"),
+    [(None, "keep"), ("f32", "float32"), ("f16", "float16"), ("bf16", "bfloat16"), ("q8_0", "q8_0"), ("q4_0", "q4_0")],
+)
+def test_the_file_is_that_of_from_hf(model: Path, tmp_path: Path, type: str | None, dtype: str) -> None:
+    from_hf(model, tmp_path / "out", to="gguf", dtype=dtype)
+    plan = llmconv.to_gguf(model, tmp_path / "x.gguf", type=type)
+    assert (tmp_path / "x.gguf").read_bytes() == (tmp_path / "out/model.gguf").read_bytes()
+    assert [shard.name for shard in plan.shards] == ["model.gguf"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "x.gguf"]
+
+
+def test_a_folder_gets_a_file_in_it(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    to_gguf(model, tmp_path / "there")
+    to_gguf(model, f"{tmp_path}/new/inner/")
+    done = CliRunner().invoke(main, ["to-gguf", str(model), "-o", f"{tmp_path}/third/", "--json"])
+    assert json.loads(done.stdout)["output"] == f"{tmp_path}/third/model.gguf"
+    assert all((tmp_path / name / "model.gguf").is_file() for name in ("there", "new/inner", "third"))
+
+
+def test_an_existing_file_is_replaced_only_when_asked(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"mine")
+    with pytest.raises(InputRefused, match="exists"):
+        to_gguf(model, path)
+    assert path.read_bytes() == b"mine"
+    to_gguf(model, path, overwrite=True)
+    assert path.read_bytes()[:4] == b"GGUF"
+    (tmp_path / "folder.gguf").mkdir()
+    (tmp_path / "folder.gguf/model.gguf").mkdir()
+    with pytest.raises(InputRefused, match="exists"):
+        to_gguf(model, tmp_path / "folder.gguf", overwrite=True)
+
+
+def test_a_dry_run_writes_nothing(model: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["to-gguf", str(model), "-o", str(tmp_path / "new/x.gguf"), "--dry-run"])
+    assert done.exit_code == 0
+    assert done.stdout.startswith(f"would write {tmp_path}/new/x.gguf: llama, ")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("output", "type", "problem"),
+    [
+        ("x", None, "`x` does not end with `.gguf`"),
+        ("x.bin", None, "`x.bin` does not end with `.gguf`"),
+        ("x.gguf", "q4_k", "unknown type `q4_k`"),
+    ],
+)
+def test_a_slip_is_refused_before_anything_is_read(tmp_path: Path, output: str, type: str | None, problem: str) -> None:
+    with pytest.raises(UsageProblem) as error:
+        to_gguf(tmp_path / "missing", tmp_path / output, type=type)
+    assert error.value.message == problem
+    assert error.value.hint
+
+
+def test_a_model_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    model = save_tiny("llama", tmp_path / "model", hidden_act="gelu")
+    with pytest.raises(UnsupportedInput, match="does not state: `hidden_act` gelu"):
+        to_gguf(model, tmp_path / "out/x.gguf")
+    assert not (tmp_path / "out").exists()
+
+
+KILLED = """
+import os, signal, sys
+os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+from llmconv.convert import to_gguf
+to_gguf(sys.argv[1], sys.argv[2])
+"""
+
+
+def test_a_killed_run_leaves_no_file_and_the_next_removes_its_part(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    done = subprocess.run([sys.executable, "-c", KILLED, model, path], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not path.exists()
+    (part,) = tmp_path.iterdir()
+    assert part.name.startswith(".llmconv-")
+    to_gguf(model, path)
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_that_appears_meanwhile_is_kept(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, stream = tmp_path / "x.gguf", plan.stream_shard
+
+    def slow(*given: object) -> object:
+        path.write_bytes(b"mine")
+        return stream(*given)  # type: ignore[arg-type] # passed through
+
+    monkeypatch.setattr(local_folder, "stream_shard", slow)
+    with pytest.raises(OutputFailed, match="appeared while it was being made"):
+        to_gguf(model, path)
+    assert path.read_bytes() == b"mine"
+    assert os.listdir(tmp_path) == ["x.gguf"]
