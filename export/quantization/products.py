@@ -89,8 +89,11 @@ class QuantizedProducts:
         offsets = StoredRows(rows.name + OFFSETS, values.shape(rows.name + OFFSETS))
         key = left, weight.form.size
         if key not in self._sums:
-            dims = editor.one("Shape", [left], {"end": -1})
-            inner = editor.one("Concat", [dims, integers(graph, -1, weight.form.size)], {"axis": 0})
+            if axes := rank(left):
+                inner = integers(graph, *[0] * (axes - 1), -1, weight.form.size)
+            else:
+                dims = editor.one("Shape", [left], {"end": -1})
+                inner = editor.one("Concat", [dims, integers(graph, -1, weight.form.size)], {"axis": 0})
             blocks = editor.one("Reshape", [left, inner])
             self._sums[key] = editor.one("ReduceSum", [blocks, integers(graph, -1)], {"keepdims": 0})
         factor = values.value(offsets, weight.dtype)
@@ -241,10 +244,21 @@ def _join(graph: ir.Graph, run: Sequence[ir.Node]) -> None:
     if biases:
         inputs += [None, editor.one("Concat", biases, {"axis": 0})]
     fields = {name: found.value for name, found in run[0].attributes.items()} | {"N": sum(counts)}
-    product = editor.one("MatMulNBits", _given(*inputs), fields, domain=MICROSOFT)
+    product, results = editor.one("MatMulNBits", _given(*inputs), fields, domain=MICROSOFT), [n.outputs[0] for n in run]
+    if sums := [both for node in run if (both := _sum(node))]:  # all have offsets, or none
+        offsets = editor.one("Concat", [factor.inputs[1] for _, factor in sums], {"axis": 1})
+        product = editor.one("Add", [product, editor.one("MatMul", [sums[0][1].inputs[0], offsets])])
+        results = [total.outputs[0] for total, _ in sums]
     parts = editor.add("Split", [product, integers(graph, *counts)], {"axis": -1}, outputs=len(run))
-    for node, part in zip(run, parts, strict=True):
-        replace_value(node.outputs[0], part)
+    for result, part in zip(results, parts, strict=True):
+        replace_value(result, part)
+
+
+def _sum(product: ir.Node) -> tuple[ir.Node, ir.Node] | None:
+    """The node that adds the part of offsets to a product, and that part; None for a product without offsets."""
+    users = [node for node, _ in product.outputs[0].uses()]
+    part = producer(users[0].inputs[1], "MatMul") if len(users) == 1 and users[0].op_type == "Add" else None
+    return (users[0], part) if part and str(part.inputs[1] and part.inputs[1].name).endswith(OFFSETS) else None
 
 
 def _joined(graph: ir.Graph, values: Sequence[ir.Value | None]) -> ir.Value | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from llmconv.convert.formats.gguf.names import ARCHITECTURES, in_hugging_face_na
 from llmconv.errors import listing
 from llmconv.files.gguf_file import BLOCKS, Block, GGUFTensor
 from llmconv.quantized_weights.methods.gguf import MIDDLE_CODE, SMALL
-from llmconv.quantized_weights.packed_weight import pack
+from llmconv.quantized_weights.packed_weight import pack, tiled
 from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory
 
 HALF = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "TQ1_0", "TQ2_0")  # types whose scale is stored in float16
@@ -206,4 +207,4 @@ def _part(tensor: GGUFTensor, dtype: str, width: int, choose: Callable[..., Arra
         found = choose(*(None if one is None else one.reshape(count, -1) for one in parts))
         return np.ascontiguousarray(found.astype(BY_NAME[dtype].numpy).reshape(stop - start, *shape[1:]))
 
-    return LazyTensor(BY_NAME[dtype], shape, load)
+    return tiled(LazyTensor(BY_NAME[dtype], shape, load), prod(tensor.values.shape[1:]))  # all of a row is unpacked
