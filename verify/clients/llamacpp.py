@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from llmconv.causal_lm import context_length
 from llmconv.checkpoint import Checkpoint, transposed
-from llmconv.convert.formats.gguf.format import in_float32, tensor_types
+from llmconv.convert.formats.gguf.format import in_float32, tensor_types, turned_names
 from llmconv.convert.formats.gguf.names import TURNED
 from llmconv.convert.from_hugging_face import open_model
 from llmconv.convert.models.head_and_dtype import settled, with_tied_head
@@ -264,6 +264,10 @@ ROW_SHARE = 1.2
 """Largest RMS error as a share of the row's RMS: rounding to zero leaves 1, another row in its place leaves 1.4."""
 
 
+COLUMNS, COLUMN_SHARE = "columns", 0.35
+"""Of matrices whose blocks are along columns, or of parts of different types: the largest RMS error of a row."""
+
+
 def weight_problems(file: FileModel, reference: Checkpoint) -> tuple[list[str], bool]:
     """What the values in a file have that no rounding of the reference's gives, a line per tensor.
 
@@ -284,7 +288,9 @@ def weight_problems(file: FileModel, reference: Checkpoint) -> tuple[list[str], 
         return odd, False
     if file.checkpoint.config["model_type"] == "gpt2":  # blocks of a matrix that is stored turned lie in columns
         pairs = {n: (transposed(a), transposed(b)) if TURNED.search(n) else (a, b) for n, (a, b) in pairs.items()}
-    differences = ((name, _difference(*pair, file.types.get(name, ""))) for name, pair in pairs.items())
+    turned = turned_names(file.path) - {name for name in pairs if TURNED.search(name)}
+    kinds = {**file.types, **dict.fromkeys(turned, COLUMNS)}
+    differences = ((name, _difference(*pair, kinds.get(name, ""))) for name, pair in pairs.items())
     return [f"`{name}` {problem}" for name, problem in differences if problem], True
 
 
@@ -298,6 +304,8 @@ def _difference(found: LazyTensor, expected: LazyTensor, kind: str) -> str:
             size, share = BLOCK_SHARES[kind]
             largest = np.abs(wanted).reshape(stop - start, -1, size).max(axis=-1)
             wrong = ~(rms_rows(error) <= np.minimum(share * rms_rows(largest), ROW_SHARE * rms_rows(wanted)))
+        elif kind == COLUMNS:
+            wrong = ~(rms_rows(error) <= COLUMN_SHARE * rms_rows(wanted))
         else:
             share, least = STEPS.get(found.dtype.name, STEPS["float32"])
             wrong = np.asarray((~(error <= share * np.abs(wanted) + least)).any(axis=-1))

@@ -11,7 +11,7 @@ For graphs all types stay, embeddings too. Layout: `quantized_weights/methods/gg
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -89,12 +89,17 @@ def with_codes(
     return config, found, warnings
 
 
-def _turned(keys: Keys, stored: Mapping[str, GGUFTensor]) -> set[str]:
-    """The tensors of blocks whose rows are no rows of the model."""
-    family = ARCHITECTURES[keys.architecture]
+def turned_in(architecture: str, names: Iterable[str]) -> set[str]:
+    """The tensors of a file whose rows are no rows of the model."""
+    family = ARCHITECTURES[architecture]
     patterns = [family.turned, *(parts.turned for parts in family.parts)]
+    return {name for name in names if any(one and one.fullmatch(name) for one in patterns)}
+
+
+def _turned(keys: Keys, stored: Mapping[str, GGUFTensor]) -> set[str]:
+    """Those of blocks."""
     coded = (name for name, tensor in stored.items() if tensor.type in BY_TYPE and len(tensor.values.shape) > 1)
-    return {name for name in coded if any(one and one.fullmatch(name) for one in patterns)}
+    return turned_in(keys.architecture, coded)
 
 
 def with_graph_codes(

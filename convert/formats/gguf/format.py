@@ -17,7 +17,7 @@ from llmconv.checkpoint import Checkpoint, is_model_folder
 from llmconv.convert.algebra import equal
 from llmconv.convert.assembly import side_files_of
 from llmconv.convert.formats import Format
-from llmconv.convert.formats.gguf.codes import with_codes, with_graph_codes
+from llmconv.convert.formats.gguf.codes import turned_in, with_codes, with_graph_codes
 from llmconv.convert.formats.gguf.configs import FREQUENCIES, HINT, LONG, Keys
 from llmconv.convert.formats.gguf.names import in_hugging_face_names
 from llmconv.convert.formats.gguf.save import KINDS, OF_DTYPE, Stored, gguf_pieces, save
@@ -114,6 +114,16 @@ def tensor_types(path: Path) -> dict[str, str]:
     marked = {name: _filled(tensor.values, numbers[tensor.type]) for name, tensor in found.tensors.items()}
     tensors = in_hugging_face_names(Keys.of(found.metadata, path.name), marked)[1]
     return {name: names[int(one.rows(0, 1).flat[0])] for name, one in tensors.items() if len(one.shape) > 1}
+
+
+def turned_names(path: Path) -> set[str]:
+    """The matrices, by Hugging Face name, of which some rows are columns in the file, where blocks are along rows."""
+    found = _read(path)
+    keys = Keys.of(found.metadata, path.name)
+    turned = turned_in(keys.architecture, found.tensors)
+    marked = {name: _filled(tensor.values, int(name in turned)) for name, tensor in found.tensors.items()}
+    tensors = in_hugging_face_names(keys, marked)[1]
+    return {name for name, one in tensors.items() if len(one.shape) > 1 and one.rows(0, 1).any()}
 
 
 def in_float32(path: Path) -> Iterator[bytes | memoryview]:
