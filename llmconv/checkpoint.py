@@ -17,10 +17,9 @@ import numpy as np
 
 from llmconv.errors import MalformedInput, listing
 from llmconv.files.paths import refuse_git_lfs
-from llmconv.files.safetensors_file import FileTensor, read_header
+from llmconv.files.safetensors_file import RANGES, FileTensor, read_header
 from llmconv.files.source_file import fill, open_data
 from llmconv.files.sources import snapshot_home
-from llmconv.files.weight_ranges import MOST_BYTES, RANGES, Mapped, read_ranges
 from llmconv.not_a_model_folder import refused_model
 from llmconv.tensors import BLOCK_BYTES, Array, LazyTensor
 
@@ -102,7 +101,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise refused_model(path)
     config = read_json(own_file(path, "config.json"))
     tensors = open_weights(path)
-    files = {name: tensor.path.name for name, tensor in tensors.items() if isinstance(tensor, Mapped)}
+    paths = {name: getattr(tensor, "path", None) for name, tensor in tensors.items()}
+    files = {name: found.name for name, found in paths.items() if found}
     version = config.get("transformers_version")
     version = f"transformers {version}" if isinstance(version, str) else ""
     return Checkpoint(
@@ -117,6 +117,8 @@ def open_weights(folder: Path) -> dict[str, LazyTensor]:
     if (folder / SINGLE).is_file():
         return dict(read_header(folder / SINGLE).tensors)
     if (folder / RANGES).is_file():
+        from llmconv.files.weight_ranges import MOST_BYTES, read_ranges  # noqa: PLC0415 - few folders have such files
+
         index = parse_object(read_small(own_file(folder, RANGES), MOST_BYTES), RANGES)
         return dict(read_ranges(folder, index))
     raise refused_model(folder)

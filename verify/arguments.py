@@ -13,8 +13,9 @@ from llmconv.checkpoint import Checkpoint, has_weights, read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.files.gguf_file import holds_gguf, is_gguf
 from llmconv.files.safe_folder import make_temporary_folder, remove_temporary_folder
+from llmconv.files.safetensors_file import RANGES
 from llmconv.files.sources import is_remote, local_path
-from llmconv.files.weight_ranges import RANGES, Mapped, encode_ranges
+from llmconv.files.weight_ranges import Mapped, encode_ranges
 from llmconv.not_a_model_folder import refused_model
 from llmconv.output.manifest import MANIFEST, GraphEntry
 from llmconv.output.plan import plan_checkpoint

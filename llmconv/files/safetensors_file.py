@@ -24,6 +24,7 @@ from llmconv.files.paths import GIT_LFS, refuse_git_lfs
 from llmconv.files.source_file import ChecksummedRange, FileProblem, naming, open_source, read_into
 from llmconv.tensors import BY_CODE, Array, DType, LazyTensor, Piece
 
+RANGES = "model.ranges.json"  # the index of tensors that lie in files of another format, see `weight_ranges`
 HEADER_LIMIT = 100_000_000
 NAME_LIMIT = 1024
 RANK_LIMIT = 16

@@ -22,10 +22,9 @@ from typing import Any
 import numpy as np
 
 from llmconv.errors import MalformedInput
-from llmconv.files.safetensors_file import FileTensor
+from llmconv.files.safetensors_file import RANGES, FileTensor
 from llmconv.tensors import BY_CODE, FLOATS, Array, LazyTensor
 
-RANGES = "model.ranges.json"
 MOST_BYTES = 64 << 20  # of the index; one of 20,000 tensors has 3 MB
 RANK_LIMIT = 4
 HINT = "export the model again, or copy the folder again"

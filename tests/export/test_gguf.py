@@ -20,8 +20,7 @@ from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.export import export
 from llmconv.files.gguf_file import BLOCKS
-from llmconv.files.safetensors_file import read_header
-from llmconv.files.weight_ranges import RANGES
+from llmconv.files.safetensors_file import RANGES, read_header
 from llmconv.generation import generate
 from llmconv.generation.runners import graphs_in_cache
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
