@@ -23,8 +23,8 @@ def python() -> Path | None:
 
     The first call compiles llama.cpp for half an hour of CPU time, which needs a C++ compiler.
     """
-    wheels = Path(environments.WHEELS)
-    if not list(wheels.glob(f"llama_cpp_python-{VERSION}-*.whl")):
+    wheels, known = Path(environments.WHEELS), (environments.folder("llama.cpp") / "complete").exists()
+    if not known and not list(wheels.glob(f"llama_cpp_python-{VERSION}-*.whl")):
         build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(wheels)]
         done = subprocess.run([*build, f"llama-cpp-python=={VERSION}"], env={**os.environ, "CMAKE_ARGS": FLAGS})
         if done.returncode:
