@@ -46,7 +46,7 @@ def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
         output: the folder to make.
         to: name of a training format that has a way back.
         shards: number of tensor-parallel (model-parallel) parts.
-        dtype: `keep` or the float type of the weights; for `gguf` also `q8_0` or `q4_0`.
+        dtype: `keep` or the float type of the weights; for `gguf` also a mixture of llama.cpp, such as `q4_k_m`.
         overwrite: replace an existing model folder.
         resume: continue an interrupted run.
         dry_run: return the plan, and write nothing.

@@ -1,7 +1,7 @@
 """A Hugging Face model as a GGUF file, with the names, keys and changes of llama.cpp's own converter.
 
-Sources: llama.cpp `conversion/base.py` (vectors, positions and routers stay float32), `gguf-py/gguf/quants.py` (Q8_0
-and Q4_0). What the file says is read back and compared with the configuration, so that nothing is left out silently.
+Source: llama.cpp `conversion/base.py` (vectors, positions and routers stay float32); `recipes.py` has types of blocks.
+What the file says is read back and compared with the configuration, so that nothing is left out silently.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, floor, isclose, log, pi, prod
@@ -38,8 +39,11 @@ from llmconv.convert.formats.gguf.names import (
     TURNED,
     in_hugging_face_names,
 )
+from llmconv.convert.formats.gguf.quantizers import QUANTIZERS
+from llmconv.convert.formats.gguf.recipes import RECIPES, types_of
 from llmconv.convert.formats.gguf.tokenizer import tokenizer_keys
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, listing
+from llmconv.files.copying import cores
 from llmconv.files.gguf_file import ALIGNMENT, ARRAY, BLOCKS, MAGIC, NUMBERS, PLAIN, TEXT
 from llmconv.output.plan import Plan, Shard
 from llmconv.tensors import BY_NAME, Array, LazyTensor, Piece, cast, in_memory
@@ -48,7 +52,9 @@ FILE = "model.gguf"
 VERSION = 3
 TYPES = {name: number for number, (name, _) in PLAIN.items()} | {block.name: number for number, block in BLOCKS.items()}
 OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2}  # `general.file_type`, by the type of most matrices
+FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}  # `general.file_type`, by the type of most matrices
+KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", **{kind: kind.lower() for kind in RECIPES}}
+"""Values of `--dtype`, by llama.cpp's names."""
 KEPT = re.compile(
     r"\.ffn_gate_inp\.|\.shortconv\.conv\.|^position_embd\.|_norm\.weight$|(?<!\.weight)$"
 )  # matrices that stay float32
@@ -57,20 +63,20 @@ UINT32, FLOAT32, BOOL = 4, 6, 7
 
 
 def save(checkpoint: Checkpoint, shards: int, kind: str = "") -> Plan:
-    """The file of a model; see `Format.save`. `kind` is the type of its matrices, a key of `KINDS`, if given."""
+    """The file of a model; see `Format.save`. `kind` is the type of its matrices or their mixture, a key of `KINDS`."""
     source = checkpoint.path.name
     if shards != 1:
         raise UsageProblem("GGUF files are not split into ranks", hint="leave out `--shards`")
     architecture = _architecture(checkpoint)
     keys = _keys(checkpoint.config)
     tensors = _tensors(checkpoint, architecture)
-    head = "output.weight" if "output.weight" in tensors else "token_embd.weight"  # kept more exact, as by llama.cpp
-    stored = {
-        name: _stored(name, tensor, "Q8_0" if kind in QUANTIZERS and name == head else kind)
-        for name, tensor in tensors.items()
-    }
+    matrices = {name: one.shape[-1] for name, one in tensors.items() if len(one.shape) > 1 and not KEPT.search(name)}
+    kinds = dict.fromkeys(matrices, kind)
+    if kind in RECIPES:
+        kinds = types_of(matrices, kind, architecture, keys, tied="output.weight" not in tensors)
+    stored = {name: _stored(name, tensor, kinds.get(name, "F32")) for name, tensor in tensors.items()}
     _require_same(checkpoint, architecture, keys, tensors)
-    kinds = [one.type for name, one in stored.items() if one.type != "F32" and not KEPT.search(name)]
+    types = [stored[name].type for name in matrices if stored[name].type != "F32"]
     warnings = _approximations(_full(checkpoint.config).to_dict())
     vocabulary, left = tokenizer_keys(checkpoint, tensors["token_embd.weight"].num_rows, warnings)
     metadata = {
@@ -78,7 +84,9 @@ def save(checkpoint: Checkpoint, shards: int, kind: str = "") -> Plan:
         "general.type": "model",
         "general.name": source,
         "general.quantization_version": 2,
-        "general.file_type": FILE_TYPES[max(kinds, key=kinds.count, default="F32")],
+        "general.file_type": RECIPES[kind].file_type
+        if kind in RECIPES
+        else FILE_TYPES[max(types, key=types.count, default="F32")],
         **{f"{architecture}.{key}": value for key, value in keys.items()},
         **vocabulary,
     }
@@ -399,68 +407,49 @@ class Stored:
 
 
 def _stored(name: str, tensor: LazyTensor, kind: str) -> Stored:
-    """Vectors and some matrices as float32, others as they are, rounded or quantized."""
-    if len(tensor.shape) < 2 or KEPT.search(name):
-        return Stored("F32", tensor.shape, cast(tensor, BY_NAME["float32"], name))
-    dtype = BY_NAME[KINDS.get(kind) or tensor.dtype.name]
-    block = BY_TYPE.get(kind)
-    if block is None or tensor.shape[-1] % block.elements:  # float16 then, as by llama.cpp's converter
-        if dtype.name not in OF_DTYPE:
-            raise UnsupportedInput(
-                f"`{name}` is {dtype.name}, which llama.cpp cannot run", hint="give `--dtype float32`"
-            )
-        return Stored(OF_DTYPE[dtype.name], tensor.shape, cast(tensor, dtype, name))
-    shape = (*tensor.shape[:-1], tensor.shape[-1] // block.elements * block.width)
+    """A tensor in a type of `PLAIN` or `QUANTIZERS`; "" as it is."""
+    if kind in QUANTIZERS:
+        return _in_blocks(name, tensor, kind)
+    dtype = BY_NAME[KINDS[kind]] if kind else tensor.dtype
+    if dtype.name not in OF_DTYPE:
+        raise UnsupportedInput(f"`{name}` is {dtype.name}, which llama.cpp cannot run", hint="give `--dtype float32`")
+    return Stored(OF_DTYPE[dtype.name], tensor.shape, cast(tensor, dtype, name))
 
-    step = max(1, VALUES // prod(tensor.shape[1:]))
+
+def _in_blocks(name: str, tensor: LazyTensor, kind: str) -> Stored:
+    """A matrix as blocks, which several threads make of a part of its rows."""
+    block, quantizer = BY_TYPE[kind], QUANTIZERS[kind]
+    shape = (*tensor.shape[:-1], tensor.shape[-1] // block.elements * block.width)
+    step, count = max(1, ROWS // prod(tensor.shape[1:])), VALUES // block.elements
+
+    def blocks(values: Array) -> Array:
+        single = values.astype(np.float32)
+        largest = np.abs(single).max(initial=0)
+        if not largest <= quantizer.limit:
+            raise InputRefused(
+                f"`{name}` contains {float(largest):.6g}, too large for the float16 scale of a {kind} block",
+                hint="give `--dtype bfloat16`, and correct the weights if they are not numbers",
+            )
+        return quantizer.blocks(single)
 
     def load(start: int, stop: int) -> Array:
         found = np.empty((stop - start, *shape[1:]), np.uint8)
-        for first in range(start, stop, step):
-            last = min(first + step, stop)
-            values = tensor.rows(first, last).astype(np.float32).reshape(-1, block.elements)
-            largest = np.abs(values).max(initial=0)
-            if not largest <= LARGEST_SCALE * (127 if kind == "Q8_0" else 8):
-                raise InputRefused(
-                    f"`{name}` contains {float(largest):.6g}, too large for the float16 scale of a {kind} block",
-                    hint="give `--dtype bfloat16`, and correct the weights if they are not numbers",
-                )
-            found[first - start : last - start] = QUANTIZERS[kind](values).reshape(last - first, *shape[1:])
+        with ThreadPoolExecutor(min(cores(), THREADS)) as pool:
+            for first in range(start, stop, step):
+                last = min(first + step, stop)
+                values = tensor.rows(first, last).reshape(-1, block.elements)
+                made = found[first - start : last - start].reshape(-1, block.width)
+                parts = [slice(at, at + count) for at in range(0, len(values), count)]
+                for part, data in zip(parts, pool.map(blocks, [values[part] for part in parts]), strict=True):
+                    made[part] = data
         return found
 
     return Stored(kind, tensor.shape, LazyTensor(BY_NAME["uint8"], shape, load))
 
 
-def _inverse(scales: Array) -> Array:
-    with np.errstate(divide="ignore"):
-        found: Array = np.where(scales == 0, np.float32(0), np.float32(1) / scales)
-    return found
-
-
-def q8_0(values: Array) -> Array:
-    """Blocks [blocks, 34] of float32 [blocks, 32]: codes rounded half away from zero (ggml `quantize_row_q8_0_ref`)."""
-    scales = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
-    scaled = values * _inverse(scales)
-    size = np.abs(scaled)
-    whole = np.floor(size)
-    codes = np.sign(scaled) * (whole + np.floor(2 * (size - whole)))
-    return np.concatenate([scales.astype("<f2").view(np.uint8), codes.astype(np.int8).view(np.uint8)], axis=1)
-
-
-def q4_0(values: Array) -> Array:
-    """Blocks [blocks, 18] of float32 [blocks, 32]: the largest value is -8 scales (ggml `quantize_row_q4_0_ref`)."""
-    largest = np.take_along_axis(values, np.abs(values).argmax(axis=1)[:, None], axis=1)
-    scales = largest / np.float32(-8)
-    codes = np.trunc(values * _inverse(scales) + np.float32(8.5)).astype(np.uint8).clip(0, 15)
-    return np.concatenate([scales.astype("<f2").view(np.uint8), codes[:, :16] | codes[:, 16:] << 4], axis=1)
-
-
-QUANTIZERS: Mapping[str, Callable[[Array], Array]] = {"Q8_0": q8_0, "Q4_0": q4_0}
-KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", **dict.fromkeys(QUANTIZERS, "float16")}
-"""Types that are written, and the element type of matrices; in place of blocks, where rows do not divide into them."""
-
-LARGEST_SCALE = 65504
-VALUES = 1 << 18  # that are quantized at once, with several temporary copies in float32
+VALUES = 1 << 17  # that a thread quantizes at once, with several temporary copies in float32
+ROWS = 1 << 22  # values that are read at once
+THREADS = 8  # more cost memory
 BY_TYPE = {block.name: block for block in BLOCKS.values()}
 
 
