@@ -447,8 +447,8 @@ def _in_blocks(name: str, tensor: LazyTensor, kind: str) -> Stored:
     return Stored(kind, tensor.shape, LazyTensor(BY_NAME["uint8"], shape, load))
 
 
-VALUES = 1 << 17  # that a thread quantizes at once, with several temporary copies in float32
-ROWS = 1 << 22  # values that are read at once
+VALUES = 1 << 16  # that a thread quantizes at once, with several temporary copies in float32
+ROWS = 1 << 20  # values that are read at once
 THREADS = 8  # more cost memory
 BY_TYPE = {block.name: block for block in BLOCKS.values()}
 
