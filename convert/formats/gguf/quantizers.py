@@ -48,9 +48,15 @@ def _halves(codes: Array) -> Array:
     return codes[:, :16] & np.uint8(15) | codes[:, 16:] << 4
 
 
+def _at(values: Array, places: Array) -> Array:
+    """One value of each row, [rows, 1]."""
+    found: Array = np.take_along_axis(values, places[:, None], axis=1)
+    return found
+
+
 def _extremes(values: Array) -> Array:
-    """Of each row, the first of its values with the largest magnitude, [rows, 1]."""
-    return np.take_along_axis(values, np.abs(values).argmax(axis=1)[:, None], axis=1)
+    """Of each row, the first of its values with the largest magnitude, [rows, 1]; never -0."""
+    return _at(values, np.abs(values).argmax(axis=1)) + np.float32(0)
 
 
 # --- blocks of 32 -----------------------------------------------------------------------------------------------------
@@ -75,8 +81,8 @@ def _centered(values: Array, middle: int) -> tuple[Array, Array]:
 
 def _ranged(values: Array, most: int) -> tuple[Array, Array]:
     """Scales and minima in float16, bytes [blocks, 4], and codes of 0 to `most` from the minimum to the maximum."""
-    least = np.take_along_axis(values, values.argmin(axis=1)[:, None], axis=1)  # of -0 and 0 the first
-    scales = (values.max(axis=1, keepdims=True) - least) / np.float32(most)
+    least, largest = _at(values, values.argmin(axis=1)), _at(values, values.argmax(axis=1))  # of -0 and 0 the first
+    scales = (largest - least) / np.float32(most)
     codes = np.trunc((values - least) * _inverse(scales) + np.float32(0.5)).clip(0, most)
     return np.concatenate([_half(scales), _half(least)], axis=1), _without_overflow(codes, scales)
 
