@@ -4,8 +4,7 @@ Source: ggml `ggml-quants.c`, the functions `quantize_row_*_ref`, `make_qkx2_qua
 need equal roundings: everything is computed in float32, and the sum over a group adds its elements one after another.
 So a group is a column of `[elements, groups]`: numpy then computes all groups at once, and adds rows in their order.
 
-Bits differ where llama.cpp's rounding leaves its range (quotients above 4,194,303): the nearest code is taken here.
-That is in groups of nearly equal values far from zero, and in those below 1e-37, whose scales are zero either way.
+Bits differ in blocks of values below 1e-35 alone, where llama.cpp's codes overflow: their scales are zero either way.
 """
 
 from __future__ import annotations
@@ -133,9 +132,8 @@ def _rows(columns: Array) -> Array:
 
 def _sum(terms: Array) -> Array:
     """The sums [groups] of columns, each from its first element to its last, rounded after each addition."""
-    if terms.shape[1] == 1:  # which numpy would add in pairs
-        return np.add.accumulate(terms, axis=0)[-1]
-    found: Array = np.add.reduce(terms, axis=0)
+    single = terms.shape[1] == 1  # which numpy would add in pairs
+    found: Array = np.add.accumulate(terms, axis=0)[-1] if single else np.add.reduce(terms, axis=0)
     return found
 
 

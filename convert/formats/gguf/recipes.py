@@ -13,28 +13,6 @@ from typing import Any
 
 from llmconv.files.gguf_file import BLOCKS
 
-
-@dataclass(frozen=True)
-class Recipe:
-    """One mixture of types."""
-
-    type: str  # of most matrices
-    file_type: int  # `general.file_type`
-
-
-RECIPES: Mapping[str, Recipe] = {
-    "Q8_0": Recipe("Q8_0", 7),
-    "Q6_K": Recipe("Q6_K", 18),
-    "Q5_K_M": Recipe("Q5_K", 17),
-    "Q5_K_S": Recipe("Q5_K", 16),
-    "Q5_1": Recipe("Q5_1", 9),
-    "Q5_0": Recipe("Q5_0", 8),
-    "Q4_K_M": Recipe("Q4_K", 15),
-    "Q4_K_S": Recipe("Q4_K", 14),
-    "Q4_1": Recipe("Q4_1", 3),
-    "Q4_0": Recipe("Q4_0", 2),
-}
-
 FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # where rows do not divide into blocks of 256
 ELEMENTS = {block.name: block.elements for block in BLOCKS.values()}
 VALUES = re.compile(r"\.attn_(?:v|qkv|kv_b)\.weight$")
@@ -58,7 +36,7 @@ def types_of(
 
     Args:
         columns: elements of a row by the name of the matrix, of those that are quantized.
-        recipe: a key of `RECIPES`.
+        recipe: llama.cpp's name of a mixture, which begins with the type of most matrices: `Q4_K_M`, `Q5_0`.
         architecture: llama.cpp's name.
         keys: the metadata of the model, without the architecture.
         tied: whether the embedding is the head.
@@ -88,7 +66,7 @@ def _layer(name: str) -> int:
 
 
 def _head(columns: int, model: _Model) -> str:
-    kind = RECIPES[model.recipe].type
+    kind = model.recipe[:4]
     if kind == "Q8_0" or model.architecture == "falcon" or columns % ELEMENTS[kind]:
         return "Q8_0"
     return "Q6_K"
@@ -96,7 +74,7 @@ def _head(columns: int, model: _Model) -> str:
 
 def _kind(name: str, seen: int, model: _Model) -> str:
     """The type by the name of a matrix, and the number of matrices of values before it."""
-    kind = RECIPES[model.recipe].type
+    kind = model.recipe[:4]
     if VALUES.search(name):
         if model.experts == 8:
             return "Q8_0"

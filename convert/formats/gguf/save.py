@@ -39,8 +39,6 @@ from llmconv.convert.formats.gguf.names import (
     TURNED,
     in_hugging_face_names,
 )
-from llmconv.convert.formats.gguf.quantizers import QUANTIZERS
-from llmconv.convert.formats.gguf.recipes import RECIPES, types_of
 from llmconv.convert.formats.gguf.tokenizer import tokenizer_keys
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.copying import cores
@@ -52,9 +50,22 @@ FILE = "model.gguf"
 VERSION = 3
 TYPES = {name: number for number, (name, _) in PLAIN.items()} | {block.name: number for number, block in BLOCKS.items()}
 OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}  # `general.file_type`, by the type of most matrices
-KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", **{kind: kind.lower() for kind in RECIPES}}
-"""Values of `--dtype`, by llama.cpp's names."""
+FLOATS = {"F32": 0, "F16": 1, "BF16": 32}
+MIXTURES = {
+    "Q8_0": 7,
+    "Q6_K": 18,
+    "Q5_K_M": 17,
+    "Q5_K_S": 16,
+    "Q5_1": 9,
+    "Q5_0": 8,
+    "Q4_K_M": 15,
+    "Q4_K_S": 14,
+    "Q4_1": 3,
+    "Q4_0": 2,
+}
+"""llama.cpp's names of what a file can have, and `general.file_type`, of floats by the type of most matrices."""
+KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", **{kind: kind.lower() for kind in MIXTURES}}
+"""Values of `--dtype`, by these names."""
 KEPT = re.compile(
     r"\.ffn_gate_inp\.|\.shortconv\.conv\.|^position_embd\.|_norm\.weight$|(?<!\.weight)$"
 )  # matrices that stay float32
@@ -72,7 +83,9 @@ def save(checkpoint: Checkpoint, shards: int, kind: str = "") -> Plan:
     tensors = _tensors(checkpoint, architecture)
     matrices = {name: one.shape[-1] for name, one in tensors.items() if len(one.shape) > 1 and not KEPT.search(name)}
     kinds = dict.fromkeys(matrices, kind)
-    if kind in RECIPES:
+    if kind in MIXTURES:
+        from llmconv.convert.formats.gguf.recipes import types_of  # noqa: PLC0415 - few files have mixtures
+
         kinds = types_of(matrices, kind, architecture, keys, tied="output.weight" not in tensors)
     stored = {name: _stored(name, tensor, kinds.get(name, "F32")) for name, tensor in tensors.items()}
     _require_same(checkpoint, architecture, keys, tensors)
@@ -84,9 +97,9 @@ def save(checkpoint: Checkpoint, shards: int, kind: str = "") -> Plan:
         "general.type": "model",
         "general.name": source,
         "general.quantization_version": 2,
-        "general.file_type": RECIPES[kind].file_type
-        if kind in RECIPES
-        else FILE_TYPES[max(types, key=types.count, default="F32")],
+        "general.file_type": (FLOATS | MIXTURES)[
+            kind if kind in MIXTURES else max(types, key=types.count, default="F32")
+        ],
         **{f"{architecture}.{key}": value for key, value in keys.items()},
         **vocabulary,
     }
@@ -407,8 +420,8 @@ class Stored:
 
 
 def _stored(name: str, tensor: LazyTensor, kind: str) -> Stored:
-    """A tensor in a type of `PLAIN` or `QUANTIZERS`; "" as it is."""
-    if kind in QUANTIZERS:
+    """A tensor in a type of `FLOATS` or `QUANTIZERS`; "" as it is."""
+    if kind in BY_TYPE:
         return _in_blocks(name, tensor, kind)
     dtype = BY_NAME[KINDS[kind]] if kind else tensor.dtype
     if dtype.name not in OF_DTYPE:
@@ -418,6 +431,8 @@ def _stored(name: str, tensor: LazyTensor, kind: str) -> Stored:
 
 def _in_blocks(name: str, tensor: LazyTensor, kind: str) -> Stored:
     """A matrix as blocks, which several threads make of a part of its rows."""
+    from llmconv.convert.formats.gguf.quantizers import QUANTIZERS  # noqa: PLC0415 - few files have blocks
+
     block, quantizer = BY_TYPE[kind], QUANTIZERS[kind]
     shape = (*tensor.shape[:-1], tensor.shape[-1] // block.elements * block.width)
     step, count = max(1, ROWS // prod(tensor.shape[1:])), VALUES // block.elements
