@@ -15,7 +15,7 @@ from llmconv.convert.models.head_and_dtype import check_dtype, plain_tensors, se
 from llmconv.convert.models.model_config import SHARD_LIMIT
 from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.files.paths import Placed, output_place
-from llmconv.files.sources import fetches, local_path, reading_safely
+from llmconv.files.sources import fetches, local_path, reading_safely, source_name
 from llmconv.model_code import model_class
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import Plan
@@ -34,6 +34,7 @@ def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
     to: str,
     shards: int = 1,
     dtype: str = "keep",
+    imatrix: str | Path | None = None,
     overwrite: bool = False,
     resume: bool = False,
     dry_run: bool = False,
@@ -47,6 +48,7 @@ def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
         to: name of a training format that has a way back.
         shards: number of tensor-parallel (model-parallel) parts.
         dtype: `keep` or the float type of the weights; for `gguf` also a mixture of llama.cpp, such as `q4_k_m`.
+        imatrix: an importance matrix of llama.cpp, for such a mixture.
         overwrite: replace an existing model folder.
         resume: continue an interrupted run.
         dry_run: return the plan, and write nothing.
@@ -65,6 +67,10 @@ def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
         raise UsageProblem(f"unknown dtype `{dtype}`", hint=f"one of: keep, {', '.join(known[to].dtypes)}")
     if own is None:
         check_dtype(dtype)
+        if imatrix is not None:
+            raise UsageProblem(
+                "`--imatrix` is for types of GGUF that have blocks", hint="give `--to gguf --dtype q4_k_m` with it"
+            )
     require_possible(work, overwrite=overwrite)
     if not 1 <= shards <= SHARD_LIMIT:
         raise UsageProblem(f"{shards} shards are not possible", hint=f"`--shards` is 1 to {SHARD_LIMIT}")
@@ -72,16 +78,19 @@ def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
         checkpoint = open_model(local_path(model, in_parts=True))
     save = known[to].save
     assert save
-    plan = own(checkpoint, shards) if own else save(with_cast(checkpoint, dtype), shards)
+    matrix = local_path(imatrix) if imatrix is not None else None
+    plan = own(checkpoint, shards, matrix) if own else save(with_cast(checkpoint, dtype), shards)
     left = [name for name in plan.checkpoint.side_files if name not in plan.small_files]
     notes = [f"a checkpoint of the format `{to}` has no place for {listing(left)}"] if left else []
     warn_all((*checkpoint.warnings, *plan.warnings, *notes))
     place = output_place(output)
     check_output(plan, place, overwrite, [checkpoint.path], resume=resume)
     if not dry_run:
-        made = step("from-hf", checkpoint.path, to=to, shards=shards, dtype=dtype)
+        given = source_name(matrix) if matrix else None
+        made = step("from-hf", checkpoint.path, to=to, shards=shards, dtype=dtype, imatrix=given)
         steps = [*steps_of_weights(checkpoint.path), made]
         sources = sorted(entry for entry in checkpoint.path.iterdir() if entry.is_file())
+        sources += [matrix] if matrix else []
         asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
         done = write_checkpoint(plan, place, steps=steps, sources=sources, **asked)
         plan = done_by(work, plan, done.found)

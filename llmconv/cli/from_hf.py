@@ -28,6 +28,7 @@ GGUF_MIXTURES = ("q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "
     options.ElementType(["keep", "float32", "float16", "bfloat16", *GGUF_MIXTURES]),
     default="keep",
 )
+@option("--imatrix FILE", "Importance matrix of llama.cpp, for a mixture of fewer bits than q8_0.")
 @options.overwrite
 @options.resume
 @options.dry_run

@@ -1,8 +1,9 @@
 """Blocks of GGUF from float32 weights, with the bits of llama.cpp's own quantizers.
 
-Source: ggml `ggml-quants.c`, the functions `quantize_row_*_ref`, `make_qkx2_quants` and `make_qx_quants`. Equal bits
-need equal roundings: everything is computed in float32, and the sum over a group adds its elements one after another.
-So a group is a column of `[elements, groups]`: numpy then computes all groups at once, and adds rows in their order.
+Source: ggml `ggml-quants.c`, the functions `quantize_row_*_ref` and, with an importance matrix, `quantize_row_*_impl`,
+and what they call: `make_qkx2_quants`, `make_qkx3_quants`, `make_qx_quants` and `make_qp_quants`. Equal bits need equal
+roundings: everything is computed in float32, and the sum over a group adds its elements one after another. So a group
+is a column of `[elements, groups]`: numpy then computes all groups at once, and adds rows in their order.
 
 Bits differ in blocks of values below 1e-35 alone, where llama.cpp's codes overflow: their scales are zero either way.
 """
@@ -26,6 +27,8 @@ class Quantizer:
     """One type of blocks."""
 
     blocks: Callable[[Array], Array]  # of float32 [blocks, elements], finite: uint8 [blocks, bytes]
+    # the same of whole rows, float32 [rows, columns], with the importance of each value, of the same shape
+    weighted: Callable[[Array, Array], Array] | None
     limit: float  # the largest value: the scales are then finite in float16, and no sum overflows
 
 
@@ -157,7 +160,8 @@ def _fit_ranges(values: Array, weights: Array, most: int, steps: tuple[float, fl
         steps: what is added to `most` for the first range that is tried, and for each further one, and their number.
     """
     sum_w, sum_x = _sum(weights), _sum(weights * values)
-    largest, least = values.max(axis=0), np.minimum(values.min(axis=0), np.float32(0))
+    largest, least = values.max(axis=0), _at(values.T, values.argmin(axis=0))[:, 0]  # of -0 and 0 the first
+    least = np.where(least > 0, np.float32(0), least)
     factor = np.float32(most) / (largest - least)
     flat = ~np.isfinite(factor)  # all values are the same, and not positive
     factor[flat] = 0
@@ -225,14 +229,19 @@ def _ranges(values: Array, most: int, steps: tuple[float, float, int]) -> tuple[
     with np.errstate(all="ignore"):  # of groups whose values are all the same, or next to zero
         weights = np.sqrt(_sum(columns * columns) / np.float32(32)) + np.abs(columns)
         fit = _fit_ranges(columns, weights, most, steps)
-        scales, scale = _quotients(fit.scale.reshape(-1, 8))
-        minima, minimum = _quotients(np.float32(0) - fit.least.reshape(-1, 8))
-        divisor = (scale.astype(np.float32) * scales).reshape(-1)
-        offset = (minimum.astype(np.float32) * minima).reshape(-1)
-        codes = _nearest((columns + offset) / divisor, most)
-        if (zero := divisor == 0).any():  # those of the search then
-            codes[:, zero] = _nearest(fit.factor[zero] * (columns[:, zero] - fit.start[zero]), most)
-    head = np.concatenate([_half(scale), _half(minimum), _six_bits(scales, minima)], axis=1)
+        scales = _quotients(fit.scale.reshape(-1, 8))
+        return _packed_ranges(columns, fit, scales, _quotients(np.float32(0) - fit.least.reshape(-1, 8)), most)
+
+
+def _packed_ranges(
+    columns: Array, fit: Fit, scales: tuple[Array, Array], minima: tuple[Array, Array], most: int
+) -> tuple[Array, Array]:
+    """What `_ranges` returns, of scales and minima as codes uint8 [blocks, 8] and a float16 [blocks, 1] each."""
+    divisor, offset = ((one.astype(np.float32) * codes).reshape(-1) for codes, one in (scales, minima))
+    codes = _nearest((columns + offset) / divisor, most)
+    if (zero := divisor == 0).any():  # those of the search then
+        codes[:, zero] = _nearest(fit.factor[zero] * (columns[:, zero] - fit.start[zero]), most)
+    head = np.concatenate([_half(scales[1]), _half(minima[1]), _six_bits(scales[0], minima[0])], axis=1)
     return head, _rows(np.nan_to_num(codes).astype(np.uint8))
 
 
@@ -248,7 +257,10 @@ def _q4_k(values: Array) -> Array:
 
 
 def _q5_k(values: Array) -> Array:
-    head, codes = _ranges(values, 31, (-0.5, 0.1, 15))
+    return _with_fifth_bits(*_ranges(values, 31, (-0.5, 0.1, 15)))
+
+
+def _with_fifth_bits(head: Array, codes: Array) -> Array:
     high = np.packbits(codes.reshape(-1, 8, 32) >> 4, axis=1, bitorder="little").reshape(-1, 32)
     return np.concatenate([head, high, _low_nibbles(codes)], axis=1)
 
@@ -280,10 +292,11 @@ def _fit_centered(values: Array, middle: int, weights: Array) -> tuple[Array, Ar
     return np.where(zero, np.float32(0), scale), np.where(zero, np.float32(0), best_factor)
 
 
-def _q6_k(values: Array) -> Array:
+def _q6_k(values: Array, importance: Array | None = None) -> Array:
     columns = _columns(values, 16)
+    weights = columns * columns if importance is None else _columns(importance, 16)
     with np.errstate(all="ignore"):  # of groups of zeros
-        fitted, factor = _fit_centered(columns, 32, columns * columns)
+        fitted, factor = _fit_centered(columns, 32, weights)
         scales = fitted.reshape(-1, 16)
         extreme = _extremes(scales)
         inverse = np.float32(-128) / extreme
@@ -304,14 +317,124 @@ def _q6_k(values: Array) -> Array:
     return blocks
 
 
+# --- with an importance matrix ----------------------------------------------------------------------------------------
+
+
+def _weights(values: Array, importance: Array, factor: int) -> Array:
+    """The importance times how large a value is, `[rows, columns]`; `factor` of the mean square of its row is added."""
+    squares = values * values
+    mean = np.float32(factor) * _sum(np.ascontiguousarray(squares.T)) / np.float32(values.shape[1])
+    found: Array = importance * np.sqrt(mean[:, None] + squares)
+    return found
+
+
+def _weighted_centered(values: Array, importance: Array, middle: int) -> tuple[Array, Array]:
+    """Scales [blocks, 1] and codes of 0 to `2 * middle - 1` of blocks of 32."""
+    columns = _columns(values, 32)
+    with np.errstate(all="ignore"):  # of groups of zeros
+        scales, factor = _fit_centered(columns, middle, _columns(_weights(values, importance, 1), 32))
+        codes = _nearest(factor * columns, middle - 1, -middle) + np.float32(middle)
+    codes[:, factor == 0] = 0
+    return scales[:, None], np.ascontiguousarray(np.nan_to_num(codes).astype(np.uint8).T)
+
+
+def _weighted_ranged(values: Array, importance: Array, most: int) -> tuple[Array, Array]:
+    """Scales and minima in float16, bytes [blocks, 4], and codes of 0 to `most`, of blocks of 32."""
+    columns = _columns(values, 32)
+    with np.errstate(all="ignore"):  # of groups whose values are all the same
+        fit = _fit_ranges(columns, _columns(_weights(values, importance, 1), 32), most, WEIGHTED_STEPS)
+        codes = _nearest(fit.factor * (columns - fit.start), most)
+    head = np.concatenate([_half(fit.scale[:, None]), _half(fit.least[:, None])], axis=1)
+    return head, np.ascontiguousarray(np.nan_to_num(codes).astype(np.uint8).T)
+
+
+def _weighted_ranges(values: Array, importance: Array, most: int) -> tuple[Array, Array]:
+    """As `_ranges`; the scales and minima of a block are fitted with weights, too."""
+    columns = _columns(values, 32)
+    with np.errstate(all="ignore"):  # of groups whose values are all the same, or next to zero
+        weights = _columns(_weights(values.reshape(-1, SUPER), importance.reshape(-1, SUPER), 2), 32)
+        fit = _fit_ranges(columns, weights, most, WEIGHTED_STEPS)
+        sums = _columns(_sum(weights), 8)
+        scales = _fit_positive(_columns(fit.scale, 8), sums, 63)
+        minima = _fit_positive(_columns(np.float32(0) - fit.least, 8), sums, 63)
+        return _packed_ranges(columns, fit, scales, minima, most)
+
+
+WEIGHTED_STEPS = (-0.9, 0.05, 36)
+
+
+def _fit_positive(values: Array, weights: Array, most: int) -> tuple[Array, Array]:
+    """Codes uint8 [groups, elements] of 0 to `most` and float16 scales [groups, 1] of `[elements, groups]`.
+
+    The scale is searched first, then code after code is changed if that is better (`make_qp_quants`).
+    """
+    largest = values.max(axis=0)
+
+    def error(factor: Array) -> Array:
+        difference = values - np.float32(1) / factor * _nearest(factor * values, most)
+        return _sum(weights * difference * difference)
+
+    best_factor = np.float32(most) / largest
+    best = error(best_factor)
+    for number in (*range(-4, 0), *range(1, 5)):
+        factor = (np.float32(0.1) * np.float32(number) + np.float32(most)) / largest
+        better = (found := error(factor)) < best
+        best, best_factor = np.where(better, found, best), np.where(better, factor, best_factor)
+    codes = _nearest(best_factor * values, most)
+    weighted = weights * values
+    sum_xl, sum_l2 = _sum(weighted * codes), _sum(weights * codes * codes)
+    for at in [*range(len(values))] * 5:
+        code, weight = codes[at], weights[at]
+        part_xl, part_l2 = sum_xl - weighted[at] * code, sum_l2 - weight * code * code
+        other = np.minimum(np.rint(values[at] * part_l2 / part_xl), np.float32(most))
+        new_xl, new_l2 = part_xl + weighted[at] * other, part_l2 + weight * other * other
+        better = (part_xl > 0) & (part_l2 > 0) & (other != code) & (other >= 0)
+        better &= new_xl * new_xl * sum_l2 > sum_xl * sum_xl * new_l2
+        codes[at] = np.where(better, other, code)
+        sum_xl, sum_l2 = np.where(better, new_xl, sum_xl), np.where(better, new_l2, sum_l2)
+    zero = largest < SMALLEST
+    codes[:, zero] = 0
+    scale = np.where((sum_l2 > 0) & ~zero, sum_xl / sum_l2, np.float32(0))
+    return np.ascontiguousarray(np.nan_to_num(codes).astype(np.uint8).T), scale.astype("<f2")[:, None]
+
+
+def _weighted_q4_0(values: Array, importance: Array) -> Array:
+    scales, codes = _weighted_centered(values, importance, 8)
+    return np.concatenate([_half(scales), _halves(codes)], axis=1)
+
+
+def _weighted_q5_0(values: Array, importance: Array) -> Array:
+    scales, codes = _weighted_centered(values, importance, 16)
+    return np.concatenate([_half(scales), _fifth_bits(codes), _halves(codes)], axis=1)
+
+
+def _weighted_q4_1(values: Array, importance: Array) -> Array:
+    head, codes = _weighted_ranged(values, importance, 15)
+    return np.concatenate([head, _halves(codes)], axis=1)
+
+
+def _weighted_q5_1(values: Array, importance: Array) -> Array:
+    head, codes = _weighted_ranged(values, importance, 31)
+    return np.concatenate([head, _fifth_bits(codes), _halves(codes)], axis=1)
+
+
+def _weighted_q4_k(values: Array, importance: Array) -> Array:
+    head, codes = _weighted_ranges(values, importance, 15)
+    return np.concatenate([head, _low_nibbles(codes)], axis=1)
+
+
+def _weighted_q5_k(values: Array, importance: Array) -> Array:
+    return _with_fifth_bits(*_weighted_ranges(values, importance, 31))
+
+
 QUANTIZERS: Mapping[str, Quantizer] = {
-    "Q8_0": Quantizer(_q8_0, 127 * LARGEST_HALF),
-    "Q4_0": Quantizer(_q4_0, 8 * LARGEST_HALF),
-    "Q4_1": Quantizer(_q4_1, LARGEST_HALF),
-    "Q5_0": Quantizer(_q5_0, 16 * LARGEST_HALF),
-    "Q5_1": Quantizer(_q5_1, LARGEST_HALF),
-    "Q4_K": Quantizer(_q4_k, LARGEST_HALF),
-    "Q5_K": Quantizer(_q5_k, LARGEST_HALF),
-    "Q6_K": Quantizer(_q6_k, LARGEST_HALF),
+    "Q8_0": Quantizer(_q8_0, None, 127 * LARGEST_HALF),
+    "Q4_0": Quantizer(_q4_0, _weighted_q4_0, 8 * LARGEST_HALF),
+    "Q4_1": Quantizer(_q4_1, _weighted_q4_1, LARGEST_HALF),
+    "Q5_0": Quantizer(_q5_0, _weighted_q5_0, 16 * LARGEST_HALF),
+    "Q5_1": Quantizer(_q5_1, _weighted_q5_1, LARGEST_HALF),
+    "Q4_K": Quantizer(_q4_k, _weighted_q4_k, LARGEST_HALF),
+    "Q5_K": Quantizer(_q5_k, _weighted_q5_k, LARGEST_HALF),
+    "Q6_K": Quantizer(_q6_k, _q6_k, LARGEST_HALF),
 }
 """Types that are written, by llama.cpp's name."""

@@ -1,7 +1,7 @@
 """Which type each matrix of a quantized GGUF file has, by the names that llama.cpp gives the mixtures.
 
-Source: llama.cpp `src/llama-quant.cpp` (`llama_tensor_get_type_impl`, `tensor_type_fallback`), without an importance
-matrix. A matrix that costs little for what it does, such as that of values, gets more bits in some layers.
+Source: llama.cpp `src/llama-quant.cpp` (`llama_tensor_get_type_impl`, `tensor_type_fallback`). A matrix that costs
+little for what it does, such as that of values, gets more bits in some layers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,18 @@ class _Model:
     layers: int
     experts: int
     values: int  # layers with a matrix of values
+    weighted: bool  # with an importance matrix
     large: bool  # 80 layers whose heads share keys and values: llama.cpp's 70B
 
 
 def types_of(
-    columns: Mapping[str, int], recipe: str, architecture: str, keys: Mapping[str, Any], *, tied: bool
+    columns: Mapping[str, int],
+    recipe: str,
+    architecture: str,
+    keys: Mapping[str, Any],
+    *,
+    tied: bool,
+    weighted: bool = False,
 ) -> dict[str, str]:
     """The type of each matrix, llama.cpp's name; `F16` where rows do not divide into any blocks.
 
@@ -40,6 +47,7 @@ def types_of(
         architecture: llama.cpp's name.
         keys: the metadata of the model, without the architecture.
         tied: whether the embedding is the head.
+        weighted: whether there is an importance matrix.
     """
     layers = int(keys["block_count"])
     heads, groups = keys["attention.head_count"], keys.get("attention.head_count_kv")
@@ -49,6 +57,7 @@ def types_of(
         layers,
         int(keys.get("expert_count", 0)),
         sum(bool(VALUES.search(name)) for name in columns),
+        weighted,
         layers == 80 and (architecture == "qwen2" or (architecture == "llama" and heads != groups)),
     )
     head = "token_embd.weight" if tied else "output.weight"
@@ -102,6 +111,8 @@ def _of_down(kind: str, layer: int, model: _Model) -> str:
         return "Q6_K" if layer < model.layers // 16 else "Q5_K" if more else kind
     if model.recipe in ("Q4_K_M", "Q5_K_M") and more:
         return "Q6_K"
+    if layer < model.layers // 8 and model.weighted and model.recipe in ("Q4_0", "Q5_0"):
+        return kind[:3] + "1"
     return "Q5_K" if model.recipe == "Q4_K_S" and not falcon and layer < model.layers // 8 else kind
 
 

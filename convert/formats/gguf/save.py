@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, floor, isclose, log, pi, prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,24 +74,39 @@ KEPT = re.compile(
 UINT32, FLOAT32, BOOL = 4, 6, 7
 
 
-def save(checkpoint: Checkpoint, shards: int, kind: str = "") -> Plan:
-    """The file of a model; see `Format.save`. `kind` is the type of its matrices or their mixture, a key of `KINDS`."""
+def save(checkpoint: Checkpoint, shards: int, imatrix: Path | None = None, *, kind: str = "") -> Plan:
+    """The file of a model; see `Format.save`.
+
+    `kind` is the type of its matrices or their mixture, a key of `KINDS`; `imatrix` an importance matrix for a mixture.
+    """
     source = checkpoint.path.name
     if shards != 1:
         raise UsageProblem("GGUF files are not split into ranks", hint="leave out `--shards`")
+    if imatrix and (kind not in MIXTURES or kind == "Q8_0"):
+        raise UsageProblem(f"`{KINDS[kind]}` does not use an importance matrix", hint="give `--dtype q4_k_m`")
     architecture = _architecture(checkpoint)
     keys = _keys(checkpoint.config)
     tensors = _tensors(checkpoint, architecture)
     matrices = {name: one.shape[-1] for name, one in tensors.items() if len(one.shape) > 1 and not KEPT.search(name)}
-    kinds = dict.fromkeys(matrices, kind)
+    kinds, weights, about, warnings = dict.fromkeys(matrices, kind), dict[str, Array](), {}, list[str]()
     if kind in MIXTURES:
         from llmconv.convert.formats.gguf.recipes import types_of  # noqa: PLC0415 - few files have mixtures
 
-        kinds = types_of(matrices, kind, architecture, keys, tied="output.weight" not in tensors)
-    stored = {name: _stored(name, tensor, kinds.get(name, "F32")) for name, tensor in tensors.items()}
+        tied, weighted = "output.weight" not in tensors, imatrix is not None
+        kinds = types_of(matrices, kind, architecture, keys, tied=tied, weighted=weighted)
+    if imatrix:
+        from llmconv.convert.formats.gguf.importance import read_importance, without_weights  # noqa: PLC0415 - as above
+
+        shapes = {name: one.shape for name, one in tensors.items() if len(one.shape) > 1}
+        importance = read_importance(imatrix, shapes, source)
+        weights, about = importance.weights, importance.metadata
+        warnings += without_weights(weights, kinds, imatrix.name)
+    stored = {
+        name: _stored(name, tensor, kinds.get(name, "F32"), weights.get(name)) for name, tensor in tensors.items()
+    }
     _require_same(checkpoint, architecture, keys, tensors)
     types = [stored[name].type for name in matrices if stored[name].type != "F32"]
-    warnings = _approximations(_full(checkpoint.config).to_dict())
+    warnings += _approximations(_full(checkpoint.config).to_dict())
     vocabulary, left = tokenizer_keys(checkpoint, tensors["token_embd.weight"].num_rows, warnings)
     metadata = {
         "general.architecture": architecture,
@@ -102,6 +118,7 @@ def save(checkpoint: Checkpoint, shards: int, kind: str = "") -> Plan:
         ],
         **{f"{architecture}.{key}": value for key, value in keys.items()},
         **vocabulary,
+        **about,
     }
     container = partial(gguf_pieces, metadata=metadata, stored=stored)
     shard = Shard(FILE, {name: one.data for name, one in stored.items()}, container)
@@ -419,25 +436,30 @@ class Stored:
     data: LazyTensor  # the elements, or the bytes of their blocks
 
 
-def _stored(name: str, tensor: LazyTensor, kind: str) -> Stored:
+def _stored(name: str, tensor: LazyTensor, kind: str, weights: Array | None) -> Stored:
     """A tensor in a type of `FLOATS` or `QUANTIZERS`; "" as it is."""
     if kind in BY_TYPE:
-        return _in_blocks(name, tensor, kind)
+        return _in_blocks(name, tensor, kind, weights)
     dtype = BY_NAME[KINDS[kind]] if kind else tensor.dtype
     if dtype.name not in OF_DTYPE:
         raise UnsupportedInput(f"`{name}` is {dtype.name}, which llama.cpp cannot run", hint="give `--dtype float32`")
     return Stored(OF_DTYPE[dtype.name], tensor.shape, cast(tensor, dtype, name))
 
 
-def _in_blocks(name: str, tensor: LazyTensor, kind: str) -> Stored:
-    """A matrix as blocks, which several threads make of a part of its rows."""
+def _in_blocks(name: str, tensor: LazyTensor, kind: str, weights: Array | None) -> Stored:
+    """A matrix as blocks, which several threads make of a part of its rows.
+
+    `weights` are the importance of columns, float32 [experts, columns], if known.
+    """
     from llmconv.convert.formats.gguf.quantizers import QUANTIZERS  # noqa: PLC0415 - few files have blocks
 
-    block, quantizer = BY_TYPE[kind], QUANTIZERS[kind]
-    shape = (*tensor.shape[:-1], tensor.shape[-1] // block.elements * block.width)
-    step, count = max(1, ROWS // prod(tensor.shape[1:])), VALUES // block.elements
+    block, quantizer, columns = BY_TYPE[kind], QUANTIZERS[kind], tensor.shape[-1]
+    shape = (*tensor.shape[:-1], columns // block.elements * block.width)
+    inner = prod(tensor.shape[1:-1])  # rows of a row of dim 0
+    step, count = max(1, ROWS // (inner * columns)), max(1, VALUES // columns)
+    rows = tensor.shape[-2]  # that have the same weights
 
-    def blocks(values: Array) -> Array:
+    def blocks(values: Array, first: int) -> Array:
         single = values.astype(np.float32)
         largest = np.abs(single).max(initial=0)
         if not largest <= quantizer.limit:
@@ -445,18 +467,26 @@ def _in_blocks(name: str, tensor: LazyTensor, kind: str) -> Stored:
                 f"`{name}` contains {float(largest):.6g}, too large for the float16 scale of a {kind} block",
                 hint="give `--dtype bfloat16`, and correct the weights if they are not numbers",
             )
-        return quantizer.blocks(single)
+        if weights is None or quantizer.weighted is None:
+            return quantizer.blocks(single.reshape(-1, block.elements))
+        made = quantizer.weighted(single, weights[(first + np.arange(len(single))) // rows])
+        if not np.isfinite(block.values(made)).all():
+            raise InputRefused(f"the importance of `{name}` is too large for float32", hint="leave out `--imatrix`")
+        return made
 
     def load(start: int, stop: int) -> Array:
         found = np.empty((stop - start, *shape[1:]), np.uint8)
         with ThreadPoolExecutor(min(cores(), THREADS)) as pool:
             for first in range(start, stop, step):
                 last = min(first + step, stop)
-                values = tensor.rows(first, last).reshape(-1, block.elements)
-                made = found[first - start : last - start].reshape(-1, block.width)
-                parts = [slice(at, at + count) for at in range(0, len(values), count)]
-                for part, data in zip(parts, pool.map(blocks, [values[part] for part in parts]), strict=True):
-                    made[part] = data
+                values = tensor.rows(first, last).reshape(-1, columns)
+                made = found[first - start : last - start].reshape(len(values), -1)
+                places = range(0, len(values), count)
+                parts = [values[at : at + count] for at in places]
+                for at, data in zip(
+                    places, pool.map(blocks, parts, [first * inner + at for at in places]), strict=True
+                ):
+                    made[at : at + count] = data.reshape(-1, made.shape[1])
         return found
 
     return Stored(kind, tensor.shape, LazyTensor(BY_NAME["uint8"], shape, load))
